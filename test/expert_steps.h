@@ -31,8 +31,8 @@ inline StepConfig step_of(const ModelConfig& model, const LayoutCase& l, const E
                              .tensor = tensor_parallel(model, l.tp),
                              .pipeline = {l.schedule, l.pp, l.schedule == Schedule::zb_v ? 2 : 1}}};
   step.layout.zero.set_stage(l.stage);
-  step.layout.context = context_parallel(model, step.layout.tensor, l.cp);
-  step.layout.expert = expert_parallel(model, step.layout.tensor, step.layout.zero.shards, l.ep);
+  step.layout.context = ContextParallel{l.cp};
+  step.layout.expert = expert_parallel(model, l.ep);
   step.experts = options;
   step.experts.imbalance = l.imbalance;
   return step;

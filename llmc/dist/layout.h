@@ -78,8 +78,8 @@ struct Coordinates {
 struct Layout {
   ZeroConfig zero = {};
   TensorParallel tensor = {};    // made by tensor_parallel()
-  ContextParallel context = {};  // made by context_parallel()
-  ExpertParallel expert = {};    // made by expert_parallel()
+  ContextParallel context = {};
+  ExpertParallel expert = {};
   PipelineParallel pipeline = {};
 
   int ranks() const { return zero.ranks() * tensor.ranks * pipeline.stages; }

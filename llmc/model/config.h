@@ -187,55 +187,16 @@ inline bool can_share_out(const ModelConfig& c, int64_t ranks) {
          c.experts.shared % ranks == 0;
 }
 
-// Throws if this number of tensor-parallel ranks cannot share the model.
+// How these ranks share the model, if they can (layout_faults.h).
 inline TensorParallel tensor_parallel(const ModelConfig& c, int64_t ranks, bool sequence = true, bool overlap = false) {
-  std::vector<int64_t> would_do;
-  for (const int64_t n : divisors(c.n_head))
-    if (can_share_out(c, n)) would_do.push_back(n);
-  CHECK(can_share_out(c, ranks),
-        "--tp {}: it must divide the {} query heads and the feed-forward width {}{}, and divide the {} key-value heads "
-        "or be a multiple of them: use one of {}",
-        ranks, c.n_head, c.n_ffn,
-        c.experts.shared > 0 ? formatted(" and {} of the shared expert", c.experts.shared) : "", c.n_kv_head, would_do);
   return {.ranks = static_cast<int>(ranks),
           .sequence = sequence,
           .overlap = overlap && ranks > 1,
           .head_copies = static_cast<int>(std::max<int64_t>(1, ranks / c.n_kv_head))};
 }
 
-// Throws if context-parallel ranks cannot divide the heads of a tensor-parallel rank: only ulysses divides heads; ring
-// and all-gather divide rows.
-inline ContextParallel context_parallel(const ModelConfig& c, const TensorParallel& tensor, int64_t ranks,
-                                        ContextAttention attention = ContextAttention::ring) {
-  const ModelConfig part = part_of(c, tensor);
-  if (attention == ContextAttention::ulysses)
-    CHECK(can_share_heads(part, ranks),
-          "--cp-attention ulysses with --cp {}: it must divide the {} query heads{}, and divide the {} key-value heads "
-          "or be a multiple of them: use another --cp, or --cp-attention ring",
-          ranks, part.n_head, tensor.ranks > 1 ? " of a tensor-parallel rank" : "", part.n_kv_head);
-  return {.ranks = static_cast<int>(ranks), .attention = attention};
-}
-
-// Throws if this number of ranks cannot divide the experts of a layer among them. shards: ranks of a shard group,
-// context-parallel ones included.
-inline ExpertParallel expert_parallel(const ModelConfig& c, const TensorParallel& tensor, int64_t shards,
-                                      int64_t ranks) {
-  const int64_t E = c.experts.count, all = shards * tensor.ranks;
-  CHECK(E > 0 || ranks == 1, "--ep {}: {} has no experts to divide: leave out --ep, or choose a model with experts",
-        ranks, c.family.model_type);
-  if (E == 0) return {};
-  CHECK(
-      tensor.ranks == 1 || tensor.sequence,
-      "--sequence-parallel off with --tp {} and {} experts per layer: all ranks of the group would send them the same "
-      "tokens: use --sequence-parallel on",
-      tensor.ranks, E);
-  std::vector<int64_t> would_do;
-  for (const int64_t n : divisors(E))
-    if (all % n == 0) would_do.push_back(n);
-  CHECK(E % ranks == 0 && all % ranks == 0,
-        "--ep {}: it must divide the {} experts of a layer, and the {} ranks of --tp x --cp x shards: use one of {}",
-        ranks, E, all, would_do);
-  return {.ranks = static_cast<int>(ranks), .count = E};
+inline ExpertParallel expert_parallel(const ModelConfig& c, int64_t ranks) {
+  return {.ranks = static_cast<int>(ranks), .count = c.experts.count};
 }
 
 // The parameters, with GPT-2's initialisation: normal 0.02, projections into the residual stream scaled by

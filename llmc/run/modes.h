@@ -93,7 +93,7 @@ inline Pipeline pipeline_to_draw(const Options& o) {
                    .chunks_per_stage = chosen.chunks_per_stage,
                    .micro_batches = o.micro_batches.value_or(2 * o.pp),
                    .slices = static_cast<int>(token_slices(o).value_or(1))};
-  require_possible(p);
+  pipeline_faults(p).refuse();
   return p;
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/rng.h"
+#include "model/layout_faults.h"
 #include "train/step_config.h"
 
 namespace llmc::selftest {
@@ -171,7 +172,7 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
               if (sequences % readers == 0 && readers % replicas == 0)
                 all.push_back({{.stage = stage, .shards = readers / replicas * cp, .replicas = replicas},
                                tensor,
-                               context_parallel(m, tensor, cp, attention)});
+                               ContextParallel{cp, attention}});
         }
       }
   };
@@ -207,8 +208,8 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
                                                      : Schedule::zb_h1;
               all.push_back({{.stage = stage, .shards = readers * cp},
                              tensor,
-                             context_parallel(m, tensor, cp),
-                             expert_parallel(m, tensor, readers * cp, ep),
+                             ContextParallel{cp},
+                             expert_parallel(m, ep),
                              {schedule, pp}});
             }
           }
@@ -343,7 +344,8 @@ inline std::vector<ModelLayouts> every_pair(const std::vector<ModelLayouts>& all
 }
 
 inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t batch_size, Layout layout) {
-  layout.expert = expert_parallel(model, layout.tensor, layout.zero.shards, layout.expert.ranks);
+  layout.expert = expert_parallel(model, layout.expert.ranks);
+  layout_faults(layout, model).refuse();
   return {.model = model,
           .dtype = dtype,
           .batch = {batch_size, model.n_positions},

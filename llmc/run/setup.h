@@ -61,21 +61,6 @@ inline ModelConfig choose_model(const Options& o) {
 
 inline DType choose_dtype(const Options& o) { return o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32; }
 
-// How the ranks shard the state.
-inline ZeroConfig choose_zero(const Options& o) {
-  ZeroConfig zero;
-  zero.replicas = static_cast<int>(o.dp_replicate);
-  zero.shards = static_cast<int>(o.ranks / o.tp / o.pp / o.dp_replicate);
-  zero.reduce_by_stage = o.grad_reduce == GradReduceChoice::automatic;
-  zero.set_stage(static_cast<int>(o.zero_stage));
-  if (!zero.reduce_by_stage)
-    zero.grad_reduce = o.grad_reduce == GradReduceChoice::micro ? GradReduce::micro : GradReduce::step;
-  zero.master_weights = o.master_weights == MasterWeights::fp32;
-  zero.optimizer = o.optimizer;
-  zero.sync = o.dp_sync;
-  return zero;
-}
-
 // All ranks together have this many times the peak of this process's device: the number of GPUs that they use, or the
 // number of processes. Processes that share `processors` processors and have more threads than that count for less.
 inline double devices_in_use(const Device& device, const Options& o, int processors = available_processors()) {
@@ -122,12 +107,6 @@ inline Backend choose_backend(const Options& o, const Device& rank_device) {
   return !several ? Backend::threads : o.place.by_mpi && o.comm != CommChoice::tcp ? Backend::mpi : Backend::tcp;
 }
 
-// The stages of a pipeline and their chunks, which have no layers yet.
-inline PipelineParallel choose_pipeline(const Options& o) {
-  const int64_t chunks = o.pp_chunks.value_or(has_chunks(o.schedule) ? 2 : 1);
-  return {.schedule = o.schedule, .stages = static_cast<int>(o.pp), .chunks_per_stage = static_cast<int>(chunks)};
-}
-
 // The layers of each chunk of a pipeline; none without one.
 inline std::vector<int64_t> choose_layers(const Options& o, const StepConfig& step) {
   if (step.layout.pipeline.stages == 1) return {};
@@ -171,8 +150,6 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
         "--moe-imbalance {} with --ep {}: a rank gets at most {} times its equal share: use a number from 1 to that",
         o.moe_imbalance, o.ep, o.ep);
   if (o.moe_dispatch == Dispatch::capacity) experts.capacity_factor = o.capacity_factor();
-  CHECK(o.schedule != Schedule::pipedream || o.pp == 1,
-        "--schedule pipedream with --model {}, which has experts: not built yet; use --schedule 1f1b", o.model);
   const bool whole = token_slices(o) == 1;
   CHECK(whole || experts.aux_loss == 0,
         "--token-slices {} with --moe-aux-loss {}{}: the loss is of whole sequences, which the last slice completes; "
@@ -183,23 +160,6 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
         "before it; leave out --token-slices, or use --moe-dispatch dropless",
         o.token_slices);
   return experts;
-}
-
-// How the ranks divide the work. Rejects layouts that the model cannot have.
-inline Layout choose_layout(const Options& o, const ModelConfig& model) {
-  Layout l{.zero = choose_zero(o), .pipeline = choose_pipeline(o)};
-  l.tensor = tensor_parallel(model, o.tp, o.sequence_parallel == OnOff::on, o.tp_overlap);
-  l.context = context_parallel(model, l.tensor, o.cp, o.cp_attention);
-  l.expert = expert_parallel(model, l.tensor, l.zero.shards, o.ep);
-  CHECK(model.experts.count == 0 || l.zero.sync == DpSync::all_reduce,
-        "--dp-sync {} with --model {}, which has experts: servers are for dense models: use --dp-sync all-reduce",
-        l.zero.sync, o.model);
-  CHECK(!l.pipeline.asynchronous() || !model.tied,
-        "--schedule pipedream with --model {}, whose embedding is also its head: the first and the last stage update "
-        "at different times, so a table that both have would not stay the same; use a model with a head of its own, "
-        "or --schedule 1f1b",
-        o.model);
-  return l;
 }
 
 // The step that the options describe. Checks everything that the options alone decide.
@@ -229,7 +189,7 @@ inline StepConfig with_token_slices(StepConfig step, const Options& o, const Dev
   step.layout.pipeline.slices =
       slices ? even_token_slices(step.batch.T, *slices) : planned_token_slices(step, device.computes_as()).lengths;
   if (step.layout.pipeline.slices.size() == 1) step.layout.pipeline.slices.clear();
-  if (!step.layout.pipeline.slices.empty()) require_possible(step.pipeline());
+  pipeline_faults(step.pipeline()).refuse();
   return step;
 }
 

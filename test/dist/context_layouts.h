@@ -36,7 +36,7 @@ inline StepConfig step_of(const Model& model, const LayoutCase& layout, Document
                   .batch = {batch_size, seq_len},
                   .micro_batches = sequences / batch_size / layout.zero.ranks(),
                   .layout = {.zero = layout.zero, .tensor = tensor_parallel(config, layout.tp)}};
-  step.layout.context = context_parallel(config, step.layout.tensor, layout.cp, layout.attention);
+  step.layout.context = ContextParallel{layout.cp, layout.attention};
   step.layout.zero.shards *= layout.cp;
   step.documents = documents;
   return step;

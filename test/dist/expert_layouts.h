@@ -45,7 +45,7 @@ inline StepConfig step_of(const ModelConfig& model, const LayoutCase& l, DType d
   step.layout.zero = {.stage = l.stage, .grad_reduce = l.reduce, .shards = l.shards * l.cp, .replicas = l.replicas};
   step.layout.tensor = tensor_parallel(model, l.tp);
   step.layout.context = {.ranks = l.cp};
-  step.layout.expert = expert_parallel(model, step.layout.tensor, step.layout.zero.shards, l.ep);
+  step.layout.expert = expert_parallel(model, l.ep);
   step.layout.pipeline.stages = l.pp;
   return step;
 }

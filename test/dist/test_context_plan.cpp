@@ -33,7 +33,7 @@ StepConfig step_of(const Case& c, int64_t heads, int64_t kv_heads, const BatchSh
                   .generates = false};
   step.model.n_positions = batch.T;
   step.layout.tensor = tensor_parallel(step.model, c.tp);
-  step.layout.context = context_parallel(step.model, step.layout.tensor, c.cp, c.attention);
+  step.layout.context = ContextParallel{c.cp, c.attention};
   return step;
 }
 
@@ -232,7 +232,7 @@ StepConfig long_step(int cp, ContextAttention attention) {
       .batch = {1, 16384},
       .layout = {.zero = {.shards = cp}},
       .generates = false};
-  step.layout.context = context_parallel(step.model, step.layout.tensor, cp, attention);
+  step.layout.context = ContextParallel{cp, attention};
   return step;
 }
 
@@ -270,15 +270,18 @@ TEST_CASE("the memory of a step of 16,384 tokens on four context-parallel ranks 
 TEST_CASE("Ulysses is refused where heads cannot be divided; the others are not") {
   const ModelConfig m = selftest::Model{"llama", true, DType::fp32, 6, 3}.config();
   using enum ContextAttention;
-  REQUIRE_ERROR(context_parallel(m, {}, 4, ulysses),
+  const auto faults = [&](int tp, int cp, ContextAttention attention) {
+    return layout_faults({.tensor = tensor_parallel(m, tp), .context = {cp, attention}}, m);
+  };
+  REQUIRE_ERROR(faults(1, 4, ulysses).refuse(),
                 "--cp-attention ulysses with --cp 4: it must divide the 6 query heads, and divide the 3 key-value "
                 "heads or be a multiple of them: use another --cp, or --cp-attention ring");
-  REQUIRE_ERROR(context_parallel(m, {}, 2, ulysses), "6 query heads, and divide the 3 key-value heads");
-  REQUIRE_ERROR(context_parallel(m, tensor_parallel(m, 3), 4, ulysses),
+  REQUIRE_ERROR(faults(1, 2, ulysses).refuse(), "6 query heads, and divide the 3 key-value heads");
+  REQUIRE_ERROR(faults(3, 4, ulysses).refuse(),
                 "it must divide the 2 query heads of a tensor-parallel rank, and divide the 1 key-value heads");
-  for (const int ranks : {3, 6}) REQUIRE(context_parallel(m, {}, ranks, ulysses).ranks == ranks);
-  REQUIRE(context_parallel(m, tensor_parallel(m, 3), 2, ulysses).ranks == 2);
-  for (const ContextAttention attention : {ring, all_gather}) REQUIRE(context_parallel(m, {}, 4, attention).ranks == 4);
+  for (const int cp : {3, 6}) REQUIRE(faults(1, cp, ulysses).empty());
+  REQUIRE(faults(3, 2, ulysses).empty());
+  for (const ContextAttention attention : {ring, all_gather}) REQUIRE(faults(1, 4, attention).empty());
 }
 
 TEST_CASE("llama3:8B at 131,072 tokens is planned in a moment: what a rank keeps of a sequence fits a GPU") {
@@ -290,7 +293,7 @@ TEST_CASE("llama3:8B at 131,072 tokens is planned in a moment: what a rank keeps
   step.layout.tensor = tensor_parallel(step.model, 8);
   const int64_t N = step.batch.T / 16 / 8, C = step.model.n_embd, L = step.model.n_layer;
   for (const ContextAttention attention : {ContextAttention::ring, ContextAttention::all_gather}) {
-    step.layout.context = context_parallel(step.model, step.layout.tensor, 16, attention);
+    step.layout.context = ContextParallel{16, attention};
     const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
     REQUIRE(sent_to(plan, "keys and values") == Law(step).of_step(step));
     // A block keeps its output; the embedding's comes to that.

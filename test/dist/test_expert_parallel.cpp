@@ -162,7 +162,10 @@ TEST_CASE("a rank has consecutive experts, each kind one matrix for each of them
 TEST_CASE("layouts that cannot divide the experts are refused with those that can") {
   const ModelConfig six = small_model("qwen3_moe", false, 6);
   const auto of = [&](const ModelConfig& m, const TensorParallel& tensor, int64_t shards, int64_t ep) {
-    return expert_parallel(m, tensor, shards, ep);
+    const Layout layout{
+        .zero = {.shards = static_cast<int>(shards)}, .tensor = tensor, .expert = expert_parallel(m, ep)};
+    layout_faults(layout, m).refuse();
+    return layout.expert;
   };
   REQUIRE_ERROR(of(six, {}, 8, 4),
                 "--ep 4: it must divide the 6 experts of a layer, and the 8 ranks of --tp x --cp x "
@@ -299,7 +302,7 @@ TEST_CASE("four ranks with experts in bf16 agree with one rank, and too large a 
     const TensorParallel tensor = tensor_parallel(*m, 2);
     return {{.zero = {.shards = 2}, .tensor = tensor, .expert = {.ranks = 4}},
             {.zero = {.stage = 3, .shards = 2}, .tensor = tensor, .expert = {.ranks = 4}},
-            {.zero = {.shards = 4}, .context = context_parallel(*m, {}, 2), .expert = {.ranks = 4}},
+            {.zero = {.shards = 4}, .context = ContextParallel{2}, .expert = {.ranks = 4}},
             {.zero = {.shards = 2, .replicas = 2}, .expert = {.ranks = 2}},
             {.zero = {.shards = 2}, .expert = {.ranks = 2}, .pipeline = {.schedule = Schedule::gpipe, .stages = 2}}};
   };
@@ -335,12 +338,11 @@ TEST_CASE("a layout that sends a token to another expert is told from one rank b
   REQUIRE(count > 1);
 
   const TensorParallel tensor = tensor_parallel(narrow.config(), 2);
-  const Layout simple = two_expert_ranks(2, nullptr)[0],
-               all_axes{.zero = {.shards = 2},
-                        .tensor = tensor,
-                        .context = context_parallel(narrow.config(), tensor, 2),
-                        .expert = {.ranks = 4},
-                        .pipeline = {.stages = 2}};
+  const Layout simple = two_expert_ranks(2, nullptr)[0], all_axes{.zero = {.shards = 2},
+                                                                  .tensor = tensor,
+                                                                  .context = ContextParallel{2},
+                                                                  .expert = {.ranks = 4},
+                                                                  .pipeline = {.stages = 2}};
   const selftest::Rerouted tie = found(narrow, all_axes, {.read = read_instead<twin>, .init = init_twins}),
                            same = found(wide, simple, {.read = read_instead<twin>, .init = init_twins}),
                            wrong = found(narrow, simple, {.read = read_instead<6>, .init = init_twins});

@@ -51,7 +51,7 @@ TEST_CASE("the norm of whole projections agrees with one rank in pipelines, over
       ModelConfig model = selftest::Model{"qwen3", true, d, 8, 2, 48, 4}.config();
       model.family.qk_norm = QkNorm::by_projection;
       const TensorParallel tensor = tensor_parallel(model, tp);
-      const ContextParallel context = cp == 1 ? ContextParallel{} : context_parallel(model, tensor, cp);
+      const ContextParallel context = cp == 1 ? ContextParallel{} : ContextParallel{cp};
       return selftest::run_layout(
           selftest::step_config(model, d, 3,
                                 {{.stage = 3, .shards = cp}, tensor, context, {}, {schedule, stages, chunks}}),

@@ -70,9 +70,9 @@ TEST_CASE("a vocabulary of any size is shared out, also where a rank's part is a
 
 TEST_CASE("a number of tensor-parallel ranks that the model cannot be shared out to is refused with those that can") {
   const ModelConfig config = model_of("llama", 6, 3).config();
-  REQUIRE_ERROR(tensor_parallel(config, 2), "--tp 2");
-  REQUIRE_ERROR(tensor_parallel(config, 2), "use one of 1, 3");
-  REQUIRE_ERROR(tensor_parallel(config, 4), "6 query heads");
+  REQUIRE_ERROR(layout_faults({.tensor = {.ranks = 2}}, config).refuse(), "--tp 2");
+  REQUIRE_ERROR(layout_faults({.tensor = {.ranks = 2}}, config).refuse(), "use one of 1, 3");
+  REQUIRE_ERROR(layout_faults({.tensor = {.ranks = 4}}, config).refuse(), "6 query heads");
 }
 
 TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between threads") {

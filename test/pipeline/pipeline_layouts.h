@@ -46,7 +46,7 @@ inline StepConfig step_of(const Model& model, const LayoutCase& layout, int64_t 
                   .layout = {.zero = layout.zero,
                              .tensor = tensor_parallel(config, layout.tp, layout.sequence),
                              .pipeline = {layout.schedule, layout.pp, layout.chunks}}};
-  step.layout.context = context_parallel(config, step.layout.tensor, layout.cp, layout.attention);
+  step.layout.context = ContextParallel{layout.cp, layout.attention};
   step.layout.zero.shards *= layout.cp;
   step.documents = layout.cp > 1 ? Documents::apart : Documents::together;
   return step;

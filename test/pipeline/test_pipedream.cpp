@@ -38,7 +38,7 @@ StepConfig step_of(const LayoutCase& l) {
                              .pipeline = {.schedule = Schedule::pipedream}}};
   step.layout.pipeline.stages = l.stages;
   step.layout.tensor = tensor_parallel(model, l.tp);
-  step.layout.context = context_parallel(model, step.layout.tensor, l.cp, ContextAttention::ring);
+  step.layout.context = ContextParallel{l.cp, ContextAttention::ring};
   return step;
 }
 

@@ -298,8 +298,8 @@ TEST_CASE("schedules that there are not are refused by name") {
   refused({Schedule::zb_h1, 4, 2, 8}, "--pp-chunks 2 with --schedule zb-h1");
   refused({Schedule::zb_v, 4, 1, 8}, "--pp-chunks 1 with --schedule zb-v, whose stages have 2 chunks");
   refused({Schedule::zb_v, 4, 3, 8}, "--pp-chunks 3 with --schedule zb-v");
-  refused({Schedule::interleaved, 4, 2, 8, 2}, "--token-slices 2 with --schedule interleaved");
-  refused({Schedule::pipedream, 4, 1, 8, 2}, "--token-slices 2 with --schedule pipedream");
+  refused({Schedule::interleaved, 4, 2, 8, 2}, "--token-slices with --schedule interleaved");
+  refused({Schedule::pipedream, 4, 1, 8, 2}, "--token-slices with --schedule pipedream");
   refused({Schedule::gpipe, 0, 1, 8}, "--pp 0");
   refused({Schedule::gpipe, 1, 1, 0}, "0 micro-batches");
   refused({Schedule::gpipe, 1, 0, 1}, "--pp-chunks 0");

@@ -40,7 +40,7 @@ StepConfig step_of(const Model& model, const LayoutCase& layout, int64_t n_layer
                   .layout = {.zero = layout.zero,
                              .tensor = tensor_parallel(config, layout.tp, layout.sequence, layout.overlap),
                              .pipeline = {layout.schedule, layout.pp, layout.chunks()}}};
-  step.layout.context = context_parallel(config, step.layout.tensor, layout.cp, ContextAttention::ring);
+  step.layout.context = ContextParallel{layout.cp, ContextAttention::ring};
   step.layout.zero.shards *= layout.cp;
   step.documents = layout.cp > 1 ? Documents::apart : Documents::together;
   return step;

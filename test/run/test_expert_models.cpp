@@ -286,7 +286,8 @@ TEST_CASE("tensor-parallel ranks all have every expert, and share out the shared
   REQUIRE(of("moe.shared.down.weight").box() == Box{0, 36, 12, 12});
   REQUIRE((of("moe.router.weight").copies == 2 && of("moe.shared_gate.weight").copies == 2));
   REQUIRE(part_of(model, two).experts.shared == 12);
-  REQUIRE_ERROR(tensor_parallel(selftest::awkward_model("qwen2_moe"), 5), "24 of the shared expert");
+  REQUIRE_ERROR(layout_faults({.tensor = {.ranks = 5}}, selftest::awkward_model("qwen2_moe")).refuse(),
+                "24 of the shared expert");
 }
 
 TEST_CASE("both units of a layer go to its stage of a pipeline") {

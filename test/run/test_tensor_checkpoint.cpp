@@ -47,7 +47,7 @@ void on_ranks(const ModelConfig& model, DType dtype, const LayoutCase& layout, F
              .tensor = {.ranks = layout.tp},
              .context = {.ranks = layout.cp}};
   all.zero.set_stage(layout.stage);
-  all.expert = expert_parallel(model, all.tensor, layout.shards, 1);
+  all.expert = expert_parallel(model, 1);
   World world(all.mesh(), Backend::threads, poison_hooks);
   run_ranks(world, [&](int rank) {
     const Device device{DeviceKind::cpu, 1};

@@ -35,7 +35,7 @@ shows 'versions of the weights 3' --pp 3 --schedule pipedream
 shows '2 micro-batches in 3 slices' --pp 2 --schedule gpipe --token-slices 3 --micro-batches 2
 
 refuses '--pp-chunks 2 with --schedule 1f1b' ./train_gpt --print-schedule --pp 4 --pp-chunks 2
-refuses '--token-slices 2 with --schedule zb-v' ./train_gpt --print-schedule --schedule zb-v --token-slices 2
+refuses '--token-slices with --schedule zb-v' ./train_gpt --print-schedule --schedule zb-v --token-slices 2
 refuses '--token-slices auto: their number' ./train_gpt --print-schedule --token-slices auto
 refuses "--token-slices 'many': expected a whole number" ./train_gpt --print-schedule --token-slices many
 refuses '--pp-layout balanced with --print-schedule' ./train_gpt --print-schedule --pp 4 --pp-layout balanced
@@ -45,8 +45,8 @@ refuses '--pp 4 needs a multiple of 4 ranks, and there are 3' ./train_gpt --plan
 refuses '--schedule zb-h1 is for the stages of a pipeline' ./train_gpt --plan --schedule zb-h1
 refuses '--pp-chunks 3 with --schedule zb-v, whose stages have 2 chunks' \
   ./train_gpt --plan --pp 2 --schedule zb-v --pp-chunks 3
-refuses '--token-slices 2 with --cp 2: both cut sequences' ./train_gpt --plan --cp 2 --token-slices 2
-refuses '--token-slices auto with --schedule interleaved' ./train_gpt --plan --schedule interleaved --token-slices auto
+refuses '--token-slices with --cp 2: both cut sequences' ./train_gpt --plan --cp 2 --token-slices 2
+refuses '--token-slices with --schedule interleaved' ./train_gpt --plan --schedule interleaved --token-slices auto
 refuses '--token-slices 99 with --seq-len 64: a slice has at least one token' \
   ./train_gpt --plan --seq-len 64 --token-slices 99
 refuses "--token-slices '2,3': expected a whole number from 1 to 1048576, or auto" ./train_gpt --plan --token-slices 2,3

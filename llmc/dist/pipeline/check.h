@@ -206,11 +206,11 @@ class ListCheck {
 // Throw an Error that names the stage and the action. check_actions() is for lists of whole steps, check_forwards() for
 // lists of forwards alone.
 inline void check_actions(const Pipeline& p, const std::vector<ActionList>& lists) {
-  require_possible(p);
+  pipeline_faults(p).refuse();
   detail::ListCheck(p, lists, detail::ListCheck::Lists::of_steps).run();
 }
 inline void check_forwards(const Pipeline& p, const std::vector<ActionList>& lists) {
-  require_possible(p);
+  pipeline_faults(p).refuse();
   detail::ListCheck(p, lists, detail::ListCheck::Lists::of_forwards).run();
 }
 

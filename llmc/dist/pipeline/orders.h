@@ -115,7 +115,7 @@ inline ActionList zb_v_order(const Pipeline& p, int stage) {
 
 // The passes that each stage computes, in order.
 inline std::vector<ActionList> compute_orders(const Pipeline& p) {
-  require_possible(p);
+  pipeline_faults(p).refuse();
   std::vector<ActionList> orders;
   for (int stage = 0; stage < p.stages; ++stage) switch (p.schedule) {
       case Schedule::gpipe:

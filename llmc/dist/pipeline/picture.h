@@ -169,7 +169,7 @@ class Picture {
 }  // namespace detail
 
 inline std::string picture_of(const Pipeline& p, const PictureStyle& style = {}) {
-  require_possible(p);
+  pipeline_faults(p).refuse();
   return detail::Picture(p, style).text();
 }
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/faults.h"
 #include "dist/schedule.h"
 
 namespace llmc {
@@ -47,29 +48,31 @@ struct Pipeline {
 // The most forwards that can be listed; bounds the memory of the lists.
 inline constexpr int64_t most_pipeline_passes = 1 << 20;
 
-// Throws if the schedule cannot have these values; the error names the options.
-inline void require_possible(const Pipeline& p) {
-  CHECK(p.stages >= 1, "--pp {}: a pipeline has at least 1 stage", p.stages);
-  CHECK(p.micro_batches >= 1, "{} micro-batches: a step has at least 1", p.micro_batches);
-  CHECK(p.chunks_per_stage >= 1, "--pp-chunks {}: a stage has at least 1 chunk", p.chunks_per_stage);
-  CHECK(p.slices >= 1, "--token-slices {}: a micro-batch has at least 1 slice", p.slices);
-  CHECK(has_chunks(p.schedule) || p.chunks_per_stage == 1,
-        "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule interleaved, or leave out "
-        "--pp-chunks",
-        p.chunks_per_stage, p.schedule);
-  CHECK(p.schedule != Schedule::zb_v || p.chunks_per_stage == 2,
-        "--pp-chunks {} with --schedule zb-v, whose stages have 2 chunks each, one on the way down and one on the way "
-        "up: leave out --pp-chunks",
-        p.chunks_per_stage);
-  CHECK(has_slices(p.schedule) || p.slices == 1,
-        "--token-slices {} with --schedule {}: only gpipe and 1f1b take a micro-batch in slices; leave out "
-        "--token-slices, or use one of them",
-        p.slices, p.schedule);
+// What the schedule cannot have of these values; the messages name the options.
+inline Faults pipeline_faults(const Pipeline& p) {
+  Faults faults;
+  faults.unless(p.stages >= 1, "--pp {}: a pipeline has at least 1 stage", p.stages);
+  faults.unless(p.micro_batches >= 1, "{} micro-batches: a step has at least 1", p.micro_batches);
+  faults.unless(p.chunks_per_stage >= 1, "--pp-chunks {}: a stage has at least 1 chunk", p.chunks_per_stage);
+  faults.unless(p.slices >= 1, "--token-slices {}: a micro-batch has at least 1 slice", p.slices);
+  faults.unless(has_chunks(p.schedule) || p.chunks_per_stage == 1,
+                "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule interleaved, or "
+                "leave out --pp-chunks",
+                p.chunks_per_stage, p.schedule);
+  faults.unless(p.schedule != Schedule::zb_v || p.chunks_per_stage == 2,
+                "--pp-chunks {} with --schedule zb-v, whose stages have 2 chunks each, one on the way down and one on "
+                "the way up: leave out --pp-chunks",
+                p.chunks_per_stage);
+  faults.unless(has_slices(p.schedule) || p.slices == 1,
+                "--token-slices with --schedule {}: only gpipe and 1f1b take a micro-batch in slices; leave out "
+                "--token-slices, or use one of them",
+                p.schedule);
   const double passes = static_cast<double>(p.stages) * p.chunks_per_stage * static_cast<double>(p.micro_batches) *
                         static_cast<double>(p.slices);
-  CHECK(passes <= static_cast<double>(most_pipeline_passes),
-        "{} stages x {} chunks x {} micro-batches x {} slices are more than {} forwards: too many to list", p.stages,
-        p.chunks_per_stage, p.micro_batches, p.slices, most_pipeline_passes);
+  faults.unless(passes <= static_cast<double>(most_pipeline_passes),
+                "{} stages x {} chunks x {} micro-batches x {} slices are more than {} forwards: too many to list",
+                p.stages, p.chunks_per_stage, p.micro_batches, p.slices, most_pipeline_passes);
+  return faults;
 }
 
 // ---- Laws, for chunks that take equally long, and messages that take no time ----------------------------------------

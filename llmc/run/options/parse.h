@@ -18,6 +18,7 @@
 #include "core/words.h"
 #include "dist/pipeline/pipeline.h"
 #include "dist/pipeline/stage_partition.h"
+#include "run/options/choose_layout.h"
 #include "run/options/config_file.h"
 #include "run/options/file_defaults.h"
 #include "run/options/ignored.h"
@@ -70,7 +71,8 @@ inline std::string multiples_beside(int64_t x, int64_t n) {
   return x < n ? formatted("{}", n) : formatted("{} or {}", x / n * n, (x / n + 1) * n);
 }
 
-// Checks what an asynchronous pipeline cannot do, since each of its stages updates by itself after every micro-batch.
+// Checks the options that do not go with an asynchronous pipeline, whose stages update by themselves after every
+// micro-batch.
 inline void validate_pipedream(const Options& o, int64_t readers) {
   auto refuse = [](bool asked, const std::string& option, const char* why, const char* remedy) {
     CHECK(!asked, "{} with --schedule pipedream: {}; {}, or use --schedule 1f1b", option, why, remedy);
@@ -82,12 +84,6 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
                      o.seq_len, readers, micro)
                .c_str(),
            "leave it out, or change --batch-size");
-  refuse(o.zero_stage > 0, formatted("--zero-stage {}", o.zero_stage),
-         "every rank keeps whole older versions of its stage's weights", "use --zero-stage 0");
-  refuse(o.dp_sync != DpSync::all_reduce, formatted("--dp-sync {}", o.dp_sync),
-         "a server has no older versions of the weights", "use --dp-sync all-reduce");
-  refuse(o.grad_reduce == GradReduceChoice::micro, "--grad-reduce micro",
-         "a step is one micro-batch, whose gradients are reduced once", "leave it out");
   refuse(o.skip_loss_z || o.skip_grad_z, o.skip_loss_z ? "--skip-loss-z" : "--skip-grad-z",
          "the loss and the norm of the whole model tell outliers, and a stage updates before they are known",
          "leave it out");
@@ -95,6 +91,18 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
          "a checkpoint empties the pipeline, and where that happens changes what the run learns, so that a clock would "
          "decide on it",
          "use --checkpoint-every");
+}
+
+// The number of slices into which --token-slices cuts sequences; none: auto.
+inline std::optional<int64_t> token_slices(const Options& o) {
+  if (o.token_slices == "auto") return std::nullopt;
+  int64_t slices = 0;
+  const char* end = o.token_slices.data() + o.token_slices.size();
+  const auto [read, error] = std::from_chars(o.token_slices.data(), end, slices);
+  CHECK(error == std::errc() && read == end && slices >= 1 && slices <= most_pipeline_passes,
+        "--token-slices '{}': expected a whole number from 1 to {}, or auto", shown(o.token_slices),
+        most_pipeline_passes);
+  return slices;
 }
 
 // Checks how the ranks share a step.
@@ -120,18 +128,14 @@ inline void validate_layout(const Options& o) {
         "--sequence-parallel off: there is none with --tp 1; leave it out, or raise --tp");
   CHECK(!o.tp_overlap || o.tp > 1,
         "--tp-overlap: there is nothing to overlap with --tp 1; leave it out, or raise --tp");
-  if (o.dp_sync != DpSync::all_reduce) {
-    CHECK(together == 1, "--dp-sync {} with {}: servers are for data parallelism alone: use --dp-sync all-reduce",
-          o.dp_sync, values);
-    CHECK(o.zero_stage == 0,
-          "--dp-sync {} with --zero-stage {}: servers are for stage 0, and hold the optimizer state already: leave out "
-          "--zero-stage, or use --dp-sync all-reduce",
-          o.dp_sync, o.zero_stage);
-    CHECK(o.dp_replicate == 1,
-          "--dp-sync {} with --dp-replicate {}: servers serve one group of all ranks: leave out --dp-replicate, or use "
-          "--dp-sync all-reduce",
-          o.dp_sync, o.dp_replicate);
+  Layout layout = choose_layout(o);
+  if (const auto slices = token_slices(o); slices != 1) {
+    CHECK(slices.value_or(1) <= o.seq_len,
+          "--token-slices {} with --seq-len {}: a slice has at least one token: use at most {}", o.token_slices,
+          o.seq_len, o.seq_len);
+    layout.pipeline.slices.resize(static_cast<size_t>(slices.value_or(2)));
   }
+  layout_faults(layout).refuse();
   if (o.schedule == Schedule::pipedream) validate_pipedream(o, readers);
   const int64_t micro = o.batch_size * o.seq_len * readers;
   CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
@@ -142,39 +146,7 @@ inline void validate_layout(const Options& o) {
         std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
 }
 
-// The number of slices into which --token-slices cuts sequences; none: auto.
-inline std::optional<int64_t> token_slices(const Options& o) {
-  if (o.token_slices == "auto") return std::nullopt;
-  int64_t slices = 0;
-  const char* end = o.token_slices.data() + o.token_slices.size();
-  const auto [read, error] = std::from_chars(o.token_slices.data(), end, slices);
-  CHECK(error == std::errc() && read == end && slices >= 1 && slices <= most_pipeline_passes,
-        "--token-slices '{}': expected a whole number from 1 to {}, or auto", shown(o.token_slices),
-        most_pipeline_passes);
-  return slices;
-}
-inline void validate_token_slices(const Options& o) {
-  if (token_slices(o) == 1) return;
-  CHECK(has_slices(o.schedule),
-        "--token-slices {} with --schedule {}: only gpipe and 1f1b take a micro-batch in slices; leave out "
-        "--token-slices, or use one of them",
-        o.token_slices, o.schedule);
-  CHECK(o.cp == 1,
-        "--token-slices {} with --cp {}: both cut sequences, one in time, the other among ranks: leave out one of them",
-        o.token_slices, o.cp);
-  CHECK(token_slices(o).value_or(1) <= o.seq_len,
-        "--token-slices {} with --seq-len {}: a slice has at least one token: use at most {}", o.token_slices,
-        o.seq_len, o.seq_len);
-}
-
 inline void validate_pipeline(const Options& o) {
-  validate_token_slices(o);
-  const bool for_one_stage = has_slices(o.schedule) || o.schedule == Schedule::pipedream;
-  CHECK(for_one_stage || o.pp > 1, "--schedule {} is for the stages of a pipeline: give --pp, or use 1f1b", o.schedule);
-  CHECK(!o.pp_chunks || o.schedule == Schedule::interleaved || *o.pp_chunks == (o.schedule == Schedule::zb_v ? 2 : 1),
-        "--pp-chunks {} with --schedule {}, whose stages have {} each: use --schedule interleaved, or leave out "
-        "--pp-chunks",
-        o.pp_chunks.value_or(1), o.schedule, o.schedule == Schedule::zb_v ? "2 chunks" : "1 chunk");
   const PipelineLayout layout = pipeline_layout_from_name(o.pp_layout);
   CHECK(o.pp > 1 || layout.kind == LayoutKind::even,
         "--pp-layout {} is for the stages of a pipeline, and --pp 1 has one: give --pp, or leave out --pp-layout",

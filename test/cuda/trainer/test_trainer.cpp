@@ -139,7 +139,7 @@ std::vector<std::function<bool()>> programs_with_waits() {
     divided.micro_batches = 1;
     divided.documents = Documents::apart;
     divided.layout.zero.shards = ranks;
-    divided.layout.context = context_parallel(divided.model, {}, ranks, attention);
+    divided.layout.context = ContextParallel{ranks, attention};
     find(divided, own_gpus(ranks), 1);
     divided.micro_batches = 3;  // the positions of whole sequences, too, arrive in two buffers in turn
     if (ulysses) find(divided, own_gpus(ranks), 1);
@@ -155,7 +155,7 @@ std::vector<std::function<bool()>> programs_with_waits() {
   sparse.model.experts.width = sparse.model.n_ffn = 3;
   sparse.micro_batches = 1;
   sparse.layout.zero.shards = 2;
-  sparse.layout.expert = expert_parallel(sparse.model, {}, 2, 2);
+  sparse.layout.expert = expert_parallel(sparse.model, 2);
   sparse.experts.imbalance = 0.6;
   find(sparse, own_gpus(2), 1);
   sparse.experts.capacity_factor = 1;  // with padding: the device alone learns how many rows there are

@@ -32,7 +32,7 @@ StepConfig step_of(const selftest::Model& model, const LayoutCase& layout = {},
   ModelConfig config = model.config();
   config.n_layer = 1;
   const TensorParallel tensor = tensor_parallel(config, layout.tp);
-  Layout shared{layout.zero, tensor, context_parallel(config, tensor, layout.cp, layout.attention)};
+  Layout shared{layout.zero, tensor, ContextParallel{layout.cp, layout.attention}};
   shared.zero.shards *= layout.cp;
   StepConfig step = selftest::step_config(config, model.dtype, 2, shared);
   step.micro_batches = 1;

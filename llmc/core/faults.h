@@ -1,0 +1,23 @@
+// faults.h: what is wrong with a value, one sentence for each fault, where a caller may want to know without an error.
+#pragma once
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/check.h"
+
+namespace llmc {
+
+struct Faults : std::vector<std::string> {
+  // As CHECK(): the message names what was found, what was expected and what to do.
+  template <class... Args>
+  void unless(bool holds, std::string_view pattern, const Args&... args) {
+    if (!holds) push_back(formatted(pattern, args...));
+  }
+  // Throws the first fault, if there is one.
+  void refuse() const {
+    if (!empty()) throw Error(front());
+  }
+};
+
+}  // namespace llmc
