@@ -16,6 +16,12 @@ if [ "$(uname -m)" = x86_64 ]; then
     /^[0-9a-f]+ </ { name = $0 }
     /\tv[a-z]|%[yz]mm|%tmm|%k[0-7]/ { if (name !~ /cpu::(avx2|avx512|avx512_pairs|amx)::/ && !seen[name]++) print name }')
   [ -z "$stray" ] || fail "not every processor has the instructions of: $stray"
+  # g++ inlines nothing into the ops of a set whose pragma also names an architecture or a tune=: then a loop calls
+  # store() for every element, and no set is to have its own copy of a function that others use.
+  for set in avx2 avx512 avx512_pairs amx; do
+    shared=$(nm -C build/cpu/$set.o | sed -n 's/^[0-9a-f]* W //p' | grep -v "cpu::$set::" || true)
+    [ -z "$shared" ] || fail "$set.o calls functions of all sets instead of inlining them: $shared"
+  done
 fi
 
 layouts=pairs
