@@ -32,11 +32,13 @@
 
 namespace llmc {
 
-inline std::string version_text() {
-  return formatted("train_gpt {}\ncompiler: {}\nflags: {}\nmatmul: {}\ndevices: {}\nprocesses: TCP, {}",
-                   TRAIN_GPT_GIT_HASH, TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS, matmul_library({}),
+// The same on every machine that runs this program, with these libraries.
+inline std::string build_text() {
+  return formatted("train_gpt {}\ncompiler: {}\nflags: {}\ndevices: {}\nprocesses: TCP, {}", TRAIN_GPT_GIT_HASH,
+                   TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS,
                    built_for_gpus ? formatted("cpu, cuda ({})", nccl_version()) : std::string("cpu"), mpi_version());
 }
+inline std::string version_text() { return build_text() + "\nmatmul: " + matmul_library({}); }
 
 namespace detail {
 
