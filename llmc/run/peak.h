@@ -91,7 +91,7 @@ inline double measure_matmul_peak(const Device& device, DType dtype) {
 
 // Bytes per second, counting reads and writes, of a copy. A CPU also reads the memory that it writes, and a copy has no
 // use for that: there the fastest counts of a copy, of a sum and a doubling in place, and of an AdamW step, which reads
-// four arrays and writes three of them. All run on the threads that the training uses.
+// four arrays and writes three of them. All run on the threads of the device, a rank's own.
 inline double measure_bandwidth(const Device& device) {
   int64_t n = (int64_t{1} << 26) - 200'000;  // arrays a power of two apart would evict each other from the caches
   if (device.kind == DeviceKind::cuda) n = std::min(4 * n, most_elements(device, DType::fp32));
@@ -157,12 +157,12 @@ inline double matmul_peak(const Device& device, DType dtype) {
 // The peaks that the speed of a run or a rank is compared with.
 struct Peaks {
   double measured = 0;             // flops per second of matmul on this machine: the speed of light
-  double bandwidth = 0;            // bytes per second of memory on this machine, if requested
+  double bandwidth = 0;            // bytes per second of memory that one rank reaches while the others rest
   std::optional<double> promised;  // flops per second that MFU refers to; none: unknown
   std::string source;              // where `promised` comes from
 
   Peaks times(double factor) const {
-    return {measured * factor, bandwidth * factor, promised ? std::optional(*promised * factor) : std::nullopt, source};
+    return {measured * factor, bandwidth, promised ? std::optional(*promised * factor) : std::nullopt, source};
   }
   // A step faster than the measured peak proves it too low: the machine was busy then. Returns whether it was.
   bool raise(double flops_per_s) {
@@ -176,11 +176,9 @@ struct Peaks {
 };
 
 // For one device. MFU refers to --peak-tflops or a GPU's datasheet; a CPU has none, so to its measured peak.
-inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops,
-                        bool with_bandwidth = false) {
+inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops) {
   Peaks peaks;
   peaks.measured = matmul_peak(device, dtype);
-  if (with_bandwidth) peaks.bandwidth = measure_bandwidth(device);
   if (peak_tflops) return peaks.promised = *peak_tflops * 1e12, peaks.source = "--peak-tflops", peaks;
   if (device.kind != DeviceKind::cuda)
     return peaks.promised = peaks.measured, peaks.source = Peaks::from_measurement, peaks;
