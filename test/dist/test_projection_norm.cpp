@@ -53,7 +53,8 @@ TEST_CASE("the norm of whole projections agrees with one rank in pipelines, over
       const TensorParallel tensor = tensor_parallel(model, tp);
       const ContextParallel context = cp == 1 ? ContextParallel{} : context_parallel(model, tensor, cp);
       return selftest::run_layout(
-          selftest::step_config(model, d, 3, {{.stage = 3, .shards = cp}, tensor, context, stages, chunks, schedule}),
+          selftest::step_config(model, d, 3,
+                                {{.stage = 3, .shards = cp}, tensor, context, {}, {schedule, stages, chunks}}),
           {}, {.hooks = poison_hooks});
     };
     const selftest::Outcome alone = run(dtype, 1, 1, Schedule::one_f_one_b, 1, 1);

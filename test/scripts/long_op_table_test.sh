@@ -10,7 +10,8 @@ trap 'rm -rf "$dir"' EXIT
 flags=(-std=c++20 -O1 -DTRAIN_GPT_CUDA -Illmc -Itest -Itest/cuda_on_cpu -Wall -Wextra -Wno-unknown-pragmas
   -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing ${CPPFLAGS:-} ${CXXFLAGS:-})
 # shellcheck disable=SC2086
-${CXX:-g++} "${flags[@]}" -Werror -fopenmp -rdynamic test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp -x c++ dev/bench/cuda/op_table.cu -x none \
+${CXX:-g++} "${flags[@]}" -Werror -fopenmp -rdynamic test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp \
+  llmc/ops/cpu/sets/{portable,stand_ins}.cpp -x c++ dev/bench/cuda/op_table.cu -x none \
   -o "$dir/op_table" ${LDFLAGS:-} -lboost_context -lxxhash -lcrypto -ldl
 
 models=(d1 test/golden/families/qwen2_tiny test/golden/families/qwen3_tiny test/golden/experts/qwen3_moe_tiny)
