@@ -1,6 +1,5 @@
 // layout.h: how the ranks of a run divide the work of a step, as one value: by data (ZeRO), by tensors, by context, by
-// experts and by layers. All ranks have the same layout; groups.h says who talks to whom in it, and
-// model/layout_faults.h which layouts a model cannot have.
+// experts and by layers. All ranks have the same layout; groups.h says who talks to whom in it.
 #pragma once
 #include <algorithm>
 #include <string>

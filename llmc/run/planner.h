@@ -83,8 +83,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     for (const Comm* comm : groups.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
   }
   // With several chunks per stage, as many micro-batches are in flight as there are stages (forward_orders).
-  const int64_t in_flight =
-      config.layout.pipeline.chunks() > config.layout.pipeline.stages ? config.layout.pipeline.stages : 1;
+  const int64_t in_flight = config.layout.pipeline.chunks_per_stage > 1 ? config.layout.pipeline.stages : 1;
   if (config.layout.zero.holds == Holds::training_state || !config.generates) trainer.evaluate(in_flight, 1, nothing);
   for (int64_t length = 1; length < config.batch.T; length *= 2) trainer.evaluate(in_flight, 1, nothing, {}, length);
   if (config.generates) {

@@ -74,8 +74,7 @@ class Pipedream {
     for (int64_t turn = begun_; turn < begun_ + config_.layout.pipeline.stages - 1; ++turn)
       run_turn(turn, [](int64_t) -> HostBatch { throw Error("a flush begins no micro-batch"); });
     state_.forget_old_versions(context_.compute);
-    context_.compute.wait(
-        groups_.gather_stream().record());  // the compute stream is the next to use the group of all ranks
+    context_.compute.wait(groups_.gather_stream().record());  // it is the next to use the group of all ranks
     begun_ = 0;
     pass_.reset();
     scope_.reset();

@@ -44,7 +44,7 @@ enum class Lane : uint8_t {
   expert,    // rows for experts, while the shared expert computes
   host       // none: text between hosts
 };
-inline constexpr int lanes = 7;
+inline constexpr int lanes = static_cast<int>(Lane::host) + 1;
 
 // How the members are found; in every case this rank is one of them.
 enum class View : uint8_t {

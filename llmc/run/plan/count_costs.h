@@ -16,7 +16,8 @@ namespace detail {
 // The costs of the embedding, a layer and the head, from a model with this one layer. A pipeline of three stages is
 // planned with two micro-batches and with one; costs common to both, such as the update, cancel.
 inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per_s) {
-  step.layout.pipeline = {.schedule = Schedule::one_f_one_b, .stages = 3, .layers = {0, 1, 0}};
+  PipelineParallel& pipeline = step.layout.pipeline;
+  pipeline = {.schedule = Schedule::one_f_one_b, .stages = 3, .layers = {0, 1, 0}, .slices = pipeline.slices};
   step.generates = false;
   const auto flops_with = [&](int64_t micro_batches) {
     step.micro_batches = micro_batches;

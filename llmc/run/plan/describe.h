@@ -45,20 +45,16 @@ inline std::string layout_text(const StepConfig& step) {
   if (step.layout.context.ranks > 1)
     text = formatted("{} context-parallel {}, {} attention", step.layout.context.ranks,
                      text.empty() ? "ranks" : "groups of " + text, step.layout.context.attention);
-  if (step.layout.pipeline.stages > 1) {
-    std::vector<size_t> layers(static_cast<size_t>(step.layout.pipeline.stages));
+  const PipelineParallel& pipeline = step.layout.pipeline;
+  if (pipeline.stages > 1) {
+    std::vector<size_t> layers(static_cast<size_t>(pipeline.stages));
     const std::vector<Chunk> chunks = step.model_chunks();
     for (size_t c = 0; c < chunks.size(); ++c)
       layers[static_cast<size_t>(step.pipeline().stage_of(static_cast<int>(c)))] += chunks[c].layers.size();
-    text = formatted(
-        "{} stages of {} layers, {}{}{}{}", step.layout.pipeline.stages, layers, step.layout.pipeline.schedule,
-        step.layout.pipeline.chunks() > step.layout.pipeline.stages
-            ? formatted(", {} chunks per stage", step.layout.pipeline.chunks() / step.layout.pipeline.stages)
-            : "",
-        step.layout.pipeline.asynchronous()
-            ? formatted(" with up to {} versions of weights", step.layout.pipeline.stages)
-            : "",
-        text.empty() ? "" : ", each " + text);
+    text = formatted("{} stages of {} layers, {}{}{}{}", pipeline.stages, layers, pipeline.schedule,
+                     pipeline.chunks_per_stage > 1 ? formatted(", {} chunks per stage", pipeline.chunks_per_stage) : "",
+                     pipeline.asynchronous() ? formatted(" with up to {} versions of weights", pipeline.stages) : "",
+                     text.empty() ? "" : ", each " + text);
   }
   const std::string experts = step.layout.expert.ranks > 1
                                   ? formatted("; experts divided among groups of {} ranks", step.layout.expert.ranks)

@@ -118,7 +118,7 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
                {"bubble", bubble}};
   // Some layers cannot be divided otherwise.
   if (step.model.n_layer + 2 >= step.layout.pipeline.chunks() &&
-      (alike || step.layout.pipeline.chunks() == step.layout.pipeline.stages)) {
+      (alike || step.layout.pipeline.chunks_per_stage == 1)) {
     const std::vector<int64_t> balanced = balanced_layers(costs, step.stages_of_chunks());
     std::vector<int64_t> used;
     for (const Chunk& chunk : step.model_chunks()) used.push_back(static_cast<int64_t>(chunk.layers.size()));

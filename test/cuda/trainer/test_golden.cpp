@@ -41,7 +41,8 @@ TEST_CASE("twenty steps on a GPU follow PyTorch's AdamW in loss, norm and every 
   load_model(folder, config.model, run.trainer.state(), run.stream);
   const TokenShards shards(folder + "/train.bin", T);
   DataLoader loader(shards, {.vocab_size = config.model.vocab_size});
-  const LrSchedule schedule{o["lr-schedule"], o["lr"], o["warmup-steps"], steps, o["final-lr-frac"]};
+  const LrShape shape = *from_name<LrShape>(o["lr-schedule"].get<std::string>());
+  const LrSchedule schedule{shape, o["lr"], o["warmup-steps"], steps, o["final-lr-frac"]};
   for (int64_t step = 1; step <= steps; ++step) {
     const BatchSource batches = [&](int64_t m) {
       HostBatch batch;
