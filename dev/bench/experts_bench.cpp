@@ -64,7 +64,7 @@ double seconds(Stream& stream, int threads, const std::function<void()>& work) {
 
 void measure(const Sizes& s, DType dtype, Share share, int threads) {
   const Device device{DeviceKind::cpu, threads};
-  Arena arena(device, int64_t{3} << 30), scratch(device, 64 << 20);
+  Arena arena(device, int64_t{3} << 30), scratch(device, int64_t{64 + 16 * threads} << 20);
   Stream stream(device, scratch);
   const auto tensor = [&](DType d, const Shape& shape) {
     const Tensor t = arena.alloc("bench", "bench", d, shape);

@@ -1,5 +1,7 @@
 // ops_embedding.h: token and position embedding. Conventions: ops.h.
 #pragma once
+#include <algorithm>
+
 #include "ops/ops_memory.h"
 
 namespace llmc {
@@ -9,6 +11,12 @@ namespace detail {
 inline void check_rows(const char* op, const Vocabulary& part, const Tensor& table) {
   CHECK(part.size <= table.shape[0], "{}: {} tokens from {} on, but {} has {} rows", op, part.size, part.first,
         table.name, table.shape[0]);
+}
+
+// Bytes of the rows of a table (or of no table) that N tokens use. A row that several use comes from memory once.
+inline double bytes_of_rows(const Tensor& table, int64_t N) {
+  if (table.empty()) return 0;
+  return static_cast<double>(std::min(N, table.shape[0]) * table.shape[1] * size_of(table.dtype));
 }
 
 }  // namespace detail
@@ -23,7 +31,8 @@ inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tenso
   CHECK_TENSOR(wte, out.dtype, wte.shape[0], C);
   detail::check_rows("embedding_forward", part, wte);
   if (!wpe.empty()) CHECK_TENSOR(wpe, out.dtype, wpe.shape[0], C);
-  stream.run({"embedding_forward", 0, 3 * detail::bytes_of({out})}, {out}, [=, &stream] {
+  const double bytes = detail::bytes_of({out}) + detail::bytes_of_rows(wte, N) + detail::bytes_of_rows(wpe, N);
+  stream.run({"embedding_forward", 0, bytes}, {out}, [=, &stream] {
     with_type(out.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       CALL_OP(stream, X, embedding_forward, out.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(),
@@ -47,7 +56,8 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
   auto scope = stream.scratch().scope();
   [[maybe_unused]] const Tensor scratch = detail::scratch(stream, "embedding rows in order", DType::int32, 0,
                                                           ON_GPU(cuda::embedding_backward_scratch(N, C)));
-  stream.run({"embedding_backward", 0, 5 * detail::bytes_of({dout})}, {dwte, dwpe}, [=, &stream] {
+  const double bytes = detail::bytes_of({dout}) + 2 * (detail::bytes_of_rows(dwte, N) + detail::bytes_of_rows(dwpe, N));
+  stream.run({"embedding_backward", 0, bytes}, {dwte, dwpe}, [=, &stream] {
     with_type(dout.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;
@@ -84,7 +94,8 @@ inline void add_positions_backward(Tensor dwpe, Tensor dout, Tensor positions, S
   auto scope = stream.scratch().scope();
   [[maybe_unused]] const Tensor scratch = detail::scratch(stream, "embedding rows in order", DType::int32, 0,
                                                           ON_GPU(cuda::embedding_backward_scratch(N, C)));
-  stream.run({"add_positions_backward", 0, 3 * detail::bytes_of({dout})}, {dwpe}, [=, &stream] {
+  const double bytes = detail::bytes_of({dout}) + 2 * detail::bytes_of_rows(dwpe, N);
+  stream.run({"add_positions_backward", 0, bytes}, {dwpe}, [=, &stream] {
     with_type(dout.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;

@@ -2,6 +2,7 @@
 // refers to.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
@@ -25,10 +26,13 @@ inline std::string processor_name() {
   return "unknown processor";
 }
 
-// Best time in seconds of op(tensors of `shape`, stream); on a GPU, as one of several back to back.
-template <class Op>
-double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& op) {
-  double best = std::numeric_limits<double>::infinity();
+// Best time in seconds of each of the ops, which get three tensors of `shape` and a stream. They take turns, so that a
+// busy spell of the machine hits all of them; on a GPU, each is timed as one of several back to back.
+template <class... Ops>
+std::array<double, sizeof...(Ops)> best_seconds(const Device& device, DType dtype, const Shape& shape,
+                                                const Ops&... ops) {
+  std::array<double, sizeof...(Ops)> best;
+  best.fill(std::numeric_limits<double>::infinity());
   int64_t scratch_bytes = 0;
   for (const Device& on : {device.on_paper(), device}) {  // plan the scratch, then run
     const int64_t bytes = round_up(shape.numel() * size_of(dtype), Arena::alignment);
@@ -42,13 +46,17 @@ double best_seconds(const Device& device, DType dtype, const Shape& shape, Op&& 
       else zero(t, stream);
     }
     const int calls = on.kind == DeviceKind::cuda ? 4 : 1;
-    for (int i = 0; i < 8; ++i) {
+    const auto seconds = [&](const auto& op) {
       stream.synchronize();
       const auto begin = std::chrono::steady_clock::now();
       for (int call = 0; call < calls; ++call) op(out, x, y, stream);
       stream.synchronize();
-      const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() / calls;
-      if (i > 0 && on.kind != DeviceKind::null) best = std::min(best, seconds);
+      return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() / calls;
+    };
+    for (int i = 0; i < 8; ++i) {
+      const std::array<double, sizeof...(Ops)> now = {seconds(ops)...};
+      for (size_t op = 0; op < now.size(); ++op)
+        if (i > 0 && on.kind != DeviceKind::null) best[op] = std::min(best[op], now[op]);
     }
     scratch_bytes = scratch.high_water();
   }
@@ -69,8 +77,9 @@ inline double measure_matmul_peak(const Device& device, DType dtype) {
     return peak;
   }
   const auto seconds = [&](int64_t size) {
-    return best_seconds(device, dtype, {size, size},
-                        [](Tensor out, Tensor x, Tensor y, Stream& stream) { linear_forward(out, x, y, {}, stream); });
+    return best_seconds(device, dtype, {size, size}, [](Tensor out, Tensor x, Tensor y, Stream& stream) {
+      linear_forward(out, x, y, {}, stream);
+    })[0];
   };
   int64_t size = 64;
   double best = seconds(size);
@@ -80,17 +89,28 @@ inline double measure_matmul_peak(const Device& device, DType dtype) {
   return 2.0 * static_cast<double>(size * size * size) / best;
 }
 
-// Bytes per second, counting reads and writes, of a copy; on a CPU, of an in-place sum if that is faster: a CPU also
-// reads the memory that it writes, and a copy has no use for that.
+// Bytes per second, counting reads and writes, of a copy. A CPU also reads the memory that it writes, and a copy has no
+// use for that: there the fastest counts of a copy, of a sum and a doubling in place, and of an AdamW step, which reads
+// four arrays and writes three of them. All run on the threads of the device, a rank's own.
 inline double measure_bandwidth(const Device& device) {
   int64_t n = (int64_t{1} << 26) - 200'000;  // arrays a power of two apart would evict each other from the caches
   if (device.kind == DeviceKind::cuda) n = std::min(4 * n, most_elements(device, DType::fp32));
-  const auto rate = [&](double bytes, auto&& op) {
-    return bytes * static_cast<double>(n) / best_seconds(device, DType::fp32, {n}, op);
+  const auto copied = [](Tensor out, Tensor x, Tensor, Stream& stream) { copy(out, x, stream); };
+  const auto rate = [&](double bytes, double seconds) { return bytes * static_cast<double>(n) / seconds; };
+  if (device.kind == DeviceKind::cuda) return rate(8, best_seconds(device, DType::fp32, {n}, copied)[0]);
+  const auto summed = [](Tensor, Tensor x, Tensor y, Stream& stream) { add_to(x, y, stream); };
+  const auto doubled = [](Tensor, Tensor x, Tensor, Stream& stream) { add_to(x, x, stream); };
+  const auto updated = [n](Tensor, Tensor x, Tensor y, Stream& stream) {
+    const auto half = [n](const Tensor& t, int64_t i) { return t.slice(i * (n / 2), {n / 2}); };
+    constexpr OptimizerOptions options{
+        .lr = 1e-3f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = 1};
+    auto scope = stream.scratch().scope();
+    const Tensor control = stream.scratch().alloc("scratch", "control", DType::fp64, {4});
+    fill(control, 1, stream);  // the update is allowed
+    update_weights(Optimizer::adamw, half(x, 0), {}, {half(x, 1), half(y, 0)}, half(y, 1), control, options, stream);
   };
-  const double copied = rate(8, [](Tensor out, Tensor x, Tensor, Stream& stream) { copy(out, x, stream); });
-  if (device.kind == DeviceKind::cuda) return copied;
-  return std::max(copied, rate(12, [](Tensor, Tensor x, Tensor y, Stream& stream) { add_to(x, y, stream); }));
+  const std::array<double, 4> seconds = best_seconds(device, DType::fp32, {n}, copied, summed, doubled, updated);
+  return std::max({rate(8, seconds[0]), rate(12, seconds[1]), rate(8, seconds[2]), rate(14, seconds[3])});
 }
 
 inline std::string peak_cache_file() {
@@ -137,12 +157,12 @@ inline double matmul_peak(const Device& device, DType dtype) {
 // The peaks that the speed of a run or a rank is compared with.
 struct Peaks {
   double measured = 0;             // flops per second of matmul on this machine: the speed of light
-  double bandwidth = 0;            // bytes per second of memory on this machine, if requested
+  double bandwidth = 0;            // bytes per second of memory that one rank reaches while the others rest
   std::optional<double> promised;  // flops per second that MFU refers to; none: unknown
   std::string source;              // where `promised` comes from
 
   Peaks times(double factor) const {
-    return {measured * factor, bandwidth * factor, promised ? std::optional(*promised * factor) : std::nullopt, source};
+    return {measured * factor, bandwidth, promised ? std::optional(*promised * factor) : std::nullopt, source};
   }
   // A step faster than the measured peak proves it too low: the machine was busy then. Returns whether it was.
   bool raise(double flops_per_s) {
@@ -156,11 +176,9 @@ struct Peaks {
 };
 
 // For one device. MFU refers to --peak-tflops or a GPU's datasheet; a CPU has none, so to its measured peak.
-inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops,
-                        bool with_bandwidth = false) {
+inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops) {
   Peaks peaks;
   peaks.measured = matmul_peak(device, dtype);
-  if (with_bandwidth) peaks.bandwidth = measure_bandwidth(device);
   if (peak_tflops) return peaks.promised = *peak_tflops * 1e12, peaks.source = "--peak-tflops", peaks;
   if (device.kind != DeviceKind::cuda)
     return peaks.promised = peaks.measured, peaks.source = Peaks::from_measurement, peaks;

@@ -39,11 +39,13 @@ inline bool person_reads(const Options& o) {
          !launcher_has_output({o.rank, o.world_size, o.rendezvous}, environment_variable);
 }
 
-// The options that must be the same for all processes: all but those that say where a process is.
+// The options that must be the same for all processes: all but those that say where a process is. --cpu-isa auto takes
+// other instructions on another processor, which round differently.
 inline NamedValues options_to_agree_on(const Options& o) {
   NamedValues all;
   for (const OptionText& t : option_texts(o))
-    if (t.name != "--rank" && t.name != "--rendezvous" && t.name != "--threads") all.emplace_back(t.name, t.text);
+    if (t.name != "--rank" && t.name != "--rendezvous" && t.name != "--threads")
+      all.emplace_back(t.name, t.name == "--cpu-isa" ? cpu::recorded_isa() : t.text);
   return all;
 }
 
@@ -90,7 +92,7 @@ inline std::unique_ptr<Processes> meet(Options& o) {
                                                Greeting{.process = launch.process,
                                                         .processes = launch.processes,
                                                         .local_ranks = static_cast<int>(place.local_ranks),
-                                                        .build = version_text(),
+                                                        .build = build_text(),
                                                         .agree = detail::options_to_agree_on(o)},
                                                std::move(at), o.comm != CommChoice::tcp, o.comm_timeout);
   const ControlPlane& control = *processes->control();
@@ -139,11 +141,9 @@ inline void tell_refusal(int argc, const char* const* argv, const std::string& e
     at.token = read_token(environment_variable);
     at.init_timeout = patience;
     at.say = print_error;
-    const ControlPlane told({.process = launch.process,
-                             .processes = launch.processes,
-                             .build = version_text(),
-                             .agree = {{refusal, error}}},
-                            std::move(at));
+    const ControlPlane told(
+        {.process = launch.process, .processes = launch.processes, .build = build_text(), .agree = {{refusal, error}}},
+        std::move(at));
   } catch (const SharedError&) {
     throw;
   } catch (const Error&) {  // nobody is there

@@ -32,11 +32,13 @@
 
 namespace llmc {
 
-inline std::string version_text() {
-  return formatted("train_gpt {}\ncompiler: {}\nflags: {}\nmatmul: {}\ndevices: {}\nprocesses: TCP, {}",
-                   TRAIN_GPT_GIT_HASH, TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS, matmul_library({}),
+// The same on every machine that runs this program, with these libraries.
+inline std::string build_text() {
+  return formatted("train_gpt {}\ncompiler: {}\nflags: {}\ndevices: {}\nprocesses: TCP, {}", TRAIN_GPT_GIT_HASH,
+                   TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS,
                    built_for_gpus ? formatted("cpu, cuda ({})", nccl_version()) : std::string("cpu"), mpi_version());
 }
+inline std::string version_text() { return build_text() + "\nmatmul: " + matmul_library({}); }
 
 namespace detail {
 
@@ -173,7 +175,9 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
 }
 
 // The time of each op in a rank's training steps, the longest first, and the share of its roof that it reached. The
-// roof: the time that its flops take at the matmul peak, or its bytes at the copy peak, whichever is longer.
+// roof: the time that its flops take at the matmul peak, or its bytes at the measured speed of memory, whichever is
+// longer. All ranks may multiply at once, so each has its share of that peak; one may use memory alone. Only an op
+// whose data are still in a cache can beat memory's speed.
 inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const Peaks& roof) {
   std::vector<std::pair<std::string, OpTotals>> sorted(ops.begin(), ops.end());
   std::sort(sorted.begin(), sorted.end(),

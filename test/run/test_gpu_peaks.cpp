@@ -66,6 +66,9 @@ TEST_CASE("processes that share processors have their peak once", "[peaks]") {
   REQUIRE(times(8, 4, 1, 2) == 4);  // on two hosts
   REQUIRE(times(2, 2, 4, 4) == 1);  // --threads 4 for both
   REQUIRE(times(1, 1, 8, 4) == 1);  // --threads beyond the processors: so it was measured
+  // A rank may use memory while the others multiply: it has all of its speed.
+  const Peaks of_rank = Peaks{.measured = 4e12, .bandwidth = 6e10, .source = ""}.of_rank(2);
+  REQUIRE((of_rank.measured == 2e12 && of_rank.bandwidth == 6e10));
 }
 
 TEST_CASE("processes of a host that have more threads than processors are told so", "[peaks]") {

@@ -16,6 +16,12 @@ if [ "$(uname -m)" = x86_64 ]; then
     /^[0-9a-f]+ </ { name = $0 }
     /\tv[a-z]|%[yz]mm|%tmm|%k[0-7]/ { if (name !~ /cpu::(avx2|avx512|avx512_pairs|amx)::/ && !seen[name]++) print name }')
   [ -z "$stray" ] || fail "not every processor has the instructions of: $stray"
+  # g++ inlines nothing into the ops of a set whose pragma also names an architecture or a tune=: then a loop calls
+  # store() for every element, and no set is to have its own copy of a function that others use.
+  for set in avx2 avx512 avx512_pairs amx; do
+    shared=$(nm -C build/cpu/$set.o | sed -n 's/^[0-9a-f]* W //p' | grep -v "cpu::$set::" || true)
+    [ -z "$shared" ] || fail "$set.o calls functions of all sets instead of inlining them: $shared"
+  done
 fi
 
 layouts=pairs
@@ -28,3 +34,16 @@ for isa in avx2 portable avx512-bf16-stand-in amx-stand-in; do
   TRAIN_GPT_CPU_ISA=$isa ./train_gpt --selftest --local-ranks 2 --selftest-layouts "$layouts" >build/instructions.log 2>&1 ||
     fail "the self-test fails with $isa: $(tail -n 40 build/instructions.log)"
 done
+
+# Two processes whose processors differ say so, not that their builds differ.
+meeting=$(mktemp -d)
+trap 'rm -rf "$meeting"' EXIT
+for rank in 0 1; do
+  isa=$([ $rank = 0 ] && echo portable || echo amx-stand-in)
+  ! TRAIN_GPT_CPU_ISA=$isa ./train_gpt --selftest --world-size 2 --rank $rank --init-timeout 60 \
+    --rendezvous "file:$meeting/place" >"$meeting/$rank.log" 2>&1 &
+done
+wait
+here=$([ "$(uname -m)" = x86_64 ] || echo " on $(uname -m)")
+grep -q "^train_gpt: --cpu-isa differs: portable$here on rank 0, amx-stand-in$here on rank 1" "$meeting/0.log" ||
+  fail "processes with other instructions: $(cat "$meeting"/*.log)"

@@ -5,8 +5,7 @@
 #define CPU_ISA amx
 #define CPU_VECTOR_BYTES 64
 #define CPU_AMX
-#pragma GCC target( \
-    "amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,lzcnt,movbe,popcnt,prefer-vector-width=512")
+#pragma GCC target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
 #include "ops/cpu/sets/set.h"
 
 namespace llmc::cpu {

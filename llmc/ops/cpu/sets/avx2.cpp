@@ -4,7 +4,7 @@
 #undef CPU_ISA
 #define CPU_ISA avx2
 #define CPU_VECTOR_BYTES 32
-#pragma GCC target("avx2,fma,f16c,bmi,bmi2,lzcnt,movbe,popcnt,tune=haswell")
+#pragma GCC target("avx2,fma,f16c")
 #include "ops/cpu/sets/set.h"
 
 namespace llmc::cpu {

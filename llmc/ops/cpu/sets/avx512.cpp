@@ -4,8 +4,7 @@
 #undef CPU_ISA
 #define CPU_ISA avx512
 #define CPU_VECTOR_BYTES 64
-#pragma GCC target( \
-    "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,lzcnt,movbe,popcnt,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
 #include "ops/cpu/sets/set.h"
 
 namespace llmc::cpu {
