@@ -77,7 +77,7 @@ struct Coordinates {
 
 struct Layout {
   ZeroConfig zero = {};
-  TensorParallel tensor = {};    // made by tensor_parallel()
+  TensorParallel tensor = {};  // made by tensor_parallel()
   ContextParallel context = {};
   ExpertParallel expert = {};
   PipelineParallel pipeline = {};
