@@ -203,7 +203,7 @@ train_gpt: train_gpt.cu build/build_info.h build/cpu/all | $(SHOW_CONFIG)
 
 # Times the collectives like nccl-tests.
 comm-bench: build/comm_bench $(if $(MPI_VERSION),build/mpi_bench)
-build/comm_bench build/mpi_bench: build/%: dev/comm/%.cpp dev/comm/forms.h llmc/dist/*.h llmc/dist/comm/*.h build/cpu/all | $(SHOW_CONFIG)
+build/comm_bench build/mpi_bench: build/%: dev/comm/%.cpp dev/comm/forms.h llmc/comm/*.h build/cpu/all | $(SHOW_CONFIG)
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
 
@@ -257,7 +257,7 @@ build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 # ---- The tests: a folder with test_*.cpp is one program, compiled in one go --------------------------------------------
 
 # One program per folder, but a single one for those that use the whole trainer, which takes longest to compile.
-WITH_TRAINER := dist pipeline train run
+WITH_TRAINER := schedule parallel train run
 TEST_FOLDERS := $(filter-out cuda fuzz,$(patsubst test/%/,%,$(sort $(dir $(wildcard test/*/test_*.cpp)))))
 TEST_NAMES := $(filter-out $(WITH_TRAINER),$(TEST_FOLDERS)) trainer
 $(foreach name,$(TEST_NAMES),$(eval FOLDERS_$(name) := $(name)))

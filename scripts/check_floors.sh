@@ -7,9 +7,9 @@
 #    llmc/README.md. train_gpt.cu and the tests are on top and may include everything.
 # 2. Quoted includes are relative to llmc/ ("core/check.h"), without "..", and exist; tests also include from test/ and,
 #    as "dev/...", from dev/.
-# 3. Devices and libraries appear only in llmc/device, llmc/ops and the transports llmc/dist/comm/comm_*: no other file has
+# 3. Devices and libraries appear only in llmc/device, llmc/ops and the transports llmc/comm/comm_*: no other file has
 #    an #if on their macros or includes their headers.
-# 4. The transports are private to llmc/dist.
+# 4. The transports are private to llmc/comm.
 # 5. A CUDA kernel in a header is a template: nvcc puts any other into every object file, and they do not link.
 # 6. No source has more than 600 lines, and no folder more than 40 files. Whether a file has one purpose is for readers
 # to judge: the ten longest sources are printed for them.
@@ -29,11 +29,14 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
     floor("device", "core")
     floor("ops", "device core")
     floor("net", "core")
-    floor("dist", "net ops device core")
-    floor("model", "dist ops device core")
+    floor("schedule", "core")
+    floor("comm", "schedule net ops device core")
+    floor("shard", "comm schedule ops device core")
+    floor("parallel", "shard comm schedule ops device core")
+    floor("model", "parallel shard comm schedule ops device core")
     floor("data", "core")
-    floor("train", "model dist ops device core")
-    floor("run", "train data model dist net ops device text core")
+    floor("train", "model parallel shard comm schedule ops device core")
+    floor("run", "train data model parallel shard comm schedule net ops device text core")
     device_macro = "(__CUDA|__NVCC__|CUDA_VERSION|CUDART_VERSION|NCCL_|OMPI_|MPICH_|MPI_VERSION|" \
                    "TRAIN_GPT_(CUDA|CUBLASLT|CUDNN|NCCL|MPI))"
     device_header = "^(cuda[^/]*|cublas[^/]*|curand[^/]*|cudnn[^/]*|nccl[^/]*|nvml|mma|mpi|" \
@@ -56,14 +59,14 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
     is_test = path[1] == "test"
     here = path[1] == "llmc" ? path[2] : ""   # empty: train_gpt.cu and test/, which are on top
     if (here && !is_floor[here]) breach("llmc/" here " is not a floor; the floors, bottom to top: " order)
-    may_see_devices = is_test || FILENAME ~ /^llmc\/(device|ops)\// || FILENAME ~ /^llmc\/dist\/comm\/comm_/
+    may_see_devices = is_test || FILENAME ~ /^llmc\/(device|ops)\// || FILENAME ~ /^llmc\/comm\/comm_/
     continued = 0
   }
 
   # A condition may continue after a backslash.
   { is_condition = continued || /^[ \t]*#[ \t]*(if|ifdef|ifndef|elif)[^a-z]/; continued = is_condition && /\\$/ }
   is_condition && !may_see_devices && match($0, device_macro "[A-Z_0-9]*") {
-    breach("an #if on " substr($0, RSTART, RLENGTH) ": devices belong in llmc/device, llmc/ops and llmc/dist/comm/comm_*")
+    breach("an #if on " substr($0, RSTART, RLENGTH) ": devices belong in llmc/device, llmc/ops and llmc/comm/comm_*")
   }
 
   # The head of a template may span several lines.
@@ -79,7 +82,7 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
     sub(/^[^<"]*[<"]/, "", target)
     if (target ~ device_header) {
       if (!may_see_devices)
-        breach("include of " target ": devices belong in llmc/device, llmc/ops and llmc/dist/comm/comm_*")
+        breach("include of " target ": devices belong in llmc/device, llmc/ops and llmc/comm/comm_*")
       next
     }
     if (!quoted || target == "build_info.h") next   # the latter is written by make
@@ -88,8 +91,8 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
     there = path_there[1]
     if (is_floor[here] && is_floor[there] && !stands_on[here, there])
       breach("include of \"" target "\": " here " may not include " there "; the floors, bottom to top: " order)
-    if (target ~ /^dist\/comm\/comm_/ && !is_test && here != "dist")
-      breach("include of \"" target "\": the transports are private to llmc/dist; include \"dist/comm/comm.h\"")
+    if (target ~ /^comm\/comm_/ && !is_test && here != "comm")
+      breach("include of \"" target "\": the transports are private to llmc/comm; include \"comm/comm.h\"")
 
     exists = (getline line < ("llmc/" target)) >= 0
     close("llmc/" target)

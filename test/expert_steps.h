@@ -2,7 +2,7 @@
 #pragma once
 #include <string>
 
-#include "run/selftest.h"
+#include "run/selftest/selftest.h"
 
 namespace expert_steps {
 

@@ -8,7 +8,7 @@
 
 #include "core/safetensors.h"
 #include "helpers.h"
-#include "run/checkpoint.h"
+#include "run/checkpoints/checkpoint.h"
 
 inline const std::string tiny_data = "test/golden/gpt2_tiny/train.bin";
 

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "core/log.h"
-#include "dist/pipeline/simulate.h"
 #include "run/ranks.h"
-#include "run/selftest.h"
+#include "run/selftest/selftest.h"
+#include "schedule/simulate.h"
 
 using namespace llmc;
 

@@ -1,7 +1,7 @@
-// forms.h: alternatives to the ring all-reduce of llmc/dist/comm/ring.h, over the same transport, for comparison. Both
+// forms.h: alternatives to the ring all-reduce of llmc/comm/ring.h, over the same transport, for comparison. Both
 // send more bytes through one rank than the ring; the tree needs fewer steps, and so is faster for small buffers.
 #pragma once
-#include "dist/comm/ring.h"
+#include "comm/ring.h"
 
 namespace llmc::forms {
 

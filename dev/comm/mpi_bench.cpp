@@ -1,4 +1,4 @@
-// mpi_bench.cpp: the collectives of MPI itself, or the rings of llmc/dist/comm/ring.h over MpiLinks, between processes.
+// mpi_bench.cpp: the collectives of MPI itself, or the rings of llmc/comm/ring.h over MpiLinks, between processes.
 // dev/comm/beside_mpi.sh runs both in turn and prints them side by side. A process runs only one of the two, because
 // all MPI calls must come from one thread, and MpiLinks has its own.
 //
@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "dist/comm/comm_mpi.h"
-#include "dist/comm/ring.h"
+#include "comm/comm_mpi.h"
+#include "comm/ring.h"
 
 using namespace llmc;
 

@@ -1,5 +1,6 @@
 // shape.h: shapes of up to four axes, exact division, rounding up, checked narrowing.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <initializer_list>
 #include <limits>
@@ -56,5 +57,16 @@ class Shape {
 };
 
 inline std::string to_string(const Shape& shape) { return formatted("({})", shape); }
+
+// The elements, rows or experts [begin, begin + size).
+struct Range {
+  int64_t begin = 0, size = 0;
+  int64_t end() const { return begin + size; }
+  bool operator==(const Range&) const = default;
+};
+inline Range overlap(const Range& a, const Range& b) {
+  const int64_t begin = std::max(a.begin, b.begin);
+  return {begin, std::max<int64_t>(0, std::min(a.end(), b.end()) - begin)};
+}
 
 }  // namespace llmc

@@ -8,10 +8,10 @@
 
 #include "core/enum_names.h"
 #include "device/arena.h"
-#include "dist/expert_exchange.h"
-#include "dist/schedule.h"
-#include "dist/tensor_parallel.h"
 #include "model/config.h"
+#include "parallel/expert_exchange.h"
+#include "schedule/actions.h"
+#include "shard/parts.h"
 
 namespace llmc {
 

@@ -10,11 +10,10 @@
 #include <string_view>
 #include <vector>
 
-#include "dist/context_parallel.h"
-#include "dist/expert_parallel.h"
-#include "dist/tensor_parallel.h"
+#include "comm/context_parallel.h"
 #include "model/expert_config.h"
 #include "ops/ops_attention.h"
+#include "shard/parts.h"
 
 namespace llmc {
 

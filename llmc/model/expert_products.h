@@ -1,12 +1,12 @@
 // expert_products.h: the computation of a rank's experts, forward and backward: grouped products of the rows that were
 // sent to them. If ranks share the experts of a layer (--ep), rows go to the ranks that have their experts and come
-// back (dist/expert_exchange.h), while the shared expert computes.
+// back (parallel/expert_exchange.h), while the shared expert computes.
 #pragma once
 #include <utility>
 #include <vector>
 
-#include "dist/expert_exchange.h"
 #include "model/routing.h"
+#include "parallel/expert_exchange.h"
 
 namespace llmc {
 

@@ -13,8 +13,8 @@
 
 #include "core/safetensors.h"
 #include "device/host_copy.h"
-#include "dist/zero.h"
 #include "model/hf_config.h"
+#include "shard/zero.h"
 
 namespace llmc {
 

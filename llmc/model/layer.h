@@ -2,20 +2,20 @@
 // its activations and its group, owns no memory, and is made anew wherever it computes. Sizes: N = B T rows, C
 // channels, F feed-forward, Hq query heads, Hkv key-value heads, D head size, V vocabulary (stored padded), E experts.
 // With tensor parallelism Hq, Hkv, F and V are those of this rank (part_of() in config.h), and a rank may have S of the
-// N rows of the residual stream (dist/parallel.h). With context parallelism a rank has N = B T / cp rows, some slices
-// of each sequence (dist/context_attention.h).
+// N rows of the residual stream (parallel/group.h). With context parallelism a rank has N = B T / cp rows, some slices
+// of each sequence (parallel/context_attention.h).
 #pragma once
 #include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
 
-#include "dist/context_attention.h"
-#include "dist/tensor_layers.h"
-#include "dist/unit_state.h"
 #include "model/activations.h"
 #include "model/config.h"
 #include "ops/ops.h"
+#include "parallel/context_attention.h"
+#include "parallel/tensor_layers.h"
+#include "shard/unit_state.h"
 
 namespace llmc {
 

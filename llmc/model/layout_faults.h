@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/layout.h"
 #include "core/faults.h"
-#include "dist/layout.h"
 #include "model/config.h"
 
 namespace llmc {

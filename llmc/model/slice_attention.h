@@ -12,9 +12,9 @@
 // Whole sequences compute the same pairs of queries and keys, and add them up in another order: the difference is
 // rounding (contract 5).
 #pragma once
-#include "dist/context_attention.h"
 #include "model/activations.h"
 #include "ops/ops.h"
+#include "parallel/context_attention.h"
 
 namespace llmc {
 

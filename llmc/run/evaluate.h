@@ -9,15 +9,15 @@
 #include <string>
 #include <vector>
 
+#include "comm/group_check.h"
 #include "core/log.h"
-#include "dist/group_check.h"
-#include "dist/whole_check.h"
 #include "run/plan/describe.h"
 #include "run/plan/report_plan.h"
 #include "run/processes.h"
 #include "run/setup.h"
 #include "run/start.h"
 #include "run/validation.h"
+#include "shard/whole_check.h"
 
 namespace llmc {
 

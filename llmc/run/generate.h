@@ -14,7 +14,7 @@
 
 #include "core/escape.h"
 #include "core/files.h"
-#include "run/report.h"
+#include "run/reports/report.h"
 #include "run/setup.h"
 #include "train/sample.h"
 

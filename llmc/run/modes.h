@@ -9,13 +9,13 @@
 #include "core/environment.h"
 #include "core/log.h"
 #include "data/verify_data.h"
-#include "dist/pipeline/picture.h"
 #include "run/length.h"
 #include "run/options/parse.h"
 #include "run/processes.h"
-#include "run/report.h"
-#include "run/selftest.h"
+#include "run/reports/report.h"
+#include "run/selftest/selftest.h"
 #include "run/setup.h"
+#include "schedule/picture.h"
 
 namespace llmc {
 

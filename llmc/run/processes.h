@@ -13,16 +13,16 @@
 #include <utility>
 #include <vector>
 
+#include "comm/processes.h"
 #include "core/environment.h"
 #include "core/failure_text.h"
 #include "core/json.h"
 #include "core/log.h"
 #include "device/gpu.h"
 #include "device/host.h"
-#include "dist/processes.h"
 #include "run/options/parse.h"
 #include "run/options/print.h"
-#include "run/report.h"
+#include "run/reports/report.h"
 #include "run/setup.h"
 
 namespace llmc {

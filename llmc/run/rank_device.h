@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "comm/comm.h"
 #include "core/shape.h"
 #include "device/gpu.h"
-#include "dist/comm/comm.h"
 #include "run/options/options.h"
 #include "run/options/place.h"
 

@@ -8,12 +8,12 @@
 #include <thread>
 #include <vector>
 
+#include "comm/world.h"
 #include "core/failure_text.h"
 #include "core/host_name.h"
 #include "core/log.h"
 #include "device/gpu.h"
-#include "dist/world.h"
-#include "run/planner.h"
+#include "run/plan/planner.h"
 
 namespace llmc {
 

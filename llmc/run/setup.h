@@ -12,7 +12,7 @@
 #include "core/log.h"
 #include "data/dataloader.h"
 #include "device/gpu.h"
-#include "run/checkpoint.h"
+#include "run/checkpoints/checkpoint.h"
 #include "run/options/parse.h"
 #include "run/plan/count_costs.h"
 #include "run/rank_device.h"

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "core/checksum.h"
+#include "run/checkpoints/run_dir.h"
 #include "run/job.h"
 #include "run/processes.h"
-#include "run/run_dir.h"
 
 namespace llmc {
 

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "dist/pass_sets.h"
+#include "schedule/pass_sets.h"
 #include "train/step_config.h"
 
 namespace llmc {

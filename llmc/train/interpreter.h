@@ -1,6 +1,6 @@
-// interpreter.h: runs lists of actions (dist/schedule.h): the only place that runs forward and backward. It gives every
-// micro-batch in flight a slot of activations, uploads inputs, says which units will be needed, and launches repeated
-// work as CUDA graphs. stage.h has the computation of each action.
+// interpreter.h: runs lists of actions (schedule/actions.h): the only place that runs forward and backward. It gives
+// every micro-batch in flight a slot of activations, uploads inputs, says which units will be needed, and launches
+// repeated work as CUDA graphs. stage.h has the computation of each action.
 #pragma once
 #include <map>
 #include <set>
@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "dist/zero.h"
+#include "shard/zero.h"
 #include "train/in_flight.h"
 #include "train/stage.h"
 #include "train/step_config.h"

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "dist/pipeline/token_slices.h"
+#include "schedule/token_slices.h"
 #include "train/step_config.h"
 
 namespace llmc {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "device/profiler_range.h"
-#include "dist/zero.h"
+#include "shard/zero.h"
 #include "train/expert_record.h"
 #include "train/in_flight.h"
 #include "train/step_config.h"

@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "device/host_copy.h"
-#include "dist/pipeline/messages.h"
-#include "dist/pipeline/stage_partition.h"
-#include "dist/schedule.h"
-#include "dist/zero.h"
 #include "model/transformer.h"
+#include "schedule/actions.h"
+#include "schedule/messages.h"
+#include "schedule/stage_partition.h"
+#include "shard/zero.h"
 
 namespace llmc {
 

@@ -11,7 +11,7 @@
 
 #include "core/signals.h"
 #include "device/profiler_range.h"
-#include "dist/zero.h"
+#include "shard/zero.h"
 #include "train/interpreter.h"
 #include "train/pipedream.h"
 #include "train/stage.h"

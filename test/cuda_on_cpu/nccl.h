@@ -1,4 +1,4 @@
-// nccl.h: replaces NVIDIA's header when the trainer is compiled for the CPU: the part that dist/comm/comm_nccl.h uses,
+// nccl.h: replaces NVIDIA's header when the trainer is compiled for the CPU: the part that comm/comm_nccl.h uses,
 // with the same names and values. nccl.cpp documents what it checks and refuses.
 //
 // A collective is a task of its stream that runs once every rank of the communicator has enqueued its own. Ranks are

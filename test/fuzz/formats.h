@@ -11,10 +11,10 @@
 #include "data/verify_data.h"
 #include "fuzz/mutations.h"
 #include "helpers.h"
-#include "run/checkpoint_write.h"
+#include "run/checkpoints/checkpoint_write.h"
+#include "run/checkpoints/progress.h"
 #include "run/job.h"
 #include "run/options/parse.h"
-#include "run/progress.h"
 #include "text/tokenizer.h"
 #include "train/choices.h"
 

@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "dist/comm/comm_mpi.h"
+#include "comm/comm_mpi.h"
 
 using namespace llmc;
 

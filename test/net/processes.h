@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "helpers.h"
-#include "net/rendezvous.h"
+#include "net/meeting/rendezvous.h"
 
 inline const std::string token = "a token of the tests, and of nobody else";
 

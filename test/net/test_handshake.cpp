@@ -6,7 +6,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
-#include "net/listener.h"
+#include "net/meeting/listener.h"
 #include "net/processes.h"
 
 using namespace llmc;

@@ -3,7 +3,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
-#include "net/judge.h"
+#include "net/watching/judge.h"
 
 using namespace llmc;
 

@@ -3,7 +3,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
-#include "net/launch.h"
+#include "net/meeting/launch.h"
 
 using namespace llmc;
 

@@ -6,10 +6,10 @@
 
 #include "catch2.h"
 #include "helpers.h"
+#include "net/meeting/socket_owner.h"
 #include "net/meetings.h"
 #include "net/processes.h"
-#include "net/socket_owner.h"
-#include "net/tcp_links.h"
+#include "net/wire/tcp_links.h"
 
 using namespace llmc;
 

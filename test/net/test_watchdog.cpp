@@ -7,7 +7,7 @@
 #include "catch2.h"
 #include "helpers.h"
 #include "net/processes.h"
-#include "net/watchdog.h"
+#include "net/watching/watchdog.h"
 
 using namespace llmc;
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "run/checkpoint_write.h"
+#include "run/checkpoints/checkpoint_write.h"
 
 // f(element, value) for every element of an entry: a number that depends on the parameter, the kind and the place in
 // the whole parameter alone.

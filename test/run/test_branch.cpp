@@ -1,7 +1,7 @@
 // Branches: a run that begins at a checkpoint of another one, with other options.
 #include "catch2.h"
 #include "run/job.h"
-#include "run/next_steps.h"
+#include "run/reports/next_steps.h"
 #include "tiny_run.h"
 #include "train/lr_schedule.h"
 

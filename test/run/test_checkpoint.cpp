@@ -1,8 +1,8 @@
 // Checkpoints: reading and writing Hugging Face directories atomically; the parameter table behind them.
 #include "catch2.h"
 #include "helpers.h"
-#include "run/checkpoint_write.h"
-#include "run/planner.h"
+#include "run/checkpoints/checkpoint_write.h"
+#include "run/plan/planner.h"
 
 using namespace llmc;
 

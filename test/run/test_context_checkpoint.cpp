@@ -7,7 +7,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
-#include "run/checkpoint.h"
+#include "run/checkpoints/checkpoint.h"
 
 using namespace llmc;
 using nlohmann::json;

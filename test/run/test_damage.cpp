@@ -8,7 +8,7 @@
 #include <set>
 
 #include "catch2.h"
-#include "run/run_dir.h"
+#include "run/checkpoints/run_dir.h"
 #include "tiny_run.h"
 
 using namespace llmc;

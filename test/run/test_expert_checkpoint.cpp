@@ -4,8 +4,8 @@
 #include <set>
 
 #include "catch2.h"
-#include "dist/expert_layouts.h"
 #include "helpers.h"
+#include "parallel/expert_layouts.h"
 #include "run/known_state.h"
 
 using namespace llmc;

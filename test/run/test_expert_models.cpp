@@ -5,9 +5,9 @@
 
 #include "catch2.h"
 #include "helpers.h"
-#include "run/checkpoint_write.h"
+#include "run/checkpoints/checkpoint_write.h"
 #include "run/ranks.h"
-#include "run/selftest_layouts.h"
+#include "run/selftest/layouts.h"
 
 using namespace llmc;
 using nlohmann::json;

@@ -2,8 +2,8 @@
 #include <nlohmann/json.hpp>
 
 #include "catch2.h"
-#include "run/run_dir.h"
-#include "run/selftest.h"
+#include "run/checkpoints/run_dir.h"
+#include "run/selftest/selftest.h"
 #include "tiny_run.h"
 
 using namespace llmc;

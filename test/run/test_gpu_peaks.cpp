@@ -1,8 +1,8 @@
 // Datasheet peaks by the GPU names that drivers report.
 #include "catch2.h"
 #include "helpers.h"
-#include "run/peak.h"
 #include "run/plan/report_plan.h"
+#include "run/reports/peak.h"
 #include "run/setup.h"
 
 using namespace llmc;

@@ -1,7 +1,7 @@
 // Files that are too large, for the program or for ulimit -f, or not where they seem to be.
 #include "catch2.h"
 #include "core/failure_text.h"
-#include "run/run_dir.h"
+#include "run/checkpoints/run_dir.h"
 #include "tiny_run.h"
 
 using namespace llmc;

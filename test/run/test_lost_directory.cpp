@@ -1,7 +1,7 @@
 // An out directory that is moved or deleted while a run is in it: nothing is lost silently, and no directory has two
 // writers.
 #include "catch2.h"
-#include "run/run_dir.h"
+#include "run/checkpoints/run_dir.h"
 #include "tiny_run.h"
 
 using namespace llmc;

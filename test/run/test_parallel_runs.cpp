@@ -6,7 +6,7 @@
 #include "core/files.h"
 #include "helpers.h"
 #include "model/hf_config.h"
-#include "run/planner.h"
+#include "run/plan/planner.h"
 
 using namespace llmc;
 using nlohmann::json;

@@ -9,7 +9,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
-#include "run/run_dir.h"
+#include "run/checkpoints/run_dir.h"
 
 using namespace llmc;
 

@@ -7,10 +7,10 @@
 #include <set>
 
 #include "catch2.h"
-#include "dist/on_ranks.h"
 #include "helpers.h"
-#include "pipeline/pipeline_layouts.h"
+#include "parallel/on_ranks.h"
 #include "run/known_state.h"
+#include "schedule/pipeline_layouts.h"
 
 using namespace pipeline_layouts;
 using nlohmann::json;

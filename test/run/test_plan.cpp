@@ -5,8 +5,8 @@
 #include "catch2.h"
 #include "helpers.h"
 #include "model/hf_config.h"
-#include "run/report.h"
-#include "run/selftest.h"
+#include "run/reports/report.h"
+#include "run/selftest/selftest.h"
 
 using namespace llmc;
 

@@ -13,7 +13,7 @@
 #include "core/files.h"
 #include "core/host_name.h"
 #include "core/json.h"
-#include "run/run_dir.h"
+#include "run/checkpoints/run_dir.h"
 #include "tiny_run.h"
 
 using namespace llmc;

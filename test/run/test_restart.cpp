@@ -1,6 +1,6 @@
 // --restart: a run begins anew, and what was there is kept.
 #include "catch2.h"
-#include "run/run_dir.h"
+#include "run/checkpoints/run_dir.h"
 #include "tiny_run.h"
 
 using namespace llmc;

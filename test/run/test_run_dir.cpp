@@ -5,8 +5,8 @@
 #include <nlohmann/json.hpp>
 
 #include "catch2.h"
-#include "run/next_steps.h"
-#include "run/run_dir.h"
+#include "run/checkpoints/run_dir.h"
+#include "run/reports/next_steps.h"
 #include "tiny_run.h"
 #include "train/lr_schedule.h"
 

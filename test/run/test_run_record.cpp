@@ -2,7 +2,7 @@
 // the run that resumes.
 #include "catch2.h"
 #include "core/rng.h"
-#include "run/run_dir.h"
+#include "run/checkpoints/run_dir.h"
 #include "tiny_run.h"
 
 using namespace llmc;

@@ -8,7 +8,7 @@
 #include "catch2.h"
 #include "core/signals.h"
 #include "helpers.h"
-#include "run/run_dir.h"
+#include "run/checkpoints/run_dir.h"
 
 using namespace llmc;
 

@@ -8,7 +8,7 @@
 #include "helpers.h"
 #include "run/known_state.h"
 #include "run/ranks.h"
-#include "run/selftest_layouts.h"
+#include "run/selftest/layouts.h"
 
 using namespace llmc;
 

@@ -23,7 +23,7 @@ refuses() {
 refuses llmc/core/planted.h '#include "train/trainer.h"' 'core may not include train'
 refuses llmc/data/planted.h '#include "train/trainer.h"' 'data may not include train'
 refuses llmc/core/planted.h '#include "core/planted.hpp" // "core/check.h"' 'there is no llmc/core/planted.hpp'
-refuses train_gpt.cu '#include "dist/comm/comm_threads.h"' 'the transports are private'
+refuses train_gpt.cu '#include "comm/comm_threads.h"' 'the transports are private'
 refuses llmc/ops/planted.h '#  include "dist/mesh_that_is_not_there.h"' 'there is no llmc/dist/mesh_that_is_not_there.h'
 refuses llmc/model/planted.h '#include "../core/check.h"' 'make it relative to llmc/'
 refuses llmc/core/planted.h '#include "check.h"' 'there is no llmc/check.h'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# MpiLinks (llmc/dist/comm/comm_mpi.h) between processes under mpirun, by test/mpi/exchanges.cpp: all pairs of ranks in
+# MpiLinks (llmc/comm/comm_mpi.h) between processes under mpirun, by test/mpi/exchanges.cpp: all pairs of ranks in
 # several groups at once, also in parts; wrong lengths are named; abort() wakes all who wait.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

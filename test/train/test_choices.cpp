@@ -3,7 +3,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
-#include "run/selftest.h"
+#include "run/selftest/selftest.h"
 #include "train/choices.h"
 
 using namespace llmc;

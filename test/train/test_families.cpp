@@ -7,9 +7,9 @@
 #include "core/safetensors.h"
 #include "data/dataloader.h"
 #include "helpers.h"
-#include "run/checkpoint_write.h"
+#include "run/checkpoints/checkpoint_write.h"
 #include "run/ranks.h"
-#include "run/selftest.h"
+#include "run/selftest/selftest.h"
 #include "train/sample.h"
 
 using namespace llmc;

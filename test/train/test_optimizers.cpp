@@ -4,7 +4,7 @@
 #include "catch2.h"
 #include "helpers.h"
 #include "ops/optimizers.h"
-#include "run/checkpoint.h"
+#include "run/checkpoints/checkpoint.h"
 
 using namespace llmc;
 using nlohmann::json;

@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "catch2.h"
-#include "run/selftest.h"
+#include "run/selftest/selftest.h"
 #include "train/sample.h"
 
 using namespace llmc;

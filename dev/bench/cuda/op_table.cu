@@ -7,7 +7,7 @@
 
 #include "model/hf_config.h"
 #include "op_timer.h"
-#include "run/planner.h"
+#include "run/plan/planner.h"
 
 namespace llmc {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "model/hf_config.h"
-#include "run/checkpoint.h"
+#include "run/checkpoints/checkpoint.h"
 #include "run/options/options.h"
 #include "text/tokenizer.h"
 

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "comm/layout.h"
 #include "core/check.h"
 #include "core/enum_names.h"
-#include "dist/layout.h"
 #include "model/activations.h"
 #include "ops/cpu/isa.h"
 #include "ops/optimizers.h"

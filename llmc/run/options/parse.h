@@ -16,14 +16,14 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/words.h"
-#include "dist/pipeline/pipeline.h"
-#include "dist/pipeline/stage_partition.h"
 #include "run/options/choose_layout.h"
 #include "run/options/config_file.h"
 #include "run/options/file_defaults.h"
 #include "run/options/ignored.h"
 #include "run/options/translate.h"
 #include "run/options/values.h"
+#include "schedule/pipeline.h"
+#include "schedule/stage_partition.h"
 
 namespace llmc {
 

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "dist/pipeline/balance.h"
-#include "run/planner.h"
+#include "run/plan/planner.h"
+#include "schedule/balance.h"
 
 namespace llmc {
 

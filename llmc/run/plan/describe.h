@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "core/log.h"
-#include "run/gpu_peaks.h"
 #include "run/options/options.h"
-#include "run/peak.h"
 #include "run/plan/remedy.h"
+#include "run/reports/gpu_peaks.h"
+#include "run/reports/peak.h"
 
 namespace llmc {
 

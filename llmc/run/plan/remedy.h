@@ -10,10 +10,10 @@
 
 #include "core/log.h"
 #include "device/gpu.h"
-#include "dist/pipeline/token_slices.h"
 #include "run/options/options.h"
-#include "run/planner.h"
+#include "run/plan/planner.h"
 #include "run/rank_device.h"
+#include "schedule/token_slices.h"
 
 namespace llmc {
 

@@ -6,11 +6,11 @@
 #include <vector>
 
 #include "core/log.h"
-#include "dist/pipeline/simulate.h"
 #include "run/length.h"
 #include "run/plan/count_costs.h"
 #include "run/plan/describe.h"
 #include "run/plan/remedy.h"
+#include "schedule/simulate.h"
 #include "train/slice_times.h"
 
 namespace llmc {

@@ -1,10 +1,10 @@
-// NCCL's collectives as the trainer calls them (dist/comm/comm_nccl.h), between processes: peers that die or never
+// NCCL's collectives as the trainer calls them (comm/comm_nccl.h), between processes: peers that die or never
 // come, and an abort from another thread.
 #include <future>
 
+#include "comm/world.h"
 #include "cuda/emulator/processes.h"
 #include "cuda_on_cpu/nccl/nccl_clique.h"
-#include "dist/world.h"
 
 using namespace llmc;
 

@@ -2,9 +2,9 @@
 // a diverged run.
 #include "cuda/device_test.h"
 #include "helpers.h"
-#include "run/checkpoint_write.h"
-#include "run/report.h"
-#include "run/selftest.h"
+#include "run/checkpoints/checkpoint_write.h"
+#include "run/reports/report.h"
+#include "run/selftest/selftest.h"
 #include "run/setup.h"
 
 using namespace llmc;

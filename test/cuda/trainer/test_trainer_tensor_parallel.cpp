@@ -2,8 +2,8 @@
 // GPUs; generation and validation; the groups over NCCL. test_trainer.cpp tests that every wait is needed.
 #include <mutex>
 
+#include "comm/group_check.h"
 #include "cuda/trainer/trainer_test.h"
-#include "dist/group_check.h"
 
 using namespace llmc;
 

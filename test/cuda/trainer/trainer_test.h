@@ -1,5 +1,5 @@
-// trainer_test.h: shared by the tests of the trainer on GPUs: outcomes of layouts (run/selftest.h) and how they
-// compare; emulated GPUs.
+// trainer_test.h: shared by the tests of the trainer on GPUs: outcomes of layouts (run/selftest/selftest.h) and how
+// they compare; emulated GPUs.
 #pragma once
 #include <algorithm>
 #include <mutex>
@@ -7,7 +7,7 @@
 
 #include "cuda/device_test.h"
 #include "device/gpu.h"
-#include "run/selftest.h"
+#include "run/selftest/selftest.h"
 
 namespace llmc {
 

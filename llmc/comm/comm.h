@@ -1,0 +1,371 @@
+// comm.h: collectives and point-to-point on the groups of a mesh, asynchronous on a stream. Every member of a group
+// calls the same collectives in the same order. Tensors go through a transport (threads; on the null device one that
+// only counts) by the algorithms of ring.h and server.h, or through a library (NCCL). Groups are made by world.h.
+//
+// A group may be destroyed while tasks of streams still use it: the tasks own the parts of it that they use (calls of a
+// library, on GPUs, have returned when they are enqueued). But a task may wait for a peer that waits for this rank; so
+// a rank that leaves a group by an error aborts the world.
+#pragma once
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "comm/comm_nccl.h"
+#include "comm/ring.h"
+#include "comm/server.h"
+#include "device/arena.h"
+#include "device/device.h"
+#include "net/watching/board.h"
+
+namespace llmc {
+
+// A transport that moves nothing, so that bytes can be counted without sending them.
+class NullTransport final : public Transport {
+ public:
+  NullTransport(int rank, int size) : rank_(rank), size_(size) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  void exchange(int, const void*, int64_t, int, void*, int64_t, Stream*) override {}
+  bool moves_data() const override { return false; }
+
+ private:
+  int rank_, size_;
+};
+
+// One rank's membership in a group. Buffers are flat, and divided into size() shards where a collective shards. A
+// derived class may stand in for a group, and change what its collectives do (hooks.h).
+class Comm {
+ public:
+  Comm(std::string name, std::unique_ptr<Transport> transport)
+      : name_(std::move(name)), transport_(std::make_shared<Counter>(std::move(transport))) {}
+  // `library` moves tensors, and a null transport counts their bytes; `transport` carries only the hosts' messages.
+  Comm(std::string name, std::unique_ptr<Transport> transport, std::shared_ptr<GpuCollectives> library)
+      : Comm(std::move(name), std::move(transport)) {
+    library_ = std::move(library);
+    counted_ = std::make_unique<Counter>(std::make_unique<NullTransport>(rank(), size()));
+  }
+
+  virtual ~Comm() {
+    if (std::uncaught_exceptions() > exceptions_) abort();
+  }
+
+  int rank() const { return transport_->rank(); }
+  int size() const { return transport_->size(); }
+  const std::string& name() const { return name_; }
+  Transport& transport() { return *transport_; }  // for other forms of collectives (dev/comm)
+  // Bytes of tensors that this rank has sent, and received; call with the streams idle.
+  int64_t bytes_sent() const { return counted().sent; }
+  int64_t bytes_received() const { return counted().received; }
+  // The ranks with which this one has exchanged messages outside of collectives, or in all-to-alls: a library connects
+  // to each.
+  const std::set<int>& partners() const { return counted().partners; }
+  void forget_bytes() {
+    for (Counter* c : {transport_.get(), counted_.get()})
+      if (c != nullptr) c->sent = c->received = 0;
+  }
+  // Sets the function that abort() calls: it ends every wait of this rank for a peer, and of peers for it, with a
+  // PeerError.
+  void on_abort(std::function<void()> abort) { abort_ = std::move(abort); }
+  void abort() const {
+    if (abort_) abort_();
+  }
+  // From now on the group records at `place` what it is doing.
+  void report_to(std::shared_ptr<Attendance> place) { place_ = std::move(place); }
+  // Throws if the library has reported an error, here or at a peer.
+  void check() const {
+    if (library_) library_->check();
+  }
+
+  // Shard rank() of buffer = its sum over the ranks; the contents of the other shards are destroyed.
+  virtual void reduce_scatter(Tensor buffer, Stream& stream) {
+    const int64_t n = exact_div(buffer.numel(), size(), "reduce_scatter: elements over ranks");
+    run(
+        "reduce_scatter", buffer, stream,
+        [=]<class T>(const Link& link, T* x, T* scratch) { ring::reduce_scatter(link, x, n, scratch); },
+        [=](GpuCollectives& g, Stream& s) { g.reduce_scatter(buffer, n, s); });
+  }
+  // buffer = the shards of all ranks.
+  virtual void all_gather(Tensor buffer, Stream& stream) {
+    const int64_t n = exact_div(buffer.numel(), size(), "all_gather: elements over ranks");
+    buffer.dtype = as_moved(buffer.dtype);
+    run(
+        "all_gather", buffer, stream, [=]<class T>(const Link& link, T* x, T*) { ring::all_gather(link, x, n); },
+        [=](GpuCollectives& g, Stream& s) { g.all_gather(buffer, n, s); });
+  }
+  // buffer = its sum over the ranks: a reduce-scatter and an all-gather of the same shards (contract 3). Elements that
+  // do not fill a shard on every rank go by way of rank 0.
+  virtual void all_reduce(Tensor buffer, Stream& stream) {
+    const int64_t rest = buffer.numel() % size(), shards = buffer.numel() - rest;
+    if (shards > 0) {
+      reduce_scatter(buffer.slice(0, {shards}), stream);
+      all_gather(buffer.slice(0, {shards}), stream);
+    }
+    if (rest == 0) return;
+    reduce(buffer.slice(shards, {rest}), 0, stream);
+    broadcast(buffer.slice(shards, {rest}), 0, stream);
+  }
+  virtual void broadcast(Tensor buffer, int root, Stream& stream) {
+    const int64_t n = buffer.numel();
+    run(
+        "broadcast", buffer, stream, [=]<class T>(const Link& link, T* x, T*) { ring::broadcast(link, x, n, root); },
+        [=](GpuCollectives& g, Stream& s) { g.broadcast(buffer, n, root, s); });
+  }
+  // The root's buffer = the sum over the ranks; the contents of the other ranks' buffers are destroyed.
+  virtual void reduce(Tensor buffer, int root, Stream& stream) {
+    const int64_t n = buffer.numel();
+    run(
+        "reduce", buffer, stream,
+        [=]<class T>(const Link& link, T* x, T* scratch) { ring::reduce(link, x, n, root, scratch); },
+        [=](GpuCollectives& g, Stream& s) { g.reduce(buffer, n, root, s); });
+  }
+  // Shard k of out = shard rank() of rank k's in.
+  virtual void all_to_all(Tensor out, Tensor in, Stream& stream) {
+    const int64_t n = exact_div(in.numel(), size(), "all_to_all: elements over ranks");
+    CHECK(out.dtype == in.dtype && out.numel() == in.numel());
+    out.dtype = in.dtype = as_moved(in.dtype);
+    run(
+        "all_to_all", out, stream,
+        [=]<class T>(const Link& link, T* x, T*) {
+          ring::all_to_all(link, x, reinterpret_cast<const T*>(in.bytes), n);
+        },
+        [=](GpuCollectives& g, Stream& s) { g.all_to_all(out, in, n, s); });
+  }
+  // The same with blocks of rows, of any size: block send[k] of `in` (rows, width) goes to rank k, and block receive[k]
+  // of `out` comes from rank k. Other rows stay as they are. Every rank must know how many rows it receives.
+  virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send,
+                               const std::vector<RowBlock>& receive, Stream& stream) {
+    const int64_t width = in.shape[1];
+    const auto check_blocks = [&](const char* what, const std::vector<RowBlock>& blocks, const Tensor& t) {
+      CHECK(t.shape[1] == width && t.dtype == in.dtype && std::ssize(blocks) == size(),
+            "all_to_all_rows of {}: {} blocks of rows to {} between {} ranks, of {} and {} elements", name_,
+            blocks.size(), what, size(), width, t.shape[1]);
+      for (const RowBlock& b : blocks)
+        CHECK(b.begin >= 0 && b.count >= 0 && b.begin + b.count <= t.shape[0],
+              "all_to_all_rows of {}: {} rows from {} on to {}, of {}", name_, b.count, b.begin, what, t.shape[0]);
+    };
+    check_blocks("send", send, in);
+    check_blocks("receive", receive, out);
+    const size_t me = static_cast<size_t>(rank());
+    CHECK(send[me].count == receive[me].count, "all_to_all_rows of {}: rank {} sends itself {} rows, and receives {}",
+          name_, me, send[me].count, receive[me].count);
+    in.dtype = out.dtype = as_moved(in.dtype);
+    run(
+        "all_to_all_rows", out, stream,
+        [=]<class T>(const Link& link, T* x, T*) {
+          ring::all_to_all_rows(link, x, reinterpret_cast<const T*>(in.bytes), width, send, receive);
+        },
+        [=](GpuCollectives& g, Stream& s) { g.all_to_all_rows(out, in, send, receive, s); }, std::nullopt,
+        Inspect::no);  // rows between the blocks may hold anything
+  }
+  // Blocks with these numbers of rows, one after the other in rank order.
+  static std::vector<RowBlock> in_order(const std::vector<int64_t>& counts) {
+    std::vector<RowBlock> blocks;
+    int64_t begin = 0;
+    for (const int64_t n : counts) blocks.push_back({begin, n}), begin += n;
+    return blocks;
+  }
+  // Sends `out` and receives `in` at the same time.
+  virtual void exchange(Tensor out, int to, Tensor in, int from, Stream& stream) {
+    run(
+        "exchange", in, stream,
+        [=]<class T>(const Link& link, T* x, T*) {
+          link.exchange(to, out.bytes, out.size_bytes(), from, x, in.size_bytes());
+        },
+        ByExchanges{}, 1);
+  }
+  virtual void send(Tensor buffer, int to, Stream& stream) {
+    run(
+        "send", buffer, stream,
+        [=]<class T>(const Link& link, T* x, T*) { link.exchange(to, x, buffer.size_bytes(), -1, nullptr, 0); },
+        ByExchanges{}, 1);
+  }
+  virtual void receive(Tensor buffer, int from, Stream& stream) {
+    run(
+        "receive", buffer, stream,
+        [=]<class T>(const Link& link, T* x, T*) { link.exchange(-1, nullptr, 0, from, x, buffer.size_bytes()); },
+        ByExchanges{}, 1);
+  }
+  // On rank k, part k of `servers` equal parts of buffer = its sum over the ranks, added in rank order (server.h).
+  virtual void push(Tensor buffer, int servers, Stream& stream) {
+    const int64_t n = exact_div(buffer.numel(), servers, "push: elements over servers");
+    run("push", buffer, stream,
+        [=]<class T>(const Link& link, T* x, T* scratch) { server::push(link, x, n, servers, scratch); });
+  }
+  // Part k of buffer = part k of rank k's buffer.
+  virtual void pull(Tensor buffer, int servers, Stream& stream) {
+    const int64_t n = exact_div(buffer.numel(), servers, "pull: elements over servers");
+    run("pull", buffer, stream, [=]<class T>(const Link& link, T* x, T*) { server::pull(link, x, n, servers); });
+  }
+
+  // An all-gather of text between the hosts, not on a stream: the text of every rank, indexed by rank. `topic`: what
+  // the text is about; must be the same on all ranks.
+  std::vector<std::string> all_gather_text(const std::string& topic, const std::string& text) {
+    std::vector<std::string> all = exchange_text(topic + '\n' + text);
+    for (size_t r = 0; r < all.size(); ++r) {
+      require_topic(static_cast<int>(r), all[r].substr(0, all[r].find('\n')), topic);
+      all[r].erase(0, topic.size() + 1);
+    }
+    return all;
+  }
+  // The same, but only `root` gets the texts, which may be large; the others get none.
+  std::vector<std::string> gather_text(int root, const std::string& topic, const std::string& text) {
+    std::vector<std::string> all(static_cast<size_t>(rank() == root ? size() : 0), text);
+    if (!transport_->moves_data()) return all;
+    const Attending attending(place_.get(), "exchange", "", formatted("\"{}\"", topic));
+    if (rank() != root) {
+      for (const std::string* part : {&topic, &text}) send_text(root, *part);
+      return all;
+    }
+    for (int r = 0; r < size(); ++r) {
+      if (r == root) continue;
+      require_topic(r, receive_text(r), topic);
+      all[static_cast<size_t>(r)] = receive_text(r);
+    }
+    return all;
+  }
+  void barrier() { all_gather_text("barrier", ""); }
+
+ protected:
+  Comm(Comm&&) = default;  // for hooks, which replace a group before its first collective
+
+ private:
+  void require_topic(int sender, const std::string& its, const std::string& topic) const {
+    CHECK(its == topic, "{}: rank {} sent \"{}\" while rank {} was sending \"{}\"", name_, sender, its, rank(), topic);
+  }
+  void send_text(int to, const std::string& text) {
+    const uint64_t bytes = text.size();
+    transport_->exchange(to, &bytes, 8, -1, nullptr, 0, nullptr);
+    transport_->exchange(to, text.data(), static_cast<int64_t>(bytes), -1, nullptr, 0, nullptr);
+  }
+  std::string receive_text(int from) {
+    uint64_t bytes = 0;
+    transport_->exchange(-1, nullptr, 0, from, &bytes, 8, nullptr);
+    std::string text(bytes, '\0');
+    transport_->exchange(-1, nullptr, 0, from, text.data(), static_cast<int64_t>(bytes), nullptr);
+    return text;
+  }
+  std::vector<std::string> exchange_text(const std::string& text) {
+    std::vector<std::string> all(static_cast<size_t>(size()), text);
+    if (!transport_->moves_data()) return all;
+    const Attending attending(place_.get(), "exchange", "", formatted("\"{}\"", text.substr(0, text.find('\n'))));
+    for (int s = 1; s < size(); ++s) {
+      const int to = (rank() + s) % size(), from = (rank() - s + size()) % size();
+      std::string& in = all[static_cast<size_t>(from)];
+      uint64_t out_bytes = text.size(), in_bytes = 0;
+      transport_->exchange(to, &out_bytes, 8, from, &in_bytes, 8, nullptr);
+      in.resize(in_bytes);
+      transport_->exchange(to, text.data(), static_cast<int64_t>(out_bytes), from, in.data(),
+                           static_cast<int64_t>(in_bytes), nullptr);
+    }
+    return all;
+  }
+
+  // Counts the bytes that are sent and received.
+  struct Counter final : Transport {
+    explicit Counter(std::unique_ptr<Transport> t) : inner(std::move(t)) {}
+    int rank() const override { return inner->rank(); }
+    int size() const override { return inner->size(); }
+    bool moves_data() const override { return inner->moves_data(); }
+    void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
+                  Stream* gpu) override {
+      if (to >= 0) sent += out_bytes;
+      if (from >= 0) received += in_bytes;
+      for (const int other : {to, from})
+        if (between_two && other >= 0 && other != rank()) partners.insert(other);
+      inner->exchange(to, out, out_bytes, from, in, in_bytes, gpu);
+      pulse();
+    }
+    std::unique_ptr<Transport> inner;
+    int64_t sent = 0, received = 0;
+    bool between_two = false;  // not in a collective; set only where a call is counted at once, not in tasks
+    std::set<int> partners;
+  };
+  Counter& counted() const { return counted_ ? *counted_ : *transport_; }
+
+  // Sends and receives of the library.
+  struct LibraryTransport final : Transport {
+    explicit LibraryTransport(Comm& c) : comm(c) {}
+    int rank() const override { return comm.rank(); }
+    int size() const override { return comm.size(); }
+    bool enqueues() const override { return true; }
+    void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
+                  Stream* gpu) override {
+      comm.library_->exchange(to, out, out_bytes, from, in, in_bytes, *gpu);
+    }
+    Comm& comm;
+  };
+  // Integers are moved as floating-point numbers: only the bits are copied.
+  static DType as_moved(DType dtype) { return dtype == DType::int32 ? DType::fp32 : dtype; }
+
+  struct ByExchanges {};  // the library has no such collective, only its sends and receives
+
+  enum class Inspect : uint8_t { no, yes };  // whether to look for NaN in the result
+
+  // Runs a collective by the library if there is one, and `ring` over a null transport to count its bytes; otherwise
+  // runs `ring` over the transport. messages: the length of the chain of messages that wait for each other; none:
+  // size() - 1, from rank to rank. The chunks of a message follow each other closely and count once.
+  template <class Ring, class Library = ByExchanges>
+  void run(const char* op, Tensor buffer, Stream& stream, Ring&& ring, Library&& library = {},
+           std::optional<int> messages = std::nullopt, Inspect inspect = Inspect::yes) {
+    const Tensor inspected = inspect == Inspect::yes ? buffer : Tensor{};
+    if (size() == 1 && buffer.size_bytes() > 0 && !std::string_view(op).starts_with("all_to_all")) return;
+    auto scope = stream.scratch().scope();
+    const Tensor scratch = stream.scratch().alloc("scratch", "ring chunk", buffer.dtype, {ring::chunk_elements});
+    auto through = [=](Transport& transport, Stream* gpu) {
+      with_type(buffer.dtype, [&](auto tag) {
+        using T = typename decltype(tag)::type;
+        ring(Link{transport, gpu}, reinterpret_cast<T*>(buffer.bytes), reinterpret_cast<T*>(scratch.bytes));
+      });
+    };
+    OpCost cost{op, 0, static_cast<double>(buffer.size_bytes())};
+    constexpr bool by_exchanges = std::is_same_v<std::decay_t<Library>, ByExchanges>;
+    const bool between_two = by_exchanges || std::string_view(op).starts_with("all_to_all");
+    if (library_) {
+      stream.run(cost, {inspected}, [=, this, &stream] {
+        if constexpr (by_exchanges) {
+          LibraryTransport transport(*this);
+          through(transport, &stream);
+        } else {
+          library(*library_, stream);
+        }
+      });
+      counted_->between_two = between_two;
+      through(*counted_, nullptr);
+    } else {
+      Stream* const gpu = stream.device().kind == DeviceKind::cuda ? &stream : nullptr;
+      if (!transport_->moves_data()) {  // the null device runs no tasks: count now
+        const int64_t sent = transport_->sent, received = transport_->received;
+        transport_->between_two = between_two;
+        through(*transport_, nullptr);
+        cost.link_bytes = static_cast<double>(std::max(transport_->sent - sent, transport_->received - received));
+        cost.messages = messages.value_or(size() - 1);
+      }
+      const bool units = traffic_of(name_) == Traffic::units;
+      stream.run(cost, {inspected},
+                 [=, transport = transport_, place = place_, unit = std::string(units ? "unit " : ""),
+                  tensor = std::string(buffer.name)] {
+                   const Waiting waiting;
+                   const Attending attending(place.get(), op, unit, tensor);
+                   through(*transport, gpu);
+                 });
+    }
+  }
+
+  std::string name_;
+  std::shared_ptr<Counter> transport_;
+  std::unique_ptr<Counter> counted_;
+  std::shared_ptr<GpuCollectives> library_;
+  std::shared_ptr<Attendance> place_;  // none: nothing is recorded
+  std::function<void()> abort_;        // none: nothing waits
+  int exceptions_ = std::uncaught_exceptions();
+};
+
+}  // namespace llmc

@@ -1,0 +1,78 @@
+// comm_processes.h: a transport between ranks of several processes. Ranks of this process talk through its memory, and
+// with other ranks through Links (TCP or MPI). Private to world.h.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "comm/comm_threads.h"
+#include "net/wire/links.h"
+
+namespace llmc {
+
+class Watchdog;
+
+// The ranks of the job that this process runs, as threads: `count` ranks from `first` on.
+struct LocalRanks {
+  int first = 0, count = 0;      // count 0: all ranks are here
+  Links* links = nullptr;        // to ranks of other processes
+  Watchdog* watchdog = nullptr;  // for ranks of several processes
+
+  bool here(int rank) const { return count == 0 || (rank >= first && rank < first + count); }
+};
+
+class ProcessesTransport final : public Transport {
+ public:
+  // members: the global ranks of the group; index: this rank's place among them. group: a number, equal on all members.
+  ProcessesTransport(std::shared_ptr<ThreadsHub> hub, int index, std::vector<int> members, int group, LocalRanks local)
+      : hub_(std::move(hub)), index_(index), members_(std::move(members)), group_(group), local_(local) {}
+  int rank() const override { return index_; }
+  int size() const override { return static_cast<int>(members_.size()); }
+
+  void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
+                Stream* gpu) override {
+    const bool sends = to >= 0 && out_bytes > 0, receives = from >= 0 && in_bytes > 0;
+    const bool sends_here = sends && local_.here(member(to)), receives_here = receives && local_.here(member(from));
+    // Posting a local send does not wait, so if it comes first, the order of the rest cannot deadlock.
+    std::optional<ThreadsHub::Post> post;
+    if (sends_here) post.emplace(*hub_, index_, to, out, out_bytes);
+    if ((sends && !sends_here) || (receives && !receives_here))
+      remote(sends_here ? -1 : to, out, sends && !sends_here ? out_bytes : 0, receives_here ? -1 : from, in,
+             receives && !receives_here ? in_bytes : 0, gpu);
+    if (receives_here) hub_->take(from, index_, in, in_bytes, gpu);
+    if (post) post->wait_taken();
+  }
+
+ private:
+  int member(int index) const { return members_[static_cast<size_t>(index)]; }
+
+  void remote(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes, Stream* gpu) {
+    const int self = member(index_);
+    if (gpu == nullptr)
+      return local_.links->exchange(group_, self, out_bytes > 0 ? member(to) : -1, out, out_bytes,
+                                    in_bytes > 0 ? member(from) : -1, in, in_bytes);
+    // A GPU's memory goes through the host's, part by part; the receiver expects the same parts.
+    if (!staging_) staging_ = std::make_unique<Staging>(ring::chunk_elements * 8);
+    const std::byte* source = static_cast<const std::byte*>(out);
+    std::byte* target = static_cast<std::byte*>(in);
+    for (int64_t begin = 0; begin < std::max(out_bytes, in_bytes); begin += staging_->bytes()) {
+      const int64_t sent = std::clamp<int64_t>(out_bytes - begin, 0, staging_->bytes()),
+                    received = std::clamp<int64_t>(in_bytes - begin, 0, staging_->bytes());
+      if (sent > 0) copy_now(staging_->out(), source + begin, sent, gpu);
+      local_.links->exchange(group_, self, sent > 0 ? member(to) : -1, staging_->out(), sent,
+                             received > 0 ? member(from) : -1, staging_->in(), received);
+      if (received > 0) copy_now(target + begin, staging_->in(), received, gpu);
+    }
+  }
+
+  std::shared_ptr<ThreadsHub> hub_;
+  int index_;
+  std::vector<int> members_;
+  int group_;
+  LocalRanks local_;
+  std::unique_ptr<Staging> staging_;
+};
+
+}  // namespace llmc

@@ -1,0 +1,116 @@
+// group_table.h: the groups that every rank is in, as a table: what moves in each, on which stream, and between whom. A
+// new group is a row; groups.h makes communicators and streams of the rows.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <string_view>
+
+#include "comm/mesh.h"
+
+namespace llmc {
+
+enum class GroupName : uint8_t {
+  gradients,
+  replicas,
+  weights,
+  activations,
+  partial_gradients,
+  head_gradients,
+  experts,
+  expert_gradients,
+  expert_weights,
+  sequences,
+  keys_values,
+  tied_gradients,
+  scalars,
+  stage_scalars,
+  control,
+  tensor_control,
+  expert_control
+};
+
+// What a group moves: only text between hosts, a few numbers, tensors, or whole units of parameters.
+enum class Traffic : uint8_t { text, numbers, tensors, units };
+
+// The stream that a group's collectives are enqueued on. A lane without a stream of its own (groups.h) is the compute
+// stream.
+enum class Lane : uint8_t {
+  compute,
+  reduce,    // gradients, while the next unit computes
+  gather,    // weights, before they are needed
+  exchange,  // pieces of products between tensor-parallel ranks, with --tp-overlap
+  context,   // keys and values, while others are used
+  expert,    // rows for experts, while the shared expert computes
+  host       // none: text between hosts
+};
+inline constexpr int lanes = static_cast<int>(Lane::host) + 1;
+
+// How the members are found; in every case this rank is one of them.
+enum class View : uint8_t {
+  mesh,       // the ranks along the axes
+  experts,    // the same in the mesh by which experts are shared (expert_parallel.h), if that makes a difference
+  same_head,  // those along the axes that have the same key-value head
+  ends        // the first and the last along the axes
+};
+
+// The runs that need a group; in all others each rank is alone in it.
+enum class Needed : uint8_t { always, with_experts, asynchronous };
+
+struct GroupRow {
+  GroupName id;
+  const char* name;  // in messages, and the same on all ranks
+  Traffic traffic;
+  Lane lane;
+  Axes axes;
+  View view = View::mesh;
+  Needed needed = Needed::always;
+};
+
+inline constexpr Axes of_stage = {Axis::replicate, Axis::shard, Axis::cp, Axis::tp};
+inline constexpr Axes of_all = {Axis::pp, Axis::replicate, Axis::shard, Axis::cp, Axis::tp};
+
+// All ranks join the groups in this order.
+inline constexpr GroupRow group_table[] = {
+    {GroupName::gradients, "gradients", Traffic::units, Lane::reduce, {Axis::shard, Axis::cp}},
+    {GroupName::replicas, "replicas", Traffic::units, Lane::reduce, {Axis::replicate}},
+    {GroupName::weights, "weights", Traffic::units, Lane::gather, {Axis::shard, Axis::cp}},
+    {GroupName::activations, "activations", Traffic::tensors, Lane::exchange, {Axis::tp}},
+    {GroupName::partial_gradients, "partial gradients", Traffic::tensors, Lane::reduce, {Axis::tp}},
+    {GroupName::head_gradients, "head gradients", Traffic::tensors, Lane::reduce, {Axis::tp}, View::same_head},
+    {GroupName::experts, "experts", Traffic::tensors, Lane::expert, {Axis::ep}, View::experts},
+    {GroupName::expert_gradients, "expert gradients", Traffic::units, Lane::reduce, {Axis::shard}, View::experts},
+    {GroupName::expert_weights, "expert weights", Traffic::units, Lane::gather, {Axis::shard}, View::experts},
+    {GroupName::sequences,
+     "sequences",
+     Traffic::numbers,
+     Lane::compute,
+     {Axis::cp, Axis::tp},
+     View::mesh,
+     Needed::with_experts},
+    {GroupName::keys_values, "keys and values", Traffic::tensors, Lane::context, {Axis::cp}},
+    {GroupName::tied_gradients, "tied gradients", Traffic::tensors, Lane::reduce, {Axis::pp}, View::ends},
+    {GroupName::scalars, "scalars", Traffic::numbers, Lane::compute, of_all},
+    {GroupName::stage_scalars, "scalars of a stage", Traffic::numbers, Lane::compute, of_stage, View::mesh,
+     Needed::asynchronous},
+    {GroupName::control, "control", Traffic::text, Lane::host, of_all},
+    {GroupName::tensor_control, "tensor-parallel control", Traffic::text, Lane::host, {Axis::tp}},
+    {GroupName::expert_control, "expert-parallel control", Traffic::text, Lane::host, {Axis::ep}, View::experts}};
+
+static_assert(
+    [] {
+      for (size_t i = 0; i < std::size(group_table); ++i)
+        if (group_table[i].id != static_cast<GroupName>(i)) return false;
+      return true;
+    }(),
+    "the rows of the table are in the order of GroupName");
+
+// What the group of this name moves; groups that are not in the table, such as those of the links between stages, move
+// tensors.
+inline Traffic traffic_of(std::string_view group) {
+  for (const GroupRow& row : group_table)
+    if (group == row.name) return row.traffic;
+  return Traffic::tensors;
+}
+
+}  // namespace llmc

@@ -1,0 +1,144 @@
+// meeting.h: what process 0 decides when the processes of a job come together: who is still missing, whether the job
+// can begin, and if not, why.
+#pragma once
+#include <algorithm>
+#include <fstream>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "net/meeting/agreement.h"
+#include "net/meeting/meeting_point.h"
+
+namespace llmc {
+
+// What this process, which listens at this port, says about itself.
+inline Introduction introduction(const Greeting& greeting, const Rendezvous& at, int port) {
+  std::string boot = "unknown";
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  return {protocol_version, greeting, {greeting.process, host_name(), host_name() + " " + boot, at.address, port}};
+}
+// What process 0 tells the others about all. It omits loopback addresses, which mean other machines elsewhere.
+inline std::vector<std::string> parts_of(const std::vector<Peer>& peers) {
+  std::vector<std::string> parts;
+  for (const Peer& p : peers)
+    for (const std::string& part :
+         {p.host, p.machine, detail::is_loopback_name(p.address) ? "" : p.address, std::to_string(p.port)})
+      parts.push_back(part);
+  return parts;
+}
+inline std::vector<Peer> peers_from(const std::vector<std::string>& parts) {
+  std::vector<Peer> peers;
+  for (size_t i = 0; i + 4 <= parts.size(); i += 4)
+    peers.push_back({static_cast<int>(i / 4), parts[i], parts[i + 1], parts[i + 2], std::atoi(parts[i + 3].c_str())});
+  return peers;
+}
+
+class Meeting {
+ public:
+  Meeting(Introduction process_0, const Rendezvous& at)
+      : where_(at.where),
+        init_timeout_(at.init_timeout),
+        patience_(at.patience),
+        end_(Limit::seconds(at.init_timeout)) {
+    all_.push_back({no_line, std::move(process_0)});
+  }
+
+  void arrive(int line, Introduction introduction) {
+    lines_.insert(line);
+    all_.push_back({line, std::move(introduction)});
+  }
+  void leave(int line) {
+    lines_.erase(line);
+    for (const Arrival& a : all_)
+      if (a.line == line && left_.empty())
+        left_ = formatted("{} on {} has ended before all had met at {}", named({a.it.greeting.process}, local_ranks()),
+                          a.it.peer.host, where_);
+  }
+
+  // Why the job cannot begin; empty: it can; none: more processes are to come.
+  std::optional<std::string> verdict() {
+    if (const std::string fault = !left_.empty() ? left_ : impostor(); !fault.empty()) return fault;
+    const std::vector<int> missing = this->missing();
+    std::string difference = refused();
+    if (difference.empty()) difference = disagreement(introductions());
+    if (!difference.empty() && !last_call_) last_call_ = Limit::seconds(patience_);
+    if (missing.empty() || (last_call_ && last_call_->passed())) return difference;
+    if (!end_.passed()) return std::nullopt;
+    return formatted("{} {} not arrived at {} within {} s (--init-timeout)", named(missing, local_ranks()),
+                     missing.size() == 1 ? "has" : "have", where_, init_timeout_);
+  }
+  // When verdict() may change even if nobody comes.
+  Limit next() const { return last_call_ ? *last_call_ : end_; }
+  // The verdict has been given, and everyone has read it.
+  bool is_over() const { return missing().empty() && lines_.empty(); }
+
+  std::vector<int> missing() const {
+    std::vector<int> processes;
+    for (int p = 0; p < all_[0].it.greeting.processes; ++p)
+      if (find(p) == nullptr) processes.push_back(p);
+    return processes;
+  }
+  std::string waiting() const {
+    return formatted("waiting for {} of {} at {}", named(missing(), local_ranks()), all_[0].it.greeting.processes,
+                     where_);
+  }
+
+  // Call once the job can begin.
+  std::vector<Peer> peers() const {
+    std::vector<Peer> peers;
+    for (size_t p = 0; p < all_.size(); ++p) peers.push_back(find(static_cast<int>(p))->it.peer);
+    return peers;
+  }
+  int line_of(int process) const { return find(process)->line; }
+  // The connections with those who have come and not left.
+  std::set<int> lines() const { return lines_; }
+
+ private:
+  static constexpr int no_line = -1;
+  struct Arrival {
+    int line;
+    Introduction it;
+  };
+
+  const Arrival* find(int process) const {
+    const auto found =
+        std::find_if(all_.begin(), all_.end(), [&](const Arrival& a) { return a.it.greeting.process == process; });
+    return found == all_.end() ? nullptr : &*found;
+  }
+  int local_ranks() const { return all_[0].it.greeting.local_ranks; }
+  std::vector<Introduction> introductions() const {
+    std::vector<Introduction> out;
+    for (const Arrival& a : all_) out.push_back(a.it);
+    return out;
+  }
+  // The error of a process that cannot take part; empty: there is none.
+  std::string refused() const {
+    for (const Arrival& a : all_)
+      for (const auto& [option, error] : a.it.greeting.agree)
+        if (option == refusal)
+          return formatted("{} on {}: {}", named({a.it.greeting.process}, local_ranks()), a.it.peer.host, error);
+    return "";
+  }
+  // The error of two processes with the same number; empty: there is none.
+  std::string impostor() const {
+    for (const Arrival& a : all_)
+      if (const Arrival& first = *find(a.it.greeting.process); &first != &a)
+        return formatted(
+            "two processes say that they are {} of the job at {}, on {} and on {}: each needs its own number",
+            named({a.it.greeting.process}, local_ranks()), where_, first.it.peer.host, a.it.peer.host);
+    return "";
+  }
+
+  std::string where_;
+  double init_timeout_, patience_;  // seconds
+  Limit end_;
+  std::vector<Arrival> all_;        // process 0 first
+  std::set<int> lines_;             // the open ones
+  std::string left_;                // who has ended, as a sentence
+  std::optional<Limit> last_call_;  // set once the processes here differ
+};
+
+}  // namespace llmc

@@ -1,0 +1,95 @@
+// rendezvous_meeting.h: how the processes of a job come together: the part of ControlPlane (rendezvous.h) that is over
+// once they have met.
+#pragma once
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "net/meeting/rendezvous.h"
+
+namespace llmc {
+
+inline void ControlPlane::hold_meeting(Rendezvous& at) {
+  id_ = random_nonce();
+  Endpoint endpoint;
+  std::optional<MeetingFile> file;
+  Socket listening = std::move(at.listening);
+  if (const auto path = at.file()) {
+    std::tie(listening, endpoint) = listen_anywhere(at.token, at.address);
+    file.emplace(*path, endpoint, id_);
+  } else {
+    endpoint = parse_endpoint(at.where);
+    if (!listening) listening = listen_at_meeting_point(endpoint, at.token);
+  }
+  std::unique_lock lock(mutex_);
+  meeting_.emplace(introduction(me_, at, endpoint.port), at);
+  listen(std::move(listening), at.say);
+  NowAndThen reminder(std::min(5.0, at.init_timeout / 4));
+  while (!(verdict_ = meeting_->verdict())) {
+    changed_.wait_until(lock, std::min(meeting_->next().deadline, reminder.next().deadline));
+    if (reminder.due() && !meeting_->missing().empty()) at.say(meeting_->waiting());
+  }
+  if (verdict_->empty()) {
+    peers_ = meeting_->peers();
+    for (int p = 1; p < processes(); ++p) lines_[meeting_->line_of(p)] = p;
+  }
+  for (const int line : meeting_->lines()) tell_verdict(line);
+  if (verdict_->empty()) return;
+  changed_.wait_until(lock, Limit::after(at.patience), [&] { return meeting_->is_over(); });
+  throw SharedError(*verdict_);
+}
+
+inline void ControlPlane::attend_meeting(Rendezvous& at) {
+  Reached reached = reach_process_0(at, process());
+  id_ = reached.job;
+  const std::string address_0 = address_there(reached.socket).endpoint().host;
+  Address free_port = address_here(reached.socket);
+  free_port.set_port(0);
+  const bool loopback = token_.empty() || detail::is_loopback_name(reached.endpoint.host);
+  Socket listening = loopback ? listen_at(free_port) : listen_everywhere(0);
+  const int port = address_here(listening).endpoint().port;
+  listen(std::move(listening), at.say);
+
+  std::unique_lock lock(mutex_);
+  const int line = control_->add(std::move(reached.socket));
+  lines_[line] = 0;
+  control_->send(line, {Kind::greeting, introduction(me_, at, port).parts()});
+  const double seconds = at.init_timeout + std::min(5.0, answer_seconds_);
+  CHECK(wait(lock, Limit::seconds(seconds), [&] { return verdict_ || !fault_.empty(); }),
+        "the rendezvous at {} has not answered within {} s", at.where, seconds);
+  CHECK(verdict_, "the rendezvous at {} has ended before all processes had met; see what process 0 says", at.where);
+  if (!verdict_->empty()) throw SharedError(*verdict_);
+  for (Peer& peer : peers_)
+    if (peer.address.empty()) peer.address = address_0;
+}
+
+inline void ControlPlane::tell_verdict(int line) {
+  std::vector<std::string> parts = parts_of(peers_);
+  parts.insert(parts.begin(), *verdict_);
+  control_->send(line, {Kind::verdict, parts});
+}
+
+// Every process but 0 and 1 connects with process 1; which also shows that they can reach each other.
+inline void ControlPlane::connect_with_deputy() {
+  std::string fault;
+  if (process() >= 2) try {
+      Socket socket =
+          connect(1, ConnectionPurpose::control, {process(), 0, 0}, Limit::seconds(answer_seconds_ / 2, &fault_known_));
+      std::lock_guard lock(mutex_);
+      lines_[control_->add(std::move(socket))] = 1;
+    } catch (const Error& error) {
+      fault = formatted("{} cannot connect with {} at {}: {}", name_of(process()), name_of(1),
+                        Endpoint{peers_[1].address, peers_[1].port}.text(), error.what());
+    }
+  for (const std::string& text : all_gather("deputy", fault, answer_seconds_))
+    if (!text.empty()) throw Error(text);
+  std::lock_guard lock(mutex_);
+  connected_ = true;
+}
+
+}  // namespace llmc

@@ -1,0 +1,151 @@
+// checkpoint_saver.h: saves a run's checkpoints, retries those that could not be written, deletes old ones.
+#pragma once
+#include <algorithm>
+#include <chrono>
+#include <string>
+
+#include "run/checkpoints/checkpoint_write.h"
+#include "run/checkpoints/progress.h"
+#include "run/checkpoints/replicas.h"
+#include "run/checkpoints/run_dir.h"
+#include "run/job.h"
+#include "run/news.h"
+#include "run/reports/step_report.h"
+
+namespace llmc {
+
+enum class Because : uint8_t { rule, clock };  // clock: for --checkpoint-minutes alone
+
+// One per rank; all ranks call save() together.
+class CheckpointSaver {
+ public:
+  // directory: rank 0's out directory; null on the other ranks.
+  CheckpointSaver(const Job& job, RunDirectory* directory, Log& log, StepReport& report, StopCondition& stop)
+      : job_(job), o_(job.options), directory_(directory), log_(log), report_(report), stop_(stop) {}
+
+  const std::string& last() const { return last_; }  // in the out directory; empty: none
+  void resumed_from(const std::string& path) { last_ = path; }
+  bool retries_at(int64_t step) const { return step == retry_.at; }
+  Because retries_because() const { return retry_.because; }
+
+  // Is it time to save, by this rank's clock? Rank 0 asks, and tells the others.
+  bool clock_says() const {
+    const double minutes = o_.minutes_between_checkpoints();
+    return minutes > 0 && retry_.at == 0 && seconds_since(saved_at_) >= 60 * minutes;
+  }
+
+  // Rank 0 checks whether the out directory is still the run's.
+  News look_at_directory() {
+    if (directory_ == nullptr || out_dir_ != o_.out_dir) return {};
+    const RunDirectory::Found found = directory_->look_again(o_);
+    if (found.fate == RunDirectory::Fate::lost) return {NewsKind::lost, found.text};
+    if (!found.text.empty()) log_.line(found.text);
+    log_.ensure_in_place();
+    return {found.fate == RunDirectory::Fate::made_anew ? NewsKind::save : NewsKind::none};
+  }
+  // From now on, saves checkpoints to where the lost directory is now. Returns whether it still exists.
+  bool follow_directory(const Run& run) {
+    const std::string now = directory_ != nullptr ? directory_->moved_to() : "";
+    out_dir_ = run.groups[GroupName::control].all_gather_text("moved to", now)[0];
+    return !out_dir_.empty();
+  }
+
+  // Writes the checkpoint of step progress.done, unless it exists already; returns whether there is one. If it cannot
+  // be written, for example on a full disk, training may go on and the save is retried after 1, 2, 4 ... more updates.
+  // If the run ends instead, the weights alone are saved if possible. Non-finite weights end the run, and so do copies
+  // that differ.
+  bool save(const Progress& progress, Run& run, OnFailure on_failure, Because because = Because::rule) {
+    if (directory_is_new(run)) last_.clear();
+    if (last_ == checkpoint_path(out_dir_, progress.done)) return true;
+    report_.timed(Task::checkpoint, [&] { require_equal_copies(run, o_.place, progress.done, last_); });
+    const auto begin = std::chrono::steady_clock::now();
+    log_.progress("writing checkpoint", 0, 1);
+    nlohmann::ordered_json trainer = to_json_object(progress, job_, run.trainer.expert_biases());
+    if (because == Because::clock) trainer["saved_by"] = saved_by_clock;
+    try {
+      report_.timed(Task::checkpoint, [&] {
+        last_ = write(progress.done, run, trainer, Part::all, [&] {
+          log_.sync_metrics();  // a resumed run appends to them
+          if (out_dir_ == o_.out_dir) directory_->ensure_run_file(o_);
+        });
+      });
+    } catch (const CheckpointError& error) {
+      if (error.status() != ExitStatus::diverged && directory_is_new(run)) {  // moved or deleted while this was written
+        last_.clear();
+        return save(progress, run, on_failure, because);
+      }
+      const std::string last = last_.empty() ? "there is none" : "the last one is " + last_;
+      if (on_failure == OnFailure::fail || error.status() == ExitStatus::diverged)
+        throw SharedError(
+            formatted("no checkpoint after step {}: {}; {}{}", progress.done, error.what(), last,
+                      error.status() == ExitStatus::diverged ? "" : save_weights(progress.done, run, trainer)),
+            error.status());
+      retry_.because = because;
+      retry_.at = progress.done + retry_.pause;
+      retry_.pause *= 2;
+      log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again by step {}", progress.done,
+                          error.what(), last, std::min(retry_.at, job_.max_steps)));
+      return false;
+    }
+    retry_ = {};
+    saved_at_ = std::chrono::steady_clock::now();
+    stop_.saved(seconds_since(begin));
+    log_.line("checkpoint: " + last_);
+    return true;
+  }
+
+  // Called after a checkpoint was saved. best: it has the best validation loss so far.
+  void tidy(int64_t step, bool best) const {
+    if (directory_ == nullptr) return;
+    try {
+      if (best) directory_->link_best(step);
+      directory_->prune(o_.keep_checkpoints, o_.keep_every);
+    } catch (const Error& error) {  // the checkpoint itself is safe
+      log_.line(formatted("WARNING: {}", error.what()));
+    }
+  }
+
+ private:
+  // Whether the out directory had to be made again, or has lost its last checkpoint; all ranks end if another run has
+  // it.
+  bool directory_is_new(const Run& run) {
+    News found = look_at_directory();
+    if (found.kind == NewsKind::none && directory_ != nullptr && !last_.empty() && !is_directory(last_))
+      found = {NewsKind::save};
+    found = most_urgent(run.groups[GroupName::control].all_gather_text("out directory", found.message()));
+    if (found.kind == NewsKind::lost) throw EndsEarly{found};
+    return found.kind == NewsKind::save;
+  }
+
+  std::string write(int64_t step, Run& run, const nlohmann::ordered_json& trainer, Part part,
+                    const std::function<void()>& before_visible = {}) const {
+    return write_checkpoint(out_dir_, step, job_.step.model, run.trainer.state(), job_.step.dtype, trainer, run.stream,
+                            job_.tokenizer_files, before_visible, part);
+  }
+
+  // The last resort of a run that ends without a checkpoint; returns a text for the user.
+  std::string save_weights(int64_t step, Run& run, const nlohmann::ordered_json& trainer) const try {
+    return formatted(
+        "; the weights alone are saved in {}: a model for --model or --generate, without the optimizer's "
+        "state, so that no run can resume from it",
+        write(step, run, trainer, Part::model));
+  } catch (const CheckpointError& error) {
+    return formatted("; nor could the weights alone be saved: {}", error.what());
+  }
+
+  const Job& job_;
+  const Options& o_;
+  RunDirectory* directory_;
+  Log& log_;
+  StepReport& report_;
+  StopCondition& stop_;
+  std::string out_dir_ = o_.out_dir, last_;
+  std::chrono::steady_clock::time_point saved_at_ = std::chrono::steady_clock::now();  // or when the run began
+  struct Retry {
+    int64_t at = 0;     // step after which to retry; 0: no checkpoint has failed
+    int64_t pause = 1;  // updates until the retry after that
+    Because because = Because::rule;
+  } retry_;
+};
+
+}  // namespace llmc

@@ -1,0 +1,88 @@
+// resume_point.h: the checkpoint at which a run resumes or branches, and what a branch records of its parent.
+#pragma once
+#include <filesystem>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "run/checkpoints/checkpoint.h"
+#include "run/checkpoints/run_record.h"
+#include "text/unicode.h"
+
+namespace llmc {
+
+// The checkpoint from which a run resumes, or with which a branch begins.
+struct ResumePoint {
+  std::string path;
+  int64_t step;
+  nlohmann::json trainer;  // its trainer.json
+  Begin begin = Begin::resume;
+};
+
+// The newest complete checkpoint of a run directory; damaged ones are skipped, each with a warning. None: there are no
+// checkpoints. It is an error if all are damaged.
+inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
+                                                    const std::function<void(const std::string&)>& warn) {
+  std::vector<int64_t> steps = checkpoint_steps(out_dir);
+  std::string faults;
+  for (; !steps.empty(); steps.pop_back()) {
+    const std::string path = checkpoint_path(out_dir, steps.back());
+    const std::optional<std::string> fault = checkpoint_fault(path);
+    if (!fault) return ResumePoint{path, steps.back(), read_json(path + "/trainer.json")};
+    warn("skipping a damaged checkpoint: " + *fault);
+    faults += "\n  " + *fault;
+  }
+  CHECK(faults.empty(),
+        "--out-dir {}: all of its checkpoints are damaged; nothing was overwritten:{}\nto start a new run, move "
+        "them aside with --restart, or choose another directory",
+        out_dir, faults);
+  return std::nullopt;
+}
+
+// The checkpoint that an option names, under its canonical path (links and trailing slashes give a directory many), and
+// its step.
+inline std::pair<std::string, int64_t> named_checkpoint(const std::string& option, const std::string& named,
+                                                        const char* expected) {
+  std::error_code error;
+  const std::filesystem::path asked = std::filesystem::canonical(named, error);
+  const std::optional<int64_t> step = checkpoint_step(asked);
+  const std::vector<int64_t> inside = step || error ? std::vector<int64_t>() : checkpoint_steps(asked);
+  CHECK(step, "{} {}: {}; expected {}, {}", option, named,
+        error ? error.message() : std::string("this is not a checkpoint"), expected,
+        inside.empty() ? "OUT/step-NNNNNN" : checkpoint_path(named, inside.back()));
+  if (const auto fault = checkpoint_fault(asked))
+    throw Error(formatted("{} {}: this checkpoint is damaged: {}", option, named, *fault));
+  return {asked, *step};
+}
+
+// The checkpoint that a run branched from, as run.json and trainer.json record it; null: the run is no branch.
+inline nlohmann::json parent_of(const ResumePoint& from) {
+  if (from.begin == Begin::resume)
+    return from.trainer.is_object() ? from.trainer.value("parent", nlohmann::json()) : nlohmann::json();
+  CHECK(!utf8_fault(from.path), "--branch-from {}: its path is not UTF-8, and is written into JSON: rename it",
+        shown(from.path));
+  return {{"path", from.path}, {"step", from.step}, {"manifest", checksum(read_text(from.path + "/manifest.json"))}};
+}
+
+// Rejects a --branch-from that is not the checkpoint from which the run in the out directory branched. The parent may
+// be gone once the branch has a checkpoint.
+inline void require_parent(const std::string& file, const nlohmann::json& recorded, const std::string& branch_from,
+                           const std::string& out_dir) {
+  if (branch_from.empty()) return;
+  CHECK(!recorded.is_null(),
+        "--branch-from {}: --out-dir {} holds a run that is no branch ({} names no parent): choose a new --out-dir",
+        branch_from, out_dir, file);
+  const auto field = [&](const char* name) {
+    return recorded.is_object() ? recorded.value(name, nlohmann::json()) : nlohmann::json();
+  };
+  const std::string manifest = branch_from + "/manifest.json";
+  CHECK(!path_exists(manifest) || field("manifest") == checksum(read_text(manifest)),
+        "--branch-from {}: {} says that the run in --out-dir {} is a branch of another checkpoint, {}: name that one, "
+        "or choose a new --out-dir",
+        branch_from, file, out_dir, field("path"));
+}
+
+}  // namespace llmc

@@ -1,0 +1,367 @@
+// run_dir.h: the directory of one run: the run's options (run.json), its one writer (a lock), the checkpoint to resume
+// from, the checkpoints to keep, and where metrics.jsonl is truncated.
+#pragma once
+#include <filesystem>
+#include <limits>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/log.h"
+#include "run/checkpoints/checkpoint.h"
+#include "run/checkpoints/dir_lock.h"
+#include "run/checkpoints/kept_metrics.h"
+#include "run/checkpoints/resume_point.h"
+#include "run/checkpoints/run_record.h"
+
+namespace llmc {
+
+inline constexpr const char* saved_by_clock = "clock";  // in trainer.json, if saved for --checkpoint-minutes alone
+
+// Files that a start makes before it is sure to begin. They are removed unless it keeps them, so that a rejected start
+// leaves nothing behind.
+class NewFiles {
+ public:
+  NewFiles() = default;
+  NewFiles(const NewFiles&) = delete;
+  NewFiles& operator=(const NewFiles&) = delete;
+  ~NewFiles() {
+    for (auto path = paths_.rbegin(); path != paths_.rend(); ++path) ::remove(path->c_str());  // directories if empty
+  }
+  // Notes that this file or directory will be made, with any missing directories above it.
+  void note(const std::filesystem::path& path) {
+    if (path.empty() || path_exists(path)) return;
+    note(path.parent_path());
+    paths_.push_back(path);
+  }
+  void keep() { paths_.clear(); }
+
+ private:
+  std::vector<std::filesystem::path> paths_;
+};
+
+class RunDirectory {
+ public:
+  // Creates the directory if needed and locks it. Rejects one that holds anything but a run with these options or a run
+  // that completed no step.
+  RunDirectory(Log& log, const Options& o) : path_(o.out_dir) {
+    std::error_code error, unknown;
+    traces_.note(path_);
+    std::filesystem::create_directories(path_, error);
+    CHECK(!error && std::filesystem::is_directory(path_, unknown), "--out-dir {}: cannot create this directory: {}",
+          path_, error && !std::filesystem::exists(path_, unknown) ? error.message() : "a file has this name");
+    if (!path_exists(run_file()) && checkpoint_steps(path_).empty() && !(o.restart && path_exists(metrics_file())))
+      for (const std::string& name : names_in(path_))
+        CHECK(name.starts_with(".tmp-") || nothing_in(name),
+              "--out-dir {} holds {}, which does not belong to a run: choose another directory, or empty it{}", path_,
+              name, path_exists(metrics_file()) ? "; if an older version left it, --restart moves it aside" : "");
+    lock();
+    if (o.restart && requeued()) log.line("notice: Slurm has started this job again: --restart is left out");
+    else if (o.restart) move_aside(log, o);
+    if (has_steps()) {  // a run without a step may have been started with mistyped options
+      CHECK(o.resume != "never",
+            "--resume never: --out-dir {} already holds a run; choose another one, or move it aside with --restart",
+            path_);
+      if (path_exists(run_file())) {
+        record_ = read_run_record(run_file());
+        require_parent(run_file(), record_->parent, o.branch_from, path_);  // before its options, which may differ
+        require_same_options(run_file(), record_->options, o);
+      }
+    } else if (path_exists(run_file())) {  // if the options are the same otherwise, so is the order of the samples
+      const nlohmann::json options = read_run_record(run_file()).options;
+      if (options.contains("--shuffle") && option_changes(run_file(), options, o).refused.empty())
+        shuffled_before_ = shuffled(options);
+    }
+    for (const std::string& name : names_in(path_))  // left by a killed run; we hold the lock
+      if (name.starts_with(".tmp-")) std::filesystem::remove_all(path_ + "/" + name, error);
+  }
+  RunDirectory(const RunDirectory&) = delete;
+  RunDirectory& operator=(const RunDirectory&) = delete;
+
+  // The checkpoint that --resume asks for; none: a new run.
+  std::optional<ResumePoint> resume_point(Log& log, const Options& o) {
+    if (o.resume == "auto" || o.resume == "never") {
+      auto newest = newest_checkpoint(path_, [&](const std::string& warning) { log.line("WARNING: " + warning); });
+      for (const int64_t step : checkpoint_steps(path_))
+        if (newest && step > newest->step) set_aside(log, step);
+      if (newest) require_parent(newest->path + "/trainer.json", parent_of(*newest), o.branch_from, path_);
+      else if (record_) require_parent(run_file(), record_->parent, o.branch_from, path_);
+      if (newest) take_options(log, *newest, o);
+      else if (!o.branch_from.empty() || (record_ && !record_->parent.is_null())) return branch_point(log, o);
+      else if (record_) take_options(log, *record_, o);
+      return newest;
+    }
+    const auto [asked, step] = named_checkpoint("--resume", o.resume, "auto, never, or a checkpoint's directory");
+    const std::vector<int64_t> steps = checkpoint_steps(path_);
+    const std::string own = checkpoint_path(path_, step);
+    std::error_code none;
+    const bool is_own = std::filesystem::equivalent(asked, own, none);
+    CHECK(
+        steps.empty() || is_own,
+        "--resume {}: --out-dir {} holds checkpoints of its own, the last of step {}: choose another --out-dir; or, if "
+        "that one belongs to this run, move it into {}",
+        o.resume, path_, steps.back(), path_);
+    CHECK(steps.empty() || steps.back() <= step,
+          "--resume {}: --out-dir {} holds a later checkpoint, of step {}: choose another --out-dir, or move it away",
+          o.resume, path_, steps.back());
+    ResumePoint point{is_own ? own : asked, step, read_json(asked + "/trainer.json")};
+    take_options(log, point, o);
+    return point;
+  }
+
+  // False: the run to resume takes its samples in file order.
+  bool shuffled_before() const { return shuffled_before_; }
+
+  // Makes this the directory of a run with these options, which begins at its first step or resumes at a checkpoint.
+  // Returns what metrics.jsonl holds up to there; nothing if the run is new, since lines left by another run are not
+  // its results.
+  MetricsKept claim(Log& log, const Options& o, const std::optional<ResumePoint>& resume) {
+    traces_.keep();
+    const bool ours = resume && has_steps();
+    const MetricsKept kept = ours ? truncate_metrics(log, *resume) : MetricsKept();
+    if (!ours) replace(metrics_file(), "");
+    write_run_file(o);
+    return kept;
+  }
+
+  // The directory may have been removed during the run: its checkpoint then needs a new run.json.
+  void ensure_run_file(const Options& o) const {
+    if (!path_exists(run_file())) write_run_file(o);
+  }
+
+  // The fate of the directory during the run: it may have been moved or deleted.
+  enum class Fate : uint8_t { in_place, made_anew, lost };
+  struct Found {
+    Fate fate = Fate::in_place;
+    std::string text = {};  // for the user
+  };
+  // Compares the held lock with the file of that name. If they differ and nobody holds the other one, the directory is
+  // taken again; if another run is or was there, it is lost: no directory has two writers.
+  Found look_again(const Options& o) try {
+    if (lock_.in_place()) return {};
+    const std::string now = moved_to(), what = formatted("--out-dir {} was {} while the run was in it", path_,
+                                                         now.empty() ? "deleted" : "moved to " + now);
+    std::filesystem::create_directories(path_);
+    DirectoryLock again;
+    if (!again.take(path_)) return {Fate::lost, what + ", and another run is writing to it now"};
+    if (path_exists(run_file())) {
+      if (!claimed_ || !claimed_->in_place()) return {Fate::lost, what + ", and another run has begun there"};
+      lock_ = std::move(again);
+      return {Fate::in_place, formatted("WARNING: {}/.lock was deleted; it is made again", path_)};
+    }
+    write_run_file(o);
+    lock_ = std::move(again);
+    by_clock_.clear();
+    return {Fate::made_anew, formatted("WARNING: {}; it is made again, and the run goes on there{}", what,
+                                       now.empty() ? "" : formatted(": its checkpoints so far are in {}", now))};
+  } catch (const std::exception&) {  // someone may still be deleting it: retried at the next look
+    return {};
+  }
+  // Where the directory that this run still holds is now; empty: nowhere.
+  std::string moved_to() const { return lock_.directory(); }
+
+  // Deletes all checkpoints except the newest `keep` (0: keeps all), the two newest saved by the clock alone, multiples
+  // of `keep_every`, and the one that OUT/best links to.
+  void prune(int64_t keep, int64_t keep_every) {
+    constexpr size_t keep_by_clock = 2;
+    std::error_code none;
+    const std::optional<int64_t> best = checkpoint_step(std::filesystem::read_symlink(path_ + "/best", none));
+    std::vector<int64_t> by_clock, others;
+    for (const int64_t step : checkpoint_steps(path_)) (saved_by_the_clock(step) ? by_clock : others).push_back(step);
+    const auto remove_older = [&](std::vector<int64_t> steps, size_t most) {
+      steps.resize(steps.size() - std::min(steps.size(), most));
+      for (const int64_t step : steps)
+        if (!(keep_every > 0 && step % keep_every == 0) && step != best) remove(step);
+    };
+    remove_older(std::move(by_clock), keep_by_clock);
+    if (keep > 0) remove_older(std::move(others), static_cast<size_t>(keep));
+  }
+
+  // Makes OUT/best a link to the checkpoint with the best validation loss.
+  void link_best(int64_t step) const {
+    const std::string temporary = path_ + "/.tmp-best";
+    std::error_code error;
+    std::filesystem::remove(temporary, error);
+    std::filesystem::create_symlink(std::filesystem::path(checkpoint_path(path_, step)).filename(), temporary, error);
+    if (!error) std::filesystem::rename(temporary, path_ + "/best", error);
+    CHECK(!error, "cannot link {}/best: {}", path_, error.message());
+  }
+
+  // Whether metrics.jsonl has the validation of a step.
+  bool validated(int64_t step) const { return metrics_until(step).validated; }
+
+ private:
+  std::string run_file() const { return path_ + "/run.json"; }
+  std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
+
+  void write_run_file(const Options& o) const {
+    replace(run_file(), run_record_text(o, parent_));
+    claimed_ = std::make_unique<const File>(File::open_read(run_file()));
+  }
+
+  // Replaces the contents of a file in the directory: after a crash it has either the old or the new ones.
+  void replace(const std::string& file, const std::string& text) const {
+    const std::string temporary = path_ + "/.tmp-" + std::filesystem::path(file).filename().string();
+    write_text_durably(temporary, text);
+    std::error_code error;
+    std::filesystem::rename(temporary, file, error);
+    CHECK(!error, "cannot rename {} to {}: {}", temporary, file, error.message());
+    fsync_directory(path_);
+  }
+
+  MetricsKept metrics_until(int64_t step, OwnValidation own = OwnValidation::keep) const {
+    if (!path_exists(metrics_file())) return {};
+    File::open_own(metrics_file());
+    return llmc::metrics_until(read_text(metrics_file(), std::numeric_limits<int64_t>::max()), step, own);
+  }
+
+  // Truncates metrics.jsonl after the lines of a checkpoint's step. Damaged lines are moved to a separate file.
+  MetricsKept truncate_metrics(Log& log, const ResumePoint& resume) const {
+    // Then best_validation is without it.
+    const bool later = resume.begin == Begin::branch ||
+                       (resume.trainer.is_object() && resume.trainer.value("validated", nlohmann::json()) == false);
+    MetricsKept kept = metrics_until(resume.step, later ? OwnValidation::repeat : OwnValidation::keep);
+    const std::string copy = path_ + "/metrics-damaged.txt";
+    if (!kept.damaged.empty()) {
+      File file = File::append(copy);
+      file.write(kept.damaged.data(), std::ssize(kept.damaged));
+      file.sync_and_close();
+    }
+    const nlohmann::json parent = parent_.is_object() ? parent_.value("step", nlohmann::json()) : parent_;
+    if (resume.path == checkpoint_path(path_, resume.step))
+      if (const auto fault = metrics_fault(kept, resume.step, metrics_file(), copy, whole_number(parent));
+          !fault.empty())
+        log.line("WARNING: " + fault);
+    replace(metrics_file(), kept.lines);
+    return kept;
+  }
+
+  // Takes the options from a checkpoint's trainer.json, which has a checksum, or from run.json if it has none.
+  void take_options(Log& log, const ResumePoint& from, const Options& o) {
+    const nlohmann::json options = from.trainer.value("options", nlohmann::json());
+    check_resumed_options(log, from.path + "/trainer.json", options, o, from.begin);
+    shuffled_before_ = shuffled(options);
+    parent_ = parent_of(from);
+  }
+  void take_options(Log& log, const RunRecord& record, const Options& o) {
+    CHECK(o.shuffle || record.options.contains("--shuffle"),
+          "{} does not say whether the run shuffles: give --shuffle, or --no-shuffle", run_file());
+    check_resumed_options(log, run_file(), record.options, o);
+    shuffled_before_ = shuffled(record.options);
+  }
+
+  // The checkpoint of another run at which this one begins: the one that --branch-from names, or, before the branch has
+  // a checkpoint of its own, the one that it began with.
+  ResumePoint branch_point(Log& log, const Options& o) {
+    const nlohmann::json recorded = record_ ? record_->parent : nlohmann::json();
+    const nlohmann::json path = recorded.is_object() ? recorded.value("path", nlohmann::json()) : recorded;
+    CHECK(!o.branch_from.empty() || path.is_string(),
+          "{}: \"parent\" is {}, expected a checkpoint; the file is damaged", run_file(), recorded);
+    const bool given = !o.branch_from.empty();
+    const auto [asked, step] =
+        named_checkpoint(given ? "--branch-from" : "the parent in " + run_file() + ",",
+                         given ? o.branch_from : path.get<std::string>(), "a checkpoint's directory");
+    ResumePoint point{asked, step, read_json(asked + "/trainer.json"), Begin::branch};
+    if (record_) require_parent(run_file(), recorded, asked, path_);
+    take_options(log, point, o);
+    return point;
+  }
+
+  // Whether the run has done anything worth keeping.
+  bool has_steps() const {
+    return !checkpoint_steps(path_).empty() || metrics_until(std::numeric_limits<int64_t>::max()).train_lines > 0;
+  }
+
+  // Whether trainer.json says that a checkpoint was saved for --checkpoint-minutes alone.
+  bool saved_by_the_clock(int64_t step) {
+    const auto [found, is_new] = by_clock_.try_emplace(step, false);
+    if (is_new) try {
+        found->second = read_json(checkpoint_path(path_, step) + "/trainer.json").value("saved_by", nlohmann::json()) ==
+                        saved_by_clock;
+      } catch (const std::exception&) {  // do not delete a damaged one early
+      }
+    return found->second;
+  }
+
+  // Whether this is an empty file, such as the lock, or has disappeared.
+  bool nothing_in(const std::string& name) const {
+    struct stat info {};
+    if (::lstat((path_ + "/" + name).c_str(), &info) != 0) return errno == ENOENT;
+    return S_ISREG(info.st_mode) && info.st_size == 0;
+  }
+
+  void lock() {
+    traces_.note(path_ + "/.lock");
+    CHECK(lock_.take(path_),
+          "--out-dir {}: another run is writing to it; wait for its end, or choose another directory", path_);
+  }
+
+  // Whether Slurm has started the job again, after exit status 75 or the loss of a node: the command is the same, and
+  // the run must not begin anew.
+  static bool requeued() {
+    const char* restarts = std::getenv("SLURM_RESTART_COUNT");
+    return restarts != nullptr && std::atoi(restarts) > 0;
+  }
+
+  // --restart: renames the whole directory in one step, and makes it anew.
+  void move_aside(Log& log, const Options& o) {
+    const std::vector<std::string> names = names_in(path_);
+    if (std::all_of(names.begin(), names.end(), [](const std::string& name) { return name == ".lock"; })) return;
+    std::error_code error, none;
+    const std::filesystem::path from = std::filesystem::canonical(path_, none);
+    for (const auto& [option, input] : {std::pair("--model", model_preset(o.model) ? std::string() : o.model),
+                                        {"--train-data", o.train_data},
+                                        {"--val-data", o.val_data},
+                                        {"--tokenizer", o.tokenizer},
+                                        {"--eval-choices", o.eval_choices}}) {
+      const std::filesystem::path path = std::filesystem::weakly_canonical(input, none);
+      const bool names_files = input.find('/') != std::string::npos || std::filesystem::exists(input, none);
+      CHECK(!names_files || std::mismatch(from.begin(), from.end(), path.begin(), path.end()).first != from.end(),
+            "--restart would move {} {}, which is inside --out-dir {}: choose another --out-dir instead", option, input,
+            path_);
+    }
+    std::string to;
+    for (int i = 1; to.empty() || path_exists(to); ++i) to = formatted("{}.before-{}", from.string(), i);
+    std::filesystem::rename(from, to, error);
+    CHECK(!error, "--restart: cannot rename {} to {}: {}; choose another --out-dir instead", from.string(), to,
+          error.message());
+    fsync_directory(from.parent_path());
+    std::filesystem::create_directories(from, error);
+    CHECK(!error, "cannot create {}: {}", from.string(), error.message());
+    log.line(formatted("--restart: the former contents of {} are now in {}", path_, to));
+    lock();
+  }
+
+  // Renames a damaged checkpoint to make room for a new one of the same step.
+  void set_aside(Log& log, int64_t step) const {
+    const std::string from = checkpoint_path(path_, step);
+    std::string to = formatted("{}/damaged-step-{:06}", path_, step);
+    for (int i = 2; path_exists(to); ++i) to = formatted("{}/damaged-step-{:06}-{}", path_, step, i);
+    std::error_code error;
+    std::filesystem::rename(from, to, error);
+    CHECK(!error, "cannot rename {} to {}: {}", from, to, error.message());
+    log.line(formatted("WARNING: renamed {} to {}", from, to));
+  }
+
+  void remove(int64_t step) const {
+    const std::string path = checkpoint_path(path_, step), gone = formatted("{}/.tmp-removed-{:06}", path_, step);
+    std::error_code error;
+    std::filesystem::rename(path, gone, error);  // first, so that half of it is never taken for a checkpoint
+    if (!error) std::filesystem::remove_all(gone, error);
+    CHECK(!error, "cannot remove {}: {}", path, error.message());
+  }
+
+  std::string path_;
+  std::map<int64_t, bool> by_clock_;  // of checkpoints whose trainer.json was read
+  std::optional<RunRecord> record_;   // run.json, if the run has completed a step
+  nlohmann::json parent_;             // a branch's parent
+  bool shuffled_before_ = true;
+  DirectoryLock lock_;
+  NewFiles traces_;                              // removed before the lock is released
+  mutable std::unique_ptr<const File> claimed_;  // run.json as this run wrote it
+};
+
+}  // namespace llmc

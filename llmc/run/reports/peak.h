@@ -1,0 +1,201 @@
+// peak.h: the device's matmul and memory peaks, measured with the kernels that training uses, and the peak that MFU
+// refers to.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "core/json.h"
+#include "device/gpu.h"
+#include "ops/ops.h"
+#include "run/reports/gpu_peaks.h"
+
+namespace llmc {
+
+inline std::string processor_name() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);)
+    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
+  return "unknown processor";
+}
+
+// Best time in seconds of each of the ops, which get three tensors of `shape` and a stream. They take turns, so that a
+// busy spell of the machine hits all of them; on a GPU, each is timed as one of several back to back.
+template <class... Ops>
+std::array<double, sizeof...(Ops)> best_seconds(const Device& device, DType dtype, const Shape& shape,
+                                                const Ops&... ops) {
+  std::array<double, sizeof...(Ops)> best;
+  best.fill(std::numeric_limits<double>::infinity());
+  int64_t scratch_bytes = 0;
+  for (const Device& on : {device.on_paper(), device}) {  // plan the scratch, then run
+    const int64_t bytes = round_up(shape.numel() * size_of(dtype), Arena::alignment);
+    Arena arena(on, 3 * bytes), scratch(on, scratch_bytes);
+    Stream stream(on, scratch);
+    auto tensor = [&](const char* name) { return arena.alloc("peak", name, dtype, shape); };
+    const Tensor out = tensor("out"), x = tensor("x"), y = tensor("y");
+    for (const Tensor& t : {x, y}) {
+      if (on.kind == DeviceKind::cuda)
+        init_normal(t, 1, {}, 0, t.name, stream);  // zeros draw less power and run faster
+      else zero(t, stream);
+    }
+    const int calls = on.kind == DeviceKind::cuda ? 4 : 1;
+    const auto seconds = [&](const auto& op) {
+      stream.synchronize();
+      const auto begin = std::chrono::steady_clock::now();
+      for (int call = 0; call < calls; ++call) op(out, x, y, stream);
+      stream.synchronize();
+      return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() / calls;
+    };
+    for (int i = 0; i < 8; ++i) {
+      const std::array<double, sizeof...(Ops)> now = {seconds(ops)...};
+      for (size_t op = 0; op < now.size(); ++op)
+        if (i > 0 && on.kind != DeviceKind::null) best[op] = std::min(best[op], now[op]);
+    }
+    scratch_bytes = scratch.high_water();
+  }
+  return best;
+}
+
+// Elements per tensor for three to take half of a GPU's free memory: other programs may use the GPU, too.
+inline int64_t most_elements(const Device& device, DType dtype) {
+  return free_memory_of_own(device.gpu) / 2 / 3 / size_of(dtype);
+}
+
+// Matmul flops per second in `dtype`: from registers on a CPU, of a square matrix on a GPU.
+inline double measure_matmul_peak(const Device& device, DType dtype) {
+  if (device.kind == DeviceKind::cpu) {
+    double peak = 0;
+    with_type(dtype,
+              [&](auto tag) { peak = cpu::products<typename decltype(tag)::type>().register_peak(device.threads); });
+    return peak;
+  }
+  const auto seconds = [&](int64_t size) {
+    return best_seconds(device, dtype, {size, size}, [](Tensor out, Tensor x, Tensor y, Stream& stream) {
+      linear_forward(out, x, y, {}, stream);
+    })[0];
+  };
+  int64_t size = 64;
+  double best = seconds(size);
+  // A larger product keeps a GPU busier, unless one of this size already takes long.
+  const int64_t most = dtype == DType::fp32 ? 4096 : 8192;
+  while (best < 2e-3 && size < most && 4 * size * size <= most_elements(device, dtype)) best = seconds(size *= 2);
+  return 2.0 * static_cast<double>(size * size * size) / best;
+}
+
+// Bytes per second, counting reads and writes, of a copy. A CPU also reads the memory that it writes, and a copy has no
+// use for that: there the fastest counts of a copy, of a sum and a doubling in place, and of an AdamW step, which reads
+// four arrays and writes three of them. All run on the threads of the device, a rank's own.
+inline double measure_bandwidth(const Device& device) {
+  int64_t n = (int64_t{1} << 26) - 200'000;  // arrays a power of two apart would evict each other from the caches
+  if (device.kind == DeviceKind::cuda) n = std::min(4 * n, most_elements(device, DType::fp32));
+  const auto copied = [](Tensor out, Tensor x, Tensor, Stream& stream) { copy(out, x, stream); };
+  const auto rate = [&](double bytes, double seconds) { return bytes * static_cast<double>(n) / seconds; };
+  if (device.kind == DeviceKind::cuda) return rate(8, best_seconds(device, DType::fp32, {n}, copied)[0]);
+  const auto summed = [](Tensor, Tensor x, Tensor y, Stream& stream) { add_to(x, y, stream); };
+  const auto doubled = [](Tensor, Tensor x, Tensor, Stream& stream) { add_to(x, x, stream); };
+  const auto updated = [n](Tensor, Tensor x, Tensor y, Stream& stream) {
+    const auto half = [n](const Tensor& t, int64_t i) { return t.slice(i * (n / 2), {n / 2}); };
+    constexpr OptimizerOptions options{
+        .lr = 1e-3f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = 1};
+    auto scope = stream.scratch().scope();
+    const Tensor control = stream.scratch().alloc("scratch", "control", DType::fp64, {4});
+    fill(control, 1, stream);  // the update is allowed
+    update_weights(Optimizer::adamw, half(x, 0), {}, {half(x, 1), half(y, 0)}, half(y, 1), control, options, stream);
+  };
+  const std::array<double, 4> seconds = best_seconds(device, DType::fp32, {n}, copied, summed, doubled, updated);
+  return std::max({rate(8, seconds[0]), rate(12, seconds[1]), rate(8, seconds[2]), rate(14, seconds[3])});
+}
+
+inline std::string peak_cache_file() {
+  const char* cache = std::getenv("XDG_CACHE_HOME");
+  const char* home = std::getenv("HOME");
+  if (cache != nullptr && *cache != '\0') return std::string(cache) + "/train_gpt/peak.json";
+  return std::string(home != nullptr && *home != '\0' ? home : "/tmp") + "/.cache/train_gpt/peak.json";
+}
+
+// The best ever measured for this processor, library, dtype and number of threads. It is cached, because the machine
+// may be busy now and idle next time, and measured again (a fraction of a second) after ten minutes.
+// Works without a readable or writable cache.
+inline double matmul_peak(const Device& device, DType dtype) {
+  const std::string key =
+      device.kind == DeviceKind::cuda
+          ? formatted("{} | {} | {}{}", gpu_info(device.gpu).name, matmul_library(device), dtype,
+                      device.tf32 == Tf32::yes ? " | tf32" : "")
+          : formatted("{} | {} | {} | {} threads", processor_name(), matmul_library(device), dtype, device.threads);
+  const std::string file = peak_cache_file();
+  nlohmann::json cache = nlohmann::json::object();
+  try {
+    if (path_exists(file)) cache = read_json(file);
+  } catch (const Error&) {  // measure again, and write it anew
+  }
+  auto cached = [&](const char* field) {
+    const nlohmann::json entry = cache.contains(key) ? cache[key] : nlohmann::json();
+    return entry.is_object() && entry.contains(field) && entry[field].is_number() ? entry[field].get<double>() : 0.0;
+  };
+  constexpr double ten_minutes = 600;  // the machine may have been busy then
+  const double now = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  const double age = now - cached("measured_at");
+  if (cached("flops") > 0 && age >= 0 && age < ten_minutes) return cached("flops");
+  const double best = std::max(cached("flops"), measure_matmul_peak(device, dtype));
+  cache[key] = {{"flops", best}, {"measured_at", now}};
+  std::error_code ignored;
+  std::filesystem::create_directories(std::filesystem::path(file).parent_path(), ignored);
+  try {
+    write_text_durably(file, cache.dump(1) + "\n");
+  } catch (const Error&) {  // measure again next time
+  }
+  return best;
+}
+
+// The peaks that the speed of a run or a rank is compared with.
+struct Peaks {
+  double measured = 0;             // flops per second of matmul on this machine: the speed of light
+  double bandwidth = 0;            // bytes per second of memory that one rank reaches while the others rest
+  std::optional<double> promised;  // flops per second that MFU refers to; none: unknown
+  std::string source;              // where `promised` comes from
+
+  Peaks times(double factor) const {
+    return {measured * factor, bandwidth, promised ? std::optional(*promised * factor) : std::nullopt, source};
+  }
+  // A step faster than the measured peak proves it too low: the machine was busy then. Returns whether it was.
+  bool raise(double flops_per_s) {
+    if (measured == 0 || flops_per_s <= measured) return false;
+    if (promised && source == from_measurement) promised = flops_per_s;
+    measured = flops_per_s;
+    return true;
+  }
+  static constexpr const char* from_measurement = "measured";
+  Peaks of_rank(int64_t ranks) const { return times(1 / static_cast<double>(ranks)); }
+};
+
+// For one device. MFU refers to --peak-tflops or a GPU's datasheet; a CPU has none, so to its measured peak.
+inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops) {
+  Peaks peaks;
+  peaks.measured = matmul_peak(device, dtype);
+  if (peak_tflops) return peaks.promised = *peak_tflops * 1e12, peaks.source = "--peak-tflops", peaks;
+  if (device.kind != DeviceKind::cuda)
+    return peaks.promised = peaks.measured, peaks.source = Peaks::from_measurement, peaks;
+  const std::optional<GpuPeaks> chip = gpu_peaks(gpu_info(device.gpu).name);
+  peaks.source = "no datasheet peak known for this GPU and dtype";
+  if (dtype == DType::bf16 && chip && chip->bf16) peaks.promised = *chip->bf16 * 1e12, peaks.source = chip->source;
+  return peaks;
+}
+
+// The rates that a plan's clock assumes for a GPU, from its datasheet. None if the datasheet lacks some of them: for
+// fp32, and for several ranks without NVLink.
+inline std::optional<Rates> datasheet_rates(const GpuPeaks& chip, DType dtype, int ranks) {
+  if (dtype != DType::bf16 || !chip.bf16 || !chip.bandwidth || (ranks > 1 && !chip.link)) return std::nullopt;
+  return Rates{.flops_per_s = *chip.bf16 * 1e12,
+               .bytes_per_s = *chip.bandwidth * 1e9,
+               .link_bytes_per_s = chip.link ? *chip.link * 1e9 : std::numeric_limits<double>::infinity(),
+               .link_latency_s = 0};
+}
+
+}  // namespace llmc

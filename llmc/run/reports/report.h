@@ -1,0 +1,199 @@
+// report.h: what the user sees before and after a run: the header (machine, model, data, memory, batch arithmetic) and
+// the summary with the exact next commands.
+#pragma once
+#if __has_include("build_info.h")
+#include "build_info.h"  // written by the Makefile
+#endif
+#include <unistd.h>
+
+#include <filesystem>
+#include <string>
+#include <tuple>
+
+#include "comm/world.h"
+#include "core/host_name.h"
+#include "core/log.h"
+#include "data/dataloader.h"
+#include "model/hf_config.h"
+#include "ops/ops_attention.h"
+#include "run/length.h"
+#include "run/options/print.h"
+#include "run/plan/report_plan.h"
+#include "run/reports/peak.h"
+#include "run/reports/report_ranks.h"
+#include "run/setup.h"
+#include "text/tokenizer.h"
+
+#ifndef TRAIN_GPT_GIT_HASH
+#define TRAIN_GPT_GIT_HASH "unknown"
+#define TRAIN_GPT_COMPILER "unknown compiler"
+#define TRAIN_GPT_FLAGS ""
+#endif
+
+namespace llmc {
+
+// The same on every machine that runs this program, with these libraries.
+inline std::string build_text() {
+  return formatted("train_gpt {}\ncompiler: {}\nflags: {}\ndevices: {}\nprocesses: TCP, {}", TRAIN_GPT_GIT_HASH,
+                   TRAIN_GPT_COMPILER, TRAIN_GPT_FLAGS,
+                   built_for_gpus ? formatted("cpu, cuda ({})", nccl_version()) : std::string("cpu"), mpi_version());
+}
+inline std::string version_text() { return build_text() + "\nmatmul: " + matmul_library({}); }
+
+namespace detail {
+
+// Whether JSON text, a number or a list of numbers, contains this one.
+inline bool holds_number(const std::string& json, const std::string& number) {
+  const nlohmann::json value = try_parse_json(json).value_or(nullptr);
+  const auto is_it = [&](const nlohmann::json& one) { return one.dump() == number; };
+  return value.is_array() ? std::any_of(value.begin(), value.end(), is_it) : is_it(value);
+}
+
+// Notices about a tokenizer that is probably not the data's, or not the one that transformers would use.
+inline std::vector<std::string> tokenizer_notices(const Options& o, const ModelConfig& model,
+                                                  const Tokenizer& tokenizer, const TokenShards* train) {
+  if (o.tokenizer == "auto" && dynamic_cast<const ByteTokenizer*>(&tokenizer) &&
+      model.vocab_size != ByteTokenizer::vocab_size)
+    return {
+        formatted("notice: no tokenizer is known for this vocabulary of {}: prompts are taken as bytes, and "
+                  "tokens that are none are shown by their numbers; name one with --tokenizer{}",
+                  model.vocab_size, model.vocab_size == 50257 ? " (data/write_tokenizer.py writes GPT-2's)" : "")};
+  std::vector<std::string> notices;
+  std::vector<int32_t> sample;
+  if (train != nullptr) train->read_sample(0, std::numeric_limits<int64_t>::max(), sample);
+  if (!sample.empty() && sample[0] != tokenizer.end_of_text())
+    notices.push_back(
+        formatted("notice: the training data begin with token {}, not with the tokenizer's end of text, {}: "
+                  "were they made with another tokenizer?",
+                  sample[0], tokenizer.end_of_text()));
+  const auto ends = model.special_tokens.find("eos_token_id");
+  if (const std::string end = formatted("{}", tokenizer.end_of_text());
+      ends != model.special_tokens.end() && knows_tokens(o, tokenizer, model) && !holds_number(ends->second, end))
+    notices.push_back(
+        formatted("notice: the model's config.json says that texts end with token {}, and its tokenizer with {}: "
+                  "transformers' generate() will stop at the former; with --tokenizer {} checkpoints say the latter",
+                  ends->second, end, shell_word(o.model)));
+  if (model.family.model_type == std::string("qwen2") && (o.tokenizer != "auto" || model_preset(o.model)))
+    notices.push_back(
+        "notice: transformers' AutoTokenizer takes the tokenizer of qwen2 checkpoints for Qwen's own, which splits "
+        "differently: load it with PreTrainedTokenizerFast");
+  return notices;
+}
+
+// When the run saves.
+inline std::string checkpoints_text(const Options& o) {
+  const double minutes = o.minutes_between_checkpoints();
+  std::string text = o.checkpoint_every > 0 ? formatted("every {} steps, ", o.checkpoint_every) : "";
+  if (minutes > 0) text += formatted("{} minutes after the last one (two such are kept), ", minutes);
+  text += "at the end and when it is stopped";
+  if (o.schedule == Schedule::pipedream)
+    text += "; none by the clock: pipedream empties its pipeline to save, which changes what it learns";
+  return text;
+}
+
+// Notices about data that can be trained on but are probably a mistake.
+inline void report_unlikely_data(Log& log, const Options& o, const StepConfig& step, const TokenShards& train,
+                                 const TokenShards* val) {
+  const int64_t samples = step.tokens() / o.seq_len, V = step.model.vocab_size;
+  if (samples > train.samples())
+    log.line(formatted("notice: a step takes {} samples but the training data have {}: it uses some more than once",
+                       samples, train.samples()));
+  int32_t largest = 0;
+  std::vector<int32_t> sample;
+  constexpr int64_t looked_at = 64;
+  for (int64_t i = 0; i < std::min(looked_at, train.samples()); ++i) {
+    train.read_sample(i, std::numeric_limits<int64_t>::max(),
+                      sample);  // training refuses tokens outside the vocabulary
+    largest = std::max(largest, *std::max_element(sample.begin(), sample.end()));
+  }
+  if (look_like_bytes(largest, V))
+    log.line(
+        formatted("notice: the first tokens of the training data look like bytes, but the model has a vocabulary of "
+                  "{}: for bytes --vocab-size 257 is enough",
+                  V));
+  if (val == nullptr) return;
+  for (const std::string& path : val->paths())
+    if (train.has(path)) {
+      log.line(formatted("notice: {} is also training data: the validation loss will look too good", path));
+      break;
+    }
+}
+
+}  // namespace detail
+
+inline void report_header(Log& log, const Options& o, const Device& device, Backend backend, const StepConfig& step,
+                          int64_t max_steps, const TokenShards& train, const TokenShards* val, const Plan& plan,
+                          const Peaks& peaks, std::optional<int32_t> document_begin, const Tokenizer& tokenizer) {
+  Rows rows = {
+      {"machine", formatted("{}: {}", host_name(), describe(device))},
+      {"matmul",
+       formatted("{}, {}, peak {:.3f} TFLOP/s measured here", matmul_library(device), o.dtype, peaks.measured * 1e-12)},
+      {"MFU", peaks.promised ? formatted("a share of {:.3f} TFLOP/s: {}", *peaks.promised * 1e-12, peaks.source)
+                             : formatted("n/a: {}; set it with --peak-tflops", peaks.source)}};
+  if (device.kind == DeviceKind::cuda)
+    if (const auto chip = gpu_peaks(gpu_info(device.gpu).name)) rows.emplace_back("datasheet", describe(*chip));
+  if (device.kind == DeviceKind::cuda) rows.emplace_back("CUDA", gpu_environment());
+  for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
+  rows.emplace_back("steps", formatted("{} ({}) = {} tokens = {:.2f} epochs", max_steps, length_text(o),
+                                       human_count(max_steps * step.tokens()),
+                                       static_cast<double>(max_steps * (step.tokens() / o.seq_len)) /
+                                           static_cast<double>(train.samples())));
+  rows.emplace_back("training data", formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data,
+                                               train.count(), human_count(train.tokens()), human_count(train.samples()),
+                                               o.seq_len, o.shuffled() ? ", shuffled" : ", in file order"));
+  rows.emplace_back("documents",
+                    document_begin
+                        ? formatted("masked from each other within a sequence; token {} begins one", *document_begin)
+                        : std::string("attend to each other within a sequence"));
+  rows.emplace_back("validation data", val == nullptr ? "none"
+                                                      : formatted("{}: {} shard(s), {} tokens", o.val_data,
+                                                                  val->count(), human_count(val->tokens())));
+  rows.emplace_back("output", o.out_dir);
+  rows.emplace_back("checkpoints", detail::checkpoints_text(o));
+  log.table("train_gpt " TRAIN_GPT_GIT_HASH, rows);
+  if (o.place.started_by.starts_with("one process,")) log.line("notice: this is " + o.place.started_by);
+  if (step.layout.ranks() > 1) report_ranks(log, o, device, backend, step.layout.mesh());
+  if (step.layout.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
+  detail::report_memory(log, step, plan);
+  detail::report_unlikely_data(log, o, step, train, val);
+  for (const std::string& notice : detail::tokenizer_notices(o, step.model, tokenizer, &train)) log.line(notice);
+  if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
+  std::string crowded;
+  if (device.kind == DeviceKind::cpu)
+    crowded =
+        detail::crowded_notice(o.place, std::max<int64_t>(o.place.local_ranks, device.threads), available_processors());
+  for (const std::string& notice : attention_notices(device, step.dtype, step.model.head_size)) log.line(notice);
+  if (!crowded.empty()) log.line(crowded);
+  else if (device.kind == DeviceKind::cpu && o.place.local_ranks > device.threads)
+    log.line(formatted(
+        "notice: {} ranks share {} thread{} (--threads): fine for tests and for learning, not faster than one",
+        o.place.local_ranks, device.threads, device.threads == 1 ? "" : "s"));
+  if (device.kind == DeviceKind::cpu && o.dtype == WeightType::bf16 && cpu::isa_in_use() < cpu::Isa::avx512_bf16)
+    log.line(
+        "notice: this processor has no bf16 products, or --cpu-isa leaves them out: they are widened to fp32, correct "
+        "but slow");
+}
+
+// The time of each op in a rank's training steps, the longest first, and the share of its roof that it reached. The
+// roof: the time that its flops take at the matmul peak, or its bytes at the measured speed of memory, whichever is
+// longer. All ranks may multiply at once, so each has its share of that peak; one may use memory alone. Only an op
+// whose data are still in a cache can beat memory's speed.
+inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const Peaks& roof) {
+  std::vector<std::pair<std::string, OpTotals>> sorted(ops.begin(), ops.end());
+  std::sort(sorted.begin(), sorted.end(),
+            [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
+  double total = 0;
+  for (const auto& [name, t] : sorted) total += t.seconds;
+  Rows rows;
+  for (const auto& [name, t] : sorted)
+    rows.emplace_back(name,
+                      formatted("{:8.3f} ms/step {:5.1f}% {:7} calls {:9.1f} GFLOP/s {:7.1f} GB/s {:5.1f}% of roof",
+                                t.seconds * 1e3 / static_cast<double>(steps), 100 * t.seconds / total, t.calls / steps,
+                                t.flops * 1e-9 / t.seconds, t.bytes * 1e-9 / t.seconds,
+                                100 * std::max(t.flops / roof.measured, t.bytes / roof.bandwidth) / t.seconds));
+  log.table(formatted("ops per rank; roof: {:.1f} TFLOP/s of matmul, {:.1f} GB/s of memory, measured here",
+                      roof.measured * 1e-12, roof.bandwidth * 1e-9),
+            rows);
+}
+
+}  // namespace llmc

@@ -1,0 +1,204 @@
+// step_report.h: what a run prints about its updates: a line for each with speed and time left, GPU readings, and the
+// summary at the end.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <deque>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/log.h"
+#include "device/nvml.h"
+#include "run/checkpoints/progress.h"
+#include "run/job.h"
+#include "run/reports/peak.h"
+#include "run/reports/report.h"
+
+namespace llmc {
+
+inline double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+// What a run does between updates.
+enum class Task : uint8_t { validation, sample, checkpoint };
+
+class StepReport {
+ public:
+  StepReport(const Job& job, Log& log, const Peaks& peaks, bool first_rank)
+      : job_(job), o_(job.options), log_(log), peaks_(peaks), first_rank_(first_rank) {
+    if (first_rank && o_.log_gpu_every > 0) monitor_.emplace(gpu_info(job.rank_device.gpu).bus_id);
+  }
+
+  // Training resumes after this step, or begins if it is 0.
+  void resume_after(int64_t step) { first_ = step; }
+  // An update begins, and none is under way.
+  void start_clock() { clock_ = std::chrono::steady_clock::now(); }
+
+  // An update has finished. Its time runs from the end of the previous one, or from start_clock(). With an asynchronous
+  // pipeline it is the mean over the last updates, as many as are under way: several finish together when the pipeline
+  // is flushed, and none while it fills.
+  void finished(int64_t step, double lr, const StepResult& result) {
+    between_.push_back(seconds_since(clock_));
+    clock_ = std::chrono::steady_clock::now();
+    step_seconds_ += between_.back();
+    if (between_.size() >
+        static_cast<size_t>(job_.step.layout.pipeline.asynchronous() ? job_.step.layout.pipeline.stages : 1))
+      between_.pop_front();
+    const double seconds =
+        std::accumulate(between_.begin(), between_.end(), 0.0) / static_cast<double>(between_.size());
+    recent_.push_back(seconds);
+    // The first update touches all memory for the first time.
+    if (recent_.size() > recent_updates || (recent_.size() == 2 && step == first_ + 2)) recent_.pop_front();
+    last_loss_ = result.loss;
+    const bool on_gpu = job_.device.kind == DeviceKind::cuda;
+    if (peaks_.raise(job_.flops_per_step() / seconds) && !std::exchange(raised_, true))
+      log_.line(
+          formatted("notice: step {} was faster than the matmul peak that was measured at the start, when the "
+                    "machine was busy: MFU refers to the fastest step from here on",
+                    step));
+    log_.train({.step = step,
+                .max_steps = job_.max_steps,
+                .loss = result.loss,
+                .grad_norm = result.grad_norm,
+                .lr = lr,
+                .ms = seconds * 1e3,
+                .tokens_per_s = static_cast<double>(job_.step.tokens()) / seconds,
+                .mfu = share_of(peaks_.promised, seconds),
+                .speed_of_light = on_gpu ? share_of(peaks_.measured, seconds) : std::nullopt,
+                .eta_s = seconds_left(step),
+                .tokens = step * job_.step.tokens(),
+                .memory = on_gpu ? job_.plan.total_bytes() : resident_bytes(),
+                .skipped = !result.applied,
+                .column = experts_column(result),
+                .more = expert_numbers(result)},
+               step % o_.log_every == 0 || step == first_ + 1 || step == job_.max_steps);
+  }
+
+  // Runs a task and records how long it took.
+  template <class F>
+  void timed(Task task, F&& work) {
+    const auto begin = std::chrono::steady_clock::now();
+    work();
+    task_seconds_[static_cast<size_t>(task)] = seconds_since(begin);
+  }
+
+  // Further remarks about an update that has finished and not diverged.
+  void notices(int64_t step, const StepResult& result) {
+    if (monitor_ && step % o_.log_gpu_every == 0) read_gpu(step);
+    if (result.experts && result.experts->rounds > 1 && !std::exchange(rounds_said_, true))
+      log_.line(
+          formatted("notice: in step {} tokens went to the experts of other ranks in {} rounds, because one rank "
+                    "got more than --moe-imbalance has room for; expert_rounds in metrics.jsonl has the number of "
+                    "every step",
+                    step, result.experts->rounds));
+    if (!result.applied) log_.line(formatted("step {} is an outlier: its update was skipped", step));
+  }
+
+  // The duration of the last update, in seconds.
+  double last_seconds() const { return recent_.empty() ? 0 : recent_.back(); }
+
+  // Called at the end of a run. ops: where --profile has recorded its ops. gpu_memory: Run::memory_taken().
+  void summary(const Progress& progress, const std::string& checkpoint, const OpLedger& ops,
+               const std::string& gpu_memory) const {
+    const int64_t updates = job_.max_steps - first_;
+    if (updates == 0) return log_.line("done: only the last validation was missing");
+    const double steps = static_cast<double>(updates), tokens = static_cast<double>(job_.step.tokens());
+    const std::optional<double> mfu = share_of(peaks_.promised, step_seconds_ / steps);
+    Rows rows = {{"time", formatted("{} total, {} in training steps", human_duration(seconds_since(begin_)),
+                                    human_duration(step_seconds_))},
+                 {"throughput", formatted("{:.0f} tokens/s, {}", tokens * steps / step_seconds_,
+                                          mfu ? formatted("{:.1f}% MFU", 100 * *mfu) : std::string("MFU n/a"))},
+                 {"training loss", formatted("{:.4f} at step {}", last_loss_, job_.max_steps)},
+                 {"validation loss", std::isfinite(progress.best_val)
+                                         ? formatted("best {:.4f} at step {}", progress.best_val, progress.best_step)
+                                         : "not measured"},
+                 {"checkpoint", checkpoint},
+                 {"metrics", o_.out_dir + "/metrics.jsonl"}};
+    if (!gpu_memory.empty()) rows.emplace_back("GPU memory", gpu_memory);
+    log_.table("done", rows);
+    if (o_.profile && first_rank_) report_profile(log_, ops, updates, roof().of_rank(job_.step.layout.ranks()));
+  }
+
+ private:
+  // On a CPU, the peaks are measured again, since the machine may have been busy at the start; the higher value counts.
+  // They are not if too little memory is left to measure its speed.
+  Peaks roof() const {
+    constexpr int64_t enough = int64_t{1} << 30;
+    Peaks best = peaks_;
+    if (job_.device.kind != DeviceKind::cpu || host_memory() - resident_bytes() < enough) return best;
+    try {
+      best.raise(measure_matmul_peak(job_.device, job_.step.dtype) * devices_in_use(job_.device, o_));
+      best.bandwidth = std::max(best.bandwidth, measure_bandwidth(rank_device(job_.device, o_.place)));
+    } catch (const Error&) {  // another program has the memory
+    }
+    return best;
+  }
+
+  // "0.7-1.5": the use of the least and the most chosen expert, over the mean; with a capacity, the share dropped.
+  std::optional<std::pair<std::string, std::string>> experts_column(const StepResult& result) const {
+    if (!result.experts) return std::nullopt;
+    const ExpertStatistics& e = *result.experts;
+    if (job_.step.experts.capacity_factor) return std::pair{"dropped", formatted("{:.1f}%", 100 * e.dropped)};
+    return std::pair{"experts",
+                     formatted("{:.1f}-", e.smallest) + formatted(e.largest < 9.95 ? "{:.1f}" : "{:.0f}", e.largest)};
+  }
+  static std::vector<std::pair<const char*, double>> expert_numbers(const StepResult& result) {
+    if (!result.experts) return {};
+    const ExpertStatistics& e = *result.experts;
+    return {{"moe_balance_loss", e.balance_loss}, {"moe_z_loss", e.z_loss},        {"router_entropy", e.entropy},
+            {"expert_largest", e.largest},        {"expert_smallest", e.smallest}, {"dropped", e.dropped},
+            {"expert_rounds", e.rounds}};
+  }
+
+  // The share of a peak, in flops per second, that a step taking this many seconds reached.
+  std::optional<double> share_of(std::optional<double> peak, double seconds) const {
+    return peak ? std::optional(job_.flops_per_step() / seconds / *peak) : std::nullopt;
+  }
+
+  // Estimated from the times of recent updates and of the last validation, sample and checkpoint. Tasks that have not
+  // run yet are left out.
+  double seconds_left(int64_t step) const {
+    std::vector<double> sorted(recent_.begin(), recent_.end());
+    std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2,
+                     sorted.end());  // the median: a pause is no trend
+    double seconds = sorted[sorted.size() / 2] * static_cast<double>(job_.max_steps - step);
+    const std::array<int64_t, 3> every = {job_.val ? o_.val_every : 0, o_.sample_every,
+                                          o_.checkpoint_every > 0 ? o_.checkpoint_every : job_.max_steps};
+    for (size_t task = 0; task < every.size(); ++task)
+      if (every[task] > 0)
+        seconds +=
+            task_seconds_[task] * static_cast<double>(ceil_div(job_.max_steps, every[task]) - (step - 1) / every[task]);
+    return seconds;
+  }
+
+  void read_gpu(int64_t step) {
+    if (const auto reading = monitor_->read()) return log_.gpu(step, to_string(*reading), to_json_object(*reading));
+    log_.line("notice: " + monitor_->why_not());
+    monitor_.reset();
+  }
+
+  const Job& job_;
+  const Options& o_;
+  Log& log_;
+  Peaks peaks_;
+  bool first_rank_;
+  bool raised_ = false, rounds_said_ = false;  // notices that are printed once
+  std::optional<GpuMonitor> monitor_;
+  int64_t first_ = 0;  // updates done when training began or resumed
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point clock_;  // when the last update finished, or the current one began
+  double step_seconds_ = 0;                      // total, without validation, sampling and checkpoints
+  static constexpr size_t recent_updates = 16;
+  std::deque<double> between_;               // seconds from one update to the next, for recent ones
+  std::deque<double> recent_;                // seconds per update, for recent ones
+  std::array<double, 3> task_seconds_ = {};  // of the last task of each kind; 0: none yet
+  double last_loss_ = 0;
+};
+
+}  // namespace llmc

@@ -1,0 +1,285 @@
+// balance.h: --pp-layout balanced: divides the layers so that the slowest stage is as fast as possible, by PipeDream's
+// dynamic programming over the costs of the modules (Narayanan et al. 2019, section 3.1), also in its full form with
+// replicated stages. Several chunks a stage, with equal layers, need no dynamic programming.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "schedule/stage_partition.h"
+
+namespace llmc {
+
+// The costs of a module for one micro-batch.
+struct ModuleCost {
+  double seconds = 0;           // forward and backward; T_l in the paper
+  double weight_bytes = 0;      // that replicas all-reduce: an fp32 gradient for each weight (contract 12); |w_l|
+  double activation_bytes = 0;  // sent to the next module in the forward; a_l
+  double gradient_bytes = 0;    // sent back for them in the backward; the paper counts a_l again
+};
+
+struct ModelCosts {
+  ModuleCost embedding;
+  std::vector<ModuleCost> blocks;
+  ModuleCost head;
+};
+
+struct PipelineStage {
+  Chunk chunk;
+  int replicas = 1;
+  double seconds = 0;  // for one micro-batch: a replica's compute or all-reduce, divided by the replicas
+};
+
+struct BalancedPipeline {
+  std::vector<PipelineStage> stages;
+  double slowest = 0;  // seconds between two micro-batches in the steady state: the slowest stage or link
+};
+
+namespace detail {
+
+enum class Replicate : uint8_t { no, yes };
+
+// PipeDream's dynamic programming: A(j, m) is the pipeline of the first j modules on exactly m workers whose slowest
+// stage or link is the fastest. It is one stage, or the best pipeline of the first s modules with a last stage added:
+//   A(j, m) = min over s < j and m' < m of max(A(s, m - m'), sends(s), T(s -> j, m'))
+//   sends(s) = (activation_bytes + gradient_bytes of module s - 1) / link
+//   T(i -> j, m) = max(sum of seconds, ring all-reduce of the weights = 2 (m - 1) / m x weight_bytes / link) / m
+// since compute and exchanges overlap, and m replicas do m micro-batches for one all-reduce. Without replication
+// m' = 1, and m is the number of stages.
+//
+// Many pipelines have the same slowest stage or link; which of them is the best?
+// - Not replicated: the one with the faster second slowest stage or link, and so on: the descending lists of times are
+//   compared lexicographically. Adding the same stage to two lists keeps their order, so the recurrence stays exact.
+// - Replicated: the one with the fewest stages. A last pass finds it by counting all times up to the answer as the
+//   answer.
+// - Still equal: the one with the longest last stage (see even_layers), then the one whose last stage has the fewest
+//   replicas.
+// A fused multiply-add would change nothing here, so every build finds the same pipeline.
+//
+// A(j, m) takes n^2 m^2 / 4 steps with replication: too many for thousands of workers. So a pass considers only times
+// up to a limit, and skips pipelines that cannot stay below it: modules of t seconds need t / limit workers. The limit
+// begins just above perfect balance and rises until there is a pipeline, which is then the best without a limit, too.
+class Pipedream {
+ public:
+  // links: bytes/s of the link after each stage, or one for all.
+  Pipedream(const ModelCosts& costs, int workers, std::vector<double> links, Replicate replicate)
+      : workers_(workers), links_(std::move(links)), replicate_(replicate) {
+    modules_.push_back(costs.embedding);
+    modules_.insert(modules_.end(), costs.blocks.begin(), costs.blocks.end());
+    modules_.push_back(costs.head);
+    for (const ModuleCost& c : modules_)
+      for (const double x : {c.seconds, c.weight_bytes, c.activation_bytes, c.gradient_bytes})
+        CHECK(x >= 0 && std::isfinite(x), "the costs of a layer must be finite and not negative, found {}", x);
+    for (const double link : links_) CHECK(link > 0, "a link of {} bytes/s: expected more than 0", link);
+    const size_t n = modules_.size();
+    seconds_.resize(n * (n + 1));
+    weight_bytes_.resize(n * (n + 1));
+    for (size_t i = 0; i < n; ++i)  // sums start at each run's own first module: equal runs of modules cost the same
+      for (size_t j = i; j < n; ++j) {
+        seconds_[at(i, j + 1)] = seconds_[at(i, j)] + modules_[j].seconds;
+        weight_bytes_[at(i, j + 1)] = weight_bytes_[at(i, j)] + modules_[j].weight_bytes;
+      }
+  }
+
+  BalancedPipeline solve() {
+    const double balance = seconds_[at(0, modules_.size())] / workers_;
+    if (replicate_ == Replicate::no || balance < std::numeric_limits<double>::min()) {
+      pass(infinity);
+    } else {
+      for (double above = 1.0 / 64; best_.empty() || best_.back().back().replicas == 0; above *= 2)
+        pass(balance * (1 + above));
+    }
+    if (replicate_ == Replicate::yes) pass(floor_ = best_.back().back().order[0]);
+    return pipeline(workers_);
+  }
+
+ private:
+  static constexpr double infinity = std::numeric_limits<double>::infinity();
+
+  struct Best {
+    std::vector<double> order;  // smaller is better: the slowest time, then the other times or the number of stages
+    size_t start = 0;           // of the last stage
+    int replicas = 0;           // of the last stage; 0: no such pipeline
+  };
+
+  size_t at(size_t i, size_t j) const { return i * (modules_.size() + 1) + j; }
+
+  double stage_seconds(size_t i, size_t j, int m) const {
+    const double all_reduce = m == 1 ? 0 : 2.0 * (m - 1) / m * weight_bytes_[at(i, j)] / links_[0];
+    return std::max(seconds_[at(i, j)], all_reduce) / m;
+  }
+  // The link before module s, after `stage`.
+  double link_seconds(size_t s, int stage) const {
+    const double link = links_.size() == 1 ? links_[0] : links_[static_cast<size_t>(stage)];
+    return (modules_[s - 1].activation_bytes + modules_[s - 1].gradient_bytes) / link;
+  }
+
+  void add_stage(std::vector<double>& order, double link, double stage) const {
+    if (replicate_ == Replicate::yes) {
+      order = {std::max({order[0], link, stage}), order[1] + 1};
+    } else {
+      for (const double t : {link, stage})
+        order.insert(std::upper_bound(order.begin(), order.end(), t, std::greater<>()), t);
+    }
+  }
+
+  // The least number of workers for modules [i, j); rounding may make it one too low.
+  int needed(size_t i, size_t j) const {
+    return limit_ == 0 ? 0 : static_cast<int>(std::min<double>(workers_, seconds_[at(i, j)] / limit_));
+  }
+
+  void pass(double limit) {
+    limit_ = limit;
+    const size_t n = modules_.size();
+    best_.assign(static_cast<size_t>(workers_) + 1, std::vector<Best>(n + 1));
+    fewest_.assign(n + 1, 1);
+    most_.assign(n + 1, workers_);
+    for (size_t j = 1; j <= n; ++j) {
+      fewest_[j] = std::max(1, needed(0, j));
+      if (j < n) most_[j] = workers_ - std::max(1, needed(j, n));
+    }
+    for (size_t j = 1; j <= n; ++j)
+      for (int m = fewest_[j]; m <= most_[j]; ++m) best_[static_cast<size_t>(m)][j] = best_of(m, j);
+  }
+
+  Best best_of(int m, size_t j) const {
+    const bool replicate = replicate_ == Replicate::yes;
+    Best best;
+    std::vector<double> order;
+    if (m == 1 || replicate) {
+      const double stage = std::max(floor_, stage_seconds(0, j, m));
+      if (stage <= limit_) best = {replicate ? std::vector<double>{stage, 1} : std::vector<double>{stage}, 0, m};
+    }
+    for (size_t s = 1; s < j; ++s) {
+      const int first = std::max({1, needed(s, j), m - most_[s]});
+      const int last = std::min(m - fewest_[s], replicate ? m - 1 : 1);
+      if (first > last) continue;
+      const double link = link_seconds(s, m - 2);
+      for (int replicas = first; replicas <= last; ++replicas) {
+        const Best& before = best_[static_cast<size_t>(m - replicas)][s];
+        if (before.replicas == 0) continue;
+        const double stage = stage_seconds(s, j, replicas);
+        const double slowest = std::max({before.order[0], link, stage});
+        if (slowest > (best.replicas == 0 ? limit_ : best.order[0])) continue;
+        order = before.order;
+        add_stage(order, link, stage);
+        if (best.replicas == 0 || order < best.order) best = {order, s, replicas};
+      }
+    }
+    return best;
+  }
+
+  BalancedPipeline pipeline(int m) const {
+    BalancedPipeline made;
+    size_t j = modules_.size();
+    made.slowest = best_[static_cast<size_t>(m)][j].order[0];
+    while (j > 0) {
+      const Best& best = best_[static_cast<size_t>(m)][j];
+      PipelineStage stage{{}, best.replicas, stage_seconds(best.start, j, best.replicas)};
+      stage.chunk.has_embedding = best.start == 0;
+      stage.chunk.has_head = j == modules_.size();
+      for (size_t i = std::max<size_t>(best.start, 1); i < std::min(j, modules_.size() - 1); ++i)
+        stage.chunk.layers.push_back(static_cast<int64_t>(i) - 1);
+      made.stages.insert(made.stages.begin(), std::move(stage));
+      m -= best.replicas;
+      j = best.start;
+    }
+    return made;
+  }
+
+  int workers_;
+  std::vector<double> links_;
+  Replicate replicate_;
+  double limit_ = 0, floor_ = 0;    // slower times are left out; faster ones count as floor_
+  std::vector<int> fewest_, most_;  // workers that the first j modules can have in a pipeline within the limit
+  std::vector<ModuleCost> modules_;
+  std::vector<double> seconds_, weight_bytes_;  // of modules [i, j), by at(i, j)
+  std::vector<std::vector<Best>> best_;         // A(j, m), by [m][j]
+};
+
+}  // namespace detail
+
+// The pipeline of exactly `stages` stages, none replicated, whose slowest stage or link is the fastest. The first and
+// the last stage may have no layers, only the embedding or the head. links: bytes/s of the link after each stage but
+// the last, or one for all.
+inline BalancedPipeline balanced_stages(const ModelCosts& costs, int stages, const std::vector<double>& links) {
+  const int64_t modules = static_cast<int64_t>(costs.blocks.size()) + 2;
+  CHECK(stages >= 1 && stages <= modules,
+        "--pp-layout balanced: the embedding, {} layers and the head cannot be divided into {} stages; use at most {}",
+        costs.blocks.size(), stages, modules);
+  CHECK(links.size() == 1 || links.size() + 1 == static_cast<size_t>(stages),
+        "{} link speeds, expected one, or one for each of the {} links between {} stages", links.size(), stages - 1,
+        stages);
+  return detail::Pipedream(costs, stages, links, detail::Replicate::no).solve();
+}
+
+// The fastest pipeline that uses all `workers`, with any number of stages and of replicas of each. link: bytes/s
+// between any two workers. For 128 modules this takes milliseconds to a second with up to 256 workers, seconds to
+// minutes with thousands: then let a worker be a group of n data-parallel ranks (a level in the paper), n times as
+// fast.
+inline BalancedPipeline balanced_replicated_stages(const ModelCosts& costs, int workers, double link) {
+  CHECK(workers >= 1, "{} workers, expected at least 1", workers);
+  return detail::Pipedream(costs, workers, {link}, detail::Replicate::yes).solve();
+}
+
+// The number of layers of each chunk, for any placement of chunks on stages: stage stage_of[c] runs chunk c, and all
+// stages run equally many chunks. With one chunk a stage: balanced_stages(). Otherwise all layers must cost the same,
+// and each in turn goes to the stage with the least work, there to the chunk with the least: no other choice makes the
+// slowest stage faster. Every chunk has a layer, except the first and the last, which have the embedding and the head.
+// Messages do not count: they are equally large between any two layers.
+inline std::vector<int64_t> balanced_layers(const ModelCosts& costs, const std::vector<int>& stage_of) {
+  const size_t chunks = stage_of.size(), stages = static_cast<size_t>(*std::ranges::max_element(stage_of)) + 1;
+  std::vector<int64_t> layers(chunks);
+  if (chunks == stages) {
+    const BalancedPipeline found =
+        balanced_stages(costs, static_cast<int>(stages), {std::numeric_limits<double>::infinity()});
+    for (size_t s = 0; s < stages; ++s) layers[s] = static_cast<int64_t>(found.stages[s].chunk.layers.size());
+    return layers;
+  }
+  CHECK(costs.blocks.size() + 2 >= chunks,
+        "--pp-layout balanced: the embedding, {} layers and the head cannot be divided into {} chunks; use at most {}",
+        costs.blocks.size(), chunks, costs.blocks.size() + 2);
+  const double layer = costs.blocks.empty() ? 0 : costs.blocks[0].seconds;
+  for (const ModuleCost& block : costs.blocks)
+    CHECK(block.seconds == layer,
+          "--pp-layout balanced: with several chunks a stage, all layers must cost the same, and with experts some do "
+          "not: use even, or give their numbers");
+  std::vector<double> of_chunk(chunks), of_stage(stages);
+  const auto add = [&](size_t c, double seconds) {
+    of_chunk[c] += seconds;
+    of_stage[static_cast<size_t>(stage_of[c])] += seconds;
+  };
+  add(0, costs.embedding.seconds);
+  add(chunks - 1, costs.head.seconds);
+  for (size_t c = 1; c + 1 < chunks; ++c) ++layers[c], add(c, layer);
+  for (size_t left = costs.blocks.size() + 2 - chunks; left > 0; --left) {
+    size_t least = 0;  // among equal stages the later one: see even_layers()
+    for (size_t c = 1; c < chunks; ++c) {
+      const auto load = [&](size_t i) {
+        const size_t stage = static_cast<size_t>(stage_of[i]);
+        return std::tuple(of_stage[stage], -static_cast<double>(stage), of_chunk[i]);
+      };
+      if (load(c) <= load(least)) least = c;
+    }
+    ++layers[least], add(least, layer);
+  }
+  return layers;
+}
+
+// "8,10,10,8", as a list for --pp-layout; a replicated stage as "10x2".
+inline std::string name_of(const BalancedPipeline& pipeline) {
+  std::string text;
+  for (const PipelineStage& stage : pipeline.stages)
+    text += formatted("{}{}{}", text.empty() ? "" : ",", stage.chunk.layers.size(),
+                      stage.replicas == 1 ? "" : formatted("x{}", stage.replicas));
+  return text;
+}
+
+}  // namespace llmc

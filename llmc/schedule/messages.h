@@ -1,0 +1,96 @@
+// messages.h: the complete action lists of a pipeline's stages: what each computes, sends and receives, in order. Those
+// of pipedream are also made turn by turn.
+#pragma once
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "schedule/simulate.h"
+
+namespace llmc {
+
+namespace detail {
+
+// Adds the messages to the passes that each stage computes. Their places in the lists are decided for all stages at
+// once: all messages are sorted by the time at which they are made, if every pass takes its time in PassCosts, and each
+// is put into the lists of its sender and its receiver before the passes that these begin at that time or later. So no
+// stages wait in a circle, even if every send waits until its receive begins; and two stages see the messages between
+// them in the same order.
+inline std::vector<ActionList> with_messages(const Pipeline& p, const std::vector<ActionList>& computes) {
+  const Simulation sim = simulate(p, computes);
+  struct Message {
+    double time;
+    Action send, receive;
+  };
+  std::vector<Message> messages;
+  for (size_t s = 0; s < computes.size(); ++s)
+    for (size_t i = 0; i < computes[s].size(); ++i) {
+      const Action& a = computes[s][i];
+      const bool forward = a.kind == ActionKind::forward;
+      const int to = chunk_after(a);
+      if (!forward && !is_backward(a.kind)) continue;
+      if (to < 0 || to == p.chunks() || p.stage_of(to) == static_cast<int>(s)) continue;
+      messages.push_back(
+          {sim.times[s][i].end,
+           {forward ? ActionKind::send_activations : ActionKind::send_gradients, a.chunk, a.micro_batch, a.slice},
+           {forward ? ActionKind::receive_activations : ActionKind::receive_gradients, to, a.micro_batch, a.slice}});
+    }
+  std::sort(messages.begin(), messages.end(), [](const Message& a, const Message& b) {
+    return std::tuple(a.time, a.send.chunk, a.send.kind) < std::tuple(b.time, b.send.chunk, b.send.kind);
+  });
+
+  std::vector<ActionList> lists(computes.size());
+  std::vector<size_t> computed(computes.size(), 0);
+  // Lists the passes that a stage begins before `time`.
+  auto compute_until = [&](int stage, double time) {
+    const auto s = static_cast<size_t>(stage);
+    while (computed[s] < computes[s].size() && sim.times[s][computed[s]].begin < time)
+      lists[s].push_back(computes[s][computed[s]++]);
+  };
+  for (const Message& m : messages)
+    for (const Action* a : {&m.send, &m.receive}) {
+      const int stage = p.stage_of(a->chunk);
+      compute_until(stage, m.time);
+      lists[static_cast<size_t>(stage)].push_back(*a);
+    }
+  for (int s = 0; s < p.stages; ++s) compute_until(s, sim.makespan + 1);
+  return lists;
+}
+
+}  // namespace detail
+
+// One list of actions per stage: for a step, and for forwards alone.
+inline std::vector<ActionList> pipeline_actions(const Pipeline& p) {
+  return detail::with_messages(p, compute_orders(p));
+}
+inline std::vector<ActionList> forward_actions(const Pipeline& p) {
+  return detail::with_messages(p, forward_orders(p));
+}
+
+// The lists of pipedream turn by turn, because the number of micro-batches until the next flush is known only when it
+// comes. In turn t a stage runs the forward of micro-batch t, as long as new ones begin, and the backward and update of
+// an earlier one: on the last stage of micro-batch t itself, on each stage before of one that is a turn older. A
+// gradient is received one turn before it is used, in the turn in which it is sent. If `begun` micro-batches have
+// begun, all turns up to begun + P - 2 are the complete lists for them; in these, too, two stages see the messages
+// between them in the same order, and no stages wait in a circle.
+inline ActionList pipedream_turn(int stages, int stage, int64_t turn, int64_t begun) {
+  using enum ActionKind;
+  const int behind = stages - 1 - stage;  // stages after this one
+  const int64_t arriving = turn - (behind - 1), back = turn - behind;
+  const auto exists = [&](int64_t m) { return m >= 0 && m < begun; };
+  ActionList list;
+  if (exists(turn)) {
+    if (stage > 0) list.push_back({receive_activations, stage, turn});
+    list.push_back({forward, stage, turn});
+    if (behind > 0) list.push_back({send_activations, stage, turn});
+  }
+  if (behind > 0 && exists(arriving)) list.push_back({receive_gradients, stage, arriving});
+  if (exists(back)) {
+    list.push_back({backward, stage, back});
+    if (stage > 0) list.push_back({send_gradients, stage, back});
+    list.push_back({update, stage, back});
+  }
+  return list;
+}
+
+}  // namespace llmc

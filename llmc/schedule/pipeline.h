@@ -1,0 +1,125 @@
+// pipeline.h: a pipeline as a value: which schedule, how many stages, chunks, micro-batches and slices; which stage has
+// which chunk; and the laws of its bubble and its memory.
+//
+// The model is cut by layers: stage s of P holds some layers, and the micro-batches pass through the stages, forward
+// and then backward. A stage waits until the first micro-batch reaches it, and while the last one returns: the bubble.
+//   gpipe        all forwards, then all backwards (Huang et al. 2019)
+//   1f1b         each backward as soon as it can run: less memory, the same bubble (Narayanan et al. 2019, 2021)
+//   interleaved  each stage has V chunks: a bubble V times shorter, for V times the messages (Narayanan 2021)
+//   zb-h1        the weight part of the backward waits until there is nothing better to do (Qi et al. 2023)
+//   zb-v         the same with two chunks per stage, placed down and up again: the last chunk is on the first stage
+//   pipedream    1f1b that updates after every micro-batch, without waiting for the others (Narayanan et al. 2019)
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/check.h"
+#include "core/faults.h"
+#include "schedule/actions.h"
+
+namespace llmc {
+
+struct Pipeline {
+  Schedule schedule = Schedule::one_f_one_b;
+  int stages = 1;             // P
+  int chunks_per_stage = 1;   // V
+  int64_t micro_batches = 1;  // M, in a step; with pipedream, between two flushes
+  int slices = 1;             // K, of the sequence of each micro-batch (TeraPipe, Li et al. 2021)
+
+  int chunks() const { return stages * chunks_per_stage; }
+  int64_t passes() const { return micro_batches * slices; }  // of each chunk
+
+  int stage_of(int chunk) const {
+    if (schedule == Schedule::zb_v) return chunk < stages ? chunk : 2 * stages - 1 - chunk;
+    return chunk % stages;
+  }
+  int chunk_of(int stage, int v) const {
+    if (schedule == Schedule::zb_v && v == 1) return 2 * stages - 1 - stage;
+    return v * stages + stage;
+  }
+  // The place of a chunk among those of its stage.
+  int place_of(int chunk) const { return chunk / stages; }
+
+  bool splits_backward() const { return schedule == Schedule::zb_h1 || schedule == Schedule::zb_v; }
+};
+
+// The most forwards that can be listed; bounds the memory of the lists.
+inline constexpr int64_t most_pipeline_passes = 1 << 20;
+
+// What the schedule cannot have of these values; the messages name the options.
+inline Faults pipeline_faults(const Pipeline& p) {
+  Faults faults;
+  faults.unless(p.stages >= 1, "--pp {}: a pipeline has at least 1 stage", p.stages);
+  faults.unless(p.micro_batches >= 1, "{} micro-batches: a step has at least 1", p.micro_batches);
+  faults.unless(p.chunks_per_stage >= 1, "--pp-chunks {}: a stage has at least 1 chunk", p.chunks_per_stage);
+  faults.unless(p.slices >= 1, "--token-slices {}: a micro-batch has at least 1 slice", p.slices);
+  faults.unless(has_chunks(p.schedule) || p.chunks_per_stage == 1,
+                "--pp-chunks {} with --schedule {}, whose stages have 1 chunk each: use --schedule interleaved, or "
+                "leave out --pp-chunks",
+                p.chunks_per_stage, p.schedule);
+  faults.unless(p.schedule != Schedule::zb_v || p.chunks_per_stage == 2,
+                "--pp-chunks {} with --schedule zb-v, whose stages have 2 chunks each, one on the way down and one on "
+                "the way up: leave out --pp-chunks",
+                p.chunks_per_stage);
+  faults.unless(has_slices(p.schedule) || p.slices == 1,
+                "--token-slices with --schedule {}: only gpipe and 1f1b take a micro-batch in slices; leave out "
+                "--token-slices, or use one of them",
+                p.schedule);
+  const double passes = static_cast<double>(p.stages) * p.chunks_per_stage * static_cast<double>(p.micro_batches) *
+                        static_cast<double>(p.slices);
+  faults.unless(passes <= static_cast<double>(most_pipeline_passes),
+                "{} stages x {} chunks x {} micro-batches x {} slices are more than {} forwards: too many to list",
+                p.stages, p.chunks_per_stage, p.micro_batches, p.slices, most_pipeline_passes);
+  return faults;
+}
+
+// ---- Laws, for chunks that take equally long, and messages that take no time ----------------------------------------
+
+// The bubble: the fraction of a step's time in which a stage idles. None: there is no law for these numbers, only the
+// simulation. For zb-h1 and zb-v the law holds if forward, input part and weight part take equally long.
+struct Law {
+  double bubble;
+  const char* formula;
+};
+inline std::optional<Law> bubble_law(const Pipeline& p) {
+  const double P = p.stages, M = static_cast<double>(p.micro_batches), V = p.chunks_per_stage, K = p.slices;
+  switch (p.schedule) {
+    case Schedule::gpipe:
+    case Schedule::one_f_one_b:
+      return Law{(P - 1) / (M * K + P - 1), p.slices == 1 ? "(P - 1) / (M + P - 1)" : "(P - 1) / (K M + P - 1)"};
+    case Schedule::interleaved:
+      if (p.micro_batches < p.stages) return std::nullopt;
+      return Law{(P - 1) / (V * M + P - 1), "(P - 1) / (V M + P - 1)"};
+    case Schedule::zb_h1:
+      if (p.micro_batches < p.stages) return std::nullopt;
+      return Law{(P - 1) / (3 * M + P - 1), "(P - 1) / (3 M + P - 1)"};
+    case Schedule::zb_v:
+      if (p.micro_batches < 2 * p.stages - 1) return std::nullopt;
+      return Law{(P - 1) / (6 * M + P - 1), "(P - 1) / (6 M + P - 1)"};
+    case Schedule::pipedream: return Law{(P - 1) / (M + P - 1), "(P - 1) / (M + P - 1)"};
+  }
+  return std::nullopt;
+}
+
+// The most passes (a micro-batch or slice in a chunk) that are, on a stage at the same time, between their forward and
+// their backward or its input part. None: there is no law, only the lists.
+inline std::optional<int64_t> activations_law(const Pipeline& p, int stage) {
+  const int64_t behind = p.stages - stage;  // stages from this one to the last
+  switch (p.schedule) {
+    case Schedule::gpipe: return p.passes();
+    case Schedule::one_f_one_b: return std::min(p.passes(), behind + p.slices - 1);
+    case Schedule::zb_h1:
+    case Schedule::pipedream: return std::min(p.micro_batches, behind);
+    default: return std::nullopt;
+  }
+}
+
+// How many versions of its weights a stage keeps with pipedream, so that each backward finds the version of its
+// forward. From 2 (P - s) - 1 micro-batches on, exactly this many are needed.
+inline int64_t weight_versions(const Pipeline& p, int stage) {
+  return p.schedule == Schedule::pipedream ? p.stages - stage : 1;
+}
+
+}  // namespace llmc

@@ -1,0 +1,119 @@
+// params.h: the one list of parameters. A ParamSpec describes a canonical parameter completely; sizes, gradients,
+// optimizer state, checkpoints and plans derive from the table. Units group parameters into flat, padded buffers: one
+// per block, one more for the experts of a block, one for the embedding, one for the head. A unit is gathered, reduced
+// and updated as a whole.
+#pragma once
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/layout.h"
+#include "core/dtype.h"
+#include "core/shape.h"
+#include "ops/optimizers.h"
+#include "ops/types.h"
+
+namespace llmc {
+
+enum class Init : uint8_t { normal, zeros, ones };
+
+// How tensor parallelism divides a parameter among the ranks of a group (parts.h).
+enum class TensorSplit : uint8_t {
+  outputs,     // column parallel: each rank has rows of the (out, in) matrix, or elements of its bias
+  inputs,      // row parallel: each rank has columns of the (out, in) matrix
+  vocabulary,  // each rank has rows, padded on each rank; the last ranks may have none
+  by_row,      // every rank has it all, and applies it to its rows of the residual stream
+  by_head,     // every rank has it all, and applies it to its heads
+};
+
+// Where a parameter lies in its unit's flat buffer.
+enum class Placement : uint8_t {
+  aligned,   // at the next multiple of UnitLayout::alignment elements
+  adjacent,  // directly after the previous one: q, k, v are one matrix to the matmul, three parameters to all else
+};
+
+// Rows and columns of a matrix; a vector has one column.
+struct Box {
+  int64_t row = 0, rows = 0, column = 0, columns = 1;
+  int64_t numel() const { return rows * columns; }
+  bool operator==(const Box&) const = default;
+};
+
+struct ParamSpec {
+  std::string name;  // canonical: "blocks.0.attn.q.weight"
+  Shape shape;       // global and without padding; matrices are (out, in)
+  TensorSplit tp = TensorSplit::by_row;
+  Init init = Init::normal;
+  float init_std = 0.02f;
+  bool decay = false;                 // weight decay: matrices only
+  Optimizer rule = Optimizer::adamw;  // which optimizer updates it
+  int64_t padded_rows = 0;            // rows stored, including padding at the end, which is always zero; 0: no padding
+  Placement placement = Placement::aligned;
+  int64_t most_parts = 0;  // it divides into at most this many parts; further ranks have copies; 0: any number
+  std::optional<int64_t> expert = {};  // which expert of its layer it is a part of (expert_parallel.h)
+
+  // The part that this rank has, and who shares it (parts.h); none: the whole parameter.
+  std::optional<Box> part = {};
+  int copies = 1;          // ranks of its tensor-parallel group that have the same part
+  bool first_copy = true;  // this rank is the first of them: it alone counts the part in the norm and writes it
+  bool partial = false;    // each of them computes a partial gradient: their sum is the gradient
+
+  int64_t numel() const { return shape.numel(); }  // of the whole parameter
+  Box box() const { return part ? *part : Box{0, shape[0], 0, numel() / shape[0]}; }
+  // The shape that this rank stores.
+  Shape stored_shape() const {
+    const Box held = box();
+    Shape stored = shape;
+    stored[0] = padded_rows > 0 ? padded_rows : held.rows;
+    if (stored.rank() == 2) stored[1] = held.columns;
+    return stored;
+  }
+  // Where in the whole parameter the elements of this rank's box are, from index `begin` of the box on.
+  Elements elements_from(int64_t begin) const {
+    const Box held = box();
+    const int64_t stride = numel() / shape[0];
+    return {.begin = begin, .first = held.row * stride + held.column, .columns = held.columns, .stride = stride};
+  }
+};
+
+struct UnitSpec {
+  std::string name;  // "embedding", "blocks.0", "blocks.0.experts", "head"
+  std::vector<ParamSpec> params;
+  Sharing sharing = Sharing::dense;
+};
+
+using ParamTable = std::vector<UnitSpec>;  // in the order of the forward pass
+
+inline int64_t count_parameters(const ParamTable& table) {
+  int64_t n = 0;
+  for (const UnitSpec& unit : table)
+    for (const ParamSpec& p : unit.params) n += p.numel();
+  return n;
+}
+
+// The layout of a unit's flat buffer, in elements, padded so that it divides into equal, aligned parts.
+struct UnitLayout {
+  static constexpr int64_t alignment = 64;
+
+  explicit UnitLayout(const UnitSpec& unit, int64_t parts = 1) {
+    for (const ParamSpec& p : unit.params) {
+      const int64_t begin = p.placement == Placement::adjacent ? size : round_up(size, alignment);
+      offsets.push_back(begin);
+      size = begin + p.stored_shape().numel();
+    }
+    size = round_up(size, alignment * parts);
+  }
+
+  std::vector<int64_t> offsets;  // of each parameter
+  int64_t size = 0;              // padded
+};
+
+inline size_t param_index(const UnitSpec& unit, const std::string& suffix) {
+  for (size_t i = 0; i < unit.params.size(); ++i)
+    if (unit.params[i].name.ends_with(suffix)) return i;
+  throw Error(formatted("unit {} has no parameter ...{}", unit.name, suffix));
+}
+
+}  // namespace llmc

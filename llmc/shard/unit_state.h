@@ -1,0 +1,281 @@
+// unit_state.h: which part of a unit's weights, gradients, master weights and optimizer slots a rank holds; and the
+// corresponding entries of the StateTable. No other file computes an offset from a number of ranks.
+//
+// A unit's flat buffer divides into as many equal shards as the shard group has ranks. Two ranges of it matter to a
+// rank; they differ only at stage 0:
+//
+//   shard_range()    the shard of this rank: it reduces its gradients and contributes its square sum to the norm
+//   update_range()   the part that this rank updates, and so holds masters and slots for: the whole unit at stage 0,
+//                    where every rank repeats the same update; its own shard at stages 1 to 3. With a parameter server:
+//                    the whole unit on the server, nothing on the other ranks; with partitioned ones: its own shard
+//
+// llmc/README.md draws how a unit goes through a step at each stage.
+#pragma once
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "comm/groups.h"
+#include "device/arena.h"
+#include "device/device.h"
+#include "ops/ops.h"
+#include "shard/params.h"
+
+namespace llmc {
+
+enum class StateKind : uint8_t { weight, master, slot };
+
+// One entry of the StateTable: the elements [begin, begin + tensor.numel()) of param->box(), held by this rank.
+struct StateEntry {
+  const ParamSpec* param;
+  StateKind kind;
+  int64_t begin;
+  Tensor tensor;    // flat, without padding rows
+  size_t slot = 0;  // which one of the parameter's rule
+  // "weight", "master" or the name of the slot, such as "moment1".
+  const char* name() const {
+    return kind == StateKind::weight   ? "weight"
+           : kind == StateKind::master ? "master"
+                                       : rule_of(param->rule).slots[slot].name;
+  }
+  Elements elements() const { return param->elements_from(begin); }  // where they are in the whole parameter
+
+  // Calls f(i, index, n) for each row, or part of one: elements [i, i + n) of the tensor are those of the parameter
+  // from `index` on.
+  template <class F>
+  void for_each_row(F&& f) const {
+    const Elements where = elements();
+    for (int64_t i = 0, n; i < tensor.numel(); i += n) {
+      n = std::min(tensor.numel() - i, where.columns - (where.begin + i) % where.columns);
+      f(i, where.index(i), n);
+    }
+  }
+};
+using StateTable = std::vector<StateEntry>;
+
+class UnitState {
+ public:
+  // versions: how many versions of the weights are kept; one is used at a time
+  UnitState(const UnitSpec& spec, DType dtype, const ZeroConfig& zero, int shard, Arena& arena, int64_t versions = 1)
+      : spec_(spec), layout_(spec, zero.ranks()) {
+    const DType state = accumulator_of(dtype);
+    whole_ = {0, layout_.size};
+    find_copies();
+    shard_range_ = {layout_.size / zero.shards * shard, layout_.size / zero.shards};
+    const ZeroConfig::Updates updates = zero.updates();
+    update_range_ = updates == ZeroConfig::Updates::shard_owners             ? shard_range_
+                    : updates == ZeroConfig::Updates::everyone || shard == 0 ? whole_
+                                                                             : Range{};
+    sharded_ = zero.stage == 3                                ? Sharded::weights
+               : updates == ZeroConfig::Updates::shard_owners ? Sharded::optimizer
+                                                              : Sharded::nothing;
+    auto flat = [&](const char* label, DType d, const Range& r) {
+      return r.size == 0 ? Tensor{} : arena.alloc(label, spec_.name.c_str(), d, {r.size});
+    };
+    if (zero.stage == 3) {
+      weight_shard_ = flat("weights", dtype, shard_range_);
+    } else {
+      weights_ = flat("weights", dtype, whole_);
+      weight_shard_ = weights_.slice(shard_range_.begin, {shard_range_.size});
+    }
+    versions_.push_back(weights_);
+    while (static_cast<int64_t>(versions_.size()) < versions)
+      versions_.push_back(flat("weight versions", dtype, whole_));
+    if (zero.holds == Holds::weights) return;
+    if (dtype != state && zero.master_weights) master_ = flat("master weights", state, update_range_);
+    if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
+    else gradient_sum_ = flat("gradients", state, update_range_);
+    if (spec_.params.empty()) return;
+    const Optimizer rule = spec_.params.front().rule;
+    for (const ParamSpec& p : spec_.params) CHECK(p.rule == rule, "{} has two optimizers", spec_.name);
+    for (size_t i = 0; i < rule_of(rule).slots.size(); ++i)
+      slots_[i] = flat(rule_of(rule).slots[i].label, state, update_range_);
+  }
+
+  const UnitSpec& spec() const { return spec_; }
+  int64_t size() const { return layout_.size; }
+  const Range& shard_range() const { return shard_range_; }
+  const Range& update_range() const { return update_range_; }
+
+  // A parameter, by a suffix of its name; `fused`: this many adjacent parameters as one matrix or vector.
+  Tensor weight(const std::string& suffix, int fused = 1) const { return view(weights_, suffix, fused); }
+  Tensor gradient(const std::string& suffix, int fused = 1) const { return view(gradients_, suffix, fused); }
+  bool has(const std::string& suffix) const {
+    for (const ParamSpec& p : spec_.params)
+      if (p.name.ends_with(suffix)) return true;
+    return false;
+  }
+
+  Tensor weights() const { return weights_; }  // of the whole unit; at stage 3 only while it is gathered
+  // Which rows of the vocabulary this rank's part of a table has.
+  Vocabulary vocabulary(const std::string& suffix) const {
+    const Box box = spec_.params[param_index(spec_, suffix)].box();
+    return {box.row, box.rows};
+  }
+  Tensor weight_shard() const { return weight_shard_; }
+  // Gradients of the whole unit, from this rank's samples; with GradReduce::micro only between start and reduction.
+  Tensor gradients() const { return gradients_; }
+  // Gradients of update_range(), summed over all ranks.
+  Tensor reduced_gradients() const {
+    return gradient_sum_.empty() ? gradients_.slice(update_range_.begin, {update_range_.size}) : gradient_sum_;
+  }
+  // The part of shard `k`, summed over all ranks, that this rank counts in the gradient norm. `k` is its own shard, or
+  // on a parameter server any; if several tensor-parallel ranks have the same elements, the first of them counts them.
+  std::vector<Tensor> counted_gradients(int k) const {
+    std::vector<Tensor> counted;
+    for (const Range& r : counted_)
+      if (const Range in_shard = overlap(r, {shard_range_.size * k, shard_range_.size}); in_shard.size > 0)
+        counted.push_back(part(reduced_gradients(), update_range_, in_shard));
+    return counted;
+  }
+  // Elements for which each of `copies` tensor-parallel ranks has a partial gradient.
+  struct PartialSum {
+    Range range;
+    int copies;
+  };
+  const std::vector<PartialSum>& partial_sums() const { return partial_sums_; }
+  Tensor gradient_sum() const { return gradient_sum_; }
+
+  // This unit's part of a buffer that several units share in turn.
+  Tensor in_buffer(const Tensor& buffer) const {
+    Tensor mine = buffer.slice(0, {layout_.size});
+    mine.name = spec_.name.c_str();
+    return mine;
+  }
+  void attach_weights(const Tensor& buffer) { weights_ = in_buffer(buffer); }
+  // From here on, weights() are those of this version.
+  void use_version(size_t index) {
+    weights_ = versions_[index];
+    weight_shard_ = weights_.slice(shard_range_.begin, {shard_range_.size});
+  }
+  const Tensor& version(size_t index) const { return versions_[index]; }
+  void attach_gradients(const Tensor& buffer) { gradients_ = in_buffer(buffer); }
+
+  void zero_all(Stream& stream) const {
+    for (const Tensor& t : {sharded_ == Sharded::weights ? weight_shard_ : weights_, master_, slots_[0], slots_[1]})
+      if (!t.empty()) zero(t, stream);
+  }
+
+  void update(Tensor control, OptimizerOptions options, Stream& stream) const {
+    if (rounds_stochastically()) return update_stochastic(control, options, stream);
+    const float decay = options.weight_decay;
+    for (size_t i = 0; i < spec_.params.size();) {  // one call for neighbours with equal decay, gaps included
+      const size_t first = i;
+      while (i < spec_.params.size() && spec_.params[i].decay == spec_.params[first].decay) ++i;
+      const int64_t begin = layout_.offsets[first], end = i < spec_.params.size() ? layout_.offsets[i] : layout_.size;
+      const Range r = overlap({begin, end - begin}, update_range_);
+      if (r.size == 0) continue;
+      auto in_update_range = [&](const Tensor& t) { return t.empty() ? t : part(t, update_range_, r); };
+      options.weight_decay = spec_.params[first].decay ? decay : 0.0f;
+      update_weights(spec_.params[first].rule, in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_),
+                     in_update_range(master_), {in_update_range(slots_[0]), in_update_range(slots_[1])},
+                     in_update_range(reduced_gradients()), control, options, stream);
+    }
+  }
+
+  // The boxes of all parameters. `weights`: weights(), or a copy of them.
+  StateTable whole_weights(const Tensor& weights) const {
+    StateTable all;
+    for (size_t i = 0; i < spec_.params.size(); ++i)
+      all.push_back(
+          {&spec_.params[i], StateKind::weight, 0, weights.slice(layout_.offsets[i], {spec_.params[i].box().numel()})});
+    return all;
+  }
+
+  void append_to(StateTable& table) const {
+    for (size_t i = 0; i < spec_.params.size(); ++i) {
+      const Range param{layout_.offsets[i], spec_.params[i].box().numel()};
+      auto add = [&](StateKind kind, const Tensor& t, const Range& held, size_t slot = 0) {
+        const Range r = overlap(param, held);
+        if (!t.empty() && r.size > 0)
+          table.push_back({&spec_.params[i], kind, r.begin - param.begin, part(t, held, r), slot});
+      };
+      if (sharded_ == Sharded::weights) add(StateKind::weight, weight_shard_, shard_range_);
+      else add(StateKind::weight, weights_, whole_);
+      add(StateKind::master, master_, update_range_);
+      for (size_t slot = 0; slot < slots_.size(); ++slot) add(StateKind::slot, slots_[slot], update_range_, slot);
+    }
+  }
+
+  // The reduced gradients that this rank holds, in the manner of append_to().
+  void append_gradients_to(StateTable& table) const {
+    for (size_t i = 0; i < spec_.params.size(); ++i) {
+      const Range param{layout_.offsets[i], spec_.params[i].box().numel()}, r = overlap(param, update_range_);
+      if (r.size > 0)
+        table.push_back(
+            {&spec_.params[i], StateKind::weight, r.begin - param.begin, part(reduced_gradients(), update_range_, r)});
+    }
+  }
+
+ private:
+  void find_copies() {
+    int64_t begin = 0;  // of the range to be counted
+    for (size_t i = 0; i < spec_.params.size(); ++i) {
+      const ParamSpec& p = spec_.params[i];
+      const Range range{layout_.offsets[i], p.stored_shape().numel()};
+      if (!p.first_copy) {
+        if (range.begin > begin) counted_.push_back({begin, range.begin - begin});
+        begin = range.end();
+      }
+      if (!p.partial) continue;
+      const bool continues = i > 0 && spec_.params[i - 1].partial && spec_.params[i - 1].copies == p.copies;
+      if (!continues) partial_sums_.push_back({range, p.copies});
+      // The range includes the gap that follows, so that most numbers of ranks divide it.
+      Range& all = partial_sums_.back().range;
+      all.size = round_up(range.end(), UnitLayout::alignment) - all.begin;
+    }
+    if (begin < layout_.size) counted_.push_back({begin, layout_.size - begin});
+  }
+
+  bool rounds_stochastically() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
+
+  // One parameter at a time: each has its own random numbers.
+  void update_stochastic(Tensor control, OptimizerOptions options, Stream& stream) const {
+    const float decay = options.weight_decay;
+    for (size_t i = 0; i < spec_.params.size(); ++i) {
+      const Range r = overlap({layout_.offsets[i], spec_.params[i].box().numel()}, update_range_);
+      if (r.size == 0) continue;
+      options.weight_decay = spec_.params[i].decay ? decay : 0.0f;
+      auto in_update_range = [&](const Tensor& t) { return t.empty() ? t : part(t, update_range_, r); };
+      update_weights_stochastic(
+          spec_.params[i].rule, in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_),
+          {in_update_range(slots_[0]), in_update_range(slots_[1])}, in_update_range(reduced_gradients()), control,
+          spec_.params[i].name, spec_.params[i].elements_from(r.begin - layout_.offsets[i]), options, stream);
+    }
+  }
+
+  // The elements `r` of the unit, from a tensor that holds the elements `held`.
+  static Tensor part(const Tensor& t, const Range& held, const Range& r) {
+    return t.slice(r.begin - held.begin, {r.size});
+  }
+
+  Tensor view(const Tensor& buffer, const std::string& suffix, int fused) const {
+    CHECK(!buffer.empty(), "unit {}: {} is used while the unit is not gathered", spec_.name, suffix);
+    const size_t first = param_index(spec_, suffix);
+    Shape shape = spec_.params[first].stored_shape();
+    for (int i = 1; i < fused; ++i) {
+      const ParamSpec& next = spec_.params[first + static_cast<size_t>(i)];
+      CHECK(next.placement == Placement::adjacent);
+      shape[0] += next.stored_shape()[0];
+    }
+    Tensor param = buffer.slice(layout_.offsets[first], shape);
+    param.name = spec_.params[first].name.c_str();
+    return param;
+  }
+
+  enum class Sharded { nothing, optimizer, weights };
+
+  UnitSpec spec_;
+  UnitLayout layout_;
+  Sharded sharded_;
+  Range whole_, shard_range_, update_range_;
+  std::vector<Range> counted_;
+  std::vector<PartialSum> partial_sums_;
+  Tensor weights_, weight_shard_;    // in the training dtype
+  std::vector<Tensor> versions_;     // the buffers of all versions; weights_ is one of them
+  Tensor gradients_, gradient_sum_;  // fp32; with GradReduce::micro the sum of the reduced micro-batches
+  Tensor master_;                    // fp32, of update_range_, as the slots are
+  SlotTensors slots_;
+};
+
+}  // namespace llmc
