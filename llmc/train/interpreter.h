@@ -27,7 +27,7 @@ class Interpreter {
     auto scope = context_.arena.scope();
     OpenPass open = begin(actions, pass);
     const Tensor logits = pass.purpose == Purpose::generate ? stage_.logits_room() : Tensor{};
-    state_.start_pass(units_acquired(actions, pass.purpose), context_.compute);
+    state_.weights.start_pass(units_acquired(actions, pass.purpose), context_.compute);
     for (const Action& action : actions) enqueue(action, open, batches, logits);
     if (state_.groups().stages() > 1) read_headers();
     if (pass.purpose != Purpose::generate) return;

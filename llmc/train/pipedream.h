@@ -73,7 +73,7 @@ class Pipedream {
     if (flushed()) return false;
     for (int64_t turn = begun_; turn < begun_ + config_.layout.pipeline.stages - 1; ++turn)
       run_turn(turn, [](int64_t) -> HostBatch { throw Error("a flush begins no micro-batch"); });
-    state_.forget_old_versions(context_.compute);
+    state_.versions.forget_old(context_.compute);
     context_.compute.wait(groups_.gather_stream().record());  // it is the next to use the group of all ranks
     begun_ = 0;
     pass_.reset();
@@ -136,11 +136,11 @@ class Pipedream {
         update(a.micro_batch);
         continue;
       }
-      if (a.kind == ActionKind::forward) state_.begin_forward(a.micro_batch);
+      if (a.kind == ActionKind::forward) state_.versions.begin_forward(a.micro_batch);
       if (a.kind == ActionKind::backward) {
-        state_.begin_backward(a.micro_batch);
+        state_.versions.begin_backward(a.micro_batch);
         zero(row_, context_.compute);
-        state_.zero_gradients(context_.compute);
+        state_.gradients.zero_all(context_.compute);
       }
       interpreter_.enqueue(a, *pass_, batches);
     }
@@ -154,16 +154,16 @@ class Pipedream {
   // The update of this stage with the gradients of step k.
   void update(int64_t k) {
     Stream& compute = context_.compute;
-    state_.finish_gradients(compute);
+    state_.gradients.finish(compute);
     for (size_t u = 0; u < state_.size(); ++u)
-      state_.square_sum_of(u, row_.slice(1 + static_cast<int64_t>(u), {1}), compute);
+      state_.gradients.square_sum_of(u, row_.slice(1 + static_cast<int64_t>(u), {1}), compute);
     Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
     compute.wait(report.free);
     copy(report.row, row_, compute);
     report.ready = compute.record();
     combine(of_stage_, row_, groups_.rank() % groups_.ranks_of_stage(), groups_[GroupName::stage_scalars], 1, control_,
             step(k).rule, compute);
-    state_.begin_version(compute);
+    state_.versions.begin_version(compute);
     state_.update(control_, step(k).optimizer, compute);
   }
 

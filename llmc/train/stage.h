@@ -121,9 +121,9 @@ class Stage {
       const ProfilerRange range = set_current("weight part of the backward of " + unit.spec().name);
       const Sequences sequence = sequences(slot, {Purpose::train, slot.shape}, c.layers[l],
                                            [&]() -> const UnitState& { return state_.unit(*units.experts); });
-      for_units(units, [&](size_t u) { state_.resume_gradients(u); });
+      for_units(units, [&](size_t u) { state_.gradients.resume(u); });
       Block({model_, unit, slot.blocks[l], sequence, parallel_, &slot.output_gradients[l]}).backward_weight();
-      for_units(units, [&](size_t u) { state_.reduce_gradients(u, last_micro_batch, context_.compute); });
+      for_units(units, [&](size_t u) { state_.gradients.reduce(u, last_micro_batch, context_.compute); });
     }
   }
 
@@ -147,12 +147,13 @@ class Stage {
   }
   // The head, with the unit of the embedding if it shares its table.
   Head acquire_head() {
-    const UnitState& head = state_.acquire(head_unit(), context_.compute);
-    return {model_, head, config_.model.tied ? state_.acquire(embedding_unit, context_.compute) : head, parallel_};
+    const UnitState& head = state_.weights.acquire(head_unit(), context_.compute);
+    return {model_, head, config_.model.tied ? state_.weights.acquire(embedding_unit, context_.compute) : head,
+            parallel_};
   }
   void release_head() {
-    state_.release(head_unit(), context_.compute);
-    if (config_.model.tied) state_.release(embedding_unit, context_.compute);
+    state_.weights.release(head_unit(), context_.compute);
+    if (config_.model.tied) state_.weights.release(embedding_unit, context_.compute);
   }
 
   // Names the work that is enqueued from here on.
@@ -185,17 +186,17 @@ class Stage {
   class HeldLayer {
    public:
     HeldLayer(const LayerUnits& units, ModelState& state, Stream& stream)
-        : units_(units), state_(state), stream_(stream), block_(state.acquire(units.block, stream)) {}
+        : units_(units), state_(state), stream_(stream), block_(state.weights.acquire(units.block, stream)) {}
     HeldLayer(const HeldLayer&) = delete;
     HeldLayer& operator=(const HeldLayer&) = delete;
     const UnitState& block() const { return block_; }
     const UnitState& experts() {
-      if (experts_ == nullptr) experts_ = &state_.acquire(*units_.experts, stream_);
+      if (experts_ == nullptr) experts_ = &state_.weights.acquire(*units_.experts, stream_);
       return *experts_;
     }
     void release() {
-      if (experts_ != nullptr) state_.release(*units_.experts, stream_);
-      state_.release(units_.block, stream_);
+      if (experts_ != nullptr) state_.weights.release(*units_.experts, stream_);
+      state_.weights.release(units_.block, stream_);
     }
 
    private:
@@ -212,9 +213,9 @@ class Stage {
   void forward_embedding(const Tensor& out, const Slot& slot) {
     Stream& stream = context_.compute;
     const ProfilerRange range = set_current("forward of the embedding");
-    const UnitState& unit = state_.acquire(embedding_unit, stream);
+    const UnitState& unit = state_.weights.acquire(embedding_unit, stream);
     parallel::Embedding{unit, parallel_}.forward(out, slot.inputs.tokens, slot.inputs.positions);
-    state_.release(embedding_unit, stream);
+    state_.weights.release(embedding_unit, stream);
   }
 
   void forward_block(int64_t layer, const BlockActivations& acts, const Tensor& x, const Slot& slot, const Pass& pass) {
@@ -315,10 +316,10 @@ class Stage {
 
   // The gradients of a unit are those of a whole micro-batch: its slices add to them.
   void start_gradients(size_t u, const Slot& slot) {
-    if (slot.begins_backward()) state_.start_gradients(u, context_.compute);
+    if (slot.begins_backward()) state_.gradients.start(u, context_.compute);
   }
   void reduce_gradients(size_t u, const Slot& slot, bool last_micro_batch) {
-    if (slot.ends_backward()) state_.reduce_gradients(u, last_micro_batch, context_.compute);
+    if (slot.ends_backward()) state_.gradients.reduce(u, last_micro_batch, context_.compute);
   }
 
   // ---- The head's rows ---------------------------------------------------------------------------------------------

@@ -113,10 +113,10 @@ class Trainer {
 
   // Gradients of the mean loss of the whole step, summed over the ranks, left in state().
   void accumulate_gradients(const BatchSource& batches, Launch launch = Launch::replay) {
-    state_.zero_gradients(context_.compute);
+    state_.gradients.zero_all(context_.compute);
     if (!experts_.empty()) zero(experts_.record(), context_.compute);
     run(actions_, {.purpose = Purpose::train, .shape = config_.batch, .launch = launch}, batches);
-    state_.finish_gradients(context_.compute);
+    state_.gradients.finish(context_.compute);
     if (!experts_.empty()) groups_[GroupName::scalars].all_reduce(experts_.record(), context_.compute);
   }
 
@@ -307,15 +307,15 @@ class Trainer {
     const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.layout.zero.shards;
     if (config_.layout.zero.updates() != ZeroConfig::Updates::server) {
       for (int64_t u = 0; u < units; ++u)
-        state_.square_sum_of(static_cast<size_t>(u), my_scalars().slice(1 + u, {1}), stream);
+        state_.gradients.square_sum_of(static_cast<size_t>(u), my_scalars().slice(1 + u, {1}), stream);
       combine();
       return clip_control(control_, square_sums_, loss_, rule, stream);
     }
     combine();  // the losses
     if (groups_.first()) {
       for (int64_t i = 0; i < units * shards; ++i)
-        state_.square_sum_of(static_cast<size_t>(i / shards), square_sums_.slice(i, {1}), stream,
-                             static_cast<int>(i % shards));
+        state_.gradients.square_sum_of(static_cast<size_t>(i / shards), square_sums_.slice(i, {1}), stream,
+                                       static_cast<int>(i % shards));
       clip_control(control_, square_sums_, loss_, rule, stream);
     }
     groups_[GroupName::scalars].broadcast(control_, 0, stream);

@@ -144,22 +144,22 @@ inline selftest::Outcome given_step(const StepConfig& step, const Hooks& hooks =
       [&](Holder& h) {
         ModelState& state = h.state;
         init_weights(state, 42, h.stream);
-        state.zero_gradients(h.stream);
+        state.gradients.zero_all(h.stream);
         for (int64_t m = 0; m < step.micro_batches; ++m)
           for (size_t u = state.size(); u-- > 0;) {
             if (!state.has(u)) continue;
-            state.start_gradients(u, h.stream);
+            state.gradients.start(u, h.stream);
             h.stream.synchronize();
             add_gradients(state.unit(u), h.groups, m);
-            state.reduce_gradients(u, m + 1 == step.micro_batches, h.stream);
+            state.gradients.reduce(u, m + 1 == step.micro_batches, h.stream);
           }
-        state.finish_gradients(h.stream);
+        state.gradients.finish(h.stream);
 
         const Scalars s(step, h);  // as Trainer::decide() has it
         const Tensor mine = s.gathered.slice(h.groups.rank() * s.gathered.shape[1], {s.gathered.shape[1]});
         const std::optional<int> shard = planted == Planted::nothing ? std::nullopt : std::optional(h.groups.me.shard);
         for (size_t u = 0; u < state.size(); ++u)
-          state.square_sum_of(u, mine.slice(1 + static_cast<int64_t>(u), {1}), h.stream, shard);
+          state.gradients.square_sum_of(u, mine.slice(1 + static_cast<int64_t>(u), {1}), h.stream, shard);
         h.groups[GroupName::scalars].all_gather(s.gathered, h.stream);
         combine_scalars(s.loss, s.square_sums, s.gathered, step.layout.zero.shards, step.layout.tensor.ranks,
                         step.layout.pipeline.stages, h.stream);

@@ -308,10 +308,10 @@ TEST_CASE("at stage 3 a block and its experts are gathered at the same time, eac
     for (int pass = 0; pass < 3; ++pass) {
       std::vector<size_t> order;
       for (const LayerUnits& u : units) order.insert(order.end(), {u.block, *u.experts});
-      state.start_pass(order, stream);
+      state.weights.start_pass(order, stream);
       for (size_t l = 0; l < units.size(); ++l) {
-        const UnitState &block = state.acquire(units[l].block, stream),
-                        &experts = state.acquire(*units[l].experts, stream);
+        const UnitState &block = state.weights.acquire(units[l].block, stream),
+                        &experts = state.weights.acquire(*units[l].experts, stream);
         stream.synchronize();
         const std::string prefix = formatted("model.layers.{}.", l);
         REQUIRE(bytes_of(block.weight("attn.proj.weight")) == theirs.at(prefix + "self_attn.o_proj.weight"));
@@ -319,8 +319,8 @@ TEST_CASE("at stage 3 a block and its experts are gathered at the same time, eac
         REQUIRE(bytes_of(experts.weight("experts.4.down.weight")) ==
                 theirs.at(prefix + "block_sparse_moe.experts.4.w2.weight"));
         REQUIRE(block.weights().numel() != experts.weights().numel());
-        state.release(*units[l].experts, stream);
-        state.release(units[l].block, stream);
+        state.weights.release(*units[l].experts, stream);
+        state.weights.release(units[l].block, stream);
       }
     }
   });

@@ -148,7 +148,8 @@ Outcome reference(const StepConfig& step, double max_norm, const std::set<int64_
       run.trainer.accumulate_gradients(batches);
       for (int64_t u = 0; u < units; ++u)
         for (int64_t s = 0; s < shards; ++s)
-          state.square_sum_of(static_cast<size_t>(u), sums.slice(u * shards + s, {1}), stream, static_cast<int>(s));
+          state.gradients.square_sum_of(static_cast<size_t>(u), sums.slice(u * shards + s, {1}), stream,
+                                        static_cast<int>(s));
       clip_control(whole_control, sums, loss, {.max_norm = max_norm}, stream);
       for (int stage = 0; stage < step.layout.pipeline.stages; ++stage) {
         zero(of_stage, stream);

@@ -171,7 +171,7 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
   const ParamTable parameters = parameter_table(config);
   for (size_t u = 0; u < state.size(); ++u)  // one unit gathered, one tensor in host memory at a time
     if (state.stage_of(u) == groups.me.stage)
-      state.with_whole_unit(u, stream, [&](const UnitState& unit) {
+      state.weights.with_whole_unit(u, stream, [&](const UnitState& unit) {
         const bool experts = state.sharing_of(u) == Sharing::experts;
         Comm& group = experts ? groups[GroupName::expert_control] : groups[GroupName::tensor_control];
         const int writer = plan.writer[u], n = group.size();

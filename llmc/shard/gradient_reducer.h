@@ -1,0 +1,122 @@
+// gradient_reducer.h: the sums of the gradients over micro-batches and ranks: reduced once per step, or after every
+// micro-batch, unit by unit while the next one computes.
+#pragma once
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "shard/units.h"
+
+namespace llmc {
+
+class GradientReducer {
+ public:
+  // blocks_open: the most blocks whose gradients are between start() and reduce() at the same time
+  GradientReducer(Units& units, DType dtype, int64_t blocks_open, Arena& arena) : units_(units) {
+    if (by_micro_batch() && zero().holds == Holds::training_state)
+      buffers_ = UnitBuffers(units, "gradients in flight", accumulator_of(dtype), blocks_open + 1, arena);
+  }
+
+  // Before the first micro-batch of a step.
+  void zero_all(Stream& compute) {
+    for (const auto& [u, buffer] : current_) buffer->release(compute);  // left by an interrupted step
+    current_.clear();
+    units_.for_each([&](size_t u) {
+      const UnitState& unit = units_.unit(u);
+      const Tensor sum = by_micro_batch() ? unit.gradient_sum() : unit.gradients();
+      if (!sum.empty()) llmc::zero(sum, compute);  // empty: a parameter server holds it
+    });
+  }
+  // Before the first backward of a unit in a micro-batch.
+  void start(size_t u, Stream& compute) {
+    if (!by_micro_batch()) return;
+    UnitState& unit = units_.unit(u);
+    Buffer* buffer = buffers_.take(u);
+    CHECK(buffer != nullptr, "{}: its gradients have no buffer", unit.spec().name);
+    compute.wait(buffer->free);
+    unit.attach_gradients(buffer->memory);
+    llmc::zero(unit.gradients(), compute);
+    current_.emplace_back(u, buffer);
+  }
+  // Before a later part of a unit's backward: continues the gradients of its oldest micro-batch.
+  void resume(size_t u) {
+    if (by_micro_batch()) units_.unit(u).attach_gradients(oldest(u)->second->memory);
+  }
+  // After the last backward of a unit in a micro-batch: reduces its gradients while the next unit computes.
+  void reduce(size_t u, bool last_micro_batch, Stream& compute) {
+    const UnitState& unit = units_.unit(u);
+    const bool alone = units_.zero_config(units_.sharing_of(u)).ranks() == 1 && unit.partial_sums().empty();
+    if (!by_micro_batch() && (!last_micro_batch || alone)) return;
+    Groups& groups = units_.groups();
+    Stream& stream = groups.reduce_stream();
+    stream.wait(compute.record());
+    const Tensor all = unit.gradients(), shard = all.slice(unit.shard_range().begin, {unit.shard_range().size});
+    if (zero().sync == DpSync::all_reduce) {
+      Comm& sharers = units_.sharers(u).gradients;
+      sharers.reduce_scatter(all, stream);  // the shard group first, then the replicas (contract 3)
+      groups[GroupName::replicas].all_reduce(shard, stream);
+      sum_partial(unit, stream);
+      if (zero().stage == 0) sharers.all_gather(all, stream);
+    } else {
+      groups[GroupName::gradients].push(all, zero().owners(), stream);
+    }
+    if (by_micro_batch()) {
+      if (const Range kept = unit.update_range(); kept.size > 0)
+        add_to(unit.gradient_sum(), all.slice(kept.begin, {kept.size}), stream);
+      const auto current = oldest(u);
+      groups.hooks.released(current->second->memory, stream);
+      current->second->release(stream);
+      current_.erase(current);
+    } else {
+      groups.hooks.released_except(all, unit.update_range(), stream);
+    }
+  }
+  // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets the sum of the
+  // gradients of both.
+  void finish(Stream& compute) {
+    Groups& groups = units_.groups();
+    if (units_.shares_embedding()) {
+      groups.reduce_stream().wait(compute.record());
+      groups[GroupName::tied_gradients].all_reduce(units_.front().reduced_gradients(), groups.reduce_stream());
+    }
+    compute.wait(groups.reduce_stream().record());
+  }
+
+  // out (1) fp64 = the square sum of the gradients that this rank counts in its shard of a unit, or, on a parameter
+  // server, in shard `k`.
+  void square_sum_of(size_t u, const Tensor& out, Stream& compute, std::optional<int> k = std::nullopt) const {
+    const int shard = k.value_or(units_.sharers(u).shard);
+    const std::vector<Tensor> counted = units_.has(u) ? units_.unit(u).counted_gradients(shard) : std::vector<Tensor>();
+    if (counted.empty()) llmc::zero(out, compute);
+    for (size_t i = 0; i < counted.size(); ++i)
+      square_sum(out, counted[i], compute, i == 0 ? Accumulate::no : Accumulate::yes);
+  }
+
+ private:
+  using Buffer = UnitBuffers::Buffer;
+  const ZeroConfig& zero() const { return units_.zero_config(); }
+  bool by_micro_batch() const { return zero().grad_reduce == GradReduce::micro; }
+
+  // Sums, in this rank's shard, the partial gradients of the tensor-parallel ranks that have copies of a parameter.
+  void sum_partial(const UnitState& unit, Stream& stream) {
+    Groups& groups = units_.groups();
+    for (const auto& [range, copies] : unit.partial_sums()) {
+      const Range r = overlap(range, unit.shard_range());
+      Comm& group =
+          groups[copies == groups.layout.tensor.ranks ? GroupName::partial_gradients : GroupName::head_gradients];
+      if (r.size > 0) group.all_reduce(unit.gradients().slice(r.begin, {r.size}), stream);
+    }
+  }
+  std::vector<std::pair<size_t, Buffer*>>::iterator oldest(size_t u) {
+    const auto found = std::find_if(current_.begin(), current_.end(), [&](const auto& c) { return c.first == u; });
+    CHECK(found != current_.end(), "{}: its gradients were not begun", units_.unit(u).spec().name);
+    return found;
+  }
+
+  Units& units_;
+  UnitBuffers buffers_;
+  std::vector<std::pair<size_t, Buffer*>> current_;  // unit and buffer, between start and reduction
+};
+
+}  // namespace llmc

@@ -1,0 +1,148 @@
+// units.h: the units of a model that a rank has: those of its stage of the pipeline, and of each its part.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "shard/unit_state.h"
+
+namespace llmc {
+
+// Which stage of a pipeline has which unit of a model; empty: one stage has all. copy_of_embedding: the stage that has
+// a copy of the embedding because its head is tied to that table; -1: none.
+struct StageUnits {
+  std::vector<int> stage_of = {};
+  int copy_of_embedding = -1;
+  bool has(size_t unit, int stage) const {
+    return stage_of.empty() || stage_of[unit] == stage || (unit == 0 && stage == copy_of_embedding);
+  }
+};
+
+// In the order of the model: the embedding, the blocks (and their experts, if they have any), the head.
+class Units {
+ public:
+  Units(const ParamTable& table, DType dtype, const ZeroConfig& zero, Groups& groups, Arena& arena, StageUnits stages,
+        int64_t versions)
+      : zero_(zero), expert_zero_(groups.layout.expert_zero()), groups_(groups), stages_(std::move(stages)) {
+    for (const UnitSpec& unit : table) {
+      sharing_.push_back(unit.sharing);
+      if (unit.sharing == Sharing::experts) require_expert_groups(unit);
+      units_.push_back(stages_.has(units_.size(), groups.me.stage)
+                           ? std::make_unique<UnitState>(unit, dtype, zero_config(unit.sharing),
+                                                         groups.sharers(unit.sharing).shard, arena, versions)
+                           : nullptr);
+    }
+  }
+
+  bool has(size_t index) const { return units_[index] != nullptr; }
+  // The stage that has a unit; if two have it, the first.
+  int stage_of(size_t index) const { return stages_.stage_of.empty() ? 0 : stages_.stage_of[index]; }
+  // Whether this rank and another stage have the embedding, because the head is tied to it.
+  bool shares_embedding() const { return stages_.copy_of_embedding >= 0 && has(0); }
+  const UnitState& unit(size_t index) const { return *units_[index]; }
+  UnitState& unit(size_t index) { return *units_[index]; }
+  const UnitState& front() const { return *units_.front(); }
+  const UnitState& back() const { return *units_.back(); }
+  size_t size() const { return units_.size(); }  // of the whole model
+  int64_t size_of(size_t index) const { return has(index) ? unit(index).size() : 0; }
+  // f(index) for each unit that this rank has.
+  template <class F>
+  void for_each(F&& f) const {
+    for (size_t u = 0; u < size(); ++u)
+      if (has(u)) f(u);
+  }
+  const ZeroConfig& zero_config(Sharing sharing = Sharing::dense) const {
+    return sharing == Sharing::experts ? expert_zero_ : zero_;
+  }
+  Sharing sharing_of(size_t index) const { return sharing_[index]; }
+  Groups& groups() const { return groups_; }
+  Groups::Sharers sharers(size_t index) const { return groups_.sharers(sharing_[index]); }
+
+  StateTable state_table() const {
+    StateTable table;
+    for_each([&](size_t u) { unit(u).append_to(table); });
+    return table;
+  }
+  StateTable gradient_table() const {
+    StateTable table;
+    for_each([&](size_t u) { unit(u).append_gradients_to(table); });
+    return table;
+  }
+
+ private:
+  void require_expert_groups(const UnitSpec& unit) const {
+    CHECK(
+        groups_.layout.tensor.ranks == 1 || groups_.layout.experts_apart(),
+        "{}: with {} tensor-parallel ranks it has groups of its own, which were not made: ExpertParallel of {} experts",
+        unit.name, groups_.layout.tensor.ranks, groups_.layout.expert.count);
+    CHECK(zero_.sync == DpSync::all_reduce, "{}: the servers of --dp-sync {} cannot hold experts", unit.name,
+          zero_.sync);
+  }
+
+  ZeroConfig zero_, expert_zero_;  // of dense units, of experts
+  Groups& groups_;
+  StageUnits stages_;
+  std::vector<std::unique_ptr<UnitState>> units_;  // none: on another stage
+  std::vector<Sharing> sharing_;                   // of each unit of the model
+};
+
+// Buffers that units use in turn: one for the embedding, one for the head, some for the blocks, and as many for their
+// experts, if any, which differ in size and are needed at the same time as the block.
+class UnitBuffers {
+ public:
+  struct Buffer {
+    Tensor memory;
+    Event free, ready;
+    bool in_use = false;
+    explicit Buffer(Tensor m) : memory(m) { free.signal(); }
+    // From here on the stream no longer uses it.
+    void release(Stream& stream) {
+      free = stream.record();
+      in_use = false;
+    }
+  };
+
+  UnitBuffers() = default;
+  // for_blocks: how many the blocks use in turn; label: what the memory is for, in plans
+  UnitBuffers(const Units& units, const char* label, DType dtype, int64_t for_blocks, Arena& arena)
+      : units_(&units), each_(static_cast<size_t>(for_blocks)) {
+    int64_t block = 0, experts = 0;
+    for (size_t u = 1; u + 1 < units.size(); ++u) {
+      int64_t& largest = units.sharing_of(u) == Sharing::experts ? experts : block;
+      largest = std::max(largest, units.size_of(u));
+    }
+    std::vector<int64_t> sizes = {units.size_of(0), units.size_of(units.size() - 1)};
+    sizes.insert(sizes.end(), each_, block);
+    if (experts > 0) sizes.insert(sizes.end(), each_, experts);
+    for (const int64_t size : sizes)
+      buffers_.emplace_back(size > 0 ? arena.alloc(label, "unit", dtype, {size}) : Tensor{});
+  }
+
+  // A buffer for a unit; none if all that it could have are in use.
+  Buffer* take(size_t u) {
+    Buffer* buffer = nullptr;
+    if (u == 0 || u + 1 == units_->size()) {
+      buffer = &buffers_[u == 0 ? 0 : 1];
+    } else {
+      const bool experts = units_->sharing_of(u) == Sharing::experts;
+      const size_t first = experts ? 2 + each_ : 2;
+      size_t& turn = experts ? experts_turn_ : block_turn_;
+      size_t next = turn;
+      for (size_t tried = 1; tried < each_ && buffers_[first + next % each_].in_use; ++tried) ++next;
+      buffer = &buffers_[first + next % each_];
+      if (!buffer->in_use) turn = next + 1;
+    }
+    if (buffer->in_use) return nullptr;
+    buffer->in_use = true;
+    return buffer;
+  }
+
+ private:
+  const Units* units_ = nullptr;
+  size_t each_ = 0;  // buffers of the blocks, and of their experts
+  std::vector<Buffer> buffers_;
+  size_t block_turn_ = 0, experts_turn_ = 0;
+};
+
+}  // namespace llmc
