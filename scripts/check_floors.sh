@@ -11,7 +11,8 @@
 #    an #if on their macros or includes their headers.
 # 4. The transports are private to llmc/comm.
 # 5. A CUDA kernel in a header is a template: nvcc puts any other into every object file, and they do not link.
-# 6. No source has more than 600 lines, and no folder more than 40 files. Whether a file has one purpose is for readers
+# 6. No circle among headers.
+# 7. No source has more than 600 lines, and no folder more than 40 files. Whether a file has one purpose is for readers
 # to judge: the ten longest sources are printed for them.
 set -euo pipefail
 cd "${1:-$(dirname "$0")/..}"
@@ -111,6 +112,15 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
 ' || failed=1
 
 # Rule 6.
+loops=$(grep -HoE '^#include "[a-z_0-9/]+\.(h|cuh)"' -r llmc --include='*.h' --include='*.cuh' |
+  sed -E 's,^llmc/([^:]*):#include "(.*)",\1 \2,' | tsort 2>&1 >/dev/null || true)
+if [ -n "$loops" ]; then
+  echo "headers that include each other in a circle:"
+  echo "$loops"
+  failed=1
+fi
+
+# Rule 7.
 for folder in dev scripts data; do [ ! -d "$folder" ] || code+=("$folder"); done
 files=$(find "${code[@]}" -type f ! -path '*/golden/*' ! -path '*/results/*' \
   ! -path '*/__pycache__/*' ! -path 'data/*/*' ! -name '*.bin' | LC_ALL=C sort)

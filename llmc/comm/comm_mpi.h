@@ -1,4 +1,4 @@
-// comm_mpi.h: bytes between processes through MPI. Private to dist/.
+// comm_mpi.h: bytes between processes through MPI. Private to comm/.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include "comm/comm_mpi_thread.h"
 #include "core/check.h"
 #include "net/meeting/launch.h"
-#include "net/wire/links.h"
+#include "net/links.h"
 
 namespace llmc {
 

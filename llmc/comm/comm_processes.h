@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "comm/comm_threads.h"
-#include "net/wire/links.h"
+#include "net/links.h"
 
 namespace llmc {
 

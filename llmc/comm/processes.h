@@ -12,7 +12,7 @@
 #include "net/meeting/launch.h"
 #include "net/meeting/rendezvous.h"
 #include "net/watching/watchdog.h"
-#include "net/wire/tcp_links.h"
+#include "net/tcp_links.h"
 
 namespace llmc {
 

@@ -1,4 +1,4 @@
-// parallel.h: the group of a tensor-parallel rank (tensor_parallel.h says who has which part), and how rows travel in
+// group.h: the group of a tensor-parallel rank (tensor_parallel.h says who has which part), and how rows travel in
 // it. The layers that the ranks compute together are in tensor_layers.h. On a group of one each is the plain op: the
 // same bits, and no copy.
 //

@@ -1,6 +1,6 @@
 // tensor_layers.h: the layers that the ranks of a tensor-parallel group compute together (Shoeybi et al. 2019; with
 // sequence parallelism Korthikanti et al. 2022), each with its forward beside its backward. A block, whose ranks have S
-// of R rows between the products (parallel.h):
+// of R rows between the products (group.h):
 //
 //   S rows:   x -> norm1 -.                          .-> + x -> norm2 -.                       .-> + -> out
 //                      gather                     reduce           gather                   reduce
@@ -22,7 +22,7 @@
 //   CrossEntropy                     3 (P - 1) numbers a row, never a row of logits
 //   ProjectionNorm                   2 (P - 1) numbers a row, and as many in its backward
 //
-// (Gradients of shared parameters: sum_partial_gradients() in zero.h.)
+// (Gradients of shared parameters: GradientReducer::sum_partial().)
 #pragma once
 #include <string>
 

@@ -1,7 +1,7 @@
-// schedule.h: the order in which the forwards and backwards of a step run, as lists of actions: pure functions whose
+// actions.h: the order in which the forwards and backwards of a step run, as lists of actions: pure functions whose
 // values can be printed and tested. A schedule is only an order (contract 4): in every list the backwards of a chunk
 // come in the order of the micro-batches. The lists for one rank that has the whole model are here; those for the
-// stages of a pipeline are in pipeline/.
+// stages of a pipeline are in orders.h and messages.h.
 #pragma once
 #include <algorithm>
 #include <map>

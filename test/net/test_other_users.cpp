@@ -9,7 +9,7 @@
 #include "net/meeting/socket_owner.h"
 #include "net/meetings.h"
 #include "net/processes.h"
-#include "net/wire/tcp_links.h"
+#include "net/tcp_links.h"
 
 using namespace llmc;
 

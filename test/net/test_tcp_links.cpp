@@ -4,7 +4,7 @@
 #include "catch2.h"
 #include "helpers.h"
 #include "net/processes.h"
-#include "net/wire/tcp_links.h"
+#include "net/tcp_links.h"
 
 using namespace llmc;
 

@@ -22,9 +22,11 @@ refuses() {
 
 refuses llmc/core/planted.h '#include "train/trainer.h"' 'core may not include train'
 refuses llmc/data/planted.h '#include "train/trainer.h"' 'data may not include train'
+refuses llmc/schedule/planted.h '#include "ops/ops.h"' 'schedule may not include ops'
+refuses llmc/comm/planted.h '#include "shard/zero.h"' 'comm may not include shard'
 refuses llmc/core/planted.h '#include "core/planted.hpp" // "core/check.h"' 'there is no llmc/core/planted.hpp'
 refuses train_gpt.cu '#include "comm/comm_threads.h"' 'the transports are private'
-refuses llmc/ops/planted.h '#  include "dist/mesh_that_is_not_there.h"' 'there is no llmc/dist/mesh_that_is_not_there.h'
+refuses llmc/ops/planted.h '#  include "comm/mesh_that_is_not_there.h"' 'there is no llmc/comm/mesh_that_is_not_there.h'
 refuses llmc/model/planted.h '#include "../core/check.h"' 'make it relative to llmc/'
 refuses llmc/core/planted.h '#include "check.h"' 'there is no llmc/check.h'
 refuses llmc/attic/planted.h '// a header' 'llmc/attic is not a floor'
@@ -32,7 +34,7 @@ refuses llmc/model/planted.h '#ifdef __CUDACC__' 'an #if on __CUDACC__'
 refuses llmc/train/planted.h '#elif defined(TRAIN_GPT_MPI)' 'an #if on TRAIN_GPT_MPI'
 refuses llmc/train/planted.h $'#if 1 || \\\n    __CUDA_ARCH__ >= 900' 'an #if on __CUDA_ARCH__'
 refuses llmc/train/planted.h '#include <cuda_runtime.h>' 'include of cuda_runtime.h'
-refuses llmc/dist/planted.h '#include <mpi.h>' 'include of mpi.h'
+refuses llmc/comm/planted.h '#include <mpi.h>' 'include of mpi.h'
 refuses train_gpt.cu '#include "nccl.h"' 'include of nccl.h'
 refuses llmc/ops/cuda/planted.cuh '__global__ void planted_kernel(float* x) {}' 'a kernel that is not a template'
 refuses llmc/ops/cuda/planted.cuh $'template <>\n__global__ void kernel<1>() {}' 'a kernel that is not a template'
@@ -47,5 +49,9 @@ rm -rf "$copy/tree" && mkdir "$copy/tree" && cp -r llmc train_gpt.cu "$copy/tree
 for i in {1..601}; do echo "// line $i"; done >"$copy/tree/llmc/core/planted.h"
 rejects 'llmc/core/planted.h:601: more than 600 lines'
 rm "$copy/tree/llmc/core/planted.h"
+echo '#include "core/planted_b.h"' >"$copy/tree/llmc/core/planted_a.h"
+echo '#include "core/planted_a.h"' >"$copy/tree/llmc/core/planted_b.h"
+rejects 'core/planted_a.h'
+rm "$copy/tree/llmc/core/planted_"*
 for i in {1..41}; do echo '// a header' >"$copy/tree/llmc/data/planted$i.h"; done
 rejects 'files in a folder, more than 40'

@@ -1,413 +1,94 @@
-// rendezvous.h: the processes of a job meet, agree, and from then on can talk.
-//
-// Process 0 listens. Each other process connects, proves that it knows the token (handshake.h) and says what it is
-// (agreement.h). Once all are there or something is wrong (meeting.h), process 0 tells all of them who they are and
-// where they listen, or why the job cannot begin. What they say later goes through process 0 too. Process 1 is
-// connected with everyone as well, so that somebody can speak to all when process 0 is gone.
-//
-// A job ends for one reason, the fault: the first one that process 0, or in its absence process 1, learns of.
+// rendezvous.h: how the processes of a job come together: the part of ControlPlane that is over once they have met.
 #pragma once
-#include <condition_variable>
-#include <exception>
+#include <algorithm>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "net/meeting/agreement.h"
-#include "net/meeting/data_door.h"
-#include "net/meeting/gatherings.h"
-#include "net/meeting/listener.h"
-#include "net/meeting/meeting.h"
-#include "net/meeting/meeting_point.h"
-#include "net/wire/control.h"
-#include "net/wire/messages.h"
+#include "net/meeting/control_plane.h"
 
 namespace llmc {
 
-class ControlPlane {
- public:
-  // Blocks until all processes have met and agree. If they do not, it throws the same SharedError on all of them.
-  ControlPlane(const Greeting& greeting, Rendezvous at)
-      : me_(greeting),
-        token_(at.token),
-        answer_seconds_(std::min(60.0, at.init_timeout)),
-        gatherings_(greeting.processes) {
-    CHECK(me_.processes >= 1 && me_.process >= 0 && me_.process < me_.processes);
-    if (processes() == 1) {
-      peers_ = {introduction(me_, at, 0).peer};
-      return;
-    }
-    control_ = std::make_unique<Control>(
-        Control::Events{.received = [this](int line, Message message) { received(line, std::move(message)); },
-                        .closed = [this](int line, const std::string& why) { closed(line, why); }});
-    process() == 0 ? hold_meeting(at) : attend_meeting(at);
-    connect_with_deputy();
+inline void ControlPlane::hold_meeting(Rendezvous& at) {
+  id_ = random_nonce();
+  Endpoint endpoint;
+  std::optional<MeetingFile> file;
+  Socket listening = std::move(at.listening);
+  if (const auto path = at.file()) {
+    std::tie(listening, endpoint) = listen_anywhere(at.token, at.address);
+    file.emplace(*path, endpoint, id_);
+  } else {
+    endpoint = parse_endpoint(at.where);
+    if (!listening) listening = listen_at_meeting_point(endpoint, at.token);
   }
+  std::unique_lock lock(mutex_);
+  meeting_.emplace(introduction(me_, at, endpoint.port), at);
+  listen(std::move(listening), at.say);
+  NowAndThen reminder(std::min(5.0, at.init_timeout / 4));
+  while (!(verdict_ = meeting_->verdict())) {
+    changed_.wait_until(lock, std::min(meeting_->next().deadline, reminder.next().deadline));
+    if (reminder.due() && !meeting_->missing().empty()) at.say(meeting_->waiting());
+  }
+  if (verdict_->empty()) {
+    peers_ = meeting_->peers();
+    for (int p = 1; p < processes(); ++p) lines_[meeting_->line_of(p)] = p;
+  }
+  for (const int line : meeting_->lines()) tell_verdict(line);
+  if (verdict_->empty()) return;
+  changed_.wait_until(lock, Limit::after(at.patience), [&] { return meeting_->is_over(); });
+  throw SharedError(*verdict_);
+}
 
-  // Tells the others that this process has ended, unless it has failed: then they should find it gone.
-  ~ControlPlane() {
-    std::unique_lock lock(mutex_);
-    // The process at the other end of a cut connection asks whether this one is alive: so it stays until asked.
-    if (cut_from_ && process() <= 1)
-      changed_.wait_until(lock, Limit::seconds(1).deadline, [&] { return asked_by_.contains(*cut_from_); });
-    if (!aborted_ && fault_.empty() && std::uncaught_exceptions() == 0) broadcast({Kind::end, {}});
-    ending_ = true;
-  }
-  ControlPlane(const ControlPlane&) = delete;
-  ControlPlane& operator=(const ControlPlane&) = delete;
+inline void ControlPlane::attend_meeting(Rendezvous& at) {
+  Reached reached = reach_process_0(at, process());
+  id_ = reached.job;
+  const std::string address_0 = address_there(reached.socket).endpoint().host;
+  Address free_port = address_here(reached.socket);
+  free_port.set_port(0);
+  const bool loopback = token_.empty() || detail::is_loopback_name(reached.endpoint.host);
+  Socket listening = loopback ? listen_at(free_port) : listen_everywhere(0);
+  const int port = address_here(listening).endpoint().port;
+  listen(std::move(listening), at.say);
 
-  int process() const { return me_.process; }
-  int processes() const { return me_.processes; }
-  int local_ranks() const { return me_.local_ranks; }
-  const std::vector<Peer>& peers() const { return peers_; }  // by process
-  // This process among those on its machine, and their number.
-  int local_process() const { return count_here(process()); }
-  int local_processes() const { return count_here(processes()); }
-  // "rank 3 on HOST"
-  std::string name_of_rank(int rank) const {
-    return formatted("rank {} on {}", rank, peers_.at(static_cast<size_t>(rank / local_ranks())).host);
-  }
+  std::unique_lock lock(mutex_);
+  const int line = control_->add(std::move(reached.socket));
+  lines_[line] = 0;
+  control_->send(line, {Kind::greeting, introduction(me_, at, port).parts()});
+  const double seconds = at.init_timeout + std::min(5.0, answer_seconds_);
+  CHECK(wait(lock, Limit::seconds(seconds), [&] { return verdict_ || !fault_.empty(); }),
+        "the rendezvous at {} has not answered within {} s", at.where, seconds);
+  CHECK(verdict_, "the rendezvous at {} has ended before all processes had met; see what process 0 says", at.where);
+  if (!verdict_->empty()) throw SharedError(*verdict_);
+  for (Peer& peer : peers_)
+    if (peer.address.empty()) peer.address = address_0;
+}
 
-  // The texts of all processes, by process. All of them call it, each topic from one thread at a time. A text may have
-  // at most a megabyte. seconds: how long process 0 waits; none: for ever.
-  std::vector<std::string> all_gather(const std::string& topic, const std::string& text,
-                                      std::optional<double> seconds = {}) {
-    if (processes() == 1) return {text};
-    std::unique_lock lock(mutex_);
-    check_alive();
-    process() == 0 ? contribute(0, topic, text) : control_->send(line_to(0), {Kind::text, {topic, text}});
-    // The others wait longer, so that process 0 says who is missing.
-    const double longer = process() == 0 ? 0 : std::min(5.0, seconds.value_or(0));
-    const Limit limit = seconds ? Limit::seconds(*seconds + longer) : Limit();
-    const auto complete = [&] { return gathered_[topic].size() == static_cast<size_t>(processes()); };
-    if (!wait(lock, limit, [&] { return complete() || aborted_ || !fault_.empty() || ended_.contains(0); }))
-      fail(formatted("no answer within {} s from {}", *seconds + longer,
-                     names_of(process() == 0 ? gatherings_.missing(topic) : std::vector<int>{0})));
-    if (!complete()) check_alive();
-    if (!complete()) throw Error(formatted("{} has ended while others wait for it at \"{}\"", name_of(0), topic));
-    auto texts = std::move(gathered_[topic]);
-    gathered_.erase(topic);
-    return texts;
-  }
-  void barrier(const std::string& topic) { all_gather(topic, ""); }
+inline void ControlPlane::tell_verdict(int line) {
+  std::vector<std::string> parts = parts_of(peers_);
+  parts.insert(parts.begin(), *verdict_);
+  control_->send(line, {Kind::verdict, parts});
+}
 
-  // This process has failed: all_gather() ends with a PeerError, now and from now on.
-  void abort() {
-    std::lock_guard lock(mutex_);
-    aborted_ = true;
-    changed_.notify_all();
-  }
-  // This process has failed for this reason, which all others learn. If it already knows why the job ends, it reports
-  // that instead.
-  void report_failure(std::string why) {
-    std::lock_guard lock(mutex_);
-    if (!fault_.empty()) why = fault_;
-    for (const auto& [line, process] : lines_)
-      if (process <= 1) control_->send(line, {Kind::failed, {why}});
-    suspect(process(), why);
-  }
-  // The job cannot go on for this reason; said by process 0, or by process 1 in its absence.
-  void end_job(const std::string& why) {
-    std::lock_guard lock(mutex_);
-    fail(why);
-  }
-  // Returns the fault; waits for it until the limit or done(), which is checked after wake(). Empty: there is none.
-  std::string wait_for_fault(const Limit& limit, const std::function<bool()>& done) {
-    std::unique_lock lock(mutex_);
-    wait(lock, limit, [&] { return !fault_.empty() || done(); });
-    return fault_;
-  }
-  void wake() {
-    std::lock_guard lock(mutex_);
-    changed_.notify_all();
-  }
-
-  // Tells processes 0 and 1 something; it does not wait.
-  void post(const std::vector<std::string>& parts) {
-    std::lock_guard lock(mutex_);
-    for (const auto& [line, process] : lines_)
-      if (process <= 1) control_->send(line, {Kind::board, parts});
-  }
-  // On processes 0 and 1: the last post of each other process since the last call; and those that have said farewell.
-  std::pair<std::map<int, std::vector<std::string>>, std::set<int>> take_posts() {
-    std::lock_guard lock(mutex_);
-    return {std::exchange(posts_, {}), ended_};
-  }
-
-  // Processes 0 and 1, which judge the others, tell them that they are there.
-  void beat() {
-    std::lock_guard lock(mutex_);
-    if (process() <= 1) broadcast({Kind::beat, {}});
-  }
-  // Which of processes 0 and 1 have said anything since the last call; and the processes that have said farewell.
-  std::pair<std::set<int>, std::set<int>> take_heard() {
-    std::lock_guard lock(mutex_);
-    return {std::exchange(heard_, {}), ended_};
-  }
-
-  // Connects to another process of the job; tries again until the limit, because strangers may take all room at its
-  // listener. Throws ConnectionError.
-  Socket connect(int process, ConnectionPurpose purpose, const std::array<int32_t, 3>& numbers,
-                 const Limit& limit) const {
-    const Peer& peer = peers_.at(static_cast<size_t>(process));
-    const Hello hello{.purpose = purpose, .to_process = process, .numbers = numbers, .job = id_};
-    for (double pause = 0.01;; pause = std::min(0.5, 2 * pause)) try {
-        return detail::connect_to_any({peer.address, peer.port}, hello, token_, name_of(process), limit).first;
-      } catch (const ConnectionError&) {
-        if (limit.passed()) throw;
-        sleep_until(limit.sooner(pause));
-      }
-  }
-  // Takes the data connections of other processes; called on another thread.
-  void serve_data(DataDoor::Take take) { data_door_.serve(std::move(take)); }
-
- private:
-  // ---- The meeting (rendezvous_meeting.h)
-
-  void hold_meeting(Rendezvous& at);    // on process 0
-  void attend_meeting(Rendezvous& at);  // on the others
-  void tell_verdict(int line);
-  void connect_with_deputy();
-
-  // ---- Connections with other processes; on the listener's thread
-
-  void listen(Socket listening, const Say& say) {
-    auto take = [this](const Hello& hello, Socket socket, const Address& from) {
-      if (hello.purpose == ConnectionPurpose::data)
-        return data_door_.arrive({hello.numbers[0], hello.numbers[1], hello.numbers[2]}, std::move(socket));
+// Every process but 0 and 1 connects with process 1; which also shows that they can reach each other.
+inline void ControlPlane::connect_with_deputy() {
+  std::string fault;
+  if (process() >= 2) try {
+      Socket socket =
+          connect(1, ConnectionPurpose::control, {process(), 0, 0}, Limit::seconds(answer_seconds_ / 2, &fault_known_));
       std::lock_guard lock(mutex_);
-      if (hello.purpose == ConnectionPurpose::question) {
-        asked_by_.insert(hello.numbers[0]);
-        return changed_.notify_all();
-      }
-      const int line = control_->add(std::move(socket));
-      if (process() == 0) return void(seen_at_[line] = from.endpoint().host);
-      std::erase_if(lines_, [&](const auto& l) { return l.second == hello.numbers[0]; });  // it has tried again
-      lines_[line] = hello.numbers[0];
-    };
-    listener_ =
-        std::make_unique<Listener>(std::move(listening), process(), id_, token_,
-                                   Listener::Guests{[this](const Hello& hello) { return accept(hello); }, take}, say);
-  }
-
-  // The caller knows the token, but may be of another job or build.
-  Answer accept(const Hello& hello) {
-    // Only a process that connects to process 0 may not know the job yet.
-    if (hello.job != id_ && (process() != 0 || hello.purpose == ConnectionPurpose::data)) return Answer::wrong_job;
-    const auto within = [](int32_t number, int begin, int end) { return number >= begin && number < end; };
-    if (hello.purpose == ConnectionPurpose::data) {
-      if (hello.version != protocol_version) return Answer::wrong_version;
-      const auto [group, from, to] = hello.numbers;
-      const int first = process() * local_ranks();
-      const bool ours =
-          group >= 0 && within(from, 0, processes() * local_ranks()) && within(to, first, first + local_ranks());
-      return ours ? Answer::welcome : Answer::wrong_process;
+      lines_[control_->add(std::move(socket))] = 1;
+    } catch (const Error& error) {
+      fault = formatted("{} cannot connect with {} at {}: {}", name_of(process()), name_of(1),
+                        Endpoint{peers_[1].address, peers_[1].port}.text(), error.what());
     }
-    if (hello.purpose == ConnectionPurpose::question)
-      return hello.job == id_ && within(hello.numbers[0], 0, processes()) ? Answer::welcome : Answer::wrong_process;
-    if (hello.purpose != ConnectionPurpose::control) return Answer::unknown;
-    std::lock_guard lock(mutex_);
-    if (process() == 0) return verdict_ && verdict_->empty() ? Answer::complete : Answer::welcome;
-    return process() == 1 && within(hello.numbers[0], 2, processes()) ? Answer::welcome : Answer::wrong_process;
-  }
-
-  // ---- Messages; on the control's thread
-
-  void received(int line, Message message) try {
-    std::lock_guard lock(mutex_);
-    const std::vector<std::string>& parts = message.parts;
-    const auto known = lines_.find(line);
-    const auto sender = known == lines_.end() ? std::nullopt : std::optional(known->second);
-    CHECK(may_say(message.kind, sender, process()));
-    const int from = sender.value_or(0);  // a greeting has no sender yet
-    if (process() > 1 && from <= 1) heard_.insert(from);
-    switch (message.kind) {
-      case Kind::greeting: return arrived(line, Introduction::from(parts));
-      case Kind::verdict: {
-        std::vector<Peer> peers = peers_from({parts.begin() + 1, parts.end()});
-        CHECK(!verdict_ && (!parts.at(0).empty() || std::ssize(peers) == processes()));
-        verdict_ = parts[0];
-        peers_ = std::move(peers);
-        return changed_.notify_all();
-      }
-      case Kind::text: return contribute(from, parts.at(0), parts.at(1));
-      case Kind::gathered: {
-        gathered_[parts.at(0)].push_back(parts.at(1));
-        return changed_.notify_all();
-      }
-      case Kind::fault: return fail(parts.at(0));
-      case Kind::failed: return suspect(from, parts.at(0));
-      case Kind::board: {
-        posts_[from] = std::move(message.parts);
-        return;
-      }
-      case Kind::end: {
-        ended_.insert(from);
-        check_gatherings();
-        return changed_.notify_all();
-      }
-      default: return;  // a beat
-    }
-  } catch (const std::exception& error) {  // in the parts, before anything was changed
-    closed(line, "it sent a message of the wrong form");
-  }
-
-  void closed(int line, const std::string& why) {
-    std::unique_lock lock(mutex_);
-    if (meeting_) meeting_->leave(line);
-    if (ending_) return;  // the others close their ends, too
-    const auto known = lines_.find(line);
-    // Until all are connected, process 1 cannot tell whether one tries again; process 0 notices one that ends.
-    const bool counts = connected_ || process() == 0 || (known != lines_.end() && known->second == 0);
-    if (known != lines_.end() && counts && !ended_.contains(known->second)) {
-      const int other = known->second;
-      const bool broke = fault_.empty() && connected_ && !std::string_view(why).starts_with("it sent ");
-      lock.unlock();
-      const bool cut = broke && is_alive(other);
-      lock.lock();
-      if (cut) cut_from_ = other;
-      suspect(other, cut ? cut_between(process(), other)
-                         : formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(other),
-                                     Socket::is_end(why) ? "its process has ended" : why));
-    }
-    changed_.notify_all();
-  }
-  // Both sides of a connection that was cut report the same.
-  std::string cut_between(int a, int b) const {
-    const auto named = [&](int p) { return formatted("process {} ({})", p, peers_.at(static_cast<size_t>(p)).host); };
-    return formatted("the connection between {} and {} was cut", named(std::min(a, b)), named(std::max(a, b)));
-  }
-  // Does another process still answer new connections? It may be alive although its connections were cut.
-  bool is_alive(int other) const try {
-    const Peer& peer = peers_.at(static_cast<size_t>(other));
-    detail::connect_to_any(
-        {peer.address, peer.port},
-        {.purpose = ConnectionPurpose::question, .to_process = other, .numbers = {process(), 0, 0}, .job = id_}, token_,
-        name_of(other), Limit::seconds(0.7));
-    return true;
-  } catch (const Error&) {
-    return false;
-  }
-
-  void arrived(int line, Introduction introduction) {
-    introduction.check();
-    if (introduction.peer.address.empty()) introduction.peer.address = seen_at_[line];
-    if (verdict_ && verdict_->empty())  // it was welcome a moment ago
-      return control_->send(line, {Kind::verdict, {reason(Answer::complete)}});
-    meeting_->arrive(line, std::move(introduction));
-    if (verdict_) tell_verdict(line);
-    changed_.notify_all();
-  }
-
-  // ---- What the processes say to all: each to process 0, which passes it on
-
-  void check_alive() const {
-    if (!fault_.empty()) throw PeerError(fault_);
-    if (aborted_) throw PeerError();
-  }
-
-  // On process 0.
-  void contribute(int from, const std::string& topic, const std::string& text) {
-    if (const auto texts = gatherings_.add(from, topic, text)) {
-      for (const std::string& its : *texts) broadcast({Kind::gathered, {topic, its}});
-      gathered_[topic] = *texts;
-      changed_.notify_all();
-    }
-    check_gatherings();
-  }
-  // Nobody waits for a process that has ended.
-  void check_gatherings() {
-    if (const auto ended = gatherings_.waits_for(ended_))
-      fail(formatted("{} has ended while others wait for it at \"{}\"", name_of(ended->first), ended->second));
-  }
-
-  // ---- The fault
-
-  // A process has failed, or is gone. All should learn the same reason: so process 0 decides, or process 1 about
-  // process 0. If both are gone and nobody tells within a second, this reason counts.
-  void suspect(int which, const std::string& why) {
-    if (suspicion_.empty()) suspicion_ = why, suspicion_due_ = Limit::seconds(1);
-    if (process() == 0 || (process() == 1 && which == 0)) fail(suspicion_);
-    changed_.notify_all();
-  }
-  void fail(const std::string& why) {
-    if (!fault_.empty()) return;
-    fault_ = why;
-    fault_known_.wake();
-    if (process() <= 1) broadcast({Kind::fault, {fault_}});
-    changed_.notify_all();
-  }
-  // False: the limit came first.
-  template <class Done>
-  bool wait(std::unique_lock<std::mutex>& lock, const Limit& limit, Done&& done) {
-    while (!done()) {
-      if (limit.passed()) return false;
-      const bool suspects = fault_.empty() && !suspicion_.empty();
-      if (suspects && suspicion_due_.passed()) fail(suspicion_);
-      else changed_.wait_until(lock, suspects ? std::min(limit.deadline, suspicion_due_.deadline) : limit.deadline);
-    }
-    return true;
-  }
-
-  void broadcast(const Message& message) {
-    for (const auto& [line, process] : lines_) control_->send(line, message);
-  }
-
-  std::string name_of(int process) const {
-    return formatted("{} on {}", named({process}, local_ranks()), peers_.at(static_cast<size_t>(process)).host);
-  }
-  std::string names_of(const std::vector<int>& processes) const {
-    constexpr size_t most = 4;
-    std::string text;
-    for (size_t i = 0; i < std::min(most, processes.size()); ++i) text += (i == 0 ? "" : ", ") + name_of(processes[i]);
-    return processes.size() <= most ? text : text + formatted(" and {} more", processes.size() - most);
-  }
-  int line_to(int process) const {
-    return std::find_if(lines_.begin(), lines_.end(), [&](const auto& l) { return l.second == process; })->first;
-  }
-  int count_here(int end) const {
-    const std::string& here = peers_[static_cast<size_t>(process())].machine;
-    return static_cast<int>(
-        std::count_if(peers_.begin(), peers_.begin() + end, [&](const Peer& p) { return p.machine == here; }));
-  }
-
-  Greeting me_;
-  std::string token_;
-  double answer_seconds_;    // a process that was here a moment ago takes no longer
-  Nonce id_{};               // the job's
-  std::vector<Peer> peers_;  // set once all have met
-
-  std::mutex mutex_;  // guards what follows
-  std::condition_variable changed_;
-  std::optional<Meeting> meeting_;      // on process 0
-  std::map<int, std::string> seen_at_;  // on process 0: where connections come from
-  std::optional<std::string> verdict_;  // why the job cannot begin; empty: it can
-  std::map<int, int> lines_;            // the number of a connection in control_, and the process at its other end
-  std::set<int> ended_;                 // processes that have said that they end
-  std::optional<int> cut_from_;         // a live process whose connection to this one was cut
-  std::set<int> asked_by_;              // processes that have asked whether this one is alive
-  Gatherings gatherings_;               // on process 0
-  std::map<std::string, std::vector<std::string>> gathered_;  // by topic: the texts of all processes
-  std::map<int, std::vector<std::string>> posts_;             // by process
-  std::set<int> heard_;                                       // which of processes 0 and 1 were heard from
-  bool connected_ = false;                                    // all are connected with processes 0 and 1
-  std::string fault_;                                         // why no process can go on
-  std::string suspicion_;                                     // what the fault may be
-  Limit suspicion_due_;                                       // when it becomes the fault
-  Waker fault_known_;
-  bool aborted_ = false, ending_ = false;
-
-  DataDoor data_door_;
-
-  std::unique_ptr<Control> control_;  // last: their threads use all of this
-  std::unique_ptr<Listener> listener_;
-};
+  for (const std::string& text : all_gather("deputy", fault, answer_seconds_))
+    if (!text.empty()) throw Error(text);
+  std::lock_guard lock(mutex_);
+  connected_ = true;
+}
 
 }  // namespace llmc
-
-#include "net/meeting/rendezvous_meeting.h"

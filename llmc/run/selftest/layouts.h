@@ -1,4 +1,4 @@
-// selftest_layouts.h: the models and layouts that --selftest compares: tiny models with awkward sizes, and the layouts
+// layouts.h: the models and layouts that --selftest compares: tiny models with awkward sizes, and the layouts
 // of a number of ranks. A new axis of parallelism is a few more lines of layouts().
 #pragma once
 #include <algorithm>

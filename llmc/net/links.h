@@ -1,4 +1,4 @@
-// links.h: bytes between ranks of different processes. dist/ builds its collectives on it; the implementations are TCP
+// links.h: bytes between ranks of different processes. comm/ builds its collectives on it; the implementations are TCP
 // (tcp_links.h) and MPI (comm/comm_mpi.h).
 #pragma once
 #include <cstdint>

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "net/meeting/rendezvous.h"
-#include "net/wire/links.h"
+#include "net/links.h"
 
 namespace llmc {
 
