@@ -47,14 +47,14 @@ TrainLine wide_row(int64_t step, double grad_norm) {
 
 }  // namespace
 
-TEST_CASE("the formatter formats values of all types and refuses more arguments than placeholders") {
+TEST_CASE("the formatter formats values of all types and refuses more arguments than placeholders", "[core]") {
   REQUIRE(formatted("{} {:.2f} {:5} {:-4}| {}", 3, 2.5, 7, "ab", std::vector<int>{1, 2}) == "3 2.50     7 ab  | 1, 2");
   REQUIRE(formatted("{:06} {}", 42, true) == "000042 true");
   REQUIRE(formatted("{:.4f} {:6.1f}", -std::numeric_limits<double>::quiet_NaN(), -std::nanf("")) == "nan    nan");
   REQUIRE_ERROR(formatted("{}", 1, 2), "more arguments");
 }
 
-TEST_CASE("the values of a table are aligned, however long their names are") {
+TEST_CASE("the values of a table are aligned, however long their names are", "[core]") {
   const TempDir dir;
   const std::string longest = "an op whose name is much longer than others";
   {
@@ -66,7 +66,8 @@ TEST_CASE("the values of a table are aligned, however long their names are") {
           "ops\n  short" + std::string(longest.size() - 4, ' ') + "1\n  " + longest + " 2\n");
 }
 
-TEST_CASE("control characters and bytes that are not UTF-8 are shown escaped, on the terminal and in the log") {
+TEST_CASE("control characters and bytes that are not UTF-8 are shown escaped, on the terminal and in the log",
+          "[core]") {
   REQUIRE(printable("a\tb\n\u00e9\u4e16\U0001f600") == "a\tb\n\u00e9\u4e16\U0001f600");
   REQUIRE(printable("\x1b[31mred\a\r\x7f") == "\\x1b[31mred\\x07\\x0d\\x7f");
   REQUIRE(printable("\u009b2J") == "\\xc2\\x9b2J");  // CSI of ISO 6429
@@ -85,7 +86,7 @@ TEST_CASE("control characters and bytes that are not UTF-8 are shown escaped, on
   REQUIRE(read_whole(dir / "log.txt") == "sample: \\x1b]0;title\\x07\\xf0\ntrain_gpt: \\x9b\n");
 }
 
-TEST_CASE("bf16 rounds to nearest even, keeps NaN and infinity") {
+TEST_CASE("bf16 rounds to nearest even, keeps NaN and infinity", "[core]") {
   auto round = [](float x) { return static_cast<float>(bf16(x)); };
   REQUIRE(round(1.0f) == 1.0f);
   REQUIRE(round(1.0f + 0x1p-8f) == 1.0f);  // a tie goes to even
@@ -96,14 +97,14 @@ TEST_CASE("bf16 rounds to nearest even, keeps NaN and infinity") {
   REQUIRE(round(-0.0f) == 0.0f);
 }
 
-TEST_CASE("Philox gives the published numbers") {  // kat_vectors of Random123, philox4x32 with 10 rounds
+TEST_CASE("Philox gives the published numbers", "[core]") {  // kat_vectors of Random123, philox4x32 with 10 rounds
   REQUIRE(Philox::rounds({0, 0, 0, 0}, 0, 0) ==
           std::array<uint32_t, 4>{0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u});
   REQUIRE(Philox::rounds({~0u, ~0u, ~0u, ~0u}, ~0u, ~0u) ==
           std::array<uint32_t, 4>{0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu});
 }
 
-TEST_CASE("normal numbers are a pure function of the index, with the right mean and deviation") {
+TEST_CASE("normal numbers are a pure function of the index, with the right mean and deviation", "[core]") {
   const Philox rng(5, "a parameter");
   std::vector<float> whole(100000), part(1001);
   rng.fill_normal(whole.data(), 0, 100000, 2.0f);
@@ -115,7 +116,7 @@ TEST_CASE("normal numbers are a pure function of the index, with the right mean 
   REQUIRE(std::abs(square / 1e5 - 4) < 0.08);
 }
 
-TEST_CASE("normal numbers equal Box-Muller in double with libm's functions") {
+TEST_CASE("normal numbers equal Box-Muller in double with libm's functions", "[core]") {
   const Philox rng(5, "a parameter");
   for (uint64_t block = 0; block < 20000; ++block) {
     const auto w = rng.words(block);
@@ -130,7 +131,7 @@ TEST_CASE("normal numbers equal Box-Muller in double with libm's functions") {
   }
 }
 
-TEST_CASE("the keyed permutation is a bijection for any size, and differs between keys") {
+TEST_CASE("the keyed permutation is a bijection for any size, and differs between keys", "[core]") {
   for (const int64_t n : {1, 2, 3, 16, 17, 1000}) {
     const Permutation p(n, 1, "epoch 0"), q(n, 1, "epoch 1");
     std::set<int64_t> seen;
@@ -146,7 +147,8 @@ TEST_CASE("the keyed permutation is a bijection for any size, and differs betwee
   }
 }
 
-TEST_CASE("--config reads back what --print-config prints; the command line overrides it, and the last option wins") {
+TEST_CASE("--config reads back what --print-config prints; the command line overrides it, and the last option wins",
+          "[core]") {
   const TempDir dir;
   const std::string prompt = "  # two \"words\" = [1, 2]; ";
   Options o = parse({"--lr", "0.1", "-l", "0.0123456789012345678", "--n-layer", "7", "--shuffle", "--prompt",
@@ -178,12 +180,12 @@ TEST_CASE("--config reads back what --print-config prints; the command line over
   REQUIRE_ERROR(parse({"--config"}), "--config");
 }
 
-TEST_CASE("options are printed as a shell-quoted command line without the defaults") {
+TEST_CASE("options are printed as a shell-quoted command line without the defaults", "[core]") {
   REQUIRE(command_line(parse({"--lr", "0.1", "--seed", "42", "--shuffle", "--prompt", "it's"})) ==
           "./train_gpt --train-data x --shuffle --lr 0.1 --prompt 'it'\\''s'");
 }
 
-TEST_CASE("--shuffle is on by default, --no-shuffle turns it off, and the last one wins") {
+TEST_CASE("--shuffle is on by default, --no-shuffle turns it off, and the last one wins", "[core]") {
   REQUIRE(Options().shuffled());
   REQUIRE(!parse({}).shuffle);
   REQUIRE(parse({"--shuffle"}).shuffle == true);
@@ -198,7 +200,7 @@ TEST_CASE("--shuffle is on by default, --no-shuffle turns it off, and the last o
   REQUIRE_ERROR(parse({"--no-plan"}), "--no-plan");
 }
 
-TEST_CASE("option errors name the option, what was found and what was expected") {
+TEST_CASE("option errors name the option, what was found and what was expected", "[core]") {
   REQUIRE_ERROR(parse({"--bath-size", "3"}), "--batch-size");
   REQUIRE_ERROR(parse({"--lr"}), "--lr needs a value");
   REQUIRE_ERROR(parse({"--lr=inf"}), "--lr inf");
@@ -260,7 +262,7 @@ TEST_CASE("option errors name the option, what was found and what was expected")
   REQUIRE_ERROR(parse({"--dp-sync", "ring"}), "expected one of all-reduce, parameter-server, parameter-server-chain");
 }
 
-TEST_CASE("what a mode has no use for is refused on the command line, and noted of a --config file") {
+TEST_CASE("what a mode has no use for is refused on the command line, and noted of a --config file", "[core]") {
   for (const std::string mode : {"--generate", "--verify-data", "--selftest", "--print-schedule"})
     for (const std::string option : {"--pp", "--tp", "--cp", "--ep", "--moe-z-loss", "--moe-capacity-factor"}) {
       if (mode == "--print-schedule" && option == "--pp") continue;
@@ -294,7 +296,7 @@ TEST_CASE("what a mode has no use for is refused on the command line, and noted 
   REQUIRE(parse({"--plan", "--local-ranks", "2", "--ep", "2", "--moe-z-loss", "0.1"}).ep == 2);
 }
 
-TEST_CASE("the help and the table in dev/docs/options.md list every option") {
+TEST_CASE("the help and the table in dev/docs/options.md list every option", "[core]") {
   const std::string help = help_text(), table = options_markdown();
   Options o;
   visit_options(o, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto&, const Limits&,
@@ -307,7 +309,7 @@ TEST_CASE("the help and the table in dev/docs/options.md list every option") {
   REQUIRE(document.find(table) != std::string::npos);
 }
 
-TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finite") {
+TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finite", "[core]") {
   const TempDir dir;
   {
     Log log;
@@ -343,7 +345,8 @@ TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finit
   REQUIRE(nlohmann::json::parse(line)["loss"].get<double>() == 2.0 / 3);
 }
 
-TEST_CASE("the table of steps has at most 80 columns and repeats its titles; log.txt keeps what the console showed") {
+TEST_CASE("the table of steps has at most 80 columns and repeats its titles; log.txt keeps what the console showed",
+          "[core]") {
   const TempDir dir;
   {
     Log log;
@@ -370,7 +373,7 @@ TEST_CASE("the table of steps has at most 80 columns and repeats its titles; log
   for (const std::string& line : all) REQUIRE(line.size() <= 80);
 }
 
-TEST_CASE("a row of a long run has at most 80 columns, too") {
+TEST_CASE("a row of a long run has at most 80 columns, too", "[core]") {
   const TempDir dir;
   {
     Log log;
@@ -385,7 +388,7 @@ TEST_CASE("a row of a long run has at most 80 columns, too") {
   REQUIRE(row.size() <= 2 * 81);
 }
 
-TEST_CASE("a row with one more column, and numbers for metrics.jsonl alone, has at most 80 columns, too") {
+TEST_CASE("a row with one more column, and numbers for metrics.jsonl alone, has at most 80 columns, too", "[core]") {
   const TempDir dir;
   {
     Log log;
@@ -402,7 +405,7 @@ TEST_CASE("a row with one more column, and numbers for metrics.jsonl alone, has 
   REQUIRE(line["speed_of_light"].get<double>() == 0.654);
 }
 
-TEST_CASE("a full disk does not end a file that grows: its lines wait until there is room") {
+TEST_CASE("a full disk does not end a file that grows: its lines wait until there is room", "[core]") {
   const TempDir dir;
   AppendFile file(dir / "lines");
   rlimit before{};
@@ -428,7 +431,7 @@ TEST_CASE("a full disk does not end a file that grows: its lines wait until ther
   REQUIRE(read_whole(dir / "lines") == "first\nsecond\nthird\nfourth\n");
 }
 
-TEST_CASE("numbers in human-readable form") {
+TEST_CASE("numbers in human-readable form", "[core]") {
   REQUIRE(human_rate(987.4) == "987");
   REQUIRE(human_rate(999.6) == "1.00k");
   REQUIRE(human_rate(39712) == "39.7k");

@@ -10,7 +10,7 @@
 
 using namespace llmc;
 
-TEST_CASE("JSON is refused if it is nested deeply, has equal names, or anything behind it") {
+TEST_CASE("JSON is refused if it is nested deeply, has equal names, or anything behind it", "[core]") {
   auto refused = [](const std::string& text, const std::string& why) {
     INFO(shown(text));
     REQUIRE_ERROR(parse_json(text, "dir/file.json"), why);
@@ -41,7 +41,7 @@ TEST_CASE("JSON is refused if it is nested deeply, has equal names, or anything 
   REQUIRE_ERROR(read_json(dir / "list.json"), "list.json: expected a JSON object, found [1,2]");
 }
 
-TEST_CASE("a header of a hundred thousand tensors is read in about a second") {
+TEST_CASE("a header of a hundred thousand tensors is read in about a second", "[core]") {
   const TempDir dir;
   const std::string path = dir / "many.safetensors";
   std::string header = "{";
@@ -55,7 +55,7 @@ TEST_CASE("a header of a hundred thousand tensors is read in about a second") {
   REQUIRE(static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC < 3);
 }
 
-TEST_CASE("only regular files are opened; a pipe, a device or a directory is refused at once") {
+TEST_CASE("only regular files are opened; a pipe, a device or a directory is refused at once", "[core]") {
   const TempDir dir;
   REQUIRE(mkfifo((dir / "pipe").c_str(), 0600) == 0);
   std::filesystem::create_directory(dir / "directory");
@@ -72,7 +72,7 @@ TEST_CASE("only regular files are opened; a pipe, a device or a directory is ref
   REQUIRE_ERROR(read_text(dir / "file", 9), "10 bytes are too many for a file of this kind, which has at most 9");
 }
 
-TEST_CASE("messages escape control characters and shorten long values") {
+TEST_CASE("messages escape control characters and shorten long values", "[core]") {
   REQUIRE(shown("plain \xc3\xa9") == "plain \xc3\xa9");
   REQUIRE(shown("\x1b[2J\n\x7f") == "\\x1b[2J\\x0a\\x7f");
   REQUIRE(shown(std::string(81, 'x')) == std::string(80, 'x') + "... (81 bytes)");

@@ -29,14 +29,15 @@ void answers(const std::vector<std::string>& arguments, const std::string& part)
 
 }  // namespace
 
-TEST_CASE("the edit distance counts insertions, deletions, replacements and swaps") {
+TEST_CASE("the edit distance counts insertions, deletions, replacements and swaps", "[core]") {
   REQUIRE(edit_distance("", "abc") == 3);
   REQUIRE(edit_distance("kitten", "sitting") == 3);
   REQUIRE(edit_distance("dtpye", "dtype") == 1);
   REQUIRE(edit_distance("same", "same") == 0);
 }
 
-TEST_CASE("an unknown option is answered with a name that it begins, shares parts with, or resembles, or with none") {
+TEST_CASE("an unknown option is answered with a name that it begins, shares parts with, or resembles, or with none",
+          "[core]") {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"--batch", "did you mean --batch-size?"},
       {"--Batch_Size", "did you mean --batch-size?"},
@@ -64,7 +65,7 @@ TEST_CASE("an unknown option is answered with a name that it begins, shares part
   }
 }
 
-TEST_CASE("llm.c's two-letter options and -h N are refused by name, never split into a letter and a value") {
+TEST_CASE("llm.c's two-letter options and -h N are refused by name, never split into a letter and a value", "[core]") {
   for (const auto& [word, part] : std::vector<std::pair<std::string, std::string>>{{"-sl", "--skip-loss-z"},
                                                                                    {"-sg", "--skip-grad-z"},
                                                                                    {"-lg", "--log-gpu-every"},
@@ -97,7 +98,7 @@ TEST_CASE("llm.c's two-letter options and -h N are refused by name, never split 
   answers({"-i", "x", "-b4", "-l", "1e-3", "-k", "cosine", "--prompt", "- x"}, "accepted");
 }
 
-TEST_CASE("what other trainers' options are here exists here, and dev/docs/options.md has the tables") {
+TEST_CASE("what other trainers' options are here exists here, and dev/docs/options.md has the tables", "[core]") {
   const std::string help = help_text(), document = read_whole("dev/docs/options.md");
   for (const ForeignTrainer& trainer : foreign_trainers())
     for (const ForeignOption& option : trainer.options) {

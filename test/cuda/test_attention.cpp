@@ -167,7 +167,7 @@ TEMPLATE_TEST_CASE("attention kernels match the CPU", "[cuda]", float, bf16) {
   check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
 }
 
-TEST_CASE("attention kernels match the CPU with the largest heads", "[cuda]") {
+TEST_CASE("attention kernels match the CPU with the largest heads", "[attention][cuda]") {
   const int64_t D = GENERATE(256, 129);
   INFO("D = " << D);
   const Case<float> c{{1, 33, 1, 1, D}};
@@ -219,7 +219,7 @@ TEMPLATE_TEST_CASE("attention of new rows to a cache needs every barrier", "[cud
                  {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
 }
 
-TEST_CASE("attention refuses heads that are too large for its kernels", "[cuda]") {
+TEST_CASE("attention refuses heads that are too large for its kernels", "[attention][cuda]") {
   REQUIRE_THROWS_WITH(
       cuda::attention_forward<bf16>({}, {}, nullptr, whole_sequences(AttentionShape{1, 1, 1, 1, 160}), nullptr),
       Catch::Matchers::ContainsSubstring("heads of up to 128 channels in bf16, not 160"));
@@ -227,7 +227,7 @@ TEST_CASE("attention refuses heads that are too large for its kernels", "[cuda]"
 
 #ifndef __CUDACC__
 TEST_CASE("attention's kernels say at the start where fewer of their blocks run at a time than they are meant to",
-          "[cuda]") {
+          "[attention][cuda]") {
   const auto notices = [](int registers, DType dtype, int64_t D) {
     cuda_on_cpu::set_kernel_registers(registers);
     std::vector<std::string> said;

@@ -64,7 +64,7 @@ struct Case {
 
 }  // namespace
 
-TEST_CASE("cuDNN's attention matches our kernels, with the same bits each time", "[cuda][cudnn]") {
+TEST_CASE("cuDNN's attention matches our kernels, with the same bits each time", "[attention][cuda][cudnn]") {
   // Heads that share keys and values, or not; partial tiles; several tiles; head sizes other than powers of two.
   const auto s = GENERATE(values<AttentionShape>({
       {2, 64, 4, 4, 64},
@@ -93,7 +93,7 @@ TEST_CASE("cuDNN's attention matches our kernels, with the same bits each time",
   REQUIRE(same);
 }
 
-TEST_CASE("cuDNN's attention refuses shapes without a plan by name", "[cuda][cudnn]") {
+TEST_CASE("cuDNN's attention refuses shapes without a plan by name", "[attention][cuda][cudnn]") {
   AttentionPlans plans;
   using Catch::Matchers::ContainsSubstring;
   REQUIRE_THROWS_WITH(plans.workspace_bytes(AttentionPass::forward, {1, 64, 2, 2, 12}),

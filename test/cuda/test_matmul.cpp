@@ -92,7 +92,7 @@ std::string exported_plans() {
 
 }  // namespace
 
-TEST_CASE("matrix products match the CPU in every transposition and dtype", "[cuda]") {
+TEST_CASE("matrix products match the CPU in every transposition and dtype", "[matmul][cuda]") {
   // One element; multiples of 8; rows at odd addresses, as from heads of 21 or 50 channels; a padded vocabulary.
   const auto [M, N, K] = GENERATE(std::tuple{1, 1, 1}, std::tuple{16, 64, 32}, std::tuple{5, 21, 50},
                                   std::tuple{33, 104, 7}, std::tuple{3, 50, 264}, std::tuple{24, 320, 16});
@@ -101,20 +101,20 @@ TEST_CASE("matrix products match the CPU in every transposition and dtype", "[cu
   check_all<bf16, float>(M, N, K);
 }
 
-TEST_CASE("matrix products of arrays at any alignment", "[cuda]") {
+TEST_CASE("matrix products of arrays at any alignment", "[matmul][cuda]") {
   check_all<float, float>(8, 16, 24, 1);
   check_all<bf16, bf16>(8, 16, 24, 1);
   check_all<bf16, float>(8, 16, 24, 1);
   check_all<bf16, float>(8, 16, 24, 4);
 }
 
-TEST_CASE("an algorithm that needs more than the workspace is not used", "[cuda]") {
+TEST_CASE("an algorithm that needs more than the workspace is not used", "[matmul][cuda]") {
   const Case<bf16, float> c{shape_of(16, 24, 32, DType::bf16, DType::fp32)};
   MatmulPlans none(0);
   check_kernel([&] { return c.cuda(none); }, c.cpu(), tolerance<float>);
 }
 
-TEST_CASE("a bf16 product is rounded once", "[cuda]") {
+TEST_CASE("a bf16 product is rounded once", "[matmul][cuda]") {
   const Case<bf16, bf16> rounded{shape_of(48, 40, 256, DType::bf16, DType::bf16)};
   const Case<bf16, float> exact{shape_of(48, 40, 256, DType::bf16, DType::fp32)};
   MatmulPlans plans(workspace_bytes);
@@ -123,7 +123,7 @@ TEST_CASE("a bf16 product is rounded once", "[cuda]") {
   REQUIRE(relative_error(rounded.cuda(plans)[0].values, once) < 3e-4);
 }
 
-TEST_CASE("fp32 is multiplied as fp32 unless TF32 is requested", "[cuda]") {
+TEST_CASE("fp32 is multiplied as fp32 unless TF32 is requested", "[matmul][cuda]") {
   Case<float, float> c{shape_of(32, 48, 64, DType::fp32, DType::fp32)};
   MatmulPlans plans(workspace_bytes);
   REQUIRE(relative_error(c.cuda(plans)[0].values, c.cpu()[0].values) < 1e-6);
@@ -133,7 +133,7 @@ TEST_CASE("fp32 is multiplied as fp32 unless TF32 is requested", "[cuda]") {
   REQUIRE(error < 2e-3);
 }
 
-TEST_CASE("products of empty matrices", "[cuda]") {
+TEST_CASE("products of empty matrices", "[matmul][cuda]") {
   MatmulPlans plans(workspace_bytes);
   MatmulShape shape = shape_of(4, 8, 0, DType::bf16, DType::fp32);
   const auto sum = [&] {
@@ -149,7 +149,7 @@ TEST_CASE("products of empty matrices", "[cuda]") {
   plans.prepare(shape).run(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
 }
 
-TEST_CASE("a product on one stream waits for another stream's writes, and for the workspace", "[cuda]") {
+TEST_CASE("a product on one stream waits for another stream's writes, and for the workspace", "[matmul][cuda]") {
   constexpr int64_t n = 16;
   const auto x = normal_values<float>(n * n, 1), y = normal_values<float>(n * n, 2);
   MatmulPlans plans(workspace_bytes);
@@ -182,7 +182,7 @@ TEST_CASE("a product on one stream waits for another stream's writes, and for th
   check_barriers(run);
 }
 
-TEST_CASE("recorded algorithms are reused", "[cuda]") {
+TEST_CASE("recorded algorithms are reused", "[matmul][cuda]") {
   Case<bf16, float> c{shape_of(16, 24, 32, DType::bf16, DType::fp32)};
   c.shape.accumulate = Accumulate::yes;
   MatmulPlans tuned(workspace_bytes);
@@ -209,7 +209,7 @@ TEST_CASE("recorded algorithms are reused", "[cuda]") {
 
 #ifndef __CUDACC__
 
-TEST_CASE("tuning skips an algorithm that the library proposes and then refuses", "[cuda]") {
+TEST_CASE("tuning skips an algorithm that the library proposes and then refuses", "[matmul][cuda]") {
   Case<bf16, float> c{shape_of(16, 24, 32, DType::bf16, DType::fp32)};
   DeviceArray<bf16> a(c.a), b(c.b);
   DeviceArray<float> out(c.c);
@@ -227,7 +227,7 @@ TEST_CASE("tuning skips an algorithm that the library proposes and then refuses"
 #endif
 
 TEST_CASE("recorded algorithms of another library, device or workspace are refused, and so are damaged ones",
-          "[cuda]") {
+          "[matmul][cuda]") {
   const std::string text = exported_plans();
   MatmulPlans other(workspace_bytes / 2);
   REQUIRE_THAT(error_of([&] { other.restore(text); }), ContainsSubstring("with 524288 bytes of workspace'; choose"));
@@ -242,7 +242,7 @@ TEST_CASE("recorded algorithms of another library, device or workspace are refus
   REQUIRE_THAT(refusal(text + last_line), ContainsSubstring("repeats '"));
 }
 
-TEST_CASE("a product that cuBLASLt cannot do is refused", "[cuda]") {
+TEST_CASE("a product that cuBLASLt cannot do is refused", "[matmul][cuda]") {
   MatmulPlans plans(workspace_bytes);
   const auto refusal = [&](auto change) {
     MatmulShape shape = shape_of(8, 16, 24, DType::bf16, DType::bf16);
@@ -270,7 +270,7 @@ TEST_CASE("a product that cuBLASLt cannot do is refused", "[cuda]") {
 }
 
 #ifndef __CUDACC__
-TEST_CASE("the emulated cuBLASLt refuses what the library refuses", "[cuda]") {
+TEST_CASE("the emulated cuBLASLt refuses what the library refuses", "[matmul][cuda]") {
   MatmulPlans plans(workspace_bytes);
   const MatmulShape shape = shape_of(8, 16, 24, DType::bf16, DType::bf16);
   const Case<bf16, bf16> c{shape};
@@ -298,7 +298,7 @@ TEST_CASE("the emulated cuBLASLt refuses what the library refuses", "[cuda]") {
                ContainsSubstring("the recorded algorithm does not compute C (8, 16) = A (8, 24) B (24, 16)"));
 }
 
-TEST_CASE("the emulated cuBLASLt checks sizes, types and attributes", "[cuda]") {
+TEST_CASE("the emulated cuBLASLt checks sizes, types and attributes", "[matmul][cuda]") {
   using cuda::detail::MatmulOperation;
   using cuda::detail::MatrixLayout;
   cublasLtHandle_t created = nullptr;

@@ -75,7 +75,7 @@ TEMPLATE_TEST_CASE("kernels of optimizers with one slot match the CPU", "[cuda]"
   check_kernel(run, {{"weight", weight}, {"master", master}, {"momentum", momentum}}, copy ? 1e-3 : 1e-6);
 }
 
-TEST_CASE("AdamW with stochastic rounding draws the same numbers as the CPU", "[cuda]") {
+TEST_CASE("AdamW with stochastic rounding draws the same numbers as the CPU", "[optimizer][cuda]") {
   const Case c{some_size()};
   // Flat; then boxes whose packs are blocks of four random numbers, and whose are not, for one reason each.
   const Elements elements = GENERATE(Elements{0}, Elements{1}, Elements{5}, Elements{(int64_t{5} << 33) + 2},
@@ -101,7 +101,7 @@ TEST_CASE("AdamW with stochastic rounding draws the same numbers as the CPU", "[
   check_kernel(run, {{"weight", weight}, {"moment1", m}, {"moment2", v}}, 1e-4);
 }
 
-TEST_CASE("stochastic rounding keeps the mean of updates that rounding to nearest would lose") {
+TEST_CASE("stochastic rounding keeps the mean of updates that rounding to nearest would lose", "[optimizer]") {
   constexpr int64_t n = 4096;
   std::vector<bf16> weight(n, bf16(1));
   std::vector<float> m(n, 0.0f), v(n, 0.0f), gradient(n, 1.0f);
@@ -115,7 +115,7 @@ TEST_CASE("stochastic rounding keeps the mean of updates that rounding to neares
   REQUIRE(std::abs((1 - mean) / 0x1p-9 - 1) < 0.05);  // deviation of the mean: 1.3%
 }
 
-TEST_CASE("AdamW kernels change nothing if the control forbids the update", "[cuda]") {
+TEST_CASE("AdamW kernels change nothing if the control forbids the update", "[optimizer][cuda]") {
   const Case c{1003};
   const auto narrow = c.weight_as<bf16>();
   const auto run = [&]() -> Outputs {
@@ -132,7 +132,7 @@ TEST_CASE("AdamW kernels change nothing if the control forbids the update", "[cu
   REQUIRE(same_bits(check_kernel(run, before, 1e-30), before));
 }
 
-TEST_CASE("AdamW refuses bf16 weights without a master copy", "[cuda]") {
+TEST_CASE("AdamW refuses bf16 weights without a master copy", "[optimizer][cuda]") {
   REQUIRE_THROWS_WITH(cuda::update_weights<bf16>(Optimizer::adamw, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
                                                  8, options, nullptr),
                       Catch::Matchers::ContainsSubstring("need a master copy"));

@@ -56,7 +56,8 @@ std::vector<int32_t> stream_of(DataLoader& loader, int64_t cursor, int64_t n) {
 
 }  // namespace
 
-TEST_CASE("a file that is no shard is refused with what it seems to be; a header makes one of nanoGPT's tokens") {
+TEST_CASE("a file that is no shard is refused with what it seems to be; a header makes one of nanoGPT's tokens",
+          "[data]") {
   const TempDir dir;
   const std::string file = dir / "train.bin";
   const auto refusal = [&](const std::string& contents) {
@@ -122,7 +123,7 @@ TEST_CASE("a file that is no shard is refused with what it seems to be; a header
   convert(bytes(llama), 50'000, 4);
 }
 
-TEST_CASE("without shuffling samples come in file order in every epoch, and targets are the next tokens") {
+TEST_CASE("without shuffling samples come in file order in every epoch, and targets are the next tokens", "[data]") {
   const CountingShards data;
   const TokenShards shards(data.pattern(), data.T);
   REQUIRE(shards.tokens() == 69);
@@ -137,7 +138,8 @@ TEST_CASE("without shuffling samples come in file order in every epoch, and targ
   REQUIRE(b.positions == std::vector<int32_t>{0, 1, 2, 3, 4, 0, 1, 2, 3, 4});
 }
 
-TEST_CASE("with shuffling every epoch has each sample once, in an order that depends only on seed and epoch") {
+TEST_CASE("with shuffling every epoch has each sample once, in an order that depends only on seed and epoch",
+          "[data]") {
   const CountingShards data;
   const TokenShards shards(data.pattern(), data.T);
   DataLoader loader(shards, {.seed = 4, .shuffle = true, .vocab_size = 69}),
@@ -156,7 +158,7 @@ TEST_CASE("with shuffling every epoch has each sample once, in an order that dep
   REQUIRE(stream_of(other, 0, 12) != epochs[0]);
 }
 
-TEST_CASE("a seed that comes in the middle of an epoch takes what is left of it, each sample once") {
+TEST_CASE("a seed that comes in the middle of an epoch takes what is left of it, each sample once", "[data]") {
   const TempDir dir;
   write_shard(dir / "x.bin", std::vector<uint16_t>(4 * 53 + 1, 3));
   const TokenShards shards(dir / "x.bin", 4);
@@ -189,7 +191,8 @@ TEST_CASE("a seed that comes in the middle of an epoch takes what is left of it,
   for (int64_t i = 0; i < 2 * n; ++i) REQUIRE(in_order.sample_at(i) == i % n);
 }
 
-TEST_CASE("any split of a step into micro-batches and ranks reads the same samples, none twice, none skipped") {
+TEST_CASE("any split of a step into micro-batches and ranks reads the same samples, none twice, none skipped",
+          "[data]") {
   const CountingShards data;
   const TokenShards shards(data.pattern(), data.T);
   auto step_samples = [&](int64_t micro_batches, int64_t ranks, int64_t batch_size) {
@@ -209,7 +212,7 @@ TEST_CASE("any split of a step into micro-batches and ranks reads the same sampl
   REQUIRE(one == step_samples(1, 4, 2));
 }
 
-TEST_CASE("invalid shards are refused by name") {
+TEST_CASE("invalid shards are refused by name", "[data]") {
   const TempDir dir;
   const std::string path = dir / "x.bin";
   auto refuse = [&](const std::string& part) { REQUIRE_ERROR(TokenShards(path, 4), part); };
@@ -240,7 +243,7 @@ TEST_CASE("invalid shards are refused by name") {
   REQUIRE_ERROR(TokenShards(dir / "none_*.bin", 4, "--val-data"), "--val-data");
 }
 
-TEST_CASE("a token outside the vocabulary is refused with file, position and value") {
+TEST_CASE("a token outside the vocabulary is refused with file, position and value", "[data]") {
   const TempDir dir;
   std::vector<uint32_t> tokens(20, 3);
   tokens[13] = 4000000000u;
@@ -251,7 +254,7 @@ TEST_CASE("a token outside the vocabulary is refused with file, position and val
   REQUIRE_ERROR(read(loader, 3, 0, {}), "token 4000000000 at position 13");
 }
 
-TEST_CASE("training works with more shards than the limit of open files, shuffled and on several ranks") {
+TEST_CASE("training works with more shards than the limit of open files, shuffled and on several ranks", "[data]") {
   const TempDir dir;
   for (uint16_t shard = 0; shard < 200; ++shard) {
     std::vector<uint16_t> tokens(17);  // two samples of 8
@@ -284,7 +287,7 @@ TEST_CASE("training works with more shards than the limit of open files, shuffle
           read_whole(dir / "many/step-000045/model.safetensors"));
 }
 
-TEST_CASE("suspicious data gets a notice, valid data none") {
+TEST_CASE("suspicious data gets a notice, valid data none", "[data]") {
   const TempDir dir;
   std::vector<uint16_t> bytes(97), words(97);  // 12 samples of 8
   for (size_t i = 0; i < bytes.size(); ++i) {
@@ -310,7 +313,7 @@ TEST_CASE("suspicious data gets a notice, valid data none") {
     REQUIRE_THAT(right, !Catch::Matchers::Contains(word));
 }
 
-TEST_CASE("a validation of a part of the data takes samples from all shards; with --no-shuffle the first") {
+TEST_CASE("a validation of a part of the data takes samples from all shards; with --no-shuffle the first", "[data]") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "train.bin", std::vector<uint16_t>(2001, 1));
   write_shard<uint16_t>(dir / "val_0.bin", std::vector<uint16_t>(801, 1));
@@ -330,7 +333,7 @@ TEST_CASE("a validation of a part of the data takes samples from all shards; wit
   REQUIRE(validation_loss("") > 1);
 }
 
-TEST_CASE("a shard that is replaced while a run reads it is detected") {
+TEST_CASE("a shard that is replaced while a run reads it is detected", "[data]") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "x.bin", std::vector<uint16_t>(20, 3));
   const TokenShards shards(dir / "x.bin", 4);
@@ -339,7 +342,8 @@ TEST_CASE("a shard that is replaced while a run reads it is detected") {
   REQUIRE_ERROR(shards.read_sample(0, 4, sample), "x.bin: its size has changed");
 }
 
-TEST_CASE("the learning rate rises to its peak with the warm-up and reaches its final value at the last step") {
+TEST_CASE("the learning rate rises to its peak with the warm-up and reaches its final value at the last step",
+          "[data]") {
   const double tolerance = 1e-12;
   LrSchedule s{.shape = LrShape::cosine, .peak = 2, .warmup_steps = 4, .max_steps = 14, .final_frac = 0.1};
   REQUIRE(learning_rate(s, 1) == 0.5);
@@ -373,7 +377,7 @@ TEST_CASE("the learning rate rises to its peak with the warm-up and reaches its 
     }
 }
 
-TEST_CASE("bytes round-trip through tokens; the end of text and unknown ids are visible") {
+TEST_CASE("bytes round-trip through tokens; the end of text and unknown ids are visible", "[data]") {
   const auto tokenizer = make_tokenizer("bytes");
   const std::string text = "Grüße\n\xff";
   REQUIRE(tokenizer->decode(tokenizer->encode(text)) == text);
@@ -382,7 +386,7 @@ TEST_CASE("bytes round-trip through tokens; the end of text and unknown ids are 
   REQUIRE_ERROR(make_tokenizer("gpt2"), "--tokenizer gpt2");
 }
 
-TEST_CASE("shards over 4 GiB and over 2^31 and 2^32 tokens are read to the end") {
+TEST_CASE("shards over 4 GiB and over 2^31 and 2^32 tokens are read to the end", "[data]") {
   const TempDir dir;
   // Sparse files: the tokens in between are zeros without disk space. The last shard has one more sample than its size.
   for (const int64_t tokens : {(int64_t{1} << 31) + 12, (int64_t{1} << 32) + 12}) {
@@ -412,7 +416,7 @@ TEST_CASE("shards over 4 GiB and over 2^31 and 2^32 tokens are read to the end")
   }
 }
 
-TEST_CASE("every token of a shard over 2^31 tokens is verified", "[long]") {
+TEST_CASE("every token of a shard over 2^31 tokens is verified", "[data][long]") {
   const TempDir dir;
   const int64_t tokens = (int64_t{1} << 31) + 12;
   write_shard<uint16_t>(dir / "large.bin", {});
@@ -430,7 +434,7 @@ TEST_CASE("every token of a shard over 2^31 tokens is verified", "[long]") {
   REQUIRE(r.error.find(formatted("position {}", tokens - 1)) != std::string::npos);
 }
 
-TEST_CASE("--verify-data counts tokens, and names every bad shard with its error") {
+TEST_CASE("--verify-data counts tokens, and names every bad shard with its error", "[data]") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "a_0.bin", {256, 1, 2, 256, 3});
   write_shard<uint32_t>(dir / "a_1.bin", {256, 255});
@@ -455,7 +459,7 @@ TEST_CASE("--verify-data counts tokens, and names every bad shard with its error
   REQUIRE(bad.err.find("token 4000000000") != std::string::npos);
 }
 
-TEST_CASE("llm.c's gpt2_tokenizer.bin prints tokens; damaged ones are refused") {
+TEST_CASE("llm.c's gpt2_tokenizer.bin prints tokens; damaged ones are refused", "[data]") {
   const TempDir dir;
   const std::string path = dir / "gpt2_tokenizer.bin";
   auto write = [&](uint32_t magic, uint32_t version, uint32_t count, const std::string& table) {

@@ -24,7 +24,7 @@ void transfer(Stream& stream, int64_t messages, double link_bytes) {
 
 }  // namespace
 
-TEST_CASE("two streams on paper take the time of their ops, and wait for each other's events") {
+TEST_CASE("two streams on paper take the time of their ops, and wait for each other's events", "[device][plan]") {
   const Device paper = on_paper(rates);
   Arena scratch(paper);
   Stream compute(paper, scratch), side(paper, scratch);
@@ -62,7 +62,7 @@ TEST_CASE("two streams on paper take the time of their ops, and wait for each ot
   REQUIRE(compute.seconds() - compute.exposed_seconds() == 5);  // its work
 }
 
-TEST_CASE("the ledger of a null stream has the seconds of its clock") {
+TEST_CASE("the ledger of a null stream has the seconds of its clock", "[device][plan]") {
   const Device paper = on_paper(rates);
   Arena scratch(paper);
   Stream stream(paper, scratch);
@@ -75,7 +75,7 @@ TEST_CASE("the ledger of a null stream has the seconds of its clock") {
   REQUIRE(ledger.at("transfer").seconds == 5);
 }
 
-TEST_CASE("without rates no time passes on paper, and at infinite rates none") {
+TEST_CASE("without rates no time passes on paper, and at infinite rates none", "[device][plan]") {
   constexpr double infinite = std::numeric_limits<double>::infinity();
   for (const std::optional<Rates>& r :
        {std::optional<Rates>(), std::optional(Rates{infinite, infinite, infinite, 0})}) {

@@ -20,7 +20,7 @@ constexpr int64_t MiB = 1 << 20;
 
 }  // namespace
 
-TEST_CASE("the tightest of nested version 2 cgroups applies, at any level") {
+TEST_CASE("the tightest of nested version 2 cgroups applies, at any level", "[device]") {
   const FakeRoot root;
   root.put("proc/self/cgroup", "0::/system.slice/slurm/job_7/step_0");
   const std::string top = "sys/fs/cgroup/system.slice";
@@ -42,7 +42,7 @@ TEST_CASE("the tightest of nested version 2 cgroups applies, at any level") {
   REQUIRE(available_processors(root.dir.path()) == 1);
 }
 
-TEST_CASE("version 1 cgroups are found by controller, also in hybrid mode") {
+TEST_CASE("version 1 cgroups are found by controller, also in hybrid mode", "[device]") {
   const FakeRoot root;
   root.put("proc/self/cgroup",
            "12:pids:/a\n4:memory:/slurm/uid_1/job_2\n3:cpu,cpuacct:/slurm/uid_1/job_2\n1:name=systemd:/a:b\n0::/s/t");
@@ -60,7 +60,7 @@ TEST_CASE("version 1 cgroups are found by controller, also in hybrid mode") {
   REQUIRE(root.limits().memory == 40 * MiB);
 }
 
-TEST_CASE("in a container whose mount begins at its own cgroup the host's path is skipped") {
+TEST_CASE("in a container whose mount begins at its own cgroup the host's path is skipped", "[device]") {
   const FakeRoot root;
   root.put("proc/self/cgroup", "5:memory:/docker/0123abc\n0::/docker/0123abc");
   root.put("sys/fs/cgroup/memory/memory.limit_in_bytes", std::to_string(80 * MiB));
@@ -69,7 +69,7 @@ TEST_CASE("in a container whose mount begins at its own cgroup the host's path i
   REQUIRE(root.limits().processors == 2);
 }
 
-TEST_CASE("missing or invalid cgroup files impose no limit") {
+TEST_CASE("missing or invalid cgroup files impose no limit", "[device]") {
   const FakeRoot root;
   const int processors = available_processors(root.dir.path());
   REQUIRE(processors >= 1);

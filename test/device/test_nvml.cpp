@@ -32,7 +32,7 @@ class StandIn {
 
 }  // namespace
 
-TEST_CASE("a GPU is read by its PCI bus address, in the units of the fields' names", "[nvml]") {
+TEST_CASE("a GPU is read by its PCI bus address, in the units of the fields' names", "[device][nvml]") {
   const StandIn gpu;
   {
     GpuMonitor monitor("0000:3b:00.0", library);
@@ -58,7 +58,7 @@ TEST_CASE("a GPU is read by its PCI bus address, in the units of the fields' nam
   REQUIRE(gpu->sessions == 0);
 }
 
-TEST_CASE("all throttle reasons are named, and those of future drivers are shown as bits", "[nvml]") {
+TEST_CASE("all throttle reasons are named, and those of future drivers are shown as bits", "[device][nvml]") {
   REQUIRE(throttle_reasons(0) == "none");
   REQUIRE(throttle_reasons(0x1) == "idle");
   REQUIRE(throttle_reasons(0x24) == "power cap, thermal");
@@ -68,7 +68,7 @@ TEST_CASE("all throttle reasons are named, and those of future drivers are shown
   REQUIRE(throttle_reasons(0x8000'0000'1004) == "power cap, unknown bit 12, unknown bit 47");
 }
 
-TEST_CASE("values that a GPU does not report are left out", "[nvml]") {
+TEST_CASE("values that a GPU does not report are left out", "[device][nvml]") {
   const StandIn gpu;
   constexpr int not_supported = 3;
   for (const char* function : {"nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMaxClockInfo",
@@ -81,7 +81,7 @@ TEST_CASE("values that a GPU does not report are left out", "[nvml]") {
   REQUIRE(to_json_object(*reading).dump() == R"({"gpu_sm_mhz":1410,"gpu_watts":698.6,"gpu_celsius":71})");
 }
 
-TEST_CASE("without library, driver or GPU there are no readings but a reason", "[nvml]") {
+TEST_CASE("without library, driver or GPU there are no readings but a reason", "[device][nvml]") {
   const StandIn gpu;
   const auto reason = [](GpuMonitor& monitor) {
     REQUIRE(!monitor.read());
@@ -102,7 +102,7 @@ TEST_CASE("without library, driver or GPU there are no readings but a reason", "
   REQUIRE_THAT(reason(unstarted), Catch::Matchers::ContainsSubstring("does not start: Unknown Error (status 9)"));
 }
 
-TEST_CASE("a GPU that falls off the bus during a run ends its readings, not the run", "[nvml]") {
+TEST_CASE("a GPU that falls off the bus during a run ends its readings, not the run", "[device][nvml]") {
   const StandIn gpu;
   GpuMonitor monitor("0000:3b:00.0", library);
   REQUIRE(monitor.read().has_value());

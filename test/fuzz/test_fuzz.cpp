@@ -179,5 +179,5 @@ void fuzz(uint64_t count) {
 
 }  // namespace
 
-TEST_CASE("fifty changes of every input format") { fuzz(50); }
-TEST_CASE("a thousand changes of every input format", "[long]") { fuzz(1000); }
+TEST_CASE("fifty changes of every input format", "[fuzz]") { fuzz(50); }
+TEST_CASE("a thousand changes of every input format", "[fuzz][long]") { fuzz(1000); }

@@ -52,7 +52,7 @@ Hello hello(int32_t number = 0) {
 
 }  // namespace
 
-TEST_CASE("HMAC-SHA256 gives the published codes") {  // RFC 4231, cases 2 and 6
+TEST_CASE("HMAC-SHA256 gives the published codes", "[net]") {  // RFC 4231, cases 2 and 6
   auto text = [](const Mac& mac) {
     Nonce halves[2];
     std::memcpy(halves, mac.data(), sizeof mac);
@@ -68,7 +68,7 @@ TEST_CASE("HMAC-SHA256 gives the published codes") {  // RFC 4231, cases 2 and 6
   REQUIRE(random_token().size() == 64);
 }
 
-TEST_CASE("the token comes from one variable or from a file of its owner alone") {
+TEST_CASE("the token comes from one variable or from a file of its owner alone", "[net]") {
   const TempDir dir;
   const std::string file = dir / "token";
   write_text_durably(file, "0123456789abcdef\n");
@@ -87,7 +87,7 @@ TEST_CASE("the token comes from one variable or from a file of its owner alone")
   REQUIRE_ERROR(read_token(environment({{"TRAIN_GPT_TOKEN_FILE", dir / "none"}})), "No such file");
 }
 
-TEST_CASE("addresses are HOST:PORT, IPv6 in brackets") {
+TEST_CASE("addresses are HOST:PORT, IPv6 in brackets", "[net]") {
   REQUIRE(parse_endpoint("node1:29500").text() == "node1:29500");
   REQUIRE(parse_endpoint("[::1]:80").host == "::1");
   REQUIRE(parse_endpoint("[::1]:80").text() == "[::1]:80");
@@ -95,7 +95,7 @@ TEST_CASE("addresses are HOST:PORT, IPv6 in brackets") {
     REQUIRE_ERROR(parse_endpoint(wrong), "expected HOST:PORT");
 }
 
-TEST_CASE("who knows the token is let in, and is told why if not") {
+TEST_CASE("who knows the token is let in, and is told why if not", "[net]") {
   Door door;
   REQUIRE(door.enter(hello()) == door.job);
   Hello of_this_job = hello();
@@ -116,7 +116,7 @@ TEST_CASE("who knows the token is let in, and is told why if not") {
   REQUIRE(door.lines.contain("a connection from 127.0.0.1:"));
 }
 
-TEST_CASE("a guest whom nobody can take is refused, and the next one is let in") {
+TEST_CASE("a guest whom nobody can take is refused, and the next one is let in", "[net]") {
   Door door;
   for (int i = 0; i < 3; ++i) {
     door.enter(hello(667));
@@ -127,7 +127,7 @@ TEST_CASE("a guest whom nobody can take is refused, and the next one is let in")
   REQUIRE(door.lines.contain("was refused: nobody is at home"));
 }
 
-TEST_CASE("a listener that does not know the token is not believed") {
+TEST_CASE("a listener that does not know the token is not believed", "[net]") {
   const Socket listening = listen_at(resolve({"127.0.0.1", 0}).at(0));
   const int port = address_here(listening).endpoint().port;
   auto answered_with = [&](const std::string& text) {
@@ -161,7 +161,7 @@ TEST_CASE("a listener that does not know the token is not believed") {
           "what listens there is not train_gpt");
 }
 
-TEST_CASE("hostile connections of all kinds are refused, and do not keep others out") {
+TEST_CASE("hostile connections of all kinds are refused, and do not keep others out", "[net]") {
   Door door;
   std::atomic<bool> attacked = false;
   int entered = 0;
@@ -187,7 +187,7 @@ TEST_CASE("hostile connections of all kinds are refused, and do not keep others 
   REQUIRE(lines < 6);  // not one for each
 }
 
-TEST_CASE("connections that say nothing are bounded, and leave room for one that speaks") {
+TEST_CASE("connections that say nothing are bounded, and leave room for one that speaks", "[net]") {
   Door door;
   const size_t before = entries("/proc/self/fd");
   std::vector<Socket> silent;
@@ -197,7 +197,7 @@ TEST_CASE("connections that say nothing are bounded, and leave room for one that
   REQUIRE(door.lines.contain("there were too many at the same time"));
 }
 
-TEST_CASE("a process without file descriptors to spare lets the next one in when it has") {
+TEST_CASE("a process without file descriptors to spare lets the next one in when it has", "[net]") {
   Door door;
   const Socket first = door.connect();
   std::vector<Socket> all;
@@ -219,7 +219,7 @@ TEST_CASE("a process without file descriptors to spare lets the next one in when
   REQUIRE(door.enter(hello()) == door.job);
 }
 
-TEST_CASE("hostile connections are closed after a few seconds", "[long]") {
+TEST_CASE("hostile connections are closed after a few seconds", "[net][long]") {
   Door door;
   REQUIRE(attack(door.port, 500, "--seed 2 --at-once 100", "TRAIN_GPT_TOKEN='" + token + "'"));
   REQUIRE(attack(door.port, 100, "--seed 3 --at-once 50"));

@@ -41,7 +41,7 @@ struct Ranks {
 
 }  // namespace
 
-TEST_CASE("who has not arrived is named, with what the others wait in") {
+TEST_CASE("who has not arrived is named, with what the others wait in", "[net][failures]") {
   Ranks ranks;
   for (const int r : {0, 1, 3}) ranks.waits(r, "w", all, 7, 30.6);
   ranks.reached(2, "w", all, 6);
@@ -65,7 +65,7 @@ TEST_CASE("who has not arrived is named, with what the others wait in") {
   }
 }
 
-TEST_CASE("nobody is blamed while nobody has waited for long") {
+TEST_CASE("nobody is blamed while nobody has waited for long", "[net][failures]") {
   Ranks ranks;
   for (const int r : {0, 1, 3}) ranks.waits(r, "w", all, 7, 29.9);
   ranks.reached(2, "w", all, 6);
@@ -73,7 +73,7 @@ TEST_CASE("nobody is blamed while nobody has waited for long") {
   REQUIRE(Ranks().verdict() == "");
 }
 
-TEST_CASE("a chain of waits leads to who waits for nobody, in whatever group") {
+TEST_CASE("a chain of waits leads to who waits for nobody, in whatever group", "[net][failures]") {
   Ranks ranks;
   ranks.waits(0, "a", {0, 1}, 5, 31).reached(1, "a", {0, 1}, 4);
   ranks.waits(1, "b", {1, 2}, 9, 10).reached(2, "b", {1, 2}, 8);
@@ -84,7 +84,7 @@ TEST_CASE("a chain of waits leads to who waits for nobody, in whatever group") {
   REQUIRE(ranks.verdict().starts_with("rank 3 on HOST has not arrived at the all-gather of unit c.2"));
 }
 
-TEST_CASE("a rank that waits in two groups at once is not excused by the first of them") {
+TEST_CASE("a rank that waits in two groups at once is not excused by the first of them", "[net][failures]") {
   // A stage of a pipeline: it waits for a gradient of the next one, which waits for its output, and for its own input.
   Ranks ranks;
   ranks.waits(2, "back", {2, 3}, 4, 33).reached(3, "back", {2, 3}, 3);
@@ -97,7 +97,7 @@ TEST_CASE("a rank that waits in two groups at once is not excused by the first o
   REQUIRE(ranks.verdict() == "");
 }
 
-TEST_CASE("groups of one name with other members are other groups") {
+TEST_CASE("groups of one name with other members are other groups", "[net][failures]") {
   for (int culprit = 0; culprit < 4; ++culprit) {  // 2 replicas of 2 shards
     Ranks ranks;
     for (int r = 0; r < 4; ++r) {
@@ -111,7 +111,7 @@ TEST_CASE("groups of one name with other members are other groups") {
   }
 }
 
-TEST_CASE("what a stopped process said last does not clear it") {
+TEST_CASE("what a stopped process said last does not clear it", "[net][failures]") {
   Ranks ranks;
   for (const int r : {1, 2, 3}) ranks.waits(r, "w", all, 7, 33);
   SECTION("it waited for something at which all have arrived") {
@@ -134,7 +134,7 @@ TEST_CASE("what a stopped process said last does not clear it") {
   }
 }
 
-TEST_CASE("a process that says nothing is named even if nobody waits for it") {
+TEST_CASE("a process that says nothing is named even if nobody waits for it", "[net][failures]") {
   Ranks ranks;
   ranks.silent(3, 34);
   REQUIRE(ranks.verdict() == "");
@@ -144,7 +144,7 @@ TEST_CASE("a process that says nothing is named even if nobody waits for it") {
   REQUIRE(ranks.verdict() == "");
 }
 
-TEST_CASE("ranks that wait for each other, or for the network, do not wait forever") {
+TEST_CASE("ranks that wait for each other, or for the network, do not wait forever", "[net][failures]") {
   Ranks ranks;
   ranks.waits(0, "a", {0, 1}, 5, 31).reached(1, "a", {0, 1}, 4);
   ranks.waits(1, "b", {0, 1}, 9, 31).reached(0, "b", {0, 1}, 8);
@@ -156,7 +156,7 @@ TEST_CASE("ranks that wait for each other, or for the network, do not wait forev
   REQUIRE(stuck.verdict() == "");
 }
 
-TEST_CASE("who is in a later World has arrived at all of the earlier one") {
+TEST_CASE("who is in a later World has arrived at all of the earlier one", "[net][failures]") {
   Ranks ranks;
   ranks.reached(0, "w", {0, 1}, 7, 31.0, 1)
       .reached(1, "w", {0, 1}, 2, std::nullopt, 2)
@@ -167,7 +167,7 @@ TEST_CASE("who is in a later World has arrived at all of the earlier one") {
   REQUIRE(ranks.verdict().starts_with("rank 2 on HOST has not arrived at the all-gather of unit v.1"));
 }
 
-TEST_CASE("a board tells what ranks do, across the network") {
+TEST_CASE("a board tells what ranks do, across the network", "[net][failures]") {
   Board board(4, 2, {0, 4, 8});
   board.begin_world();
   const auto place = board.join(5, "gradients", {1, 3, 5, 6, 7});
@@ -206,7 +206,7 @@ TEST_CASE("a board tells what ranks do, across the network") {
     REQUIRE_THROWS(ranks_from(wrong));
 }
 
-TEST_CASE("a rank that computes for longer than the others is named with its factor") {
+TEST_CASE("a rank that computes for longer than the others is named with its factor", "[net][failures]") {
   Board board(0, 1, {0});
   double total = 50;  // the first update is not like the others
   for (int step = 0; step < 25; ++step) {

@@ -71,7 +71,7 @@ const Variables torchrun = by_hand + Variables{{"LOCAL_RANK", "0"},
 
 }  // namespace
 
-TEST_CASE("without a launcher, with one process, or in a shell or script of a Slurm job, a process is alone") {
+TEST_CASE("without a launcher, with one process, or in a shell or script of a Slurm job, a process is alone", "[net]") {
   REQUIRE(shown(find({})) == "alone 0/1 ");
   REQUIRE(find({}).how == "one process");
   REQUIRE(shown(find({}, MpiLibrary::none, {.rank = 0, .world_size = 1})) == "alone 0/1 ");
@@ -91,7 +91,7 @@ TEST_CASE("without a launcher, with one process, or in a shell or script of a Sl
   REQUIRE(shown(find(interactive, MpiLibrary::none, {1, 2, "gpu1:5000"})) == "options 1/2 gpu1:5000");
 }
 
-TEST_CASE("MPI's launchers are used with their own library, and need --rendezvous with another or none") {
+TEST_CASE("MPI's launchers are used with their own library, and need --rendezvous with another or none", "[net]") {
   REQUIRE(shown(find(open_mpi, MpiLibrary::open_mpi)) == "mpi 2/4 ");
   REQUIRE(find(open_mpi, MpiLibrary::open_mpi).how == "mpirun (Open MPI)");
   REQUIRE(shown(find(mpich, MpiLibrary::mpich)) == "mpi 1/2 ");
@@ -105,7 +105,7 @@ TEST_CASE("MPI's launchers are used with their own library, and need --rendezvou
   REQUIRE_ERROR(find(open_mpi, MpiLibrary::mpich), "add --rendezvous HOST:PORT");
 }
 
-TEST_CASE("a launcher with PMIx alone does not say how many processes there are: --world-size does") {
+TEST_CASE("a launcher with PMIx alone does not say how many processes there are: --world-size does", "[net]") {
   const Variables pmix = {{"PMIX_NAMESPACE", "prterun-a-1"}, {"PMIX_RANK", "3"}};
   REQUIRE_ERROR(find(pmix, MpiLibrary::open_mpi), "PMIX_RANK=3 of a launcher with PMIx");
   REQUIRE_ERROR(find(pmix, MpiLibrary::open_mpi), "--world-size N, or unset PMIX_RANK");
@@ -114,7 +114,7 @@ TEST_CASE("a launcher with PMIx alone does not say how many processes there are:
   REQUIRE_ERROR(find(pmix, MpiLibrary::open_mpi, {{}, 3, ""}), "PMIX_RANK=3 with --world-size 3: expected 0 to 2");
 }
 
-TEST_CASE("the tasks of srun meet at the first node of their step, at a port of the step") {
+TEST_CASE("the tasks of srun meet at the first node of their step, at a port of the step", "[net]") {
   REQUIRE(shown(find(step)) == "slurm 2/4 n1:10528");
   REQUIRE(find(step).how == "srun (Slurm job 17)");
   REQUIRE(find(step + Variables{{"SLURM_STEP_ID", "2"}}).rendezvous == "n1:10529");
@@ -127,7 +127,7 @@ TEST_CASE("the tasks of srun meet at the first node of their step, at a port of 
   REQUIRE_ERROR(find(step + Variables{{"SLURM_JOB_ID", ""}}), "SLURM_JOB_ID is not set");
 }
 
-TEST_CASE("under srun MPI is used only with the help of Slurm that its library takes, for this very step") {
+TEST_CASE("under srun MPI is used only with the help of Slurm that its library takes, for this very step", "[net]") {
   REQUIRE(shown(find(step + step_pmix, MpiLibrary::open_mpi)) == "mpi 2/4 ");
   REQUIRE(shown(find(step + step_pmi2, MpiLibrary::mpich)) == "mpi 2/4 ");
   for (const auto& [variables, built] : std::vector<std::pair<Variables, MpiLibrary>>{
@@ -144,7 +144,7 @@ TEST_CASE("under srun MPI is used only with the help of Slurm that its library t
   REQUIRE(find(step, MpiLibrary::mpich).how == "srun (Slurm job 17); --mpi=pmi2 would let it use MPI");
 }
 
-TEST_CASE("of nested launchers the inner one counts") {
+TEST_CASE("of nested launchers the inner one counts", "[net]") {
   REQUIRE(shown(find(batch + open_mpi, MpiLibrary::open_mpi)) == "mpi 2/4 ");
   REQUIRE(shown(find(daemon + open_mpi, MpiLibrary::open_mpi)) == "mpi 2/4 ");
   REQUIRE(shown(find(daemon + mpich, MpiLibrary::mpich)) == "mpi 1/2 ");
@@ -156,7 +156,7 @@ TEST_CASE("of nested launchers the inner one counts") {
   REQUIRE(shown(find(open_mpi + by_hand, MpiLibrary::open_mpi)) == "mpi 2/4 ");
 }
 
-TEST_CASE("torchrun's variables say where to meet: beside the store of torchrun itself") {
+TEST_CASE("torchrun's variables say where to meet: beside the store of torchrun itself", "[net]") {
   REQUIRE(shown(find(torchrun)) == "torchrun 2/4 gpu1:29501");
   REQUIRE(shown(find(torchrun + Variables{{"TORCHELASTIC_USE_AGENT_STORE", "False"}})) == "torchrun 2/4 gpu1:29500");
   REQUIRE(shown(find(by_hand + Variables{{"MASTER_ADDR", "fd00::2"}})) == "torchrun 2/4 [fd00::2]:29500");
@@ -166,7 +166,7 @@ TEST_CASE("torchrun's variables say where to meet: beside the store of torchrun 
   REQUIRE_ERROR(find(by_hand + Variables{{"MASTER_PORT", "70000"}}), "MASTER_PORT=70000: expected a port, 1 to 65534");
 }
 
-TEST_CASE("--rank, --world-size and --rendezvous go together") {
+TEST_CASE("--rank, --world-size and --rendezvous go together", "[net]") {
   REQUIRE(shown(find({}, MpiLibrary::open_mpi, {1, 2, "a:1"})) == "options 1/2 a:1");
   for (const LaunchOptions& options :
        std::vector<LaunchOptions>{{1, {}, "a:1"}, {{}, 2, "a:1"}, {{}, {}, "a:1"}, {1, {}, ""}, {{}, 2, ""}})
@@ -176,7 +176,7 @@ TEST_CASE("--rank, --world-size and --rendezvous go together") {
   REQUIRE_ERROR(find({}, MpiLibrary::none, {1, 1, ""}), "--rank 1 with --world-size 1: expected 0 to 0");
 }
 
-TEST_CASE("what contradicts a launcher is refused with both values, what agrees with it is not") {
+TEST_CASE("what contradicts a launcher is refused with both values, what agrees with it is not", "[net]") {
   REQUIRE(shown(find(step, MpiLibrary::none, {2, 4, ""})) == "slurm 2/4 n1:10528");
   REQUIRE_ERROR(find(step, MpiLibrary::none, {1, 4, ""}),
                 "--rank 1 contradicts SLURM_PROCID=2 of srun (Slurm job 17): leave --rank and --world-size out");
@@ -188,7 +188,7 @@ TEST_CASE("what contradicts a launcher is refused with both values, what agrees 
   REQUIRE_ERROR(find(step + Variables{{"RANK", "0"}, {"WORLD_SIZE", "1"}}), "RANK=0 contradicts SLURM_PROCID=2");
 }
 
-TEST_CASE("half a set of variables, and values that are no ranks, are refused by name") {
+TEST_CASE("half a set of variables, and values that are no ranks, are refused by name", "[net]") {
   for (const auto& [there, missing] :
        std::vector<std::pair<std::string, std::string>>{{"RANK", "WORLD_SIZE"},
                                                         {"WORLD_SIZE", "RANK"},
@@ -210,7 +210,7 @@ TEST_CASE("half a set of variables, and values that are no ranks, are refused by
                 "WORLD_SIZE=4294967295: expected 1 to 1048576");
 }
 
-TEST_CASE("the first host of a Slurm node list") {
+TEST_CASE("the first host of a Slurm node list", "[net]") {
   for (const auto& [list, host] :
        std::vector<std::pair<std::string, std::string>>{{"gpu5", "gpu5"},
                                                         {"gpu5,gpu6", "gpu5"},
@@ -225,7 +225,7 @@ TEST_CASE("the first host of a Slurm node list") {
     REQUIRE_ERROR(first_slurm_host(list), "is no list of Slurm nodes");
 }
 
-TEST_CASE("a launcher's terminal is nobody's, but for the one of srun --pty") {
+TEST_CASE("a launcher's terminal is nobody's, but for the one of srun --pty", "[net]") {
   REQUIRE(!launcher_has_output({}));
   REQUIRE(!launcher_has_output(batch));
   for (const Variables& variables :

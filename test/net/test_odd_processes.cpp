@@ -6,7 +6,7 @@
 
 using namespace llmc;
 
-TEST_CASE("process 0 that goes during the meeting is missed at once") {
+TEST_CASE("process 0 that goes during the meeting is missed at once", "[net]") {
   const TempDir dir;
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
@@ -32,7 +32,7 @@ TEST_CASE("process 0 that goes during the meeting is missed at once") {
   REQUIRE(seconds < 5);
 }
 
-TEST_CASE("who meets the others and then says nothing is named with its host on all of them") {
+TEST_CASE("who meets the others and then says nothing is named with its host on all of them", "[net]") {
   const TempDir dir;
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
@@ -49,7 +49,7 @@ TEST_CASE("who meets the others and then says nothing is named with its host on 
   require_all({errors.begin(), errors.begin() + 3}, "no answer within 1 s from rank 3 on elsewhere");
 }
 
-TEST_CASE("a door without room for the first try of a process is tried again") {
+TEST_CASE("a door without room for the first try of a process is tried again", "[net]") {
   const TempDir dir;
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
@@ -81,7 +81,7 @@ TEST_CASE("a door without room for the first try of a process is tried again") {
   REQUIRE(errors[1] == "");
 }
 
-TEST_CASE("numbers and messages that no process of this job can say change nothing") {
+TEST_CASE("numbers and messages that no process of this job can say change nothing", "[net]") {
   const TempDir dir;
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
@@ -112,7 +112,7 @@ TEST_CASE("numbers and messages that no process of this job can say change nothi
   on_threads(3, [&](int p) { jobs[static_cast<size_t>(p)].reset(); });
 }
 
-TEST_CASE("another version of the protocol is refused on all") {
+TEST_CASE("another version of the protocol is refused on all", "[net]") {
   const TempDir dir;
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
@@ -134,7 +134,7 @@ TEST_CASE("another version of the protocol is refused on all") {
                                 protocol_version + 1));
 }
 
-TEST_CASE("a process with another token or none is refused, and the others wait for the real one") {
+TEST_CASE("a process with another token or none is refused, and the others wait for the real one", "[net]") {
   const std::string where = formatted("127.0.0.1:{}", free_port());
   Lines lines;
   std::latch refused(2);
@@ -155,7 +155,7 @@ TEST_CASE("a process with another token or none is refused, and the others wait 
   REQUIRE(lines.contain("its token differs"));
 }
 
-TEST_CASE("without a token, processes meet on a loopback address only") {
+TEST_CASE("without a token, processes meet on a loopback address only", "[net]") {
   Lines lines;
   const TempDir dir;
   for (const std::string& where : {formatted("127.0.0.1:{}", free_port()), "file:" + dir / "meeting"}) {
@@ -184,7 +184,7 @@ TEST_CASE("without a token, processes meet on a loopback address only") {
       REQUIRE(error.find(part) != std::string::npos);
 }
 
-TEST_CASE("what an earlier run left in the file is not believed") {
+TEST_CASE("what an earlier run left in the file is not believed", "[net]") {
   const TempDir dir;
   const std::string path = dir / "meeting";
   Lines lines;
@@ -214,7 +214,7 @@ TEST_CASE("what an earlier run left in the file is not believed") {
   REQUIRE_ERROR(ControlPlane(greeting(1, 2), at("file:" + path, lines, 0.12)), "what listens there is another job");
 }
 
-TEST_CASE("strangers and late processes do not disturb a job that has begun") {
+TEST_CASE("strangers and late processes do not disturb a job that has begun", "[net]") {
   Jobs jobs(3);
   const int port = jobs[0].peers()[0].port;
   const auto errors = on_threads(5, [&](int p) {
@@ -233,7 +233,7 @@ TEST_CASE("strangers and late processes do not disturb a job that has begun") {
                     port));
 }
 
-TEST_CASE("hostile connections during the rendezvous are refused, and the job begins") {
+TEST_CASE("hostile connections during the rendezvous are refused, and the job begins", "[net]") {
   Lines lines;
   const int port = free_port();
   std::atomic<bool> attacked = false;

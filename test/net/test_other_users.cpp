@@ -35,7 +35,7 @@ bool attack_as_other(int port, int to, int count) {
 
 }  // namespace
 
-TEST_CASE("the owner of a socket is read from the tables of Linux") {
+TEST_CASE("the owner of a socket is read from the tables of Linux", "[net]") {
   const Address v4 = resolve({"127.0.0.1", 5000}).at(0), v6 = resolve({"::1", 5000}).at(0);
   const bool little = std::endian::native == std::endian::little;
   REQUIRE(detail::table_text(v4) == (little ? "0100007F:1388" : "7F000001:1388"));
@@ -55,7 +55,7 @@ TEST_CASE("the owner of a socket is read from the tables of Linux") {
   REQUIRE(!detail::owner_in_table(other_way, "B:2", "A:1"));
 }
 
-TEST_CASE("both ends of a connection within a process are this user's, until one is closed") {
+TEST_CASE("both ends of a connection within a process are this user's, until one is closed", "[net]") {
   for (const char* host : {"127.0.0.1", "::1"}) {
     const Socket listening = listen_at(resolve({host, 0}).at(0));
     Socket one = connect_to(address_here(listening), Limit::seconds(5));
@@ -69,7 +69,7 @@ TEST_CASE("both ends of a connection within a process are this user's, until one
   }
 }
 
-TEST_CASE("without a token, another user can neither join a job nor disturb or blame its processes") {
+TEST_CASE("without a token, another user can neither join a job nor disturb or blame its processes", "[net]") {
   if (!can_be_others()) return;
   Lines lines;
   const int port = free_port();
@@ -123,7 +123,7 @@ TEST_CASE("without a token, another user can neither join a job nor disturb or b
   on_threads(3, [&](int p) { jobs[static_cast<size_t>(p)].reset(); });
 }
 
-TEST_CASE("without a token, another user's process 0 is not believed") {
+TEST_CASE("without a token, another user's process 0 is not believed", "[net]") {
   if (!can_be_others()) return;
   const int port = free_port();
   Lines lines;

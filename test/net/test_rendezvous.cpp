@@ -6,7 +6,7 @@
 
 using namespace llmc;
 
-TEST_CASE("processes meet, know each other, and gather texts by topic") {
+TEST_CASE("processes meet, know each other, and gather texts by topic", "[net]") {
   const size_t files = entries("/proc/self/fd"), threads = entries("/proc/self/task");
   {
     Jobs jobs(4, 2);
@@ -37,7 +37,7 @@ TEST_CASE("processes meet, know each other, and gather texts by topic") {
   REQUIRE(entries("/proc/self/task") == threads);
 }
 
-TEST_CASE("processes meet at an address of either family, whoever comes first") {
+TEST_CASE("processes meet at an address of either family, whoever comes first", "[net]") {
   for (const std::string host : {"127.0.0.1", "localhost", "[::1]", "*"}) {
     const int port = free_port();
     const std::string where = formatted("{}:{}", host == "*" ? host_name() : host, port);
@@ -60,7 +60,7 @@ TEST_CASE("processes meet at an address of either family, whoever comes first") 
   }
 }
 
-TEST_CASE("process 0 may listen before the others know where") {
+TEST_CASE("process 0 may listen before the others know where", "[net]") {
   auto [socket, endpoint] = listen_anywhere(token, "127.0.0.1");
   Lines lines;
   const auto errors = on_threads(2, [&, &socket = socket, &endpoint = endpoint](int p) {
@@ -72,14 +72,14 @@ TEST_CASE("process 0 may listen before the others know where") {
   require_all(errors, "");
 }
 
-TEST_CASE("a job of one process needs nobody") {
+TEST_CASE("a job of one process needs nobody", "[net]") {
   Lines lines;
   ControlPlane job(greeting(0, 1), at("", lines));
   REQUIRE(job.all_gather("topic", "text") == std::vector<std::string>{"text"});
   REQUIRE(job.local_processes() == 1);
 }
 
-TEST_CASE("options, builds and sizes that differ are refused on all processes, with both values") {
+TEST_CASE("options, builds and sizes that differ are refused on all processes, with both values", "[net]") {
   require_all(meet(4, [](int p, Greeting& it) { it.agree[0].second = p == 3 ? "0.0003" : "0.001"; }),
               "--lr differs: 0.001 on ranks 0-2, 0.0003 on rank 3");
   require_all(meet(3, [](int p, Greeting& it) { it.build = p == 1 ? "new" : "old"; }),
@@ -99,7 +99,7 @@ TEST_CASE("options, builds and sizes that differ are refused on all processes, w
   REQUIRE(seconds < 5);
 }
 
-TEST_CASE("a process whose command line was refused tells all others") {
+TEST_CASE("a process whose command line was refused tells all others", "[net]") {
   for (const int refused : {0, 1, 2})
     require_all(meet(3,
                      [&](int p, Greeting& it) {
@@ -108,7 +108,7 @@ TEST_CASE("a process whose command line was refused tells all others") {
                 formatted("rank {} on {}: --lr 'x': expected a number", refused, host_name()));
 }
 
-TEST_CASE("values that differ everywhere are not all listed") {
+TEST_CASE("values that differ everywhere are not all listed", "[net]") {
   std::vector<Introduction> all;
   for (int p = 0; p < 12; ++p) {
     Greeting it = greeting(p, 12);
@@ -127,7 +127,7 @@ TEST_CASE("values that differ everywhere are not all listed") {
   REQUIRE(disagreement(all).ends_with("--3 differs: b on ranks 0-2 and 4-11, a on rank 3; and 2 more"));
 }
 
-TEST_CASE("a difference is told before all have come, and to those who come later") {
+TEST_CASE("a difference is told before all have come, and to those who come later", "[net]") {
   const TempDir dir;
   Lines lines;
   std::atomic<bool> told = false;
@@ -147,7 +147,7 @@ TEST_CASE("a difference is told before all have come, and to those who come late
   require_all(errors, "--seed differs: 0 on rank 0, 1 on rank 1");
 }
 
-TEST_CASE("a number that two processes have is refused on all") {
+TEST_CASE("a number that two processes have is refused on all", "[net]") {
   const auto errors = meet(4, [](int p, Greeting& it) { it.process = p == 3 ? 1 : p; });
   for (const std::string& error : errors) {
     REQUIRE(error == errors[0]);
@@ -155,7 +155,7 @@ TEST_CASE("a number that two processes have is refused on all") {
   }
 }
 
-TEST_CASE("processes that do not come are named on all that have") {
+TEST_CASE("processes that do not come are named on all that have", "[net]") {
   const TempDir dir;
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
@@ -165,7 +165,7 @@ TEST_CASE("processes that do not come are named on all that have") {
   REQUIRE(lines.contain("waiting for ranks 2, 3 and 5 of 6 at " + where));
 }
 
-TEST_CASE("a process that ends while others arrive is named at once") {
+TEST_CASE("a process that ends while others arrive is named at once", "[net]") {
   const TempDir dir;
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
@@ -186,7 +186,7 @@ TEST_CASE("a process that ends while others arrive is named at once") {
   REQUIRE(seconds < 5);
 }
 
-TEST_CASE("a process that cannot reach the rendezvous says where it looked and what it found") {
+TEST_CASE("a process that cannot reach the rendezvous says where it looked and what it found", "[net]") {
   Lines lines;
   const TempDir dir;
   const std::string where = formatted("127.0.0.1:{}", free_port());
@@ -204,7 +204,7 @@ TEST_CASE("a process that cannot reach the rendezvous says where it looked and w
                 "does another run use this port?");
 }
 
-TEST_CASE("a process that is gone is named on all others") {
+TEST_CASE("a process that is gone is named on all others", "[net]") {
   Jobs jobs(4);
   for (const int gone : {2}) {
     const auto errors = on_threads(4, [&](int p) {
@@ -222,7 +222,7 @@ TEST_CASE("a process that is gone is named on all others") {
   }
 }
 
-TEST_CASE("nobody waits for a process that has ended, process 0 included") {
+TEST_CASE("nobody waits for a process that has ended, process 0 included", "[net]") {
   for (const int first : {0, 1, 2}) {
     Jobs jobs(3);
     const auto errors = on_threads(3, [&](int p) {
@@ -238,7 +238,7 @@ TEST_CASE("nobody waits for a process that has ended, process 0 included") {
   }
 }
 
-TEST_CASE("a cut control connection is named by both of its ends, and by all others, in the same words") {
+TEST_CASE("a cut control connection is named by both of its ends, and by all others, in the same words", "[net]") {
   for (int round = 0; round < 24; ++round) {
     Jobs jobs(2 + round % 3);
     const int n = jobs.size(), judge = n > 2 && round % 4 == 3 ? 1 : 0;

@@ -32,7 +32,7 @@ void require_none(const std::vector<std::string>& errors) {
 
 }  // namespace
 
-TEST_CASE("large messages go both ways at once, and around a ring") {
+TEST_CASE("large messages go both ways at once, and around a ring", "[net]") {
   Linked all(3);
   const size_t bytes = 10'000'001;  // more than the buffers of sockets
   require_none(on_threads(3, [&](int p) {
@@ -50,7 +50,7 @@ TEST_CASE("large messages go both ways at once, and around a ring") {
   }));
 }
 
-TEST_CASE("messages of all sizes between all pairs of ranks, in many groups and threads, arrive in order") {
+TEST_CASE("messages of all sizes between all pairs of ranks, in many groups and threads, arrive in order", "[net]") {
   constexpr int processes = 3, local = 2, ranks = processes * local, groups = 4;
   Linked all(processes, local);
   require_none(on_threads(ranks * groups, [&](int thread) {
@@ -70,7 +70,7 @@ TEST_CASE("messages of all sizes between all pairs of ranks, in many groups and 
   }));
 }
 
-TEST_CASE("a rank sends although the one it receives from waits for others") {
+TEST_CASE("a rank sends although the one it receives from waits for others", "[net]") {
   Linked all(3);
   require_none(on_threads(3, [&](int p) {
     char out = 'a', in = 'b';
@@ -80,7 +80,7 @@ TEST_CASE("a rank sends although the one it receives from waits for others") {
   }));
 }
 
-TEST_CASE("data may come before the receiver has its links") {
+TEST_CASE("data may come before the receiver has its links", "[net]") {
   Jobs jobs(2);
   TcpLinks first(jobs[0]);
   const auto out = pattern(1, 1000);
@@ -91,7 +91,7 @@ TEST_CASE("data may come before the receiver has its links") {
   REQUIRE(in == out);
 }
 
-TEST_CASE("a message of another length than expected is an error that names both") {
+TEST_CASE("a message of another length than expected is an error that names both", "[net]") {
   for (const int64_t expected : {0, 99, 101, 100'000}) {
     Linked all(2);
     const auto errors = on_threads(2, [&](int p) {
@@ -104,7 +104,7 @@ TEST_CASE("a message of another length than expected is an error that names both
   }
 }
 
-TEST_CASE("abort wakes who sends, who receives and who waits for a connection, and ends what comes later") {
+TEST_CASE("abort wakes who sends, who receives and who waits for a connection, and ends what comes later", "[net]") {
   Linked all(3);
   std::vector<char> much(64 << 20);
   std::atomic<int> aborted = 0;
@@ -132,7 +132,7 @@ TEST_CASE("abort wakes who sends, who receives and who waits for a connection, a
   REQUIRE_THROWS_AS(all[0].exchange(9, 0, 1, much.data(), 1, -1, nullptr, 0), PeerError);
 }
 
-TEST_CASE("a rank that is gone in the middle of a message is named") {
+TEST_CASE("a rank that is gone in the middle of a message is named", "[net]") {
   Linked all(3);
   std::vector<char> much(64 << 20);
   const auto size = static_cast<int64_t>(much.size());
@@ -153,7 +153,7 @@ TEST_CASE("a rank that is gone in the middle of a message is named") {
   REQUIRE_THROWS_AS(all[1].exchange(0, 1, -1, nullptr, 0, 2, much.data(), 1), Error);
 }
 
-TEST_CASE("hostile connections do not disturb data") {
+TEST_CASE("hostile connections do not disturb data", "[net]") {
   Linked all(2);
   const int port = all.jobs[0].peers()[1].port;
   require_none(on_threads(3, [&](int p) {

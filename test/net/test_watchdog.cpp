@@ -44,7 +44,8 @@ struct Watched {
 
 }  // namespace
 
-TEST_CASE("the rank that does not arrive is named on all processes in the same words, and all are woken") {
+TEST_CASE("the rank that does not arrive is named on all processes in the same words, and all are woken",
+          "[net][failures]") {
   for (const int culprit : {0, 1, 3}) {
     Watched job(4);
     std::vector<std::string> reasons(4);
@@ -62,7 +63,7 @@ TEST_CASE("the rank that does not arrive is named on all processes in the same w
   }
 }
 
-TEST_CASE("of a process with several ranks the one that does not arrive is named") {
+TEST_CASE("of a process with several ranks the one that does not arrive is named", "[net][failures]") {
   Watched job(2, 2);
   const std::vector<int> all = {0, 1, 2, 3};
   std::vector<std::string> reasons(4);
@@ -73,7 +74,7 @@ TEST_CASE("of a process with several ranks the one that does not arrive is named
     REQUIRE(reasons[static_cast<size_t>(rank)].starts_with(formatted("rank 2 on {} has not", host_name())));
 }
 
-TEST_CASE("where process 0 says nothing, process 1 judges") {
+TEST_CASE("where process 0 says nothing, process 1 judges", "[net][failures]") {
   Watched job(3);
   job.dogs[0].reset();  // it is there, but says nothing
   std::vector<std::string> reasons(3);
@@ -84,7 +85,8 @@ TEST_CASE("where process 0 says nothing, process 1 judges") {
     REQUIRE(reasons[static_cast<size_t>(p)].starts_with(formatted("rank 0 on {} has not arrived at", host_name())));
 }
 
-TEST_CASE("where neither of those who judge says anything, the others end by themselves and name both") {
+TEST_CASE("where neither of those who judge says anything, the others end by themselves and name both",
+          "[net][failures]") {
   Watched job(4);
   const std::string nothing = job[3].reason(1);  // longer than the limit
   REQUIRE(nothing == "");
@@ -95,7 +97,7 @@ TEST_CASE("where neither of those who judge says anything, the others end by the
                       host_name()));
 }
 
-TEST_CASE("a process that fails tells all others why, and what follows from it is not a cause") {
+TEST_CASE("a process that fails tells all others why, and what follows from it is not a cause", "[net][failures]") {
   for (const int failing : {0, 1, 2}) {
     Watched job(3);
     std::vector<std::string> reasons(3);
@@ -116,14 +118,15 @@ TEST_CASE("a process that fails tells all others why, and what follows from it i
   }
 }
 
-TEST_CASE("who knows why the job ends reports that, and not what follows from it, to who does not know yet") {
+TEST_CASE("who knows why the job ends reports that, and not what follows from it, to who does not know yet",
+          "[net][failures]") {
   Watched job(3);
   job.jobs[2].end_job("the disk is full");  // the others do not hear of it
   job[2].failed(2, "a consequence");
   for (int p = 0; p < 3; ++p) REQUIRE(job[p].reason(20) == "the disk is full");
 }
 
-TEST_CASE("a rank that is busy for longer than the timeout is waited for") {
+TEST_CASE("a rank that is busy for longer than the timeout is waited for", "[net][failures]") {
   Watched job(2);
   std::atomic<bool> done = false;
   std::string reason;
@@ -148,7 +151,7 @@ TEST_CASE("a rank that is busy for longer than the timeout is waited for") {
   REQUIRE(reason == "");
 }
 
-TEST_CASE("a process that cannot leave a scope is ended with the reason") {
+TEST_CASE("a process that cannot leave a scope is ended with the reason", "[net][failures]") {
   int error[2];
   REQUIRE(::pipe(error) == 0);
   const pid_t child = ::fork();

@@ -259,13 +259,14 @@ void random_attention(int count, uint64_t seed) {
 
 }  // namespace
 
-TEST_CASE("random blocks of attention are as defined, by every instruction set, with any threads") {
+TEST_CASE("random blocks of attention are as defined, by every instruction set, with any threads", "[ops][attention]") {
   random_attention(12, 3);
 }
 
 // The product of a score and the scale is off by far more than 1: where an instruction subtracts before it rounds, it
 // must not show.
-TEST_CASE("scores beyond what fp32 resolves give one key all of the probability, by every instruction set") {
+TEST_CASE("scores beyond what fp32 resolves give one key all of the probability, by every instruction set",
+          "[ops][attention]") {
   Inputs x{{1, 2, 1, 24, {40, 0, 40}, {40, 0, 40}}, {}, {}, {}, {}};
   std::mt19937_64 random(4);
   std::normal_distribution<double> draw;
@@ -298,4 +299,6 @@ TEST_CASE("scores beyond what fp32 resolves give one key all of the probability,
   }
 }
 
-TEST_CASE("five hundred random blocks of attention are as defined", "[long]") { random_attention(500, 1); }
+TEST_CASE("five hundred random blocks of attention are as defined", "[ops][attention][long]") {
+  random_attention(500, 1);
+}

@@ -6,7 +6,7 @@
 
 using namespace llmc;
 
-TEST_CASE("every step of the ladder of products on CPUs computes the product") {
+TEST_CASE("every step of the ladder of products on CPUs computes the product", "[ops][matmul]") {
   std::mt19937_64 random(2);
   for (const steps::Sizes s : {steps::Sizes{1, 1, 1}, {7, 33, 5}, {6, 32, 256}, {13, 600, 300}, {20, 64, 700}}) {
     std::vector<float> a(static_cast<size_t>(s.M * s.K)), b(static_cast<size_t>(s.K * s.N));

@@ -4,12 +4,12 @@
 
 using namespace llmc;
 
-TEST_CASE("the exponential of every NaN is a NaN") {
+TEST_CASE("the exponential of every NaN is a NaN", "[ops]") {
   for (const uint32_t bits : {0xffffffffu, 0x7fffffffu, 0x7fc00000u, 0xffc00000u, 0xff800001u, 0x7f812345u})
     REQUIRE(std::isnan(cpu::exponential(std::bit_cast<float>(bits))));
 }
 
-TEST_CASE("embedding: finite differences") {
+TEST_CASE("embedding: finite differences", "[ops]") {
   Bench b;
   const Tensor tokens = b.integers({3, 0, 3, 6, 1}), positions = b.integers({0, 1, 2, 0, 1});
   const Tensor wte = b.normal({7, 5}), wpe = b.normal({3, 5}), dout = b.normal({5, 5}),
@@ -26,7 +26,7 @@ TEST_CASE("embedding: finite differences") {
   require_gradient(wpe, dwpe, value);
 }
 
-TEST_CASE("layernorm: finite differences; dx overwrites or adds as requested, weights always add") {
+TEST_CASE("layernorm: finite differences; dx overwrites or adds as requested, weights always add", "[ops]") {
   Bench b;
   const Shape NC{7, 5};
   const Tensor x = b.normal(NC), w = b.normal({5}), bias = b.normal({5}), dout = b.normal(NC);
@@ -53,7 +53,7 @@ TEST_CASE("layernorm: finite differences; dx overwrites or adds as requested, we
   REQUIRE(std::abs(dw.data<double>()[0] - 2 * dw0) < 1e-12);
 }
 
-TEST_CASE("linear: finite differences; weight and bias gradients add") {
+TEST_CASE("linear: finite differences; weight and bias gradients add", "[ops]") {
   Bench b;
   const Tensor x = b.normal({7, 5}), w = b.normal({9, 5}), bias = b.normal({9}), dout = b.normal({7, 9});
   const Tensor out = b.poisoned(DType::fp64, {7, 9}), dx = b.poisoned(DType::fp64, {7, 5});
@@ -75,7 +75,7 @@ TEST_CASE("linear: finite differences; weight and bias gradients add") {
   REQUIRE(std::abs(dw.data<double>()[3] - 2 * before) < 1e-12);
 }
 
-TEST_CASE("gelu: finite differences; the gradient may be computed in place") {
+TEST_CASE("gelu: finite differences; the gradient may be computed in place", "[ops]") {
   Bench b;
   const Tensor x = b.normal({7, 5}, 3), dout = b.normal({7, 5}), out = b.poisoned(DType::fp64, {7, 5}),
                dx = b.poisoned(DType::fp64, {7, 5});
@@ -91,7 +91,7 @@ TEST_CASE("gelu: finite differences; the gradient may be computed in place") {
   REQUIRE(relative_distance(dout.data<double>(), dx.data<double>(), dx.numel()) == 0);
 }
 
-TEST_CASE("attention: finite differences, plain and grouped heads, sequences around the block size") {
+TEST_CASE("attention: finite differences, plain and grouped heads, sequences around the block size", "[ops]") {
   for (const AttentionShape s : {AttentionShape{2, 13, 3, 3, 5}, AttentionShape{1, 7, 4, 2, 3},
                                  AttentionShape{1, 1, 1, 1, 2}, AttentionShape{1, 33, 2, 1, 3}}) {
     Bench b;
@@ -111,7 +111,7 @@ TEST_CASE("attention: finite differences, plain and grouped heads, sequences aro
   }
 }
 
-TEST_CASE("attention: fp32 gradients are exact up to rounding where large scores saturate the softmax") {
+TEST_CASE("attention: fp32 gradients are exact up to rounding where large scores saturate the softmax", "[ops]") {
   const AttentionShape s{1, 70, 2, 1, 16};
   const int64_t width = (s.Hq + 2 * s.Hkv) * s.D, queries_and_keys = (s.Hq + s.Hkv) * s.D;
   Bench b;
@@ -154,7 +154,7 @@ TEST_CASE("attention: fp32 gradients are exact up to rounding where large scores
   }
 }
 
-TEST_CASE("cross-entropy: finite differences; padding columns become zero and have no effect") {
+TEST_CASE("cross-entropy: finite differences; padding columns become zero and have no effect", "[ops]") {
   Bench b;
   constexpr int64_t N = 6, V = 9, padded = 16;
   const Tensor targets = b.integers({0, 8, 3, 3, 5, 1});
@@ -185,7 +185,7 @@ TEST_CASE("cross-entropy: finite differences; padding columns become zero and ha
   require_gradient(original, gradient, value);
 }
 
-TEST_CASE("a control that forbids the update changes nothing") {
+TEST_CASE("a control that forbids the update changes nothing", "[ops]") {
   Bench b;
   const Tensor w = b.as(DType::fp32, b.normal({50})), m = b.zeros(DType::fp32, {50}), v = b.zeros(DType::fp32, {50});
   const Tensor g = b.as(DType::fp32, b.normal({50})), control = b.zeros(DType::fp64, {4});
@@ -197,7 +197,7 @@ TEST_CASE("a control that forbids the update changes nothing") {
   REQUIRE(m.data<float>()[7] == 0);
 }
 
-TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids non-finite updates") {
+TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids non-finite updates", "[ops]") {
   Bench b;
   const Tensor x = b.poisoned(DType::fp32, {200003}), sums = b.poisoned(DType::fp64, {2}),
                control = b.zeros(DType::fp64, {4}), loss = b.zeros(DType::fp64, {1});
@@ -238,7 +238,7 @@ TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids no
   }
 }
 
-TEST_CASE("our ops are bitwise the same with 1, 2 and 3 threads") {
+TEST_CASE("our ops are bitwise the same with 1, 2 and 3 threads", "[ops]") {
   for (const DType d : {DType::fp32, DType::bf16}) {
     std::vector<std::string> results;
     for (int threads = 1; threads <= 3; ++threads) {
@@ -271,7 +271,7 @@ TEST_CASE("our ops are bitwise the same with 1, 2 and 3 threads") {
   }
 }
 
-TEST_CASE("a wrong shape or dtype is refused, naming op and argument") {
+TEST_CASE("a wrong shape or dtype is refused, naming op and argument", "[ops]") {
   Bench b;
   const Tensor x = b.zeros(DType::fp32, {4, 6}), w = b.zeros(DType::fp32, {6}), stat = b.zeros(DType::fp32, {4}),
                half = b.zeros(DType::bf16, {4, 6});
@@ -283,7 +283,7 @@ TEST_CASE("a wrong shape or dtype is refused, naming op and argument") {
   REQUIRE_ERROR(attention_forward(x, stat, x, x, {}, whole_sequences({1, 4, 3, 2, 1}), b.stream), "3 query heads");
 }
 
-TEST_CASE("the null device books flops and bytes and computes nothing") {
+TEST_CASE("the null device books flops and bytes and computes nothing", "[ops]") {
   const Device device{DeviceKind::null, 2};
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);

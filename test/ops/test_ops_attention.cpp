@@ -140,7 +140,8 @@ std::vector<std::pair<AttentionBlock, bool>> blocks_to_test() {
 
 }  // namespace
 
-TEST_CASE("a block of attention: against a loop, and by finite differences; other rows are not touched") {
+TEST_CASE("a block of attention: against a loop, and by finite differences; other rows are not touched",
+          "[ops][attention]") {
   for (const auto& [block, documents] : blocks_to_test()) {
     BlockTest t(block, documents);
     INFO("B " << block.B << ", heads " << block.Hq << " and " << block.Hkv << ", " << block.queries.rows << " queries, "
@@ -177,7 +178,7 @@ TEST_CASE("a block of attention: against a loop, and by finite differences; othe
   }
 }
 
-TEST_CASE("merging a block changes the rows that see one of its keys, and no bit of others") {
+TEST_CASE("merging a block changes the rows that see one of its keys, and no bit of others", "[ops][attention]") {
   for (const auto& [block, documents] : blocks_to_test()) {
     BlockTest t(block, documents);
     const RunningAttention sums = t.running();
@@ -214,7 +215,8 @@ TEST_CASE("merging a block changes the rows that see one of its keys, and no bit
   }
 }
 
-TEST_CASE("whole attention cut into blocks, in any order, is whole attention: also where exp() alone overflows") {
+TEST_CASE("whole attention cut into blocks, in any order, is whole attention: also where exp() alone overflows",
+          "[ops][attention]") {
   const AttentionShape shape{.B = 2, .T = 75, .Hq = 4, .Hkv = 2, .D = 8};
   const int64_t N = shape.B * shape.T, width = (shape.Hq + 2 * shape.Hkv) * shape.D;
   const int64_t cuts[] = {0, 20, 33, 64, 75};
@@ -281,7 +283,7 @@ TEST_CASE("whole attention cut into blocks, in any order, is whole attention: al
       }
 }
 
-TEST_CASE("where one key has all of the probability, the gradients of a block's scores cancel") {
+TEST_CASE("where one key has all of the probability, the gradients of a block's scores cancel", "[ops][attention]") {
   for (const DType d : {DType::fp32, DType::bf16}) {
     const AttentionShape shape{.B = 1, .T = 40, .Hq = 2, .Hkv = 1, .D = 24};
     Bench b;
@@ -315,7 +317,7 @@ TEST_CASE("where one key has all of the probability, the gradients of a block's 
   }
 }
 
-TEST_CASE("a block books the flops of its pairs, and nothing if it has none") {
+TEST_CASE("a block books the flops of its pairs, and nothing if it has none", "[ops][attention]") {
   for (int64_t rows = 1; rows < 7; ++rows)
     for (int64_t keys = 1; keys < 7; ++keys)
       for (int64_t offset = -9; offset < 10; ++offset) {
@@ -350,7 +352,7 @@ TEST_CASE("a block books the flops of its pairs, and nothing if it has none") {
   REQUIRE(ledger.at("attention_backward").calls == 1);
 }
 
-TEST_CASE("a block that attention cannot compute is refused") {
+TEST_CASE("a block that attention cannot compute is refused", "[ops][attention]") {
   Bench b;
   const Tensor q = b.zeros(DType::fp32, {8, 6}), kv = b.zeros(DType::fp32, {10, 12}),
                lse = b.zeros(DType::fp32, {1, 2, 8});
@@ -362,7 +364,7 @@ TEST_CASE("a block that attention cannot compute is refused") {
   REQUIRE_ERROR(forward({1, 2, 2, 4, {8, 0, 8}, {10, 0, 10}, 2}), "attention_forward: q");
 }
 
-TEST_CASE("attention of blocks is bitwise the same with 1, 2 and 3 threads") {
+TEST_CASE("attention of blocks is bitwise the same with 1, 2 and 3 threads", "[ops][attention]") {
   for (const DType d : {DType::fp32, DType::bf16})
     for (const int64_t rows : {50, 2}) {
       std::vector<std::string> results;

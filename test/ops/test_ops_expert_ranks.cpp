@@ -23,7 +23,7 @@ ArrivalPlan plan_arrivals(Bench& b, const Tensor& counts, int64_t rows, int64_t 
 
 }  // namespace
 
-TEST_CASE("rows that have arrived are ordered by expert, then by rank, then as they arrived") {
+TEST_CASE("rows that have arrived are ordered by expert, then by rank, then as they arrived", "[ops][ep]") {
   Bench b;
   const Tensor counts = b.integers({1, 0, 2, /**/ 0, 0, 0, /**/ 2, 1, 0}).reshaped({3, 3});
   const ArrivalPlan close = plan_arrivals(b, counts, 7, 0);
@@ -39,7 +39,8 @@ TEST_CASE("rows that have arrived are ordered by expert, then by rank, then as t
   REQUIRE_ERROR(plan_arrivals(b, counts, 11, 4), "room for 11 rows of 3 ranks, 4 of each");
 }
 
-TEST_CASE("rows sent to the ranks of their experts come into the experts' order there, and back to their senders") {
+TEST_CASE("rows sent to the ranks of their experts come into the experts' order there, and back to their senders",
+          "[ops][ep]") {
   // Whole experts on each rank; all rows to one rank's one expert; as they come, or a fixed room for each sender.
   const bool one_expert = GENERATE(false, true), padded = GENERATE(false, true);
   const int64_t P = 3, E = 2, N = 8, k = 2, C = 5, R = N * k, stride = padded ? R : 0, A = P * R;
@@ -114,7 +115,8 @@ TEST_CASE("rows sent to the ranks of their experts come into the experts' order 
   }
 }
 
-TEST_CASE("tables of sequences that ranks share are those of the undivided sequences, and so are the choices kept") {
+TEST_CASE("tables of sequences that ranks share are those of the undivided sequences, and so are the choices kept",
+          "[ops][ep]") {
   // Two sequences, each in four slices: rank r has slices r and 3 - r of both, and room for one more that is not there.
   const int64_t G = 2, B = 2, T = 512, L = 128, E = 5, k = 2, S = 2 * B + 1, capacity = 120;
   const RouterScores scores = GENERATE(RouterScores::softmax, RouterScores::sigmoid);
@@ -185,7 +187,7 @@ TEST_CASE("tables of sequences that ranks share are those of the undivided seque
   }
 }
 
-TEST_CASE("a sequence's segments are joined in their order, whatever ranks they are on") {
+TEST_CASE("a sequence's segments are joined in their order, whatever ranks they are on", "[ops][ep]") {
   Bench b;
   const int64_t G = 2, S = 2, B = 2, E = 1;
   // Sequence 0: segment 1 of rank 1, then segment 0 of rank 0; sequence 1: segment 0 of rank 1.
@@ -218,7 +220,8 @@ TEST_CASE("a sequence's segments are joined in their order, whatever ranks they 
   REQUIRE_ERROR(segment_starts(whole, starts, all_counts, order, 2, b.stream), "rank 2 of 2");
 }
 
-TEST_CASE("biases of experts move by the rate towards the mean count, and not where the update is forbidden") {
+TEST_CASE("biases of experts move by the rate towards the mean count, and not where the update is forbidden",
+          "[ops][ep]") {
   Bench b;
   const Tensor biases = b.zeros(DType::fp32, {4}), totals = b.zeros(DType::fp64, {4}),
                control = b.zeros(DType::fp64, {4}), counts = b.integers({1, 4, 0, 3, /**/ 1, 0, 2, 5}).reshaped({2, 4});

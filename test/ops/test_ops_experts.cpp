@@ -37,7 +37,8 @@ Tensor offsets_of(Bench& b, const std::vector<int32_t>& rows) {
 
 }  // namespace
 
-TEST_CASE("rows are ordered by expert, also in blocks; a capacity keeps the first choices of each segment") {
+TEST_CASE("rows are ordered by expert, also in blocks; a capacity keeps the first choices of each segment",
+          "[ops][ep]") {
   struct Case {
     int64_t N, E, k, length, first;
   };
@@ -69,7 +70,7 @@ TEST_CASE("rows are ordered by expert, also in blocks; a capacity keeps the firs
   REQUIRE(integers_of(p.offsets) == offsets);
 }
 
-TEST_CASE("which choices are dropped does not depend on how a sequence is cut") {
+TEST_CASE("which choices are dropped does not depend on how a sequence is cut", "[ops][ep]") {
   const int64_t N = 40, E = 4, k = 2;
   Bench b;
   const Tensor choices = some_choices(b, N, E, k);
@@ -91,7 +92,8 @@ TEST_CASE("which choices are dropped does not depend on how a sequence is cut") 
   REQUIRE(dropped > 0);
 }
 
-TEST_CASE("experts: finite differences of dispatch, grouped linear layers and weighted sum; stale rows are NaN") {
+TEST_CASE("experts: finite differences of dispatch, grouped linear layers and weighted sum; stale rows are NaN",
+          "[ops][ep]") {
   // Each expert some rows; dropped choices; k = E; one expert takes all and one nothing.
   struct Case {
     int64_t E, k;
@@ -167,7 +169,7 @@ TEST_CASE("experts: finite differences of dispatch, grouped linear layers and we
     REQUIRE(std::abs(twice.data<double>()[i] - 2 * ddown.data<double>()[i]) < 1e-12);
 }
 
-TEST_CASE("grouped linear layers in fp32 and bf16 are those of each expert alone, within rounding") {
+TEST_CASE("grouped linear layers in fp32 and bf16 are those of each expert alone, within rounding", "[ops][ep]") {
   const DType d = GENERATE(DType::fp32, DType::bf16);
   const auto rows = GENERATE(std::vector<int32_t>{700}, std::vector<int32_t>{0, 300, 0, 1, 130, 0},
                              std::vector<int32_t>{0, 0, 0}, std::vector<int32_t>{5, 257, 63, 31});
@@ -208,7 +210,7 @@ TEST_CASE("grouped linear layers in fp32 and bf16 are those of each expert alone
     REQUIRE(bits_of(t.slice(used * t.shape[1], {77, t.shape[1]})).find_first_not_of('\xff') == std::string::npos);
 }
 
-TEST_CASE("rows without places are those of the choices, one after the other") {
+TEST_CASE("rows without places are those of the choices, one after the other", "[ops][ep]") {
   const int64_t N = 5, C = 7, k = GENERATE(1, 3);
   Bench b;
   std::vector<int32_t> in_order(static_cast<size_t>(N * k));
@@ -228,7 +230,8 @@ TEST_CASE("rows without places are those of the choices, one after the other") {
                 "combine_rows: 5 rows of");
 }
 
-TEST_CASE("the weighted sum adds in the order of the choices and rounds once; router gradients are not rounded") {
+TEST_CASE("the weighted sum adds in the order of the choices and rounds once; router gradients are not rounded",
+          "[ops][ep]") {
   const int64_t N = 3, C = 300, k = 3, E = 8;
   Bench b;
   const Tensor y = b.as(DType::bf16, b.normal({N * k, C})), weights = b.as(DType::fp32, b.normal({N, k})),
@@ -266,7 +269,7 @@ TEST_CASE("the weighted sum adds in the order of the choices and rounds once; ro
   }
 }
 
-TEST_CASE("the ops of experts give the same bits for any number of threads") {
+TEST_CASE("the ops of experts give the same bits for any number of threads", "[ops][ep]") {
   const DType d = GENERATE(DType::fp32, DType::bf16, DType::fp64);
   std::vector<std::string> results;
   for (const int threads : {1, 3}) {
@@ -298,7 +301,7 @@ TEST_CASE("the ops of experts give the same bits for any number of threads") {
   REQUIRE((results[0] == results[1]));
 }
 
-TEST_CASE("the ops of experts refuse what does not fit, and book what all rows cost") {
+TEST_CASE("the ops of experts refuse what does not fit, and book what all rows cost", "[ops][ep]") {
   Bench b;
   const Tensor choices = b.integers({0, 1, 1, 0, 0, 1}).reshaped({3, 2});
   REQUIRE_ERROR(make_plan(b, choices, 2, 5), "room for 5 rows, but 3 rows with 2 choices can need 6");

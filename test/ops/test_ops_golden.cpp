@@ -4,7 +4,7 @@
 
 using namespace llmc;
 
-TEST_CASE("every op agrees with PyTorch in fp32 and bf16") {
+TEST_CASE("every op agrees with PyTorch in fp32 and bf16", "[ops][pytorch]") {
   for (const DType d : {DType::fp32, DType::bf16}) {
     Bench b;
     const Golden golden(d);

@@ -4,7 +4,7 @@
 
 using namespace llmc;
 
-TEST_CASE("rmsnorm: finite differences; dx overwrites or adds as requested, weights always add") {
+TEST_CASE("rmsnorm: finite differences; dx overwrites or adds as requested, weights always add", "[ops]") {
   Bench b;
   const Shape NC{7, 5};
   const Tensor x = b.normal(NC), w = b.normal({5}), dout = b.normal(NC), out = b.poisoned(DType::fp64, NC),
@@ -28,8 +28,8 @@ TEST_CASE("rmsnorm: finite differences; dx overwrites or adds as requested, weig
   require_gradient(w, dw, value);
 }
 
-TEST_CASE(
-    "a residual addition fused with a norm, and a query-key norm with the rotation, have the bits of the two ops") {
+TEST_CASE("a residual addition fused with a norm, and a query-key norm with the rotation, have the bits of the two ops",
+          "[ops]") {
   for (const DType d : {DType::fp64, DType::fp32, DType::bf16}) {
     INFO(name_of(d));
     const DType stat = accumulator_of(d);
@@ -83,7 +83,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("SwiGLU: finite differences") {
+TEST_CASE("SwiGLU: finite differences", "[ops]") {
   Bench b;
   const Tensor x = b.normal({4, 10}, 3), dout = b.normal({4, 5}), out = b.poisoned(DType::fp64, {4, 5}),
                dx = b.poisoned(DType::fp64, {4, 10});
@@ -96,7 +96,7 @@ TEST_CASE("SwiGLU: finite differences") {
   });
 }
 
-TEST_CASE("query-key norm and rotary positions: finite differences; values are unchanged") {
+TEST_CASE("query-key norm and rotary positions: finite differences; values are unchanged", "[ops]") {
   const AttentionShape s{.B = 2, .T = 3, .Hq = 4, .Hkv = 2, .D = 6};
   const int64_t N = s.B * s.T, width = (s.Hq + 2 * s.Hkv) * s.D;
   Bench b;
@@ -124,7 +124,7 @@ TEST_CASE("query-key norm and rotary positions: finite differences; values are u
   require_gradient(kw, dkw, value);
 }
 
-TEST_CASE("attention separates documents: finite differences, and each document is as if alone") {
+TEST_CASE("attention separates documents: finite differences, and each document is as if alone", "[ops]") {
   for (const auto& lengths : {std::vector<int64_t>{5, 1, 9}, {33, 40, 2}, {64, 11}}) {
     int64_t T = 0;
     std::vector<int32_t> places;
@@ -160,7 +160,7 @@ TEST_CASE("attention separates documents: finite differences, and each document 
   }
 }
 
-TEST_CASE("attention against a cache gives the rows of the whole sequence") {
+TEST_CASE("attention against a cache gives the rows of the whole sequence", "[ops]") {
   for (const DType d : {DType::fp64, DType::fp32, DType::bf16}) {
     const int64_t T = 21;
     const AttentionShape whole{.B = 1, .T = T, .Hq = 4, .Hkv = 2, .D = 6};
@@ -184,7 +184,7 @@ TEST_CASE("attention against a cache gives the rows of the whole sequence") {
   }
 }
 
-TEST_CASE("Llama's and Qwen's ops agree with PyTorch, in fp32 and in bf16") {
+TEST_CASE("Llama's and Qwen's ops agree with PyTorch, in fp32 and in bf16", "[ops]") {
   for (const DType d : {DType::fp32, DType::bf16}) {
     const Golden golden(d);
     Bench b;

@@ -42,7 +42,7 @@ std::vector<Vocabulary> parts_of(int64_t V, int64_t parts) {
 
 }  // namespace
 
-TEST_CASE("a part of a parameter has the initial numbers of the whole") {
+TEST_CASE("a part of a parameter has the initial numbers of the whole", "[ops]") {
   Bench b;
   for (const BoxOf& box : boxes)
     for (const int64_t skipped : {0, 3, 4, 29}) {
@@ -59,7 +59,7 @@ TEST_CASE("a part of a parameter has the initial numbers of the whole") {
     }
 }
 
-TEST_CASE("stochastic rounding of a part of a parameter draws the numbers of the whole") {
+TEST_CASE("stochastic rounding of a part of a parameter draws the numbers of the whole", "[ops]") {
   Bench b;
   for (const BoxOf& box : boxes)
     for (const int64_t skipped : {0, 3, 4, 29}) {
@@ -99,7 +99,7 @@ TEST_CASE("stochastic rounding of a part of a parameter draws the numbers of the
     }
 }
 
-TEST_CASE("the parts of a vocabulary embed their own tokens alone") {
+TEST_CASE("the parts of a vocabulary embed their own tokens alone", "[ops]") {
   constexpr int64_t N = 150, V = 97, C = 70, stored = 100;
   Bench b;
   for (const DType d : {DType::fp64, DType::bf16})
@@ -155,7 +155,7 @@ TEST_CASE("the parts of a vocabulary embed their own tokens alone") {
   REQUIRE_ERROR(embedding_backward(table, {}, out, ids, ids, b.stream, {4, 9}), "has 8 rows");
 }
 
-TEST_CASE("positions: finite differences; added with one rounding, their gradients in row order") {
+TEST_CASE("positions: finite differences; added with one rounding, their gradients in row order", "[ops]") {
   Bench b;
   const Tensor x = b.normal({6, 5}), wpe = b.normal({3, 5}), dout = b.normal({6, 5}),
                dwpe = b.zeros(DType::fp64, {3, 5}), out = b.poisoned(DType::fp64, {6, 5}),
@@ -183,7 +183,7 @@ TEST_CASE("positions: finite differences; added with one rounding, their gradien
   REQUIRE(bits_of(sums) == bits_of(both));
 }
 
-TEST_CASE("parts are merged in order, in the accumulator dtype, and rounded once") {
+TEST_CASE("parts are merged in order, in the accumulator dtype, and rounded once", "[ops]") {
   Bench b;
   for (const DType d : {DType::fp64, DType::fp32, DType::bf16})
     for (const auto& [P, N, C] : {std::tuple{1, 3, 5}, std::tuple{2, 1, 1}, std::tuple{8, 7, 600}}) {
@@ -215,7 +215,7 @@ TEST_CASE("parts are merged in order, in the accumulator dtype, and rounded once
                 "merge_parts: bias");
 }
 
-TEST_CASE("the loss of a vocabulary in parts is that of the whole, also with large logits and an empty part") {
+TEST_CASE("the loss of a vocabulary in parts is that of the whole, also with large logits and an empty part", "[ops]") {
   constexpr int64_t N = 9, V = 97, padded = 52, whole_padded = 112;
   const std::vector<int32_t> wanted = {0, 96, 13, -1, 48, 49, 32, 33, 97 - 7};
   Bench b;
@@ -293,7 +293,7 @@ TEST_CASE("the loss of a vocabulary in parts is that of the whole, also with lar
   REQUIRE_ERROR(cross_entropy_stats(stats, logits, targets, {}, b.stream), "cross_entropy_stats: -1 tokens");
 }
 
-TEST_CASE("one part that is the whole vocabulary has the loss and the gradients of cross_entropy") {
+TEST_CASE("one part that is the whole vocabulary has the loss and the gradients of cross_entropy", "[ops]") {
   Bench b;
   const Tensor numbers = b.normal({5, 24}, 2), targets = b.integers({0, 20, 3, -1, 7});
   for (const DType d : {DType::fp64, DType::fp32, DType::bf16}) {
@@ -308,7 +308,7 @@ TEST_CASE("one part that is the whole vocabulary has the loss and the gradients 
   }
 }
 
-TEST_CASE("a copied box has the elements of a loop, in the dtype of the output, and no other changes") {
+TEST_CASE("a copied box has the elements of a loop, in the dtype of the output, and no other changes", "[ops]") {
   Bench b;
   for (const DType to : {DType::fp64, DType::fp32, DType::bf16})
     for (const DType from : {DType::fp64, DType::fp32, DType::bf16})
@@ -339,7 +339,8 @@ TEST_CASE("a copied box has the elements of a loop, in the dtype of the output, 
   REQUIRE_ERROR(copy_box(out, {-1, 0, 3}, nans, {0, 0, 3}, {1, 2, 3}, b.stream), "copy_box: a box is not in test (6)");
 }
 
-TEST_CASE("square sums add up, and the scalars of tensor-parallel ranks are combined in the order of the contract") {
+TEST_CASE("square sums add up, and the scalars of tensor-parallel ranks are combined in the order of the contract",
+          "[ops]") {
   Bench b;
   const Tensor x = b.normal({70001}), y = b.normal({30}), sum = b.poisoned(DType::fp64, {1}),
                each = b.poisoned(DType::fp64, {2});
@@ -364,7 +365,7 @@ TEST_CASE("square sums add up, and the scalars of tensor-parallel ranks are comb
                 "12 ranks are not 1 stages of replicas of 3 shards x 5");
 }
 
-TEST_CASE("the gradient of a bias alone has the bits that it has beside the weight's") {
+TEST_CASE("the gradient of a bias alone has the bits that it has beside the weight's", "[ops]") {
   for (const DType d : {DType::fp64, DType::bf16}) {
     Bench b;
     const Tensor x = b.as(d, b.normal({70, 5})), dout = b.as(d, b.normal({70, 9}));

@@ -62,7 +62,8 @@ double distance(const Tensor& a, const Tensor& b) {
 
 }  // namespace
 
-TEST_CASE("query-key norm of whole projections: finite differences; values are unchanged, weights' gradients add") {
+TEST_CASE("query-key norm of whole projections: finite differences; values are unchanged, weights' gradients add",
+          "[ops][tp]") {
   Bench b;
   const Whole w(b, {.B = 2, .T = 3, .Hq = 4, .Hkv = 2, .D = 3}, DType::fp64);
   const auto value = [&] {
@@ -83,7 +84,8 @@ TEST_CASE("query-key norm of whole projections: finite differences; values are u
   require_gradient(w.k_weight, w.dk_weight, value);
 }
 
-TEST_CASE("a projection of ones that differ only by their heads is divided by the root mean square of all") {
+TEST_CASE("a projection of ones that differ only by their heads is divided by the root mean square of all",
+          "[ops][tp]") {
   Bench b;
   const Whole w(b, {.B = 1, .T = 1, .Hq = 2, .Hkv = 1, .D = 2}, DType::fp64);
   std::ranges::copy(std::vector<double>{1, 1, 7, 7, 3, 3, 11, 13}, w.qkv.data<double>());
@@ -94,7 +96,7 @@ TEST_CASE("a projection of ones that differ only by their heads is divided by th
   for (size_t i = 0; i < right.size(); ++i) REQUIRE(w.out.data<double>()[i] == Approx(right[i]).epsilon(1e-3));
 }
 
-TEST_CASE("ranks with some of the heads each compute the norm of whole projections and its gradient") {
+TEST_CASE("ranks with some of the heads each compute the norm of whole projections and its gradient", "[ops][tp]") {
   struct Case {
     int64_t ranks, key_copies;
   };
@@ -149,7 +151,7 @@ TEST_CASE("ranks with some of the heads each compute the norm of whole projectio
   REQUIRE(distance(whole_dk, w.dk_weight) < 1e-13);
 }
 
-TEST_CASE("the norm of whole projections in fp32 and bf16 is that in double, rounded once") {
+TEST_CASE("the norm of whole projections in fp32 and bf16 is that in double, rounded once", "[ops][tp]") {
   const DType d = GENERATE(DType::fp32, DType::bf16);
   const AttentionShape s{.B = 1, .T = 70, .Hq = 6, .Hkv = 2, .D = 20};
   Bench b;
@@ -164,7 +166,8 @@ TEST_CASE("the norm of whole projections in fp32 and bf16 is that in double, rou
     REQUIRE(distance(b.as(DType::fp64, w.*t), exact.*t) < 1e-6);
 }
 
-TEST_CASE("the norm of whole projections gives the same bits for any number of threads, and refuses wrong shares") {
+TEST_CASE("the norm of whole projections gives the same bits for any number of threads, and refuses wrong shares",
+          "[ops][tp]") {
   std::string results[2];
   for (const int threads : {1, 3}) {
     Bench b(threads);

@@ -9,7 +9,7 @@ std::vector<int32_t> integers_of(const Tensor& t) { return {t.data<int32_t>(), t
 
 }  // namespace
 
-TEST_CASE("router: finite differences of its weights and of its losses") {
+TEST_CASE("router: finite differences of its weights and of its losses", "[ops][ep]") {
   const int64_t N = 14, C = 6, E = 5;
   const RouterScores scores = GENERATE(RouterScores::softmax, RouterScores::sigmoid);
   const bool normalised = GENERATE(true, false);
@@ -51,7 +51,8 @@ TEST_CASE("router: finite differences of its weights and of its losses") {
   else require_gradient(x, dx, [&] { return value(), dot(weights, dweights); });
 }
 
-TEST_CASE("router: the largest scores are chosen, of equal ones the first; a bias changes the choice alone") {
+TEST_CASE("router: the largest scores are chosen, of equal ones the first; a bias changes the choice alone",
+          "[ops][ep]") {
   const DType d = GENERATE(DType::fp32, DType::fp64);
   Bench b;
   const auto run = [&](const std::vector<double>& row, const std::vector<double>& biases, const Router& r) {
@@ -85,7 +86,7 @@ TEST_CASE("router: the largest scores are chosen, of equal ones the first; a bia
   REQUIRE(std::abs(probabilities[0] - 5.0 / 8) < 1e-6);
 }
 
-TEST_CASE("router: the losses of even and of extreme routing, and the entropy") {
+TEST_CASE("router: the losses of even and of extreme routing, and the entropy", "[ops][ep]") {
   Bench b;
   const int64_t E = 4, N = 8;
   const Router r{.E = E, .k = 1};
@@ -112,7 +113,7 @@ TEST_CASE("router: the losses of even and of extreme routing, and the entropy") 
   REQUIRE(std::abs(extreme[2]) < 1e-12);
 }
 
-TEST_CASE("router: statistics and gradients do not depend on which rows are in a call") {
+TEST_CASE("router: statistics and gradients do not depend on which rows are in a call", "[ops][ep]") {
   const int64_t N = 600, E = 7, k = 2, T = 300;
   const Router r{.E = E, .k = k, .scores = GENERATE(RouterScores::softmax, RouterScores::sigmoid)};
   const RouterLosses losses{.balance = 2, .z = 1, .sequence = T};

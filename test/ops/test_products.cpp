@@ -114,13 +114,14 @@ void random_products(int count, uint64_t seed) {
 
 }  // namespace
 
-TEST_CASE("random products are as near to fp64 as rounding allows, by every instruction set, with any threads") {
+TEST_CASE("random products are as near to fp64 as rounding allows, by every instruction set, with any threads",
+          "[ops][matmul]") {
   random_products(400, 20261124);
 }
-TEST_CASE("twenty thousand random products are right", "[long]") { random_products(20'000, 1); }
+TEST_CASE("twenty thousand random products are right", "[ops][matmul][long]") { random_products(20'000, 1); }
 
 // A micro-batch divides its rows in many ways: none changes them (contract 4).
-TEST_CASE("a row of a product has the same bits whatever other rows and columns there are") {
+TEST_CASE("a row of a product has the same bits whatever other rows and columns there are", "[ops][matmul]") {
   std::mt19937_64 random(5);
   const cpu::MatmulShape shape{.M = 61,
                                .N = 101,
@@ -147,7 +148,8 @@ TEST_CASE("a row of a product has the same bits whatever other rows and columns 
 }
 
 // So tests of the stand-ins are tests of the instructions, whatever the processor.
-TEST_CASE("pairs and tiles of bf16 have the bits of their stand-ins in plain C++, where the processor has them") {
+TEST_CASE("pairs and tiles of bf16 have the bits of their stand-ins in plain C++, where the processor has them",
+          "[ops][matmul]") {
   std::mt19937_64 random(9);
   for (const auto& [real, stand_in] :
        {std::pair{Isa::avx512_bf16, Isa::pairs_stand_in}, {Isa::amx, Isa::tiles_stand_in}})
@@ -173,7 +175,7 @@ TEST_CASE("pairs and tiles of bf16 have the bits of their stand-ins in plain C++
     }
 }
 
-TEST_CASE("an instruction set that there is not, or that the processor lacks, is refused by name") {
+TEST_CASE("an instruction set that there is not, or that the processor lacks, is refused by name", "[ops][matmul]") {
   REQUIRE_ERROR(cpu::isa_of("sse5", "--cpu-isa"), "--cpu-isa sse5: no such instruction set; use one of portable, avx2");
   REQUIRE(cpu::isa_of("portable", "--cpu-isa") == Isa::portable);
   if (cpu::processor_isa() < Isa::avx512)

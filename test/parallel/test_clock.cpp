@@ -36,7 +36,8 @@ double seconds_of(int rank, int64_t n, F&& collective) {
 
 }  // namespace
 
-TEST_CASE("a collective on paper takes a latency from rank to rank, and its bytes over the link's rate") {
+TEST_CASE("a collective on paper takes a latency from rank to rank, and its bytes over the link's rate",
+          "[parallel][plan]") {
   const int64_t n = 3 * ring::chunk_elements + 5;  // the chunks of a message count once
   const double latency = 1e-3, shard = 4e-6 * static_cast<double>(n);
   auto is = [&](double seconds, int messages, int shards) {
@@ -66,7 +67,7 @@ TEST_CASE("a collective on paper takes a latency from rank to rank, and its byte
   REQUIRE(stream.seconds() == 0);
 }
 
-TEST_CASE("what is exposed of a step's communication is what no computation can hide") {
+TEST_CASE("what is exposed of a step's communication is what no computation can hide", "[parallel][plan]") {
   // Products are slow, the link fast, everything else free: a transfer that overlaps with any block is hidden. Left are
   // those that nothing is beside: at stage 1 the gradients of the first block and the embedding, the scalars, and the
   // new weights; at stage 3 the first two gathers, the same gradients, and the scalars.
@@ -96,8 +97,8 @@ TEST_CASE("what is exposed of a step's communication is what no computation can 
     }
 }
 
-TEST_CASE(
-    "exposed communication is less than the transfers, grows as the link gets slower, and is none on a free link") {
+TEST_CASE("exposed communication is less than the transfers, grows as the link gets slower, and is none on a free link",
+          "[parallel][plan]") {
   for (const int stage : {0, 1, 2, 3}) {
     INFO("stage " << stage);
     const StepConfig config = one_micro_batch(4, stage);
@@ -125,7 +126,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("a clock changes nothing else of a plan") {
+TEST_CASE("a clock changes nothing else of a plan", "[parallel][plan]") {
   const StepConfig config = one_micro_batch(4, 3);
   const Plan without = make_plan(config, {DeviceKind::cpu, 1}),
              with = make_plan(config, with_rates({1e9, 1e9, 1e8, 1e-6}));

@@ -129,7 +129,7 @@ struct Differences {
 
 }  // namespace
 
-TEST_CASE("a mesh knows coordinates and groups in any order of its axes") {
+TEST_CASE("a mesh knows coordinates and groups in any order of its axes", "[parallel][comm]") {
   const Mesh mesh({{Axis::pp, 2}, {Axis::replicate, 2}, {Axis::shard, 3}});
   REQUIRE(mesh.size() == 12);
   REQUIRE(mesh.coordinate(7, Axis::pp) == 1);
@@ -145,7 +145,8 @@ TEST_CASE("a mesh knows coordinates and groups in any order of its axes") {
   REQUIRE_ERROR(Mesh({{Axis::shard, 3}, {Axis::shard, 2}}), "twice");
 }
 
-TEST_CASE("collectives between threads are correct for any number of ranks and size, and count their bytes") {
+TEST_CASE("collectives between threads are correct for any number of ranks and size, and count their bytes",
+          "[parallel][comm]") {
   for (const int P : {1, 2, 3, 5, 8})
     for (const DType dtype : {DType::fp32, DType::bf16})
       for (const int64_t n : {int64_t{1}, int64_t{130}, ring::chunk_elements + 3}) {
@@ -203,7 +204,8 @@ TEST_CASE("collectives between threads are correct for any number of ranks and s
       }
 }
 
-TEST_CASE("rows go to the ranks that they are counted for, any number of them, and only they are sent") {
+TEST_CASE("rows go to the ranks that they are counted for, any number of them, and only they are sent",
+          "[parallel][comm]") {
   constexpr int64_t width = 5, most = 9;
   // None between some pairs, none at all from or to some rank.
   const auto rows_between = [](int from, int to, int pattern) -> int64_t {
@@ -285,7 +287,7 @@ TEST_CASE("rows go to the ranks that they are counted for, any number of them, a
   refused({4, 3, 0}, {5, 2, 6}, "rank 1 sends itself 3 rows, and receives 2");
 }
 
-TEST_CASE("text of any bytes is gathered on one rank, and text about something else is refused") {
+TEST_CASE("text of any bytes is gathered on one rank, and text about something else is refused", "[parallel][comm]") {
   auto text = [](int rank) {
     std::string bytes(rank == 2 ? 0 : static_cast<size_t>(100'000 * rank + 5), '\0');
     for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(i * 7 + static_cast<size_t>(rank));
@@ -309,7 +311,7 @@ TEST_CASE("text of any bytes is gathered on one rank, and text about something e
                 "test: rank 2 sent \"ln_f.bias\" while rank 1 was sending \"ln_f.weight\"");
 }
 
-TEST_CASE("mismatched sizes, or a failing rank, end all ranks with the reason") {
+TEST_CASE("mismatched sizes, or a failing rank, end all ranks with the reason", "[parallel][comm]") {
   World world(Mesh({{Axis::shard, 3}}));
   REQUIRE_ERROR(run_ranks(world,
                           [&](int rank) {
@@ -326,7 +328,7 @@ TEST_CASE("mismatched sizes, or a failing rank, end all ranks with the reason") 
                 "which expected");
 }
 
-TEST_CASE("known values go through every group, and a pair between which they are wrong is named") {
+TEST_CASE("known values go through every group, and a pair between which they are wrong is named", "[parallel][comm]") {
   check_groups_of({.zero = {.shards = 3, .replicas = 2}});
   check_groups_of({});
   for (const bool overlap : {false, true})
@@ -351,7 +353,8 @@ TEST_CASE("known values go through every group, and a pair between which they ar
                 "rank 0 on " + host_name() + " has failed: the group gradients: got the sum 10 instead of 46");
 }
 
-TEST_CASE("a new group is a row of the table: it is made, has its stream and is checked like the others") {
+TEST_CASE("a new group is a row of the table: it is made, has its stream and is checked like the others",
+          "[parallel][comm]") {
   std::vector<GroupRow> table(std::begin(group_table), std::end(group_table));
   const GroupName columns = static_cast<GroupName>(table.size());
   table.push_back({columns, "columns", Traffic::tensors, Lane::context, {Axis::pp, Axis::cp}});

@@ -37,7 +37,8 @@ void compare(const Model& model, Documents documents, bool print = false) {
 
 }  // namespace
 
-TEST_CASE("the documents of these tests begin inside slices and cross their borders, several in a sample") {
+TEST_CASE("the documents of these tests begin inside slices and cross their borders, several in a sample",
+          "[parallel][cp]") {
   const StepConfig step = step_of({"gpt2", true, DType::fp32, 8, 8}, {}, Documents::apart);
   const HostBatch batch = selftest::read_batch(step, 0, 0);
   for (const int64_t rows : {seq_len / 4, seq_len / 8, seq_len / 16}) {
@@ -51,7 +52,7 @@ TEST_CASE("the documents of these tests begin inside slices and cross their bord
   }
 }
 
-TEST_CASE("context-parallel ranks agree with one rank, however many they are") {
+TEST_CASE("context-parallel ranks agree with one rank, however many they are", "[parallel][cp]") {
   const auto [model, documents] = GENERATE(std::pair{Model{"gpt2", true, DType::fp32, 8, 8}, Documents::together},
                                            std::pair{Model{"qwen3", false, DType::fp32, 8, 2}, Documents::apart},
                                            std::pair{Model{"gpt2", false, DType::bf16, 8, 8}, Documents::apart},
@@ -59,7 +60,8 @@ TEST_CASE("context-parallel ranks agree with one rank, however many they are") {
   compare(model, documents);
 }
 
-TEST_CASE("context-parallel ranks agree with one rank, every family, with and without documents, printed", "[long]") {
+TEST_CASE("context-parallel ranks agree with one rank, every family, with and without documents, printed",
+          "[parallel][cp][long]") {
   std::printf("distances from one rank for cp 2 | 4 | 8: loss, norm, largest of the gradients\n");
   for (const DType dtype : {DType::fp32, DType::bf16})
     for (const Model& model :
@@ -98,17 +100,18 @@ void compare_stages(DType dtype, GradReduce reduce) {
 
 }  // namespace
 
-TEST_CASE("context parallelism with tensor and data parallelism agrees with one rank, and the stages bitwise") {
+TEST_CASE("context parallelism with tensor and data parallelism agrees with one rank, and the stages bitwise",
+          "[parallel][cp]") {
   compare_stages(DType::fp32, GradReduce::step);
   compare_stages(DType::bf16, GradReduce::micro);
 }
 
-TEST_CASE("the stages of context parallelism agree bitwise, whenever gradients are reduced", "[long]") {
+TEST_CASE("the stages of context parallelism agree bitwise, whenever gradients are reduced", "[parallel][cp][long]") {
   compare_stages(DType::fp32, GradReduce::micro);
   compare_stages(DType::bf16, GradReduce::step);
 }
 
-TEST_CASE("a group of three, and Ulysses on all ranks of a key-value head, agree with one rank") {
+TEST_CASE("a group of three, and Ulysses on all ranks of a key-value head, agree with one rank", "[parallel][cp]") {
   const Model llama{"llama", true, DType::fp32, 6, 3}, one_head{"qwen3", false, DType::fp32, 8, 1};
   for (const Documents documents : both) {
     const OneRank of_llama(llama, documents), of_one_head(one_head, documents);
@@ -169,7 +172,7 @@ Outcome with_norm_weights(const StepConfig& step, float weight, double* largest 
 
 // In fp64 almost nothing changes. In fp32 the rounding of a score of 100 is an error of 1e-5 in its probability
 // already, and one rank is further from fp64 than contract 5 allows: the ranks may be twice as far.
-TEST_CASE("scores whose exponentials would overflow cost context-parallel ranks no accuracy") {
+TEST_CASE("scores whose exponentials would overflow cost context-parallel ranks no accuracy", "[parallel][cp]") {
   auto model_in = [](DType dtype) { return Model{"qwen3", true, dtype, 8, 2}; };
   for (const auto& [dtype, weight, least] :
        {std::tuple{DType::fp64, 20.0f, std::log(std::numeric_limits<double>::max())}, {DType::fp32, 7.5f, 100.0}}) {
@@ -192,7 +195,7 @@ TEST_CASE("scores whose exponentials would overflow cost context-parallel ranks 
 
 // ---- Planted bugs --------------------------------------------------------------------------------------------------
 
-TEST_CASE("the comparison with one rank finds bugs of context parallelism") {
+TEST_CASE("the comparison with one rank finds bugs of context parallelism", "[parallel][cp]") {
   using namespace context_bugs;
   using layout_bugs::Replaces;
   const Replaces<Exchange<keys, Stale>> stale_keys;

@@ -106,8 +106,8 @@ double flops_of(const Plan& plan, const std::string& part_of_name = "") {
 
 }  // namespace
 
-TEST_CASE(
-    "what context-parallel ranks send obeys the law, planned and between threads, and their memory is as planned") {
+TEST_CASE("what context-parallel ranks send obeys the law, planned and between threads, and their memory is as planned",
+          "[parallel][cp]") {
   using enum ContextAttention;
   const std::vector<Case> cases = {
       {ring, 2},
@@ -131,7 +131,8 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("on paper the ring's transfers are hidden exactly where computation beside them takes longer") {
+TEST_CASE("on paper the ring's transfers are hidden exactly where computation beside them takes longer",
+          "[parallel][cp]") {
   // Products are slow, everything but links is free; all transfers but those of keys are exposed as without --cp, by
   // the law of "what is exposed of a step's communication is what no computation can hide" (test_clock.cpp).
   constexpr double infinite = std::numeric_limits<double>::infinity(), flops_per_s = 1e6;
@@ -185,7 +186,7 @@ TEST_CASE("on paper the ring's transfers are hidden exactly where computation be
       }
 }
 
-TEST_CASE("context-parallel ranks have the same work, and together that of one rank") {
+TEST_CASE("context-parallel ranks have the same work, and together that of one rank", "[parallel][cp]") {
   for (const int cp : {2, 3, 4, 8, 16})
     for (const ContextAttention attention : all_values<ContextAttention>()) {
       INFO(Case({attention, cp}).text());
@@ -211,7 +212,7 @@ TEST_CASE("context-parallel ranks have the same work, and together that of one r
     }
 }
 
-TEST_CASE("a context-parallel rank keeps its share of the activations") {
+TEST_CASE("a context-parallel rank keeps its share of the activations", "[parallel][cp]") {
   for (const ContextAttention attention : all_values<ContextAttention>())
     for (const int tp : {1, 2}) {
       INFO(Case({attention, 4, tp}).text());
@@ -247,7 +248,7 @@ void reset_peak() { std::ofstream("/proc/self/clear_refs") << 5; }
 
 }  // namespace
 
-TEST_CASE("at 16,384 tokens each of four context-parallel ranks keeps a quarter of the activations") {
+TEST_CASE("at 16,384 tokens each of four context-parallel ranks keeps a quarter of the activations", "[parallel][cp]") {
   for (const ContextAttention attention : {ContextAttention::ring, ContextAttention::all_gather}) {
     const Plan plan = make_plan(long_step(4, attention), {DeviceKind::cpu, 1}),
                alone = make_plan(long_step(1, attention), {DeviceKind::cpu, 1});
@@ -256,7 +257,8 @@ TEST_CASE("at 16,384 tokens each of four context-parallel ranks keeps a quarter 
   }
 }
 
-TEST_CASE("the memory of a step of 16,384 tokens on four context-parallel ranks is as planned", "[long]") {
+TEST_CASE("the memory of a step of 16,384 tokens on four context-parallel ranks is as planned",
+          "[parallel][cp][long]") {
   const StepConfig step = long_step(4, ContextAttention::ring);
   const int64_t planned = 4 * make_plan(step, {DeviceKind::cpu, 1}).total_bytes(), before = resident("VmRSS");
   reset_peak();
@@ -267,7 +269,7 @@ TEST_CASE("the memory of a step of 16,384 tokens on four context-parallel ranks 
   REQUIRE(used < planned + (int64_t{128} << 20));
 }
 
-TEST_CASE("Ulysses is refused where heads cannot be divided; the others are not") {
+TEST_CASE("Ulysses is refused where heads cannot be divided; the others are not", "[parallel][cp]") {
   const ModelConfig m = selftest::Model{"llama", true, DType::fp32, 6, 3}.config();
   using enum ContextAttention;
   const auto faults = [&](int tp, int cp, ContextAttention attention) {
@@ -284,7 +286,8 @@ TEST_CASE("Ulysses is refused where heads cannot be divided; the others are not"
   for (const ContextAttention attention : {ring, all_gather}) REQUIRE(faults(1, 4, attention).empty());
 }
 
-TEST_CASE("llama3:8B at 131,072 tokens is planned in a moment: what a rank keeps of a sequence fits a GPU") {
+TEST_CASE("llama3:8B at 131,072 tokens is planned in a moment: what a rank keeps of a sequence fits a GPU",
+          "[parallel][cp]") {
   StepConfig step{.model = resolve_model("llama3:8B", {}), .dtype = DType::bf16, .batch = {1, 131072}};
   step.recompute = Recompute::block;
   step.generates = false;

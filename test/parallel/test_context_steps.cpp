@@ -22,7 +22,7 @@ bool same_bits(const Outcome& a, const Outcome& b) {
 
 }  // namespace
 
-TEST_CASE("recomputation and the schedule change no bits on context-parallel ranks") {
+TEST_CASE("recomputation and the schedule change no bits on context-parallel ranks", "[parallel][cp]") {
   for (const ContextAttention attention : all_values<ContextAttention>())
     for (const DType dtype : {DType::fp32, DType::bf16}) {
       Model model = qwen3;
@@ -43,7 +43,8 @@ TEST_CASE("recomputation and the schedule change no bits on context-parallel ran
     }
 }
 
-TEST_CASE("any division of a step into micro-batches, and of the head's rows into parts, agrees with one rank") {
+TEST_CASE("any division of a step into micro-batches, and of the head's rows into parts, agrees with one rank",
+          "[parallel][cp]") {
   for (const Model& model : {qwen3, gpt2}) {
     const OneRank alone(model, Documents::apart);
     for (const ContextAttention attention : all_values<ContextAttention>()) {
@@ -59,7 +60,7 @@ TEST_CASE("any division of a step into micro-batches, and of the head's rows int
   }
 }
 
-TEST_CASE("twenty steps of context-parallel ranks follow one rank") {
+TEST_CASE("twenty steps of context-parallel ranks follow one rank", "[parallel][cp]") {
   const Outcome alone = selftest::run_layout(step_of(qwen3, {}), {}, {}, 20);
   for (const LayoutCase& layout : {LayoutCase{4},
                                    {2, ContextAttention::all_gather, 1, {.stage = 3, .shards = 2}},
@@ -94,7 +95,8 @@ HostBatch read_few_targets(const StepConfig& step, int reader, int64_t micro_bat
 
 }  // namespace
 
-TEST_CASE("the loss and its gradient are divided by the tokens of all ranks, wherever among them the targets are") {
+TEST_CASE("the loss and its gradient are divided by the tokens of all ranks, wherever among them the targets are",
+          "[parallel][cp]") {
   for (const auto read : {read_few_targets<0>, read_few_targets<1>, read_few_targets<2>})
     for (const Documents documents : {Documents::together, Documents::apart}) {
       const Outcome alone = selftest::run_layout(step_of(gpt2, {}, documents), {}, {.read = read});
@@ -161,7 +163,8 @@ Evaluation evaluate(const StepConfig& step, int64_t T) {
 
 }  // namespace
 
-TEST_CASE("texts of any length have the loss of one rank, and every row its own, on context-parallel ranks") {
+TEST_CASE("texts of any length have the loss of one rank, and every row its own, on context-parallel ranks",
+          "[parallel][cp]") {
   for (const auto& [model, documents] : {std::pair{qwen3, Documents::apart}, {gpt2, Documents::together}})
     for (const int64_t T : {1, 5, 7, 16, 33, 48}) {
       const Evaluation alone = evaluate(step_of(model, {}, documents), T);
@@ -189,7 +192,7 @@ TEST_CASE("texts of any length have the loss of one rank, and every row its own,
     }
 }
 
-TEST_CASE("multiple choice gives on context-parallel ranks what it gives on one") {
+TEST_CASE("multiple choice gives on context-parallel ranks what it gives on one", "[parallel][cp]") {
   const TempDir dir;
   write_choices(dir / "choices.jsonl");
   for (const Model& model : {qwen3, gpt2}) {
@@ -210,7 +213,7 @@ TEST_CASE("multiple choice gives on context-parallel ranks what it gives on one"
   }
 }
 
-TEST_CASE("a text is generated from the same logits, bit for bit, on context-parallel ranks") {
+TEST_CASE("a text is generated from the same logits, bit for bit, on context-parallel ranks", "[parallel][cp]") {
   const std::vector<int32_t> text = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5};
   auto logits_of = [&](const StepConfig& step) {
     std::vector<std::vector<std::vector<float>>> of_rank(static_cast<size_t>(step.layout.ranks()));
@@ -235,7 +238,8 @@ TEST_CASE("a text is generated from the same logits, bit for bit, on context-par
     }
 }
 
-TEST_CASE("the search for a number that is not finite names the sample, on the context-parallel rank that has it") {
+TEST_CASE("the search for a number that is not finite names the sample, on the context-parallel rank that has it",
+          "[parallel][cp]") {
   for (const ContextAttention attention : all_values<ContextAttention>()) {
     StepConfig step = step_of(gpt2, {2, attention});
     step.batch.B = 4;

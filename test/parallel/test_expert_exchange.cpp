@@ -11,7 +11,7 @@
 using namespace llmc;
 
 // Every row exactly once, from its sender to the rank of its expert, never more in a round than there is room for.
-TEST_CASE("rounds of rows to experts have all of them once, and never more than the room") {
+TEST_CASE("rounds of rows to experts have all of them once, and never more than the room", "[parallel][ep]") {
   const int P = 3;
   const int64_t E = 6;
   const std::vector<int64_t> counts = {4, 0, 2, 1, 0, 5, /**/ 0, 0, 7, 0, 0, 0, /**/ 3, 3, 3, 0, 0, 1};
@@ -56,7 +56,7 @@ TEST_CASE("rounds of rows to experts have all of them once, and never more than 
   REQUIRE_ERROR(ExpertRounds(counts, P, 0), "room for 0 rows");
 }
 
-TEST_CASE("with padding every rank has a block of rows for each") {
+TEST_CASE("with padding every rank has a block of rows for each", "[parallel][ep]") {
   const ExpertRounds rounds = ExpertRounds::padded(3, 5);
   REQUIRE(rounds.rounds() == 1);
   for (int rank = 0; rank < 3; ++rank)
@@ -64,7 +64,8 @@ TEST_CASE("with padding every rank has a block of rows for each") {
       for (size_t k = 0; k < 3; ++k) REQUIRE((blocks[k].begin == 5 * static_cast<int64_t>(k) && blocks[k].count == 5));
 }
 
-TEST_CASE("rows are padded where a capacity bounds them and there is room for as many from all ranks") {
+TEST_CASE("rows are padded where a capacity bounds them and there is room for as many from all ranks",
+          "[parallel][ep]") {
   ExpertPlacement e{.count = 8, .per_token = 2, .ranks = 4, .sequence = 64, .segment = 64};
   REQUIRE((e.stride(128) == 0 && e.room(128) == 256 && e.sent(128) == 256));  // dropless
   e.capacity = 20;                                                            // 1.25 times its share
@@ -90,7 +91,7 @@ TEST_CASE("rows are padded where a capacity bounds them and there is room for as
 
 // What is planned for a layout is enough for its rows, whatever the sizes: dispatch_plan() refuses otherwise. Where
 // sequences are whole no capacity waits for the host, and elsewhere not with the imbalance that is named.
-TEST_CASE("the room for padded rows is what any choices need") {
+TEST_CASE("the room for padded rows is what any choices need", "[parallel][ep]") {
   Arena scratch({DeviceKind::null}, 1 << 20);
   Stream stream({DeviceKind::null}, scratch);
   for (const int64_t T : {20, 56, 64})
@@ -118,7 +119,7 @@ TEST_CASE("the room for padded rows is what any choices need") {
 
 // The compute stream is held up, so a host that needs to know what it computes does not get to the end of the step. The
 // step is a short one: queues are bounded.
-TEST_CASE("the host waits for no counts of rows where a capacity bounds them; without one it does") {
+TEST_CASE("the host waits for no counts of rows where a capacity bounds them; without one it does", "[parallel][ep]") {
   for (const bool bounded : {true, false}) {
     ModelConfig model = expert_layouts::small_model("mixtral");
     model.n_layer = 1;

@@ -113,7 +113,8 @@ std::vector<Layout> two_expert_ranks(int ranks, const ModelConfig*) {
 
 }  // namespace
 
-TEST_CASE("the ranks of an ep group are neighbours, of tp, then cp, then shard; the others share an expert") {
+TEST_CASE("the ranks of an ep group are neighbours, of tp, then cp, then shard; the others share an expert",
+          "[parallel][ep]") {
   const Mesh mesh =
       step_of(small_model("qwen2_moe"), {.ep = 4, .shards = 2, .replicas = 2, .tp = 2, .cp = 2}).layout.mesh();
   const Mesh view = expert_view(mesh, {.ranks = 4, .count = 8});
@@ -133,7 +134,7 @@ TEST_CASE("the ranks of an ep group are neighbours, of tp, then cp, then shard; 
     REQUIRE(expert_view(data, {.count = 8}).group(rank, {Axis::shard}) == data.group(rank, {Axis::shard, Axis::cp}));
 }
 
-TEST_CASE("a rank has consecutive experts, each kind one matrix for each of them") {
+TEST_CASE("a rank has consecutive experts, each kind one matrix for each of them", "[parallel][ep]") {
   const ModelConfig model = small_model("qwen2_moe");
   const ParamTable whole = parameter_table(model);
   const size_t experts = *layer_units(model)[0].experts;
@@ -159,7 +160,7 @@ TEST_CASE("a rank has consecutive experts, each kind one matrix for each of them
   REQUIRE(elements == 0);
 }
 
-TEST_CASE("layouts that cannot divide the experts are refused with those that can") {
+TEST_CASE("layouts that cannot divide the experts are refused with those that can", "[parallel][ep]") {
   const ModelConfig six = small_model("qwen3_moe", false, 6);
   const auto of = [&](const ModelConfig& m, const TensorParallel& tensor, int64_t shards, int64_t ep) {
     const Layout layout{
@@ -180,7 +181,8 @@ TEST_CASE("layouts that cannot divide the experts are refused with those that ca
   REQUIRE_ERROR(on_holders(served, [](Holder&) {}), "blocks.0.experts: the servers of --dp-sync parameter-server");
 }
 
-TEST_CASE("given gradients of experts are summed over the ranks that share them, exactly, in every stage and layout") {
+TEST_CASE("given gradients of experts are summed over the ranks that share them, exactly, in every stage and layout",
+          "[parallel][ep]") {
   for (const auto& [family, dtype] : {std::pair("mixtral", DType::fp32), {"qwen2_moe", DType::bf16}}) {
     const ModelConfig model = small_model(family);
     const StepConfig one_rank = step_of(model, {}, dtype);
@@ -205,7 +207,7 @@ TEST_CASE("given gradients of experts are summed over the ranks that share them,
   }
 }
 
-TEST_CASE("bugs in the sums of experts, their norm and their gathers are noticed") {
+TEST_CASE("bugs in the sums of experts, their norm and their gathers are noticed", "[parallel][ep]") {
   const ModelConfig model = small_model("mixtral");
   const selftest::Outcome one = given_step(step_of(model, {}));
   const auto found = [&](const LayoutCase& layout, const Hooks& hooks, Planted planted = Planted::nothing) {
@@ -225,7 +227,8 @@ TEST_CASE("bugs in the sums of experts, their norm and their gathers are noticed
   REQUIRE(found({.ep = 2, .shards = 2}, poison_hooks, Planted::norm_of_dense_shard).find("the norm is") == 0);
 }
 
-TEST_CASE("models without experts have no further groups, and experts that are shared alike use those there are") {
+TEST_CASE("models without experts have no further groups, and experts that are shared alike use those there are",
+          "[parallel][ep]") {
   const auto groups = [](const ModelConfig& model, const LayoutCase& layout) {
     const StepConfig step = step_of(model, layout);
     const Groups all(step.layout, 0, Device{DeviceKind::cpu, 1}.on_paper(), Groups::null_groups(0));
@@ -242,7 +245,7 @@ TEST_CASE("models without experts have no further groups, and experts that are s
   REQUIRE(groups(sparse, {.ep = 4, .shards = 4, .replicas = 2, .tp = 2}) == std::tuple(4, 2, 2));
 }
 
-TEST_CASE("an expert that no rank has, or that two ranks of an ep group have, is refused by name") {
+TEST_CASE("an expert that no rank has, or that two ranks of an ep group have, is refused by name", "[parallel][ep]") {
   for (const LayoutCase& layout : awkward_layouts)
     for (const int stage : {0, 3}) {
       LayoutCase staged = layout;
@@ -293,7 +296,8 @@ TEST_CASE("an expert that no rank has, or that two ranks of an ep group have, is
   });
 }
 
-TEST_CASE("four ranks with experts in bf16 agree with one rank, and too large a gradient of experts is noticed") {
+TEST_CASE("four ranks with experts in bf16 agree with one rank, and too large a gradient of experts is noticed",
+          "[parallel][ep]") {
   const auto model = [](int64_t layers) {
     return std::vector<selftest::Model>{{"mixtral", false, DType::bf16, 8, 2, 20, layers}};
   };
@@ -316,7 +320,8 @@ TEST_CASE("four ranks with experts in bf16 agree with one rank, and too large a 
                              {.hooks = layout_bugs::Replaces<TimesEp>()}));
 }
 
-TEST_CASE("a layout that sends a token to another expert is told from one rank by token, layer and margin") {
+TEST_CASE("a layout that sends a token to another expert is told from one rank by token, layer and margin",
+          "[parallel][ep]") {
   const selftest::Model narrow = {"mixtral", false, DType::bf16, 8, 2, 20, 2},
                         wide = {"mixtral", false, DType::fp32, 8, 2, 20, 2},
                         shallow = {"mixtral", false, DType::bf16, 8, 2, 20, 1};

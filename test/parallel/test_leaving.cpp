@@ -121,7 +121,7 @@ struct WorkingRank : Rank {
 
 }  // namespace
 
-TEST_CASE("a group that is destroyed lives on in the tasks that use it") {
+TEST_CASE("a group that is destroyed lives on in the tasks that use it", "[parallel][failures]") {
   Watch watch;
   Arena arena(device, 1 << 20), scratch(device, 1 << 20);
   Stream stream(device, scratch), other(device, scratch);
@@ -146,7 +146,7 @@ TEST_CASE("a group that is destroyed lives on in the tasks that use it") {
   REQUIRE(y.data<float>()[0] == 7);
 }
 
-TEST_CASE("a rank that ends while its streams work waits for them") {
+TEST_CASE("a rank that ends while its streams work waits for them", "[parallel][failures]") {
   Watch watch;
   World world(layout.mesh());
   run_ranks(world, [&](int rank) { WorkingRank(rank, watch, false); });
@@ -154,7 +154,8 @@ TEST_CASE("a rank that ends while its streams work waits for them") {
   REQUIRE(watch.exchanges == 8 * (3 + 3 + 1 + 2));  // of each rank: round two groups of four, one of two, two links
 }
 
-TEST_CASE("a constructor that throws waits for no peer, no peer waits for it, and its tasks end first") {
+TEST_CASE("a constructor that throws waits for no peer, no peer waits for it, and its tasks end first",
+          "[parallel][failures]") {
   for (const int failing : {0, 5}) {
     INFO("rank " << failing);
     Watch watch;
@@ -175,7 +176,7 @@ TEST_CASE("a constructor that throws waits for no peer, no peer waits for it, an
   }
 }
 
-TEST_CASE("groups that throw while they are made leave no task without its group") {
+TEST_CASE("groups that throw while they are made leave no task without its group", "[parallel][failures]") {
   Watch watch;
   World world(layout.mesh());
   REQUIRE_ERROR(run_ranks(world,
@@ -203,7 +204,7 @@ TEST_CASE("groups that throw while they are made leave no task without its group
   REQUIRE(watch.destroyed_early == 0);
 }
 
-TEST_CASE("what a rank has posted is withdrawn when it fails: its memory may be gone") {
+TEST_CASE("what a rank has posted is withdrawn when it fails: its memory may be gone", "[parallel][failures]") {
   const auto hub = std::make_shared<ThreadsHub>(3);
   ThreadsTransport sender(hub, 0), receiver(hub, 1), other(hub, 2);
   const float out = 7, wrong[2] = {};

@@ -16,7 +16,8 @@
 using namespace llmc;
 
 TEST_CASE(
-    "layouts of up to four and of eight ranks agree with one rank, and the ZeRO stages with each other bit for bit") {
+    "layouts of up to four and of eight ranks agree with one rank, and the ZeRO stages with each other bit for bit",
+    "[parallel][zero]") {
   const auto four_or_eight = [](int ranks, const ModelConfig* model) {
     return ranks == 4 || ranks == 8 ? selftest::layouts(ranks, model) : std::vector<Layout>();
   };
@@ -30,7 +31,7 @@ TEST_CASE(
   REQUIRE(run_selftest(log, selftest::all_layouts(4, {{"qwen3", false, DType::bf16}}, four_or_eight)));
 }
 
-TEST_CASE("four and eight ranks with tensor parallelism agree with one rank") {
+TEST_CASE("four and eight ranks with tensor parallelism agree with one rank", "[parallel][zero]") {
   const auto layouts = [](int ranks, const ModelConfig* model) {
     std::vector<Layout> some;
     for (const Layout& layout : selftest::layouts(ranks, model))
@@ -45,7 +46,8 @@ TEST_CASE("four and eight ranks with tensor parallelism agree with one rank") {
 }
 
 TEST_CASE(
-    "the self-test's subset has every pair of choices that occurs, in either dtype, each with the first of its kind") {
+    "the self-test's subset has every pair of choices that occurs, in either dtype, each with the first of its kind",
+    "[parallel][zero]") {
   using namespace selftest;
   // Some of the pairs, and what must be among them.
   const auto pairs = [](const std::vector<ModelLayouts>& models) {
@@ -94,12 +96,13 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("every layout of up to eight ranks, with every family in every dtype", "[long]") {
+TEST_CASE("every layout of up to eight ranks, with every family in every dtype", "[parallel][zero][long]") {
   Log log = Log::silent();
   REQUIRE(run_selftest(log, selftest::all_layouts(8)));
 }
 
-TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a duplicate sample and a stale unit") {
+TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a duplicate sample and a stale unit",
+          "[parallel][zero]") {
   using namespace layout_bugs;
   const Replaces<SkippedReduction> skipped_reduction;
   const Replaces<MeanInsteadOfSum> mean_instead_of_sum;
@@ -131,7 +134,7 @@ TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a d
   }
 }
 
-TEST_CASE("bytes sent per step match the formula, planned and between threads") {
+TEST_CASE("bytes sent per step match the formula, planned and between threads", "[parallel][zero]") {
   for (const auto& [shards, replicas] : {std::pair{1, 1}, {2, 1}, {4, 1}, {2, 2}, {1, 3}, {3, 2}})
     for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
       for (int stage = 0; stage <= 3; ++stage)
@@ -187,7 +190,7 @@ TEST_CASE("bytes sent per step match the formula, planned and between threads") 
         }
 }
 
-TEST_CASE("memory of model states by stage is the ZeRO paper's, for the dtypes in use") {
+TEST_CASE("memory of model states by stage is the ZeRO paper's, for the dtypes in use", "[parallel][zero]") {
   // 124M parameters over 8 ranks: in bf16, 2 + 4 + 12 bytes per parameter, of which stage 1 shards 12, stage 2 16,
   // stage 3 18.
   const StepConfig alone{.model = resolve_model("gpt2:124M", {}), .dtype = DType::bf16, .batch = {1, 64}};
@@ -301,7 +304,8 @@ int ops_during_reductions(bool pushed, double seconds_per_byte) {
 
 }  // namespace
 
-TEST_CASE("checkpoints are layout-independent: any layout reads what any other wrote, bit for bit") {
+TEST_CASE("checkpoints are layout-independent: any layout reads what any other wrote, bit for bit",
+          "[parallel][zero]") {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     const TempDir dir;
     int64_t step = 0;
@@ -333,7 +337,7 @@ TEST_CASE("checkpoints are layout-independent: any layout reads what any other w
   }
 }
 
-TEST_CASE("the reduction of a unit's gradients overlaps with the backward of the next one") {
+TEST_CASE("the reduction of a unit's gradients overlaps with the backward of the next one", "[parallel][zero]") {
   const bool pushed = GENERATE(false, true);  // to a parameter server
   // A block's gradients take tens of milliseconds; longer if a busy machine gave the backward no core meanwhile.
   int overlapping = 0;
@@ -342,7 +346,8 @@ TEST_CASE("the reduction of a unit's gradients overlaps with the backward of the
   REQUIRE(overlapping > 0);
 }
 
-TEST_CASE("a step that is interrupted in the middle can be saved, in every stage and with a parameter server") {
+TEST_CASE("a step that is interrupted in the middle can be saved, in every stage and with a parameter server",
+          "[parallel][zero]") {
   const TempDir dir;
   for (int stage = 0; stage <= 4; ++stage) {
     StepConfig config = layout(2, stage % 4, DType::fp32);
@@ -369,7 +374,7 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
   }
 }
 
-TEST_CASE("an error during gradient reduction prevents the update on every rank") {
+TEST_CASE("an error during gradient reduction prevents the update on every rank", "[parallel][zero]") {
   const StepConfig config = layout(2, 2, DType::fp32);
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   World world(config.layout.mesh(), Backend::threads, poison_hooks);
@@ -414,7 +419,7 @@ TEST_CASE("an error during gradient reduction prevents the update on every rank"
   REQUIRE(unchanged == 2);
 }
 
-TEST_CASE("bf16 weights without masters are rounded identically in every layout", "[parallel]") {
+TEST_CASE("bf16 weights without masters are rounded identically in every layout", "[zero][parallel]") {
   selftest::Outcome alone;
   std::vector<Layout> layouts = selftest::layouts(1);
   for (const Layout& layout : selftest::layouts(2))
@@ -435,7 +440,8 @@ TEST_CASE("bf16 weights without masters are rounded identically in every layout"
   REQUIRE(selftest::distance(alone.weights, masters.weights) < 0x1p-7);
 }
 
-TEST_CASE("the self-test says what it compares, with what axes, at what distances and how long it took") {
+TEST_CASE("the self-test says what it compares, with what axes, at what distances and how long it took",
+          "[parallel][zero]") {
   const TempDir dir;
   Log log;
   log.open(dir.path(), 0);

@@ -19,7 +19,7 @@ constexpr std::string_view sums = "sums over the heads of all ranks";
 
 }  // namespace
 
-TEST_CASE("tensor-parallel ranks norm whole projections as one rank does") {
+TEST_CASE("tensor-parallel ranks norm whole projections as one rank does", "[parallel][tp]") {
   for (const int64_t kv_heads : {8, 2}) {
     const selftest::Outcome alone = selftest::run_layout(step_of(QkNorm::by_projection, kv_heads, 1, true));
     REQUIRE(alone.fault == "");
@@ -45,7 +45,8 @@ TEST_CASE("tensor-parallel ranks norm whole projections as one rank does") {
   }
 }
 
-TEST_CASE("the norm of whole projections agrees with one rank in pipelines, over slices of sequences, and in bf16") {
+TEST_CASE("the norm of whole projections agrees with one rank in pipelines, over slices of sequences, and in bf16",
+          "[parallel][tp]") {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     const auto run = [](DType d, int tp, int cp, Schedule schedule, int stages, int chunks) {
       ModelConfig model = selftest::Model{"qwen3", true, d, 8, 2, 48, 4}.config();
@@ -71,7 +72,7 @@ TEST_CASE("the norm of whole projections agrees with one rank in pipelines, over
   }
 }
 
-TEST_CASE("the norm of whole projections over ranks costs two numbers a row in each direction") {
+TEST_CASE("the norm of whole projections over ranks costs two numbers a row in each direction", "[parallel][tp]") {
   for (const int tp : {2, 4})
     for (const Recompute recompute : all_values<Recompute>()) {
       int64_t sent[2];
@@ -88,7 +89,8 @@ TEST_CASE("the norm of whole projections over ranks costs two numbers a row in e
     }
 }
 
-TEST_CASE("sums over the heads that do not arrive, and key gradients of copies that are not added, are found") {
+TEST_CASE("sums over the heads that do not arrive, and key gradients of copies that are not added, are found",
+          "[parallel][tp]") {
   using namespace tensor_bugs;
   const layout_bugs::Replaces<Skips<sums>> stale_sums;
   const layout_bugs::Replaces<SkipsSum<head_gradients>> copies;

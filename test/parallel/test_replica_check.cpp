@@ -48,7 +48,8 @@ std::string without_hashes(std::string text) {
 
 }  // namespace
 
-TEST_CASE("a flipped bit in any kind of copy is named with who has it: of two copies both, of more the odd one") {
+TEST_CASE("a flipped bit in any kind of copy is named with who has it: of two copies both, of more the odd one",
+          "[parallel][replicas]") {
   const ModelConfig gpt2 = small_model("gpt2", true, 0), llama = small_model("llama", false, 0),
                     mixtral = small_model("mixtral");
   struct Case {
@@ -90,7 +91,7 @@ TEST_CASE("a flipped bit in any kind of copy is named with who has it: of two co
   }
 }
 
-TEST_CASE("more that differs is listed, and counted") {
+TEST_CASE("more that differs is listed, and counted", "[parallel][replicas]") {
   const ModelConfig model = small_model("llama", false, 0);
   const std::string text = told(step_of(model, {.shards = 4}), {{2, "wte.weight"},
                                                                 {2, "wte.weight", "moment1"},
@@ -106,7 +107,7 @@ TEST_CASE("more that differs is listed, and counted") {
   REQUIRE(text.find("more differ") != std::string::npos);
 }
 
-TEST_CASE("in every layout each element is compared with all of its copies") {
+TEST_CASE("in every layout each element is compared with all of its copies", "[parallel][replicas]") {
   const ModelConfig gpt2 = small_model("gpt2", true, 0), sparse = small_model("qwen2_moe");
   for (const LayoutCase& layout : std::vector<LayoutCase>{{.shards = 2, .replicas = 2},
                                                           {.shards = 3, .stage = 1, .replicas = 2},

@@ -30,7 +30,8 @@ float value(int rank, int64_t i) {
 
 }  // namespace
 
-TEST_CASE("servers add in the order of the ranks, for any number of servers, and send the same to everyone") {
+TEST_CASE("servers add in the order of the ranks, for any number of servers, and send the same to everyone",
+          "[parallel][servers]") {
   for (const int P : {1, 2, 3, 5, 8})
     for (const int S : {1, 2, P})
       for (const int64_t n : {int64_t{1}, int64_t{130}, 2 * server::chunk_elements + 3}) {
@@ -73,7 +74,8 @@ TEST_CASE("servers add in the order of the ranks, for any number of servers, and
       }
 }
 
-TEST_CASE("bytes through every rank's link match the law of --dp-sync, planned and between threads") {
+TEST_CASE("bytes through every rank's link match the law of --dp-sync, planned and between threads",
+          "[parallel][servers]") {
   for (const int P : {2, 4})
     for (const DpSync sync : all_values<DpSync>())
       for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
@@ -123,7 +125,7 @@ TEST_CASE("bytes through every rank's link match the law of --dp-sync, planned a
         }
 }
 
-TEST_CASE("a server of one rank is that rank alone, bit for bit") {
+TEST_CASE("a server of one rank is that rank alone, bit for bit", "[parallel][servers]") {
   for (const GradReduce reduce : {GradReduce::step, GradReduce::micro}) {
     const selftest::Outcome alone = selftest::run_layout(step_of(1, DpSync::all_reduce, reduce));
     for (const DpSync sync : servers) {
@@ -134,7 +136,7 @@ TEST_CASE("a server of one rank is that rank alone, bit for bit") {
   }
 }
 
-TEST_CASE("only servers hold master weights, moments and reduced gradients") {
+TEST_CASE("only servers hold master weights, moments and reduced gradients", "[parallel][servers]") {
   for (const GradReduce reduce : {GradReduce::step, GradReduce::micro}) {
     auto bytes = [&](const Plan& plan, const std::string& label) {
       for (const MemoryLine& line : plan.memory)
@@ -165,7 +167,8 @@ TEST_CASE("only servers hold master weights, moments and reduced gradients") {
   }
 }
 
-TEST_CASE("the self-test finds a server that skips a rank, adds in another order, or sends old or too few weights") {
+TEST_CASE("the self-test finds a server that skips a rank, adds in another order, or sends old or too few weights",
+          "[parallel][servers]") {
   using namespace layout_bugs;
   const auto three_ranks = [](int ranks, const ModelConfig*) {
     std::vector<Layout> all;
@@ -202,7 +205,8 @@ TEST_CASE("the self-test finds a server that skips a rank, adds in another order
   }
 }
 
-TEST_CASE("the server decides for all ranks: a step that is not finite, or an outlier, changes no rank") {
+TEST_CASE("the server decides for all ranks: a step that is not finite, or an outlier, changes no rank",
+          "[parallel][servers]") {
   for (const DpSync sync : servers) {
     INFO(name_of(sync));
     const StepConfig step = step_of(3, sync);

@@ -23,7 +23,7 @@ StepConfig step_of(const selftest::Model& model, int tp, bool sequence, const Ze
 
 }  // namespace
 
-TEST_CASE("tensor-parallel ranks together have every element, as often as the layout says") {
+TEST_CASE("tensor-parallel ranks together have every element, as often as the layout says", "[parallel][tp]") {
   for (const auto& [family, heads, kv_heads] : {std::tuple{"gpt2", 8, 8}, {"qwen2", 8, 2}, {"qwen3", 8, 1}})
     for (const int tp : {1, 2, 4, 8}) {
       const ModelConfig config = model_of(family, heads, kv_heads).config();
@@ -52,7 +52,7 @@ TEST_CASE("tensor-parallel ranks together have every element, as often as the la
     }
 }
 
-TEST_CASE("a vocabulary of any size is shared out, also where a rank's part is all padding") {
+TEST_CASE("a vocabulary of any size is shared out, also where a rank's part is all padding", "[parallel][tp]") {
   for (const int64_t V : {1, 9, 97, 128, 50257})
     for (const int tp : {2, 3, 8}) {
       ModelConfig config = model_of("gpt2", 24, 24).config();
@@ -68,14 +68,15 @@ TEST_CASE("a vocabulary of any size is shared out, also where a rank's part is a
     }
 }
 
-TEST_CASE("a number of tensor-parallel ranks that the model cannot be shared out to is refused with those that can") {
+TEST_CASE("a number of tensor-parallel ranks that the model cannot be shared out to is refused with those that can",
+          "[parallel][tp]") {
   const ModelConfig config = model_of("llama", 6, 3).config();
   REQUIRE_ERROR(layout_faults({.tensor = {.ranks = 2}}, config).refuse(), "--tp 2");
   REQUIRE_ERROR(layout_faults({.tensor = {.ranks = 2}}, config).refuse(), "use one of 1, 3");
   REQUIRE_ERROR(layout_faults({.tensor = {.ranks = 4}}, config).refuse(), "6 query heads");
 }
 
-TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between threads") {
+TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between threads", "[parallel][tp]") {
   for (const auto& model : {model_of("gpt2", 8, 8), model_of("qwen3", 8, 2, DType::bf16, false)})
     for (const int tp : {2, 4})
       for (const bool sequence : {true, false})
@@ -135,7 +136,7 @@ TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between t
         }
 }
 
-TEST_CASE("with sequence parallelism a rank keeps its share of the activations") {
+TEST_CASE("with sequence parallelism a rank keeps its share of the activations", "[parallel][tp]") {
   auto activations = [](int tp, bool sequence) {
     StepConfig step{.model = resolve_model("llama3:8B", {}), .dtype = DType::bf16, .batch = {1, 8192}};
     step.layout.tensor = tensor_parallel(step.model, tp, sequence);
@@ -150,7 +151,8 @@ TEST_CASE("with sequence parallelism a rank keeps its share of the activations")
   REQUIRE(activations(8, false) * 8 > 2 * alone);
 }
 
-TEST_CASE("overlap hides some of the exchanges of tensor parallelism on paper, and changes no bytes") {
+TEST_CASE("overlap hides some of the exchanges of tensor parallelism on paper, and changes no bytes",
+          "[parallel][tp]") {
   // The rates of a GPU with fast links, on which products and exchanges take about as long as each other.
   Device device{DeviceKind::cpu, 1};
   device.rates = Rates{.flops_per_s = 5e14, .bytes_per_s = 3e12, .link_bytes_per_s = 2e11, .link_latency_s = 2e-6};
@@ -170,7 +172,7 @@ TEST_CASE("overlap hides some of the exchanges of tensor parallelism on paper, a
     }
 }
 
-TEST_CASE("the self-test finds bugs of tensor parallelism") {
+TEST_CASE("the self-test finds bugs of tensor parallelism", "[parallel][tp]") {
   using namespace tensor_bugs;
   using layout_bugs::Replaces;
   const Replaces<Skips<gathered>> stale_gather;

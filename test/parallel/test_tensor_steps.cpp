@@ -30,7 +30,7 @@ void require_close(const selftest::Outcome& outcome, const selftest::Outcome& al
 
 }  // namespace
 
-TEST_CASE("recomputation changes no bits on tensor-parallel ranks") {
+TEST_CASE("recomputation changes no bits on tensor-parallel ranks", "[parallel][tp]") {
   for (const bool sequence : {true, false})
     for (const bool overlap : {false, true}) {
       StepConfig step = step_of(qwen3, 4, sequence);
@@ -45,7 +45,7 @@ TEST_CASE("recomputation changes no bits on tensor-parallel ranks") {
     }
 }
 
-TEST_CASE("the head takes the rows of tensor-parallel ranks in parts") {
+TEST_CASE("the head takes the rows of tensor-parallel ranks in parts", "[parallel][tp]") {
   for (const selftest::Model& model : {qwen3, gpt2}) {
     const selftest::Outcome alone = selftest::run_layout(step_of(model, 1));
     for (const bool sequence : {true, false})
@@ -58,7 +58,8 @@ TEST_CASE("the head takes the rows of tensor-parallel ranks in parts") {
   }
 }
 
-TEST_CASE("masked documents and rows without targets are those of the micro-batch on tensor-parallel ranks") {
+TEST_CASE("masked documents and rows without targets are those of the micro-batch on tensor-parallel ranks",
+          "[parallel][tp]") {
   selftest::Parts parts;
   parts.read = [](const StepConfig& step, int reader, int64_t micro_batch) {
     HostBatch batch = selftest::read_batch(step, reader, micro_batch);
@@ -78,7 +79,8 @@ TEST_CASE("masked documents and rows without targets are those of the micro-batc
   }
 }
 
-TEST_CASE("bf16 weights without masters are rounded as on one rank, and alike on all tensor-parallel ranks") {
+TEST_CASE("bf16 weights without masters are rounded as on one rank, and alike on all tensor-parallel ranks",
+          "[parallel][tp]") {
   selftest::Model model = qwen3;
   model.dtype = DType::bf16;
   auto without_masters = [&](int tp) {
@@ -112,7 +114,7 @@ TEST_CASE("bf16 weights without masters are rounded as on one rank, and alike on
   for (const int tp : {2, 4}) REQUIRE(decayed(tp) == by_one);
 }
 
-TEST_CASE("a rank whose part of the vocabulary is all padding trains with the others") {
+TEST_CASE("a rank whose part of the vocabulary is all padding trains with the others", "[parallel][tp]") {
   selftest::Outcome alone;
   for (const int tp : {1, 8})
     for (const bool sequence : {true, false}) {
@@ -125,7 +127,7 @@ TEST_CASE("a rank whose part of the vocabulary is all padding trains with the ot
     }
 }
 
-TEST_CASE("twenty steps of tensor-parallel ranks follow one rank") {
+TEST_CASE("twenty steps of tensor-parallel ranks follow one rank", "[parallel][tp]") {
   for (const selftest::Model& model : {qwen3, gpt2}) {
     const selftest::Outcome alone = selftest::run_layout(step_of(model, 1), {}, {}, 20);
     for (const bool sequence : {true, false}) {
@@ -139,7 +141,7 @@ TEST_CASE("twenty steps of tensor-parallel ranks follow one rank") {
   }
 }
 
-TEST_CASE("multiple choice and sampling give on tensor-parallel ranks what they give on one") {
+TEST_CASE("multiple choice and sampling give on tensor-parallel ranks what they give on one", "[parallel][tp]") {
   const TempDir dir;
   write_choices(dir / "choices.jsonl");
   const std::vector<int32_t> text = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5};
@@ -175,7 +177,7 @@ TEST_CASE("multiple choice and sampling give on tensor-parallel ranks what they 
   }
 }
 
-TEST_CASE("the first number that is not finite is found on the tensor-parallel rank where it arose") {
+TEST_CASE("the first number that is not finite is found on the tensor-parallel rank where it arose", "[parallel][tp]") {
   const StepConfig step = step_of(qwen3, 4);
   std::vector<std::string> found(4);
   auto search = [&](auto&& break_weights) {
@@ -206,7 +208,8 @@ TEST_CASE("the first number that is not finite is found on the tensor-parallel r
 }
 
 TEST_CASE(
-    "a non-finite number among the rows of one tensor-parallel rank is found there, with the samples it may be of") {
+    "a non-finite number among the rows of one tensor-parallel rank is found there, with the samples it may be of",
+    "[parallel][tp]") {
   StepConfig step = step_of(gpt2, 2);
   step.batch.B = 2;
   step.micro_batches = 1;

@@ -24,7 +24,8 @@ std::string on(const std::string& shard) { return " --no-shuffle --train-data " 
 
 }  // namespace
 
-TEST_CASE("a bad token in mid-run ends all ranks after a save, and the repaired shard is accepted on request") {
+TEST_CASE("a bad token in mid-run ends all ranks after a save, and the repaired shard is accepted on request",
+          "[run]") {
   const TempDir dir;
   const std::string shard = dir / "a.bin", other = dir / "b.bin";
   // Of the eight samples of step 3, with two ranks, the second rank's last one.
@@ -72,7 +73,7 @@ TEST_CASE("a bad token in mid-run ends all ranks after a save, and the repaired 
   }
 }
 
-TEST_CASE("--data-changed accept takes no shard with another number of tokens") {
+TEST_CASE("--data-changed accept takes no shard with another number of tokens", "[run]") {
   const TempDir dir;
   const auto write = [&](int64_t first, int64_t second) {  // two shards, of so many samples and a token
     write_shard<uint16_t>(dir / "a.bin", std::vector<uint16_t>(static_cast<size_t>(33 * first + 1), 7));
@@ -89,7 +90,7 @@ TEST_CASE("--data-changed accept takes no shard with another number of tokens") 
                                33 * 10 + 1, 33 * 20 + 1)) != std::string::npos);
 }
 
-TEST_CASE("validation data that cannot be read any more end a run after a save") {
+TEST_CASE("validation data that cannot be read any more end a run after a save", "[run]") {
   for (const std::string layout : {"", "--local-ranks 2"}) {
     INFO(layout);
     const TempDir dir;

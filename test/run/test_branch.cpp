@@ -30,7 +30,8 @@ std::string said(const std::string& arguments) {
 
 }  // namespace
 
-TEST_CASE("a branch keeps weights, moments and the data's position, says what it changes, and records its parent") {
+TEST_CASE("a branch keeps weights, moments and the data's position, says what it changes, and records its parent",
+          "[run][checkpoint]") {
   const TempDir dir;
   run_well(tiny(dir / "run", eight));
   const std::string from = "--branch-from " + (dir / "run/step-000004");
@@ -81,7 +82,7 @@ TEST_CASE("a branch keeps weights, moments and the data's position, says what it
   refused(tiny(dir / "again", slower), "the parent in " + (dir / "again/run.json") + ", ");
 }
 
-TEST_CASE("what a branch cannot do is refused with a remedy, and nothing is left behind") {
+TEST_CASE("what a branch cannot do is refused with a remedy, and nothing is left behind", "[run][checkpoint]") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 4 --checkpoint-every 2"));
   const std::string from = "--branch-from " + (dir / "run/step-000002 ");
@@ -101,7 +102,8 @@ TEST_CASE("what a branch cannot do is refused with a remedy, and nothing is left
   refused(tiny(dir / "run", "--max-steps 4 " + from), "holds a run that is no branch");
 }
 
-TEST_CASE("a branch with another seed takes what is left of the epoch in another order, and resumes exactly") {
+TEST_CASE("a branch with another seed takes what is left of the epoch in another order, and resumes exactly",
+          "[run][checkpoint]") {
   const TempDir dir;
   run_well(tiny(dir / "run", eight));
   const std::string branch = eight + "--seed 7 --branch-from " + (dir / "run/step-000004");
@@ -120,7 +122,8 @@ TEST_CASE("a branch with another seed takes what is left of the epoch in another
   REQUIRE(read_json(dir / "third/step-000008/trainer.json")["seeds"] == json::parse("[[0,42],[32,7],[48,9]]"));
 }
 
-TEST_CASE("a run that diverges prints the command that continues with a lower rate, and the command works") {
+TEST_CASE("a run that diverges prints the command that continues with a lower rate, and the command works",
+          "[run][checkpoint]") {
   const TempDir dir;
   const std::string diverging = "--max-steps 8 --checkpoint-every 1 --dtype bf16 --lr-schedule constant --grad-clip 0 ";
   const ProgramResult r = run_program(tiny(dir / "run", diverging + "--lr 100 --weight-decay 100"));

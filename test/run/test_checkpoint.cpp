@@ -73,7 +73,7 @@ void rewrite(const std::string& from, const std::string& to, Rename&& rename) {
 
 }  // namespace
 
-TEST_CASE("an unknown --model is refused with a similar preset") {
+TEST_CASE("an unknown --model is refused with a similar preset", "[run][checkpoint]") {
   for (const auto& [name, part] : std::vector<std::pair<std::string, std::string>>{
            {"gpt2:125M", "the nearest is gpt2:124M"},
            {"llama3:9B", "the nearest is llama3:8B)"},
@@ -100,7 +100,7 @@ TEST_CASE("an unknown --model is refused with a similar preset") {
   REQUIRE_ERROR(resolve_model("test/golden/tokenizers", {}), "this directory has no config.json: it is not a model");
 }
 
-TEST_CASE("every preset has the published parameter count, of all and of active ones") {
+TEST_CASE("every preset has the published parameter count, of all and of active ones", "[run][checkpoint]") {
   for (const Preset& p : presets) {
     INFO(p.name);
     const double n = static_cast<double>(count_parameters(parameter_table(resolve_model(p.name, {}))));
@@ -118,7 +118,7 @@ TEST_CASE("every preset has the published parameter count, of all and of active 
   REQUIRE(resolve_model("d12", {}).n_embd == 768);
 }
 
-TEST_CASE("initialisation follows GPT-2: residual projections are scaled by 1 / sqrt(2 L)") {
+TEST_CASE("initialisation follows GPT-2: residual projections are scaled by 1 / sqrt(2 L)", "[run][checkpoint]") {
   for (const UnitSpec& unit : parameter_table(odd_model()))
     for (const ParamSpec& p : unit.params) {
       const bool residual = p.name.ends_with("proj.weight") || p.name.ends_with("down.weight");
@@ -127,7 +127,8 @@ TEST_CASE("initialisation follows GPT-2: residual projections are scaled by 1 / 
     }
 }
 
-TEST_CASE("the state table has every parameter once per kind, without padding, and buffers do not overlap") {
+TEST_CASE("the state table has every parameter once per kind, without padding, and buffers do not overlap",
+          "[run][checkpoint]") {
   for (const DType d : {DType::fp32, DType::bf16}) {
     Model m(d, 1);
     std::map<std::string, int64_t> elements;
@@ -143,7 +144,8 @@ TEST_CASE("the state table has every parameter once per kind, without padding, a
   }
 }
 
-TEST_CASE("writing, reading and writing again gives the same bytes; vocabulary padding is never saved") {
+TEST_CASE("writing, reading and writing again gives the same bytes; vocabulary padding is never saved",
+          "[run][checkpoint]") {
   for (const DType d : {DType::fp32, DType::bf16}) {
     const TempDir dir;
     Model a(d, 1), b(d, 2);
@@ -163,7 +165,7 @@ TEST_CASE("writing, reading and writing again gives the same bytes; vocabulary p
   }
 }
 
-TEST_CASE("a model written by transformers gives the logits of transformers") {
+TEST_CASE("a model written by transformers gives the logits of transformers", "[run][checkpoint]") {
   const std::string directory = "test/golden/gpt2_tiny";
   const StepConfig config{.model = resolve_model(directory, {}), .batch = {1, 48}};
   const Plan plan = make_plan(config, {DeviceKind::cpu, 2});
@@ -181,7 +183,8 @@ TEST_CASE("a model written by transformers gives the logits of transformers") {
   for (size_t v = 0; v < theirs.size(); ++v) REQUIRE(std::abs(ours[v] - theirs[v]) < 1e-5);
 }
 
-TEST_CASE("names without the prefix and weights stored in bf16 are read; buffers of old files are ignored") {
+TEST_CASE("names without the prefix and weights stored in bf16 are read; buffers of old files are ignored",
+          "[run][checkpoint]") {
   const TempDir dir;
   Model a(DType::fp32, 1), b(DType::fp32, 2), rounded(DType::bf16, 3);
   const std::string path = a.save(dir / "a");
@@ -198,7 +201,7 @@ TEST_CASE("names without the prefix and weights stored in bf16 are read; buffers
   for (int64_t i = 0; i < x.numel(); ++i) REQUIRE(x.data<float>()[i] == static_cast<float>(y.data<bf16>()[i]));
 }
 
-TEST_CASE("a missing, unknown or misshapen tensor is refused by name, and nothing changes") {
+TEST_CASE("a missing, unknown or misshapen tensor is refused by name, and nothing changes", "[run][checkpoint]") {
   const TempDir dir;
   Model a(DType::fp32, 1), b(DType::fp32, 2);
   const std::string path = a.save(dir / "a"), before = b.bytes(), file = path + "/model.safetensors";
@@ -221,7 +224,7 @@ TEST_CASE("a missing, unknown or misshapen tensor is refused by name, and nothin
   REQUIRE_ERROR(b.load(dir / "x"), "weight_map");
 }
 
-TEST_CASE("a checkpoint that cannot be written leaves no trace and older ones intact") {
+TEST_CASE("a checkpoint that cannot be written leaves no trace and older ones intact", "[run][checkpoint]") {
   const TempDir dir;
   Model m(DType::fp32, 1);
   const std::string first = m.save(dir / "out", 1), before = read_whole(first + "/model.safetensors");
@@ -232,7 +235,8 @@ TEST_CASE("a checkpoint that cannot be written leaves no trace and older ones in
   REQUIRE_ERROR(write_checkpoint(dir / "file", 2, m.config, m.state, m.dtype, {}, m.stream), "file");
 }
 
-TEST_CASE("a checkpoint is read by its manifest, wherever it is and whatever other files are there") {
+TEST_CASE("a checkpoint is read by its manifest, wherever it is and whatever other files are there",
+          "[run][checkpoint]") {
   const TempDir dir;
   const std::string out = dir / "a [1] *? {2}";
   Model a(DType::fp32, 1), b(DType::fp32, 2);
@@ -263,7 +267,7 @@ TEST_CASE("a checkpoint is read by its manifest, wherever it is and whatever oth
   REQUIRE_ERROR(load_checkpoint(path, b.config, b.state, b.stream), "has no manifest.json");
 }
 
-TEST_CASE("optimizer slices are refused unless they hold every element exactly once") {
+TEST_CASE("optimizer slices are refused unless they hold every element exactly once", "[run][checkpoint]") {
   const TempDir dir;
   Model a(DType::bf16, 7), b(DType::bf16, 8);
   const std::string path = a.save(dir / "out"), file = path + "/optimizer-00001-of-00001.safetensors";

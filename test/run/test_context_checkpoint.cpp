@@ -82,7 +82,8 @@ void require_near(const std::vector<double>& a, const std::vector<double>& b, do
 
 }  // namespace
 
-TEST_CASE("a run with context parallelism that was stopped goes on in the same layout bit for bit") {
+TEST_CASE("a run with context parallelism that was stopped goes on in the same layout bit for bit",
+          "[run][cp][checkpoint]") {
   const Setting s;
   for (const char* layout : {"--cp 2 --local-ranks 2 --batch-size 2",
                              "--cp 3 --local-ranks 6 --zero-stage 1 "
@@ -105,7 +106,8 @@ TEST_CASE("a run with context parallelism that was stopped goes on in the same l
   }
 }
 
-TEST_CASE("a run moves between numbers of context-parallel ranks: the same run up to rounding, with a notice") {
+TEST_CASE("a run moves between numbers of context-parallel ranks: the same run up to rounding, with a notice",
+          "[run][cp][checkpoint]") {
   const Setting s;
   s.run("stayed", "--batch-size 8 --max-steps 15");
   s.run("moved", "--batch-size 4 --local-ranks 2 --cp 2 --max-steps 3");
@@ -122,7 +124,8 @@ TEST_CASE("a run moves between numbers of context-parallel ranks: the same run u
   require_near(s.losses("moved"), s.losses("stayed"), 1e-4);
 }
 
-TEST_CASE("weights that did not change are the same bits whatever the number of context-parallel ranks") {
+TEST_CASE("weights that did not change are the same bits whatever the number of context-parallel ranks",
+          "[run][cp][checkpoint]") {
   const Setting s;
   const std::string still = "--lr 0 --max-steps 1 --dtype bf16 --batch-size 2 ";
   s.run("two", still + "--cp 2 --local-ranks 4 --zero-stage 3");
@@ -133,7 +136,8 @@ TEST_CASE("weights that did not change are the same bits whatever the number of 
   for (const char* name : {"one", "four"}) REQUIRE(weights_of(s.checkpoint(name, 1)) == weights_of(two));
 }
 
-TEST_CASE("validation, multiple choice and samples are with context parallelism what they are on one rank") {
+TEST_CASE("validation, multiple choice and samples are with context parallelism what they are on one rank",
+          "[run][cp][checkpoint]") {
   const Setting s;
   const std::string evaluated = formatted(
       "--max-steps 3 --val-data {} --val-every 2 --val-steps 2 --eval-choices {} --sample-every 3 --sample-tokens 16 "

@@ -40,7 +40,8 @@ struct Mount {
 
 }  // namespace
 
-TEST_CASE("--resume auto skips damaged checkpoints with a warning; an explicit one is never replaced by another") {
+TEST_CASE("--resume auto skips damaged checkpoints with a warning; an explicit one is never replaced by another",
+          "[run][checkpoint]") {
   const TempDir dir;
   const std::string options = "--max-steps 9 --checkpoint-every 3 ";
   run_well(tiny(dir / "whole", options));
@@ -79,7 +80,7 @@ TEST_CASE("--resume auto skips damaged checkpoints with a warning; an explicit o
   }
 }
 
-TEST_CASE("no new run is started when every checkpoint is damaged") {
+TEST_CASE("no new run is started when every checkpoint is damaged", "[run][checkpoint]") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 3"));
   flip_byte(dir / "run/step-000003/model.safetensors", 3000);
@@ -89,7 +90,7 @@ TEST_CASE("no new run is started when every checkpoint is damaged") {
   REQUIRE(losses(dir / "run").size() == 3);
 }
 
-TEST_CASE("a --model of ours with modified weights is refused, unless its manifest is missing") {
+TEST_CASE("a --model of ours with modified weights is refused, unless its manifest is missing", "[run][checkpoint]") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 3 --log-every 2"));
   const std::string checkpoint = dir / "run/step-000003",
@@ -117,7 +118,7 @@ TEST_CASE("a --model of ours with modified weights is refused, unless its manife
   for (const char* gone : {"other", "more", "run/of/another.before-1"}) REQUIRE_FALSE(fs::exists(dir / gone));
 }
 
-TEST_CASE("--log-every thins the console output, not the metrics") {
+TEST_CASE("--log-every thins the console output, not the metrics", "[run][checkpoint]") {
   const TempDir dir;
   const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 8 --log-every 3"));
   REQUIRE(r.status == 0);
@@ -126,7 +127,8 @@ TEST_CASE("--log-every thins the console output, not the metrics") {
   REQUIRE(losses(dir / "run").size() == 8);
 }
 
-TEST_CASE("on a CPU a step's time is its own, also before and after a validation and a checkpoint") {
+TEST_CASE("on a CPU a step's time is its own, also before and after a validation and a checkpoint",
+          "[run][checkpoint]") {
   const TempDir dir;
   run_well(tiny(dir / "run",
                 "--max-steps 16 --n-embd 64 --total-batch-size 528 --checkpoint-every 5 --val-every 4 --val-steps 8 "
@@ -147,7 +149,8 @@ TEST_CASE("on a CPU a step's time is its own, also before and after a validation
   REQUIRE(shortest_after < 1.6 * sorted[8]);
 }
 
-TEST_CASE("a resume with changed options that must match is refused by name; others warn or may change") {
+TEST_CASE("a resume with changed options that must match is refused by name; others warn or may change",
+          "[run][checkpoint]") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 4"));
   const std::string before = read_whole(dir / "run/metrics.jsonl");
@@ -176,7 +179,7 @@ TEST_CASE("a resume with changed options that must match is refused by name; oth
           1);  // step 8 exists
 }
 
-TEST_CASE("two runs on one out directory are refused") {
+TEST_CASE("two runs on one out directory are refused", "[run][checkpoint]") {
   const TempDir dir;
   fs::create_directory(dir / "run");
   const int lock = ::open((dir / "run/.lock").c_str(), O_RDWR | O_CREAT, 0644);
@@ -188,7 +191,8 @@ TEST_CASE("two runs on one out directory are refused") {
   run_well(tiny(dir / "run", "--max-steps 3"));
 }
 
-TEST_CASE("a full disk does not end a run: checkpoints and metrics are tried again, only the last one must succeed") {
+TEST_CASE("a full disk does not end a run: checkpoints and metrics are tried again, only the last one must succeed",
+          "[run][checkpoint]") {
   const TempDir dir;
   const Mount disk(dir / "small", "-t tmpfs -o size=400k tmpfs");
   if (!disk.there) return;
@@ -217,7 +221,8 @@ TEST_CASE("a full disk does not end a run: checkpoints and metrics are tried aga
   REQUIRE(state_of(disk.path + "/run/step-000012") == state_of(dir / "whole/step-000012"));
 }
 
-TEST_CASE("if one rank cannot write its part of a checkpoint, all give up together, and the next attempt succeeds") {
+TEST_CASE("if one rank cannot write its part of a checkpoint, all give up together, and the next attempt succeeds",
+          "[run][checkpoint]") {
   const TempDir dir;
   // The optimizer slices of the second rank meet a full disk at step 2, once.
   const std::string shim =
@@ -240,7 +245,7 @@ TEST_CASE("if one rank cannot write its part of a checkpoint, all give up togeth
   REQUIRE(read_whole(dir / "strict/log.txt").ends_with(strict.err));  // what ended the run
 }
 
-TEST_CASE("a full disk holds up metrics and the log, not training; they are whole in the end") {
+TEST_CASE("a full disk holds up metrics and the log, not training; they are whole in the end", "[run][checkpoint]") {
   const TempDir dir;
   const std::string shim = "FILE_OPS_ROOT=" + dir.path() + " FILE_OPS_FULL=metrics.jsonl LD_PRELOAD=build/file_ops.so ";
   const ProgramResult whole = run_program(tiny(dir / "whole", "--max-steps 3"), "FILE_OPS_FULL_WRITES=2 " + shim);
@@ -260,7 +265,7 @@ TEST_CASE("a full disk holds up metrics and the log, not training; they are whol
           std::string::npos);
 }
 
-TEST_CASE("a read-only file system is refused before training") {
+TEST_CASE("a read-only file system is refused before training", "[run][checkpoint]") {
   const TempDir dir;
   fs::create_directories(dir / "real/run");
   const Mount disk(dir / "read-only", "-o bind,ro " + (dir / "real"));
@@ -271,7 +276,8 @@ TEST_CASE("a read-only file system is refused before training") {
   REQUIRE(r.err.find("Read-only file system") != std::string::npos);
 }
 
-TEST_CASE("retention keeps the newest, the milestones and the best, and `best` links to the best") {
+TEST_CASE("retention keeps the newest, the milestones and the best, and `best` links to the best",
+          "[run][checkpoint]") {
   const TempDir dir;
   run_well(tiny(dir / "run",
                 "--max-steps 20 --checkpoint-every 2 --keep-checkpoints 2 --keep-every 8 --keep-best --val-data " +

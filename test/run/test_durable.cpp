@@ -28,7 +28,8 @@ int run_until_done(const std::string& arguments, const std::function<std::string
 
 }  // namespace
 
-TEST_CASE("a run stopped by signals at arbitrary moments and resumed is bitwise the run that never stopped") {
+TEST_CASE("a run stopped by signals at arbitrary moments and resumed is bitwise the run that never stopped",
+          "[run][checkpoint]") {
   for (const std::string dtype : {"fp32", "bf16"}) {
     const TempDir dir;
     const std::string options = "--max-steps 200 --model d2 --n-embd 64 --n-head 4 --total-batch-size 1056 --dtype " +
@@ -82,10 +83,11 @@ void kill_everywhere(int kills, uint64_t seed) {
 
 }  // namespace
 
-TEST_CASE("kill -9 in the middle of any file operation loses only the steps since the last checkpoint") {
+TEST_CASE("kill -9 in the middle of any file operation loses only the steps since the last checkpoint",
+          "[run][checkpoint]") {
   kill_everywhere(12, 1);
 }
-TEST_CASE("kill -9 at fifty places", "[long]") { kill_everywhere(50, 2); }
+TEST_CASE("kill -9 at fifty places", "[run][checkpoint][long]") { kill_everywhere(50, 2); }
 
 // ---- Crashes of the machine: unsynced data is lost ------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class CrashingDisk {
 
 }  // namespace
 
-TEST_CASE("a crash after any file operation leaves the previous or the new checkpoint intact") {
+TEST_CASE("a crash after any file operation leaves the previous or the new checkpoint intact", "[run][checkpoint]") {
   const TempDir dir;
   const std::string out = dir / "run";
   fs::create_directory(out);

@@ -39,7 +39,8 @@ const std::string dense = "--model d2 --n-embd 24 --n-head 2 --vocab-size 211",
 
 }  // namespace
 
-TEST_CASE("an evaluation has bit for bit the numbers of the validation in training, in every layout") {
+TEST_CASE("an evaluation has bit for bit the numbers of the validation in training, in every layout",
+          "[run][evaluate]") {
   const TempDir dir;
   std::ofstream(dir / "questions") << R"({"context":[1,2,3],"choices":[[4,5],[6]],"lengths":[3,2],"label":0})"
                                    << "\n";
@@ -74,7 +75,7 @@ TEST_CASE("an evaluation has bit for bit the numbers of the validation in traini
   REQUIRE_FALSE(path_exists("out/run/run.json"));  // the default directory
 }
 
-TEST_CASE("two processes evaluate as two threads do, and process 0 alone says so") {
+TEST_CASE("two processes evaluate as two threads do, and process 0 alone says so", "[run][evaluate]") {
   const TempDir dir;
   train(dir / "run", dense, "-b 2");
   const std::string model = dir / "run/step-000002", arguments = common("-b 2 --zero-stage 3 --world-size 2", 1),
@@ -90,7 +91,8 @@ TEST_CASE("two processes evaluate as two threads do, and process 0 alone says so
   REQUIRE(read_whole(dir / "other").empty());
 }
 
-TEST_CASE("bits per byte: the loss of all targets over the bytes of their text; the end of text has none") {
+TEST_CASE("bits per byte: the loss of all targets over the bytes of their text; the end of text has none",
+          "[run][evaluate]") {
   const TempDir dir;
   std::vector<uint16_t> tokens;
   for (int i = 0; i < 129; ++i) tokens.push_back(static_cast<uint16_t>(i % 8 == 0 ? 256 : 'a' + i % 7));
@@ -114,7 +116,7 @@ TEST_CASE("bits per byte: the loss of all targets over the bytes of their text; 
   REQUIRE(words.out.find("had --mask-documents false and --seq-len 16") != std::string::npos);
 }
 
-TEST_CASE("what cannot be evaluated, or would be ignored, is refused by name") {
+TEST_CASE("what cannot be evaluated, or would be ignored, is refused by name", "[run][evaluate]") {
   const TempDir dir;
   train(dir / "run", dense, "-b 2");
   const std::string model = dir / "run/step-000002";

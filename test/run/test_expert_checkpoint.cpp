@@ -59,7 +59,8 @@ void require_exchangeable(const ModelConfig& model, DType dtype, const std::vect
 
 }  // namespace
 
-TEST_CASE("experts in any number of parts, in any layout, are read bit for bit from what any other wrote") {
+TEST_CASE("experts in any number of parts, in any layout, are read bit for bit from what any other wrote",
+          "[run][ep][checkpoint]") {
   require_exchangeable(small_model("qwen2_moe", true), DType::bf16,
                        {{},
                         {.ep = 2, .shards = 2},
@@ -78,7 +79,8 @@ TEST_CASE("experts in any number of parts, in any layout, are read bit for bit f
 
 TEST_CASE(
     "every rank of an ep group writes the optimizer state of its experts, and one rank of each shard that of "
-    "the rest") {
+    "the rest",
+    "[run][ep][checkpoint]") {
   const TempDir dir;
   const ModelConfig model = small_model("qwen2_moe");  // 8 experts in blocks 0 and 2
   const auto holders = [&](const LayoutCase& layout, int64_t number, int files) {
@@ -107,7 +109,8 @@ TEST_CASE(
   REQUIRE(sharded["blocks.0.experts.7.down.weight"] == std::set{4});
 }
 
-TEST_CASE("layouts of experts that do not fit are refused by the trainer, naming options and remedies") {
+TEST_CASE("layouts of experts that do not fit are refused by the trainer, naming options and remedies",
+          "[run][ep][checkpoint]") {
   const std::string train = "test/golden/experts/olmoe_tiny/train.bin";
   const TempDir dir;
   for (const auto& [options, part] :

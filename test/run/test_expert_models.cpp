@@ -56,7 +56,8 @@ void on_shards(const ModelConfig& model, int shards, int stage, F&& f) {
 
 }  // namespace
 
-TEST_CASE("the parameters of models with experts are those that transformers stores, in both of its layouts") {
+TEST_CASE("the parameters of models with experts are those that transformers stores, in both of its layouts",
+          "[run][ep]") {
   for (const std::string& name : all_models) {
     INFO(name);
     const ModelConfig config = resolve_model(folder_of(name), {});
@@ -71,7 +72,8 @@ TEST_CASE("the parameters of models with experts are those that transformers sto
   }
 }
 
-TEST_CASE("the experts of a layer are a unit behind the rest of it, and each kind is one matrix for each expert") {
+TEST_CASE("the experts of a layer are a unit behind the rest of it, and each kind is one matrix for each expert",
+          "[run][ep]") {
   const ModelConfig config = resolve_model(folder_of("qwen2_moe_tiny"), {});
   std::vector<std::string> names;
   for (const UnitSpec& unit : parameter_table(config)) names.push_back(unit.name);
@@ -104,7 +106,7 @@ TEST_CASE("the experts of a layer are a unit behind the rest of it, and each kin
   }
 }
 
-TEST_CASE("weights in either layout are written back as transformers wrote them, bit for bit") {
+TEST_CASE("weights in either layout are written back as transformers wrote them, bit for bit", "[run][ep]") {
   for (const std::string& name : all_models)
     for (const int shards : {1, 3})
       for (const bool fused : {false, true}) {
@@ -127,7 +129,7 @@ TEST_CASE("weights in either layout are written back as transformers wrote them,
       }
 }
 
-TEST_CASE("every field that describes experts is written as transformers wrote it") {
+TEST_CASE("every field that describes experts is written as transformers wrote it", "[run][ep]") {
   for (const std::string& name : all_models) {
     const json theirs = golden_config(name);
     const nlohmann::ordered_json ours = config_to_hf(config_from_hf(theirs, "config.json"), DType::fp32);
@@ -158,7 +160,7 @@ TEST_CASE("every field that describes experts is written as transformers wrote i
     REQUIRE(json(written[field]) == published[field]);
 }
 
-TEST_CASE("fields that are missing have the defaults of transformers") {
+TEST_CASE("fields that are missing have the defaults of transformers", "[run][ep]") {
   for (const auto& [type, count, per_token, width, shared, n_ffn, theta] :
        {std::tuple("mixtral", 8, 2, 14336, 0, 14336, 1e6),
         {"qwen2_moe", 60, 4, 1408, 5632, 5632, 1e4},
@@ -178,7 +180,7 @@ TEST_CASE("fields that are missing have the defaults of transformers") {
   REQUIRE(count_active_parameters(c) == 2'689'173'504);
 }
 
-TEST_CASE("a field of config.json that experts do not support is refused by name") {
+TEST_CASE("a field of config.json that experts do not support is refused by name", "[run][ep]") {
   for (const auto& [name, field, value, part] :
        {std::tuple<std::string, std::string, json, std::string>{"mixtral_tiny", "sliding_window", 4096,
                                                                 "\"sliding_window\" is 4096"},
@@ -219,7 +221,7 @@ TEST_CASE("a field of config.json that experts do not support is refused by name
   REQUIRE_ERROR(resolve_model(dir.path(), {}), "none of the 3 layers is sparse");
 }
 
-TEST_CASE("experts that the config.json of a family has no fields for are refused") {
+TEST_CASE("experts that the config.json of a family has no fields for are refused", "[run][ep]") {
   const ModelConfig mixtral = selftest::awkward_model("mixtral"), qwen = selftest::awkward_model("qwen3_moe");
   validate_model(mixtral);
   const auto refused = [](ModelConfig c, auto&& change) {
@@ -242,7 +244,7 @@ TEST_CASE("experts that the config.json of a family has no fields for are refuse
   REQUIRE(refused(selftest::awkward_model("llama"), [&](ModelConfig& c) { c.experts = qwen.experts; }));
 }
 
-TEST_CASE("d<N>-e<E> has the products of d<N> for each token, and sizes scale with the options") {
+TEST_CASE("d<N>-e<E> has the products of d<N> for each token, and sizes scale with the options", "[run][ep]") {
   const ModelConfig dense = resolve_model("d12", {}), sparse = resolve_model("d12-e8", {});
   REQUIRE((sparse.experts.count == 8 && sparse.experts.per_token == 2 && sparse.experts.width == 1024));
   const int64_t C = 768, router = 12 * 8 * C, biases_and_norms = 12 * (9 + 4) * C + 2 * C, norms = 12 * 2 * C + C;
@@ -268,7 +270,7 @@ TEST_CASE("d<N>-e<E> has the products of d<N> for each token, and sizes scale wi
   REQUIRE(resolve_model("qwen3:30B-A3B", wide).experts.width == 768);
 }
 
-TEST_CASE("tensor-parallel ranks all have every expert, and share out the shared one") {
+TEST_CASE("tensor-parallel ranks all have every expert, and share out the shared one", "[run][ep]") {
   const ModelConfig model = selftest::awkward_model("qwen2_moe");
   const TensorParallel two = tensor_parallel(model, 2);
   const ParamTable whole = parameter_table(model), part = part_of(whole, two, 1);
@@ -290,14 +292,15 @@ TEST_CASE("tensor-parallel ranks all have every expert, and share out the shared
                 "24 of the shared expert");
 }
 
-TEST_CASE("both units of a layer go to its stage of a pipeline") {
+TEST_CASE("both units of a layer go to its stage of a pipeline", "[run][ep]") {
   StepConfig step{.model = resolve_model(folder_of("qwen3_moe_tiny"), {})};
   step.layout.pipeline.stages = 2;
   step.layout.pipeline.layers = {1, 3};
   REQUIRE(step.stage_units().stage_of == std::vector<int>{0, 0, 1, 1, 1, 1, 1, 1});
 }
 
-TEST_CASE("at stage 3 a block and its experts are gathered at the same time, each into a buffer of its size") {
+TEST_CASE("at stage 3 a block and its experts are gathered at the same time, each into a buffer of its size",
+          "[run][ep]") {
   const std::string folder = folder_of("mixtral_tiny");
   const ModelConfig model = resolve_model(folder, {});
   const auto theirs = tensors_of(model_files(folder));

@@ -22,7 +22,7 @@ std::string sparse(const std::string& out, const std::string& more) {
 
 }  // namespace
 
-TEST_CASE("a model with experts learns, and resumes exactly, or in another layout up to rounding") {
+TEST_CASE("a model with experts learns, and resumes exactly, or in another layout up to rounding", "[run][ep]") {
   const TempDir dir;
   const std::string balance = " --moe-aux-loss 0.02 --moe-z-loss 0.001";
   run_well(sparse(dir / "whole", "--max-steps 12" + balance));
@@ -41,7 +41,7 @@ TEST_CASE("a model with experts learns, and resumes exactly, or in another layou
   REQUIRE(other.err.find("--moe-aux-loss was '0.02' and is now '0.03'") != std::string::npos);
 }
 
-TEST_CASE("a resumed run may name the default of --moe-capacity-factor, or leave it out") {
+TEST_CASE("a resumed run may name the default of --moe-capacity-factor, or leave it out", "[run][ep]") {
   const TempDir dir;
   const std::string capacity = " --moe-dispatch capacity";
   run_well(sparse(dir / "run", "--max-steps 1" + capacity));
@@ -53,7 +53,7 @@ TEST_CASE("a resumed run may name the default of --moe-capacity-factor, or leave
 }
 
 // golden: made by make_experts.py
-TEST_CASE("what --moe-* ask for, and what metrics.jsonl says of it, is that of a reference in PyTorch") {
+TEST_CASE("what --moe-* ask for, and what metrics.jsonl says of it, is that of a reference in PyTorch", "[run][ep]") {
   const TempDir dir;
   for (const char* name : {"mixtral_tiny", "qwen2_moe_tiny"})
     for (const char* kind : {"losses", "capacity", "biases"}) {
@@ -78,7 +78,7 @@ TEST_CASE("what --moe-* ask for, and what metrics.jsonl says of it, is that of a
     }
 }
 
-TEST_CASE("validation, multiple choice and generation drop nothing, whatever the capacity in training") {
+TEST_CASE("validation, multiple choice and generation drop nothing, whatever the capacity in training", "[run][ep]") {
   const TempDir dir;
   write_choices(dir / "questions.jsonl");
   const std::string more =
@@ -103,7 +103,7 @@ TEST_CASE("validation, multiple choice and generation drop nothing, whatever the
   REQUIRE(made.status == 0);
 }
 
-TEST_CASE("what --moe-* cannot do is refused by name") {
+TEST_CASE("what --moe-* cannot do is refused by name", "[run][ep]") {
   const TempDir dir;
   auto refused = [&](const std::string& options, const std::string& part) {
     const ProgramResult r = run_program(options);
@@ -136,7 +136,7 @@ TEST_CASE("what --moe-* cannot do is refused by name") {
   with_experts("--num-experts 8", "is --model here");
 }
 
-TEST_CASE("the balancing loss that transformers would add is that of config.json, k times as large") {
+TEST_CASE("the balancing loss that transformers would add is that of config.json, k times as large", "[run][ep]") {
   const TempDir dir;
   json config = json::parse(read_whole(folder_of("mixtral_tiny") + "/config.json"));
   const int64_t k = config["num_experts_per_tok"];
@@ -158,7 +158,7 @@ TEST_CASE("the balancing loss that transformers would add is that of config.json
   }
 }
 
-TEST_CASE("a non-finite number that comes from experts is found there") {
+TEST_CASE("a non-finite number that comes from experts is found there", "[run][ep]") {
   const TempDir dir;
   run_well(sparse(dir / "made", "--max-steps 1"));
   // Every expert of the second layer overflows.
@@ -178,7 +178,7 @@ TEST_CASE("a non-finite number that comes from experts is found there") {
           std::string::npos);
 }
 
-TEST_CASE("no router of the self-test's models with experts is near a tie") {
+TEST_CASE("no router of the self-test's models with experts is near a tie", "[run][ep]") {
   int compared = 0;
   for (const selftest::Model& model : selftest::all_models()) {
     if (model.config().experts.count == 0) continue;

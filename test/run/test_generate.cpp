@@ -60,7 +60,8 @@ std::string on_terminal(const std::string& arguments) {
 
 }  // namespace
 
-TEST_CASE("text that comes in pieces is escaped as it is whole, and characters are shown when they are") {
+TEST_CASE("text that comes in pieces is escaped as it is whole, and characters are shown when they are",
+          "[run][generate]") {
   const std::string text =
       "a\x1b["
       "31m\x07\tb\n\xc3\xa9\xe2\x82\xac\xf0\x9f\x99\x82\xc2\x9b\xe2\x80\xae\xe2\x81\xa6\xff\xe2\x82\xc3\x41\xf0\x9f";
@@ -81,7 +82,8 @@ TEST_CASE("text that comes in pieces is escaped as it is whole, and characters a
   REQUIRE(PrintableStream().add("\xe2\x82").empty());
 }
 
-TEST_CASE("samples reach a pipe as they are, and a terminal and the log with control characters escaped") {
+TEST_CASE("samples reach a pipe as they are, and a terminal and the log with control characters escaped",
+          "[run][generate]") {
   const TempDir dir;
   const std::string model = byte_model(dir, "-s 1 -g 200 --prompt 'x\x1b[2J'");
   const std::string generate = "--generate --model " + model + " -g 400 --prompt 'caf\xc3\xa9 \x1b[31m'";
@@ -97,7 +99,8 @@ TEST_CASE("samples reach a pipe as they are, and a terminal and the log with con
   REQUIRE(printable(log) == log);
 }
 
-TEST_CASE("prompts come from stdin, from the lines of a file, or one after the other; each sample has its own seed") {
+TEST_CASE("prompts come from stdin, from the lines of a file, or one after the other; each sample has its own seed",
+          "[run][generate]") {
   const TempDir dir;
   const std::string model = byte_model(dir), generate = "--generate -g 6 --temperature 2 --model " + model;
   auto one = [&](const std::string& prompt, int seed) {
@@ -123,7 +126,7 @@ TEST_CASE("prompts come from stdin, from the lines of a file, or one after the o
   REQUIRE(dialogue.out == first + second + one("cd", 44));
 }
 
-TEST_CASE("prompts that cannot be continued are refused by their place before the first text") {
+TEST_CASE("prompts that cannot be continued are refused by their place before the first text", "[run][generate]") {
   const TempDir dir;
   const std::string model = byte_model(dir), generate = "--generate -g 4 --model " + model;
   auto refused = [&](const std::string& arguments, const std::string& words) {
@@ -147,7 +150,8 @@ TEST_CASE("prompts that cannot be continued are refused by their place before th
   refused(generate + " --tokenizer " + tokenizer + " --prompt-file " + (dir / "lines"), (dir / "lines") + ":2: byte 1");
 }
 
-TEST_CASE("the command to generate that a run suggests has a prompt, if its tokenizer can encode one") {
+TEST_CASE("the command to generate that a run suggests has a prompt, if its tokenizer can encode one",
+          "[run][generate]") {
   const TempDir dir;
   auto suggests = [&](const std::string& more) {
     write_shard<uint16_t>(dir / "bytes.bin", std::vector<uint16_t>(200, 'a'));

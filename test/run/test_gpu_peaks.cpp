@@ -16,7 +16,7 @@ struct Chip {
 
 }  // namespace
 
-TEST_CASE("a step that is faster than the measured peak raises it, so that no share of it is above 1", "[peaks]") {
+TEST_CASE("a step that is faster than the measured peak raises it, so that no share of it is above 1", "[run][peaks]") {
   Peaks cpu{.measured = 2e12, .promised = 2e12, .source = Peaks::from_measurement};
   REQUIRE(!cpu.raise(1.9e12));
   REQUIRE(cpu.raise(2.5e12));
@@ -27,7 +27,7 @@ TEST_CASE("a step that is faster than the measured peak raises it, so that no sh
   REQUIRE(!Peaks().raise(1));  // of a rank that reports nothing
 }
 
-TEST_CASE("a profile ends with each op's time and its share of a roof that was measured here", "[peaks]") {
+TEST_CASE("a profile ends with each op's time and its share of a roof that was measured here", "[run][peaks]") {
   const TempDir dir;
   for (const char* ranks : {"1", "2"}) {
     const ProgramResult done =
@@ -53,7 +53,7 @@ TEST_CASE("a profile ends with each op's time and its share of a roof that was m
   }
 }
 
-TEST_CASE("processes that share processors have their peak once", "[peaks]") {
+TEST_CASE("processes that share processors have their peak once", "[run][peaks]") {
   Options o;
   const auto times = [&](int64_t processes, int64_t sharers, int threads, int processors) {
     o.place.processes = processes, o.place.sharers = sharers;
@@ -71,7 +71,7 @@ TEST_CASE("processes that share processors have their peak once", "[peaks]") {
   REQUIRE((of_rank.measured == 2e12 && of_rank.bandwidth == 6e10));
 }
 
-TEST_CASE("processes of a host that have more threads than processors are told so", "[peaks]") {
+TEST_CASE("processes of a host that have more threads than processors are told so", "[run][peaks]") {
   const auto notice = [](int64_t sharers, int64_t threads, int64_t processors) {
     Place place;
     place.processes = place.sharers = sharers;
@@ -84,7 +84,7 @@ TEST_CASE("processes of a host that have more threads than processors are told s
   REQUIRE(notice(1, 8, 4).empty());  // one process, or each with processors of its own
 }
 
-TEST_CASE("a GPU is recognised by the driver's name for it", "[peaks]") {
+TEST_CASE("a GPU is recognised by the driver's name for it", "[run][peaks]") {
   const std::optional<double> na;
   const Chip chips[] = {
       {"NVIDIA H100 80GB HBM3", 989.5, 1979, 3350},
@@ -130,7 +130,7 @@ TEST_CASE("a GPU is recognised by the driver's name for it", "[peaks]") {
   }
 }
 
-TEST_CASE("an unlisted GPU does not match a similar row", "[peaks]") {
+TEST_CASE("an unlisted GPU does not match a similar row", "[run][peaks]") {
   for (const char* name : {"NVIDIA GeForce RTX 4090 Laptop GPU",
                            "NVIDIA GeForce RTX 4090 D",
                            "NVIDIA GeForce RTX 5090 D v2",
@@ -156,7 +156,7 @@ TEST_CASE("an unlisted GPU does not match a similar row", "[peaks]") {
   }
 }
 
-TEST_CASE("a plan's clock takes a GPU's rates from its datasheet, or has none", "[peaks]") {
+TEST_CASE("a plan's clock takes a GPU's rates from its datasheet, or has none", "[run][peaks]") {
   const auto rates = [](const char* gpu, DType dtype, int ranks) {
     return datasheet_rates(*gpu_peaks(gpu), dtype, ranks);
   };
@@ -170,7 +170,7 @@ TEST_CASE("a plan's clock takes a GPU's rates from its datasheet, or has none", 
   EXPECT(!rates("NVIDIA GB10", DType::bf16, 1));
 }
 
-TEST_CASE("the rows of the table are consistent with each other", "[peaks]") {
+TEST_CASE("the rows of the table are consistent with each other", "[run][peaks]") {
   for (const GpuPeaks& row : detail::gpu_peaks_table) {
     INFO(row.name);
     const auto peaks = gpu_peaks(row.name);

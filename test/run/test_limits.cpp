@@ -7,7 +7,7 @@
 using namespace llmc;
 namespace fs = std::filesystem;
 
-TEST_CASE("memory and threads that a limit refuses are named, with the limit, and are no internal error") {
+TEST_CASE("memory and threads that a limit refuses are named, with the limit, and are no internal error", "[run]") {
   const auto says = [](const std::exception& error) {
     rlimit before{};
     REQUIRE(getrlimit(RLIMIT_AS, &before) == 0);
@@ -27,7 +27,8 @@ TEST_CASE("memory and threads that a limit refuses are named, with the limit, an
   REQUIRE(says(Error("ours")) == "ours");
 }
 
-TEST_CASE("where the system gives too few threads or too little memory for the ranks, the program ends with an error") {
+TEST_CASE("where the system gives too few threads or too little memory for the ranks, the program ends with an error",
+          "[run]") {
   for (const int kib : {250'000, 300'000, 400'000, 500'000, 700'000}) {
     const TempDir dir;
     const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 2 --local-ranks 16 --batch-size 1"),
@@ -39,7 +40,7 @@ TEST_CASE("where the system gives too few threads or too little memory for the r
   }
 }
 
-TEST_CASE("a lock, log or metrics that are a symbolic link are refused, and what it links to stays as it is") {
+TEST_CASE("a lock, log or metrics that are a symbolic link are refused, and what it links to stays as it is", "[run]") {
   for (const char* name : {".lock", "log.txt", "metrics.jsonl"}) {
     INFO(name);
     const TempDir dir;
@@ -56,7 +57,7 @@ TEST_CASE("a lock, log or metrics that are a symbolic link are refused, and what
   }
 }
 
-TEST_CASE("ulimit -f acts like a full disk") {
+TEST_CASE("ulimit -f acts like a full disk", "[run]") {
   const TempDir dir;
   const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 1"), "bash -c 'ulimit -f 8; exec \"$0\" \"$@\"'");
   INFO(r.out << r.err);
@@ -65,7 +66,7 @@ TEST_CASE("ulimit -f acts like a full disk") {
   REQUIRE(r.err.find("File too large") != std::string::npos);
 }
 
-TEST_CASE("questions of 40 GB are refused by their size") {
+TEST_CASE("questions of 40 GB are refused by their size", "[run]") {
   const TempDir dir;
   std::ofstream(dir / "questions") << "x";
   fs::resize_file(dir / "questions", 40'000'000'000);  // a hole

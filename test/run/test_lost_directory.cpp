@@ -36,7 +36,8 @@ int64_t last_step(const std::string& out) {
 
 }  // namespace
 
-TEST_CASE("an out directory that is deleted or moved is made again, with all metrics and a checkpoint at once") {
+TEST_CASE("an out directory that is deleted or moved is made again, with all metrics and a checkpoint at once",
+          "[run][checkpoint]") {
   for (const std::string what : {"rm -rf run", "mv run moved"})
     for (const std::string layout : {"", "--local-ranks 2 "}) {
       INFO(what << ", " << layout);
@@ -90,12 +91,16 @@ void move_at_operations(size_t stride) {
 
 }  // namespace
 
-TEST_CASE("an out directory that is moved at any moment of a save is made again, with all metrics and a checkpoint") {
+TEST_CASE("an out directory that is moved at any moment of a save is made again, with all metrics and a checkpoint",
+          "[run][checkpoint]") {
   move_at_operations(7);
 }
-TEST_CASE("an out directory that is moved at every moment of a save is made again", "[long]") { move_at_operations(1); }
+TEST_CASE("an out directory that is moved at every moment of a save is made again", "[run][checkpoint][long]") {
+  move_at_operations(1);
+}
 
-TEST_CASE("where another run has taken a moved out directory's name, the first one saves where it is now, and ends") {
+TEST_CASE("where another run has taken a moved out directory's name, the first one saves where it is now, and ends",
+          "[run][checkpoint]") {
   const TempDir dir;
   const std::string out = dir / "run", moved = dir / "moved";
   const ProgramResult r = during(
@@ -114,7 +119,7 @@ TEST_CASE("where another run has taken a moved out directory's name, the first o
   for (const std::string& run : {moved, out}) require_all_steps(run, last_step(run));
 }
 
-TEST_CASE("of an out directory's files, those that are deleted alone are made again") {
+TEST_CASE("of an out directory's files, those that are deleted alone are made again", "[run][checkpoint]") {
   const TempDir dir;
   const std::string out = dir / "run";
   const ProgramResult r = during(out, "",

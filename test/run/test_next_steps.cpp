@@ -8,7 +8,7 @@
 using namespace llmc;
 using nlohmann::json;
 
-TEST_CASE("a suggested command is for as many processes, and belongs to none of them") {
+TEST_CASE("a suggested command is for as many processes, and belongs to none of them", "[run]") {
   Options o;
   o.rank = 0, o.world_size = 4, o.rendezvous = "127.0.0.1:4000", o.restart = true, o.lr = 1;
   REQUIRE(command_line(detail::of_any_start(o), "./t") == "./t --lr 1");
@@ -32,7 +32,8 @@ TEST_CASE("a suggested command is for as many processes, and belongs to none of 
   REQUIRE(alone == "./t");
 }
 
-TEST_CASE("a run from weights that have seen the very samples that it begins with says so; the one suggested has not") {
+TEST_CASE("a run from weights that have seen the very samples that it begins with says so; the one suggested has not",
+          "[run]") {
   const TempDir dir;
   const ProgramResult first = run_program(tiny(dir / "run", "--max-steps 4"));
   REQUIRE(first.status == 0);

@@ -38,7 +38,8 @@ std::vector<double> training_losses(const std::string& out) {
 
 }  // namespace
 
-TEST_CASE("a run of several ranks equals the run of one: losses, validation, resume in another layout, signals") {
+TEST_CASE("a run of several ranks equals the run of one: losses, validation, resume in another layout, signals",
+          "[run]") {
   const TempDir dir;
   REQUIRE(run_program(small_run(dir / "one", "--max-steps 20 --batch-size 4")).status == 0);
   REQUIRE(run_program(small_run(dir / "four", "--max-steps 20 --batch-size 2 --local-ranks 4 --zero-stage 3")).status ==
@@ -82,7 +83,7 @@ TEST_CASE("a run of several ranks equals the run of one: losses, validation, res
   REQUIRE(metrics(dir / "cut") == metrics(dir / "whole"));
 }
 
-TEST_CASE("a run resumed in another stage reduces gradients as before, bit for bit, if memory allows") {
+TEST_CASE("a run resumed in another stage reduces gradients as before, bit for bit, if memory allows", "[run]") {
   const TempDir dir;
   const std::string steps = "--n-layer 12 --max-steps 8 --checkpoint-every 4 --batch-size 2 --local-ranks 2 ";
   namespace fs = std::filesystem;
@@ -123,7 +124,7 @@ TEST_CASE("a run resumed in another stage reduces gradients as before, bit for b
   }
 }
 
-TEST_CASE("a run moves between parameter servers bit for bit, and to and from an all-reduce with a notice") {
+TEST_CASE("a run moves between parameter servers bit for bit, and to and from an all-reduce with a notice", "[run]") {
   const TempDir dir;
   const std::string four = "--lr-schedule constant --batch-size 1 --local-ranks 4 --dp-sync ";
   auto run = [&](const std::string& out, const std::string& sync, int steps) {
@@ -155,7 +156,7 @@ TEST_CASE("a run moves between parameter servers bit for bit, and to and from an
   for (size_t i = 0; i < whole.size(); ++i) REQUIRE(std::abs(loss(ring[i]) / loss(whole[i]) - 1) < 1e-4);
 }
 
-TEST_CASE("a run moves between numbers of tensor-parallel ranks: the same run up to rounding, with a notice") {
+TEST_CASE("a run moves between numbers of tensor-parallel ranks: the same run up to rounding, with a notice", "[run]") {
   const TempDir dir;
   auto run = [&](const std::string& out, const std::string& layout, int steps) {
     const ProgramResult r = run_program(
@@ -178,8 +179,8 @@ TEST_CASE("a run moves between numbers of tensor-parallel ranks: the same run up
   for (size_t i = 0; i < 12; ++i) REQUIRE(std::abs(moved[i] / stayed[i] - 1) < 1e-4);
 }
 
-TEST_CASE(
-    "a resumed run that fits only with its recorded settings continues; one that does not fit at all is refused") {
+TEST_CASE("a resumed run that fits only with its recorded settings continues; one that does not fit at all is refused",
+          "[run]") {
   const TempDir dir;
   const std::string steps = "--n-layer 12 --checkpoint-every 4 --batch-size 2 --local-ranks 2 --lr-schedule constant ";
   REQUIRE(run_program(small_run(dir / "run", steps + "--max-steps 4 --zero-stage 2")).status == 0);
@@ -201,7 +202,7 @@ TEST_CASE(
   REQUIRE(good.status == 0);
 }
 
-TEST_CASE("with --memory-limit a little above what stage 3 needs, stage 3 runs and stage 2 is refused") {
+TEST_CASE("with --memory-limit a little above what stage 3 needs, stage 3 runs and stage 2 is refused", "[run]") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "t.bin", std::vector<uint16_t>(9000, 5));
   const std::string shape =
@@ -225,7 +226,7 @@ TEST_CASE("with --memory-limit a little above what stage 3 needs, stage 3 runs a
   REQUIRE(two.err.find("AdamW first moment") != std::string::npos);
 }
 
-TEST_CASE("a NaN weight that one rank of a stage-3 run reads is refused on all ranks, by name") {
+TEST_CASE("a NaN weight that one rank of a stage-3 run reads is refused on all ranks, by name", "[run]") {
   const TempDir dir;
   std::vector<uint16_t> tokens(33 * 8 + 1, 5);
   write_shard<uint16_t>(dir / "data.bin", tokens);
@@ -251,7 +252,7 @@ TEST_CASE("a NaN weight that one rank of a stage-3 run reads is refused on all r
           std::string::npos);
 }
 
-TEST_CASE("a bad token read by one rank ends all ranks with its message") {
+TEST_CASE("a bad token read by one rank ends all ranks with its message", "[run]") {
   const TempDir dir;
   std::vector<uint16_t> tokens(33 * 8 + 1, 5);
   tokens[33 * 3 + 4] = 250;

@@ -72,7 +72,8 @@ using Steps = std::vector<int64_t>;
 
 }  // namespace
 
-TEST_CASE("a run with pipedream that is killed and resumed is bitwise the one that nobody killed") {
+TEST_CASE("a run with pipedream that is killed and resumed is bitwise the one that nobody killed",
+          "[run][pp][pipedream]") {
   const TempDir dir;
   const ProgramResult whole = train(dir / "whole", "--checkpoint-every 20");
   REQUIRE(whole.out.find("pipedream with up to 4 versions of weights") != std::string::npos);
@@ -96,7 +97,8 @@ TEST_CASE("a run with pipedream that is killed and resumed is bitwise the one th
   REQUIRE(other.out.find("notice: --schedule was 'pipedream' and is now '1f1b'") != std::string::npos);
 }
 
-TEST_CASE("a run with pipedream that is stopped records the flush, and is bitwise one that flushed there") {
+TEST_CASE("a run with pipedream that is stopped records the flush, and is bitwise one that flushed there",
+          "[run][pp][pipedream]") {
   const TempDir dir;
   REQUIRE(cut(dir / "stopped", "TERM") == 75);
   train(dir / "stopped");
@@ -108,7 +110,7 @@ TEST_CASE("a run with pipedream that is stopped records the flush, and is bitwis
   REQUIRE(same(dir / "stopped", dir / "flushed"));
 }
 
-TEST_CASE("what pipedream cannot do is refused by name") {
+TEST_CASE("what pipedream cannot do is refused by name", "[run][pp][pipedream]") {
   const TempDir dir;
   const std::string with = " with --schedule pipedream: ";
   for (const auto& [more, text] : std::vector<std::pair<std::string, std::string>>{

@@ -111,7 +111,8 @@ struct Setting {
 
 }  // namespace
 
-TEST_CASE("a pipeline reads what any other layout wrote, and any other layout what a pipeline wrote, bit for bit") {
+TEST_CASE("a pipeline reads what any other layout wrote, and any other layout what a pipeline wrote, bit for bit",
+          "[run][pp][checkpoint]") {
   require_exchangeable({"gpt2", true, DType::bf16, 8, 8}, 5,
                        {{},
                         {3, one_f_one_b},
@@ -127,7 +128,7 @@ TEST_CASE("a pipeline reads what any other layout wrote, and any other layout wh
                         {}});
 }
 
-TEST_CASE("ranks of a stage that hold nothing but padding take part in checkpoints") {
+TEST_CASE("ranks of a stage that hold nothing but padding take part in checkpoints", "[run][pp][checkpoint]") {
   const TempDir dir;
   const Model model{"gpt2", true, DType::bf16, 2, 2};
   StepConfig sharded = step_of(model, {2, one_f_one_b, 1, {.stage = 3, .shards = 12}}, 2, 1);
@@ -141,7 +142,8 @@ TEST_CASE("ranks of a stage that hold nothing but padding take part in checkpoin
     REQUIRE(read_known(reader, checkpoint_path(dir.path(), 1)) == std::set<std::string>());
 }
 
-TEST_CASE("an optimizer file has the part of its stage; of a table on both ends the first stage's") {
+TEST_CASE("an optimizer file has the part of its stage; of a table on both ends the first stage's",
+          "[run][pp][checkpoint]") {
   const TempDir dir;
   write_known(step_of({"gpt2", true, DType::bf16, 8, 8}, {3, one_f_one_b}, 5), dir.path(), 1);
   std::map<std::string, std::set<int>> holders;  // of parameters: the numbers of the files
@@ -161,7 +163,8 @@ TEST_CASE("an optimizer file has the part of its stage; of a table on both ends 
   }
 }
 
-TEST_CASE("a run moves between pipelines and one stage, and is bit for bit the run that stayed on one") {
+TEST_CASE("a run moves between pipelines and one stage, and is bit for bit the run that stayed on one",
+          "[run][pp][checkpoint]") {
   const Setting s;
   s.run("stayed", "--max-steps 10");
   s.run("moved", "--max-steps 2 --pp 4");
@@ -186,7 +189,8 @@ TEST_CASE("a run moves between pipelines and one stage, and is bit for bit the r
   REQUIRE(s.state("four", 6) == s.state("two", 6));
 }
 
-TEST_CASE("a run with four stages that is stopped and killed again and again ends as if nothing had happened") {
+TEST_CASE("a run with four stages that is stopped and killed again and again ends as if nothing had happened",
+          "[run][pp][checkpoint]") {
   const Setting s;
   const std::string stages = "--pp 4 --max-steps 60 --checkpoint-every 7";
   s.run("whole", stages);
@@ -204,7 +208,7 @@ TEST_CASE("a run with four stages that is stopped and killed again and again end
   REQUIRE(s.state("cut", 60) == s.state("whole", 60));
 }
 
-TEST_CASE("what a pipeline cannot do is refused before anything is written") {
+TEST_CASE("what a pipeline cannot do is refused before anything is written", "[run][pp][checkpoint]") {
   const Setting s;
   for (const auto& [options, words] : {
            std::pair{"--pp 0", "--pp 0: expected a number from 1 to 1024"},

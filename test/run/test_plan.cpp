@@ -20,7 +20,8 @@ int64_t line(const Plan& plan, const std::string& label) {
 
 }  // namespace
 
-TEST_CASE("a plan counts the ring's chunk of every stream that communicates, links between stages included") {
+TEST_CASE("a plan counts the ring's chunk of every stream that communicates, links between stages included",
+          "[run][plan]") {
   const auto chunks = [](const StepConfig& step) {
     const Plan plan = make_plan(step, {});
     int64_t bytes = 0;
@@ -35,7 +36,7 @@ TEST_CASE("a plan counts the ring's chunk of every stream that communicates, lin
   REQUIRE(chunks(step) == 4);  // and activations down, gradients up
 }
 
-TEST_CASE("the plan of gpt3:13B equals the sum computed by hand") {
+TEST_CASE("the plan of gpt3:13B equals the sum computed by hand", "[run][plan]") {
   const int64_t L = 40, C = 5120, F = 20480, H = 40, V = 50304, P = 2048, B = 2, T = 2048, N = B * T;
   const StepConfig config{
       .model = resolve_model("gpt3:13B", {}), .dtype = DType::bf16, .batch = {B, T}, .micro_batches = 4};
@@ -65,7 +66,7 @@ TEST_CASE("the plan of gpt3:13B equals the sum computed by hand") {
   REQUIRE(flops == 6 * matrices * static_cast<double>(4 * N));
 }
 
-TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with a configuration that fits") {
+TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with a configuration that fits", "[run][plan]") {
   const ProgramResult plan = run_program("--plan --model gpt3:13B --seq-len 2048 --dtype bf16 --threads 2");
   INFO(plan.out << plan.err);
   REQUIRE(plan.status == 0);
@@ -91,7 +92,7 @@ TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with a co
   REQUIRE(hopeless.err.find("--seq-len") == std::string::npos);
 }
 
-TEST_CASE("advice fits when it is followed, and shows its price") {
+TEST_CASE("advice fits when it is followed, and shows its price", "[run][plan]") {
   struct Case {
     std::string options, change;
     std::vector<std::string> price;
@@ -133,7 +134,8 @@ TEST_CASE("advice fits when it is followed, and shows its price") {
   }
 }
 
-TEST_CASE("--plan shows the memory of a parameter server and of the others, and every --dp-sync's traffic") {
+TEST_CASE("--plan shows the memory of a parameter server and of the others, and every --dp-sync's traffic",
+          "[run][plan]") {
   const ProgramResult r = run_program(
       "--plan --threads 2 --model d2 --n-embd 64 --n-head 1 --vocab-size 257 -t 64 -b 1 --local-ranks 4 --dp-sync "
       "parameter-server");
@@ -147,7 +149,7 @@ TEST_CASE("--plan shows the memory of a parameter server and of the others, and 
   for (const DpSync sync : all_values<DpSync>()) REQUIRE(r.out.find(name_of(sync), sent) != std::string::npos);
 }
 
-TEST_CASE("a run that was begun is not advised to compute something else") {
+TEST_CASE("a run that was begun is not advised to compute something else", "[run][plan]") {
   const StepConfig step{.model = resolve_model("gpt2:124M", {}), .batch = {1, 64}};
   const Device device{DeviceKind::cpu, 1};
   Options o;
@@ -157,7 +159,8 @@ TEST_CASE("a run that was begun is not advised to compute something else") {
   REQUIRE_ERROR(require_memory(o, step, plan, device, Begun::yes), "use a smaller --model");
 }
 
-TEST_CASE("a plan for GPUs needs none, says what it leaves out, and where ranks would be threads of one process") {
+TEST_CASE("a plan for GPUs needs none, says what it leaves out, and where ranks would be threads of one process",
+          "[run][plan]") {
   auto plan = [](const std::string& options) {
     const ProgramResult r = run_program("--plan --device cuda --model d4 -t 64 " + options);
     INFO(r.err);
@@ -183,7 +186,7 @@ TEST_CASE("a plan for GPUs needs none, says what it leaves out, and where ranks 
   REQUIRE(training.err.find("--device cuda: ") != std::string::npos);
 }
 
-TEST_CASE("a plan shows the time of a step on paper where its rates are known, with the rates") {
+TEST_CASE("a plan shows the time of a step on paper where its rates are known, with the rates", "[run][plan]") {
   ZeroConfig zero{.shards = 8};
   zero.set_stage(1);
   const StepConfig step{
@@ -211,7 +214,7 @@ TEST_CASE("a plan shows the time of a step on paper where its rates are known, w
             std::string::npos);
 }
 
-TEST_CASE("--version lists the devices that --device takes") {
+TEST_CASE("--version lists the devices that --device takes", "[run][plan]") {
   const std::string version = version_text();
   const std::string devices = version.substr(version.find("devices: "));
   INFO(devices);
@@ -219,7 +222,7 @@ TEST_CASE("--version lists the devices that --device takes") {
   REQUIRE(devices.find("null") == std::string::npos);
 }
 
-TEST_CASE("generation needs only the weights, and is refused if they do not fit") {
+TEST_CASE("generation needs only the weights, and is refused if they do not fit", "[run][plan]") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "t.bin", std::vector<uint16_t>(1000, 5));
   const std::string shape = "--vocab-size 257 --n-layer 4 --n-embd 96 --n-head 4 -t 64 ";
@@ -250,7 +253,7 @@ TEST_CASE("generation needs only the weights, and is refused if they do not fit"
   REQUIRE(generate(plan.total_bytes() - 1, "--dtype bf16").status == 0);
 }
 
-TEST_CASE("a run beyond the memory limit is refused before anything is made") {
+TEST_CASE("a run beyond the memory limit is refused before anything is made", "[run][plan]") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "t.bin", std::vector<uint16_t>(1000, 5));
   const ProgramResult r = run_program("--model d2 --vocab-size 257 -t 64 -x 2 --memory-limit 0.001 -i " +
@@ -261,7 +264,7 @@ TEST_CASE("a run beyond the memory limit is refused before anything is made") {
   REQUIRE_FALSE(std::filesystem::exists(dir / "out"));
 }
 
-TEST_CASE("sizes that would overflow are refused before multiplying") {
+TEST_CASE("sizes that would overflow are refused before multiplying", "[run][plan]") {
   auto refused = [](const std::string& options, const std::string& why) {
     const ProgramResult r = run_program("--plan " + options, "timeout 10");
     INFO(options << "\n" << r.err);
@@ -286,7 +289,8 @@ TEST_CASE("sizes that would overflow are refused before multiplying") {
   REQUIRE_FALSE(std::filesystem::exists(dir / "out"));
 }
 
-TEST_CASE("a validation of more steps than there is data uses all of it, for any number of micro-batches") {
+TEST_CASE("a validation of more steps than there is data uses all of it, for any number of micro-batches",
+          "[run][plan]") {
   const TempDir dir;
   std::vector<uint16_t> tokens(10001);
   for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<uint16_t>(i * i % 100);
@@ -312,7 +316,7 @@ TEST_CASE("a validation of more steps than there is data uses all of it, for any
   REQUIRE(std::abs(loss("small", " --val-steps 4611686018427387904 --batch-size 1") / whole - 1) < 1e-6);
 }
 
-TEST_CASE("a tokenizer that is not the data's, and llm.c's deep models, get a notice") {
+TEST_CASE("a tokenizer that is not the data's, and llm.c's deep models, get a notice", "[run][plan]") {
   const TempDir dir;
   write_shard(dir / "bytes.bin", std::vector<uint16_t>(40, 'a'));
   const std::string run =

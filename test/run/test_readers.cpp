@@ -11,7 +11,7 @@ using namespace llmc;
 using nlohmann::json;
 namespace fs = std::filesystem;
 
-TEST_CASE("a pipe or a link to itself instead of a file is refused by name, whatever the option") {
+TEST_CASE("a pipe or a link to itself instead of a file is refused by name, whatever the option", "[run]") {
   const TempDir dir;
   for (const char* name : {"pipe", "loop"}) {
     const bool pipe = name == std::string("pipe");
@@ -50,7 +50,7 @@ TEST_CASE("a pipe or a link to itself instead of a file is refused by name, what
   }
 }
 
-TEST_CASE("a value in trainer.json that no run would write is refused with the file and the field") {
+TEST_CASE("a value in trainer.json that no run would write is refused with the file and the field", "[run]") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 3"));
   const std::string checkpoint = dir / "run/step-000003";

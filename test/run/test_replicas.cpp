@@ -80,7 +80,8 @@ void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms
 
 }  // namespace
 
-TEST_CASE("a bit that flips in a weight of one of two ranks ends the run at the next checkpoint, with status 2") {
+TEST_CASE("a bit that flips in a weight of one of two ranks ends the run at the next checkpoint, with status 2",
+          "[run][replicas]") {
   const TempDir dir;
   const std::string out = dir / "run";
   Running run(tiny(out, "--local-ranks 2 --max-steps 1000000 --lr 1e-30 --checkpoint-every 40"), dir / "log");

@@ -6,7 +6,7 @@
 using namespace llmc;
 namespace fs = std::filesystem;
 
-TEST_CASE("--restart moves a run aside as a whole and begins anew") {
+TEST_CASE("--restart moves a run aside as a whole and begins anew", "[run]") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 3"));
   const std::string before = read_whole(dir / "run/metrics.jsonl");
@@ -50,7 +50,7 @@ TEST_CASE("--restart moves a run aside as a whole and begins anew") {
   REQUIRE(fs::exists(dir / "run/step-000002/manifest.json"));
 }
 
-TEST_CASE("a run that is resumed with other instructions goes on, and says so") {
+TEST_CASE("a run that is resumed with other instructions goes on, and says so", "[run]") {
   const TempDir dir;
   const std::string notice =
       "computed with the instructions of portable, and the run goes on with those of amx-stand-in";

@@ -49,7 +49,7 @@ void edit_trainer(const std::string& checkpoint, Change&& change) {
 
 }  // namespace
 
-TEST_CASE("an out directory that cannot be read, and odd things in it, are refused by name") {
+TEST_CASE("an out directory that cannot be read, and odd things in it, are refused by name", "[run][checkpoint]") {
   const TempDir dir;
   REQUIRE(chmod(dir.path().c_str(), 0755) == 0);
   Log log = Log::silent();
@@ -74,7 +74,8 @@ TEST_CASE("an out directory that cannot be read, and odd things in it, are refus
   const RunDirectory good(log, in(odd));
 }
 
-TEST_CASE("a run without a completed step may be replaced by one with other options; one with a step may not") {
+TEST_CASE("a run without a completed step may be replaced by one with other options; one with a step may not",
+          "[run][checkpoint]") {
   const TempDir dir;
   Log log = Log::silent();
   Options first = in(dir / "run"), other = first;
@@ -95,7 +96,7 @@ TEST_CASE("a run without a completed step may be replaced by one with other opti
   const RunDirectory same(log, other);
 }
 
-TEST_CASE("a resumed run keeps the order of its samples; the opposite option is refused") {
+TEST_CASE("a resumed run keeps the order of its samples; the opposite option is refused", "[run][checkpoint]") {
   const TempDir dir;
   auto losses_of = [&](const std::string& run) {
     std::vector<double> losses;
@@ -140,7 +141,8 @@ TEST_CASE("a resumed run keeps the order of its samples; the opposite option is 
   REQUIRE(refused.err.find("--shuffle was 'true' and is now 'false'") != std::string::npos);
 }
 
-TEST_CASE("metrics are truncated after the step; damaged lines are moved to a file, with a warning") {
+TEST_CASE("metrics are truncated after the step; damaged lines are moved to a file, with a warning",
+          "[run][checkpoint]") {
   const TempDir dir;
   Log log = Log::silent();
   RunDirectory directory(log, in(dir / "run"));
@@ -164,7 +166,8 @@ TEST_CASE("metrics are truncated after the step; damaged lines are moved to a fi
   REQUIRE(metrics_fault(metrics_until("", 5), 5, "M", "D") == "M: no line of a step up to 5");
 }
 
-TEST_CASE("a run that was stopped between its last update and its last validation does that validation") {
+TEST_CASE("a run that was stopped between its last update and its last validation does that validation",
+          "[run][checkpoint]") {
   const TempDir dir;
   const std::string options = tiny(dir / "run",
                                    "--max-steps 3 --val-every 2 --val-steps 4 --keep-best --val-data "
@@ -182,7 +185,8 @@ TEST_CASE("a run that was stopped between its last update and its last validatio
   REQUIRE(read_whole(dir / "run/metrics.jsonl") == again);
 }
 
-TEST_CASE("a run that was stopped before its first step neither locks its directory nor leaves its validation behind") {
+TEST_CASE("a run that was stopped before its first step neither locks its directory nor leaves its validation behind",
+          "[run][checkpoint]") {
   const TempDir dir;
   const std::string val = " --val-data test/golden/gpt2_tiny/train.bin --val-steps 1 ";
   fs::create_directories(dir / "run");
@@ -201,7 +205,7 @@ TEST_CASE("a run that was stopped before its first step neither locks its direct
   REQUIRE(validations(dir / "run").size() == 2);
 }
 
-TEST_CASE("training data that changed between a run and its resume are named") {
+TEST_CASE("training data that changed between a run and its resume are named", "[run][checkpoint]") {
   const TempDir dir;
   for (const char* name : {"a.bin", "b.bin"}) fs::copy("test/golden/gpt2_tiny/train.bin", dir / name);
   const std::string data = " --train-data \"" + dir.path() + "/?.bin\" ";
@@ -223,7 +227,7 @@ TEST_CASE("training data that changed between a run and its resume are named") {
   REQUIRE(older.out.find("notice: --val-data has other contents than before") != std::string::npos);
 }
 
-TEST_CASE("a run that resumes with more steps is told what its learning rate does") {
+TEST_CASE("a run that resumes with more steps is told what its learning rate does", "[run][checkpoint]") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 10 --final-lr-frac 0.1"));
   const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 20 --final-lr-frac 0.1"));
@@ -236,7 +240,8 @@ TEST_CASE("a run that resumes with more steps is told what its learning rate doe
           std::string::npos);
 }
 
-TEST_CASE("--tokens and --epochs train as many steps as --max-steps would; a resumed run may extend them") {
+TEST_CASE("--tokens and --epochs train as many steps as --max-steps would; a resumed run may extend them",
+          "[run][checkpoint]") {
   const TempDir dir;
   const auto run = [&](const char* out, const char* options) {
     const ProgramResult r = run_program(tiny(dir / out, options));
@@ -264,7 +269,7 @@ TEST_CASE("--tokens and --epochs train as many steps as --max-steps would; a res
   REQUIRE(run_program("--plan --epochs 1").err.find("--epochs 1 with --plan: how many steps") != std::string::npos);
 }
 
-TEST_CASE("--resume accepts a checkpoint of its own out directory in any spelling") {
+TEST_CASE("--resume accepts a checkpoint of its own out directory in any spelling", "[run][checkpoint]") {
   const TempDir dir;
   const std::string more = "--max-steps 6 --checkpoint-every 2 ";
   run_well(tiny(dir / "whole", more));
@@ -282,7 +287,7 @@ TEST_CASE("--resume accepts a checkpoint of its own out directory in any spellin
   }
 }
 
-TEST_CASE("--resume refuses another run's checkpoint if the out directory has its own") {
+TEST_CASE("--resume refuses another run's checkpoint if the out directory has its own", "[run][checkpoint]") {
   const TempDir dir;
   for (const char* run : {"a", "b"}) run_well(tiny(dir / run, "--max-steps 4 --lr-schedule constant"));
   auto refused = [&](const std::string& resume, const std::string& why) {
@@ -301,7 +306,7 @@ TEST_CASE("--resume refuses another run's checkpoint if the out directory has it
   refused("b/step-000007", own);  // a later step than any of this run
 }
 
-TEST_CASE("a checkpoint whose data cursor does not match its step is refused") {
+TEST_CASE("a checkpoint whose data cursor does not match its step is refused", "[run][checkpoint]") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 4 --total-batch-size 264"));
   const json before = read_json(dir / "run/step-000004/trainer.json");
@@ -335,7 +340,7 @@ ProgramResult run_shell(const std::string& command) {
 
 }  // namespace
 
-TEST_CASE("the commands suggested at the end of a run work when pasted") {
+TEST_CASE("the commands suggested at the end of a run work when pasted", "[run][checkpoint]") {
   const TempDir dir;
   // A table of 211 one-byte tokens: it can decode but not encode a prompt.
   std::string table(1024, '\0');
@@ -374,7 +379,8 @@ TEST_CASE("the commands suggested at the end of a run work when pasted") {
   }
 }
 
-TEST_CASE("a prompt that the tokenizer or the model does not accept is refused before anything is created") {
+TEST_CASE("a prompt that the tokenizer or the model does not accept is refused before anything is created",
+          "[run][checkpoint]") {
   const TempDir dir;
   const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 2 --prompt \"\xf4\x8f\xbf\xbf\""));
   INFO(r.err);
@@ -383,14 +389,14 @@ TEST_CASE("a prompt that the tokenizer or the model does not accept is refused b
   REQUIRE_FALSE(fs::exists(dir / "run"));
 }
 
-TEST_CASE("a run records its actual number of ranks, also when chosen automatically") {
+TEST_CASE("a run records its actual number of ranks, also when chosen automatically", "[run][checkpoint]") {
   Options o;
   o.ranks = 4;
   REQUIRE(options_json(o)["--local-ranks"] == "4");
   REQUIRE(command_line(o).find("--local-ranks") == std::string::npos);
 }
 
-TEST_CASE("a run continued from a continued run keeps the first one's name") {
+TEST_CASE("a run continued from a continued run keeps the first one's name", "[run][checkpoint]") {
   for (const char* name : {"out/run", "out/run-continued", "out/run-continued-12"})
     REQUIRE(detail::without_continued(name) == "out/run");
   for (const char* name : {"42", "out/run-2", "a-continued/b", "continued"})

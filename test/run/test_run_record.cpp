@@ -41,7 +41,7 @@ std::string format_1(const Options& o) {  // of the versions before the checksum
 
 }  // namespace
 
-TEST_CASE("no damage of run.json is read over") {
+TEST_CASE("no damage of run.json is read over", "[run]") {
   const Options o = recorded_example();
   const std::string text = run_record_text(o);
   REQUIRE(parse_run_record(text, "OUT/run.json").options == json(options_json(o)));
@@ -59,7 +59,8 @@ TEST_CASE("no damage of run.json is read over") {
   REQUIRE(refused > 10 * same);
 }
 
-TEST_CASE("a run.json without a checksum, of an older version, is read; damage does not change the order of samples") {
+TEST_CASE("a run.json without a checksum, of an older version, is read; damage does not change the order of samples",
+          "[run]") {
   const Options o = recorded_example();
   const std::string text = format_1(o);
   for_each_damage(text, 1, [&](const std::string& changed) {
@@ -84,7 +85,7 @@ TEST_CASE("a run.json without a checksum, of an older version, is read; damage d
   refused("\"format\"", "\"parent\": 5, \"format\"", "parent is unknown");
 }
 
-TEST_CASE("a damaged run.json is refused; without it a run resumes by its checkpoint, and is the same") {
+TEST_CASE("a damaged run.json is refused; without it a run resumes by its checkpoint, and is the same", "[run]") {
   const TempDir dir;
   const std::string more = "--lr-schedule constant --no-shuffle ";
   run_well(tiny(dir / "run", more + "--max-steps 2"));
@@ -126,7 +127,7 @@ TEST_CASE("a damaged run.json is refused; without it a run resumes by its checkp
   REQUIRE(unsaid.err.find("run.json does not say whether the run shuffles: give --shuffle") != std::string::npos);
 }
 
-TEST_CASE("every damage of a checkpoint's trainer.json is noticed") {
+TEST_CASE("every damage of a checkpoint's trainer.json is noticed", "[run]") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 1"));
   const std::string file = dir / "run/step-000001/trainer.json", text = read_whole(file);
@@ -143,7 +144,7 @@ TEST_CASE("every damage of a checkpoint's trainer.json is noticed") {
   REQUIRE_ERROR(check_resumed_options(log, file, trainer["options"], Options()), file + ": \"options\" has --shuffld");
 }
 
-TEST_CASE("no line of metrics.jsonl vanishes on resume without a word") {
+TEST_CASE("no line of metrics.jsonl vanishes on resume without a word", "[run]") {
   std::string text;
   for (int64_t step = 1; step <= 6; ++step) {
     const std::string n = std::to_string(step);
@@ -168,7 +169,8 @@ TEST_CASE("no line of metrics.jsonl vanishes on resume without a word") {
   });
 }
 
-TEST_CASE("progress lines and escape codes are for a terminal that a person reads, never for that of a launcher") {
+TEST_CASE("progress lines and escape codes are for a terminal that a person reads, never for that of a launcher",
+          "[run]") {
   const TempDir dir;
   const auto on_terminal = [&](const std::string& arguments, const std::string& variables) {
     const std::string command = formatted("XDG_CACHE_HOME=build/cache {} script -qec './train_gpt {}' /dev/null >{}",

@@ -27,7 +27,8 @@ ProgramResult refused(const std::string& arguments, const std::string& prefix = 
 
 }  // namespace
 
-TEST_CASE("a run saves by the clock, keeps the two newest of those checkpoints, and computes the same") {
+TEST_CASE("a run saves by the clock, keeps the two newest of those checkpoints, and computes the same",
+          "[run][checkpoint]") {
   const TempDir dir;
   const std::string often = "--checkpoint-minutes 1e-9 ";  // after every step
   for (const std::string layout : {"", "--local-ranks 2 --zero-stage 1 "}) {
@@ -54,7 +55,8 @@ TEST_CASE("a run saves by the clock, keeps the two newest of those checkpoints, 
                     "stopped\n") != std::string::npos);
 }
 
-TEST_CASE("a checkpoint by the clock that cannot be written is tried again, and stays one by the clock") {
+TEST_CASE("a checkpoint by the clock that cannot be written is tried again, and stays one by the clock",
+          "[run][checkpoint]") {
   const TempDir dir;
   const ProgramResult r = run_program(
       tiny(dir / "run", "--max-steps 7 --checkpoint-minutes 1e-9"),
@@ -65,7 +67,7 @@ TEST_CASE("a checkpoint by the clock that cannot be written is tried again, and 
   REQUIRE(checkpoints_in(dir / "run") == Names{"step-000005", "step-000006", "step-000007"});
 }
 
-TEST_CASE("by default a run saves every 15 minutes, but not an asynchronous pipeline") {
+TEST_CASE("by default a run saves every 15 minutes, but not an asynchronous pipeline", "[run][checkpoint]") {
   Options o;
   REQUIRE(o.minutes_between_checkpoints() == 15);
   o.schedule = Schedule::pipedream;
@@ -76,7 +78,7 @@ TEST_CASE("by default a run saves every 15 minutes, but not an asynchronous pipe
           std::string::npos);
 }
 
-TEST_CASE("where the disk has no room for the last checkpoint, the weights alone are saved") {
+TEST_CASE("where the disk has no room for the last checkpoint, the weights alone are saved", "[run][checkpoint]") {
   const TempDir dir;
   const auto full = [&](const std::string& what) {
     return "FILE_OPS_FULL=" + what + " FILE_OPS_ROOT=" + dir.path() + " LD_PRELOAD=build/file_ops.so";
@@ -110,7 +112,8 @@ TEST_CASE("where the disk has no room for the last checkpoint, the weights alone
 }
 
 // The loss of a step is that of the weights before its update: that of the last weights no step shows.
-TEST_CASE("weights whose loss is not finite are not saved, also where the very last update made them so") {
+TEST_CASE("weights whose loss is not finite are not saved, also where the very last update made them so",
+          "[run][checkpoint]") {
   const TempDir dir;
   const std::string flies = "--lr 100 --grad-clip 0 --lr-schedule constant --warmup-steps 0 --batch-size 8 ";
   int64_t last = 0;

@@ -63,7 +63,8 @@ void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms
 
 }  // namespace
 
-TEST_CASE("signals that repeat the first within a second are one stop request; a later one kills the process at once") {
+TEST_CASE("signals that repeat the first within a second are one stop request; a later one kills the process at once",
+          "[run][failures]") {
   for (const int again : {SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGHUP}) {
     Sleeper sleeper;
     sleeper.send(SIGINT);
@@ -80,7 +81,7 @@ TEST_CASE("signals that repeat the first within a second are one stop request; a
   }
 }
 
-TEST_CASE("a Ctrl-C that is delivered twice saves the run") {
+TEST_CASE("a Ctrl-C that is delivered twice saves the run", "[run][failures]") {
   const TempDir dir;
   const ProgramResult r = run_program(
       tiny(dir / "run", "--max-steps 100000000 >/dev/null 2>&1 & while [ ! -s " + (dir / "run/metrics.jsonl") +
@@ -89,7 +90,7 @@ TEST_CASE("a Ctrl-C that is delivered twice saves the run") {
   REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
 }
 
-TEST_CASE("every signal that asks for a stop saves the run") {
+TEST_CASE("every signal that asks for a stop saves the run", "[run][failures]") {
   for (const StopSignal& signal : stop_signals) {
     const TempDir dir;
     const ProgramResult r = run_program(
@@ -103,7 +104,7 @@ TEST_CASE("every signal that asks for a stop saves the run") {
   }
 }
 
-TEST_CASE("only after a batch system's signal is a start without an update said to come again") {
+TEST_CASE("only after a batch system's signal is a start without an update said to come again", "[run][failures]") {
   for (const StopSignal& signal : stop_signals) {
     if (signal.number != SIGINT && signal.number != SIGTERM) continue;
     const TempDir dir;
@@ -121,7 +122,7 @@ TEST_CASE("only after a batch system's signal is a start without an update said 
   REQUIRE(!comes_again("SIGHUP"));
 }
 
-TEST_CASE("nohup's SIGHUP is left alone") {
+TEST_CASE("nohup's SIGHUP is left alone", "[run][failures]") {
   const TempDir dir;
   const ProgramResult r = run_program(
       tiny(dir / "run", formatted("--max-steps 100000000 >/dev/null 2>{} & while [ ! -s {} ]; do sleep 0.05; done; "
@@ -132,7 +133,7 @@ TEST_CASE("nohup's SIGHUP is left alone") {
   REQUIRE(read_whole(dir / "said").find("stopped by SIGTERM") != std::string::npos);
 }
 
-TEST_CASE("a run whose directory is removed meanwhile saves nevertheless, and can be resumed") {
+TEST_CASE("a run whose directory is removed meanwhile saves nevertheless, and can be resumed", "[run][failures]") {
   const TempDir dir;
   const ProgramResult r = run_program(
       tiny(dir / "run", formatted("--max-steps 100000000 >/dev/null 2>&1 & while [ ! -s {} ]; do sleep 0.05; done; "
@@ -145,7 +146,7 @@ TEST_CASE("a run whose directory is removed meanwhile saves nevertheless, and ca
   REQUIRE(again.out.find("already complete") != std::string::npos);
 }
 
-TEST_CASE("the time limit counts from the start of the process and leaves time for a save") {
+TEST_CASE("the time limit counts from the start of the process and leaves time for a save", "[run][failures]") {
   using Clock = StopCondition::Clock;
   const auto ago = [](int seconds) { return Clock::now() - std::chrono::seconds(seconds); };
   REQUIRE(StopCondition(std::nullopt, ago(100000), 1e9).reason().empty());
@@ -163,7 +164,7 @@ TEST_CASE("the time limit counts from the start of the process and leaves time f
   REQUIRE(slow.reason().empty());
 }
 
-TEST_CASE("--time-limit saves and exits with 75; the next start resumes") {
+TEST_CASE("--time-limit saves and exits with 75; the next start resumes", "[run][failures]") {
   const TempDir dir;
   const std::string options = "--max-steps 100000000 --checkpoint-every 7 --time-limit 0.05 ";  // 3 s
   std::optional<ResumePoint> last;
@@ -180,7 +181,7 @@ TEST_CASE("--time-limit saves and exits with 75; the next start resumes") {
   }
 }
 
-TEST_CASE("a start that uses up --time-limit does not train") {
+TEST_CASE("a start that uses up --time-limit does not train", "[run][failures]") {
   const TempDir dir;
   const ProgramResult r =
       run_program(tiny(dir / "run", "--max-steps 1000 --time-limit 0.02"),

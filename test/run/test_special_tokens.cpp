@@ -44,7 +44,7 @@ const std::string gpt2 = "test/golden/tokenizers/gpt2.json", llama3 = "test/gold
 
 }  // namespace
 
-TEST_CASE("a new model's texts begin and end with the tokens of its tokenizer") {
+TEST_CASE("a new model's texts begin and end with the tokens of its tokenizer", "[run]") {
   const int end = make_tokenizer(gpt2)->end_of_text();
   for (const char* model : {"d2", "llama2:7B", "d2-e4"}) {
     require_tokens(preset(model, "auto", 257), 256, 256);
@@ -68,7 +68,7 @@ TEST_CASE("a new model's texts begin and end with the tokens of its tokenizer") 
   require_tokens(preset("d2", dir / "table.bin", 211), 3, 3);
 }
 
-TEST_CASE("a directory keeps its own, unless they are no tokens or another tokenizer ends texts otherwise") {
+TEST_CASE("a directory keeps its own, unless they are no tokens or another tokenizer ends texts otherwise", "[run]") {
   const TempDir dir;
   json config = config_of(preset("qwen3:0.6B", "auto", 1024));
   Options o;
@@ -94,7 +94,7 @@ TEST_CASE("a directory keeps its own, unless they are no tokens or another token
   require_tokens(o, end, end);
 }
 
-TEST_CASE("a run whose checkpoints have other special tokens, as those of earlier versions, resumes") {
+TEST_CASE("a run whose checkpoints have other special tokens, as those of earlier versions, resumes", "[run]") {
   const TempDir dir;
   run_well(tiny(dir / "run", "--max-steps 1"));
   const std::string checkpoint = dir / "run/step-000001";

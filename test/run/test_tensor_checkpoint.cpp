@@ -116,7 +116,8 @@ void require_exchangeable(const ModelConfig& model, DType dtype, const std::vect
 
 }  // namespace
 
-TEST_CASE("any number of tensor-parallel ranks, in any ZeRO stage, reads what any other wrote, bit for bit") {
+TEST_CASE("any number of tensor-parallel ranks, in any ZeRO stage, reads what any other wrote, bit for bit",
+          "[run][tp][checkpoint]") {
   const std::vector<LayoutCase> layouts = {
       {}, {.tp = 2}, {.tp = 4}, {.tp = 2, .shards = 2, .stage = 1}, {.tp = 4, .shards = 2, .stage = 3}};
   require_exchangeable(small_model("gpt2", true), DType::bf16, layouts);
@@ -132,7 +133,7 @@ TEST_CASE("any number of tensor-parallel ranks, in any ZeRO stage, reads what an
   require_exchangeable(six, DType::bf16, {{}, {.tp = 3}, {.tp = 6}});
 }
 
-TEST_CASE("models with experts are read bit for bit from what any other layout wrote") {
+TEST_CASE("models with experts are read bit for bit from what any other layout wrote", "[run][tp][checkpoint]") {
   const std::vector<LayoutCase> layouts = {
       {}, {.tp = 2}, {.tp = 4, .shards = 2, .stage = 3}, {.shards = 3, .stage = 2}};
   require_exchangeable(small_model("mixtral", false), DType::bf16, layouts);
@@ -141,7 +142,8 @@ TEST_CASE("models with experts are read bit for bit from what any other layout w
   require_exchangeable(small_model("olmoe", false), DType::fp32, {{}, {.tp = 8}, {.tp = 2, .shards = 3, .stage = 1}});
 }
 
-TEST_CASE("any number of context-parallel ranks, in any ZeRO stage, reads what any other wrote, bit for bit") {
+TEST_CASE("any number of context-parallel ranks, in any ZeRO stage, reads what any other wrote, bit for bit",
+          "[run][tp][checkpoint]") {
   require_exchangeable(small_model("qwen3", true), DType::bf16,
                        {{},
                         {.shards = 2, .cp = 2},
@@ -153,19 +155,20 @@ TEST_CASE("any number of context-parallel ranks, in any ZeRO stage, reads what a
                        {{.tp = 2, .shards = 2, .stage = 3, .replicas = 2, .cp = 2}, {.shards = 3, .stage = 3}, {}});
 }
 
-TEST_CASE("ranks whose part of the vocabulary is all padding take part in checkpoints") {
+TEST_CASE("ranks whose part of the vocabulary is all padding take part in checkpoints", "[run][tp][checkpoint]") {
   require_exchangeable(small_model("llama", false, 9), DType::bf16,
                        {{}, {.tp = 8}, {.tp = 4, .shards = 2, .stage = 3}});
 }
 
-TEST_CASE("slices that are read in several pieces are read whole") {
+TEST_CASE("slices that are read in several pieces are read whole", "[run][tp][checkpoint]") {
   ModelConfig wide = small_model("gpt2", true);
   wide.n_layer = 1;
   wide.n_ffn = 40'000;  // 640'000 elements; a piece has 262'144
   require_exchangeable(wide, DType::fp32, {{}, {.tp = 2}});
 }
 
-TEST_CASE("an optimizer file has its rank's slices: whole rows, or some columns; of copies only the first") {
+TEST_CASE("an optimizer file has its rank's slices: whole rows, or some columns; of copies only the first",
+          "[run][tp][checkpoint]") {
   const TempDir dir;
   write_known(small_model("qwen2", true), DType::fp32, {.tp = 4, .shards = 2, .stage = 1}, dir.path(), 1);
   write_known(small_model("qwen2", true), DType::fp32, {.tp = 4}, dir.path(), 2);
@@ -199,7 +202,8 @@ TEST_CASE("an optimizer file has its rank's slices: whole rows, or some columns;
       REQUIRE((name.find("[:,4:8]") != name.npos || name.find("[:,6:12]") != name.npos));
 }
 
-TEST_CASE("columns in optimizer slices are refused unless they hold every element exactly once") {
+TEST_CASE("columns in optimizer slices are refused unless they hold every element exactly once",
+          "[run][tp][checkpoint]") {
   const TempDir dir;
   const ModelConfig model = small_model("gpt2", true);
   write_known(model, DType::fp32, {}, dir.path(), 1);

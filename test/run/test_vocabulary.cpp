@@ -16,7 +16,7 @@ const int64_t tokens = make_tokenizer(gpt2)->size();
 
 }  // namespace
 
-TEST_CASE("a preset has the vocabulary of the tokenizer that is named, and says so") {
+TEST_CASE("a preset has the vocabulary of the tokenizer that is named, and says so", "[run]") {
   auto planned = [](const std::string& options) {
     const ProgramResult r = run_program("--plan -t 16 " + options);
     INFO(r.out << r.err);
@@ -55,7 +55,7 @@ TEST_CASE("a preset has the vocabulary of the tokenizer that is named, and says 
   REQUIRE(taken("d12", table(50258)) == 50258);
 }
 
-TEST_CASE("a run has it from its start to its end; one that began with the preset's own keeps that") {
+TEST_CASE("a run has it from its start to its end; one that began with the preset's own keeps that", "[run]") {
   const TempDir dir;
   const std::string shape =
       "--model d1 --n-embd 12 --n-head 2 --seq-len 33 --batch-size 2 --threads 1 --train-data " + tiny_data;

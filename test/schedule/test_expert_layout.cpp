@@ -5,7 +5,7 @@
 
 using namespace llmc;
 
-TEST_CASE("layers with experts cost what a token uses of them, and --pp-layout balanced counts them") {
+TEST_CASE("layers with experts cost what a token uses of them, and --pp-layout balanced counts them", "[pp][ep]") {
   ModelConfig model = selftest::Model{"qwen2_moe", false, DType::fp32, 2, 2}.config();
   model.n_layer = 7;
   model.vocab_size = 64;
@@ -43,7 +43,7 @@ TEST_CASE("layers with experts cost what a token uses of them, and --pp-layout b
   REQUIRE(balanced < 0.95 * most_flops({4, 3}));
 }
 
-TEST_CASE("dense layers and layers with experts keep each only what they need") {
+TEST_CASE("dense layers and layers with experts keep each only what they need", "[pp][ep]") {
   ModelConfig model = selftest::Model{"qwen2_moe", false, DType::fp32, 2, 2}.config();
   model.n_layer = 7;
   model.experts.dense_layers = {0, 1, 3};

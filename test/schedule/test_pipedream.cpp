@@ -189,7 +189,7 @@ void require_equal(const Outcome& a, const Outcome& b) {
 
 }  // namespace
 
-TEST_CASE("pipedream is bitwise a reference that keeps the stale weights by itself") {
+TEST_CASE("pipedream is bitwise a reference that keeps the stale weights by itself", "[pp][pipedream]") {
   const std::set<int64_t> flushes = {1, 4, 17, 18};  // after fewer steps than stages, and after one
   for (const LayoutCase& l : {LayoutCase{2},
                               {3, DType::bf16},
@@ -204,7 +204,8 @@ TEST_CASE("pipedream is bitwise a reference that keeps the stale weights by itse
   }
 }
 
-TEST_CASE("pipedream with tensor and context parallelism inside a stage is bitwise the reference of that layout") {
+TEST_CASE("pipedream with tensor and context parallelism inside a stage is bitwise the reference of that layout",
+          "[pp][pipedream]") {
   for (const LayoutCase& l : {LayoutCase{2, DType::fp32, 1, 2}, {3, DType::fp32, 1, 1, 2}, {2, DType::bf16, 2, 2}}) {
     INFO(l.stages << " stages, dp " << l.dp << ", tp " << l.tp << ", cp " << l.cp);
     const StepConfig step = step_of(l);
@@ -218,7 +219,7 @@ TEST_CASE("pipedream with tensor and context parallelism inside a stage is bitwi
   }
 }
 
-TEST_CASE("clipping by stages with tensor parallelism counts every shard of a stage once") {
+TEST_CASE("clipping by stages with tensor parallelism counts every shard of a stage once", "[pp][pipedream]") {
   // The norm of a stage, as far as it shows: a limit that no stage reaches changes nothing, a small one does, and
   // ranks that clipped differently would hold different copies.
   const StepConfig step = step_of({2, DType::fp32, 2, 2});
@@ -233,7 +234,8 @@ TEST_CASE("clipping by stages with tensor parallelism counts every shard of a st
   REQUIRE(selftest::distance(low.weights, run_pipedream(alone, 0.1, {}, poison_hooks, 6).weights) < 1e-5);
 }
 
-TEST_CASE("the comparison with the reference notices fresh weights, a norm of all stages and another step's rate") {
+TEST_CASE("the comparison with the reference notices fresh weights, a norm of all stages and another step's rate",
+          "[pp][pipedream]") {
   const StepConfig step = step_of({3});
   const Outcome outcome = run_pipedream(step, 0.5);
   for (const Mistake mistake : {Mistake::fresh_weights, Mistake::whole_norm, Mistake::late_rate}) {
@@ -242,7 +244,8 @@ TEST_CASE("the comparison with the reference notices fresh weights, a norm of al
   }
 }
 
-TEST_CASE("pipedream on one stage is 1f1b with one micro-batch a step, and flushed after every step any pipeline is") {
+TEST_CASE("pipedream on one stage is 1f1b with one micro-batch a step, and flushed after every step any pipeline is",
+          "[pp][pipedream]") {
   StepConfig one = step_of({1});
   StepConfig other = one;
   other.layout.pipeline.schedule = Schedule::one_f_one_b;
@@ -255,7 +258,7 @@ TEST_CASE("pipedream on one stage is 1f1b with one micro-batch a step, and flush
   REQUIRE(!same_state(run_pipedream(step_of({4}), 0), alone));
 }
 
-TEST_CASE("a resumed run is bitwise the one that flushed where it stopped") {
+TEST_CASE("a resumed run is bitwise the one that flushed where it stopped", "[pp][pipedream]") {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     const StepConfig step = step_of({4, dtype});
     const int64_t stop = 13;
@@ -314,7 +317,8 @@ struct Forgotten : Poison {
 
 }  // namespace
 
-TEST_CASE("a stage plans and uses as many versions of its weights as there are stages from it to the last") {
+TEST_CASE("a stage plans and uses as many versions of its weights as there are stages from it to the last",
+          "[pp][pipedream]") {
   for (const int P : {2, 4}) {
     const StepConfig step = step_of({P});
     const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
@@ -336,7 +340,7 @@ TEST_CASE("a stage plans and uses as many versions of its weights as there are s
   }
 }
 
-TEST_CASE("the turns of pipedream add up to lists that the checker proves right") {
+TEST_CASE("the turns of pipedream add up to lists that the checker proves right", "[pp][pipedream]") {
   for (int P = 1; P <= 8; ++P)
     for (int64_t M = 1; M <= 20; ++M) {
       const Pipeline p{Schedule::pipedream, P, 1, M};
@@ -357,7 +361,7 @@ TEST_CASE("the turns of pipedream add up to lists that the checker proves right"
     }
 }
 
-TEST_CASE("steps of pipedream that are under way are not read, and not interrupted") {
+TEST_CASE("steps of pipedream that are under way are not read, and not interrupted", "[pp][pipedream]") {
   const StepConfig step = step_of({2});
   on_all_ranks(step, [&](Run& run) {
     const PendingStep first = run.trainer.begin_step(batches_of(step, 0, 0), options_of(0), {});

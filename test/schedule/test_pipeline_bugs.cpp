@@ -164,7 +164,7 @@ const Hooks& on_links() {
 
 }  // namespace
 
-TEST_CASE("planted bugs of pipelines change what a step computes") {
+TEST_CASE("planted bugs of pipelines change what a step computes", "[pp]") {
   const Model untied{"qwen3", false, DType::fp32, 8, 2}, tied{"gpt2", true, DType::fp32, 8, 8};
   const LayoutCase layout{3, Schedule::one_f_one_b}, chunks{2, Schedule::interleaved, 2};
   const std::pair<const char*, const Hooks*> of_messages[] = {
@@ -210,7 +210,7 @@ TEST_CASE("planted bugs of pipelines change what a step computes") {
   REQUIRE(!agrees(others_targets, of_untied, false));
 }
 
-TEST_CASE("a message of another micro-batch than expected is refused by what it says of itself") {
+TEST_CASE("a message of another micro-batch than expected is refused by what it says of itself", "[pp]") {
   const Model model{"gpt2", false, DType::fp32, 8, 8};
   const StepConfig step = step_of(model, {2, Schedule::gpipe}, 4);
   REQUIRE_ERROR(run(step, on_links<OutOfOrder, down>()),

@@ -73,7 +73,7 @@ std::vector<int> stages_of(Schedule schedule, int stages, int chunks) {
 
 }  // namespace
 
-TEST_CASE("uneven stages, and stages with only the embedding or the head, train bit for bit as one rank") {
+TEST_CASE("uneven stages, and stages with only the embedding or the head, train bit for bit as one rank", "[pp]") {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     const ModelConfig model = tiny(false, 3);
     const selftest::Outcome alone = selftest::run_layout(step_of(model, dtype, Schedule::one_f_one_b, 1, 1, {}));
@@ -99,7 +99,7 @@ TEST_CASE("uneven stages, and stages with only the embedding or the head, train 
   }
 }
 
-TEST_CASE("no layout of chunks has a faster slowest stage than the balanced one") {
+TEST_CASE("no layout of chunks has a faster slowest stage than the balanced one", "[pp]") {
   for (const Schedule schedule : {Schedule::interleaved, Schedule::zb_v, Schedule::one_f_one_b})
     for (const int stages : {2, 3})
       for (const int64_t n_layer : {4, 5, 7, 9})
@@ -120,7 +120,7 @@ TEST_CASE("no layout of chunks has a faster slowest stage than the balanced one"
                 "the embedding, 5 layers and the head cannot be divided into 8 chunks; use at most 7");
 }
 
-TEST_CASE("counted costs are those of the products that a module has, with what it recomputes") {
+TEST_CASE("counted costs are those of the products that a module has, with what it recomputes", "[pp]") {
   ModelConfig model = tiny(false, 4);
   model.vocab_size = 1024;
   StepConfig step = step_of(model, DType::fp32, Schedule::one_f_one_b, 1, 1, {});
@@ -139,7 +139,7 @@ TEST_CASE("counted costs are those of the products that a module has, with what 
   REQUIRE(count_costs(step, 1).head.seconds == costs.head.seconds);
 }
 
-TEST_CASE("--pp-layout is taken, balanced or refused by name") {
+TEST_CASE("--pp-layout is taken, balanced or refused by name", "[pp]") {
   const auto layers_with = [](const std::string& options) {
     const ProgramResult r = run_program(
         "--plan --model d2 --n-layer 10 --n-embd 64 --n-head 1 --vocab-size 4096 -t 64 "
@@ -169,7 +169,7 @@ TEST_CASE("--pp-layout is taken, balanced or refused by name") {
   refused("--pp 16 --pp-layout balanced", "cannot be divided into 16 stages; use at most 12");
 }
 
-TEST_CASE("a plan has a row for each stage, and the largest decides") {
+TEST_CASE("a plan has a row for each stage, and the largest decides", "[pp]") {
   const std::string model = "--plan --model d2 --n-layer 6 --n-embd 64 --n-head 1 --vocab-size 257 -t 64 -b 1 -d 512 ";
   const ProgramResult r = run_program(model + "--pp 3 --pp-layout 1,4,1");
   INFO(r.out << r.err);
@@ -199,7 +199,7 @@ TEST_CASE("a plan has a row for each stage, and the largest decides") {
   REQUIRE_ERROR(require_memory(o, step, plan, {DeviceKind::cpu, 1}), "each rank of stage 1, which needs most, needs");
 }
 
-TEST_CASE("a plan says how well the stages are balanced, by the schedule, the slices and the links") {
+TEST_CASE("a plan says how well the stages are balanced, by the schedule, the slices and the links", "[pp]") {
   using Text = std::map<std::string, std::string>;
   Device device{DeviceKind::cpu, 1};
   const auto rows_of = [&](const StepConfig& step) {
@@ -250,7 +250,7 @@ TEST_CASE("a plan says how well the stages are balanced, by the schedule, the sl
   REQUIRE(bubble_with({1000, 24}) > bubble_with({540, 484}) + 2);
 }
 
-TEST_CASE("the header says what a pipeline idles on paper, and what would make it less") {
+TEST_CASE("the header says what a pipeline idles on paper, and what would make it less", "[pp]") {
   StepConfig step = step_of(tiny(false, 8), DType::fp32, Schedule::one_f_one_b, 4, 1, {});
   step.micro_batches = 1;
   REQUIRE(detail::pipeline_text(step) ==
@@ -264,7 +264,7 @@ TEST_CASE("the header says what a pipeline idles on paper, and what would make i
   REQUIRE(detail::layout_text(step).find("zb-v, 2 chunks per stage") != std::string::npos);
 }
 
-TEST_CASE("what would fit is found with stages too, and keeps them") {
+TEST_CASE("what would fit is found with stages too, and keeps them", "[pp]") {
   const std::string model =
       "--plan --model d4 --vocab-size 257 -t 128 -b 8 -d 16384 --pp 2 --schedule interleaved --threads 1 ";
   const ProgramResult refused = run_program(model + "--memory-limit 0.05");
@@ -277,7 +277,7 @@ TEST_CASE("what would fit is found with stages too, and keeps them") {
   REQUIRE(run_program(model + "--memory-limit 0.05 " + change).status == 0);
 }
 
-TEST_CASE("a run resumes in another --pp-layout, bit for bit where the table is not tied") {
+TEST_CASE("a run resumes in another --pp-layout, bit for bit where the table is not tied", "[pp]") {
   const TempDir directory;
   const std::string out = directory.path() + "/run", other = directory.path() + "/other";
   const auto run = [&](const std::string& to, const std::string& more) {
@@ -302,7 +302,7 @@ TEST_CASE("a run resumes in another --pp-layout, bit for bit where the table is 
   REQUIRE(resumed.out.find("2 stages of 1, 3 layers") == std::string::npos);
 }
 
-TEST_CASE("the plan of Llama 3 405B takes seconds") {
+TEST_CASE("the plan of Llama 3 405B takes seconds", "[pp]") {
   const auto begin = std::chrono::steady_clock::now();
   const std::string recipe =
       "--plan --device cuda --model llama3:405B --dtype bf16 --tp 8 --pp 16 --zero-stage 1 -b 1 --local-ranks 8 ";
@@ -319,7 +319,7 @@ TEST_CASE("the plan of Llama 3 405B takes seconds") {
   REQUIRE(seconds.count() < 20);  // a second or two on an idle machine
 }
 
-TEST_CASE("what the ranks of a layout hold is the whole model, and what is lost or held twice is named") {
+TEST_CASE("what the ranks of a layout hold is the whole model, and what is lost or held twice is named", "[pp]") {
   const auto all_held = [](const StepConfig& step) {
     std::vector<HeldByRank> all(static_cast<size_t>(step.layout.ranks()));
     std::mutex mutex;

@@ -32,7 +32,7 @@ void compare(const Model& model, int64_t n_layer, const std::vector<LayoutCase>&
 
 }  // namespace
 
-TEST_CASE("every schedule computes bitwise what one stage does, whether the layers divide or not") {
+TEST_CASE("every schedule computes bitwise what one stage does, whether the layers divide or not", "[pp]") {
   const DType dtype = GENERATE(DType::fp32, DType::bf16);
   const std::vector<LayoutCase> layouts = {{2, gpipe},       {2, one_f_one_b}, {2, interleaved, 2}, {2, interleaved, 3},
                                            {3, one_f_one_b}, {3, gpipe},       {3, interleaved, 2}, {4, one_f_one_b}};
@@ -40,7 +40,7 @@ TEST_CASE("every schedule computes bitwise what one stage does, whether the laye
   compare({"qwen3", true, dtype, 8, 2}, 6, layouts);
 }
 
-TEST_CASE("every schedule on up to 8 stages of every family is one stage", "[long]") {
+TEST_CASE("every schedule on up to 8 stages of every family is one stage", "[pp][long]") {
   for (const DType dtype : {DType::fp32, DType::bf16})
     for (const bool tied : {false, true})
       for (const char* family : {"gpt2", "llama", "qwen2", "qwen3"}) {
@@ -55,13 +55,13 @@ TEST_CASE("every schedule on up to 8 stages of every family is one stage", "[lon
       }
 }
 
-TEST_CASE("a pipeline may have fewer micro-batches than stages") {
+TEST_CASE("a pipeline may have fewer micro-batches than stages", "[pp]") {
   const std::vector<LayoutCase> layouts = {{4, gpipe}, {4, one_f_one_b}, {3, interleaved, 2}};
   compare({"llama", false, DType::fp32, 6, 3}, 7, layouts, 12);  // one micro-batch
   compare({"llama", true, DType::fp32, 6, 3}, 7, layouts, 6);
 }
 
-TEST_CASE("pipelines of data-parallel ranks compute bitwise what one stage of them does") {
+TEST_CASE("pipelines of data-parallel ranks compute bitwise what one stage of them does", "[pp]") {
   for (const DType dtype : {DType::fp32, DType::bf16})
     for (const GradReduce reduce : {GradReduce::step, GradReduce::micro}) {
       std::vector<LayoutCase> layouts;
@@ -75,7 +75,7 @@ TEST_CASE("pipelines of data-parallel ranks compute bitwise what one stage of th
     }
 }
 
-TEST_CASE("pipelines of tensor- and context-parallel ranks compute bitwise what one stage of them does") {
+TEST_CASE("pipelines of tensor- and context-parallel ranks compute bitwise what one stage of them does", "[pp]") {
   const auto [tied, dtype] = GENERATE(std::pair{false, DType::fp32}, std::pair{true, DType::bf16});
   std::vector<LayoutCase> layouts = {{2, one_f_one_b, 1, {}, 2},
                                      {2, interleaved, 2, {.stage = 3, .shards = 2}, 2},
@@ -89,7 +89,7 @@ TEST_CASE("pipelines of tensor- and context-parallel ranks compute bitwise what 
   compare({"qwen3", tied, dtype, 8, 2, 48}, 6, layouts, 1);
 }
 
-TEST_CASE("recomputation, and a head in parts, change no bits of a pipeline") {
+TEST_CASE("recomputation, and a head in parts, change no bits of a pipeline", "[pp]") {
   const Model model{"qwen2", false, DType::bf16, 8, 2};
   const Outcome alone = run(step_of(model, {}, 5));
   for (const Recompute recompute : all_values<Recompute>())
@@ -104,7 +104,7 @@ TEST_CASE("recomputation, and a head in parts, change no bits of a pipeline") {
   require_agrees(run(in_parts), run(on_one), false);
 }
 
-TEST_CASE("twenty steps of a pipeline are those of one stage") {
+TEST_CASE("twenty steps of a pipeline are those of one stage", "[pp]") {
   const Model model{"llama", false, DType::bf16, 6, 3};
   const Outcome alone = selftest::run_layout(step_of(model, {}, 3), {}, {}, 20),
                 found = selftest::run_layout(step_of(model, {3, one_f_one_b}, 3), {}, {}, 20);
@@ -112,7 +112,7 @@ TEST_CASE("twenty steps of a pipeline are those of one stage") {
   require_agrees(found, alone, false);
 }
 
-TEST_CASE("validation, multiple choice and sampling give with a pipeline what they give on one stage") {
+TEST_CASE("validation, multiple choice and sampling give with a pipeline what they give on one stage", "[pp]") {
   const TempDir dir;
   write_choices(dir / "choices.jsonl");
   const std::vector<int32_t> text = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5};
@@ -163,7 +163,7 @@ TEST_CASE("validation, multiple choice and sampling give with a pipeline what th
   }
 }
 
-TEST_CASE("the first number that is not finite is found on the stage where it arose") {
+TEST_CASE("the first number that is not finite is found on the stage where it arose", "[pp]") {
   const Model model{"qwen3", false, DType::fp32, 8, 2};
   for (const LayoutCase& layout : {LayoutCase{3, one_f_one_b}, {3, gpipe}, {3, interleaved, 2}}) {
     const StepConfig step = step_of(model, layout, 6);

@@ -81,11 +81,12 @@ void refused(const Pipeline& p, const std::string& message) {
 
 TEST_CASE(
     "every schedule of up to 16 stages and 32 micro-batches is complete, cannot hang, and has the bubble and the "
-    "memory of the laws") {
+    "memory of the laws",
+    "[pp]") {
   for_all(schedules, 16, 32, require_laws);
 }
 
-TEST_CASE("token slices shrink the bubble by the law, and are kept one by one") {
+TEST_CASE("token slices shrink the bubble by the law, and are kept one by one", "[pp]") {
   for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b})
     for (int P = 1; P <= 8; ++P)
       for (int64_t M = 1; M <= 10; ++M)
@@ -104,7 +105,7 @@ TEST_CASE("token slices shrink the bubble by the law, and are kept one by one") 
         }
 }
 
-TEST_CASE("zero-bubble schedules idle less than 1f1b and keep no more than its first stage") {
+TEST_CASE("zero-bubble schedules idle less than 1f1b and keep no more than its first stage", "[pp]") {
   for_all(std::array{Schedule::zb_h1, Schedule::zb_v}, 16, 32, [](const Pipeline& p, const Lists& lists) {
     const double bubble = simulate(p, lists).bubble();
     REQUIRE(bubble_law(p).has_value() ==
@@ -125,7 +126,7 @@ TEST_CASE("zero-bubble schedules idle less than 1f1b and keep no more than its f
   });
 }
 
-TEST_CASE("interleaved keeps what Narayanan et al. say where the stages divide the micro-batches") {
+TEST_CASE("interleaved keeps what Narayanan et al. say where the stages divide the micro-batches", "[pp]") {
   for_all(std::array{Schedule::interleaved}, 8, 32, [](const Pipeline& p, const Lists& lists) {
     const int P = p.stages, V = p.chunks_per_stage;
     if (V == 1 || p.micro_batches % P != 0) return;
@@ -135,7 +136,7 @@ TEST_CASE("interleaved keeps what Narayanan et al. say where the stages divide t
   });
 }
 
-TEST_CASE("pipedream keeps P - s versions of weights, and its gradients are P - s - 1 updates old") {
+TEST_CASE("pipedream keeps P - s versions of weights, and its gradients are P - s - 1 updates old", "[pp]") {
   for_all(std::array{Schedule::pipedream}, 8, 16, [](const Pipeline& p, const Lists& lists) {
     for (int s = 0; s < p.stages; ++s) {
       int64_t version = 0;          // updates so far
@@ -160,12 +161,12 @@ TEST_CASE("pipedream keeps P - s versions of weights, and its gradients are P - 
   });
 }
 
-TEST_CASE("a pipeline of one stage computes in the order of one rank") {
+TEST_CASE("a pipeline of one stage computes in the order of one rank", "[pp]") {
   for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b})
     REQUIRE(pipeline_actions({schedule, 1, 1, 5})[0] == training_actions(schedule, 1, 5));
 }
 
-TEST_CASE("forwards alone fill the stages of every schedule, and cannot hang") {
+TEST_CASE("forwards alone fill the stages of every schedule, and cannot hang", "[pp]") {
   for_all(schedules, 16, 32, [](const Pipeline& p, const Lists&) {
     const Lists lists = forward_actions(p);
     REQUIRE_NOTHROW(check_forwards(p, lists));
@@ -181,7 +182,7 @@ TEST_CASE("forwards alone fill the stages of every schedule, and cannot hang") {
   REQUIRE(simulate({Schedule::zb_v, 4, 2, 16}, forward_actions({Schedule::zb_v, 4, 2, 16})).makespan == 2 * 16 + 6);
 }
 
-TEST_CASE("a simulation takes the times of chunks and messages") {
+TEST_CASE("a simulation takes the times of chunks and messages", "[pp]") {
   const Pipeline two{Schedule::gpipe, 2, 1, 1};
   const Simulation head = simulate(two, pipeline_actions(two), {.chunk = {1, 3}});
   REQUIRE(head.makespan == 12);  // 1 + 3 forward, 6 + 2 backward
@@ -204,7 +205,7 @@ TEST_CASE("a simulation takes the times of chunks and messages") {
   REQUIRE_THROWS_WITH(simulate(three, hang), Catch::Matchers::ContainsSubstring("the schedule hangs: stage 0 waits"));
 }
 
-TEST_CASE("the checker names what is wrong with a list") {
+TEST_CASE("the checker names what is wrong with a list", "[pp]") {
   struct Planted {
     Pipeline pipeline;
     size_t stage;
@@ -293,7 +294,7 @@ TEST_CASE("the checker names what is wrong with a list") {
   REQUIRE_THROWS_WITH(check_actions(gpipe, Lists(1)), Catch::Matchers::ContainsSubstring("1 lists for 2 stages"));
 }
 
-TEST_CASE("schedules that there are not are refused by name") {
+TEST_CASE("schedules that there are not are refused by name", "[pp]") {
   refused({Schedule::one_f_one_b, 4, 2, 8}, "--pp-chunks 2 with --schedule 1f1b");
   refused({Schedule::zb_h1, 4, 2, 8}, "--pp-chunks 2 with --schedule zb-h1");
   refused({Schedule::zb_v, 4, 1, 8}, "--pp-chunks 1 with --schedule zb-v, whose stages have 2 chunks");

@@ -8,7 +8,7 @@ using namespace llmc;
 // Huang et al. 2019, figure 2c, and Narayanan et al. 2021, figures 3 and 4: the last stage starts two forwards late,
 // the backwards come back in two steps of two units each: 4 (1 + 2) + 2 (1 + 2) = 18 units, of which each stage
 // idles 6.
-TEST_CASE("a picture shows who does what when, what idles, what is kept, and the law") {
+TEST_CASE("a picture shows who does what when, what idles, what is kept, and the law", "[pp]") {
   REQUIRE(picture_of({Schedule::one_f_one_b, 3, 1, 4}) ==
           R"(1f1b: 3 stages, 4 micro-batches
 F forward, B backward (twice as long), . idle; numbers: micro-batch
@@ -41,7 +41,7 @@ a step takes 9 forwards of a stage, 33.3% of it bubble; law: (P - 1) / (M + P - 
 
 // Qi et al. 2023, figures 2 and 3: the first stage idles until the first gradient has come, the last before its first
 // forward, and nobody else. Stage s delays weight parts by s micro-batches.
-TEST_CASE("zb-h1 fills the time of 1f1b's bubble with weight parts") {
+TEST_CASE("zb-h1 fills the time of 1f1b's bubble with weight parts", "[pp]") {
   REQUIRE(picture_of({Schedule::zb_h1, 2, 1, 4}) ==
           R"(zb-h1: 2 stages, 4 micro-batches
 F forward, B input part of the backward, W weight part, . idle; numbers: micro-batch
@@ -59,7 +59,7 @@ a step takes 13 forwards of a stage, 7.7% of it bubble; law: (P - 1) / (3 M + P 
 
 // A slice goes back after those that attend to it. Stage 0 is one slice further ahead than stage 1: it keeps three of
 // two per micro-batch. B1.1 waits until stage 1 has done it, at 11.
-TEST_CASE("slices go forward from the first and back from the last") {
+TEST_CASE("slices go forward from the first and back from the last", "[pp]") {
   REQUIRE(picture_of({Schedule::one_f_one_b, 2, 1, 2, 2}) ==
           R"(1f1b: 2 stages, 2 micro-batches in 2 slices
 F forward, B backward (twice as long), . idle; numbers: micro-batch.slice
@@ -75,7 +75,7 @@ stage 1  20.0%   1
 a step takes 7.5 forwards of a stage, 20.0% of it bubble; law: (P - 1) / (K M + P - 1) = 20.0%)");
 }
 
-TEST_CASE("a picture is wrapped at the terminal's width, and one that is too long is cut with a word") {
+TEST_CASE("a picture is wrapped at the terminal's width, and one that is too long is cut with a word", "[pp]") {
   const Pipeline p{Schedule::one_f_one_b, 2, 1, 3};  // 12 units
   const std::string wrapped = picture_of(p, {.width = 9 + 5 * 3});
   REQUIRE_THAT(wrapped, Catch::Matchers::ContainsSubstring("time     0\n"
@@ -95,7 +95,7 @@ TEST_CASE("a picture is wrapped at the terminal's width, and one that is too lon
   REQUIRE_THAT(cut, !Catch::Matchers::ContainsSubstring("time     10"));
 }
 
-TEST_CASE("colours change no letter") {
+TEST_CASE("colours change no letter", "[pp]") {
   const Pipeline p{Schedule::zb_v, 2, 2, 4};
   const std::string plain = picture_of(p), coloured = picture_of(p, {.colour = true});
   std::string stripped;
@@ -107,7 +107,7 @@ TEST_CASE("colours change no letter") {
   REQUIRE_THAT(coloured, Catch::Matchers::ContainsSubstring("\x1b[30;43mW0.1\x1b[0m"));
 }
 
-TEST_CASE("the last line counts forwards of whole stages, and says how often there is a bubble") {
+TEST_CASE("the last line counts forwards of whole stages, and says how often there is a bubble", "[pp]") {
   const auto has = [](const Pipeline& p, const std::string& text) {
     REQUIRE_THAT(picture_of(p), Catch::Matchers::ContainsSubstring(text));
   };
@@ -118,12 +118,12 @@ TEST_CASE("the last line counts forwards of whole stages, and says how often the
       "1f1b has in every step; law: ");
 }
 
-TEST_CASE("where there is no law, the picture says so") {
+TEST_CASE("where there is no law, the picture says so", "[pp]") {
   REQUIRE_THAT(picture_of({Schedule::zb_h1, 4, 1, 3}),
                Catch::Matchers::ContainsSubstring("; there is no law for so few micro-batches"));
 }
 
-TEST_CASE("the JSON of a schedule has its actions and their times") {
+TEST_CASE("the JSON of a schedule has its actions and their times", "[pp]") {
   const nlohmann::json json = nlohmann::json::parse(schedule_json({Schedule::zb_h1, 2, 1, 4}));
   REQUIRE(json["schedule"] == "zb-h1");
   REQUIRE(json["makespan"] == 13);

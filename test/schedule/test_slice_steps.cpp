@@ -91,18 +91,19 @@ const Model gpt2{"gpt2", true, DType::fp32, 8, 8}, qwen3{"qwen3", false, DType::
 
 }  // namespace
 
-TEST_CASE("token slices agree with whole sequences: grouped heads, documents apart, untied") {
+TEST_CASE("token slices agree with whole sequences: grouped heads, documents apart, untied", "[pp][slices]") {
   require_agreement(qwen3, Documents::apart, all_sliced);
 }
-TEST_CASE("token slices agree with whole sequences: learned positions, documents together, tied") {
+TEST_CASE("token slices agree with whole sequences: learned positions, documents together, tied", "[pp][slices]") {
   require_agreement(gpt2, Documents::together, all_sliced);
 }
-TEST_CASE("token slices agree with whole sequences in bf16") {
+TEST_CASE("token slices agree with whole sequences in bf16", "[pp][slices]") {
   Model model = qwen3;
   model.dtype = DType::bf16;
   require_agreement(model, Documents::apart, {all_sliced[2], all_sliced[3], all_sliced[11]});
 }
-TEST_CASE("token slices agree with whole sequences for every family, dtype and use of documents", "[long]") {
+TEST_CASE("token slices agree with whole sequences for every family, dtype and use of documents",
+          "[pp][slices][long]") {
   for (const char* family : {"gpt2", "llama", "qwen2", "qwen3"})
     for (const DType dtype : {DType::fp32, DType::bf16})
       for (const Documents documents : {Documents::together, Documents::apart})
@@ -111,7 +112,7 @@ TEST_CASE("token slices agree with whole sequences for every family, dtype and u
                             all_sliced);
 }
 
-TEST_CASE("twenty steps in token slices follow whole sequences") {
+TEST_CASE("twenty steps in token slices follow whole sequences", "[pp][slices]") {
   const Outcome whole = selftest::run_layout(step_of(qwen3, LayoutCase{}, Documents::apart), {}, {}, 20);
   const Outcome found = selftest::run_layout(step_of(qwen3, {2, uneven(3)}, Documents::apart), {}, {}, 20);
   const Distances d(found, whole);
@@ -120,7 +121,7 @@ TEST_CASE("twenty steps in token slices follow whole sequences") {
   REQUIRE((found.losses.size() == 20 && d.loss < 1e-4 && d.norm < 1e-4 && d.weights < 1e-4));
 }
 
-TEST_CASE("parameter servers and parts of the head take token slices") {
+TEST_CASE("parameter servers and parts of the head take token slices", "[pp][slices]") {
   StepConfig step = step_of(qwen3, {1, {20, 20, 8}, one_f_one_b, Recompute::none, 1, zero_of(0, 2)}, Documents::apart);
   const OneRank alone(qwen3, Documents::apart);
   step.head_chunks = 3;
@@ -148,7 +149,7 @@ HostBatch slices_as_rows(const StepConfig& step, int reader, int64_t micro_batch
 
 }  // namespace
 
-TEST_CASE("positions that begin anew in each slice, and tokens of another slice, are found") {
+TEST_CASE("positions that begin anew in each slice, and tokens of another slice, are found", "[pp][slices]") {
   for (const Model& model : {gpt2, qwen3}) {
     const OneRank alone(model, Documents::together);
     const StepConfig step = step_of(model, {1, {16, 16, 16}}, Documents::together);
@@ -161,7 +162,7 @@ TEST_CASE("positions that begin anew in each slice, and tokens of another slice,
 
 // ---- NaN -----------------------------------------------------------------------------------------------------------
 
-TEST_CASE("the search for a non-finite number names the token slice") {
+TEST_CASE("the search for a non-finite number names the token slice", "[pp][slices]") {
   const StepConfig step = step_of({"gpt2", false, DType::fp32, 8, 8}, {2, {20, 20, 8}}, Documents::together);
   std::string found[2];
   on_ranks(step, [&](Run& run) {
@@ -187,7 +188,7 @@ TEST_CASE("the search for a non-finite number names the token slice") {
 
 // ---- Memory --------------------------------------------------------------------------------------------------------
 
-TEST_CASE("activations are kept by slice, as many as the law says, and keys by micro-batch") {
+TEST_CASE("activations are kept by slice, as many as the law says, and keys by micro-batch", "[pp][slices]") {
   for (const Schedule schedule : {gpipe, one_f_one_b})
     for (int P = 1; P <= 4; ++P)
       for (int64_t M = 1; M <= 6; ++M)
@@ -210,7 +211,8 @@ TEST_CASE("activations are kept by slice, as many as the law says, and keys by m
         }
 }
 
-TEST_CASE("the activations of 1f1b in token slices take a part of the memory, and keys a line of their own") {
+TEST_CASE("the activations of 1f1b in token slices take a part of the memory, and keys a line of their own",
+          "[pp][slices]") {
   auto memory = [](const Lengths& slices, const std::string& label) {
     StepConfig step = step_of(qwen3, {2, slices}, Documents::together);
     step.batch.B = 8;
@@ -248,7 +250,7 @@ StepConfig long_step(int64_t T) {
 
 }  // namespace
 
-TEST_CASE("the longer the sequence, the more slices are best and the smaller is the bubble on paper") {
+TEST_CASE("the longer the sequence, the more slices are best and the smaller is the bubble on paper", "[pp][slices]") {
   double least = 1;
   size_t most = 1;
   for (const int64_t T : {2048, 8192, 32768}) {

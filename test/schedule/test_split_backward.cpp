@@ -85,7 +85,7 @@ int64_t planned(const Plan& plan, const std::string& label) {
 
 }  // namespace
 
-TEST_CASE("a backward in two parts computes bitwise what one stage does, with any number of micro-batches") {
+TEST_CASE("a backward in two parts computes bitwise what one stage does, with any number of micro-batches", "[pp]") {
   for (const Schedule schedule : {zb_h1, zb_v})
     for (const int pp : {2, 3, 4}) {
       compare({"gpt2", false, DType::fp32, 8, 8}, {pp, schedule}, 9, pp + 2);
@@ -93,7 +93,7 @@ TEST_CASE("a backward in two parts computes bitwise what one stage does, with an
     }
 }
 
-TEST_CASE("tied tables get both parts of their gradient where the backward has two parts") {
+TEST_CASE("tied tables get both parts of their gradient where the backward has two parts", "[pp]") {
   for (const Schedule schedule : {zb_h1, zb_v})
     for (const GradReduce reduce : {every_step, every_micro_batch}) {
       const DType dtype = schedule == zb_v ? DType::fp32 : DType::bf16;
@@ -101,7 +101,7 @@ TEST_CASE("tied tables get both parts of their gradient where the backward has t
     }
 }
 
-TEST_CASE("sharded ranks reduce gradients after the weight part") {
+TEST_CASE("sharded ranks reduce gradients after the weight part", "[pp]") {
   for (const Schedule schedule : {zb_h1, zb_v}) {
     for (const int stage : {0, 1, 2, 3})
       for (const GradReduce reduce : {every_step, every_micro_batch})
@@ -113,7 +113,7 @@ TEST_CASE("sharded ranks reduce gradients after the weight part") {
   }
 }
 
-TEST_CASE("tensor- and context-parallel ranks gather again what the weight part needs") {
+TEST_CASE("tensor- and context-parallel ranks gather again what the weight part needs", "[pp]") {
   for (const Schedule schedule : {zb_h1, zb_v}) {
     compare({"qwen3", false, DType::fp32, 8, 2}, {2, schedule, {}, 2}, 4, 4);
     compare({"gpt2", false, DType::bf16, 8, 8}, {2, schedule, {}, 2, 1, true, true}, 4, 3);
@@ -124,7 +124,7 @@ TEST_CASE("tensor- and context-parallel ranks gather again what the weight part 
   }
 }
 
-TEST_CASE("recomputation changes no bits of a backward in two parts") {
+TEST_CASE("recomputation changes no bits of a backward in two parts", "[pp]") {
   for (const Schedule schedule : {zb_h1, zb_v})
     for (const Recompute recompute : all_values<Recompute>()) {
       compare({"qwen3", false, DType::bf16, 8, 2}, {3, schedule}, 7, 4, recompute);
@@ -133,7 +133,7 @@ TEST_CASE("recomputation changes no bits of a backward in two parts") {
     }
 }
 
-TEST_CASE("a backward in two parts on up to 8 stages is one stage", "[long]") {
+TEST_CASE("a backward in two parts on up to 8 stages is one stage", "[pp][long]") {
   for (const DType dtype : {DType::fp32, DType::bf16})
     for (const char* family : {"gpt2", "qwen3"})
       for (const bool tied : {false, true})
@@ -144,14 +144,14 @@ TEST_CASE("a backward in two parts on up to 8 stages is one stage", "[long]") {
                       dtype == DType::fp32 ? Recompute::none : Recompute::norm);
 }
 
-TEST_CASE("a stage takes messages by what they are where activations and gradients overtake each other") {
+TEST_CASE("a stage takes messages by what they are where activations and gradients overtake each other", "[pp]") {
   // Of these, a stage uses some messages in another order than they come in.
   compare({"gpt2", false, DType::fp32, 8, 8}, {2, Schedule::interleaved}, 5, 5);
   compare({"gpt2", false, DType::bf16, 8, 8}, {2, Schedule::interleaved}, 5, 7);
   compare({"gpt2", false, DType::fp32, 8, 8}, {2, zb_v}, 5, 7);
 }
 
-TEST_CASE("the planned activations of every stage are what the simulation counts, for every schedule") {
+TEST_CASE("the planned activations of every stage are what the simulation counts, for every schedule", "[pp]") {
   const DType dtype = DType::bf16;
   const int64_t per_chunk = 2;  // layers
   for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved, zb_h1, zb_v})
@@ -202,7 +202,7 @@ TEST_CASE("the planned activations of every stage are what the simulation counts
         }
 }
 
-TEST_CASE("gradients in flight are those of the blocks between an input part and its weight part") {
+TEST_CASE("gradients in flight are those of the blocks between an input part and its weight part", "[pp]") {
   for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::interleaved, zb_h1, zb_v})
     for (const int pp : {2, 3, 4, 8})
       for (const int64_t micro_batches : {1, 2, 5, 24}) {
@@ -217,7 +217,7 @@ TEST_CASE("gradients in flight are those of the blocks between an input part and
       }
 }
 
-TEST_CASE("where a stage has both chunks of a hand-over, the gradient goes straight from one to the other") {
+TEST_CASE("where a stage has both chunks of a hand-over, the gradient goes straight from one to the other", "[pp]") {
   // The input part of the next chunk finds it where that of the chunk before has left it.
   for (const Schedule schedule : {zb_h1, zb_v, Schedule::interleaved})
     for (int pp = 2; pp <= 8; ++pp)
@@ -237,7 +237,7 @@ TEST_CASE("where a stage has both chunks of a hand-over, the gradient goes strai
       }
 }
 
-TEST_CASE("a weight part before its input part, or without one, has nothing to work on") {
+TEST_CASE("a weight part before its input part, or without one, has nothing to work on", "[pp]") {
   StepConfig step = step_of({"gpt2", false, DType::fp32, 8, 8}, {2, zb_h1}, 4, 3);
   const std::vector<ActionList> lists = pipeline_actions(step.pipeline());
   auto plan_memory = [&](const ActionList& list) {

@@ -96,7 +96,7 @@ ModelCosts unit_costs(size_t n_layer, double embedding, double head) {
 
 }  // namespace
 
-TEST_CASE("even stages hold every layer once and differ by at most one, in chunks and in sums") {
+TEST_CASE("even stages hold every layer once and differ by at most one, in chunks and in sums", "[pp]") {
   for (int stages = 1; stages <= 8; ++stages)
     for (int per_stage = 1; per_stage <= 4; ++per_stage)
       for (const std::vector<int>& stage_of : {interleaved(stages, per_stage), v_shaped(stages)})
@@ -115,7 +115,7 @@ TEST_CASE("even stages hold every layer once and differ by at most one, in chunk
         }
 }
 
-TEST_CASE("the remainder of even stages goes to the middle, to later stages first") {
+TEST_CASE("the remainder of even stages goes to the middle, to later stages first", "[pp]") {
   REQUIRE(even_layers(10, 4) == Sizes{2, 3, 3, 2});
   REQUIRE(even_layers(9, 4) == Sizes{2, 2, 3, 2});
   REQUIRE(even_layers(11, 4) == Sizes{3, 3, 3, 2});
@@ -129,7 +129,7 @@ TEST_CASE("the remainder of even stages goes to the middle, to later stages firs
   REQUIRE(sum(even_layers(126, 16)) == 126);
 }
 
-TEST_CASE("more stages than layers are refused by name") {
+TEST_CASE("more stages than layers are refused by name", "[pp]") {
   REQUIRE_THROWS_WITH(even_layers(4, 6), ContainsSubstring("--pp 6: 4 layers cannot be spread over 6 stages") &&
                                              ContainsSubstring("at most 4, or a list whose first or last number is 0"));
   REQUIRE_THROWS_WITH(even_layers(4, 7), ContainsSubstring("use at most 4") && !ContainsSubstring("list"));
@@ -139,7 +139,7 @@ TEST_CASE("more stages than layers are refused by name") {
                       ContainsSubstring("4 layers") && ContainsSubstring("into 7 stages; use at most 6"));
 }
 
-TEST_CASE("a list of layers is parsed and checked, and errors say what was found and expected") {
+TEST_CASE("a list of layers is parsed and checked, and errors say what was found and expected", "[pp]") {
   const auto parsed = [](const std::string& text) { return pipeline_layout_from_name(text); };
   REQUIRE(parsed("even").kind == LayoutKind::even);
   REQUIRE(parsed("balanced").kind == LayoutKind::balanced);
@@ -168,7 +168,7 @@ TEST_CASE("a list of layers is parsed and checked, and errors say what was found
   REQUIRE_THROWS_WITH(listed_layers({huge, huge, 10}, 8, 3), ContainsSubstring("but the model has 8"));
 }
 
-TEST_CASE("a layer lost, moved or held twice between stages is found") {
+TEST_CASE("a layer lost, moved or held twice between stages is found", "[pp]") {
   const std::vector<Chunk> whole = chunks_of({2, 3, 2});
   check_every_layer_once(whole, 7);
   const auto broken = [&](auto&& change) {
@@ -189,7 +189,7 @@ TEST_CASE("a layer lost, moved or held twice between stages is found") {
   refused([](auto& c) { c.pop_back(); }, "chunk 1 of 2 has not");
 }
 
-TEST_CASE("balanced stages are the best of all partitions, in all their times") {
+TEST_CASE("balanced stages are the best of all partitions, in all their times", "[pp]") {
   RandomCosts random;
   for (int round = 0; round < 600; ++round) {
     const bool whole = round % 2 == 0;
@@ -216,7 +216,8 @@ TEST_CASE("balanced stages are the best of all partitions, in all their times") 
   }
 }
 
-TEST_CASE("balanced replicated stages are the fastest of all partitions and replications, with the fewest stages") {
+TEST_CASE("balanced replicated stages are the fastest of all partitions and replications, with the fewest stages",
+          "[pp]") {
   RandomCosts random;
   int several_stages = 0, some_replicated = 0;
   for (int round = 0; round < 400; ++round) {
@@ -250,7 +251,7 @@ TEST_CASE("balanced replicated stages are the fastest of all partitions and repl
   REQUIRE(some_replicated > 50);
 }
 
-TEST_CASE("balanced stages on models whose answer is known") {
+TEST_CASE("balanced stages on models whose answer is known", "[pp]") {
   const auto balanced = [](const ModelCosts& costs, int stages, const std::vector<double>& links = {1}) {
     return name_of(balanced_stages(costs, stages, links));
   };

@@ -7,7 +7,7 @@ using namespace llmc;
 using namespace partitions;
 using Catch::Matchers::ContainsSubstring;
 
-TEST_CASE("token slices are the best of all cuts, for any times, with their number free or given") {
+TEST_CASE("token slices are the best of all cuts, for any times, with their number free or given", "[pp][slices]") {
   RandomValues random;
   for (int round = 0; round < 500; ++round) {
     const int64_t tokens = 1 + random.below(10), micro_batches = 1 + random.below(3);
@@ -47,7 +47,7 @@ TEST_CASE("token slices are the best of all cuts, for any times, with their numb
   }
 }
 
-TEST_CASE("token slices on times whose best cut is known") {
+TEST_CASE("token slices on times whose best cut is known", "[pp][slices]") {
   // o + l: K even slices take K o + T + (P - 1) (o + T / K), which is smallest at K = sqrt((P - 1) T / o).
   const auto linear = [](int64_t l, int64_t) { return 1.0 + static_cast<double>(l); };
   const TokenSlices even = optimal_token_slices({.tokens = 16, .stages = 5}, linear);
@@ -65,7 +65,7 @@ TEST_CASE("token slices on times whose best cut is known") {
   REQUIRE(coarse == Sizes{16, 16, 16, 16, 6});
 }
 
-TEST_CASE("the more token slices, the smaller the bubble of a long sequence") {
+TEST_CASE("the more token slices, the smaller the bubble of a long sequence", "[pp][slices]") {
   const auto causal = [](int64_t l, int64_t c) { return static_cast<double>(l * (64 + 2 * c + l)); };
   const auto bubble = [&](int64_t tokens, int64_t slices) {
     const TokenCut cut{.tokens = tokens, .granularity = tokens / 128, .stages = 4, .slices = slices};
@@ -80,7 +80,7 @@ TEST_CASE("the more token slices, the smaller the bubble of a long sequence") {
     }
 }
 
-TEST_CASE("a pipeline that runs the slices one after the other takes the planned time") {
+TEST_CASE("a pipeline that runs the slices one after the other takes the planned time", "[pp][slices]") {
   RandomValues random;
   const auto causal = [](int64_t l, int64_t c) { return static_cast<double>(7 + l * (20 + 2 * c + l)); };
   for (int round = 0; round < 50; ++round) {
@@ -101,7 +101,8 @@ TEST_CASE("a pipeline that runs the slices one after the other takes the planned
   }
 }
 
-TEST_CASE("even token slices differ by at most one token, and an impossible number is refused by name") {
+TEST_CASE("even token slices differ by at most one token, and an impossible number is refused by name",
+          "[pp][slices]") {
   REQUIRE(even_token_slices(10, 3) == Sizes{4, 3, 3});
   REQUIRE(even_token_slices(8, 4) == Sizes{2, 2, 2, 2});
   REQUIRE(even_token_slices(3, 3) == Sizes{1, 1, 1});

@@ -35,7 +35,7 @@ std::vector<std::string> pieces(const std::string& pattern, const std::string& t
 }  // namespace
 
 // TOKENIZER_CASES names another file of cases: test/scripts/tokenizer_test.sh compares random texts with it.
-TEST_CASE("texts have the tokens of Hugging Face's library, and round-trip", "[tokenizer-cases]") {
+TEST_CASE("texts have the tokens of Hugging Face's library, and round-trip", "[text][tokenizer-cases]") {
   const char* other = std::getenv("TOKENIZER_CASES");
   const Json cases = Json::parse(read_whole(other ? other : golden + "cases.json"));
   const std::vector<std::string> texts = cases.at("texts");
@@ -54,7 +54,7 @@ TEST_CASE("texts have the tokens of Hugging Face's library, and round-trip", "[t
   }
 }
 
-TEST_CASE("NFC orders and composes marks, and leaves everything else unchanged") {
+TEST_CASE("NFC orders and composes marks, and leaves everything else unchanged", "[text]") {
   const std::pair<const char*, const char*> cases[] = {
       {"plain", "plain"},
       {"e\u0301", "\u00e9"},
@@ -75,7 +75,7 @@ TEST_CASE("NFC orders and composes marks, and leaves everything else unchanged")
   }
 }
 
-TEST_CASE("bytes that are not UTF-8 are detected") {
+TEST_CASE("bytes that are not UTF-8 are detected", "[text]") {
   REQUIRE_FALSE(utf8_fault("a\u00e9\u4e16\U0001f600\U0010ffff"));
   for (const char* bad : {"\x80", "\xc0\x80", "\xc3", "\xe0\x80\x80", "\xed\xa0\x80", "\xf0\x80\x80\x80",
                           "\xf4\x90\x80\x80", "\xff", "\xe4\xb8"}) {
@@ -86,7 +86,7 @@ TEST_CASE("bytes that are not UTF-8 are detected") {
   REQUIRE_ERROR(tokenizer.encode("ab\xff"), "byte 3");
 }
 
-TEST_CASE("patterns match greedily, and backtrack only where allowed") {
+TEST_CASE("patterns match greedily, and backtrack only where allowed", "[text]") {
   using Pieces = std::vector<std::string>;
   REQUIRE(pieces(R"(\s+(?!\S)|\s+)", "a   b ") == Pieces{"a", "  ", " ", "b", " "});
   REQUIRE(pieces(R"(\d{1,3})", "x12345") == Pieces{"x", "123", "45"});
@@ -105,7 +105,7 @@ TEST_CASE("patterns match greedily, and backtrack only where allowed") {
   REQUIRE(pieces(R"(\s*\n|\s+(?!\S)|\s+)", blanks + "x").size() == 3);
 }
 
-TEST_CASE("unsupported pattern syntax is refused with the pattern") {
+TEST_CASE("unsupported pattern syntax is refused with the pattern", "[text]") {
   for (const auto& [pattern, what] : std::vector<std::pair<std::string, std::string>>{
            {R"(\w+)", R"('\w' at byte 0)"},
            {R"(a\b)", R"('\b' at byte 1)"},
@@ -134,7 +134,7 @@ TEST_CASE("unsupported pattern syntax is refused with the pattern") {
   }
 }
 
-TEST_CASE("kinds of tokenizer.json that are not supported are refused by name") {
+TEST_CASE("kinds of tokenizer.json that are not supported are refused by name", "[text]") {
   const TempDir dir;
   for (const auto& [patch, what] : std::vector<std::pair<Json, std::string>>{
            {{{"model", {{"type", "Unigram"}}}}, R"("type": "Unigram")"},
@@ -197,7 +197,7 @@ TEST_CASE("kinds of tokenizer.json that are not supported are refused by name") 
   REQUIRE_ERROR(make_tokenizer(std::string(100000, 'a')), "aaa... (100000 bytes): expected auto, bytes");
 }
 
-TEST_CASE("a token for a byte is needed only if the byte is in the text") {
+TEST_CASE("a token for a byte is needed only if the byte is in the text", "[text]") {
   Json json = read_golden("gpt2.json");
   json["model"]["vocab"].erase("!");
   json["model"]["merges"] = Json::array();
@@ -206,7 +206,7 @@ TEST_CASE("a token for a byte is needed only if the byte is in the text") {
   REQUIRE_ERROR(bpe.encode("abc!"), "FILE: the vocabulary has no token for byte 33");
 }
 
-TEST_CASE("a token that is half a character prints its bytes; an unknown one its number") {
+TEST_CASE("a token that is half a character prints its bytes; an unknown one its number", "[text]") {
   const HuggingFaceTokenizer tokenizer(golden + "gpt2.json");
   const std::vector<int32_t> ids = tokenizer.encode("\U00012000");  // cuneiform, four tokens
   REQUIRE(ids.size() == 4);
@@ -216,7 +216,7 @@ TEST_CASE("a token that is half a character prints its bytes; an unknown one its
   REQUIRE(tokenizer.decode(std::vector<int32_t>{ids[0], 100000, -1}) == "\xf0<100000><-1>");
 }
 
-TEST_CASE("the end of text is the token of a usual name, or the one named in the files next to it") {
+TEST_CASE("the end of text is the token of a usual name, or the one named in the files next to it", "[text]") {
   REQUIRE(make_tokenizer(golden + "gpt2.json")->end_of_text() == 656);
   REQUIRE(make_tokenizer(golden + "smollm2.json")->end_of_text() == 0);
   const auto llama = make_tokenizer(golden + "llama3.json");
@@ -242,7 +242,7 @@ TEST_CASE("the end of text is the token of a usual name, or the one named in the
   REQUIRE_ERROR(make_tokenizer(dir.path()), "tokenizer_config.json");
 }
 
-TEST_CASE("the files of the byte tokenizer are a tokenizer.json that encodes and decodes as it does") {
+TEST_CASE("the files of the byte tokenizer are a tokenizer.json that encodes and decodes as it does", "[text]") {
   const TempDir dir;
   const ByteTokenizer bytes;
   for (const auto& [name, text] : bytes.files()) std::ofstream(dir / name) << text;
@@ -261,7 +261,7 @@ TEST_CASE("the files of the byte tokenizer are a tokenizer.json that encodes and
     REQUIRE(reread->decode(std::vector<int32_t>{token}) == bytes.decode(std::vector<int32_t>{token}));
 }
 
-TEST_CASE("a checkpoint of a byte-level model has a tokenizer.json; one of another vocabulary has not") {
+TEST_CASE("a checkpoint of a byte-level model has a tokenizer.json; one of another vocabulary has not", "[text]") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "t.bin", std::vector<uint16_t>(200, 'a'));
   auto train = [&](const std::string& out, const std::string& more) {
@@ -284,7 +284,7 @@ TEST_CASE("a checkpoint of a byte-level model has a tokenizer.json; one of anoth
   REQUIRE(train("more", "--n-embd 16 --model " + (dir / "bytes/step-000001")));
 }
 
-TEST_CASE("a long piece is encoded in n log n") {
+TEST_CASE("a long piece is encoded in n log n", "[text]") {
   const Bpe bpe(read_golden("gpt2.json"), "test");
   std::string text;  // 4 MiB without a space: would take hours if each merge scanned all of it
   while (text.size() < (size_t{1} << 22)) text += "thethereand";
@@ -293,7 +293,7 @@ TEST_CASE("a long piece is encoded in n log n") {
   REQUIRE(text_of(bpe, ids) == text);
 }
 
-TEST_CASE("a checkpoint holds the tokenizer's files, and --generate finds them there") {
+TEST_CASE("a checkpoint holds the tokenizer's files, and --generate finds them there", "[text]") {
   const TempDir dir;
   const std::string tokenizer = write_tokenizer(dir, Json::object());
   std::ofstream(dir / "tokenizer_config.json") << "{\"model_max_length\": 64}";

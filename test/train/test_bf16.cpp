@@ -131,7 +131,8 @@ void require_parity(int micro, int other) {
 }  // namespace
 
 TEST_CASE(
-    "bf16: loss, norm and every fp32 master follow PyTorch's for twenty steps, and weights are the rounded masters") {
+    "bf16: loss, norm and every fp32 master follow PyTorch's for twenty steps, and weights are the rounded masters",
+    "[train][bf16]") {
   require_parity(4, 8);
   require_parity(8, 4);
 }

@@ -9,7 +9,7 @@
 using namespace llmc;
 using nlohmann::json;
 
-TEST_CASE("multiple choice: exact for any batch and layout, and equal to sums by hand") {
+TEST_CASE("multiple choice: exact for any batch and layout, and equal to sums by hand", "[train][evaluate]") {
   const TempDir dir;
   const Philox rng(11, "choices");
   std::ofstream out(dir / "questions.jsonl");

@@ -27,7 +27,7 @@ const ExpertOptions dropping = {.aux_loss = 0.05, .z_loss = 0.01, .capacity_fact
 
 }  // namespace
 
-TEST_CASE("gradients of models with experts are those of PyTorch") {
+TEST_CASE("gradients of models with experts are those of PyTorch", "[train][ep]") {
   for (const std::string name : {"mixtral_tiny", "qwen2_moe_tiny", "qwen3_moe_tiny", "olmoe_tiny"}) {
     INFO(name);
     const std::string folder = "test/golden/experts/" + name;
@@ -75,7 +75,7 @@ TEST_CASE("gradients of models with experts are those of PyTorch") {
   }
 }
 
-TEST_CASE("a step says in how many rounds tokens went to the experts of other ranks") {
+TEST_CASE("a step says in how many rounds tokens went to the experts of other ranks", "[train][ep]") {
   const auto rounds = [](double imbalance) {
     const StepConfig step = step_of(model_of("mixtral"), {.dp = 2, .ep = 2, .imbalance = imbalance}, all_losses);
     const Plan plan = make_plan(step, {});
@@ -99,7 +99,7 @@ TEST_CASE("a step says in how many rounds tokens went to the experts of other ra
 }
 
 // Models without near ties: what a router chooses does not depend on rounding.
-TEST_CASE("experts on any ranks give what one rank computes") {
+TEST_CASE("experts on any ranks give what one rank computes", "[train][ep]") {
   const LayoutCase layouts[] = {
       {.dp = 2, .ep = 2},
       {.dp = 2, .stage = 1, .ep = 2, .recompute = Recompute::activation},
@@ -141,7 +141,8 @@ TEST_CASE("experts on any ranks give what one rank computes") {
     }
 }
 
-TEST_CASE("stages of a pipeline, recomputation and backwards in parts change no bit of a model with experts") {
+TEST_CASE("stages of a pipeline, recomputation and backwards in parts change no bit of a model with experts",
+          "[train][ep]") {
   const ModelConfig model = model_of("qwen2_moe");
   for (const DType dtype : {DType::fp32, DType::bf16})
     for (const int ep : {1, 2}) {
@@ -165,7 +166,7 @@ TEST_CASE("stages of a pipeline, recomputation and backwards in parts change no 
     }
 }
 
-TEST_CASE("all rows may go to one expert, or to the experts of one rank, and an expert may get none") {
+TEST_CASE("all rows may go to one expert, or to the experts of one rank, and an expert may get none", "[train][ep]") {
   ModelConfig model = model_of("qwen3_moe");
   struct Routes {
     const char* what;
@@ -214,7 +215,8 @@ TEST_CASE("all rows may go to one expert, or to the experts of one rank, and an 
   }
 }
 
-TEST_CASE("the biases of experts are updated once a step, from the choices of all ranks, and not by a skipped step") {
+TEST_CASE("the biases of experts are updated once a step, from the choices of all ranks, and not by a skipped step",
+          "[train][ep]") {
   const ModelConfig model = model_of("mixtral");
   std::vector<float> alone;
   for (const LayoutCase& layout : {LayoutCase{},
@@ -249,7 +251,8 @@ TEST_CASE("the biases of experts are updated once a step, from the choices of al
 }
 
 // Of slices, the balancing loss is that of each: compared with one rank that has the same.
-TEST_CASE("what a step records of experts in token slices is the same on stages and tensor-parallel ranks") {
+TEST_CASE("what a step records of experts in token slices is the same on stages and tensor-parallel ranks",
+          "[train][ep]") {
   const ModelConfig model = model_of("qwen3_moe");
   auto recorded = [&](const LayoutCase& layout, const std::vector<int64_t>& slices) {
     StepConfig step = step_of(model, layout, {.z_loss = 0.01});

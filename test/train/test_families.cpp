@@ -49,7 +49,7 @@ struct Loaded {
 
 }  // namespace
 
-TEST_CASE("logits of every family match transformers") {
+TEST_CASE("logits of every family match transformers", "[train][pytorch]") {
   for (const std::string& family : all_families) {
     INFO(family);
     const std::string file = folder_of(family) + "/logits.safetensors";
@@ -68,7 +68,7 @@ TEST_CASE("logits of every family match transformers") {
   }
 }
 
-TEST_CASE("twenty steps of every family follow PyTorch's AdamW, on one rank and on several") {
+TEST_CASE("twenty steps of every family follow PyTorch's AdamW, on one rank and on several", "[train][pytorch]") {
   for (const std::string& family : all_families) {
     const std::string folder = folder_of(family);
     const json golden = json::parse(read_whole(folder + "/trajectory.json"));
@@ -114,7 +114,7 @@ TEST_CASE("twenty steps of every family follow PyTorch's AdamW, on one rank and 
   }
 }
 
-TEST_CASE("with separated documents every document has the logits that it has alone") {
+TEST_CASE("with separated documents every document has the logits that it has alone", "[train][pytorch]") {
   const std::string folder = folder_of("llama3_tiny"), file = folder + "/logits_documents.safetensors";
   const auto tokens = read_tensor<int32_t>(file, "tokens"), positions = read_tensor<int32_t>(file, "positions");
   const auto logits = read_tensor<float>(file, "logits");
@@ -154,7 +154,8 @@ TEST_CASE("with separated documents every document has the logits that it has al
   REQUIRE(read.positions == positions);
 }
 
-TEST_CASE("incremental decoding with a cache gives the logits of the whole sequence, in every family") {
+TEST_CASE("incremental decoding with a cache gives the logits of the whole sequence, in every family",
+          "[train][pytorch]") {
   for (const Family& family : families)
     for (const DType dtype : {DType::fp32, DType::bf16}) {
       INFO(family.model_type << " in " << name_of(dtype));
@@ -178,7 +179,7 @@ TEST_CASE("incremental decoding with a cache gives the logits of the whole seque
     }
 }
 
-TEST_CASE("generation beyond the sequence length drops the older half and continues") {
+TEST_CASE("generation beyond the sequence length drops the older half and continues", "[train][pytorch]") {
   const StepConfig config{.model = selftest::awkward_model("llama"), .batch = {1, 8}};
   World world{Mesh()};
   Run run(config, make_plan(config, {DeviceKind::cpu, 1}), {DeviceKind::cpu, 1}, world, 0);
@@ -197,7 +198,8 @@ TEST_CASE("generation beyond the sequence length drops the older half and contin
   REQUIRE(made == expected);
 }
 
-TEST_CASE("files written by transformers are rewritten bit for bit, from any layout, in every family") {
+TEST_CASE("files written by transformers are rewritten bit for bit, from any layout, in every family",
+          "[train][pytorch]") {
   for (const std::string& family : dense_families)  // others: test_expert_models.cpp
     for (const int ranks : {1, 3}) {
       INFO(family << " on " << ranks);
@@ -231,7 +233,7 @@ TEST_CASE("files written by transformers are rewritten bit for bit, from any lay
     }
 }
 
-TEST_CASE("an unsupported field of config.json is refused by name") {
+TEST_CASE("an unsupported field of config.json is refused by name", "[train][pytorch]") {
   for (const auto& [family, field, value, part] :
        {std::tuple<std::string, std::string, json, std::string>{"llama3_tiny", "attention_bias", true,
                                                                 "attention_bias"},
@@ -267,7 +269,7 @@ TEST_CASE("an unsupported field of config.json is refused by name") {
   }
 }
 
-TEST_CASE("GPT-2's sizes may have the other families' names, which then count") {
+TEST_CASE("GPT-2's sizes may have the other families' names, which then count", "[train][pytorch]") {
   json config = json::parse(read_whole("test/golden/gpt2_tiny/config.json"));
   const ModelConfig whole = config_from_hf(config, "config.json");
   for (const auto& [name, other] : {std::pair("n_layer", "num_hidden_layers"),
@@ -287,7 +289,7 @@ TEST_CASE("GPT-2's sizes may have the other families' names, which then count") 
   REQUIRE_ERROR(config_from_hf(config, "config.json"), "\"num_attention_heads\" is \"many\"");
 }
 
-TEST_CASE("a tied model whose file has a different head is refused; an identical head is ignored") {
+TEST_CASE("a tied model whose file has a different head is refused; an identical head is ignored", "[train][pytorch]") {
   const std::string folder = folder_of("smollm2_tiny");
   const ModelConfig config = resolve_model(folder, {});
   REQUIRE(config.tied);
@@ -313,7 +315,7 @@ TEST_CASE("a tied model whose file has a different head is refused; an identical
   }
 }
 
-TEST_CASE("document masking and multiple choice give the same on one rank and on two") {
+TEST_CASE("document masking and multiple choice give the same on one rank and on two", "[train][pytorch]") {
   const TempDir dir;
   std::vector<uint16_t> tokens;
   const Philox rng(3, "program");

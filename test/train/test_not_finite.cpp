@@ -10,7 +10,8 @@ using namespace llmc;
 using nlohmann::json;
 namespace fs = std::filesystem;
 
-TEST_CASE("a non-finite step names the first bad tensor, its position and the samples; the weights are unchanged") {
+TEST_CASE("a non-finite step names the first bad tensor, its position and the samples; the weights are unchanged",
+          "[train]") {
   const TempDir dir;
   // A model in which only token 9 at position 4 embeds to infinity. The head ignores that channel.
   run_well(tiny(dir / "made", "--max-steps 1 --warmup-steps 0"));
@@ -44,7 +45,7 @@ TEST_CASE("a non-finite step names the first bad tensor, its position and the sa
   REQUIRE(checkpoint_steps(dir / "run").empty());
 }
 
-TEST_CASE("weights that are not finite are not trained on, whether data touch them or not") {
+TEST_CASE("weights that are not finite are not trained on, whether data touch them or not", "[train]") {
   const TempDir dir;
   run_well(tiny(dir / "made", "--max-steps 1"));
   write_changed_model(dir / "broken", dir / "made/step-000001",
@@ -58,7 +59,7 @@ TEST_CASE("weights that are not finite are not trained on, whether data touch th
                        "large for fp32: use other weights") != std::string::npos);
 }
 
-TEST_CASE("weights that an update has made infinite are not saved; the last checkpoint is kept and named") {
+TEST_CASE("weights that an update has made infinite are not saved; the last checkpoint is kept and named", "[train]") {
   const TempDir dir;
   run_well(tiny(dir / "made", "--max-steps 1"));
   // Sequences never reach position 20. Weight decay multiplies it by -1 in the first update, and by -3 in the second.
@@ -83,7 +84,7 @@ TEST_CASE("weights that an update has made infinite are not saved; the last chec
   }
 }
 
-TEST_CASE("outliers have no limit before the window is full; NaN is rejected and not recorded") {
+TEST_CASE("outliers have no limit before the window is full; NaN is rejected and not recorded", "[train]") {
   OutlierDetector d;
   for (int i = 0; i < 127; ++i) d.add(i % 2);
   REQUIRE(std::isinf(d.limit(2)));
@@ -98,7 +99,7 @@ TEST_CASE("outliers have no limit before the window is full; NaN is rejected and
   REQUIRE(d.values().size() == OutlierDetector::window);
 }
 
-TEST_CASE("outliers are skipped if enabled, also across a resume, and reported in the metrics") {
+TEST_CASE("outliers are skipped if enabled, also across a resume, and reported in the metrics", "[train]") {
   const TempDir dir;
   const std::string options = "--max-steps 150 --skip-loss-z 0.5 ";
   run_well(tiny(dir / "whole", options));

@@ -63,7 +63,8 @@ std::pair<double, double> distances(const std::vector<json>& steps, const std::v
 
 }  // namespace
 
-TEST_CASE("SGD with momentum and Lion follow PyTorch for twenty steps, on one rank and on several") {
+TEST_CASE("SGD with momentum and Lion follow PyTorch for twenty steps, on one rank and on several",
+          "[train][optimizer]") {
   for (const std::string& optimizer : others)
     for (const char* layout :
          {"", "--batch-size 8", "--local-ranks 2 --zero-stage 1", "--local-ranks 4 --batch-size 2 --zero-stage 3",
@@ -81,7 +82,8 @@ TEST_CASE("SGD with momentum and Lion follow PyTorch for twenty steps, on one ra
     }
 }
 
-TEST_CASE("SGD and Lion with tensor, context, pipeline and expert parallelism are the run of one rank") {
+TEST_CASE("SGD and Lion with tensor, context, pipeline and expert parallelism are the run of one rank",
+          "[train][optimizer]") {
   for (const std::string& optimizer : others)
     for (const auto& [shape, layouts] :
          {std::pair<std::string, std::vector<std::string>>{
@@ -109,7 +111,8 @@ TEST_CASE("SGD and Lion with tensor, context, pipeline and expert parallelism ar
     }
 }
 
-TEST_CASE("with SGD and Lion stages 0 to 3 of as many ranks agree bitwise, in fp32, with masters and without") {
+TEST_CASE("with SGD and Lion stages 0 to 3 of as many ranks agree bitwise, in fp32, with masters and without",
+          "[train][optimizer]") {
   for (const std::string& optimizer : others)
     for (const char* numerics : {"--dtype fp32", "--dtype bf16", "--dtype bf16 --master-weights none"}) {
       const TempDir dir;
@@ -126,7 +129,7 @@ TEST_CASE("with SGD and Lion stages 0 to 3 of as many ranks agree bitwise, in fp
     }
 }
 
-TEST_CASE("runs of SGD and Lion resume bit for bit, and move between layouts") {
+TEST_CASE("runs of SGD and Lion resume bit for bit, and move between layouts", "[train][optimizer]") {
   for (const std::string& optimizer : others) {
     const TempDir dir;
     INFO(optimizer);
@@ -152,7 +155,7 @@ TEST_CASE("runs of SGD and Lion resume bit for bit, and move between layouts") {
   }
 }
 
-TEST_CASE("a plan and a checkpoint have the slots of the optimizer, and no others") {
+TEST_CASE("a plan and a checkpoint have the slots of the optimizer, and no others", "[train][optimizer]") {
   for (const OptimizerRule& rule : optimizer_rules) {
     const TempDir dir;
     INFO(rule.name);
@@ -174,7 +177,7 @@ TEST_CASE("a plan and a checkpoint have the slots of the optimizer, and no other
   }
 }
 
-TEST_CASE("options that an optimizer does not have are refused by name") {
+TEST_CASE("options that an optimizer does not have are refused by name", "[train][optimizer]") {
   const TempDir dir;
   for (const auto& [options, culprit] : {std::pair{"--optimizer sgd --beta2 0.9", "--beta2 0.9 with --optimizer sgd"},
                                          {"--optimizer lion --adam-eps 1e-6", "--adam-eps 1e-06 with --optimizer lion"},

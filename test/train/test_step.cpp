@@ -69,7 +69,7 @@ StepConfig awkward_step(DType dtype, const char* family = "gpt2") {
 
 }  // namespace
 
-TEST_CASE("two runs with the same seed agree bitwise in losses, norms and weights") {
+TEST_CASE("two runs with the same seed agree bitwise in losses, norms and weights", "[train]") {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     INFO("dtype " << name_of(dtype));
     const std::vector<double> first = Fixture(awkward_step(dtype)).train(3);
@@ -78,7 +78,7 @@ TEST_CASE("two runs with the same seed agree bitwise in losses, norms and weight
   }
 }
 
-TEST_CASE("schedules and chunks are only an order: gpipe, 1f1b, one to three chunks agree bitwise") {
+TEST_CASE("schedules and chunks are only an order: gpipe, 1f1b, one to three chunks agree bitwise", "[train]") {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     const std::vector<double> reference = Fixture(awkward_step(dtype)).train(2);
     for (const Schedule schedule : {Schedule::one_f_one_b, Schedule::gpipe})
@@ -92,7 +92,8 @@ TEST_CASE("schedules and chunks are only an order: gpipe, 1f1b, one to three chu
   }
 }
 
-TEST_CASE("recomputation is bitwise in every family; each level needs less memory and more ops than the previous one") {
+TEST_CASE("recomputation is bitwise in every family; each level needs less memory and more ops than the previous one",
+          "[train]") {
   for (const auto& [dtype, family] : {std::pair{DType::fp32, "gpt2"},
                                       {DType::bf16, "gpt2"},
                                       {DType::bf16, "llama"},
@@ -119,7 +120,7 @@ TEST_CASE("recomputation is bitwise in every family; each level needs less memor
     }
 }
 
-TEST_CASE("one large micro-batch and several small ones give the same gradients up to rounding") {
+TEST_CASE("one large micro-batch and several small ones give the same gradients up to rounding", "[train]") {
   StepConfig small = awkward_step(DType::fp32), large = small;
   large.batch.B = small.batch.B * small.micro_batches;
   large.micro_batches = 1;
@@ -129,7 +130,8 @@ TEST_CASE("one large micro-batch and several small ones give the same gradients 
   REQUIRE(std::abs(one[1] - other[1]) < 1e-5 * one[1]);
 }
 
-TEST_CASE("the loss of a step is the mean over every target token, as evaluation finds it before the update") {
+TEST_CASE("the loss of a step is the mean over every target token, as evaluation finds it before the update",
+          "[train]") {
   Fixture f(awkward_step(DType::fp32));
   const double before = f.trainer.evaluate(3, 3 * 38, f.batches());
   const double step = f.train(1)[0];
@@ -138,7 +140,7 @@ TEST_CASE("the loss of a step is the mean over every target token, as evaluation
   REQUIRE(before < 1.1 * std::log(131));
 }
 
-TEST_CASE("the null device plans exactly the memory that the CPU uses") {
+TEST_CASE("the null device plans exactly the memory that the CPU uses", "[train]") {
   for (const DType dtype : {DType::fp32, DType::bf16})
     for (const Recompute recompute : all_values<Recompute>())
       for (const int64_t T : {1, 8, 19}) {
@@ -167,7 +169,7 @@ TEST_CASE("the null device plans exactly the memory that the CPU uses") {
       }
 }
 
-TEST_CASE("1f1b needs one set of activations, gpipe one for each micro-batch") {
+TEST_CASE("1f1b needs one set of activations, gpipe one for each micro-batch", "[train]") {
   StepConfig c = awkward_step(DType::fp32);
   auto activations = [&](Schedule schedule) {
     c.layout.pipeline.schedule = schedule;
@@ -178,7 +180,7 @@ TEST_CASE("1f1b needs one set of activations, gpipe one for each micro-batch") {
   REQUIRE(activations(Schedule::gpipe) == c.micro_batches * activations(Schedule::one_f_one_b));
 }
 
-TEST_CASE("initial weights depend only on seed, name and index") {
+TEST_CASE("initial weights depend only on seed, name and index", "[train]") {
   StepConfig shallow = awkward_step(DType::fp32), deep = shallow;
   deep.model.vocab_size = 300;  // more rows of the same table
   Fixture a(shallow, 1), b(deep, 2);
@@ -194,7 +196,7 @@ TEST_CASE("initial weights depend only on seed, name and index") {
   REQUIRE(std::memcmp(q.bytes, k.bytes, static_cast<size_t>(q.size_bytes())) != 0);
 }
 
-TEST_CASE("vocabulary padding stays zero through training") {
+TEST_CASE("vocabulary padding stays zero through training", "[train]") {
   Fixture f(awkward_step(DType::bf16));
   f.train(3);
   const ModelConfig m = selftest::awkward_model();
@@ -203,7 +205,7 @@ TEST_CASE("vocabulary padding stays zero through training") {
   for (int64_t i = m.vocab_size * m.n_embd; i < wte.numel(); ++i) REQUIRE(float(wte.data<bf16>()[i]) == 0);
 }
 
-TEST_CASE("a non-finite loss changes no weight and is reported") {
+TEST_CASE("a non-finite loss changes no weight and is reported", "[train]") {
   Fixture f(awkward_step(DType::fp32));
   f.stream.synchronize();
   const UnitState& head = f.trainer.state().back();
@@ -217,7 +219,7 @@ TEST_CASE("a non-finite loss changes no weight and is reported") {
   REQUIRE(std::memcmp(before.data(), q.bytes, before.size() * sizeof(float)) == 0);
 }
 
-TEST_CASE("the logits of the next token do not depend on the row padding") {
+TEST_CASE("the logits of the next token do not depend on the row padding", "[train]") {
   Fixture f(awkward_step(DType::fp32));
   std::vector<int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6};
   const std::vector<float> eight = f.trainer.next_token_logits(tokens);
@@ -230,7 +232,7 @@ TEST_CASE("the logits of the next token do not depend on the row padding") {
   REQUIRE(eight.size() == 131);
 }
 
-TEST_CASE("sampling respects temperature, top-k and top-p") {
+TEST_CASE("sampling respects temperature, top-k and top-p", "[train]") {
   const std::vector<float> logits = {0.0f, 3.0f, 1.0f, 2.0f};
   REQUIRE(sample_token(logits, {.temperature = 0}, 0.99) == 1);
   REQUIRE(sample_token(logits, {.top_k = 2}, 0.999) == 3);
@@ -243,7 +245,7 @@ TEST_CASE("sampling respects temperature, top-k and top-p") {
   REQUIRE(std::abs(ones / 1000.0 - 0.6439) < 0.002);
 }
 
-TEST_CASE("gpipe and 1f1b schedules have each forward and backward once, backwards in micro-batch order") {
+TEST_CASE("gpipe and 1f1b schedules have each forward and backward once, backwards in micro-batch order", "[train]") {
   for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b}) {
     const auto actions = training_actions(schedule, 2, 5);
     REQUIRE(actions.size() == 20);

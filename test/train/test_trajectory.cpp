@@ -44,7 +44,7 @@ void run_well(const std::string& arguments) {
 
 }  // namespace
 
-TEST_CASE("twenty steps follow PyTorch's AdamW in loss, norm, learning rate and every weight") {
+TEST_CASE("twenty steps follow PyTorch's AdamW in loss, norm, learning rate and every weight", "[train][pytorch]") {
   const json golden = json::parse(read_whole(model + "/trajectory.json"));
   for (const std::string more : {"", "--batch-size 8"}) {  // two micro-batches and one
     const TempDir dir;
@@ -81,7 +81,7 @@ TEST_CASE("twenty steps follow PyTorch's AdamW in loss, norm, learning rate and 
   }
 }
 
-TEST_CASE("two runs of the program agree bitwise, and so do gpipe and 1f1b") {
+TEST_CASE("two runs of the program agree bitwise, and so do gpipe and 1f1b", "[train][pytorch]") {
   const TempDir dir;
   run_well(golden_options(dir / "a"));
   run_well(golden_options(dir / "b"));
@@ -93,8 +93,8 @@ TEST_CASE("two runs of the program agree bitwise, and so do gpipe and 1f1b") {
   REQUIRE(weights == read_whole(dir / "c/step-000020/model.safetensors"));
 }
 
-TEST_CASE(
-    "twenty steps in bf16 follow PyTorch's bf16 as closely as two of its own runs agree, and every tensor moves") {
+TEST_CASE("twenty steps in bf16 follow PyTorch's bf16 as closely as two of its own runs agree, and every tensor moves",
+          "[train][pytorch]") {
   // Contract 5: within twice the distance between two runs that differ only in micro-batch size, or 1e-3 and 2^-8.
   const json golden = json::parse(read_whole(model + "/trajectory_bf16.json"));
   const json &four = golden["micro-batches of 4"], &eight = golden["micro-batches of 8"];
@@ -135,7 +135,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("--overfit-batch drives the loss down") {
+TEST_CASE("--overfit-batch drives the loss down", "[train][pytorch]") {
   const TempDir dir;
   run_well(
       golden_options(dir / "run", "--overfit-batch --max-steps 60 --lr 1e-2 --from-scratch --total-batch-size 132"));
@@ -144,7 +144,7 @@ TEST_CASE("--overfit-batch drives the loss down") {
   REQUIRE(l.back() < 0.5);
 }
 
-TEST_CASE("validation, checkpoints, sampling and continuing from a checkpoint work together") {
+TEST_CASE("validation, checkpoints, sampling and continuing from a checkpoint work together", "[train][pytorch]") {
   const TempDir dir;
   const std::string val = " --val-data " + model + "/train.bin --val-every 10 --val-steps 2 ";
   run_well(golden_options(dir / "a", val + "--checkpoint-every 8"));
@@ -165,7 +165,7 @@ TEST_CASE("validation, checkpoints, sampling and continuing from a checkpoint wo
   REQUIRE(once.out == again.out);
 }
 
-TEST_CASE("restarting a finished run reports that it is complete and changes nothing") {
+TEST_CASE("restarting a finished run reports that it is complete and changes nothing", "[train][pytorch]") {
   const TempDir dir;
   run_well(golden_options(dir / "run"));
   const std::string before = read_whole(dir / "run/metrics.jsonl");
@@ -175,7 +175,7 @@ TEST_CASE("restarting a finished run reports that it is complete and changes not
   REQUIRE(read_whole(dir / "run/metrics.jsonl") == before);
 }
 
-TEST_CASE("bad input is refused with exit status 1, names the culprit, and leaves nothing behind") {
+TEST_CASE("bad input is refused with exit status 1, names the culprit, and leaves nothing behind", "[train][pytorch]") {
   const TempDir dir;
   std::ofstream(dir / "text.bin") << "this is no token shard";
   write_shard<uint16_t>(dir / "short.bin", {1, 2, 3});
@@ -248,7 +248,7 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
   }
 }
 
-TEST_CASE("an out directory with unrelated contents is refused and left unchanged") {
+TEST_CASE("an out directory with unrelated contents is refused and left unchanged", "[train][pytorch]") {
   const TempDir dir;
   std::filesystem::create_directories(dir / "mine");
   std::ofstream(dir / "mine/thesis.txt") << "years of work";
@@ -261,7 +261,7 @@ TEST_CASE("an out directory with unrelated contents is refused and left unchange
   REQUIRE(file.status == 1);
 }
 
-TEST_CASE("divergence ends the run with exit status 2") {
+TEST_CASE("divergence ends the run with exit status 2", "[train][pytorch]") {
   const TempDir dir;
   const ProgramResult r = run_program(golden_options(
       dir / "run", "--lr 100 --grad-clip 0 --warmup-steps 0 --max-steps 200 --overfit-batch --weight-decay 100"));

@@ -122,7 +122,7 @@ TEST_CASE("process: the trainer's collectives", "[.process]") {
   }
 }
 
-TEST_CASE("the trainer's collectives compute the same between processes", "[cuda][emulator]") {
+TEST_CASE("the trainer's collectives compute the same between processes", "[comm][cuda][emulator]") {
   Processes("process: the trainer's collectives", 3).require_all_passed();
 }
 
@@ -169,7 +169,7 @@ TEST_CASE("process: a group that is aborted", "[.process]") {
   m.stream.synchronize();
 }
 
-TEST_CASE("an abort by another thread ends what waits for a peer", "[cuda][emulator]") {
+TEST_CASE("an abort by another thread ends what waits for a peer", "[comm][cuda][emulator]") {
   const std::string when = GENERATE("init", "deadline", "in a collective");
   CAPTURE(when);
   Processes("process: a group that is aborted", when == "in a collective" ? 2 : 1, {}, when).require_all_passed();
@@ -215,7 +215,7 @@ TEST_CASE("process: a peer dies", "[.process]") {
   CHECK(seconds_since(after) < prompt);
 }
 
-TEST_CASE("a rank whose peer's process dies has an error at once", "[cuda][emulator]") {
+TEST_CASE("a rank whose peer's process dies has an error at once", "[comm][cuda][emulator]") {
   const std::string when = GENERATE("init", "in a collective", "between collectives");
   CAPTURE(when);
   Processes processes("process: a peer dies", 2, {}, when);
@@ -225,7 +225,7 @@ TEST_CASE("a rank whose peer's process dies has an error at once", "[cuda][emula
   REQUIRE(end == "passed");
 }
 
-TEST_CASE("an abort does not wait for a call that hangs in the library, which then ends it", "[cuda][emulator]") {
+TEST_CASE("an abort does not wait for a call that hangs in the library, which then ends it", "[comm][cuda][emulator]") {
   const std::string id = nccl_unique_id();
   const auto group = make_nccl_group(id, 0, 1, 0, 1);
   group->connect(10);
@@ -245,7 +245,7 @@ TEST_CASE("an abort does not wait for a call that hangs in the library, which th
   REQUIRE(cuda_on_cpu::detail::library().live.empty());
 }
 
-TEST_CASE("sends and receives that NCCL refuses leave no group of calls open", "[cuda][emulator]") {
+TEST_CASE("sends and receives that NCCL refuses leave no group of calls open", "[comm][cuda][emulator]") {
   const Device device{.kind = DeviceKind::cuda};
   Arena arena(device, 1 << 20);
   Stream stream(device, arena);
@@ -261,7 +261,7 @@ TEST_CASE("sends and receives that NCCL refuses leave no group of calls open", "
   REQUIRE(ncclGroupEnd() == ncclInvalidUsage);
 }
 
-TEST_CASE("a group ends cleanly, or is aborted, but never left", "[cuda][emulator]") {
+TEST_CASE("a group ends cleanly, or is aborted, but never left", "[comm][cuda][emulator]") {
   const bool fails = GENERATE(false, true);
   for (int i = 0; i < 5; ++i) {
     const auto group = make_nccl_group(nccl_unique_id(), 0, 1, 0, 1);
@@ -271,7 +271,7 @@ TEST_CASE("a group ends cleanly, or is aborted, but never left", "[cuda][emulato
   REQUIRE(cuda_on_cpu::detail::library().live.empty());
 }
 
-TEST_CASE("a setting of NCCL in the user's environment wins, with a notice", "[cuda][emulator]") {
+TEST_CASE("a setting of NCCL in the user's environment wins, with a notice", "[comm][cuda][emulator]") {
   prepare_nccl();
   REQUIRE(nccl_notices().empty());
   REQUIRE(std::getenv("NCCL_ALGO") == std::string("reduce:ring;reducescatter:ring"));

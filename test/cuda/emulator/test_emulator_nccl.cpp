@@ -47,7 +47,7 @@ TEMPLATE_TEST_CASE("emulated collectives compute what NCCL defines, in place or 
   check_kernel(run, right, 1e-30);
 }
 
-TEST_CASE("emulated sums of bf16 are rounded once", "[cuda][emulator]") {
+TEST_CASE("emulated sums of bf16 are rounded once", "[comm][cuda][emulator]") {
   const Outputs out = outputs_of_ranks(3, [](Rank& self) -> Outputs {
     DeviceArray<bf16> x(std::vector<bf16>{bf16(self.rank == 0 ? 256.0f : 1.0f)});  // 257 would be rounded to 256
     NCCL_OK(ncclAllReduce(x, x, 1, ncclBfloat16, ncclSum, self.comm, self.stream));
@@ -99,7 +99,7 @@ Outputs run_between_streams() {
 
 }  // namespace
 
-TEST_CASE("a collective and kernels on other streams wait for each other's events", "[cuda][emulator]") {
+TEST_CASE("a collective and kernels on other streams wait for each other's events", "[comm][cuda][emulator]") {
   std::vector<float> x(n), y(n);
   for (size_t i = 0; i < n; ++i) {
     y[i] = 2 * static_cast<float>(i % 7) + 3 + 2;
@@ -119,7 +119,7 @@ TEST_CASE("a collective and kernels on other streams wait for each other's event
 
 #ifndef __SANITIZE_THREAD__  // which ends the program at these bugs: see below
 
-TEST_CASE("a missing wait before or after a collective shows under some schedule", "[cuda][emulator]") {
+TEST_CASE("a missing wait before or after a collective shows under some schedule", "[comm][cuda][emulator]") {
   const Outputs right = run_between_streams<true, true, false>(), captured = run_between_streams<true, true, true>();
   REQUIRE(differs(run_between_streams<false, true, false>, right));
   REQUIRE(differs(run_between_streams<true, false, false>, right));
@@ -129,12 +129,12 @@ TEST_CASE("a missing wait before or after a collective shows under some schedule
 
 #endif
 
-TEST_CASE("disabled waits around collectives are detected", "[cuda][emulator]") {
+TEST_CASE("disabled waits around collectives are detected", "[comm][cuda][emulator]") {
   check_barriers(run_between_streams<true, true, false>);
   check_barriers(run_between_streams<true, true, true>);
 }
 
-TEST_CASE("a waiting rank runs work that other ranks have enqueued", "[cuda][emulator]") {
+TEST_CASE("a waiting rank runs work that other ranks have enqueued", "[comm][cuda][emulator]") {
   std::barrier<> rest(2);
   const auto thrown = run_ranks(2, [&](Rank& self) {
     DeviceArray<float> x(values<float>(n, self.rank));
@@ -147,7 +147,7 @@ TEST_CASE("a waiting rank runs work that other ranks have enqueued", "[cuda][emu
   REQUIRE(thrown == std::vector<std::string>{"", ""});
 }
 
-TEST_CASE("one host thread may drive all ranks if it groups their calls", "[cuda][emulator]") {
+TEST_CASE("one host thread may drive all ranks if it groups their calls", "[comm][cuda][emulator]") {
   const Devices devices(2);
   ncclComm_t comms[2];
   const int same[2] = {1, 1};
@@ -178,7 +178,7 @@ TEST_CASE("one host thread may drive all ranks if it groups their calls", "[cuda
   CUDA_CHECK(cudaSetDevice(0));
 }
 
-TEST_CASE("a non-blocking communicator reports when all ranks have joined", "[cuda][emulator]") {
+TEST_CASE("a non-blocking communicator reports when all ranks have joined", "[comm][cuda][emulator]") {
   const Devices devices(2);
   ncclUniqueId id;
   NCCL_OK(ncclGetUniqueId(&id));
@@ -206,7 +206,7 @@ TEST_CASE("a non-blocking communicator reports when all ranks have joined", "[cu
 }
 
 TEST_CASE("a call of a non-blocking communicator takes effect at once, or while its state is asked",
-          "[cuda][emulator]") {
+          "[comm][cuda][emulator]") {
   ncclUniqueId id;
   NCCL_OK(ncclGetUniqueId(&id));
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -257,7 +257,7 @@ TEST_CASE("planted: missing wait before a captured collective", "[.planted]") {
   run_between_streams<false, true, true>();
 }
 
-TEST_CASE("ThreadSanitizer ends the program at races with a collective", "[cuda][emulator]") {
+TEST_CASE("ThreadSanitizer ends the program at races with a collective", "[comm][cuda][emulator]") {
   for (const char* bug : {"missing wait before a collective", "missing wait after a collective",
                           "missing wait before a captured collective"}) {
     INFO(bug);

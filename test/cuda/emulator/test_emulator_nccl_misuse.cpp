@@ -24,7 +24,7 @@ std::vector<std::string> told(F&& f) {
 
 }  // namespace
 
-TEST_CASE("mismatched calls of two ranks are reported with both", "[cuda][emulator]") {
+TEST_CASE("mismatched calls of two ranks are reported with both", "[comm][cuda][emulator]") {
   const auto both_say = [](const auto& f, const std::string& first, const std::string& second) {
     for (const std::string& text : told(f)) {
       CHECK_THAT(text, ContainsSubstring("collective 1: rank ") && ContainsSubstring("rank 0 calls " + first) &&
@@ -64,7 +64,7 @@ TEST_CASE("mismatched calls of two ranks are reported with both", "[cuda][emulat
                          ContainsSubstring("rank 1 calls ncclRecv(count 64, ncclFloat32, peer 0)"));
 }
 
-TEST_CASE("a rank that never joins is named", "[cuda][emulator]") {
+TEST_CASE("a rank that never joins is named", "[comm][cuda][emulator]") {
   const Patience patience(0.3);
   std::barrier<> end(2);
   const auto thrown = run_ranks(2, [&](Rank& self) {
@@ -89,7 +89,7 @@ TEST_CASE("a rank that never joins is named", "[cuda][emulator]") {
                ContainsSubstring("of 3 ranks these have not joined: 0 2"));
 }
 
-TEST_CASE("a deadlock of ranks is reported at once", "[cuda][emulator]") {
+TEST_CASE("a deadlock of ranks is reported at once", "[comm][cuda][emulator]") {
   const auto send_first = told([](Rank& r, float* x) {  // each sends before it receives, without a group
     NCCL_OK(ncclSend(x, n, ncclFloat32, 1 - r.rank, r.comm, r.stream));
     NCCL_OK(ncclRecv(x, n, ncclFloat32, 1 - r.rank, r.comm, r.stream));
@@ -115,7 +115,7 @@ TEST_CASE("a deadlock of ranks is reported at once", "[cuda][emulator]") {
   for (const std::string& text : crossed) CHECK_THAT(text, ContainsSubstring("deadlock: the host waits for"));
 }
 
-TEST_CASE("collective buffers must be the rank's device memory, large enough and disjoint", "[cuda][emulator]") {
+TEST_CASE("collective buffers must be the rank's device memory, large enough and disjoint", "[comm][cuda][emulator]") {
   const auto first_says = [](auto&& f, const std::string& wanted) {
     const auto thrown = run_ranks(1, [&](Rank& self) {
       DeviceArray<float> x(values<float>(n, self.rank));
@@ -146,7 +146,7 @@ TEST_CASE("collective buffers must be the rank's device memory, large enough and
   REQUIRE(thrown == std::vector<std::string>{"", ""});
 }
 
-TEST_CASE("an aborted communicator unblocks its rank's streams", "[cuda][emulator]") {
+TEST_CASE("an aborted communicator unblocks its rank's streams", "[comm][cuda][emulator]") {
   std::barrier<> end(2);
   ncclComm_t waiting = nullptr;
   const auto thrown = run_ranks(2, [&](Rank& self) {

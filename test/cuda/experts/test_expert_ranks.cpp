@@ -24,7 +24,7 @@ void check_bits(const std::function<Outputs()>& run, const Outputs& right) {
 
 }  // namespace
 
-TEST_CASE("the kernels that order arriving rows match the CPU, bit by bit", "[cuda]") {
+TEST_CASE("the kernels that order arriving rows match the CPU, bit by bit", "[ep][cuda]") {
   struct Sizes {
     int64_t P, E;
     int32_t most;
@@ -58,7 +58,7 @@ TEST_CASE("the kernels that order arriving rows match the CPU, bit by bit", "[cu
   check_bits(run, {{"places", places}, {"offsets", offsets}, {"counts", per_expert}});
 }
 
-TEST_CASE("the kernels that join the segments of a sequence match the CPU, bit by bit", "[cuda]") {
+TEST_CASE("the kernels that join the segments of a sequence match the CPU, bit by bit", "[ep][cuda]") {
   const int64_t G = 3, S = 4, B = 3, E = GENERATE(1, 5, 127, 300);
   // Each sequence on some ranks, in an order of its own; two segments are not there.
   const Integers ids = {8, 1, 4, 0, 9, 10, 5, 6, 2, 3}, begins = {0, 3, 4, 10};
@@ -96,7 +96,7 @@ TEST_CASE("the kernels that join the segments of a sequence match the CPU, bit b
   check_bits(run, right);
 }
 
-TEST_CASE("the kernels of the biases of experts match the CPU, bit by bit", "[cuda]") {
+TEST_CASE("the kernels of the biases of experts match the CPU, bit by bit", "[ep][cuda]") {
   const int64_t E = GENERATE(1, 4, 300), B = 3;
   const double allowed = GENERATE(0.0, 1.0);
   const Integers counts = random_counts(B * E, 2, 5);  // so few that some have the mean

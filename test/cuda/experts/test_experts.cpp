@@ -38,7 +38,7 @@ Plan cpu_plan(const Sizes& s, const std::vector<int32_t>& choices, const std::ve
 
 }  // namespace
 
-TEST_CASE("the kernels that order rows by expert match the CPU, bit by bit", "[cuda]") {
+TEST_CASE("the kernels that order rows by expert match the CPU, bit by bit", "[ep][cuda]") {
   const Sizes s =
       GENERATE(Sizes{1, 1, 1, 1, 0, -1}, Sizes{40, 7, 2, 9, 4, -1}, Sizes{40, 7, 2, 9, 4, 2}, Sizes{50, 4, 4, 25, 0, 0},
                Sizes{50, 4, 4, 25, 0, 1}, Sizes{700, 600, 2, 350, 0, 1}, Sizes{64, 300, 8, 100, 90, 3});

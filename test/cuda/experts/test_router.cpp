@@ -60,7 +60,7 @@ struct Case {
 
 }  // namespace
 
-TEST_CASE("the router's kernels match the CPU", "[cuda]") {
+TEST_CASE("the router's kernels match the CPU", "[ep][cuda]") {
   const auto scores = GENERATE(RouterScores::softmax, RouterScores::sigmoid);
   const bool normalised = GENERATE(true, false), biased = normalised == (scores == RouterScores::softmax);
   struct Sizes {
@@ -74,20 +74,20 @@ TEST_CASE("the router's kernels match the CPU", "[cuda]") {
   check_kernel([&] { return c.cuda(); }, c.cpu(), 1e-5);
 }
 
-TEST_CASE("of equal scores the router's kernel chooses the first, and NaN last", "[cuda]") {
+TEST_CASE("of equal scores the router's kernel chooses the first, and NaN last", "[ep][cuda]") {
   Case c{20, {40, 12}, {20}, false, true};
   c.prepare();
   Outputs ours = c.cuda(), cpu = c.cpu();
   REQUIRE(ours[0].values == cpu[0].values);  // a row of NaN, too
 }
 
-TEST_CASE("the router's kernels need every barrier", "[cuda]") {
+TEST_CASE("the router's kernels need every barrier", "[ep][cuda]") {
   Case c{9, {70, 3}, {5}};
   c.prepare();
   check_barriers([&] { return c.cuda(); });
 }
 
-TEST_CASE("a gradient in three parts is exact, on the CPU and on GPUs", "[cuda]") {
+TEST_CASE("a gradient in three parts is exact, on the CPU and on GPUs", "[ep][cuda]") {
   const int64_t N = 37, E = 9;
   const auto x = normal_values<float>(N * E, 1, 0, 1e-4f);
   std::vector<bf16> parts(x.size() * 3), wide(x.size() * 3);

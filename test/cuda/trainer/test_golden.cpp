@@ -26,7 +26,7 @@ std::vector<float> read(const std::string& file, const std::string& name) {
 
 }  // namespace
 
-TEST_CASE("twenty steps on a GPU follow PyTorch's AdamW in loss, norm and every weight", "[cuda][trainer]") {
+TEST_CASE("twenty steps on a GPU follow PyTorch's AdamW in loss, norm and every weight", "[pytorch][cuda][trainer]") {
 #ifdef __CUDACC__
   const char* family = GENERATE("llama2_tiny", "llama3_tiny", "qwen2_tiny", "qwen3_tiny", "smollm2_tiny");
 #else

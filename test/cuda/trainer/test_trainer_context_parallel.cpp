@@ -74,7 +74,7 @@ void compare(const selftest::Model& model, const LayoutCase& layout, Documents d
 
 }  // namespace
 
-TEST_CASE("context parallelism on GPUs matches one rank on the CPU", "[cuda][trainer]") {
+TEST_CASE("context parallelism on GPUs matches one rank on the CPU", "[cp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -90,7 +90,7 @@ TEST_CASE("context parallelism on GPUs matches one rank on the CPU", "[cuda][tra
   }
 }
 
-TEST_CASE("context parallelism in bf16 is as good on GPUs as on the CPU", "[cuda][trainer]") {
+TEST_CASE("context parallelism in bf16 is as good on GPUs as on the CPU", "[cp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -102,7 +102,7 @@ TEST_CASE("context parallelism in bf16 is as good on GPUs as on the CPU", "[cuda
   SECTION("Ulysses") { in_bf16("qwen3", {4, ulysses}); }
 }
 
-TEST_CASE("context parallelism on GPUs matches one rank on the CPU in every layout", "[cuda][trainer][long]") {
+TEST_CASE("context parallelism on GPUs matches one rank on the CPU in every layout", "[cp][cuda][trainer][long]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -115,7 +115,7 @@ TEST_CASE("context parallelism on GPUs matches one rank on the CPU in every layo
 }
 
 TEST_CASE("context parallelism beside tensor and data parallelism matches one rank on GPUs; the stages agree",
-          "[cuda][trainer]") {
+          "[cp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -139,7 +139,7 @@ TEST_CASE("context parallelism beside tensor and data parallelism matches one ra
   REQUIRE(same(one_step(sharded, machine), stage0));  // contracts 3 and 11
 }
 
-TEST_CASE("context-parallel ranks on GPUs evaluate and generate like one rank on the CPU", "[cuda][trainer]") {
+TEST_CASE("context-parallel ranks on GPUs evaluate and generate like one rank on the CPU", "[cp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(2);
 #endif

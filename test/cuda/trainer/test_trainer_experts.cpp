@@ -59,7 +59,7 @@ void compare(const char* family, const ExpertOptions& options, const LayoutCase&
 
 }  // namespace
 
-TEST_CASE("a model with experts on a GPU matches the CPU, with graphs and without", "[cuda][trainer]") {
+TEST_CASE("a model with experts on a GPU matches the CPU, with graphs and without", "[ep][cuda][trainer]") {
   const auto [family, options] = GENERATE(std::pair{"qwen2_moe", dropless}, std::pair{"mixtral", dropping});
   CAPTURE(family);
   const StepConfig step = step_of(model_of(family), {}, options),
@@ -79,7 +79,7 @@ TEST_CASE("a model with experts on a GPU matches the CPU, with graphs and withou
   }
 }
 
-TEST_CASE("experts on GPUs match one rank on the CPU in every layout", "[cuda][trainer]") {
+TEST_CASE("experts on GPUs match one rank on the CPU in every layout", "[ep][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -100,7 +100,7 @@ TEST_CASE("experts on GPUs match one rank on the CPU in every layout", "[cuda][t
   }
 }
 
-TEST_CASE("experts on GPUs: stages, schedules and recomputation change no bit", "[cuda][long][trainer]") {
+TEST_CASE("experts on GPUs: stages, schedules and recomputation change no bit", "[ep][cuda][long][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -124,7 +124,7 @@ TEST_CASE("experts on GPUs: stages, schedules and recomputation change no bit", 
 }
 
 TEST_CASE("on GPUs all rows may go to one expert, or to the experts of one rank, and an expert may get none",
-          "[cuda][trainer]") {
+          "[ep][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -171,7 +171,7 @@ TEST_CASE("on GPUs all rows may go to one expert, or to the experts of one rank,
 #ifndef __CUDACC__
 
 // Of a smaller model test_trainer.cpp's search for waits finds it, too.
-TEST_CASE("experts on GPUs: no order of streams changes a bit", "[cuda][long][trainer]") {
+TEST_CASE("experts on GPUs: no order of streams changes a bit", "[ep][cuda][long][trainer]") {
   const Gpus gpus(2);
   const StepConfig step = step_of(model_of("qwen2_moe"), {.dp = 2, .stage = 3, .ep = 2, .imbalance = 0.4}, dropless);
   const Outcome plain = one_step(step, own_gpus(2));

@@ -75,7 +75,7 @@ void compare(const selftest::Model& model, const LayoutCase& layout, const std::
 
 }  // namespace
 
-TEST_CASE("pipelines on GPUs compute bitwise what one stage does", "[cuda][trainer]") {
+TEST_CASE("pipelines on GPUs compute bitwise what one stage does", "[pp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -100,7 +100,7 @@ TEST_CASE("pipelines on GPUs compute bitwise what one stage does", "[cuda][train
 }
 
 TEST_CASE("pipelines of data- and tensor-parallel ranks on GPUs compute bitwise what one stage of them does",
-          "[cuda][trainer]") {
+          "[pp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -116,7 +116,7 @@ TEST_CASE("pipelines of data- and tensor-parallel ranks on GPUs compute bitwise 
   }
 }
 
-TEST_CASE("an asynchronous pipeline on GPUs computes what it does on the CPU", "[cuda][trainer]") {
+TEST_CASE("an asynchronous pipeline on GPUs computes what it does on the CPU", "[pp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(3);
 #endif
@@ -132,7 +132,7 @@ TEST_CASE("an asynchronous pipeline on GPUs computes what it does on the CPU", "
   }
 }
 
-TEST_CASE("pipelines on GPUs compute bitwise what one stage does in every layout", "[cuda][trainer][long]") {
+TEST_CASE("pipelines on GPUs compute bitwise what one stage does in every layout", "[pp][cuda][trainer][long]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -151,7 +151,7 @@ TEST_CASE("pipelines on GPUs compute bitwise what one stage does in every layout
     compare(model_of(family, dtype), {2, schedule, 1, {}, 2}, machines_for(4), 2);
 }
 
-TEST_CASE("pipelines on GPUs validate and generate what one stage does", "[cuda][trainer]") {
+TEST_CASE("pipelines on GPUs validate and generate what one stage does", "[pp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(3);
 #endif

@@ -48,7 +48,7 @@ void compare_layouts(const char* family, int tp, bool sequence, const std::vecto
 
 }  // namespace
 
-TEST_CASE("tensor parallelism on GPUs matches one rank on the CPU, overlapped or not", "[cuda][trainer]") {
+TEST_CASE("tensor parallelism on GPUs matches one rank on the CPU, overlapped or not", "[tp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -58,7 +58,7 @@ TEST_CASE("tensor parallelism on GPUs matches one rank on the CPU, overlapped or
   }
 }
 
-TEST_CASE("tensor parallelism on GPUs matches one rank on the CPU in every layout", "[cuda][trainer][long]") {
+TEST_CASE("tensor parallelism on GPUs matches one rank on the CPU in every layout", "[tp][cuda][trainer][long]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -66,7 +66,7 @@ TEST_CASE("tensor parallelism on GPUs matches one rank on the CPU in every layou
   compare_layouts(GENERATE("gpt2", "qwen3"), tp, GENERATE(true, false), machines_for(tp));
 }
 
-TEST_CASE("tensor parallelism and ZeRO together match one rank on GPUs; the stages agree", "[cuda][trainer]") {
+TEST_CASE("tensor parallelism and ZeRO together match one rank on GPUs; the stages agree", "[tp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -88,7 +88,7 @@ TEST_CASE("tensor parallelism and ZeRO together match one rank on GPUs; the stag
 }
 
 TEST_CASE("tensor parallelism in bf16 is as good on GPUs as on the CPU, with rows of an odd width, too",
-          "[cuda][trainer]") {
+          "[tp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(4);
 #endif
@@ -103,7 +103,7 @@ TEST_CASE("tensor parallelism in bf16 is as good on GPUs as on the CPU, with row
   require_as_good(selftest::run_layout(overlapped(step(DType::bf16, 4)), machines_for(4).back()), cpu, fp32);
 }
 
-TEST_CASE("tensor-parallel ranks on GPUs validate and generate like one rank on the CPU", "[cuda][trainer]") {
+TEST_CASE("tensor-parallel ranks on GPUs validate and generate like one rank on the CPU", "[tp][cuda][trainer]") {
 #ifndef __CUDACC__
   const Gpus gpus(2);
 #endif
@@ -143,7 +143,8 @@ TEST_CASE("tensor-parallel ranks on GPUs validate and generate like one rank on 
 
 #ifndef __CUDACC__
 
-TEST_CASE("every group of tensor-parallel ranks works over NCCL, and sums what they do not divide", "[cuda][trainer]") {
+TEST_CASE("every group of tensor-parallel ranks works over NCCL, and sums what they do not divide",
+          "[tp][cuda][trainer]") {
   const Gpus gpus(6);
   const Layout layout{.tensor = {.ranks = 6, .overlap = true, .head_copies = 3}};
   World world(layout.mesh(), Backend::nccl);
