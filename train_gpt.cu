@@ -478,7 +478,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
   require_same_everywhere(processes, job, resume);
   Peaks peaks;
   if (first) {
-    peaks = find_peaks(job.device, job.step.dtype, o.peak_tflops).times(devices_in_use(job.device, o));
+    peaks = find_peaks(job.device, job.step.precision.products, o.peak_tflops).times(devices_in_use(job.device, o));
     if (o.profile) peaks.bandwidth = measure_bandwidth(rank_device(job.device, o.place));
   }
   World world(job.step.layout.mesh(), job.backend, no_hooks, processes.local_ranks());

@@ -23,7 +23,7 @@ inline std::string to_string(const LayoutCase& l) {
 inline StepConfig step_of(const ModelConfig& model, const LayoutCase& l, const ExpertOptions& options, DType dtype,
                           const BatchShape& batch, int64_t micro_batches) {
   StepConfig step{.model = model,
-                  .dtype = dtype,
+                  .precision = dtype,
                   .batch = batch,
                   .micro_batches = micro_batches,
                   .recompute = l.recompute,

@@ -33,7 +33,6 @@ struct ZeroConfig {
   int shards = 1, replicas = 1;  // ranks of a shard group (data-parallel times context-parallel); its replicas
   bool reduce_by_stage = true;   // set_stage() sets grad_reduce
   Holds holds = Holds::training_state;
-  bool master_weights = true;  // fp32 copies of bf16 weights; without them updates are rounded stochastically
   Optimizer optimizer = Optimizer::adamw;  // whose slots are sharded like the master weights
   DpSync sync = DpSync::all_reduce;        // servers need stage 0 and one replica
 

@@ -88,10 +88,10 @@ inline void expert_faults(Faults& faults, const Layout& l, const ModelConfig& c)
                 "of {}",
                 ranks, E, all, would_do);
   faults.unless(l.zero.sync == DpSync::all_reduce,
-                "--dp-sync {} and {} experts per layer: servers are for dense models: use --dp-sync all-reduce",
+                "--dp-sync {} with {} experts per layer: servers are for dense models: use --dp-sync all-reduce",
                 l.zero.sync, E);
   faults.unless(!l.pipeline.asynchronous(),
-                "--schedule pipedream and {} experts per layer: not built yet; use --schedule 1f1b", E);
+                "{} experts per layer with --schedule pipedream: not built yet; use --schedule 1f1b", E);
 }
 
 }  // namespace detail
@@ -121,9 +121,10 @@ inline Faults layout_faults(const Layout& l, const ModelConfig& model) {
   detail::context_faults(faults, l, model);
   detail::expert_faults(faults, l, model);
   faults.unless(!l.pipeline.asynchronous() || !model.tied,
-                "--schedule pipedream with a model whose embedding is also its head: the first and the last stage "
-                "update at different times, so a table that both have would not stay the same; use a model with a head "
-                "of its own, or --schedule 1f1b");
+                "{} with --schedule pipedream: its embedding is also its head, and the first and the last stage update "
+                "at different times, so a table that both have would not stay the same; use a model with a head of its "
+                "own, or --schedule 1f1b",
+                model.family.model_type);
   return faults;
 }
 

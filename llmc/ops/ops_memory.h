@@ -4,12 +4,11 @@
 #include <string_view>
 #include <utility>
 
+#include "core/precision.h"
 #include "ops/dispatch.h"
 #include "ops/types.h"
 
 namespace llmc {
-
-inline DType accumulator_of(DType dtype) { return dtype == DType::fp64 ? DType::fp64 : DType::fp32; }
 
 namespace detail {
 

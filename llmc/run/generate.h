@@ -93,7 +93,8 @@ inline std::vector<Prompt> given_prompts(const Options& o) {
 // --generate: loads a model and prints how it continues the prompts, token by token.
 inline void run_generate(const Options& o) {
   require_trained_model("--generate", o.model);
-  StepConfig config{.model = choose_model(o), .dtype = choose_dtype(o), .layout = {.zero = {.holds = Holds::weights}}};
+  StepConfig config{
+      .model = choose_model(o), .precision = choose_precision(o), .layout = {.zero = {.holds = Holds::weights}}};
   config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
   require_countable(config);
   const Device device = choose_device(o);

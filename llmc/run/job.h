@@ -103,7 +103,7 @@ struct Job {
       return "";
     }
   }
-  int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.dtype, step.layout.zero); }
+  int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.precision, step.layout.zero); }
   int64_t steps_of_an_epoch() const { return llmc::steps_of_an_epoch(train.samples(), samples_per_step); }
   double flops_per_step() const {
     return training_flops_per_token(step.model, options.seq_len) * static_cast<double>(step.tokens());

@@ -62,7 +62,7 @@ inline void run_plan(const Options& o) {
   Device rank = first_rank_device(device, o);
   const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
   const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
-  if (chip) rank.rates = datasheet_rates(*chip, config.dtype, config.layout.ranks());
+  if (chip) rank.rates = datasheet_rates(*chip, config.precision.products, config.layout.ranks());
   const Plan plan = make_plan(config, rank);
   std::optional<int64_t> steps;
   if (o.max_steps || o.tokens) steps = choose_steps(o, config.tokens(), 1);

@@ -59,7 +59,11 @@ inline ModelConfig choose_model(const Options& o) {
   return resolve_model(o.model, {o.n_layer, o.n_head, o.n_kv_head, o.n_embd, o.n_ffn, o.vocab_size});
 }
 
-inline DType choose_dtype(const Options& o) { return o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32; }
+inline Precision choose_precision(const Options& o) {
+  Precision precision = o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32;
+  precision.masters = o.master_weights == MasterWeights::fp32;
+  return precision;
+}
 
 // All ranks together have this many times the peak of this process's device: the number of GPUs that they use, or the
 // number of processes. Processes that share `processors` processors and have more threads than that count for less.
@@ -165,7 +169,7 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
 // The step that the options describe. Checks everything that the options alone decide.
 inline StepConfig choose_step(const Options& o) {
   StepConfig step{.model = choose_model(o),
-                  .dtype = choose_dtype(o),
+                  .precision = choose_precision(o),
                   .batch = {o.batch_size, o.seq_len},
                   .recompute = o.recompute,
                   .generates = o.sample_every > 0,
@@ -201,7 +205,7 @@ inline void require_gpu_for(const char* option, bool asked, const Device& device
 // Rejects --attention cudnn if cuDNN does not compute what the step needs.
 inline void require_cudnn_can(const StepConfig& step, const Device& device, const Options& o) {
   require_gpu_for("--attention cudnn", device.cudnn, device, o);
-  CHECK(!device.cudnn || (step.dtype == DType::bf16 && !o.mask_documents),
+  CHECK(!device.cudnn || (step.precision.products == DType::bf16 && !o.mask_documents),
         "--attention cudnn needs --dtype bf16 and cannot mask documents: leave out --mask-documents, use --dtype bf16, "
         "or use --attention own");
   CHECK(!device.cudnn || step.layout.context.ranks == 1,

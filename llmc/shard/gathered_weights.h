@@ -11,8 +11,8 @@ namespace llmc {
 
 class GatheredWeights {
  public:
-  GatheredWeights(Units& units, DType dtype, Arena& arena) : units_(units) {
-    if (sharded()) buffers_ = UnitBuffers(units, "gathered weights", dtype, 2, arena);
+  GatheredWeights(Units& units, Arena& arena) : units_(units) {
+    if (sharded()) buffers_ = UnitBuffers(units, "gathered weights", units.precision().weights, 2, arena);
   }
 
   // `order`: the units in the order in which acquire() will be called for them.

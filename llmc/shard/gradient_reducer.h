@@ -13,9 +13,9 @@ namespace llmc {
 class GradientReducer {
  public:
   // blocks_open: the most blocks whose gradients are between start() and reduce() at the same time
-  GradientReducer(Units& units, DType dtype, int64_t blocks_open, Arena& arena) : units_(units) {
+  GradientReducer(Units& units, int64_t blocks_open, Arena& arena) : units_(units) {
     if (by_micro_batch() && zero().holds == Holds::training_state)
-      buffers_ = UnitBuffers(units, "gradients in flight", accumulator_of(dtype), blocks_open + 1, arena);
+      buffers_ = UnitBuffers(units, "gradients in flight", units.precision().wire, blocks_open + 1, arena);
   }
 
   // Before the first micro-batch of a step.

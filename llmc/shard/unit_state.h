@@ -56,9 +56,10 @@ using StateTable = std::vector<StateEntry>;
 class UnitState {
  public:
   // versions: how many versions of the weights are kept; one is used at a time
-  UnitState(const UnitSpec& spec, DType dtype, const ZeroConfig& zero, int shard, Arena& arena, int64_t versions = 1)
+  UnitState(const UnitSpec& spec, const Precision& precision, const ZeroConfig& zero, int shard, Arena& arena,
+            int64_t versions = 1)
       : spec_(spec), layout_(spec, zero.ranks()) {
-    const DType state = accumulator_of(dtype);
+    const DType dtype = precision.weights, state = precision.state;
     whole_ = {0, layout_.size};
     find_copies();
     shard_range_ = {layout_.size / zero.shards * shard, layout_.size / zero.shards};
@@ -82,7 +83,7 @@ class UnitState {
     while (static_cast<int64_t>(versions_.size()) < versions)
       versions_.push_back(flat("weight versions", dtype, whole_));
     if (zero.holds == Holds::weights) return;
-    if (dtype != state && zero.master_weights) master_ = flat("master weights", state, update_range_);
+    if (precision.keeps_masters()) master_ = flat("master weights", state, update_range_);
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
     else gradient_sum_ = flat("gradients", state, update_range_);
     if (spec_.params.empty()) return;

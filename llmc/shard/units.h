@@ -22,14 +22,18 @@ struct StageUnits {
 // In the order of the model: the embedding, the blocks (and their experts, if they have any), the head.
 class Units {
  public:
-  Units(const ParamTable& table, DType dtype, const ZeroConfig& zero, Groups& groups, Arena& arena, StageUnits stages,
-        int64_t versions)
-      : zero_(zero), expert_zero_(groups.layout.expert_zero()), groups_(groups), stages_(std::move(stages)) {
+  Units(const ParamTable& table, const Precision& precision, const ZeroConfig& zero, Groups& groups, Arena& arena,
+        StageUnits stages, int64_t versions)
+      : precision_(precision),
+        zero_(zero),
+        expert_zero_(groups.layout.expert_zero()),
+        groups_(groups),
+        stages_(std::move(stages)) {
     for (const UnitSpec& unit : table) {
       sharing_.push_back(unit.sharing);
       if (unit.sharing == Sharing::experts) require_expert_groups(unit);
       units_.push_back(stages_.has(units_.size(), groups.me.stage)
-                           ? std::make_unique<UnitState>(unit, dtype, zero_config(unit.sharing),
+                           ? std::make_unique<UnitState>(unit, precision, zero_config(unit.sharing),
                                                          groups.sharers(unit.sharing).shard, arena, versions)
                            : nullptr);
     }
@@ -56,6 +60,7 @@ class Units {
     return sharing == Sharing::experts ? expert_zero_ : zero_;
   }
   Sharing sharing_of(size_t index) const { return sharing_[index]; }
+  const Precision& precision() const { return precision_; }
   Groups& groups() const { return groups_; }
   Groups::Sharers sharers(size_t index) const { return groups_.sharers(sharing_[index]); }
 
@@ -80,6 +85,7 @@ class Units {
           zero_.sync);
   }
 
+  Precision precision_;
   ZeroConfig zero_, expert_zero_;  // of dense units, of experts
   Groups& groups_;
   StageUnits stages_;

@@ -14,11 +14,11 @@ class ModelState : public Units {
  public:
   // blocks_open: the most blocks whose gradients are between gradients.start() and reduce() at the same time
   // versions: how many versions of the weights are kept
-  ModelState(const ParamTable& table, DType dtype, const ZeroConfig& zero, Groups& groups, Arena& arena,
+  ModelState(const ParamTable& table, const Precision& precision, const ZeroConfig& zero, Groups& groups, Arena& arena,
              StageUnits stages = {}, int64_t blocks_open = 1, int64_t kept_versions = 1)
-      : Units(table, dtype, zero, groups, arena, std::move(stages), kept_versions),
-        weights(*this, dtype, arena),
-        gradients(*this, dtype, blocks_open, arena),
+      : Units(table, precision, zero, groups, arena, std::move(stages), kept_versions),
+        weights(*this, arena),
+        gradients(*this, blocks_open, arena),
         versions(*this, kept_versions) {}
 
   void update(Tensor control, const OptimizerOptions& options, Stream& compute) {

@@ -27,8 +27,7 @@ class ExpertRecord {
       for (int k = 0; k < config.slices_for(Purpose::train); ++k)
         order_segments(config.share(config.batch, Purpose::train, k), context);
     if (config.experts.bias_rate > 0) {
-      biases_ =
-          context.arena.alloc("balance of experts", "biases of experts", accumulator_of(config.dtype), {layers_, E});
+      biases_ = context.arena.alloc("balance of experts", "biases of experts", config.precision.state, {layers_, E});
       zero(biases_, context.compute);
     }
   }

@@ -109,7 +109,8 @@ class PassMemory {
         inputs_.emplace_back(slice.rows(), config.all_position_rows(pass.shape, pass.purpose), config.layout.tensor,
                              arena);
     for (size_t i = 0; i < input_sets_.count(); ++i)
-      chunk_inputs_.push_back(arena.alloc("activations", "input of a chunk", config.dtype, stream_shape));
+      chunk_inputs_.push_back(
+          arena.alloc("activations", "input of a chunk", config.precision.activations, stream_shape));
     for (const BatchShape& room : rooms_of_blocks(actions))
       blocks_.push_back(BlockActivations::kept(block_shape(room, block_sets_.kind_of<Layers>(blocks_.size())),
                                                recompute, backward, shared, arena));
@@ -121,7 +122,7 @@ class PassMemory {
       gradients_.emplace_back(block_shape(shape, gradient_sets_.kind_of<Layers>(i)), arena);
     }
     if (pass.purpose == Purpose::train)
-      gradient_ = arena.alloc("gradients of activations", "gradient", config.dtype, stream_shape);
+      gradient_ = arena.alloc("gradients of activations", "gradient", config.precision.activations, stream_shape);
   }
 
   const MicroBatch& inputs(int64_t micro_batch, int slice) const {
@@ -168,7 +169,7 @@ class PassMemory {
 
  private:
   BlockShape block_shape(const BatchShape& batch, Layers layers) const {
-    return {model_, batch, layers, config_.layout.tensor, config_.dtype, placement_};
+    return {model_, batch, layers, config_.layout.tensor, config_.precision.activations, placement_};
   }
   int64_t layers(int chunk) const { return static_cast<int64_t>(chunks_[static_cast<size_t>(chunk)].layers.size()); }
   // The kinds of a chunk's layers.
@@ -222,11 +223,12 @@ class PassMemory {
     auto alloc = [&](const char* name, DType dtype) {
       return arena.alloc("keys of token slices", name, dtype, {all.rows(), 2 * model_.kv_size()});
     };
-    for (size_t i = 0; i < key_sets_.count(); ++i) keys_.push_back(alloc("keys and values", config_.dtype));
+    for (size_t i = 0; i < key_sets_.count(); ++i)
+      keys_.push_back(alloc("keys and values", config_.precision.activations));
     for (const Chunk& chunk : chunks_) {
       std::vector<Tensor>& gradients = key_gradients_.emplace_back();
       while (gradients.size() < chunk.layers.size())
-        gradients.push_back(alloc("gradient of keys and values", accumulator_of(config_.dtype)));
+        gradients.push_back(alloc("gradient of keys and values", config_.precision.state));
     }
   }
 
@@ -336,7 +338,7 @@ struct KeyValueCache {
   template <class Held>
   KeyValueCache(const StepConfig& config, Arena& arena, Held&& held) {
     for (int64_t l = 0; l < config.model.n_layer; ++l)
-      layers.push_back(held(l) ? arena.alloc("key-value cache", "keys and values", config.dtype,
+      layers.push_back(held(l) ? arena.alloc("key-value cache", "keys and values", config.precision.activations,
                                              {config.batch.T, 2 * config.part().kv_size()})
                                : Tensor{});
   }

@@ -147,9 +147,10 @@ class Interpreter {
       most[before] = std::max(most[before], waiting[before]);
     }
     groups.links.reserve_headers(context_.arena);
-    for (const int stage : sent) groups.links.to(stage).reserve(config_.dtype, elements, 2, context_.arena);
+    for (const int stage : sent)
+      groups.links.to(stage).reserve(config_.precision.activations, elements, 2, context_.arena);
     for (const auto& [stage, count] : most)
-      groups.links.from(stage).reserve(config_.dtype, elements, count + 1, context_.arena);
+      groups.links.from(stage).reserve(config_.precision.activations, elements, count + 1, context_.arena);
   }
   // The stage from which an action gets a message, or receives it; -1: none.
   int comes_from(const Action& a) const {

@@ -30,7 +30,7 @@ class SliceTimes {
   SliceTimes(const StepConfig& config, DeviceKind kind)
       : config_(config),
         model_(config.part()),
-        rates_(slice_rates(kind, config.dtype)),
+        rates_(slice_rates(kind, config.precision.products)),
         device_(device_of(kind, rates_.rates)),
         arena_(device_),
         scratch_(device_),
@@ -39,9 +39,9 @@ class SliceTimes {
         table_(part_of(parameter_table(config.model), config.layout.tensor, 0)),
         kind_(kind_of_layer(model_, typical_layer(config.model))),
         layer_(layer_units(config.model)[static_cast<size_t>(typical_layer(config.model))]),
-        block_(table_[layer_.block], config.dtype, {}, 0, arena_),
+        block_(table_[layer_.block], config.precision, {}, 0, arena_),
         experts_(layer_.experts
-                     ? std::make_unique<UnitState>(table_[*layer_.experts], config.dtype, ZeroConfig{}, 0, arena_)
+                     ? std::make_unique<UnitState>(table_[*layer_.experts], config.precision, ZeroConfig{}, 0, arena_)
                      : nullptr),
         blocks_(ceil_div(model_.n_layer, config.layout.pipeline.stages)) {
     stream_.set_ledger(&ops_);
@@ -59,16 +59,17 @@ class SliceTimes {
     // As if each rank had all experts: with --ep a rank computes equally many rows, and rows travel meanwhile.
     ExpertPlacement placement = config_.expert_placement();
     placement.ranks = 1;
-    const BlockShape of{model_, shape, kind_, config_.layout.tensor, config_.dtype, placement};
+    const BlockShape of{model_, shape, kind_, config_.layout.tensor, config_.precision.activations, placement};
     const BlockActivations shared = BlockActivations::recomputed(of, recompute, arena_);
     BlockActivations acts = BlockActivations::kept(of, recompute, Backward::whole, shared, arena_);
     auto alloc = [&](DType dtype, const Shape& as) { return arena_.alloc("slices on paper", "a tensor", dtype, as); };
     const Shape keys{shape.B * T, 2 * model_.kv_size()};
-    acts.slice_keys = {alloc(config_.dtype, keys), alloc(accumulator_of(config_.dtype), keys)};
-    const Tensor x = alloc(config_.dtype, acts.out.shape), dx = alloc(config_.dtype, acts.out.shape);
+    acts.slice_keys = {alloc(config_.precision.activations, keys), alloc(config_.precision.state, keys)};
+    const Tensor x = alloc(config_.precision.activations, acts.out.shape),
+                 dx = alloc(config_.precision.activations, acts.out.shape);
     const Sequences sequences{.shape = shape,
                               .positions = alloc(DType::int32, {shape.rows()}),
-                              .rotary_table = alloc(accumulator_of(config_.dtype), {T, model_.head_size}),
+                              .rotary_table = alloc(config_.precision.state, {T, model_.head_size}),
                               .documents = config_.documents,
                               .slice = SequenceRows{T, context, length},
                               .routing = {.rows = {x.shape[0], {length}, T},

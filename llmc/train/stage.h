@@ -36,7 +36,7 @@ class Stage {
         chunks_(config.model_chunks()),
         layer_units_(layer_units(config.model)) {
     if (config.model.family.positions == Positions::rotary) {
-      rotary_table_ = context_.arena.alloc("rotary table", "rotary table", accumulator_of(config.dtype),
+      rotary_table_ = context_.arena.alloc("rotary table", "rotary table", config.precision.state,
                                            {config.batch.T, config.model.head_size});
       rotary_table(rotary_table_, config.model.rotary, context_.compute);
     }
@@ -54,7 +54,7 @@ class Stage {
   // Room for the logits of all tensor-parallel ranks, padding included.
   Tensor logits_room() const {
     const int64_t V = model_.padded_vocab() * config_.layout.tensor.ranks;
-    return context_.arena.alloc("head", "logits of all ranks", config_.dtype, {V});
+    return context_.arena.alloc("head", "logits of all ranks", config_.precision.activations, {V});
   }
   // Copies complete logits, which all ranks have, to the host.
   void deliver_logits(const Tensor& all) {
@@ -255,7 +255,7 @@ class Stage {
   void compute_logits(const Tensor& logits, const Tensor& x, const Head& head, const Pass& pass) {
     auto scope = context_.arena.scope();
     const int64_t S = x.shape[0], C = x.shape[1];
-    const HeadActivations acts(model_, 1, config_.layout.tensor, config_.dtype, context_.arena);
+    const HeadActivations acts(model_, 1, config_.layout.tensor, config_.precision.activations, context_.arena);
     // With sequence parallelism one rank has the row; the other ranks compute rows that are not used.
     head.forward(acts, x.slice(pass.logits_row % S * C, {1, C}));
     const Tensor mine = acts.logits.slice(pass.logits_row / S * acts.logits.shape[1], {acts.logits.shape[1]});
@@ -335,8 +335,8 @@ class Stage {
       auto scope = context_.arena.scope();
       std::vector<Range> rows;
       for (int p = 0; p < slices; ++p) rows.push_back({S * p + begin, n});
-      f(HeadActivations(model_, n, config_.layout.tensor, config_.dtype, context_.arena), x.slice(begin * C, {n, C}),
-        targets_of(rows, slot), rows);
+      f(HeadActivations(model_, n, config_.layout.tensor, config_.precision.activations, context_.arena),
+        x.slice(begin * C, {n, C}), targets_of(rows, slot), rows);
     }
   }
   Tensor targets_of(const std::vector<Range>& rows, const Slot& slot) {

@@ -46,7 +46,7 @@ struct ExpertOptions {
 
 struct StepConfig {
   ModelConfig model;
-  DType dtype = DType::fp32;
+  Precision precision = {};
   BatchShape batch{1, 1};     // one micro-batch: B sequences of T tokens
   int64_t micro_batches = 1;  // of one step
   Recompute recompute = Recompute::none;
@@ -90,7 +90,7 @@ struct StepConfig {
   // most 1 GiB of logits.
   int64_t head_rows(int64_t S) const {
     const int64_t logits_rows = layout.tensor.by_rows() ? S * layout.tensor.ranks : S;
-    const int64_t row_bytes = layout.tensor.stored_vocab(model.vocab_size) * size_of(dtype);
+    const int64_t row_bytes = layout.tensor.stored_vocab(model.vocab_size) * size_of(precision.activations);
     const int64_t chunks =
         head_chunks > 0 ? std::min(head_chunks, S) : ceil_div(logits_rows * row_bytes, int64_t{1} << 30);
     return ceil_div(S, chunks);

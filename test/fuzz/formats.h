@@ -46,7 +46,7 @@ class Checkpoints {
     model.n_ffn = 12;
     model.vocab_size = 31;
     model.n_positions = 16;
-    return {.model = model, .dtype = DType::bf16, .batch = {1, 8}};
+    return {.model = model, .precision = DType::bf16, .batch = {1, 8}};
   }
   std::string write(const std::string& out, const nlohmann::ordered_json& trainer) {
     std::filesystem::create_directories(out);

@@ -32,7 +32,7 @@ inline StepConfig step_of(const Model& model, const LayoutCase& layout, Document
   ModelConfig config = model.config();
   config.n_positions = seq_len;
   StepConfig step{.model = config,
-                  .dtype = model.dtype,
+                  .precision = model.dtype,
                   .batch = {batch_size, seq_len},
                   .micro_batches = sequences / batch_size / layout.zero.ranks(),
                   .layout = {.zero = layout.zero, .tensor = tensor_parallel(config, layout.tp)}};

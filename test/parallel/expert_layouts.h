@@ -41,7 +41,7 @@ inline std::string to_string(const LayoutCase& l) {
 }
 
 inline StepConfig step_of(const ModelConfig& model, const LayoutCase& l, DType dtype = DType::fp32) {
-  StepConfig step{.model = model, .dtype = dtype, .micro_batches = 2};
+  StepConfig step{.model = model, .precision = dtype, .micro_batches = 2};
   step.layout.zero = {.stage = l.stage, .grad_reduce = l.reduce, .shards = l.shards * l.cp, .replicas = l.replicas};
   step.layout.tensor = tensor_parallel(model, l.tp);
   step.layout.context = {.ranks = l.cp};
@@ -63,7 +63,7 @@ struct Holder {
         groups(
             step.layout, rank, {DeviceKind::cpu, 1},
             [&](const std::string& name, const auto& group) { return world.join(rank, name, group); }, world.hooks()),
-        state(table_of(step, groups), step.dtype, step.layout.zero, groups, poisoned(arena), step.stage_units()) {}
+        state(table_of(step, groups), step.precision, step.layout.zero, groups, poisoned(arena), step.stage_units()) {}
   Holder(const Holder&) = delete;
   Holder& operator=(const Holder&) = delete;
   void synchronize() {

@@ -25,7 +25,7 @@ struct Case {
 // Llama with grouped heads: B sequences of T tokens in each of the micro-batches.
 StepConfig step_of(const Case& c, int64_t heads, int64_t kv_heads, const BatchShape& batch, int64_t micro_batches = 1) {
   StepConfig step{.model = selftest::Model{"llama", true, c.dtype, heads, kv_heads}.config(),
-                  .dtype = c.dtype,
+                  .precision = c.dtype,
                   .batch = batch,
                   .micro_batches = micro_batches,
                   .recompute = c.recompute,
@@ -42,7 +42,8 @@ struct Law {
   int64_t forward, backward;
   explicit Law(const StepConfig& step) {
     const ModelConfig m = step.part();
-    const int64_t P = step.layout.context.ranks, N = step.batch.rows() / P, D = m.head_size, size = size_of(step.dtype);
+    const int64_t P = step.layout.context.ranks, N = step.batch.rows() / P, D = m.head_size,
+                  size = size_of(step.precision.weights);
     const int64_t K = N * 2 * m.n_kv_head * D * size, K32 = K / size * 4, Q = N * m.n_head * D * size;
     if (step.layout.context.attention != ContextAttention::ulysses) {
       forward = (P - 1) * K;
@@ -288,7 +289,7 @@ TEST_CASE("Ulysses is refused where heads cannot be divided; the others are not"
 
 TEST_CASE("llama3:8B at 131,072 tokens is planned in a moment: what a rank keeps of a sequence fits a GPU",
           "[parallel][cp]") {
-  StepConfig step{.model = resolve_model("llama3:8B", {}), .dtype = DType::bf16, .batch = {1, 131072}};
+  StepConfig step{.model = resolve_model("llama3:8B", {}), .precision = DType::bf16, .batch = {1, 131072}};
   step.recompute = Recompute::block;
   step.generates = false;
   step.layout.zero.shards = 16;

@@ -193,7 +193,7 @@ TEST_CASE("bytes sent per step match the formula, planned and between threads", 
 TEST_CASE("memory of model states by stage is the ZeRO paper's, for the dtypes in use", "[parallel][zero]") {
   // 124M parameters over 8 ranks: in bf16, 2 + 4 + 12 bytes per parameter, of which stage 1 shards 12, stage 2 16,
   // stage 3 18.
-  const StepConfig alone{.model = resolve_model("gpt2:124M", {}), .dtype = DType::bf16, .batch = {1, 64}};
+  const StepConfig alone{.model = resolve_model("gpt2:124M", {}), .precision = DType::bf16, .batch = {1, 64}};
   int64_t padded = 0, in_flight = 0;
   for (const UnitSpec& unit : parameter_table(alone.model)) {
     const int64_t size = UnitLayout(unit, 8).size;
@@ -266,7 +266,8 @@ WholeState pass_through(const StepConfig& config, const std::string& from, const
         });
       }
     }
-    write_checkpoint(out, step, config.model, run.trainer.state(), config.dtype, {{"seq_len", 19}}, run.stream);
+    write_checkpoint(out, step, config.model, run.trainer.state(), config.precision.weights, {{"seq_len", 19}},
+                     run.stream);
   });
   return whole;
 }
@@ -367,8 +368,8 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
         });
       } catch (const Interrupted&) {
       }
-      write_checkpoint(dir.path(), stage + 1, config.model, run.trainer.state(), config.dtype, {{"seq_len", 19}},
-                       run.stream);
+      write_checkpoint(dir.path(), stage + 1, config.model, run.trainer.state(), config.precision.weights,
+                       {{"seq_len", 19}}, run.stream);
     });
     REQUIRE_FALSE(checkpoint_fault(checkpoint_path(dir.path(), stage + 1)));
   }
@@ -424,9 +425,9 @@ TEST_CASE("bf16 weights without masters are rounded identically in every layout"
   std::vector<Layout> layouts = selftest::layouts(1);
   for (const Layout& layout : selftest::layouts(2))
     if (layout.zero.shards == 2) layouts.push_back(layout);
-  for (ZeroConfig zero : layouts | std::views::transform(&Layout::zero)) {
-    zero.master_weights = false;
-    const StepConfig step = selftest::step_config(selftest::awkward_model(), DType::bf16, 4, zero);
+  for (const ZeroConfig& zero : layouts | std::views::transform(&Layout::zero)) {
+    StepConfig step = selftest::step_config(selftest::awkward_model(), DType::bf16, 4, zero);
+    step.precision.masters = false;
     for (const MemoryLine& line : make_plan(step, {DeviceKind::cpu, 1}).memory) REQUIRE(line.label != "master weights");
     const selftest::Outcome outcome = selftest::run_layout(step);
     REQUIRE(outcome.fault == "");

@@ -86,7 +86,7 @@ TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between t
           step.recompute = recompute;
           const ModelConfig& m = step.model;
           const int64_t P = tp, R = round_up(step.batch.rows(), P), M = step.micro_batches, L = m.n_layer,
-                        A = R * m.n_embd * size_of(step.dtype);
+                        A = R * m.n_embd * size_of(step.precision.activations);
           auto f = [&](int64_t bytes) { return bytes / P * (P - 1); };
           const bool block = recompute == Recompute::block;
           // Blocks; then the embedding and the head, whose input the head's rows are: with sequence parallelism rows
@@ -138,7 +138,7 @@ TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between t
 
 TEST_CASE("with sequence parallelism a rank keeps its share of the activations", "[parallel][tp]") {
   auto activations = [](int tp, bool sequence) {
-    StepConfig step{.model = resolve_model("llama3:8B", {}), .dtype = DType::bf16, .batch = {1, 8192}};
+    StepConfig step{.model = resolve_model("llama3:8B", {}), .precision = DType::bf16, .batch = {1, 8192}};
     step.layout.tensor = tensor_parallel(step.model, tp, sequence);
     step.layout.zero.holds = Holds::training_state;
     int64_t bytes = 0;
@@ -159,7 +159,7 @@ TEST_CASE("overlap hides some of the exchanges of tensor parallelism on paper, a
   for (const int tp : {2, 8})
     for (const bool sequence : {true, false}) {
       INFO("tp " << tp << ", by rows " << sequence);
-      StepConfig step{.model = resolve_model("llama3:8B", {}), .dtype = DType::bf16, .batch = {1, 4096}};
+      StepConfig step{.model = resolve_model("llama3:8B", {}), .precision = DType::bf16, .batch = {1, 4096}};
       step.generates = false;
       step.layout.tensor = tensor_parallel(step.model, tp, sequence);
       const Plan without = make_plan(step, device);

@@ -85,7 +85,7 @@ TEST_CASE("bf16 weights without masters are rounded as on one rank, and alike on
   model.dtype = DType::bf16;
   auto without_masters = [&](int tp) {
     StepConfig step = step_of(model, tp);
-    step.layout.zero.master_weights = false;
+    step.precision.masters = false;
     return selftest::run_layout(step);
   };
   const selftest::Outcome alone = without_masters(1);
@@ -97,7 +97,7 @@ TEST_CASE("bf16 weights without masters are rounded as on one rank, and alike on
   // An update that no gradient takes part in is the same on all layouts, and so is its rounding, bit for bit.
   auto decayed = [&](int tp) {
     StepConfig step = step_of(model, tp);
-    step.layout.zero.master_weights = false;
+    step.precision.masters = false;
     selftest::Outcome outcome;
     std::mutex mutex;
     on_ranks(step, [&](Run& run) {

@@ -18,7 +18,7 @@ void write_known(const StepConfig& step, const std::string& out, int64_t number)
   on_holders(step, [&](Holder& h) {
     for (const StateEntry& e : h.state.state_table())
       for_each_value(e, [&]<class T>(T& element, T value) { element = e.param->first_copy ? value : T(-1.0f); });
-    write_checkpoint(out, number, step.model, h.state, step.dtype, {{"seq_len", 7}}, h.stream);
+    write_checkpoint(out, number, step.model, h.state, step.precision.weights, {{"seq_len", 7}}, h.stream);
   });
 }
 
@@ -122,7 +122,7 @@ TEST_CASE("layouts of experts that do not fit are refused by the trainer, naming
         {"--model d2-e4 --tp 2 --sequence-parallel off", "--sequence-parallel off with --tp 2 and 4 experts per layer"},
         {"--model d2 --ep 2", "--ep 2: gpt2 has no experts to divide: leave out --ep"},
         {"--model d2-e4 --local-ranks 2 --dp-sync partitioned-server",
-         "--dp-sync partitioned-server with --model d2-e4, which has experts"},
+         "--dp-sync partitioned-server with 4 experts per layer: servers are for dense models"},
         {"--model d2-e4 --ep 0", "--ep 0: expected a number from 1 to 1024"}})
     for (const char* mode : {"", " --plan"}) {
       const ProgramResult r =

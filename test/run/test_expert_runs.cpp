@@ -129,9 +129,9 @@ TEST_CASE("what --moe-* cannot do is refused by name", "[run][ep]") {
   with_experts("--moe-dispatch capacity --token-slices 2", "--token-slices 2 with --moe-dispatch capacity");
   with_experts("--moe-aux-loss 0.01 --token-slices auto", "--token-slices auto with --moe-aux-loss 0.01");
   with_experts("--local-ranks 2 --tp 2 --sequence-parallel off", "--sequence-parallel off with --tp 2");
-  with_experts("--local-ranks 2 --dp-sync parameter-server", "--dp-sync parameter-server with --model d2-e4");
+  with_experts("--local-ranks 2 --dp-sync parameter-server", "--dp-sync parameter-server with 4 experts per layer");
   with_experts("--local-ranks 2 --pp 2 --schedule pipedream --total-batch-size 66",
-               "--schedule pipedream with --model d2-e4, which has experts");
+               "4 experts per layer with --schedule pipedream");
   with_experts("--moe-expert-capacity-factor 2", "is --moe-capacity-factor here");
   with_experts("--num-experts 8", "is --model here");
 }

@@ -121,8 +121,8 @@ TEST_CASE("what pipedream cannot do is refused by name", "[run][pp][pipedream]")
            {"--grad-reduce micro", with + "a step is one micro-batch"},
            {"--skip-loss-z 3", with + "the loss and the norm of the whole model tell outliers"},
            {"--skip-grad-z 3", with + "the loss and the norm of the whole model tell outliers"},
-           {"--token-slices 2", "--token-slices 2"},
-           {"--model d5 --n-head 4 --n-kv-head 4", "--model d5, whose embedding is also its head"}}) {
+           {"--token-slices 2", "--token-slices" + with.substr(0, with.size() - 2)},
+           {"--model d5 --n-head 4 --n-kv-head 4", with + "its embedding is also its head"}}) {
     const ProgramResult r = run_program(options(dir / "refused", more));
     INFO(more << ": " << r.err);
     REQUIRE(r.status == 1);

@@ -39,7 +39,7 @@ TEST_CASE("a plan counts the ring's chunk of every stream that communicates, lin
 TEST_CASE("the plan of gpt3:13B equals the sum computed by hand", "[run][plan]") {
   const int64_t L = 40, C = 5120, F = 20480, H = 40, V = 50304, P = 2048, B = 2, T = 2048, N = B * T;
   const StepConfig config{
-      .model = resolve_model("gpt3:13B", {}), .dtype = DType::bf16, .batch = {B, T}, .micro_batches = 4};
+      .model = resolve_model("gpt3:13B", {}), .precision = DType::bf16, .batch = {B, T}, .micro_batches = 4};
   const Plan plan = make_plan(config, {DeviceKind::cpu, 2});
   // Every size here is a multiple of the arena's 256 bytes, including the head unit's two vectors.
   const int64_t block = 3 * C * C + 3 * C + C * C + C + 4 * C + F * C + F + C * F + C;
@@ -190,7 +190,7 @@ TEST_CASE("a plan shows the time of a step on paper where its rates are known, w
   ZeroConfig zero{.shards = 8};
   zero.set_stage(1);
   const StepConfig step{
-      .model = resolve_model("gpt2:124M", {}), .dtype = DType::bf16, .batch = {4, 1024}, .layout = {.zero = zero}};
+      .model = resolve_model("gpt2:124M", {}), .precision = DType::bf16, .batch = {4, 1024}, .layout = {.zero = zero}};
   Device device{DeviceKind::cuda};
   REQUIRE(detail::time_rows(step, make_plan(step, device), device).empty());
   device.rates = datasheet_rates(*gpu_peaks("NVIDIA H100 80GB HBM3"), DType::bf16, 8);

@@ -40,7 +40,7 @@ inline StepConfig step_of(const Model& model, const LayoutCase& layout, int64_t 
   ModelConfig config = model.config();
   config.n_layer = n_layer;
   StepConfig step{.model = config,
-                  .dtype = model.dtype,
+                  .precision = model.dtype,
                   .batch = {batch_size, config.n_positions},
                   .micro_batches = sequences / batch_size / layout.zero.ranks(),
                   .layout = {.zero = layout.zero,

@@ -63,8 +63,8 @@ TEST_CASE("dense layers and layers with experts keep each only what they need", 
       for (int stage = 0; stage < step.layout.pipeline.stages; ++stage) {
         auto bytes_of = [&](Layers layers) {
           Arena arena({DeviceKind::null});
-          BlockActivations::kept({model, step.batch, layers, {}, step.dtype, step.expert_placement()}, recompute,
-                                 in_parts ? Backward::in_parts : Backward::whole, {}, arena);
+          BlockActivations::kept({model, step.batch, layers, {}, step.precision.activations, step.expert_placement()},
+                                 recompute, in_parts ? Backward::in_parts : Backward::whole, {}, arena);
           return arena.used();
         };
         const int64_t layers = step.layout.pipeline.stages == 1 ? 7 : (stage == 0 ? 4 : 3), first = stage == 0 ? 0 : 4;

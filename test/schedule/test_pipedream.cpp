@@ -32,10 +32,10 @@ StepConfig step_of(const LayoutCase& l) {
   ModelConfig model = made.config();
   model.n_layer = 5;  // uneven
   StepConfig step{.model = model,
-                  .dtype = l.dtype,
+                  .precision = l.dtype,
                   .batch = {2, 20},
-                  .layout = {.zero = {.shards = l.dp * l.cp, .master_weights = l.masters},
-                             .pipeline = {.schedule = Schedule::pipedream}}};
+                  .layout = {.zero = {.shards = l.dp * l.cp}, .pipeline = {.schedule = Schedule::pipedream}}};
+  step.precision.masters = l.masters;
   step.layout.pipeline.stages = l.stages;
   step.layout.tensor = tensor_parallel(model, l.tp);
   step.layout.context = ContextParallel{l.cp, ContextAttention::ring};

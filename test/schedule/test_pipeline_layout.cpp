@@ -17,7 +17,7 @@ using Sizes = std::vector<int64_t>;
 
 StepConfig step_of(const ModelConfig& model, DType dtype, Schedule schedule, int stages, int chunks, Sizes layers) {
   StepConfig step{.model = model,
-                  .dtype = dtype,
+                  .precision = dtype,
                   .batch = {2, 16},
                   .micro_batches = 6,
                   .layout = {.pipeline = {.schedule = schedule}}};

@@ -242,7 +242,7 @@ ModelConfig long_gpt2(int64_t T) {
 }
 StepConfig long_step(int64_t T) {
   return {.model = long_gpt2(T),
-          .dtype = DType::bf16,
+          .precision = DType::bf16,
           .batch = {1, T},
           .micro_batches = 2,
           .layout = {.pipeline = {.stages = 4}}};

@@ -33,7 +33,7 @@ StepConfig step_of(const Model& model, const LayoutCase& layout, int64_t n_layer
   ModelConfig config = model.config();
   config.n_layer = n_layer;
   StepConfig step{.model = config,
-                  .dtype = model.dtype,
+                  .precision = model.dtype,
                   .batch = {1, config.n_positions},
                   .micro_batches = micro_batches,
                   .recompute = recompute,

@@ -40,7 +40,7 @@ struct Loaded {
   Run run;
   Loaded(const std::string& folder, const BatchShape& batch, DType dtype = DType::fp32,
          Documents documents = Documents::together)
-      : config{.model = resolve_model(folder, {}), .dtype = dtype, .batch = batch, .documents = documents},
+      : config{.model = resolve_model(folder, {}), .precision = dtype, .batch = batch, .documents = documents},
         run(config, make_plan(config, {DeviceKind::cpu, 1}), {DeviceKind::cpu, 1}, world, 0) {
     load_model(folder, config.model, run.trainer.state(), run.stream);
     run.stream.synchronize();
@@ -160,7 +160,7 @@ TEST_CASE("incremental decoding with a cache gives the logits of the whole seque
     for (const DType dtype : {DType::fp32, DType::bf16}) {
       INFO(family.model_type << " in " << name_of(dtype));
       const StepConfig config{.model = selftest::awkward_model(family.model_type),
-                              .dtype = dtype,
+                              .precision = dtype,
                               .batch = {1, 19},
                               .layout = {.pipeline = {.chunks_per_stage = 2}}};
       World world{Mesh()};
@@ -213,7 +213,8 @@ TEST_CASE("files written by transformers are rewritten bit for bit, from any lay
       run_ranks(world, [&](int rank) {
         Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
         load_model(folder, config.model, run.trainer.state(), run.stream);
-        write_checkpoint(dir.path(), 1, config.model, run.trainer.state(), config.dtype, {{"seq_len", 8}}, run.stream);
+        write_checkpoint(dir.path(), 1, config.model, run.trainer.state(), config.precision.weights, {{"seq_len", 8}},
+                         run.stream);
       });
       std::map<std::string, std::vector<float>> ours;
       for (const std::string& file : model_files(dir / "step-000001"))

@@ -64,7 +64,7 @@ bool bitwise_equal(const std::vector<double>& a, const std::vector<double>& b) {
 }
 
 StepConfig awkward_step(DType dtype, const char* family = "gpt2") {
-  return {.model = selftest::awkward_model(family), .dtype = dtype, .batch = {2, 19}, .micro_batches = 3};
+  return {.model = selftest::awkward_model(family), .precision = dtype, .batch = {2, 19}, .micro_batches = 3};
 }
 
 }  // namespace

@@ -140,12 +140,12 @@ inline int64_t weights_bytes(const ModelConfig& config, DType dtype) {
 
 // The size of a checkpoint on disk, to within a few kilobytes: weights in the training dtype, master weights and the
 // optimizer's slots.
-inline int64_t checkpoint_bytes(const ModelConfig& config, DType dtype, const ZeroConfig& zero) {
-  const int64_t masters = dtype != accumulator_of(dtype) && zero.master_weights ? 1 : 0;
+inline int64_t checkpoint_bytes(const ModelConfig& config, const Precision& precision, const ZeroConfig& zero) {
+  const int64_t masters = precision.keeps_masters() ? 1 : 0;
   int64_t numbers = 0;
   for (const UnitSpec& unit : parameter_table(config, zero.optimizer))
     for (const ParamSpec& p : unit.params) numbers += p.numel() * (masters + std::ssize(rule_of(p.rule).slots));
-  return weights_bytes(config, dtype) + numbers * size_of(accumulator_of(dtype));
+  return weights_bytes(config, precision.weights) + numbers * size_of(precision.state);
 }
 
 // The write speed assumed before the first checkpoint: that of a slow disk or a busy shared file system.
@@ -350,11 +350,8 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(optimizers);
   const StateTable table = state.state_table();
   const std::map<std::string, std::vector<detail::Slice>> slices = detail::find_slices(files);
-  size_t held = 0;  // a unit of this stage; with a small one, the rank may hold nothing but padding
-  while (!state.has(held)) ++held;
-  const DType dtype = state.unit(held).weight_shard().dtype;
-  const bool masters = dtype != accumulator_of(dtype) && state.zero_config().master_weights;
-  detail::require_whole_slices(slices, path, parameter_table(config, state.zero_config().optimizer), masters);
+  detail::require_whole_slices(slices, path, parameter_table(config, state.zero_config().optimizer),
+                               state.precision().keeps_masters());
   for (const StateEntry& e : table)
     if (e.kind != StateKind::weight)
       write_on_host(e.tensor, stream, [&](const Tensor& host) {

@@ -120,8 +120,8 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
            "--mask-documents needs the same end of text: give the same --tokenizer");
   const nlohmann::json before = config_to_hf(
                            config_from_hf(read_json(from.path + "/config.json"), from.path + "/config.json"),
-                           job.step.dtype),
-                       now = config_to_hf(job.step.model, job.step.dtype);
+                           job.step.precision.weights),
+                       now = config_to_hf(job.step.model, job.step.precision.weights);
   for (const auto& [field, value] : before.items())
     CHECK(std::ranges::find(special_tokens, field) != std::end(special_tokens) ||
               now.value(field, nlohmann::json()) == value,

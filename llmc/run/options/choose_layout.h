@@ -14,7 +14,6 @@ inline ZeroConfig choose_zero(const Options& o) {
   zero.set_stage(static_cast<int>(o.zero_stage));
   if (!zero.reduce_by_stage)
     zero.grad_reduce = o.grad_reduce == GradReduceChoice::micro ? GradReduce::micro : GradReduce::step;
-  zero.master_weights = o.master_weights == MasterWeights::fp32;
   zero.optimizer = o.optimizer;
   zero.sync = o.dp_sync;
   return zero;

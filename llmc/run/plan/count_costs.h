@@ -28,7 +28,7 @@ inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per
   const std::vector<double> one = flops_with(1), two = flops_with(2);
   const double message =
       static_cast<double>(step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows()) *
-                          step.model.n_embd * size_of(step.dtype));
+                          step.model.n_embd * size_of(step.precision.activations));
   const ParamTable table = part_of(parameter_table(step.model), step.layout.tensor, 0);
   std::array<int64_t, 3> elements = {};
   for (size_t u = 0; u < table.size(); ++u)  // a layer may have two units
@@ -38,7 +38,7 @@ inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per
   std::array<ModuleCost, 3> modules;
   for (size_t m = 0; m < 3; ++m)
     modules[m] = {.seconds = (two[m] - one[m]) / flops_per_s,
-                  .weight_bytes = static_cast<double>(elements[m] * size_of(accumulator_of(step.dtype))),
+                  .weight_bytes = static_cast<double>(elements[m] * size_of(step.precision.state)),
                   .activation_bytes = m == 2 ? 0 : message,
                   .gradient_bytes = m == 2 ? 0 : message};
   return modules;

@@ -80,7 +80,7 @@ inline void report_links(Log& log, const StepConfig& step) {
   int64_t elements = 0;
   for (const UnitSpec& unit : parameter_table(step.model)) elements += UnitLayout(unit, zero.ranks()).size;
   const int64_t R = zero.grad_reduce == GradReduce::step ? 1 : step.micro_batches,
-                G = elements * size_of(accumulator_of(step.dtype)), W = elements * size_of(step.dtype);
+                G = elements * size_of(step.precision.wire), W = elements * size_of(step.precision.weights);
   Rows rows = {{"G", formatted("{} of gradients, R = {} reduction(s)", human_bytes(G), R)},
                {"W", formatted("{} of weights", human_bytes(W))}};
   for (const LinkTraffic& link : link_traffic(zero.ranks(), G * R, W))

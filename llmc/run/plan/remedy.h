@@ -63,9 +63,14 @@ class RemedySearch {
     std::vector<StepConfig> all{asked_};
     if (begun_ == Begun::yes) return all;
     StepConfig step = asked_;
-    if (step.dtype == DType::fp32) step.dtype = DType::bf16, all.push_back(step);
-    if (step.layout.zero.holds == Holds::training_state && step.layout.zero.master_weights)
-      step.layout.zero.master_weights = false, all.push_back(step);
+    if (step.precision.weights == DType::fp32) {
+      const bool masters = step.precision.masters;
+      step.precision = DType::bf16;
+      step.precision.masters = masters;
+      all.push_back(step);
+    }
+    if (step.layout.zero.holds == Holds::training_state && step.precision.masters)
+      step.precision.masters = false, all.push_back(step);
     return all;
   }
 
@@ -219,8 +224,8 @@ namespace detail {
 // The options that turn one step into the other.
 inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   std::string text;
-  if (to.dtype != from.dtype) text += formatted(" --dtype {}", to.dtype);
-  if (to.layout.zero.master_weights != from.layout.zero.master_weights) text += " --master-weights none";
+  if (to.precision.weights != from.precision.weights) text += formatted(" --dtype {}", to.precision.weights);
+  if (to.precision.masters != from.precision.masters) text += " --master-weights none";
   if (to.layout.zero.ranks() != from.layout.zero.ranks()) text += formatted(" --local-ranks {}", to.layout.ranks());
   if (to.layout.zero.replicas != from.layout.zero.replicas)
     text += formatted(" --dp-replicate {}", to.layout.zero.replicas);
@@ -267,8 +272,7 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
     text += "; gradients are then reduced every micro-batch, which rounds differently";
   if (to.layout.zero.sync != from.layout.zero.sync)
     text += "; gradients are then added in another order, which rounds differently";
-  if (to.dtype != from.dtype || to.layout.zero.master_weights != from.layout.zero.master_weights)
-    text += "; less exact";
+  if (to.precision != from.precision) text += "; less exact";
   return text;
 }
 

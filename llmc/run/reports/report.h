@@ -162,7 +162,8 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
   if (device.kind == DeviceKind::cpu)
     crowded =
         detail::crowded_notice(o.place, std::max<int64_t>(o.place.local_ranks, device.threads), available_processors());
-  for (const std::string& notice : attention_notices(device, step.dtype, step.model.head_size)) log.line(notice);
+  for (const std::string& notice : attention_notices(device, step.precision.products, step.model.head_size))
+    log.line(notice);
   if (!crowded.empty()) log.line(crowded);
   else if (device.kind == DeviceKind::cpu && o.place.local_ranks > device.threads)
     log.line(formatted(

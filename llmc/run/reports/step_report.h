@@ -133,7 +133,7 @@ class StepReport {
     Peaks best = peaks_;
     if (job_.device.kind != DeviceKind::cpu || host_memory() - resident_bytes() < enough) return best;
     try {
-      best.raise(measure_matmul_peak(job_.device, job_.step.dtype) * devices_in_use(job_.device, o_));
+      best.raise(measure_matmul_peak(job_.device, job_.step.precision.products) * devices_in_use(job_.device, o_));
       best.bandwidth = std::max(best.bandwidth, measure_bandwidth(rank_device(job_.device, o_.place)));
     } catch (const Error&) {  // another program has the memory
     }

@@ -347,7 +347,7 @@ inline StepConfig step_config(const ModelConfig& model, DType dtype, int64_t bat
   layout.expert = expert_parallel(model, layout.expert.ranks);
   layout_faults(layout, model).refuse();
   return {.model = model,
-          .dtype = dtype,
+          .precision = dtype,
           .batch = {batch_size, model.n_positions},
           .micro_batches = sequences / batch_size / layout.readers(),
           .layout = layout,

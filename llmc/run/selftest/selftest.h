@@ -198,7 +198,7 @@ inline void merge(Outcome& outcome, const Processes& processes, size_t steps) {
 inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, const Parts& parts = {},
                           int steps = selftest::steps, Routes* routes = nullptr) {
   Outcome outcome;
-  outcome.key_biases = step.model.family.positions == Positions::rotary && step.dtype != DType::bf16;
+  outcome.key_biases = step.model.family.positions == Positions::rotary && step.precision.activations != DType::bf16;
   std::vector<Outcome> after(static_cast<size_t>(steps));  // the state of all ranks after each step
   std::string copies;                                      // how they differ bitwise after the last step
   std::mutex mutex;

@@ -73,7 +73,7 @@ inline Route route_of(std::vector<double> logits, const float* biases, std::vect
   for (const double x : logits) largest = std::max(largest, x), size = std::max(size, std::abs(x));
   for (const double x : logits) total += std::exp(x - largest);
   constexpr double roundings = 2;  // per layer
-  const double unit = step.dtype == DType::bf16 ? 0x1p-8 : 0x1p-23,
+  const double unit = step.precision.activations == DType::bf16 ? 0x1p-8 : 0x1p-23,
                of_logit = roundings * static_cast<double>(layer + 1) * unit * size;
   Route route{std::move(experts), std::move(logits), {}};
   std::ranges::sort(route.experts);

@@ -16,7 +16,7 @@ const OptimizerOptions options{
     .lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = 1};
 
 StepConfig small_step(DType dtype) {
-  return {.model = selftest::awkward_model("qwen3"), .dtype = dtype, .batch = {2, 19}, .micro_batches = 2};
+  return {.model = selftest::awkward_model("qwen3"), .precision = dtype, .batch = {2, 19}, .micro_batches = 2};
 }
 
 // One rank alone on a device, with initial weights.

@@ -1,0 +1,31 @@
+// precision.h: which dtype each part of a run has, as one value.
+#pragma once
+#include "core/dtype.h"
+
+namespace llmc {
+
+// Sums, and all that is updated by small steps, are kept in this dtype.
+inline DType accumulator_of(DType dtype) { return dtype == DType::fp64 ? DType::fp64 : DType::fp32; }
+
+struct Precision {
+  DType weights = DType::fp32;      // as ranks hold and gather them
+  DType activations = DType::fp32;  // and their gradients, between layers and between stages
+  DType products = DType::fp32;     // the operands of matrix products
+  DType wire = DType::fp32;         // gradients on their way between ranks
+  DType state = DType::fp32;        // sums of gradients, master weights, optimizer slots, statistics of rows
+  bool masters = true;              // copies of the weights in `state`; without them updates are rounded stochastically
+
+  Precision() = default;
+  // Mixed precision as one word: weights, activations and products in this dtype, all sums in its accumulator.
+  Precision(DType dtype)  // NOLINT: implicit, as --dtype says it
+      : weights(dtype),
+        activations(dtype),
+        products(dtype),
+        wire(accumulator_of(dtype)),
+        state(accumulator_of(dtype)) {}
+
+  bool keeps_masters() const { return masters && weights != state; }
+  bool operator==(const Precision&) const = default;
+};
+
+}  // namespace llmc
