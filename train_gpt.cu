@@ -78,8 +78,7 @@ class Training {
       detail::require_space(o_.out_dir, job.checkpoint_bytes());
       kept = directory->claim(log, o_, resume);
       log.open(o_.out_dir, kept.elapsed_s);
-      report_header(log, o_, job.device, job.backend, job.step, job.max_steps, job.train, job.val ? &*job.val : nullptr,
-                    job.plan, peaks, job_.document_begin, *job.tokenizer);
+      report_header(log, job, peaks);
     }
     take_validation(kept);
     if (resume)
@@ -411,7 +410,7 @@ class Training {
   void sample() {
     std::vector<int32_t> made;
     generate(run_.trainer, prompt_tokens(*job_.tokenizer, o_.prompt, job_.step.model), o_.sample_tokens,
-             sample_options(o_), seed(), formatted("sample {}", progress_.done), [&](int32_t token) {
+             sample_options(o_), Philox(seed(), formatted("sample {}", progress_.done)), [&](int32_t token) {
                poll();
                made.push_back(token);
                log_.progress("sampling", static_cast<int64_t>(made.size()), o_.sample_tokens);

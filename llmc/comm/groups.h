@@ -77,8 +77,7 @@ class Groups {
         table_(table),
         streams_(make_streams(layout, device)),
         comms_(join_all(table, layout, rank, join)),
-        links(rank, layout.ranks() / layout.pipeline.stages, layout.pipeline.stages, layout.pipeline.wraps(), device,
-              scratch_bytes, join),
+        links(layout, rank, device, scratch_bytes, join),
         drain_(*this, streams()) {}
 
   const Layout layout;

@@ -19,9 +19,9 @@
 #include <vector>
 
 #include "comm/comm.h"
+#include "comm/layout.h"
 #include "device/host_copy.h"
 #include "ops/ops_memory.h"
-#include "schedule/pipeline.h"
 
 namespace llmc {
 
@@ -154,13 +154,13 @@ class StageLinks {
  public:
   // f(name, members): the group of these two ranks, ascending; the same names in the same order on all ranks.
   template <class Join>
-  StageLinks(int rank, int ranks_of_stage, int stages, bool wraps, const Device& device, int64_t scratch_bytes,
-             Join&& join)
-      : stage_(rank / ranks_of_stage) {
+  StageLinks(const Layout& layout, int rank, const Device& device, int64_t scratch_bytes, Join&& join)
+      : stage_(layout.coordinates(rank).stage) {
+    const int stages = layout.pipeline.stages;
     if (stages == 1) return;
-    const int stage = stage_, inner = ranks_of_stage, first = rank - stage * inner;
+    const int stage = stage_, inner = layout.ranks() / stages, first = rank - stage * inner;
     // The ring's edges e, from stage e to e + 1, in two or three colours: edges of one colour share no stage.
-    const int edges = stages == 2 ? 1 : wraps ? stages : stages - 1;
+    const int edges = stages == 2 ? 1 : layout.pipeline.wraps() ? stages : stages - 1;
     const auto colour = [&](int e) { return e == stages - 1 && stages % 2 == 1 ? 2 : e % 2; };
     for (int c = 0; c < 3; ++c)
       for (const bool down : {true, false}) {

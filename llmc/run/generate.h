@@ -120,8 +120,8 @@ inline void run_generate(const Options& o) {
     std::vector<int32_t> tokens = tokens_of(prompt);
     if (texts++ > 0 && !o.interactive) out.end("---\n");
     out.add(prompt.text);
-    generate(run.trainer, std::move(tokens), o.sample_tokens, sample_options(o), static_cast<uint64_t>(o.seed + sample),
-             "generate", [&](int32_t token) {
+    generate(run.trainer, std::move(tokens), o.sample_tokens, sample_options(o),
+             Philox(static_cast<uint64_t>(o.seed + sample), "generate"), [&](int32_t token) {
                if (token == tokenizer->end_of_text()) return false;
                out.add(tokenizer->decode({&token, 1}));
                return true;

@@ -14,7 +14,7 @@
 #include "run/checkpoints/run_dir.h"
 #include "run/length.h"
 #include "run/options/options.h"
-#include "run/reports/report.h"
+#include "run/plan/report_plan.h"
 #include "run/setup.h"
 #include "run/validation.h"
 #include "train/choices.h"

@@ -19,22 +19,29 @@ struct StageUnits {
   }
 };
 
+// What a rank keeps of the units of its stage.
+struct StageState {
+  StageUnits stages = {};
+  int64_t blocks_open = 1;  // the most blocks whose gradients are begun and not yet reduced at the same time
+  int64_t versions = 1;     // of the weights
+};
+
 // In the order of the model: the embedding, the blocks (and their experts, if they have any), the head.
 class Units {
  public:
   Units(const ParamTable& table, const Precision& precision, const ZeroConfig& zero, Groups& groups, Arena& arena,
-        StageUnits stages, int64_t versions)
+        const StageState& kept)
       : precision_(precision),
         zero_(zero),
         expert_zero_(groups.layout.expert_zero()),
         groups_(groups),
-        stages_(std::move(stages)) {
+        stages_(kept.stages) {
     for (const UnitSpec& unit : table) {
       sharing_.push_back(unit.sharing);
       if (unit.sharing == Sharing::experts) require_expert_groups(unit);
       units_.push_back(stages_.has(units_.size(), groups.me.stage)
                            ? std::make_unique<UnitState>(unit, precision, zero_config(unit.sharing),
-                                                         groups.sharers(unit.sharing).shard, arena, versions)
+                                                         groups.sharers(unit.sharing).shard, arena, kept.versions)
                            : nullptr);
     }
   }

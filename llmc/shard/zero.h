@@ -2,8 +2,6 @@
 // cuts into shards; when their weights are whole (gathered_weights.h); when their gradients are reduced
 // (gradient_reducer.h); and the update.
 #pragma once
-#include <utility>
-
 #include "shard/gathered_weights.h"
 #include "shard/gradient_reducer.h"
 #include "shard/weight_versions.h"
@@ -12,14 +10,12 @@ namespace llmc {
 
 class ModelState : public Units {
  public:
-  // blocks_open: the most blocks whose gradients are between gradients.start() and reduce() at the same time
-  // versions: how many versions of the weights are kept
   ModelState(const ParamTable& table, const Precision& precision, const ZeroConfig& zero, Groups& groups, Arena& arena,
-             StageUnits stages = {}, int64_t blocks_open = 1, int64_t kept_versions = 1)
-      : Units(table, precision, zero, groups, arena, std::move(stages), kept_versions),
+             const StageState& kept = {})
+      : Units(table, precision, zero, groups, arena, kept),
         weights(*this, arena),
-        gradients(*this, blocks_open, arena),
-        versions(*this, kept_versions) {}
+        gradients(*this, kept.blocks_open, arena),
+        versions(*this, kept.versions) {}
 
   void update(Tensor control, const OptimizerOptions& options, Stream& compute) {
     const bool divided = zero_config().stage < 3 && zero_config().updates() != ZeroConfig::Updates::everyone;

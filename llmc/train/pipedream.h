@@ -37,8 +37,9 @@ class Pipedream {
         groups_(state.groups()),
         row_(row),
         control_(control),
-        of_stage_(*this, groups_.ranks_of_stage()),
-        of_all_(*this, groups_.ranks()),
+        of_stage_(*this, groups_[GroupName::stage_scalars], groups_.rank() % groups_.ranks_of_stage(),
+                  groups_.ranks_of_stage(), 1),
+        of_all_(*this, groups_[GroupName::scalars], groups_.rank(), groups_.ranks(), config.layout.pipeline.stages),
         report_control_(scalar("report", {4})) {
     CHECK(config.micro_batches == 1 && config.layout.zero.stage == 0 && config.layout.zero.sync == DpSync::all_reduce &&
           !config.model.tied);
@@ -98,22 +99,26 @@ class Pipedream {
     return context_.arena.alloc("step scalars", name, DType::fp64, shape);
   }
 
-  // The tensors by which a group of ranks finds its loss and its gradient norm.
+  // By which a group of ranks finds its loss and its gradient norm. index: this rank's place in the group.
   struct Exchange {
+    Comm& group;
+    int index, stages;
     Tensor rows, loss, square_sums;
-    Exchange(const Pipedream& p, int64_t ranks)
-        : rows(p.scalar("scalars of all ranks", {ranks, p.row_.numel()})),
+    Exchange(const Pipedream& p, Comm& of, int at, int ranks, int stages_of_group)
+        : group(of),
+          index(at),
+          stages(stages_of_group),
+          rows(p.scalar("scalars of all ranks", {int64_t{ranks}, p.row_.numel()})),
           loss(p.scalar("loss", {1})),
           square_sums(p.scalar("square sums", {static_cast<int64_t>(p.state_.size()) * p.config_.layout.zero.shards *
                                                p.config_.layout.tensor.ranks})) {}
   };
-  // control = the result of clip_control() for the rows of all ranks of a group; `index`: this rank's place in it.
-  void combine(const Exchange& e, const Tensor& row, int index, Comm& group, int stages, const Tensor& control,
-               const UpdateRule& rule, Stream& stream) {
+  // control = the result of clip_control() for the rows of all ranks of a group.
+  void combine(const Exchange& e, const Tensor& row, const Tensor& control, const UpdateRule& rule, Stream& stream) {
     const int64_t n = row.numel();
-    copy(e.rows.slice(index * n, {n}), row, stream);
-    group.all_gather(e.rows, stream);
-    combine_scalars(e.loss, e.square_sums, e.rows, config_.layout.zero.shards, config_.layout.tensor.ranks, stages,
+    copy(e.rows.slice(e.index * n, {n}), row, stream);
+    e.group.all_gather(e.rows, stream);
+    combine_scalars(e.loss, e.square_sums, e.rows, config_.layout.zero.shards, config_.layout.tensor.ranks, e.stages,
                     stream);
     clip_control(control, e.square_sums, e.loss, rule, stream);
   }
@@ -161,8 +166,7 @@ class Pipedream {
     compute.wait(report.free);
     copy(report.row, row_, compute);
     report.ready = compute.record();
-    combine(of_stage_, row_, groups_.rank() % groups_.ranks_of_stage(), groups_[GroupName::stage_scalars], 1, control_,
-            step(k).rule, compute);
+    combine(of_stage_, row_, control_, step(k).rule, compute);
     state_.versions.begin_version(compute);
     state_.update(control_, step(k).optimizer, compute);
   }
@@ -172,8 +176,7 @@ class Pipedream {
     Stream& stream = groups_.gather_stream();
     Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
     stream.wait(report.ready);
-    combine(of_all_, report.row, groups_.rank(), groups_[GroupName::scalars], config_.layout.pipeline.stages,
-            report_control_, {}, stream);
+    combine(of_all_, report.row, report_control_, {}, stream);
     report.free = stream.record();
     under_way_.front().result.enqueued(of_all_.loss, report_control_, interpreter_.take_headers(), stream);
     under_way_.pop_front();

@@ -44,12 +44,11 @@ inline int32_t sample_token(std::span<const float> logits, const SampleOptions& 
 }
 
 // Appends up to `count` tokens to the prompt, which must not be empty, and passes each to `emit`; stops early when emit
-// returns false. At the sequence length the older half of the context is dropped. Random numbers are keyed by (seed,
-// stream).
+// returns false. At the sequence length the older half of the context is dropped. rng: draws
+// the tokens.
 inline std::vector<int32_t> generate(Trainer& trainer, std::vector<int32_t> tokens, int64_t count,
-                                     const SampleOptions& options, uint64_t seed, std::string_view stream,
+                                     const SampleOptions& options, const Philox& rng,
                                      const std::function<bool(int32_t)>& emit) {
-  const Philox rng(seed, stream);
   const size_t window = static_cast<size_t>(trainer.config().batch.T);
   Continuation sequence(trainer);
   size_t fed = tokens.size() - std::min(tokens.size(), window);  // tokens already in the cache, or dropped

@@ -31,8 +31,10 @@ class Trainer {
         groups_(context.groups ? *context.groups : *alone_),
         actions_(actions_of(config, groups_.me.stage)),
         state_(table_of(config, groups_), config.precision, config.layout.zero, groups_, context.arena,
-               config.stage_units(), blocks_open(actions_, config.model_chunks()),
-               config.layout.pipeline.asynchronous() ? weight_versions(config.pipeline(), groups_.me.stage) : 1),
+               {.stages = config.stage_units(),
+                .blocks_open = blocks_open(actions_, config.model_chunks()),
+                .versions =
+                    config.layout.pipeline.asynchronous() ? weight_versions(config.pipeline(), groups_.me.stage) : 1}),
         scalars_(scalar("scalars of all ranks", {groups_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
         loss_(scalar("loss", {1})),
         square_sums_(scalar("square sums", {static_cast<int64_t>(state_.size()) * config.layout.zero.shards *

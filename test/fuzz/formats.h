@@ -50,7 +50,7 @@ class Checkpoints {
   }
   std::string write(const std::string& out, const nlohmann::ordered_json& trainer) {
     std::filesystem::create_directories(out);
-    const std::string path = write_checkpoint(out, 3, config().model, state(), DType::bf16, trainer, run_.stream),
+    const std::string path = write_checkpoint(out, 3, config().model, state(), run_.stream, {.trainer = trainer}),
                       file = "optimizer-00001-of-00001.safetensors";
     divide_columns(path + "/" + file);
     nlohmann::json all = nlohmann::json::parse(read_whole(path + "/manifest.json"));

@@ -63,7 +63,8 @@ struct Holder {
         groups(
             step.layout, rank, {DeviceKind::cpu, 1},
             [&](const std::string& name, const auto& group) { return world.join(rank, name, group); }, world.hooks()),
-        state(table_of(step, groups), step.precision, step.layout.zero, groups, poisoned(arena), step.stage_units()) {}
+        state(table_of(step, groups), step.precision, step.layout.zero, groups, poisoned(arena),
+              {.stages = step.stage_units()}) {}
   Holder(const Holder&) = delete;
   Holder& operator=(const Holder&) = delete;
   void synchronize() {

@@ -266,8 +266,7 @@ WholeState pass_through(const StepConfig& config, const std::string& from, const
         });
       }
     }
-    write_checkpoint(out, step, config.model, run.trainer.state(), config.precision.weights, {{"seq_len", 19}},
-                     run.stream);
+    write_checkpoint(out, step, config.model, run.trainer.state(), run.stream, {.trainer = {{"seq_len", 19}}});
   });
   return whole;
 }
@@ -368,8 +367,8 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
         });
       } catch (const Interrupted&) {
       }
-      write_checkpoint(dir.path(), stage + 1, config.model, run.trainer.state(), config.precision.weights,
-                       {{"seq_len", 19}}, run.stream);
+      write_checkpoint(dir.path(), stage + 1, config.model, run.trainer.state(), run.stream,
+                       {.trainer = {{"seq_len", 19}}});
     });
     REQUIRE_FALSE(checkpoint_fault(checkpoint_path(dir.path(), stage + 1)));
   }

@@ -184,7 +184,8 @@ TEST_CASE("generation beyond the sequence length drops the older half and contin
   World world{Mesh()};
   Run run(config, make_plan(config, {DeviceKind::cpu, 1}), {DeviceKind::cpu, 1}, world, 0);
   init_weights(run.trainer.state(), 5, run.stream);
-  const auto made = generate(run.trainer, {1, 2, 3}, 20, {.temperature = 0}, 1, "test", [](int32_t) { return true; });
+  const auto made =
+      generate(run.trainer, {1, 2, 3}, 20, {.temperature = 0}, Philox(1, "test"), [](int32_t) { return true; });
   REQUIRE(made.size() == 23);
   // By hand: greedy, from the visible tokens.
   std::vector<int32_t> seen = {1, 2, 3}, expected = seen;
@@ -213,8 +214,7 @@ TEST_CASE("files written by transformers are rewritten bit for bit, from any lay
       run_ranks(world, [&](int rank) {
         Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
         load_model(folder, config.model, run.trainer.state(), run.stream);
-        write_checkpoint(dir.path(), 1, config.model, run.trainer.state(), config.precision.weights, {{"seq_len", 8}},
-                         run.stream);
+        write_checkpoint(dir.path(), 1, config.model, run.trainer.state(), run.stream, {.trainer = {{"seq_len", 8}}});
       });
       std::map<std::string, std::vector<float>> ours;
       for (const std::string& file : model_files(dir / "step-000001"))

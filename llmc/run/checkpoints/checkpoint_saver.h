@@ -119,8 +119,9 @@ class CheckpointSaver {
 
   std::string write(int64_t step, Run& run, const nlohmann::ordered_json& trainer, Part part,
                     const std::function<void()>& before_visible = {}) const {
-    return write_checkpoint(out_dir_, step, job_.step.model, run.trainer.state(), job_.step.precision.weights, trainer,
-                            run.stream, job_.tokenizer_files, before_visible, part);
+    return write_checkpoint(
+        out_dir_, step, job_.step.model, run.trainer.state(), run.stream,
+        {.trainer = trainer, .more = job_.tokenizer_files, .before_visible = before_visible, .part = part});
   }
 
   // The last resort of a run that ends without a checkpoint; returns a text for the user.

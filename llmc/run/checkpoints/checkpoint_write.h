@@ -100,14 +100,20 @@ class CheckpointError : public Error {
   using Error::Error;
 };
 
+// What a checkpoint has besides weights and optimizer state.
+struct CheckpointContents {
+  nlohmann::ordered_json trainer = {};           // of trainer.json
+  std::map<std::string, std::string> more = {};  // names and contents of further files, such as the tokenizer's
+  std::function<void()> before_visible = {};     // called on rank 0 before the rename
+  Part part = Part::all;  // model: without the optimizer's slices, under a name that no run resumes from
+};
+
 // Writes the checkpoint of `step` and returns its path; called by all ranks. Each writes some of the weights and the
-// optimizer slices that it owns; rank 0 writes the rest. `trainer`: contents of trainer.json; `more`: names and
-// contents of further files, such as the tokenizer's; before_visible: called on rank 0 before the rename. Part::model
-// leaves out the optimizer's slices: a model, under a name that no run resumes from.
+// optimizer slices that it owns; rank 0 writes the rest.
 inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
-                                    ModelState& state, DType dtype, const nlohmann::ordered_json& trainer,
-                                    Stream& stream, const std::map<std::string, std::string>& more = {},
-                                    const std::function<void()>& before_visible = {}, Part part = Part::all) {
+                                    ModelState& state, Stream& stream, const CheckpointContents& contents = {}) {
+  const auto& [trainer, more, before_visible, part] = contents;
+  const DType dtype = state.precision().weights;
   stream.synchronize();
   Groups& groups = state.groups();
   const std::string path = part == Part::all ? checkpoint_path(out_dir, step) : weights_path(out_dir, step),

@@ -16,6 +16,7 @@
 #include "data/dataloader.h"
 #include "model/hf_config.h"
 #include "ops/ops_attention.h"
+#include "run/job.h"
 #include "run/length.h"
 #include "run/options/print.h"
 #include "run/plan/report_plan.h"
@@ -121,9 +122,10 @@ inline void report_unlikely_data(Log& log, const Options& o, const StepConfig& s
 
 }  // namespace detail
 
-inline void report_header(Log& log, const Options& o, const Device& device, Backend backend, const StepConfig& step,
-                          int64_t max_steps, const TokenShards& train, const TokenShards* val, const Plan& plan,
-                          const Peaks& peaks, std::optional<int32_t> document_begin, const Tokenizer& tokenizer) {
+inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
+  const Options& o = job.options;
+  const StepConfig& step = job.step;
+  const Device& device = job.device;
   Rows rows = {
       {"machine", formatted("{}: {}", host_name(), describe(device))},
       {"matmul",
@@ -134,29 +136,31 @@ inline void report_header(Log& log, const Options& o, const Device& device, Back
     if (const auto chip = gpu_peaks(gpu_info(device.gpu).name)) rows.emplace_back("datasheet", describe(*chip));
   if (device.kind == DeviceKind::cuda) rows.emplace_back("CUDA", gpu_environment());
   for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
-  rows.emplace_back("steps", formatted("{} ({}) = {} tokens = {:.2f} epochs", max_steps, length_text(o),
-                                       human_count(max_steps * step.tokens()),
-                                       static_cast<double>(max_steps * (step.tokens() / o.seq_len)) /
-                                           static_cast<double>(train.samples())));
-  rows.emplace_back("training data", formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data,
-                                               train.count(), human_count(train.tokens()), human_count(train.samples()),
-                                               o.seq_len, o.shuffled() ? ", shuffled" : ", in file order"));
-  rows.emplace_back("documents",
-                    document_begin
-                        ? formatted("masked from each other within a sequence; token {} begins one", *document_begin)
-                        : std::string("attend to each other within a sequence"));
-  rows.emplace_back("validation data", val == nullptr ? "none"
-                                                      : formatted("{}: {} shard(s), {} tokens", o.val_data,
-                                                                  val->count(), human_count(val->tokens())));
+  rows.emplace_back("steps", formatted("{} ({}) = {} tokens = {:.2f} epochs", job.max_steps, length_text(o),
+                                       human_count(job.max_steps * step.tokens()),
+                                       static_cast<double>(job.max_steps * (step.tokens() / o.seq_len)) /
+                                           static_cast<double>(job.train.samples())));
+  rows.emplace_back("training data",
+                    formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data, job.train.count(),
+                              human_count(job.train.tokens()), human_count(job.train.samples()), o.seq_len,
+                              o.shuffled() ? ", shuffled" : ", in file order"));
+  rows.emplace_back(
+      "documents", job.document_begin
+                       ? formatted("masked from each other within a sequence; token {} begins one", *job.document_begin)
+                       : std::string("attend to each other within a sequence"));
+  rows.emplace_back("validation data", !job.val ? "none"
+                                                : formatted("{}: {} shard(s), {} tokens", o.val_data, job.val->count(),
+                                                            human_count(job.val->tokens())));
   rows.emplace_back("output", o.out_dir);
   rows.emplace_back("checkpoints", detail::checkpoints_text(o));
   log.table("train_gpt " TRAIN_GPT_GIT_HASH, rows);
   if (o.place.started_by.starts_with("one process,")) log.line("notice: this is " + o.place.started_by);
-  if (step.layout.ranks() > 1) report_ranks(log, o, device, backend, step.layout.mesh());
+  if (step.layout.ranks() > 1) report_ranks(log, o, device, job.backend, step.layout.mesh());
   if (step.layout.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
-  detail::report_memory(log, step, plan);
-  detail::report_unlikely_data(log, o, step, train, val);
-  for (const std::string& notice : detail::tokenizer_notices(o, step.model, tokenizer, &train)) log.line(notice);
+  detail::report_memory(log, step, job.plan);
+  detail::report_unlikely_data(log, o, step, job.train, job.val ? &*job.val : nullptr);
+  for (const std::string& notice : detail::tokenizer_notices(o, step.model, *job.tokenizer, &job.train))
+    log.line(notice);
   if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
   std::string crowded;
   if (device.kind == DeviceKind::cpu)
