@@ -309,6 +309,16 @@ TEST_CASE("the help and the table in dev/docs/options.md list every option", "[c
   REQUIRE(document.find(table) != std::string::npos);
 }
 
+TEST_CASE("the help of one group is that group", "[core]") {
+  const std::string help = help_text("parallel");
+  REQUIRE(help.starts_with("Parallelism\n"));
+  REQUIRE(help.find("--tp ") != std::string::npos);
+  REQUIRE(help.find("--lr ") == std::string::npos);
+  REQUIRE(help_text().find(help) != std::string::npos);
+  for (const std::string& group : option_groups()) REQUIRE(help_text(group).starts_with(group + "\n"));
+  REQUIRE_ERROR(help_text("cooking"), "--help cooking: there is no such group of options: name one of Data, Model");
+}
+
 TEST_CASE("metrics.jsonl holds every number exactly, null where one is not finite", "[core]") {
   const TempDir dir;
   {

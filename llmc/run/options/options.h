@@ -319,7 +319,7 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--checkpoint-errors", "", o.checkpoint_errors, any_of<OnFailure>(), free,
         "if a checkpoint cannot be written, as on a full disk: retry: go on, and try again after 1, 2, 4 ... updates; "
         "only the last checkpoint must succeed; fail: end the run");
-  visit("Numerics and layout");
+  visit("Numerics and memory");
   visit("--dtype", "", o.dtype, any_of<WeightType>(), must_match,
         "type of weights and activations; gradients and optimizer state are fp32");
   visit("--master-weights", "-w", o.master_weights, any_of<MasterWeights>(), must_match,
@@ -334,6 +334,7 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may use: a run that needs more is refused before it starts; default: the rank's share of "
         "the machine's memory, or of the GPU's free memory");
+  visit("Parallelism");
   visit("--schedule", "", o.schedule, any_of<Schedule>(), free,
         "order of forwards and backwards; 1f1b needs less memory than gpipe; the others are for pipelines and idle "
         "less: interleaved has more chunks, zb-h1 and zb-v compute weight gradients later. All compute the same "

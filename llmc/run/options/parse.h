@@ -302,7 +302,8 @@ Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_p
   }
   if (help || markdown) {
     command.print = true;
-    command.text = help ? help_text() : options_markdown() + "\n\n" + foreign_markdown();
+    command.text = help ? help_text(app.remaining().empty() ? "" : app.remaining().front())
+                        : options_markdown() + "\n\n" + foreign_markdown();
     return command;
   }
   for (const std::string& word : app.remaining()) {

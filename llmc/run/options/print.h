@@ -62,7 +62,7 @@ inline constexpr ModeOption mode_options[] = {
     {"--print-options-markdown",
      "print the options, and other trainers' names for them, as the tables in dev/docs/options.md, and stop"},
     {"--version", "print version, compiler, flags and libraries, and stop"},
-    {"--help", "print this, and stop", "-h"}};
+    {"--help", "print this, or one group of it, such as parallelism, and stop", "-h", "[GROUP]"}};
 
 inline std::string wrapped(const std::string& text, size_t indent, size_t width = 100) {
   std::string out;
@@ -84,20 +84,42 @@ inline std::string wrapped(const std::string& text, size_t indent, size_t width 
 
 }  // namespace detail
 
-inline std::string help_text() {
+// The groups of options, in the order of --help.
+inline std::vector<std::string> option_groups() {
+  std::vector<std::string> groups;
+  Options defaults;
+  const auto no_option = [](const char*, const char*, auto&, const Limits&, ResumeRule, const char*) {};
+  visit_options(defaults, detail::OptionVisitor{[&](const char* group) { groups.emplace_back(group); }, no_option});
+  return groups;
+}
+
+// The help of one group, named by the beginning of one of its words, or of all.
+inline std::string help_text(const std::string& asked = "") {
+  std::string only;
+  const std::string name = plain_name(asked);
+  for (const std::string& group : option_groups())
+    if (only.empty() && !name.empty() && (" " + plain_name(group)).find(" " + name) != std::string::npos) only = group;
+  CHECK(asked.empty() || !only.empty(), "--help {}: there is no such group of options: name one of {}, or none for all",
+        shown(asked), option_groups());
   std::string text =
       "train_gpt pretrains language models on token shards (make those with data/tokenize_text.py).\n\n"
       "  ./train_gpt -i 'data/mine/mine_train_*.bin' -j 'data/mine/mine_val_*.bin' --model d6 --vocab-size 257 \\\n"
       "      -t 256 -x 1000 -o out/mine\n"
       "  ./train_gpt --generate --model out/mine/step-001000 --prompt 'Once upon'\n";
+  if (!only.empty()) text.clear();
   Options defaults;
+  bool here = only.empty();
   auto line = [&](std::string left, const std::string& help) {
+    if (!here) return;
     if (left.size() + 2 > 34) left += "\n", text += std::exchange(left, "");
     left.resize(34, ' ');
     text += left + detail::wrapped(help, 34) + "\n";
   };
   visit_options(defaults, detail::OptionVisitor{
-                              [&](const char* group) { text += "\n" + std::string(group) + "\n"; },
+                              [&](const char* group) {
+                                here = only.empty() || only == group;
+                                if (here) text += (text.empty() ? "" : "\n") + std::string(group) + "\n";
+                              },
                               [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule,
                                   const char* help) {
                                 const std::string type = limits.choices.empty() ? detail::type_text(field) : "TEXT";
@@ -110,6 +132,10 @@ inline std::string help_text() {
                                                name, negated.empty() ? "" : " / " + negated, type),
                                      all);
                               }});
+  if (!only.empty()) {
+    text.pop_back();
+    return text;
+  }
   for (const auto& mode : detail::mode_options)
     line(formatted("  {} {} {}", *mode.letter ? std::string(mode.letter) + "," : std::string("   "), mode.name,
                    mode.type),
