@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares training steps with PyTorch's, alternating on one machine: tokens per second, ratios, time by op.
 
-    python3 dev/bench/compare.py [--device cuda] [--rounds 3] [--cases NAME ...] [--out dev/results/DATE-name.md]
+    python3 dev/bench/compare.py [--device cuda] [--rounds 3] [--cases NAME ...] [--out dev/results/NAME.md]
 
 PyTorch runs compiled, and eager too on a CPU and with experts; in bf16 with autocast, and also with bf16 weights (on a
 GPU with fp32 masters). The trainer runs as it is, on a GPU also with --tune-matmul. The first round picks the fastest
