@@ -5,6 +5,8 @@
 // the values; EXPECT, which is Catch2's CHECK, prints them and continues.
 #pragma once
 
+#pragma push_macro("CHECK")
+#undef CHECK
 #if __has_include(<catch2/catch_all.hpp>)
 #include <catch2/catch_all.hpp>
 #else
@@ -22,4 +24,5 @@ using EventListenerBase = TestEventListenerBase;
 #endif
 
 #undef CHECK
+#pragma pop_macro("CHECK")
 #define EXPECT(...) INTERNAL_CATCH_TEST("EXPECT", Catch::ResultDisposition::ContinueOnFailure, __VA_ARGS__)

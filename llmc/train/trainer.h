@@ -11,7 +11,6 @@
 
 #include "core/signals.h"
 #include "device/profiler_range.h"
-#include "model/layout_faults.h"
 #include "shard/zero.h"
 #include "train/interpreter.h"
 #include "train/pipedream.h"
@@ -48,7 +47,6 @@ class Trainer {
       pipedream_.emplace(config_, context_, state_, interpreter_, my_scalars(), control_);
     CHECK(groups_.ranks() == config.layout.ranks() && groups_.layout.tensor.ranks == config.layout.tensor.ranks &&
           groups_.stages() == config.layout.pipeline.stages);
-    layout_faults(config.layout, config.model).refuse();
     CHECK(config.layout.zero.stage >= 0 && config.layout.zero.stage <= 3);
     CHECK(groups_.layout.context.ranks == config.layout.context.ranks &&
           config.batch.T % config.layout.context.slices() == 0);
@@ -58,6 +56,9 @@ class Trainer {
                config.batch.T));
     CHECK(groups_.layout.expert.ranks == config.layout.expert.ranks);
     CHECK(config.layout.tensor.head_copies == tensor_parallel(config.model, config.layout.tensor.ranks).head_copies);
+    CHECK(config.layout.zero.sync == DpSync::all_reduce ||
+          (config.layout.zero.stage == 0 && config.layout.zero.replicas == 1 &&
+           config.layout.ranks() == config.layout.zero.ranks() && config.layout.context.ranks == 1));
     zero(control_, context_.compute);
     if (config.layout.expert.ranks > 1) {  // for the tables of the rows that are exchanged
       const int64_t bytes = config.layout.expert.count * config.layout.expert.ranks * size_of(DType::fp64);

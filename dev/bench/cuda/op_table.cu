@@ -345,7 +345,7 @@ void run(const Settings& settings) {
       static_cast<long long>(settings.peak_size), 1e-12 * roofs.matmul);
   for (const std::string& model : settings.models) {
     const StepConfig step{
-        .model = resolve_model(model, {}), .dtype = dtype, .batch = settings.batch, .generates = false};
+        .model = resolve_model(model, {}), .precision = dtype, .batch = settings.batch, .generates = false};
     const std::vector<OpTime> times =
         OpTimer::run(device, timing, [&](OpTimer& timer) { measure_model(timer, step.model, step.batch); });
     print_table(formatted("{}, B {} T {}", model, step.batch.B, step.batch.T), times, roofs, json);

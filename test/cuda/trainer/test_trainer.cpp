@@ -27,7 +27,7 @@ TEST_CASE("the trainer on a GPU matches the CPU", "[cuda][trainer]") {
   const selftest::Outcome fp32 = selftest::run_layout(step);
   for (const StepConfig& config : {step, narrow}) {
     const selftest::Outcome outcome = selftest::run_layout(config, gpu);
-    if (config.dtype == DType::fp32) require_close(outcome, fp32);
+    if (config.precision.weights == DType::fp32) require_close(outcome, fp32);
     else require_as_good(outcome, selftest::run_layout(config), fp32);
     REQUIRE(same(selftest::run_layout(config, gpu_without_graphs), outcome));
   }

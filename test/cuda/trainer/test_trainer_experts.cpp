@@ -67,9 +67,9 @@ TEST_CASE("a model with experts on a GPU matches the CPU, with graphs and withou
   const Outcome fp32 = selftest::run_layout(step);
   for (const StepConfig& config : {step, narrow}) {
     const Outcome outcome = selftest::run_layout(config, gpu);
-    if (config.dtype == DType::fp32) require_close(outcome, fp32);
+    if (config.precision.weights == DType::fp32) require_close(outcome, fp32);
     else require_as_good(outcome, selftest::run_layout(config), fp32);
-    if (config.dtype == DType::fp32 || options.capacity_factor) continue;
+    if (config.precision.weights == DType::fp32 || options.capacity_factor) continue;
     REQUIRE(same(selftest::run_layout(config, gpu_without_graphs), outcome));
     for (const Recompute recompute : {Recompute::norm, Recompute::block}) {
       StepConfig again = config;
