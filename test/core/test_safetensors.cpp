@@ -18,7 +18,7 @@ void write_file(const std::string& path, const std::string& header, size_t data_
 
 }  // namespace
 
-TEST_CASE("safetensors round-trip; damaged files are refused by name", "[core][tp]") {
+TEST_CASE("safetensors round-trip; damaged files are refused by name", "[core]") {
   const TempDir dir;
   const std::string path = dir / "t.safetensors";
   const std::vector<float> a = {1, 2, 3, 4, 5, 6};
@@ -54,7 +54,7 @@ TEST_CASE("safetensors round-trip; damaged files are refused by name", "[core][t
   REQUIRE_ERROR(SafetensorsReader(dir / "absent"), "absent");
 }
 
-TEST_CASE("each error in a safetensors header has its own message", "[core][tp]") {
+TEST_CASE("each error in a safetensors header has its own message", "[core]") {
   const TempDir dir;
   const std::string path = dir / "t.safetensors";
   auto refused = [&](const std::string& header, const std::string& why, size_t data_bytes = 8) {
@@ -110,7 +110,7 @@ TEST_CASE("each error in a safetensors header has its own message", "[core][tp]"
   REQUIRE_ERROR(SafetensorsReader(path), "a header of 18446744073709551615 bytes in a file of 10");
 }
 
-TEST_CASE("a safetensors file with random damage is either refused or readable", "[core][tp]") {
+TEST_CASE("a safetensors file with random damage is either refused or readable", "[core]") {
   const TempDir dir;
   const std::string path = dir / "t.safetensors";
   {

@@ -39,7 +39,7 @@ std::string refusal_of(const std::string& command) {
 
 }  // namespace
 
-TEST_CASE("what a --config file has wrong is refused with its line", "[core][options]") {
+TEST_CASE("what a --config file has wrong is refused with its line", "[options]") {
   const TempDir dir;
   const std::string file = dir / "run.ini";
   const auto refused = [&](const std::string& text) {
@@ -72,7 +72,7 @@ TEST_CASE("what a --config file has wrong is refused with its line", "[core][opt
   REQUIRE(refused("val-data=\"x\"\nplan=true\ngenerate=true\n").find("--plan: " + file + ":2") != std::string::npos);
 }
 
-TEST_CASE("all options of another trainer are named at once, with the command that would do", "[core][options]") {
+TEST_CASE("all options of another trainer are named at once, with the command that would do", "[options]") {
   const std::string r = refusal_of(
       "./train_gpt --output_dir out/x --learning_rate 3e-4 --num_train_epochs=3 --bf16 True "
       "--gradient_accumulation_steps 4 --fp16 --batch_size 8 --zebra 1 -i data.bin --report_to none "
@@ -111,8 +111,7 @@ TEST_CASE("all options of another trainer are named at once, with the command th
           std::string::npos);
 }
 
-TEST_CASE("--tokens takes numbers with suffixes; --max-steps, --tokens and --epochs exclude each other",
-          "[core][options]") {
+TEST_CASE("--tokens takes numbers with suffixes; --max-steps, --tokens and --epochs exclude each other", "[options]") {
   const auto tokens = [](const char* text) { return parse({"--tokens", text}).tokens->tokens; };
   REQUIRE(tokens("1000000") == 1'000'000);
   REQUIRE(tokens("9223372036854775807") == std::numeric_limits<int64_t>::max());
@@ -136,7 +135,7 @@ TEST_CASE("--tokens takes numbers with suffixes; --max-steps, --tokens and --epo
   REQUIRE(config_text(parse({"--tokens", "1.5b"})).find("\ntokens=1.5b\n") != std::string::npos);
 }
 
-TEST_CASE("--tokens and --epochs come to a number of updates, rounded up", "[core][options]") {
+TEST_CASE("--tokens and --epochs come to a number of updates, rounded up", "[options]") {
   const auto steps = [](std::vector<std::string> arguments) { return choose_steps(parse(arguments), 1000, 100); };
   REQUIRE(steps({}) == 100);
   REQUIRE(steps({"--max-steps", "7"}) == 7);
@@ -151,7 +150,7 @@ TEST_CASE("--tokens and --epochs come to a number of updates, rounded up", "[cor
   REQUIRE_ERROR(steps({"--epochs", "1e300"}), "--epochs 1e+300 is more steps of 1000 tokens than 64 bits count");
 }
 
-TEST_CASE("what is found wrong later, with the option of a --config file, has its line too", "[core][options]") {
+TEST_CASE("what is found wrong later, with the option of a --config file, has its line too", "[options]") {
   const TempDir dir;
   const std::string file = dir / "run.ini";
   std::ofstream(file) << "n-head=5\nout-dir=\"" + (dir / "run") + "\"\n";

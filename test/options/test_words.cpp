@@ -29,7 +29,7 @@ void answers(const std::vector<std::string>& arguments, const std::string& part)
 
 }  // namespace
 
-TEST_CASE("the edit distance counts insertions, deletions, replacements and swaps", "[core]") {
+TEST_CASE("the edit distance counts insertions, deletions, replacements and swaps", "[options]") {
   REQUIRE(edit_distance("", "abc") == 3);
   REQUIRE(edit_distance("kitten", "sitting") == 3);
   REQUIRE(edit_distance("dtpye", "dtype") == 1);
@@ -37,7 +37,7 @@ TEST_CASE("the edit distance counts insertions, deletions, replacements and swap
 }
 
 TEST_CASE("an unknown option is answered with a name that it begins, shares parts with, or resembles, or with none",
-          "[core]") {
+          "[options]") {
   const std::vector<std::pair<std::string, std::string>> cases = {
       {"--batch", "did you mean --batch-size?"},
       {"--Batch_Size", "did you mean --batch-size?"},
@@ -65,7 +65,8 @@ TEST_CASE("an unknown option is answered with a name that it begins, shares part
   }
 }
 
-TEST_CASE("llm.c's two-letter options and -h N are refused by name, never split into a letter and a value", "[core]") {
+TEST_CASE("llm.c's two-letter options and -h N are refused by name, never split into a letter and a value",
+          "[options]") {
   for (const auto& [word, part] : std::vector<std::pair<std::string, std::string>>{{"-sl", "--skip-loss-z"},
                                                                                    {"-sg", "--skip-grad-z"},
                                                                                    {"-lg", "--log-gpu-every"},
@@ -98,7 +99,7 @@ TEST_CASE("llm.c's two-letter options and -h N are refused by name, never split 
   answers({"-i", "x", "-b4", "-l", "1e-3", "-k", "cosine", "--prompt", "- x"}, "accepted");
 }
 
-TEST_CASE("what other trainers' options are here exists here, and dev/docs/options.md has the tables", "[core]") {
+TEST_CASE("what other trainers' options are here exists here, and dev/docs/options.md has the tables", "[options]") {
   const std::string help = help_text(), document = read_whole("dev/docs/options.md");
   for (const ForeignTrainer& trainer : foreign_trainers())
     for (const ForeignOption& option : trainer.options) {

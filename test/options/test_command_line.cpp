@@ -1,0 +1,199 @@
+// run/options/: the command line, --config files, combinations that are refused, --help.
+#include <ranges>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "catch2.h"
+#include "helpers.h"
+#include "run/options/parse.h"
+
+using namespace llmc;
+
+namespace {
+
+Options parse(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "train_gpt");
+  const bool reads = std::ranges::none_of(arguments, [](const std::string& a) {
+    return a == "--generate" || a == "--selftest" || a == "--print-schedule" || a == "--train-data";
+  });
+  if (reads) arguments.insert(arguments.begin() + 1, {"--train-data", "x"});
+  std::vector<const char*> argv;
+  for (const std::string& a : arguments) argv.push_back(a.c_str());
+  const auto take_place = [](Options& o) { o.ranks = o.local_ranks > 0 ? o.local_ranks : o.seed == 4 ? 4 : 1; };
+  return parse_command_line(static_cast<int>(argv.size()), argv.data(), take_place).options;
+}
+
+}  // namespace
+
+TEST_CASE("--config reads back what --print-config prints; the command line overrides it, and the last option wins",
+          "[options]") {
+  const TempDir dir;
+  const std::string prompt = "  # two \"words\" = [1, 2]; ";
+  Options o = parse({"--lr", "0.1", "-l", "0.0123456789012345678", "--n-layer", "7", "--shuffle", "--prompt",
+                     prompt.c_str(), "-b", "3", "-t", "8", "--weight-decay", "1e-310", "--memory-limit", "1.5"});
+  REQUIRE(o.lr == 0.0123456789012345678);
+  REQUIRE(o.batch_size == 3);
+  std::ofstream(dir / "c.ini") << config_text(o);
+  const Options back = parse({"--config", dir / "c.ini"});
+  REQUIRE(config_text(back) == config_text(o));
+  REQUIRE(back.lr == o.lr);
+  REQUIRE(back.n_layer == 7);
+  REQUIRE(back.shuffle == true);
+  REQUIRE(back.prompt == prompt);
+  REQUIRE(back.weight_decay == 1e-310);
+  REQUIRE(back.memory_limit == 1.5);
+  REQUIRE(!back.max_steps);
+  REQUIRE(parse({"--config", dir / "c.ini", "--batch-size", "5"}).batch_size == 5);
+  std::ofstream(dir / "spaced.ini") << "  # a comment\n\n lr = 0.3 \r\n";
+  REQUIRE(parse({"--config", dir / "spaced.ini"}).lr == 0.3);
+  for (const auto& [line, culprit] : std::vector<std::pair<std::string, std::string>>{{"bach-size=3", "--batch-size"},
+                                                                                      {"lr", "bad.ini:1"},
+                                                                                      {"lr=", "--lr"},
+                                                                                      {"lr=[1,2]", "[1,2]"},
+                                                                                      {"shuffle=maybe", "shuffle"}}) {
+    std::ofstream(dir / "bad.ini") << line << "\n";
+    REQUIRE_ERROR(parse({"--config", dir / "bad.ini"}), culprit);
+  }
+  REQUIRE_ERROR(parse({"--config", dir / "none.ini"}), "none.ini");
+  REQUIRE_ERROR(parse({"--config"}), "--config");
+}
+
+TEST_CASE("options are printed as a shell-quoted command line without the defaults", "[options]") {
+  REQUIRE(command_line(parse({"--lr", "0.1", "--seed", "42", "--shuffle", "--prompt", "it's"})) ==
+          "./train_gpt --train-data x --shuffle --lr 0.1 --prompt 'it'\\''s'");
+}
+
+TEST_CASE("--shuffle is on by default, --no-shuffle turns it off, and the last one wins", "[options]") {
+  REQUIRE(Options().shuffled());
+  REQUIRE(!parse({}).shuffle);
+  REQUIRE(parse({"--shuffle"}).shuffle == true);
+  const Options off = parse({"--shuffle", "--no-shuffle"});
+  REQUIRE(off.shuffle == false);
+  REQUIRE(parse({"--no-shuffle", "--shuffle"}).shuffle == true);
+  REQUIRE(command_line(off) == "./train_gpt --train-data x --no-shuffle");
+  const TempDir dir;
+  std::ofstream(dir / "c.ini") << config_text(off);
+  REQUIRE(parse({"--config", dir / "c.ini"}).shuffle == false);
+  REQUIRE(parse({"--config", dir / "c.ini", "--shuffle"}).shuffle == true);
+  REQUIRE_ERROR(parse({"--no-plan"}), "--no-plan");
+}
+
+TEST_CASE("option errors name the option, what was found and what was expected", "[options]") {
+  REQUIRE_ERROR(parse({"--bath-size", "3"}), "--batch-size");
+  REQUIRE_ERROR(parse({"--lr"}), "--lr needs a value");
+  REQUIRE_ERROR(parse({"--lr=inf"}), "--lr inf");
+  REQUIRE_ERROR(parse({"--moe-aux-loss", "-inf"}), "--moe-aux-loss -inf: expected a finite number");
+  REQUIRE_ERROR(parse({"--beta1", "1"}), "--beta1 1: expected a number from 0 to 0.9999999");
+  REQUIRE_ERROR(parse({"--batch-size", "0"}), "from 1 to 16777216");
+  REQUIRE_ERROR(parse({"--time-limit", "0"}), "--time-limit 0: expected a number above 0");
+  REQUIRE_ERROR(parse({"a.bin", "b.bin"}), "quote file patterns");
+  REQUIRE_ERROR(parse({"--max-steps", "99999999999999999999"}), "--max-steps");
+  REQUIRE_ERROR(parse({"--max-steps", ""}), "--max-steps ''");
+  REQUIRE_ERROR(parse({"--lr", ""}), "--lr ''");
+  REQUIRE_ERROR(parse({"--lr", "1e400"}), "64 bits");
+  REQUIRE_ERROR(parse({"--lr", "-1"}), "--lr -1");
+  REQUIRE_ERROR(parse({"--lr", "0.1x"}), "0.1x");
+  REQUIRE_ERROR(parse({"--max-steps", "0x10"}), "0x10");
+  REQUIRE(parse({"--max-steps", "010"}).max_steps == 10);
+  REQUIRE_ERROR(parse({"--batch-size", "4611686018427387904", "--seq-len", "4"}), "--batch-size");
+  REQUIRE_ERROR(parse({"--threads", "4294967296"}), "--threads");
+  REQUIRE_ERROR(parse({"--memory-limit", "1e300"}), "--memory-limit");
+  REQUIRE_ERROR(parse({"--device", "gpu"}), "--device gpu");
+  REQUIRE_ERROR(parse({"--plan", "--generate"}), "choose one");
+  REQUIRE_ERROR(parse({"--dtype", "int8"}), "fp32, bf16");
+  REQUIRE_ERROR(parse({"--total-batch-size", "5000"}), "use 4096");
+  REQUIRE_ERROR(parse({"--generate", "--from-scratch"}), "--from-scratch");
+  REQUIRE_ERROR(parse({"--train-data", ""}), "--train-data");
+  REQUIRE_ERROR(parse({"--seed", "4", "--dp-replicate", "3"}), "does not divide the 4 ranks");
+  REQUIRE_ERROR(parse({"--seed", "4", "--tp", "3"}), "--tp 3 needs a multiple of 3 ranks, and there are 4");
+  REQUIRE_ERROR(parse({"--seed", "4", "--tp", "2", "--dp-replicate", "4"}),
+                "does not divide the 2 data-parallel ranks");
+  REQUIRE_ERROR(parse({"--seed", "4", "--tp", "2", "--dp-sync", "parameter-server"}),
+                "--dp-sync parameter-server with --tp 2");
+  REQUIRE_ERROR(parse({"--seed", "4", "--tp-overlap"}), "nothing to overlap");
+  REQUIRE_ERROR(parse({"--seed", "4", "--sequence-parallel", "off"}), "--sequence-parallel off");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "3"}),
+                "--cp 3 needs a multiple of 3 ranks, and there are 4: change "
+                "--local-ranks, the number of processes, or --cp");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "4", "--tp", "2"}),
+                "--tp 2 with --cp 4 needs a multiple of 8 ranks, and there are 4");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "4", "--seq-len", "1001"}),
+                "--cp 4 cuts sequences into 8 equal slices, and 8 does not divide --seq-len 1001: use 1000 or 1008, or "
+                "another --cp");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "4", "--seq-len", "1005"}), "use 1000 or 1008, or");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "4", "--seq-len", "3"}), "use 8, or");
+  REQUIRE(parse({"--seed", "4", "--cp", "4", "--seq-len", "1000"}).cp == 4);
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp-attention", "ulysses"}),
+                "--cp-attention ulysses: there is nothing to share with --cp 1; leave it out, or raise --cp");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "2", "--cp-attention", "rings"}),
+                "--cp-attention rings: expected one of ring, all-gather, ulysses");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "2", "--dp-sync", "parameter-server"}),
+                "--dp-sync parameter-server with --cp 2: servers are for data parallelism alone");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "2", "--dp-replicate", "4"}),
+                "--dp-replicate 4 does not divide the 2 data-parallel ranks, each of which is a group of --cp");
+  REQUIRE_ERROR(parse({"--seed", "4", "--cp", "2", "--total-batch-size", "4100"}),
+                "--batch-size 4 x --seq-len 1024 x 2 group(s) of --cp ranks = 8192 tokens: use ");
+  REQUIRE_ERROR(parse({"--seed", "4", "--dp-sync", "partitioned-server", "--zero-stage", "1"}),
+                "--dp-sync partitioned-server with --zero-stage 1: servers are for stage 0");
+  REQUIRE_ERROR(parse({"--seed", "4", "--dp-sync", "parameter-server", "--dp-replicate", "2"}),
+                "--dp-sync parameter-server with --dp-replicate 2: servers serve one group");
+  REQUIRE_ERROR(parse({"--dp-sync", "ring"}), "expected one of all-reduce, parameter-server, parameter-server-chain");
+}
+
+TEST_CASE("what a mode has no use for is refused on the command line, and noted of a --config file", "[options]") {
+  for (const std::string mode : {"--generate", "--verify-data", "--selftest", "--print-schedule"})
+    for (const std::string option : {"--pp", "--tp", "--cp", "--ep", "--moe-z-loss", "--moe-capacity-factor"}) {
+      if (mode == "--print-schedule" && option == "--pp") continue;
+      REQUIRE_ERROR(parse({mode, option, "2"}), option + " with " + mode + ", which ");
+      if (option != "--moe-capacity-factor") parse({mode, option, option == "--moe-z-loss" ? "0" : "1"});
+    }
+  const TempDir dir;
+  std::ofstream(dir / "c.ini") << "tp=2\nep=2\nmoe-z-loss=0.1\n";
+  REQUIRE(parse({"--generate", "--config", dir / "c.ini"}).ep == 2);
+  REQUIRE_ERROR(parse({"--generate", "--config", dir / "c.ini", "--ep", "4"}), "--ep with --generate");
+  for (const std::string mode : {"--generate", "--verify-data", "--selftest", "--print-schedule"})
+    REQUIRE(notice_of_ignored(parse({mode, "--config", dir / "c.ini"})) ==
+            "notice: " + mode + " has no use for what --config sets: --tp, --ep and --moe-z-loss");
+  REQUIRE(notice_of_ignored(parse({"--config", dir / "c.ini", "--plan", "--local-ranks", "2"})).empty());
+  REQUIRE(notice_of_ignored(parse({"--generate"})).empty());
+  const std::vector<OptionText> all = option_texts(Options());
+  for (const detail::OptionKind& kind : detail::option_kinds())
+    for (const std::string_view name : kind.names)
+      REQUIRE(std::ranges::any_of(all, [&](const OptionText& option) { return option.name == name; }));
+  REQUIRE_ERROR(parse({"--generate", "--lr", "1e-3", "--train-data", "x", "--batch-size", "2"}),
+                "--train-data, --batch-size and --lr with --generate, which computes on one rank and does not train: "
+                "leave them out");
+  REQUIRE_ERROR(parse({"--verify-data", "--prompt", "x"}), "--prompt with --verify-data");
+  REQUIRE_ERROR(parse({"--selftest", "--n-layer", "2"}), "--n-layer with --selftest");
+  REQUIRE(parse({"--selftest", "--selftest-layouts", "all"}).selftest_layouts == SelftestLayouts::all);
+  for (const std::string mode : {"--generate", "--verify-data", "--print-schedule", "--plan"})
+    REQUIRE_ERROR(parse({mode, "--selftest-layouts", "all"}), "--selftest-layouts all is for --selftest: add it");
+  REQUIRE_ERROR(parse({"--print-schedule", "--dtype", "bf16"}), "--dtype with --print-schedule");
+  REQUIRE(parse({"--generate", "--prompt", "x", "--top-k", "3", "--dtype", "bf16", "--local-ranks", "2"}).top_k == 3);
+  REQUIRE(parse({"--print-schedule", "--pp", "2"}).pp == 2);
+  REQUIRE(parse({"--plan", "--local-ranks", "2", "--ep", "2", "--moe-z-loss", "0.1"}).ep == 2);
+}
+
+TEST_CASE("the help and the table in dev/docs/options.md list every option", "[options]") {
+  const std::string help = help_text(), table = options_markdown();
+  Options o;
+  visit_options(o, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto&, const Limits&,
+                                                               ResumeRule, const char* text) {
+                                           REQUIRE(help.find(std::string(name) + " ") != std::string::npos);
+                                           REQUIRE(table.find(text) != std::string::npos);
+                                         }});
+  const std::string document = read_whole("dev/docs/options.md");
+  INFO("run scripts/update_options.sh to write the options into dev/docs/options.md");
+  REQUIRE(document.find(table) != std::string::npos);
+}
+
+TEST_CASE("the help of one group is that group", "[options]") {
+  const std::string help = help_text("parallel");
+  REQUIRE(help.starts_with("Parallelism\n"));
+  REQUIRE(help.find("--tp ") != std::string::npos);
+  REQUIRE(help.find("--lr ") == std::string::npos);
+  REQUIRE(help_text().find(help) != std::string::npos);
+  for (const std::string& group : option_groups()) REQUIRE(help_text(group).starts_with(group + "\n"));
+  REQUIRE_ERROR(help_text("cooking"), "--help cooking: there is no such group of options: name one of Data, Model");
+}
