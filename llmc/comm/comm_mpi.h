@@ -10,8 +10,8 @@
 
 #include "comm/comm_mpi_thread.h"
 #include "core/check.h"
-#include "net/meeting/launch.h"
 #include "net/links.h"
+#include "net/meeting/launch.h"
 
 namespace llmc {
 

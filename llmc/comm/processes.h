@@ -11,8 +11,8 @@
 #include "comm/world.h"
 #include "net/meeting/launch.h"
 #include "net/meeting/rendezvous.h"
-#include "net/watching/watchdog.h"
 #include "net/tcp_links.h"
+#include "net/watching/watchdog.h"
 
 namespace llmc {
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <utility>
 
-#include "net/meeting/rendezvous.h"
 #include "net/links.h"
+#include "net/meeting/rendezvous.h"
 
 namespace llmc {
 
