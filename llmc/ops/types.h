@@ -226,7 +226,7 @@ struct UpdateRule {
   double largest_loss = std::numeric_limits<double>::infinity(), largest_norm = largest_loss;
 };
 
-// Of all rules (optimizers.h); each uses some of them.
+// The settings of all rules (optimizers.h); each uses some of them.
 struct OptimizerOptions {
   float lr;
   float beta1;         // decay of AdamW's first moment; momentum of SGD; Lion's share of the momentum in its direction

@@ -16,7 +16,7 @@ using namespace llmc;
 
 namespace {
 
-// Of a step whose numbers are as wide as they become.
+// A step whose numbers are as wide as they become.
 TrainLine wide_row(int64_t step, double grad_norm) {
   return {.step = step,
           .max_steps = 99999,

@@ -12,7 +12,7 @@
 #include "fuzz/formats.h"
 #include "helpers.h"
 
-// Of AddressSanitizer's library; g++ 12 has no header for them.
+// From AddressSanitizer's library; g++ 12 has no header for them.
 extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*)(const volatile void*, size_t),
                                                          void (*)(const volatile void*));
 extern "C" size_t __sanitizer_get_allocated_size(const volatile void*);

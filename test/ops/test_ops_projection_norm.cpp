@@ -116,7 +116,7 @@ TEST_CASE("ranks with some of the heads each compute the norm of whole projectio
   for (int64_t r = 0; r < ranks; ++r) {
     qkv.push_back(heads_of(b, w.qkv, w, s, shares(r)));
     dqkv.push_back(heads_of(b, w.dout, w, s, shares(r)));
-    // Of copies each has a part of the gradient of its keys and values.
+    // Each copy has a part of the gradient of its keys and values.
     const double part =
         copies == 1 ? 1 : static_cast<double>(2 * (r % copies) + 1) / static_cast<double>(copies * copies);
     for (int64_t n = 0; n < w.N; ++n)

@@ -29,7 +29,7 @@ std::string refusal(const std::vector<std::string>& arguments) {
   return "";
 }
 
-// Of a command of words without quotes.
+// The refusal of a command whose words need no quotes.
 std::string refusal_of(const std::string& command) {
   std::istringstream in(command);
   std::vector<std::string> words;

@@ -130,7 +130,7 @@ struct LossOfRank0 final : Comm {
 
 // ---- The data ------------------------------------------------------------------------------------------------------
 
-// Of row t of a sequence: the slice that it is in, and the row within a rank's two slices.
+// The slice that row t of a sequence is in, and the row within a rank's two slices.
 inline int64_t row_of_rank(const StepConfig& step, int64_t t) {
   const int64_t L = step.layout.context.slice_rows(step.batch.T);
   return t / L < step.layout.context.ranks ? t % L : L + t % L;

@@ -238,7 +238,7 @@ StepConfig long_step(int cp, ContextAttention attention) {
   return step;
 }
 
-// Of this process, in bytes: "VmRSS", or "VmHWM", the most since reset_peak().
+// The memory of this process in bytes: "VmRSS", or "VmHWM", the most since reset_peak().
 int64_t resident(const std::string& which) {
   std::ifstream in("/proc/self/status");
   for (std::string line; std::getline(in, line);)

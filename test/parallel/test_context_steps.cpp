@@ -122,7 +122,7 @@ struct Evaluation {
   std::map<int64_t, std::vector<float>> rows;  // of each micro-batch, of all ranks together
 };
 
-// Of texts of T tokens, of which some have few targets.
+// Batches of texts of T tokens; some have few targets.
 Evaluation evaluate(const StepConfig& step, int64_t T) {
   StepConfig texts = step;
   texts.batch.T = T;

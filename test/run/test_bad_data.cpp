@@ -28,7 +28,7 @@ TEST_CASE("a bad token in mid-run ends all ranks after a save, and the repaired 
           "[run]") {
   const TempDir dir;
   const std::string shard = dir / "a.bin", other = dir / "b.bin";
-  // Of the eight samples of step 3, with two ranks, the second rank's last one.
+  // The last of the eight samples of step 3 that the second of two ranks reads.
   constexpr int64_t position = 23 * 33 + 5;
   for (const std::string layout : {"", "--local-ranks 2", "--local-ranks 2 --pp 2 --n-layer 2"}) {
     INFO(layout);

@@ -38,7 +38,7 @@ int cut(const std::string& out, const std::string& signal, const std::string& mo
       .status;
 }
 
-// Of metrics.jsonl: the steps of flushes; losses and norms, and the time of each step.
+// From metrics.jsonl: the steps of flushes; losses and norms, and the time of each step.
 struct Metrics {
   std::vector<int64_t> flushes;
   std::vector<double> values, ms;

@@ -123,7 +123,7 @@ Outcome reference(const StepConfig& step, double max_norm, const std::set<int64_
     };
     const Tensor loss = scalars(1), control = scalars(4), whole_control = scalars(4), sums = scalars(units * shards),
                  of_stage = scalars(units * shards);
-    // Of each unit: its weights after 0, 1, 2 ... updates since the last flush.
+    // The weights of each unit after 0, 1, 2 ... updates since the last flush.
     std::vector<std::vector<std::vector<std::byte>>> versions(static_cast<size_t>(units));
     auto weights = [&](size_t u) { return state.unit(u).weights(); };
     auto keep = [&](size_t u) {

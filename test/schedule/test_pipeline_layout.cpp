@@ -33,7 +33,7 @@ ModelConfig tiny(bool tied, int64_t n_layer, int heads = 2) {
   return model;
 }
 
-// Of layers that all cost 1.
+// Costs of layers that all cost 1.
 ModelCosts costs_of(int64_t n_layer, double embedding, double head) {
   return {
       {.seconds = embedding}, std::vector<ModuleCost>(static_cast<size_t>(n_layer), {.seconds = 1}), {.seconds = head}};

@@ -145,7 +145,7 @@ TEST_CASE("a backward in two parts on up to 8 stages is one stage", "[pp][long]"
 }
 
 TEST_CASE("a stage takes messages by what they are where activations and gradients overtake each other", "[pp]") {
-  // Of these, a stage uses some messages in another order than they come in.
+  // A stage uses some of these messages in another order than they arrive in.
   compare({"gpt2", false, DType::fp32, 8, 8}, {2, Schedule::interleaved}, 5, 5);
   compare({"gpt2", false, DType::bf16, 8, 8}, {2, Schedule::interleaved}, 5, 7);
   compare({"gpt2", false, DType::fp32, 8, 8}, {2, zb_v}, 5, 7);

@@ -250,7 +250,7 @@ TEST_CASE("the biases of experts are updated once a step, from the choices of al
   }
 }
 
-// Of slices, the balancing loss is that of each: compared with one rank that has the same.
+// The balancing loss of slices is that of each slice: compared with one rank that has the same slices.
 TEST_CASE("what a step records of experts in token slices is the same on stages and tensor-parallel ranks",
           "[train][ep]") {
   const ModelConfig model = model_of("qwen3_moe");
@@ -271,7 +271,7 @@ TEST_CASE("what a step records of experts in token slices is the same on stages 
     return statistics;
   };
   const ExpertStatistics whole = recorded({}, {});
-  // Of three sequences, two ranks have one and a half each; of slices of one token, two and one.
+  // Two ranks have one and a half of three sequences each; of slices of one token, two and one.
   for (const std::vector<int64_t>& slices : {std::vector<int64_t>{14, 5, 1}, {10, 10}}) {
     const ExpertStatistics sliced = recorded({}, slices);
     for (const LayoutCase& layout : {LayoutCase{.tp = 2}, {.tp = 2, .pp = 2}, {.dp = 2, .tp = 2, .ep = 4}}) {
