@@ -11,6 +11,7 @@
 #include "data/verify_data.h"
 #include "run/length.h"
 #include "run/options/parse.h"
+#include "run/plan/plan_json.h"
 #include "run/processes.h"
 #include "run/reports/report.h"
 #include "run/selftest/selftest.h"
@@ -74,8 +75,12 @@ inline void run_plan(const Options& o) {
     const int64_t samples = TokenShards(o.train_data, o.seq_len).samples();
     steps = choose_steps(o, config.tokens(), steps_of_an_epoch(samples, config.tokens() / o.seq_len));
   }
-  Log log = make_log(o);
-  report_plan(log, o, rank, config, plan, steps);
+  if (!o.json) {
+    Log log = make_log(o);
+    return report_plan(log, o, rank, config, plan, steps);
+  }
+  std::printf("%s\n", plan_json(o, rank, config, plan, steps).c_str());
+  if (o.memory_limit && !fits(plan, memory_limit(o, rank))) throw Error(detail::memory_verdict(o, config, plan, rank));
 }
 
 // The pipeline that the options describe.

@@ -5,7 +5,6 @@
 #pragma once
 #include <algorithm>
 #include <map>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -96,16 +95,19 @@ inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
   auto ends = [&](const Action& a) {
     return counts(a) && (backwards ? is_backward(a.kind) : a.kind == ActionKind::forward);
   };
-  std::map<int64_t, int> left;  // backwards (or forwards) each micro-batch still has to do
+  size_t micro_batches = 0;
+  for (const Action& a : actions) micro_batches = std::max(micro_batches, static_cast<size_t>(a.micro_batch) + 1);
+  std::vector<int> left(micro_batches);  // backwards (or forwards) each micro-batch still has to do
+  std::vector<char> live(micro_batches);
   for (const Action& a : actions)
-    if (ends(a)) ++left[a.micro_batch];
-  std::set<int64_t> live;
-  size_t most = 0;
+    if (ends(a)) ++left[static_cast<size_t>(a.micro_batch)];
+  int64_t now = 0, most = 0;
   for (const Action& a : actions) {
-    if (counts(a) && a.kind == ActionKind::forward) live.insert(a.micro_batch), most = std::max(most, live.size());
-    if (ends(a) && --left[a.micro_batch] == 0) live.erase(a.micro_batch);
+    const auto m = static_cast<size_t>(a.micro_batch);
+    if (counts(a) && a.kind == ActionKind::forward && !std::exchange(live[m], true)) most = std::max(most, ++now);
+    if (ends(a) && --left[m] == 0) now -= std::exchange(live[m], false);
   }
-  return static_cast<int64_t>(most);
+  return most;
 }
 inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) { return passes_in_flight(actions, -1); }
 

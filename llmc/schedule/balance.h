@@ -149,17 +149,30 @@ class Pipedream {
       for (int m = fewest_[j]; m <= most_[j]; ++m) best_[static_cast<size_t>(m)][j] = best_of(m, j);
   }
 
+  // Without replication. The last stage grows as it begins earlier, and from some start on takes longer than the best.
+  Best best_of_single(int m, size_t j) const {
+    if (m == 1) return {{stage_seconds(0, j, 1)}, 0, 1};
+    Best best;
+    for (size_t s = j; s-- > 1;) {
+      const double stage = stage_seconds(s, j, 1), link = link_seconds(s, m - 2);
+      if (best.replicas > 0 && stage > best.order[0]) break;
+      const Best& before = best_[static_cast<size_t>(m - 1)][s];
+      if (before.replicas == 0 || (best.replicas > 0 && std::max(before.order[0], link) > best.order[0])) continue;
+      std::vector<double> order = before.order;
+      add_stage(order, link, stage);
+      if (best.replicas == 0 || order <= best.order) best = {std::move(order), s, 1};
+    }
+    return best;
+  }
+
   Best best_of(int m, size_t j) const {
-    const bool replicate = replicate_ == Replicate::yes;
+    if (replicate_ == Replicate::no) return best_of_single(m, j);
     Best best;
     std::vector<double> order;
-    if (m == 1 || replicate) {
-      const double stage = std::max(floor_, stage_seconds(0, j, m));
-      if (stage <= limit_) best = {replicate ? std::vector<double>{stage, 1} : std::vector<double>{stage}, 0, m};
-    }
+    if (const double stage = std::max(floor_, stage_seconds(0, j, m)); stage <= limit_) best = {{stage, 1}, 0, m};
     for (size_t s = 1; s < j; ++s) {
       const int first = std::max({1, needed(s, j), m - most_[s]});
-      const int last = std::min(m - fewest_[s], replicate ? m - 1 : 1);
+      const int last = std::min(m - fewest_[s], m - 1);
       if (first > last) continue;
       const double link = link_seconds(s, m - 2);
       for (int replicas = first; replicas <= last; ++replicas) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "schedule/simulate.h"
@@ -66,6 +67,41 @@ inline std::vector<ActionList> pipeline_actions(const Pipeline& p) {
 inline std::vector<ActionList> forward_actions(const Pipeline& p) {
   return detail::with_messages(p, forward_orders(p));
 }
+
+// While one exists, its thread makes the lists of a pipeline once: a plan asks for those of each stage in turn, and all
+// stages' lists are made together.
+class KeptLists {
+ public:
+  using Make = std::vector<ActionList> (*)(const Pipeline&);
+  KeptLists() : outer_(std::exchange(of_thread(), this)) {}
+  ~KeptLists() { of_thread() = outer_; }
+  KeptLists(const KeptLists&) = delete;
+  KeptLists& operator=(const KeptLists&) = delete;
+
+  // The list of one stage; `make`: pipeline_actions or forward_actions.
+  static ActionList of_stage(Make make, const Pipeline& p, int stage) {
+    const auto s = static_cast<size_t>(stage);
+    if (of_thread() == nullptr) return make(p)[s];
+    auto& kept = of_thread()->kept_;
+    for (const Entry& e : kept)
+      if (e.make == make && e.pipeline == p) return e.lists[s];
+    kept.push_back({make, p, make(p)});
+    return kept.back().lists[s];
+  }
+
+ private:
+  struct Entry {
+    Make make;
+    Pipeline pipeline;
+    std::vector<ActionList> lists;
+  };
+  static KeptLists*& of_thread() {
+    thread_local KeptLists* kept = nullptr;
+    return kept;
+  }
+  KeptLists* outer_;
+  std::vector<Entry> kept_;
+};
 
 // The lists of pipedream turn by turn, because the number of micro-batches until the next flush is known only when it
 // comes. In turn t a stage runs the forward of micro-batch t, as long as new ones begin, and the backward and update of

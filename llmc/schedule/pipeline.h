@@ -43,6 +43,7 @@ struct Pipeline {
   int place_of(int chunk) const { return chunk / stages; }
 
   bool splits_backward() const { return schedule == Schedule::zb_h1 || schedule == Schedule::zb_v; }
+  bool operator==(const Pipeline&) const = default;
 };
 
 // The most forwards that can be listed; bounds the memory of the lists.

@@ -228,7 +228,7 @@ class Trainer {
     if (config.layout.pipeline.stages == 1)
       return training_actions(pipeline.schedule, config.layout.pipeline.chunks(), config.micro_batches,
                               pipeline.slices);
-    return pipeline_actions(pipeline)[static_cast<size_t>(stage)];
+    return KeptLists::of_stage(pipeline_actions, pipeline, stage);
   }
 
   // The forwards of this rank, with their messages.
@@ -236,7 +236,7 @@ class Trainer {
     Pipeline pipeline = config_.pipeline();
     pipeline.micro_batches = micro_batches;
     pipeline.slices = 1;
-    return forward_actions(pipeline)[static_cast<size_t>(groups_.me.stage)];
+    return KeptLists::of_stage(forward_actions, pipeline, groups_.me.stage);
   }
 
   void check_headers() {

@@ -335,3 +335,61 @@ TEST_CASE("a tokenizer that is not the data's, and llm.c's deep models, get a no
   REQUIRE(run_program("--plan --model d24 -t 8 -b 1").out.find("llm.c's d24 is d24 --n-embd 1024 --n-head 16") !=
           std::string::npos);
 }
+
+TEST_CASE("a plan as JSON has the numbers of the plan, for each stage", "[run][plan]") {
+  const std::string options =
+      "--plan --json --model d4-e4 --local-ranks 8 --pp 2 --tp 2 --ep 2 --zero-stage 2 -b 2 -t 64 "
+      "--total-batch-size 1024 --tokens 10k --device cpu";
+  const ProgramResult run = run_program(options);
+  INFO(run.err);
+  REQUIRE(run.status == 0);
+  const nlohmann::json json = nlohmann::json::parse(run.out);
+  Options o;
+  const char* argv[] = {"train_gpt",
+                        "--plan",
+                        "--model",
+                        "d4-e4",
+                        "--local-ranks",
+                        "8",
+                        "--pp",
+                        "2",
+                        "--tp",
+                        "2",
+                        "--ep",
+                        "2",
+                        "-b",
+                        "2",
+                        "-t",
+                        "64",
+                        "--total-batch-size",
+                        "1024",
+                        "--zero-stage",
+                        "2"};
+  o = parse_command_line(std::ssize(argv), argv, [](Options& at) { at.ranks = at.place.ranks_on_host = 8; }).options;
+  const StepConfig step = choose_step(o);
+  const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
+  REQUIRE(json["memory_bytes"] == plan.total_bytes());
+  REQUIRE(json["layout"]["ranks"] == 8);
+  REQUIRE(json["layout"]["layers_of_chunks"] == nlohmann::json{2, 2});
+  REQUIRE(json["batch"]["tokens_per_step"] == 1024);
+  REQUIRE(json["batch"]["steps"] == 10);
+  REQUIRE(json["stages"].size() == 2);
+  for (size_t s = 0; s < 2; ++s) {
+    const nlohmann::json& stage = json["stages"][s];
+    int64_t sum = 0, sent = 0;
+    for (const auto& line : stage["memory"]) sum += line["bytes"].get<int64_t>();
+    for (const auto& group : stage["sent"]) sent += group["bytes"].get<int64_t>();
+    REQUIRE(stage["memory_bytes"] == sum);
+    REQUIRE(sum == plan.of_stage(s).total_bytes());
+    REQUIRE(stage["sent_bytes"] == sent);
+    REQUIRE(sent == plan.of_stage(s).bytes_sent());
+    REQUIRE(stage["flops"] == plan.of_stage(s).flops());
+  }
+  for (const char* unknown : {"step_seconds", "tokens_per_second", "mfu", "time", "other_ranks"})
+    REQUIRE(json[unknown].is_null());  // a CPU has no datasheet, and there is no server
+
+  const ProgramResult small = run_program(options + " --memory-limit 0.0001");
+  REQUIRE(small.status == 1);
+  REQUIRE(nlohmann::json::parse(small.out)["fits"] == false);
+  REQUIRE(small.err.find("does not fit into --memory-limit") != std::string::npos);
+}

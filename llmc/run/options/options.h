@@ -472,8 +472,7 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--micro-batches", "", o.micro_batches, between(1, 1 << 20), free,
         "with --print-schedule, the micro-batches of a step; default: twice --pp");
   visit("--json", "", o.json, Limits{}, free,
-        "print JSON instead: with --print-schedule, which scripts/plot_schedule.py draws, and with --evaluate, one "
-        "object");
+        "print JSON instead of text: with --plan, --print-schedule (scripts/plot_schedule.py draws it) and --evaluate");
   visit("--selftest", "", o.selftest, Limits{}, free,
         "instead of training, compare layouts of up to --local-ranks ranks with one rank, on tiny models");
   visit("--selftest-layouts", "", o.selftest_layouts, any_of<SelftestLayouts>(), free,

@@ -156,7 +156,7 @@ inline void validate_pipeline(const Options& o) {
   CHECK(!o.micro_batches,
         "--micro-batches {} is for --print-schedule: how many a step has follows from --total-batch-size",
         o.micro_batches.value_or(0));
-  CHECK(!o.json || o.evaluate, "--json is for --print-schedule and --evaluate");
+  CHECK(!o.json || o.evaluate || o.plan, "--json is for --plan, --print-schedule and --evaluate");
 }
 
 // Checks how long a run is.

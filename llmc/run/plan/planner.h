@@ -66,6 +66,8 @@ struct Plan {
 // generation at all lengths.
 // `target`: a rank's device.
 inline Plan make_plan(const StepConfig& config, const Device& target, int rank = 0) {
+  std::optional<KeptLists> kept;
+  if (rank == 0) kept.emplace();
   const Device device = target.on_paper();
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);

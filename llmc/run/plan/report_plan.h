@@ -162,28 +162,41 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
     log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
 }
 
-// The time of a planned step, at the rates that its clock assumes. The clock does not cover servers, which do not run
-// in step with the ranks they serve.
-inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& device,
-                      std::optional<int64_t> max_steps = std::nullopt) {
-  const std::optional<Rates>& rates = device.rates;
-  if (!rates || whole.others) return {};
+// The seconds of a planned step on its slowest stage.
+struct StepTime {
+  size_t stage;
+  double compute, exposed, bubble;  // exposed: communication that no computation hides
+  double step() const { return compute + exposed + bubble; }
+};
+// At the rates that the plan's clock assumes; none without. The clock does not cover servers, which do not run in step
+// with the ranks they serve.
+inline std::optional<StepTime> step_time(const StepConfig& step, const Plan& whole, const Device& device) {
+  if (!device.rates || whole.others) return std::nullopt;
   const size_t slowest = whole.stage_with_most([](const Plan& p) { return p.step_seconds; });
   const Plan& plan = whole.of_stage(slowest);
   // Between two flushes, the slowest stage of an asynchronous pipeline never waits.
-  const double busy_ms = plan.step_seconds * 1e3, exposed_ms = plan.exposed_seconds * 1e3,
-               bubble = step.layout.pipeline.stages == 1 || step.layout.pipeline.asynchronous()
-                            ? 0
-                            : simulate_step(step, count_costs(step), device.computes_as()).bubble(slowest),
-               ms = busy_ms / (1 - bubble);
+  const double idle = step.layout.pipeline.stages == 1 || step.layout.pipeline.asynchronous()
+                          ? 0
+                          : simulate_step(step, count_costs(step), device.computes_as()).bubble(slowest);
+  return StepTime{slowest, plan.step_seconds - plan.exposed_seconds, plan.exposed_seconds,
+                  plan.step_seconds * idle / (1 - idle)};
+}
+
+inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& device,
+                      std::optional<int64_t> max_steps = std::nullopt) {
+  const std::optional<StepTime> time = step_time(step, whole, device);
+  if (!time) return {};
+  const std::optional<Rates>& rates = device.rates;
+  const double ms = time->step() * 1e3;
   Rows rows = {
-      {"compute", formatted("{:.3f} ms{}", busy_ms - exposed_ms,
-                            step.layout.pipeline.stages == 1 ? "" : formatted(", of stage {}, the slowest", slowest))}};
+      {"compute",
+       formatted("{:.3f} ms{}", time->compute * 1e3,
+                 step.layout.pipeline.stages == 1 ? "" : formatted(", of stage {}, the slowest", time->stage))}};
   if (step.layout.ranks() > 1)
-    rows.emplace_back("exposed communication", formatted("{:.3f} ms, which no computation hides", exposed_ms));
+    rows.emplace_back("exposed communication", formatted("{:.3f} ms, which no computation hides", time->exposed * 1e3));
   if (step.layout.pipeline.stages > 1)
-    rows.emplace_back(
-        "bubble", step.layout.pipeline.asynchronous() ? "none between flushes" : formatted("{:.3f} ms", ms - busy_ms));
+    rows.emplace_back("bubble", step.layout.pipeline.asynchronous() ? "none between flushes"
+                                                                    : formatted("{:.3f} ms", time->bubble * 1e3));
   rows.emplace_back("step", formatted("{:.3f} ms: {:.0f} tokens/s", ms, static_cast<double>(step.tokens()) / ms * 1e3));
   if (max_steps) rows.emplace_back("run", human_duration(ms * 1e-3 * static_cast<double>(*max_steps)));
   const std::string link = step.layout.ranks() == 1

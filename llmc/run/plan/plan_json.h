@@ -1,0 +1,113 @@
+// plan_json.h: a plan as JSON, for scripts: --plan --json. run/README.md has the schema.
+#pragma once
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "run/plan/report_plan.h"
+
+namespace llmc {
+
+namespace detail {
+
+using OrderedJson = nlohmann::ordered_json;
+
+// What a rank of a stage holds, computes and sends.
+inline OrderedJson rank_json(const Plan& plan) {
+  OrderedJson memory = OrderedJson::array(), sent = OrderedJson::array(), ops = OrderedJson::array();
+  int64_t bytes = 0;
+  for (const MemoryLine& line : plan.memory) {
+    if (line.bytes > 0) memory.push_back({{"name", line.label}, {"bytes", line.bytes}});
+    bytes += line.bytes;
+  }
+  for (const auto& [group, of_group] : plan.step_traffic)
+    if (of_group > 0) sent.push_back({{"group", group}, {"bytes", of_group}});
+  for (const auto& [name, t] : plan.step_ops)
+    ops.push_back({{"op", name}, {"calls", t.calls}, {"flops", t.flops}, {"bytes", t.bytes}});
+  return {{"memory_bytes", bytes},           {"memory", memory}, {"flops", plan.flops()}, {"ops", ops},
+          {"sent_bytes", plan.bytes_sent()}, {"sent", sent}};
+}
+
+inline OrderedJson layout_json(const StepConfig& step) {
+  const Layout& l = step.layout;
+  OrderedJson layers = OrderedJson::array();
+  for (const Chunk& chunk : step.model_chunks()) layers.push_back(chunk.layers.size());
+  return {{"ranks", l.ranks()},
+          {"pp", l.pipeline.stages},
+          {"schedule", name_of(l.pipeline.schedule)},
+          {"chunks_per_stage", l.pipeline.chunks_per_stage},
+          {"layers_of_chunks", layers},
+          {"token_slices", l.pipeline.slices},
+          {"tp", l.tensor.ranks},
+          {"sequence_parallel", l.tensor.by_rows()},
+          {"cp", l.context.ranks},
+          {"cp_attention", name_of(l.context.attention)},
+          {"ep", l.expert.ranks},
+          {"readers", l.readers()},
+          {"dp_replicate", l.zero.replicas},
+          {"zero_stage", l.zero.stage},
+          {"grad_reduce", name_of(l.zero.grad_reduce)},
+          {"dp_sync", name_of(l.zero.sync)}};
+}
+
+}  // namespace detail
+
+// max_steps: the run's, if known. Fields that are not known are null.
+inline std::string plan_json(const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
+                             std::optional<int64_t> max_steps = std::nullopt) {
+  using detail::OrderedJson;
+  const auto known = [](const auto& value) { return value ? OrderedJson(*value) : OrderedJson(); };
+  const auto time = detail::step_time(step, plan, device);
+  const int64_t limit = memory_limit(o, device);
+  const bool limited = limit < std::numeric_limits<int64_t>::max();
+  const double tokens = static_cast<double>(step.tokens());
+  OrderedJson stages = OrderedJson::array();
+  for (int s = 0; s < step.layout.pipeline.stages; ++s) {
+    OrderedJson stage = {{"stage", s}, {"modules", detail::modules_text(step, s)}};
+    stage.update(detail::rank_json(plan.of_stage(static_cast<size_t>(s))));
+    stages.push_back(std::move(stage));
+  }
+  std::optional<double> seconds, per_second, mfu;
+  if (time) {
+    seconds = time->step();
+    per_second = tokens / *seconds;
+    mfu = training_flops_per_token(step.model, step.batch.T) * *per_second /
+          (device.rates->flops_per_s * step.layout.ranks());
+  }
+  const OrderedJson json = {{"step_seconds", known(seconds)},
+                            {"tokens_per_second", known(per_second)},
+                            {"mfu", known(mfu)},
+                            {"memory_bytes", plan.total_bytes()},
+                            {"memory_limit_bytes", limited ? OrderedJson(limit) : OrderedJson()},
+                            {"fits", limited ? OrderedJson(fits(plan, limit)) : OrderedJson()},
+                            {"device", describe(device)},
+                            {"model",
+                             {{"name", o.model},
+                              {"type", step.model.family.model_type},
+                              {"parameters", count_parameters(parameter_table(step.model))},
+                              {"active_parameters", count_active_parameters(step.model)},
+                              {"flops_per_token", training_flops_per_token(step.model, step.batch.T)}}},
+                            {"precision",
+                             {{"weights", name_of(step.precision.weights)},
+                              {"state", name_of(step.precision.state)},
+                              {"master_weights", step.precision.keeps_masters()},
+                              {"recompute", name_of(step.recompute)}}},
+                            {"batch",
+                             {{"tokens_per_step", step.tokens()},
+                              {"micro_batches", step.micro_batches},
+                              {"batch_size", step.batch.B},
+                              {"seq_len", step.batch.T},
+                              {"steps", known(max_steps)}}},
+                            {"layout", detail::layout_json(step)},
+                            {"time", time ? OrderedJson{{"slowest_stage", time->stage},
+                                                        {"compute_seconds", time->compute},
+                                                        {"exposed_communication_seconds", time->exposed},
+                                                        {"bubble_seconds", time->bubble}}
+                                          : OrderedJson()},
+                            {"stages", stages},
+                            {"other_ranks", plan.others ? detail::rank_json(*plan.others) : OrderedJson()}};
+  return json.dump(2);
+}
+
+}  // namespace llmc
