@@ -104,7 +104,7 @@ class PassMemory {
     };
     // The activations that are recomputed: one set for all blocks.
     const BlockActivations shared = BlockActivations::recomputed(block_shape(shape, Layers::any), recompute, arena);
-    for (int64_t i = 0; i < micro_batches_in_flight(actions); ++i)
+    for (int64_t i = 0, most = micro_batches_in_flight(actions); i < most; ++i)
       for (const BatchShape& slice : shapes_)
         inputs_.emplace_back(slice.rows(), config.all_position_rows(pass.shape, pass.purpose), config.layout.tensor,
                              arena);

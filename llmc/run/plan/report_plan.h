@@ -43,18 +43,35 @@ inline std::string modules_text(const StepConfig& step, int stage) {
   return text;
 }
 
-// A row for each stage.
+// A row for each run of stages that print the same numbers: "stages 1-4".
 inline Rows stage_rows(const StepConfig& step, const Plan& plan) {
+  struct StageRun {
+    int first, last;
+    std::string modules, numbers;
+  };
+  std::vector<StageRun> runs;
   size_t width = 0;
-  for (int s = 0; s < step.layout.pipeline.stages; ++s) width = std::max(width, modules_text(step, s).size());
-  Rows rows;
   for (int s = 0; s < step.layout.pipeline.stages; ++s) {
     const Plan& its = plan.of_stage(static_cast<size_t>(s));
-    std::string modules = modules_text(step, s);
-    modules.resize(width, ' ');
-    rows.emplace_back(formatted("stage {}", s),
-                      formatted("{} {:10} {:12}, sends {:10} a step", modules, human_bytes(its.total_bytes()),
-                                human_flops(its.flops()), human_bytes(its.bytes_sent())));
+    const std::string numbers = formatted("{:10} {:12}, sends {:10} a step", human_bytes(its.total_bytes()),
+                                          human_flops(its.flops()), human_bytes(its.bytes_sent()));
+    if (!runs.empty() && runs.back().numbers == numbers) {
+      StageRun& run = runs.back();
+      run.modules =
+          (run.first == run.last ? run.modules + " to " : run.modules.substr(0, run.modules.find(" to ") + 4)) +
+          modules_text(step, s);
+      run.last = s;
+    } else {
+      runs.push_back({s, s, modules_text(step, s), numbers});
+    }
+  }
+  for (const StageRun& run : runs) width = std::max(width, run.modules.size());
+  Rows rows;
+  for (StageRun& run : runs) {
+    run.modules.resize(width, ' ');
+    rows.emplace_back(
+        run.first == run.last ? formatted("stage {}", run.first) : formatted("stages {}-{}", run.first, run.last),
+        run.modules + " " + run.numbers);
   }
   return rows;
 }
