@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "comm/comm_nccl.h"
+#include "comm/host_group.h"
 #include "comm/ring.h"
 #include "comm/server.h"
 #include "device/arena.h"
@@ -27,39 +28,23 @@
 
 namespace llmc {
 
-// A transport that moves nothing, so that bytes can be counted without sending them.
-class NullTransport final : public Transport {
- public:
-  NullTransport(int rank, int size) : rank_(rank), size_(size) {}
-  int rank() const override { return rank_; }
-  int size() const override { return size_; }
-  void exchange(int, const void*, int64_t, int, void*, int64_t, Stream*) override {}
-  bool moves_data() const override { return false; }
-
- private:
-  int rank_, size_;
-};
-
 // One rank's membership in a group. Buffers are flat, and divided into size() shards where a collective shards. A
 // derived class may stand in for a group, and change what its collectives do (hooks.h).
-class Comm {
+class Comm : public HostGroup {
  public:
   Comm(std::string name, std::unique_ptr<Transport> transport)
-      : name_(std::move(name)), transport_(std::make_shared<Counter>(std::move(transport))) {}
+      : HostGroup(std::move(name), std::make_shared<CountingTransport>(std::move(transport))) {}
   // `library` moves tensors, and a null transport counts their bytes; `transport` carries only the hosts' messages.
   Comm(std::string name, std::unique_ptr<Transport> transport, std::shared_ptr<GpuCollectives> library)
       : Comm(std::move(name), std::move(transport)) {
     library_ = std::move(library);
-    counted_ = std::make_unique<Counter>(std::make_unique<NullTransport>(rank(), size()));
+    counted_ = std::make_unique<CountingTransport>(std::make_unique<NullTransport>(rank(), size()));
   }
 
   virtual ~Comm() {
     if (std::uncaught_exceptions() > exceptions_) abort();
   }
 
-  int rank() const { return transport_->rank(); }
-  int size() const { return transport_->size(); }
-  const std::string& name() const { return name_; }
   Transport& transport() { return *transport_; }  // for other forms of collectives (dev/comm)
   // Bytes of tensors that this rank has sent, and received; call with the streams idle.
   int64_t bytes_sent() const { return counted().sent; }
@@ -68,7 +53,7 @@ class Comm {
   // to each.
   const std::set<int>& partners() const { return counted().partners; }
   void forget_bytes() {
-    for (Counter* c : {transport_.get(), counted_.get()})
+    for (CountingTransport* c : {transport_.get(), counted_.get()})
       if (c != nullptr) c->sent = c->received = 0;
   }
   // Sets the function that abort() calls: it ends every wait of this rank for a peer, and of peers for it, with a
@@ -77,8 +62,6 @@ class Comm {
   void abort() const {
     if (abort_) abort_();
   }
-  // From now on the group records at `place` what it is doing.
-  void report_to(std::shared_ptr<Attendance> place) { place_ = std::move(place); }
   // Throws if the library has reported an error, here or at a peer.
   void check() const {
     if (library_) library_->check();
@@ -205,90 +188,11 @@ class Comm {
     run("pull", buffer, stream, [=]<class T>(const Link& link, T* x, T*) { server::pull(link, x, n, servers); });
   }
 
-  // An all-gather of text between the hosts, not on a stream: the text of every rank, indexed by rank. `topic`: what
-  // the text is about; must be the same on all ranks.
-  std::vector<std::string> all_gather_text(const std::string& topic, const std::string& text) {
-    std::vector<std::string> all = exchange_text(topic + '\n' + text);
-    for (size_t r = 0; r < all.size(); ++r) {
-      require_topic(static_cast<int>(r), all[r].substr(0, all[r].find('\n')), topic);
-      all[r].erase(0, topic.size() + 1);
-    }
-    return all;
-  }
-  // The same, but only `root` gets the texts, which may be large; the others get none.
-  std::vector<std::string> gather_text(int root, const std::string& topic, const std::string& text) {
-    std::vector<std::string> all(static_cast<size_t>(rank() == root ? size() : 0), text);
-    if (!transport_->moves_data()) return all;
-    const Attending attending(place_.get(), "exchange", "", formatted("\"{}\"", topic));
-    if (rank() != root) {
-      for (const std::string* part : {&topic, &text}) send_text(root, *part);
-      return all;
-    }
-    for (int r = 0; r < size(); ++r) {
-      if (r == root) continue;
-      require_topic(r, receive_text(r), topic);
-      all[static_cast<size_t>(r)] = receive_text(r);
-    }
-    return all;
-  }
-  void barrier() { all_gather_text("barrier", ""); }
-
  protected:
   Comm(Comm&&) = default;  // for hooks, which replace a group before its first collective
 
  private:
-  void require_topic(int sender, const std::string& its, const std::string& topic) const {
-    CHECK(its == topic, "{}: rank {} sent \"{}\" while rank {} was sending \"{}\"", name_, sender, its, rank(), topic);
-  }
-  void send_text(int to, const std::string& text) {
-    const uint64_t bytes = text.size();
-    transport_->exchange(to, &bytes, 8, -1, nullptr, 0, nullptr);
-    transport_->exchange(to, text.data(), static_cast<int64_t>(bytes), -1, nullptr, 0, nullptr);
-  }
-  std::string receive_text(int from) {
-    uint64_t bytes = 0;
-    transport_->exchange(-1, nullptr, 0, from, &bytes, 8, nullptr);
-    std::string text(bytes, '\0');
-    transport_->exchange(-1, nullptr, 0, from, text.data(), static_cast<int64_t>(bytes), nullptr);
-    return text;
-  }
-  std::vector<std::string> exchange_text(const std::string& text) {
-    std::vector<std::string> all(static_cast<size_t>(size()), text);
-    if (!transport_->moves_data()) return all;
-    const Attending attending(place_.get(), "exchange", "", formatted("\"{}\"", text.substr(0, text.find('\n'))));
-    for (int s = 1; s < size(); ++s) {
-      const int to = (rank() + s) % size(), from = (rank() - s + size()) % size();
-      std::string& in = all[static_cast<size_t>(from)];
-      uint64_t out_bytes = text.size(), in_bytes = 0;
-      transport_->exchange(to, &out_bytes, 8, from, &in_bytes, 8, nullptr);
-      in.resize(in_bytes);
-      transport_->exchange(to, text.data(), static_cast<int64_t>(out_bytes), from, in.data(),
-                           static_cast<int64_t>(in_bytes), nullptr);
-    }
-    return all;
-  }
-
-  // Counts the bytes that are sent and received.
-  struct Counter final : Transport {
-    explicit Counter(std::unique_ptr<Transport> t) : inner(std::move(t)) {}
-    int rank() const override { return inner->rank(); }
-    int size() const override { return inner->size(); }
-    bool moves_data() const override { return inner->moves_data(); }
-    void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
-                  Stream* gpu) override {
-      if (to >= 0) sent += out_bytes;
-      if (from >= 0) received += in_bytes;
-      for (const int other : {to, from})
-        if (between_two && other >= 0 && other != rank()) partners.insert(other);
-      inner->exchange(to, out, out_bytes, from, in, in_bytes, gpu);
-      pulse();
-    }
-    std::unique_ptr<Transport> inner;
-    int64_t sent = 0, received = 0;
-    bool between_two = false;  // not in a collective; set only where a call is counted at once, not in tasks
-    std::set<int> partners;
-  };
-  Counter& counted() const { return counted_ ? *counted_ : *transport_; }
+  CountingTransport& counted() const { return counted_ ? *counted_ : *transport_; }
 
   // Sends and receives of the library.
   struct LibraryTransport final : Transport {
@@ -359,12 +263,9 @@ class Comm {
     }
   }
 
-  std::string name_;
-  std::shared_ptr<Counter> transport_;
-  std::unique_ptr<Counter> counted_;
+  std::unique_ptr<CountingTransport> counted_;
   std::shared_ptr<GpuCollectives> library_;
-  std::shared_ptr<Attendance> place_;  // none: nothing is recorded
-  std::function<void()> abort_;        // none: nothing waits
+  std::function<void()> abort_;  // none: nothing waits
   int exceptions_ = std::uncaught_exceptions();
 };
 

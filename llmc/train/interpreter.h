@@ -26,7 +26,7 @@ class Interpreter {
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
     auto scope = context_.arena.scope();
     OpenPass open = begin(actions, pass);
-    const Tensor logits = pass.purpose == Purpose::generate ? stage_.logits_room() : Tensor{};
+    const Tensor logits = pass.purpose == Purpose::generate ? stage_.head_pass().logits_room() : Tensor{};
     state_.weights.start_pass(units_acquired(actions, pass.purpose), context_.compute);
     for (const Action& action : actions) enqueue(action, open, batches, logits);
     if (state_.groups().stages() > 1) read_headers();
@@ -36,7 +36,7 @@ class Interpreter {
       const int head = config_.pipeline().stage_of(config_.layout.pipeline.chunks() - 1);
       groups[GroupName::scalars].broadcast(logits, head * groups.ranks_of_stage(), context_.compute);
     }
-    stage_.deliver_logits(logits);
+    stage_.head_pass().deliver_logits(logits);
   }
 
   // A pass whose actions are enqueued one by one.

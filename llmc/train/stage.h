@@ -15,6 +15,7 @@
 #include "device/profiler_range.h"
 #include "shard/zero.h"
 #include "train/expert_record.h"
+#include "train/head_pass.h"
 #include "train/in_flight.h"
 #include "train/step_config.h"
 
@@ -31,7 +32,7 @@ class Stage {
         model_(config.part()),
         placement_(config.expert_placement()),
         parallel_{state.groups(), context.arena, context.compute},
-        loss_sum_(loss_sum),
+        head_pass_(config, context, parallel_, loss_sum),
         experts_(experts),
         chunks_(config.model_chunks()),
         layer_units_(layer_units(config.model)) {
@@ -47,28 +48,9 @@ class Stage {
   const std::vector<Chunk>& chunks() const { return chunks_; }  // of the whole model
   bool is_here(int chunk) const { return config_.pipeline().stage_of(chunk) == state_.groups().me.stage; }
   const Chunk& chunk(int index) const { return chunks_[static_cast<size_t>(index)]; }
+  HeadPass& head_pass() { return head_pass_; }
   // The work that is being enqueued, in words: "forward of blocks.3".
   const std::string& current() const { return current_; }
-  // The logits (V) of the last forward for Purpose::generate; read with the stream idle.
-  const std::vector<float>& logits() const { return logits_; }
-  // Room for the logits of all tensor-parallel ranks, padding included.
-  Tensor logits_room() const {
-    const int64_t V = model_.padded_vocab() * config_.layout.tensor.ranks;
-    return context_.arena.alloc("head", "logits of all ranks", config_.precision.activations, {V});
-  }
-  // Copies complete logits, which all ranks have, to the host.
-  void deliver_logits(const Tensor& all) {
-    const int64_t V = config_.model.vocab_size, part = model_.vocab_size, stored = model_.padded_vocab();
-    download(all, context_.compute, [this, V, part, stored](const std::vector<float>& host) {
-      logits_.clear();  // without the padding of each part
-      for (size_t begin = 0; static_cast<int64_t>(logits_.size()) < V; begin += static_cast<size_t>(stored)) {
-        const int64_t count = std::min(part, V - static_cast<int64_t>(logits_.size()));
-        logits_.insert(logits_.end(), host.begin() + static_cast<int64_t>(begin),
-                       host.begin() + static_cast<int64_t>(begin) + count);
-      }
-    });
-  }
-
   // The units whose weights an action acquires, in this order.
   std::vector<size_t> units_acquired(const Action& action, Purpose purpose) const {
     const Chunk& c = chunk(action.chunk);
@@ -99,8 +81,8 @@ class Stage {
     if (!c.has_head || pass.purpose == Purpose::train) return;
     const Tensor& x = slot.output();
     const Head head = acquire_head();
-    if (pass.purpose == Purpose::evaluate) evaluate_head(x, head, slot, pass, micro_batch);
-    else compute_logits(logits, x, head, pass);
+    if (pass.purpose == Purpose::evaluate) head_pass_.evaluate(head, x, slot, pass, micro_batch);
+    else head_pass_.compute_logits(logits, head, x, pass);
     release_head();
   }
 
@@ -227,41 +209,6 @@ class Stage {
     held.release();
   }
 
-  // Adds the losses of x (S, C) to the sum, and passes the loss of every row to pass.row_losses if it is set.
-  void evaluate_head(const Tensor& x, const Head& head, const Slot& slot, const Pass& pass, int64_t micro_batch) {
-    const int64_t R = config_.share(pass.shape, pass.purpose).rows();
-    const auto losses =
-        std::make_shared<std::vector<float>>(pass.row_losses ? static_cast<size_t>(pass.shape.rows()) : 0);
-    const auto row_of_all = [context = config_.layout.context, T = pass.shape.T, rank = state_.groups().me.context](
-                                int64_t row) { return static_cast<size_t>(context.row_of_all(row, T, rank)); };
-    for_head_chunks(x, slot, [&](const HeadActivations& acts, Tensor part, Tensor targets, const auto& rows) {
-      head.forward(acts, part);
-      add_loss(head, acts, targets, Gradient::no);
-      if (!pass.row_losses) return;
-      const bool last = rows[0].end() == x.shape[0];
-      download(acts.losses, context_.compute,
-               [losses, rows, R, last, micro_batch, row_of_all,
-                report = pass.row_losses](const std::vector<float>& of_part) {
-                 auto from = of_part.begin();
-                 for (const Range& range : rows)
-                   for (int64_t row = range.begin; row < range.end(); ++row, ++from)
-                     if (row < R) (*losses)[row_of_all(row)] = *from;
-                 if (last) report(micro_batch, *losses);
-               });
-    });
-  }
-
-  // logits = the head on one row of x (S, C) only.
-  void compute_logits(const Tensor& logits, const Tensor& x, const Head& head, const Pass& pass) {
-    auto scope = context_.arena.scope();
-    const int64_t S = x.shape[0], C = x.shape[1];
-    const HeadActivations acts(model_, 1, config_.layout.tensor, config_.precision.activations, context_.arena);
-    // With sequence parallelism one rank has the row; the other ranks compute rows that are not used.
-    head.forward(acts, x.slice(pass.logits_row % S * C, {1, C}));
-    const Tensor mine = acts.logits.slice(pass.logits_row / S * acts.logits.shape[1], {acts.logits.shape[1]});
-    copy(logits, parallel::gather_vocabulary(mine, parallel_), context_.compute);
-  }
-
   // ---- Backward ----------------------------------------------------------------------------------------------------
 
   // Final norm, logits and loss of x (S, C), forward and backward; slot.gradient = the gradient of x.
@@ -271,11 +218,7 @@ class Stage {
     start_gradients(head_unit(), slot);
     // A tied table gets its gradients in two parts, here and in backward_embedding(), which reduces them.
     if (config_.model.tied) start_gradients(embedding_unit, slot);
-    for_head_chunks(x, slot, [&](const HeadActivations& acts, Tensor part, Tensor targets, const auto& rows) {
-      head.forward(acts, part);
-      add_loss(head, acts, targets, Gradient::yes);
-      head.backward(slot.gradient.slice(rows[0].begin * x.shape[1], part.shape), acts, part);
-    });
+    head_pass_.train(head, x, slot);
     reduce_gradients(head_unit(), slot, last_micro_batch);
     if (reduces_tied_parts()) reduce_gradients(embedding_unit, slot, last_micro_batch);
     release_head();
@@ -322,54 +265,18 @@ class Stage {
     if (slot.ends_backward()) state_.gradients.reduce(u, last_micro_batch, context_.compute);
   }
 
-  // ---- The head's rows ---------------------------------------------------------------------------------------------
-
-  // Calls f(head, part of x, targets, rows) for parts of the rows of x (S, C), each with activations of its own. rows:
-  // the rows of the micro-batch that the logits and targets belong to; with sequence parallelism some from each rank.
-  template <class F>
-  void for_head_chunks(const Tensor& x, const Slot& slot, F&& f) {
-    const int64_t S = x.shape[0], C = x.shape[1], most = config_.head_rows(S);
-    const int slices = config_.layout.tensor.by_rows() ? config_.layout.tensor.ranks : 1;
-    for (int64_t begin = 0; begin < S; begin += most) {
-      const int64_t n = std::min(most, S - begin);
-      auto scope = context_.arena.scope();
-      std::vector<Range> rows;
-      for (int p = 0; p < slices; ++p) rows.push_back({S * p + begin, n});
-      f(HeadActivations(model_, n, config_.layout.tensor, config_.precision.activations, context_.arena),
-        x.slice(begin * C, {n, C}), targets_of(rows, slot), rows);
-    }
-  }
-  Tensor targets_of(const std::vector<Range>& rows, const Slot& slot) {
-    const int64_t n = rows[0].size;
-    if (rows.size() == 1) return slot.inputs.targets.slice(rows[0].begin, {n});
-    const Tensor targets =
-        context_.arena.alloc("head", "targets", DType::int32, {n * static_cast<int64_t>(rows.size())});
-    for (size_t p = 0; p < rows.size(); ++p)
-      copy(targets.slice(n * static_cast<int64_t>(p), {n}), slot.inputs.targets.slice(rows[p].begin, {n}),
-           context_.compute);
-    return targets;
-  }
-
-  // Adds the losses to the sum; with Gradient::yes the logits become the gradient of the step's mean loss (contract 9:
-  // divided by the tokens of all ranks).
-  void add_loss(const Head& head, const HeadActivations& acts, const Tensor& targets, Gradient gradient) {
-    head.loss(acts, targets, 1.0 / static_cast<double>(config_.tokens()), gradient);
-    add_losses(loss_sum_, acts.losses, context_.compute);
-  }
-
   const StepConfig& config_;
   Context context_;
   ModelState& state_;
   ModelConfig model_;  // the shape of this rank's part
   ExpertPlacement placement_;
   parallel::Group parallel_;
-  Tensor loss_sum_;
+  HeadPass head_pass_;
   const ExpertRecord& experts_;
   std::vector<Chunk> chunks_;
   std::vector<LayerUnits> layer_units_;
   Tensor rotary_table_;  // (T, D); empty without rotary positions
   std::string current_;
-  std::vector<float> logits_;
 };
 
 }  // namespace llmc

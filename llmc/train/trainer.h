@@ -200,7 +200,7 @@ class Trainer {
   std::vector<float> logits() {
     context_.compute.synchronize();
     check_headers();
-    return stage_.logits();
+    return stage_.head_pass().logits();
   }
 
  private:
