@@ -393,3 +393,20 @@ TEST_CASE("a plan as JSON has the numbers of the plan, for each stage", "[run][p
   REQUIRE(nlohmann::json::parse(small.out)["fits"] == false);
   REQUIRE(small.err.find("does not fit into --memory-limit") != std::string::npos);
 }
+
+TEST_CASE("a plan of many stages has a row for each run of equal ones", "[run][plan]") {
+  const ProgramResult run = run_program(
+      "--plan --model d16 --n-embd 32 --n-head 2 --vocab-size 300 --local-ranks 16 --pp 16 -b 1 -t 16 "
+      "--total-batch-size 256 --device cpu");
+  INFO(run.out << run.err);
+  REQUIRE(run.status == 0);
+  REQUIRE(run.out.find("16 stages of 1 (16 times) layers") != std::string::npos);
+  // With 1f1b an earlier stage keeps more micro-batches; all send the same but for the two at the ends.
+  REQUIRE(std::regex_search(run.out, std::regex("  stage 0 +embedding, 0 ")));
+  REQUIRE(std::regex_search(run.out, std::regex("  stage 15 +15, head ")));
+  const ProgramResult gpipe = run_program(
+      "--plan --model d16 --n-embd 32 --n-head 2 --vocab-size 300 --local-ranks 16 --pp 16 -b 1 -t 16 "
+      "--total-batch-size 256 --schedule gpipe --device cpu");
+  INFO(gpipe.out);
+  REQUIRE(std::regex_search(gpipe.out, std::regex("  stages 1-14 +1 to 14 ")));
+}

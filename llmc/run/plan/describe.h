@@ -34,6 +34,17 @@ using Rows = std::vector<std::pair<std::string, std::string>>;
 
 namespace detail {
 
+// "2, 2, 2", or of many numbers "1 (510 times), 2, 0".
+inline std::string numbers_text(const std::vector<int64_t>& numbers) {
+  std::string text;
+  for (size_t i = 0, n; i < numbers.size(); i += n) {
+    n = 1;
+    while (numbers.size() > 8 && i + n < numbers.size() && numbers[i + n] == numbers[i]) ++n;
+    text += formatted("{}{}{}", text.empty() ? "" : ", ", numbers[i], n > 1 ? formatted(" ({} times)", n) : "");
+  }
+  return text;
+}
+
 inline std::string layout_text(const StepConfig& step) {
   const ZeroConfig& zero = step.layout.zero;
   const TensorParallel& tensor = step.layout.tensor;
@@ -47,11 +58,11 @@ inline std::string layout_text(const StepConfig& step) {
                      text.empty() ? "ranks" : "groups of " + text, step.layout.context.attention);
   const PipelineParallel& pipeline = step.layout.pipeline;
   if (pipeline.stages > 1) {
-    std::vector<size_t> layers(static_cast<size_t>(pipeline.stages));
+    std::vector<int64_t> layers(static_cast<size_t>(pipeline.stages));
     const std::vector<Chunk> chunks = step.model_chunks();
     for (size_t c = 0; c < chunks.size(); ++c)
-      layers[static_cast<size_t>(step.pipeline().stage_of(static_cast<int>(c)))] += chunks[c].layers.size();
-    text = formatted("{} stages of {} layers, {}{}{}{}", pipeline.stages, layers, pipeline.schedule,
+      layers[static_cast<size_t>(step.pipeline().stage_of(static_cast<int>(c)))] += std::ssize(chunks[c].layers);
+    text = formatted("{} stages of {} layers, {}{}{}{}", pipeline.stages, numbers_text(layers), pipeline.schedule,
                      pipeline.chunks_per_stage > 1 ? formatted(", {} chunks per stage", pipeline.chunks_per_stage) : "",
                      pipeline.asynchronous() ? formatted(" with up to {} versions of weights", pipeline.stages) : "",
                      text.empty() ? "" : ", each " + text);

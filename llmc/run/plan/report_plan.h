@@ -139,7 +139,9 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
     const std::vector<int64_t> balanced = balanced_layers(costs, step.stages_of_chunks());
     std::vector<int64_t> used;
     for (const Chunk& chunk : step.model_chunks()) used.push_back(static_cast<int64_t>(chunk.layers.size()));
-    rows.emplace_back("--pp-layout balanced", balanced == used ? "the same layers" : layers_text(balanced));
+    rows.emplace_back("--pp-layout balanced", balanced == used        ? "the same layers"
+                                              : balanced.size() <= 64 ? layers_text(balanced)
+                                                                      : numbers_text(balanced));
   }
   if (!rates) return rows;
   // A PipeDream worker is a group of tensor- and context-parallel ranks; beyond this many, they are counted in groups.
