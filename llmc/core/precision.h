@@ -24,6 +24,12 @@ struct Precision {
         wire(accumulator_of(dtype)),
         state(accumulator_of(dtype)) {}
 
+  // Do weights, activations and products have one dtype, and sums its accumulator? All kernels expect it so far.
+  bool uniform() const {
+    Precision same = weights;
+    same.masters = masters;
+    return *this == same;
+  }
   bool keeps_masters() const { return masters && weights != state; }
   bool operator==(const Precision&) const = default;
 };

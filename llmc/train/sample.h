@@ -44,8 +44,7 @@ inline int32_t sample_token(std::span<const float> logits, const SampleOptions& 
 }
 
 // Appends up to `count` tokens to the prompt, which must not be empty, and passes each to `emit`; stops early when emit
-// returns false. At the sequence length the older half of the context is dropped. rng: draws
-// the tokens.
+// returns false. At the sequence length the older half of the context is dropped. rng draws the tokens.
 inline std::vector<int32_t> generate(Trainer& trainer, std::vector<int32_t> tokens, int64_t count,
                                      const SampleOptions& options, const Philox& rng,
                                      const std::function<bool(int32_t)>& emit) {

@@ -48,6 +48,7 @@ class Trainer {
     CHECK(groups_.ranks() == config.layout.ranks() && groups_.layout.tensor.ranks == config.layout.tensor.ranks &&
           groups_.stages() == config.layout.pipeline.stages);
     CHECK(config.layout.zero.stage >= 0 && config.layout.zero.stage <= 3);
+    CHECK(config.precision.uniform());
     CHECK(groups_.layout.context.ranks == config.layout.context.ranks &&
           config.batch.T % config.layout.context.slices() == 0);
     CHECK(config.layout.pipeline.slices.empty() ||

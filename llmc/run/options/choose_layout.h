@@ -38,8 +38,8 @@ inline Layout choose_layout(const Options& o) {
 // The same for this model. Rejects layouts that it cannot have.
 inline Layout choose_layout(const Options& o, const ModelConfig& model) {
   Layout l = choose_layout(o);
-  l.tensor.head_copies = tensor_parallel(model, o.tp).head_copies;
-  l.expert.count = model.experts.count;
+  l.tensor = tensor_parallel(model, o.tp, l.tensor.sequence, l.tensor.overlap);
+  l.expert = expert_parallel(model, o.ep);
   layout_faults(l, model).refuse();
   return l;
 }
