@@ -45,6 +45,9 @@ class Comm : public HostGroup {
     if (std::uncaught_exceptions() > exceptions_) abort();
   }
 
+  // The ranks of the world that are members, for the time that transfers take on paper; unknown: they are neighbours.
+  void set_members(std::vector<int> ranks) { members_ = std::move(ranks); }
+
   Transport& transport() { return *transport_; }  // for other forms of collectives (dev/comm)
   // Bytes of tensors that this rank has sent, and received; call with the streams idle.
   int64_t bytes_sent() const { return counted().sent; }
@@ -229,7 +232,7 @@ class Comm : public HostGroup {
         ring(Link{transport, gpu}, reinterpret_cast<T*>(buffer.bytes), reinterpret_cast<T*>(scratch.bytes));
       });
     };
-    OpCost cost{op, 0, static_cast<double>(buffer.size_bytes())};
+    OpCost cost{.name = op, .bytes = static_cast<double>(buffer.size_bytes()), .group = name_.c_str()};
     constexpr bool by_exchanges = std::is_same_v<std::decay_t<Library>, ByExchanges>;
     const bool between_two = by_exchanges || std::string_view(op).starts_with("all_to_all");
     if (library_) {
@@ -251,6 +254,10 @@ class Comm : public HostGroup {
         through(*transport_, nullptr);
         cost.link_bytes = static_cast<double>(std::max(transport_->sent - sent, transport_->received - received));
         cost.messages = messages.value_or(size() - 1);
+        cost.members = &members_;
+        cost.pattern = by_exchanges                                     ? Pattern::neighbours
+                       : std::string_view(op).starts_with("all_to_all") ? Pattern::all_to_all
+                                                                        : Pattern::ring;
       }
       const bool units = traffic_of(name_) == Traffic::units;
       stream.run(cost, {inspected},
@@ -263,6 +270,7 @@ class Comm : public HostGroup {
     }
   }
 
+  std::vector<int> members_;
   std::unique_ptr<CountingTransport> counted_;
   std::shared_ptr<GpuCollectives> library_;
   std::function<void()> abort_;  // none: nothing waits

@@ -150,8 +150,10 @@ class Groups {
   static Join null_groups(int rank) {
     return [rank](const std::string& name, const std::vector<int>& members) {
       const auto index = std::find(members.begin(), members.end(), rank) - members.begin();
-      return std::make_unique<Comm>(
+      auto comm = std::make_unique<Comm>(
           name, std::make_unique<NullTransport>(static_cast<int>(index), static_cast<int>(members.size())));
+      comm->set_members(members);
+      return comm;
     };
   }
 

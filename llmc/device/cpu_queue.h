@@ -36,14 +36,17 @@ class Waiting {
 class Event {
  public:
   Event() : state_(std::make_shared<State>()) {}
-  // The null device's event: complete, as nothing runs, and at this time of its clock.
-  static Event on_paper(double seconds) {
+  // The null device's event: complete, as nothing runs, and at this time of its clock, when a transfer of this group
+  // ends (none: work).
+  static Event on_paper(double seconds, const char* group) {
     Event event;
     event.signal();
     event.seconds_ = seconds;
+    event.group_ = group;
     return event;
   }
   double seconds() const { return seconds_; }
+  const char* group() const { return group_; }
   void signal(std::exception_ptr error = nullptr) const {
     const std::shared_ptr<State> state = state_;  // a waiter may destroy this event
     {
@@ -75,6 +78,7 @@ class Event {
   };
   std::shared_ptr<State> state_;
   double seconds_ = 0;  // by the null device's clock
+  const char* group_ = nullptr;
 #ifdef TRAIN_GPT_CUDA
   std::shared_ptr<cuda::Event> gpu_;
 #endif

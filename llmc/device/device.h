@@ -56,10 +56,13 @@ struct Device {
   int sharers = 1;  // ranks of this host on the same device
   Collectives collectives = Collectives::own;
   Tf32 tf32 = Tf32::no;
-  bool cudnn = false;                         // use cuDNN's attention
-  bool graphs = true;                         // replay repeated work as CUDA graphs
-  DeviceKind planned = DeviceKind::cpu;       // what the null device plans for
-  std::optional<Rates> rates = std::nullopt;  // the null device's clock has these; none: all its times are 0
+  bool cudnn = false;                    // use cuDNN's attention
+  bool graphs = true;                    // replay repeated work as CUDA graphs
+  DeviceKind planned = DeviceKind::cpu;  // what the null device plans for
+  bool elsewhere = false;                // a plan is for another machine, whatever this one has
+  // The null device's clock is this machine's; none: all its times are 0.
+  std::shared_ptr<const Machine> machine = nullptr;
+  std::shared_ptr<LinkTimes> links = nullptr;  // of that machine, for a rank's side streams
 
   // The same device as a null device, for planning.
   Device on_paper() const {
@@ -101,8 +104,10 @@ struct Replay {
 class Stream {
  public:
   // `scratch`: work space of the ops on this stream. They run in order, so all of them may use the same bytes.
-  Stream(Device device, Arena& scratch, [[maybe_unused]] Precedence precedence = Precedence::compute)
-      : device_(device), scratch_(scratch), clock_(device.rates) {
+  Stream(Device device, Arena& scratch, Precedence precedence = Precedence::compute)
+      : device_(device),
+        scratch_(scratch),
+        clock_(device.machine, precedence == Precedence::communication ? device.links : nullptr) {
     if (device_.kind == DeviceKind::cpu) cpu_ = std::make_unique<CpuQueue>(device_.threads);
 #ifdef TRAIN_GPT_CUDA
     if (device_.kind == DeviceKind::cuda)
@@ -168,13 +173,14 @@ class Stream {
   // The part of it that this stream spends waiting for others or transferring: it is exposed, because no work of this
   // stream hides it. The stream works the rest of the time.
   double exposed_seconds() const { return clock_.exposed(); }
+  const std::map<std::string, double>& exposed_by_group() const { return clock_.exposed_by_group(); }
 
   Event record() {
     if (cpu_) return cpu_->record();
 #ifdef TRAIN_GPT_CUDA
     if (gpu_) return gpu_->record();
 #endif
-    return Event::on_paper(seconds());
+    return Event::on_paper(seconds(), clock_.last_transfer());
   }
   // where: see cuda::wait_for_event.
   void wait(const Event& event, [[maybe_unused]] const std::source_location& where = std::source_location::current()) {
@@ -182,7 +188,7 @@ class Stream {
 #ifdef TRAIN_GPT_CUDA
     if (gpu_ && event.gpu() != nullptr) gpu_->wait(*event.gpu(), where);
 #endif
-    if (device_.kind == DeviceKind::null) clock_.wait(event.seconds());
+    if (device_.kind == DeviceKind::null) clock_.wait(event.seconds(), event.group());
   }
 
 #ifdef TRAIN_GPT_CUDA

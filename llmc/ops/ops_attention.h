@@ -33,6 +33,11 @@ inline void check_attention(const char* op, const Tensor& out, const Tensor& lse
 inline double attention_flops(const AttentionBlock& b) {
   return 4.0 * static_cast<double>(b.B * b.Hq) * static_cast<double>(b.pairs()) * static_cast<double>(b.D);
 }
+// passes: over the scores
+inline AttentionSize attention_size(const AttentionBlock& b, double passes = 1) {
+  return {b.keys.length, b.D,
+          passes * static_cast<double>(b.B * b.Hq) * static_cast<double>(b.queries.length * b.keys.length)};
+}
 // Bytes of a tensor with the shape of the queries, and of one with that of the keys and values.
 inline double query_bytes(const AttentionBlock& b, DType dtype) {
   return static_cast<double>(size_of(dtype) * b.B * b.D * b.Hq * b.queries.rows);
@@ -136,8 +141,10 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor kv, Tenso
   detail::check_attention("attention_forward", out, lse, q, kv, positions, block);
   detail::check_tensor("attention_forward", "out", out, q.dtype, out.shape);
   CHECK(block.all_keys && block.offset >= 0, "attention_forward: every row must see a key; see attention_merge()");
-  const OpCost cost{"attention_forward", detail::attention_flops(block),
-                    2 * detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype)};
+  const OpCost cost{.name = "attention_forward",
+                    .flops = detail::attention_flops(block),
+                    .bytes = 2 * detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype),
+                    .attention = detail::attention_size(block)};
   auto scope = stream.scratch().scope();
 #ifdef TRAIN_GPT_CUDNN
   if (detail::by_cudnn(stream, q, kv, block)) {
@@ -189,23 +196,25 @@ inline void attention_merge(const RunningAttention& running, Tensor q, Tensor kv
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_forward_scratch, 0, block);
-  stream.run(
-      {"attention_merge", detail::attention_flops(block),
-       detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) + 2 * detail::query_bytes(block, stat)},
-      {running.sums}, [=, &stream] {
-        with_type(q.dtype, [&](auto tag) {
-          using X = typename decltype(tag)::type;
-          using A = accumulator_t<X>;
-          const AttentionOutputs<X, A> to{{},
-                                          nullptr,
-                                          {running.sums.data<A>(), running.sums.shape[1]},
-                                          running.largest.data<A>(),
-                                          running.total.data<A>()};
-          const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
-          RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                        cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
-        });
-      });
+  stream.run({.name = "attention_merge",
+              .flops = detail::attention_flops(block),
+              .bytes = detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) +
+                       2 * detail::query_bytes(block, stat),
+              .attention = detail::attention_size(block)},
+             {running.sums}, [=, &stream] {
+               with_type(q.dtype, [&](auto tag) {
+                 using X = typename decltype(tag)::type;
+                 using A = accumulator_t<X>;
+                 const AttentionOutputs<X, A> to{{},
+                                                 nullptr,
+                                                 {running.sums.data<A>(), running.sums.shape[1]},
+                                                 running.largest.data<A>(),
+                                                 running.total.data<A>()};
+                 const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+                 RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
+                               cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
+               });
+             });
 }
 // After the last block: out (B T, Hq D) = sums / total, rounded once; lse (B, Hq, T) = largest + log(total).
 inline void attention_finish(Tensor out, Tensor lse, const RunningAttention& running, Stream& stream) {
@@ -244,8 +253,10 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
   // Reads q, out, dout, k, v; writes their gradients, which it also reads to add to them.
   const double gradients = detail::query_bytes(block, written) + detail::key_bytes(block, written);
   const OpCost cost{
-      "attention_backward", 2.5 * detail::attention_flops(block),
-      3 * detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) + (add ? 2 : 1) * gradients};
+      .name = "attention_backward",
+      .flops = 2.5 * detail::attention_flops(block),
+      .bytes = 3 * detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) + (add ? 2 : 1) * gradients,
+      .attention = detail::attention_size(block, 1.5)};
   auto scope = stream.scratch().scope();
 #ifdef TRAIN_GPT_CUDNN
   if (detail::by_cudnn(stream, q, kv, block)) {

@@ -278,9 +278,10 @@ inline void combine_backward(Tensor dy, Tensor dweights, Tensor dout, Tensor y, 
 
 namespace detail {
 
-inline OpCost grouped_cost(const char* name, int64_t R, const Tensor& weight, const Tensor& in, const Tensor& out) {
+inline OpCost grouped_cost(const char* name, int64_t R, const Tensor& weight, const Tensor& in, const Tensor& out,
+                           const ProductShape& product) {
   const double flops = 2.0 * static_cast<double>(R) * static_cast<double>(weight.shape[1] * weight.shape[2]);
-  return {name, flops, bytes_of({weight, in, out})};
+  return {.name = name, .flops = flops, .bytes = bytes_of({weight, in, out}), .product = product};
 }
 
 // For products that sum at most K elements, on CPUs.
@@ -300,16 +301,17 @@ inline void grouped_linear_forward(Tensor out, Tensor x, Tensor weight, Tensor o
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::grouped_scratch(stream, I, x.dtype);
-  stream.run(detail::grouped_cost("grouped_linear_forward", R, weight, x, out), {}, [=, &stream] {
-    with_type(x.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      RUN_ON_DEVICE(stream, X,
-                    cuda::grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
-                                                 R, E, O, I, stream.cuda()),
-                    cpu::products<X>().grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
-                                                              offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
-    });
-  });
+  stream.run(
+      detail::grouped_cost("grouped_linear_forward", R, weight, x, out, {ceil_div(R, E), O, I, E}), {}, [=, &stream] {
+        with_type(x.dtype, [&](auto tag) {
+          using X = typename decltype(tag)::type;
+          RUN_ON_DEVICE(stream, X,
+                        cuda::grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
+                                                     offsets.data<int32_t>(), R, E, O, I, stream.cuda()),
+                        cpu::products<X>().grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
+                                                                  offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
+        });
+      });
 }
 
 // Rows of expert e: dx = dout weight[e].
@@ -321,17 +323,18 @@ inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight,
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::grouped_scratch(stream, O, dout.dtype);
-  stream.run(detail::grouped_cost("grouped_linear_backward_input", R, weight, dout, dx), {}, [=, &stream] {
-    with_type(dout.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      RUN_ON_DEVICE(
-          stream, X,
-          cuda::grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
-                                              R, E, O, I, stream.cuda()),
-          cpu::products<X>().grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(),
-                                                           offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
-    });
-  });
+  stream.run(detail::grouped_cost("grouped_linear_backward_input", R, weight, dout, dx, {ceil_div(R, E), I, O, E}), {},
+             [=, &stream] {
+               with_type(dout.dtype, [&](auto tag) {
+                 using X = typename decltype(tag)::type;
+                 RUN_ON_DEVICE(stream, X,
+                               cuda::grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(),
+                                                                   offsets.data<int32_t>(), R, E, O, I, stream.cuda()),
+                               cpu::products<X>().grouped_linear_backward_input(
+                                   dx.data<X>(), dout.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
+                                   scratch.bytes, R, E, O, I));
+               });
+             });
 }
 
 // dweight[e] += dout^T x over the rows of expert e; unchanged if it has none.   dweight (E, O, I) in the accumulator
@@ -342,7 +345,7 @@ inline void grouped_linear_backward_weight(Tensor dweight, Tensor dout, Tensor x
   CHECK_TENSOR(dout, x.dtype, R, O);
   CHECK_TENSOR(x, x.dtype, R, I);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
-  OpCost cost = detail::grouped_cost("grouped_linear_backward_weight", R, dweight, dout, x);
+  OpCost cost = detail::grouped_cost("grouped_linear_backward_weight", R, dweight, dout, x, {O, I, ceil_div(R, E), E});
   cost.bytes += detail::bytes_of({dweight});  // read and written
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::grouped_scratch(stream, R, x.dtype);

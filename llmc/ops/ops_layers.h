@@ -169,10 +169,11 @@ inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor 
   const Bias with_bias = bias.empty() ? Bias::no : Bias::yes;
   const double flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K);
   const double bytes = bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0);
+  const OpCost cost{.name = name, .flops = flops, .bytes = bytes, .product = {M, N, K}};
   auto scope = stream.scratch().scope();
   if (stream.device().computes_as() == DeviceKind::cuda) {
     const Tensor workspace = stream.scratch().alloc("scratch", "matmul", DType::int32, {gpu_matmul_workspace / 4});
-    return stream.run({name, flops, bytes}, {c}, [=, &stream] {
+    return stream.run(cost, {c}, [=, &stream] {
 #ifdef TRAIN_GPT_CUDA
       if (a.dtype == DType::fp64) refuse_fp64();
       const int alignment = cuda::alignment_of({c.bytes, a.bytes, b.bytes, bias.bytes});
@@ -191,7 +192,7 @@ inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor 
         a.dtype, a.dtype, sum, cpu::to_string(shape));
   const Tensor scratch =
       stream.scratch().alloc("scratch", "matmul", DType::int32, {ceil_div(cpu::matmul_scratch(shape), int64_t{4})});
-  stream.run({name, flops, bytes}, {c}, [=] {
+  stream.run(cost, {c}, [=] {
     with_type(a.dtype, [&](auto tag) {
       using X = typename decltype(tag)::type;
       using A = accumulator_t<X>;

@@ -1,5 +1,5 @@
-// modes.h: modes other than training: --selftest, --verify-data, --plan, --print-schedule. --generate and --evaluate
-// have their own files.
+// modes.h: modes other than training: --selftest, --verify-data, --plan, --plan-examples, --print-schedule. --generate
+// and --evaluate have their own files.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -11,6 +11,7 @@
 #include "data/verify_data.h"
 #include "run/length.h"
 #include "run/options/parse.h"
+#include "run/plan/examples.h"
 #include "run/plan/plan_json.h"
 #include "run/processes.h"
 #include "run/reports/report.h"
@@ -63,7 +64,7 @@ inline void run_plan(const Options& o) {
   Device rank = first_rank_device(device, o);
   const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
   const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
-  if (chip) rank.rates = datasheet_rates(*chip, config.precision.products, config.layout.ranks());
+  if (chip) rank.machine = datasheet_machine(*chip, config.precision.products, config.layout.ranks());
   const Plan plan = make_plan(config, rank);
   std::optional<int64_t> steps;
   if (o.max_steps || o.tokens) steps = choose_steps(o, config.tokens(), 1);
@@ -81,6 +82,12 @@ inline void run_plan(const Options& o) {
   }
   std::printf("%s\n", plan_json(o, rank, config, plan, steps).c_str());
   if (o.memory_limit && !fits(plan, memory_limit(o, rank))) throw Error(detail::memory_verdict(o, config, plan, rank));
+}
+
+// --plan-examples.
+inline void run_plan_examples(const Options& o) {
+  Log log = make_log(o);
+  report_examples(log);
 }
 
 // The pipeline that the options describe.

@@ -12,9 +12,9 @@
 
 namespace llmc {
 
-// Is the device a GPU for a plan alone, on a machine without GPUs?
+// Is the device a GPU for a plan alone, which is not in this machine?
 inline bool is_gpu_elsewhere(const Device& device) {
-  return device.computes_as() == DeviceKind::cuda && visible_gpus().count == 0;
+  return device.computes_as() == DeviceKind::cuda && (device.elsewhere || visible_gpus().count == 0);
 }
 
 // The GPU, among those this process sees, of its rank with this number: round-robin over the host's ranks.
@@ -25,7 +25,8 @@ inline int gpu_of_thread(const Place& place, int64_t thread, int64_t gpus) {
 // One rank's part of the device: a share of the threads, or one of the host's GPUs, dealt out round-robin. In a plan on
 // a host without GPUs, each rank has its own. thread: the rank's number in this process.
 inline Device rank_device(Device device, const Place& place, int64_t thread = 0) {
-  const int64_t gpus = visible_gpus().count, ranks = place.own_gpus ? place.local_ranks : place.ranks_on_host,
+  const int64_t gpus = is_gpu_elsewhere(device) ? 0 : visible_gpus().count,
+                ranks = place.own_gpus ? place.local_ranks : place.ranks_on_host,
                 parts = device.kind != DeviceKind::cuda ? 1
                         : gpus > 0                      ? gpus
                                                         : ranks;

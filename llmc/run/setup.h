@@ -15,6 +15,7 @@
 #include "run/checkpoints/checkpoint.h"
 #include "run/options/parse.h"
 #include "run/plan/count_costs.h"
+#include "run/plan/machines.h"
 #include "run/rank_device.h"
 #include "run/ranks.h"
 #include "text/tokenizer.h"
@@ -38,6 +39,12 @@ inline Device choose_device(const Options& o) {
         "--attention cudnn: this train_gpt was built without cuDNN; build with `make USE_CUDNN=1`, or use --attention "
         "own");
   if (o.device == DeviceChoice::cpu) return device;
+  if (!o.machine.empty()) {
+    device.kind = DeviceKind::cuda;
+    device.elsewhere = true;
+    device.machine = choose_machine(o.machine, o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32, o.tf32);
+    return device;
+  }
   const VisibleGpus gpus = visible_gpus();
   const bool elsewhere = o.device == DeviceChoice::cuda && o.plan && gpus.count == 0;  // a plan for a GPU needs no GPU
   CHECK(gpus.count > 0 || o.device == DeviceChoice::automatic || elsewhere, "--device cuda: {}", gpus.why_none);
@@ -50,8 +57,8 @@ inline Device choose_device(const Options& o) {
 
 // One rank per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; in modes that use one rank, one.
 inline int64_t default_ranks(const Options& o) {
-  if (o.generate || o.verify_data || o.print_schedule) return 1;
-  const int64_t gpus = o.device == DeviceChoice::cpu ? 0 : visible_gpus().count;
+  if (o.generate || o.verify_data || o.print_schedule || o.plan_examples) return 1;
+  const int64_t gpus = o.device == DeviceChoice::cpu || !o.machine.empty() ? 0 : visible_gpus().count;
   return std::max(o.pp * std::lcm(o.tp * o.cp, o.ep), gpus);
 }
 

@@ -15,6 +15,8 @@ struct PassCosts {
   double message = 0;              // from the end of a pass until the next stage has its result
   std::vector<double> chunk = {};  // how many times as long a chunk takes; empty: all equally long
   std::vector<double> slice = {};  // the same for a slice
+  // The time of each action of each stage's list, in the place of all these but `message`; empty: unknown.
+  std::vector<std::vector<double>> actions = {};
 };
 
 // Begin and end of an action. Sends and receives run beside the computation: their times are those of the message.
@@ -127,7 +129,8 @@ inline Simulation simulate(const Pipeline& p, const std::vector<ActionList>& lis
     if (ready == never) return false;
     if (is_send(a.kind)) return sim.times[stage].push_back({ready, ready + costs.message}), true;
     if (is_receive(a.kind)) return sim.times[stage].push_back({ready - costs.message, ready}), true;
-    const double begin = std::max(now[stage], ready), end = begin + duration(a);
+    const double seconds = costs.actions.empty() ? duration(a) : costs.actions[stage][sim.times[stage].size()];
+    const double begin = std::max(now[stage], ready), end = begin + seconds;
     sim.times[stage].push_back({begin, end});
     if (a.kind == ActionKind::forward) forward_end[a] = end;
     if (is_backward(a.kind)) backward_end[a] = end;

@@ -28,7 +28,11 @@ class Interpreter {
     OpenPass open = begin(actions, pass);
     const Tensor logits = pass.purpose == Purpose::generate ? stage_.head_pass().logits_room() : Tensor{};
     state_.weights.start_pass(units_acquired(actions, pass.purpose), context_.compute);
-    for (const Action& action : actions) enqueue(action, open, batches, logits);
+    for (const Action& action : actions) {
+      const double begin = context_.compute.seconds();
+      enqueue(action, open, batches, logits);
+      if (action_seconds_ != nullptr) action_seconds_->push_back(context_.compute.seconds() - begin);
+    }
     if (state_.groups().stages() > 1) read_headers();
     if (pass.purpose != Purpose::generate) return;
     const Groups& groups = state_.groups();
@@ -73,6 +77,9 @@ class Interpreter {
   // checks them.
   void read_headers() { headers_.push_back(state_.groups().links.read_headers(context_.compute)); }
   std::vector<ReceivedHeaders> take_headers() { return std::exchange(headers_, {}); }
+
+  // On the null device: appends how long the compute stream takes for each action (until nullptr is set).
+  void time_actions(std::vector<double>* seconds) { action_seconds_ = seconds; }
 
   // The interpreter's place in the list.
   struct Place {
@@ -215,7 +222,8 @@ class Interpreter {
   Uploads uploads_;
   // By kind, chunk, and the addresses of its inputs.
   std::map<std::tuple<ActionKind, int, const std::byte*, const std::byte*>, Replay> replays_;
-  std::vector<ReceivedHeaders> headers_;          // not yet taken
+  std::vector<ReceivedHeaders> headers_;  // not yet taken
+  std::vector<double>* action_seconds_ = nullptr;
   Action action_ = {ActionKind::forward, 0, -1};  // the action that is being enqueued
 };
 

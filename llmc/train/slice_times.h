@@ -16,12 +16,12 @@ namespace llmc {
 // The speeds that a cut assumes of a machine. Only the ratios matter: short slices are slow because the weights are
 // read again for each, and because every op takes a while to begin.
 struct SliceRates {
-  Rates rates;
+  std::shared_ptr<const Machine> machine;
   double op_seconds;  // before an op begins
 };
 inline SliceRates slice_rates(DeviceKind kind, DType dtype) {
-  if (kind != DeviceKind::cuda) return {{1e11, 2e10, 5e9, 1e-6}, 2e-5};
-  return {{dtype == DType::bf16 ? 5e14 : 4e13, 2.5e12, 2e11, 5e-6}, 5e-6};
+  if (kind != DeviceKind::cuda) return {ideal_machine(1e11, 2e10, 5e9, 1e-6), 2e-5};
+  return {ideal_machine(dtype == DType::bf16 ? 5e14 : 4e13, 2.5e12, 2e11, 5e-6), 5e-6};
 }
 
 class SliceTimes {
@@ -31,7 +31,7 @@ class SliceTimes {
       : config_(config),
         model_(config.part()),
         rates_(slice_rates(kind, config.precision.products)),
-        device_(device_of(kind, rates_.rates)),
+        device_(device_of(kind, rates_.machine)),
         arena_(device_),
         scratch_(device_),
         stream_(device_, scratch_),
@@ -94,9 +94,9 @@ class SliceTimes {
       if (model.is_sparse(l)) return l;
     return 0;
   }
-  static Device device_of(DeviceKind kind, const Rates& rates) {
+  static Device device_of(DeviceKind kind, std::shared_ptr<const Machine> machine) {
     Device device = Device{.kind = kind}.on_paper();
-    device.rates = rates;
+    device.machine = std::move(machine);
     return device;
   }
 

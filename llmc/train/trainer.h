@@ -76,6 +76,7 @@ class Trainer {
   Stream& stream() const { return context_.compute; }
   Arena& arena() const { return context_.arena; }
   Interpreter::Place place() const { return interpreter_.place(); }
+  void time_actions(std::vector<double>* seconds) { interpreter_.time_actions(seconds); }
   bool has_layer(int64_t layer) const {
     return state_.has(layer_units(config_.model)[static_cast<size_t>(layer)].block);
   }

@@ -9,9 +9,9 @@ namespace {
 
 constexpr double infinite = std::numeric_limits<double>::infinity();
 
-Device with_rates(const Rates& rates) {
+Device with_rates(double flops_per_s, double bytes_per_s, double link_bytes_per_s, double link_latency_s) {
   Device device{DeviceKind::cpu, 1};
-  device.rates = rates;
+  device.machine = ideal_machine(flops_per_s, bytes_per_s, link_bytes_per_s, link_latency_s);
   return device;
 }
 
@@ -25,7 +25,7 @@ StepConfig one_micro_batch(int ranks, int stage) {
 // Seconds of what rank `rank` of four sends and receives in `collective`, of four shards of n fp32.
 template <class F>
 double seconds_of(int rank, int64_t n, F&& collective) {
-  const Device paper = with_rates({1, 1, 1e6, 1e-3}).on_paper();
+  const Device paper = with_rates(1, 1, 1e6, 1e-3).on_paper();
   Arena arena(paper), scratch(paper);
   Stream stream(paper, scratch);
   Comm comm("test", std::make_unique<NullTransport>(rank, 4));
@@ -59,7 +59,7 @@ TEST_CASE("a collective on paper takes a latency from rank to rank, and its byte
     REQUIRE(is(pushed, 3, rank == 0 ? 12 : 4));
   }
   // A group of one is free.
-  const Device paper = with_rates({1, 1, 1, 1}).on_paper();
+  const Device paper = with_rates(1, 1, 1, 1).on_paper();
   Arena arena(paper), scratch(paper);
   Stream stream(paper, scratch);
   Comm alone("alone", std::make_unique<NullTransport>(0, 1));
@@ -71,7 +71,7 @@ TEST_CASE("what is exposed of a step's communication is what no computation can 
   // Products are slow, the link fast, everything else free: a transfer that overlaps with any block is hidden. Left are
   // those that nothing is beside: at stage 1 the gradients of the first block and the embedding, the scalars, and the
   // new weights; at stage 3 the first two gathers, the same gradients, and the scalars.
-  const Rates rates{.flops_per_s = 1e6, .bytes_per_s = infinite, .link_bytes_per_s = 1e9, .link_latency_s = 1e-6};
+  const Device device = with_rates(1e6, infinite, 1e9, 1e-6);
   for (const int P : {2, 4})
     for (const int stage : {1, 3}) {
       INFO(P << " ranks, stage " << stage);
@@ -89,7 +89,7 @@ TEST_CASE("what is exposed of a step's communication is what no computation can 
       const double scalars = 8 * 6 * (P - 1);  // the loss and a square sum for each unit
       const double bytes = f(4 * first) + scalars + f(4 * (stage == 1 ? all : first));
       const int transfers = 2 + 1 + (stage == 1 ? 5 : 2);
-      const Plan plan = make_plan(config, with_rates(rates));
+      const Plan plan = make_plan(config, device);
       REQUIRE(plan.exposed_seconds == Catch::Approx(bytes / 1e9 + transfers * (P - 1) * 1e-6).epsilon(1e-6));
       double products = 0;
       for (const auto& [op, totals] : plan.step_ops) products += totals.flops / 1e6;
@@ -103,10 +103,7 @@ TEST_CASE("exposed communication is less than the transfers, grows as the link g
     INFO("stage " << stage);
     const StepConfig config = one_micro_batch(4, stage);
     auto plan_at = [&](double link, double latency) {
-      return make_plan(
-          config,
-          with_rates(
-              {.flops_per_s = 1e9, .bytes_per_s = infinite, .link_bytes_per_s = link, .link_latency_s = latency}));
+      return make_plan(config, with_rates(1e9, infinite, link, latency));
     };
     const Plan free = plan_at(infinite, 0);
     REQUIRE(free.exposed_seconds == 0);
@@ -129,7 +126,7 @@ TEST_CASE("exposed communication is less than the transfers, grows as the link g
 TEST_CASE("a clock changes nothing else of a plan", "[parallel][plan]") {
   const StepConfig config = one_micro_batch(4, 3);
   const Plan without = make_plan(config, {DeviceKind::cpu, 1}),
-             with = make_plan(config, with_rates({1e9, 1e9, 1e8, 1e-6}));
+             with = make_plan(config, with_rates(1e9, 1e9, 1e8, 1e-6));
   REQUIRE(without.step_seconds == 0);
   REQUIRE(without.exposed_seconds == 0);
   REQUIRE(with.arena_bytes == without.arena_bytes);

@@ -160,7 +160,7 @@ TEST_CASE("on paper the ring's transfers are hidden exactly where computation be
         REQUIRE(needed < (1 + 2 / L) * std::max(K / step_pairs, (K + K32) / (5 * pairs)));
         auto exposed_by_keys = [&](double link) {
           Device device{DeviceKind::cpu, 1};
-          device.rates = Rates{flops_per_s, infinite, link, 0};
+          device.machine = ideal_machine(flops_per_s, infinite, link);
           const Plan plan = make_plan(step, device);
           int64_t all = 0, first = 0;  // elements of all units, and of those whose gradients come last
           const ParamTable table = parameter_table(m);

@@ -155,7 +155,7 @@ TEST_CASE("overlap hides some of the exchanges of tensor parallelism on paper, a
           "[parallel][tp]") {
   // The rates of a GPU with fast links, on which products and exchanges take about as long as each other.
   Device device{DeviceKind::cpu, 1};
-  device.rates = Rates{.flops_per_s = 5e14, .bytes_per_s = 3e12, .link_bytes_per_s = 2e11, .link_latency_s = 2e-6};
+  device.machine = ideal_machine(5e14, 3e12, 2e11, 2e-6);
   for (const int tp : {2, 8})
     for (const bool sequence : {true, false}) {
       INFO("tp " << tp << ", by rows " << sequence);

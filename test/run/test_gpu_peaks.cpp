@@ -157,27 +157,15 @@ TEST_CASE("an unlisted GPU does not match a similar row", "[run][peaks]") {
 }
 
 TEST_CASE("a plan's clock takes a GPU's rates from its datasheet, or has none", "[run][peaks]") {
-  const auto rates = [](const char* gpu, DType dtype, int ranks) {
-    return datasheet_rates(*gpu_peaks(gpu), dtype, ranks);
+  const auto machine = [](const char* gpu, DType dtype, int ranks) {
+    return datasheet_machine(*gpu_peaks(gpu), dtype, ranks);
   };
-  const auto h100 = rates("NVIDIA H100 80GB HBM3", DType::bf16, 8);
-  REQUIRE(h100.has_value());
+  const auto h100 = machine("NVIDIA H100 80GB HBM3", DType::bf16, 8);
+  REQUIRE(h100 != nullptr);
   REQUIRE((h100->flops_per_s == 989.5e12 && h100->bytes_per_s == 3350e9));
-  REQUIRE((h100->link_bytes_per_s == 450e9 && h100->link_latency_s == 0));
-  EXPECT(!rates("NVIDIA H100 80GB HBM3", DType::fp32, 8));
-  EXPECT(rates("NVIDIA L4", DType::bf16, 1).has_value());  // alone it needs no link
-  EXPECT(!rates("NVIDIA L4", DType::bf16, 2));
-  EXPECT(!rates("NVIDIA GB10", DType::bf16, 1));
-}
-
-TEST_CASE("the rows of the table are consistent with each other", "[run][peaks]") {
-  for (const GpuPeaks& row : detail::gpu_peaks_table) {
-    INFO(row.name);
-    const auto peaks = gpu_peaks(row.name);
-    REQUIRE(peaks.has_value());
-    EXPECT(std::string(peaks->name) == row.name);  // no row shadows another
-    EXPECT(*row.bandwidth > 0);
-    // fp8 matmuls take half the time of bf16; datasheets round both.
-    if (row.fp8) EXPECT(*row.fp8 / *row.bf16 == Catch::Approx(2).epsilon(0.015));
-  }
+  REQUIRE((h100->links.size() == 1 && h100->links[0].bytes_per_s == 450e9 && h100->links[0].latency_s == 0));
+  EXPECT(!machine("NVIDIA H100 80GB HBM3", DType::fp32, 8));
+  EXPECT(machine("NVIDIA L4", DType::bf16, 1) != nullptr);  // alone it needs no link
+  EXPECT(!machine("NVIDIA L4", DType::bf16, 2));
+  EXPECT(!machine("NVIDIA GB10", DType::bf16, 1));
 }

@@ -192,22 +192,22 @@ TEST_CASE("a plan shows the time of a step on paper where its rates are known, w
   const StepConfig step{
       .model = resolve_model("gpt2:124M", {}), .precision = DType::bf16, .batch = {4, 1024}, .layout = {.zero = zero}};
   Device device{DeviceKind::cuda};
-  REQUIRE(detail::time_rows(step, make_plan(step, device), device).empty());
-  device.rates = datasheet_rates(*gpu_peaks("NVIDIA H100 80GB HBM3"), DType::bf16, 8);
+  REQUIRE(detail::time_rows({}, step, make_plan(step, device), device).empty());
+  device.machine = datasheet_machine(*gpu_peaks("NVIDIA H100 80GB HBM3"), DType::bf16, 8);
   const Plan plan = make_plan(step, device);
   REQUIRE((0 < plan.exposed_seconds && plan.exposed_seconds < plan.step_seconds));
-  const Rows rows = detail::time_rows(step, plan, device);
+  const Rows rows = detail::time_rows({}, step, plan, device);
   std::map<std::string, std::string> shown(rows.begin(), rows.end());
   const double exposed = std::stod(shown["exposed communication"]), step_ms = std::stod(shown["step"]);
   REQUIRE(exposed == Catch::Approx(plan.exposed_seconds * 1e3).margin(1e-3));
   REQUIRE(step_ms == Catch::Approx(plan.step_seconds * 1e3).margin(1e-3));
   REQUIRE(std::stod(shown["compute"]) + exposed == Catch::Approx(step_ms).margin(2e-3));
   REQUIRE(shown["rates"] ==
-          "989.5 TFLOP/s, 3350.0 GB/s of memory, 450.0 GB/s of link and 0.0 us for a message; no time for launches");
+          "989.5 TFLOP/s, 3350.0 GB/s of memory, 450.0 GB/s and 0.0 us of link; no time for launches");
   // Ranks that wait for a server do not run in step with it.
   StepConfig served = step;
   served.layout.zero = {.shards = 8, .sync = DpSync::parameter_server};
-  REQUIRE(detail::time_rows(served, make_plan(served, device), device).empty());
+  REQUIRE(detail::time_rows({}, served, make_plan(served, device), device).empty());
   // Without a GPU here, and on a CPU, whose peaks no datasheet states, no rates are made up.
   for (const char* where : {"--device cpu", "--device cuda"})
     REQUIRE(run_program(formatted("--plan --model d2 -t 64 --dtype bf16 {}", where)).out.find("on paper") ==

@@ -217,16 +217,16 @@ TEST_CASE("a plan says how well the stages are balanced, by the schedule, the sl
   has(rows["bubble"], "none between flushes but for unequal stages (the slowest has ");
   has(rows["bubble"], "each flush costs the time of P - 1 = 3 micro-batches");
   REQUIRE(!rows.contains("PipeDream's answer"));
-  device.rates = Rates{1e12, 1e12, 1e9, 1e-6};
+  device.machine = ideal_machine(1e12, 1e12, 1e9, 1e-6);
   rows = rows_of(step);
   has(rows["PipeDream's answer"], ", with links of 1.0 GB/s; this trainer does not replicate stages");
-  device.rates->link_bytes_per_s = 1e15;
+  device.machine = ideal_machine(1e12, 1e12, 1e15, 1e-6);
   rows = rows_of(step);
   has(rows["PipeDream's answer"], "1 stage of 8 layers on 4 workers (pure data parallelism), with links of ");
   // Steady: the slowest stage works all the time.
-  const Device gpu{.kind = DeviceKind::cuda, .rates = device.rates};
+  const Device gpu{.kind = DeviceKind::cuda, .machine = device.machine};
   const Plan plan = make_plan(step, gpu);
-  const Rows time = detail::time_rows(step, plan, gpu);
+  const Rows time = detail::time_rows({}, step, plan, gpu);
   Text shown(time.begin(), time.end());
   REQUIRE(shown["bubble"] == "none between flushes");
   const double slowest = plan.of_stage(plan.stage_with_most([](const Plan& p) { return p.step_seconds; })).step_seconds;

@@ -134,6 +134,9 @@ struct Options {
   bool evaluate = false, generate = false, interactive = false, plan = false, selftest = false, verify_data = false,
        profile = false;
   SelftestLayouts selftest_layouts = SelftestLayouts::pairs;
+  bool plan_examples = false;
+  std::string machine;          // to plan for; empty: this one
+  std::optional<double> price;  // of a GPU-hour
   bool print_schedule = false, json = false;
   std::optional<int64_t> micro_batches;  // to draw; none: twice --pp
 
@@ -466,6 +469,15 @@ void visit_options(O& o, Visitor&& visit) {
         "instead of training, print what the run would need: memory by name and by stage, work by op; needs no data, "
         "nor a "
         "GPU for --device cuda");
+  visit("--plan-examples", "", o.plan_examples, Limits{}, free,
+        "instead of training, plan the runs of Megatron-LM's, Llama's and other papers, and print the times beside the "
+        "published ones");
+  visit("--machine", "", o.machine, Limits{}, free,
+        "with --plan, the machine to plan for, which need not be here: h100x8, h200x8, b200x8, gb200x72, a100x8, "
+        "a100-40x8, l40sx8, rtx4090x8 or v100x8, with any number of GPUs per server, or a FILE.json "
+        "(llmc/run/README.md); default: the GPUs of this machine, by their datasheet");
+  visit("--price", "", o.price, between(0, 1e6), free,
+        "with --plan, the price of a GPU for an hour, for that of the run");
   visit("--print-schedule", "", o.print_schedule, Limits{}, free,
         "instead of training, draw what each stage of a pipeline of --pp stages does when, with --schedule, "
         "--pp-chunks and --token-slices, how long it idles and how much it keeps; needs no data");

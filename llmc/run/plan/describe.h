@@ -17,6 +17,7 @@ namespace llmc {
 inline std::string describe(const Device& device) {
   if (device.computes_as() != DeviceKind::cuda)
     return formatted("{}, {} thread{}", processor_name(), device.threads, device.threads == 1 ? "" : "s");
+  if (device.elsewhere) return formatted("{} ({})", device.machine->name, device.machine->source);
   if (is_gpu_elsewhere(device)) return "a GPU that is not in this machine";
   const GpuInfo gpu = gpu_info(device.gpu);
   return formatted("GPU {}: {} (sm_{}{}), {}, {}", device.gpu, gpu.name, gpu.major, gpu.minor,

@@ -24,7 +24,7 @@ inline OrderedJson rank_json(const Plan& plan) {
   for (const auto& [group, of_group] : plan.step_traffic)
     if (of_group > 0) sent.push_back({{"group", group}, {"bytes", of_group}});
   for (const auto& [name, t] : plan.step_ops)
-    ops.push_back({{"op", name}, {"calls", t.calls}, {"flops", t.flops}, {"bytes", t.bytes}});
+    ops.push_back({{"op", name}, {"calls", t.calls}, {"flops", t.flops}, {"bytes", t.bytes}, {"seconds", t.seconds}});
   return {{"memory_bytes", bytes},           {"memory", memory}, {"flops", plan.flops()}, {"ops", ops},
           {"sent_bytes", plan.bytes_sent()}, {"sent", sent}};
 }
@@ -73,7 +73,7 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
     seconds = time->step();
     per_second = tokens / *seconds;
     mfu = training_flops_per_token(step.model, step.batch.T) * *per_second /
-          (device.rates->flops_per_s * step.layout.ranks());
+          (device.machine->flops_per_s * step.layout.ranks());
   }
   const OrderedJson json = {{"step_seconds", known(seconds)},
                             {"tokens_per_second", known(per_second)},

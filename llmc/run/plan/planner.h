@@ -3,6 +3,7 @@
 // cannot drift from the code.
 #pragma once
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,9 +22,11 @@ struct Plan {
   std::vector<MemoryLine> memory;  // of a rank, live at the high-water mark, scratch last
   OpLedger step_ops;               // calls, flops and bytes per training step of a rank, if it trains
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
-  // The time of a training step on paper, at the rates of the target; 0 without. Exposed: the compute stream waits for
+  // The time of a training step on paper, on the target's machine; 0 without. Exposed: the compute stream waits for
   // others, or does transfers itself.
   double step_seconds = 0, exposed_seconds = 0;
+  std::map<std::string, double> exposed_by_group;
+  std::vector<double> action_seconds;  // of each action of a pipeline's stage
   std::shared_ptr<const Plan> others;  // ranks that a parameter server, rank 0, serves; none: as rank 0's
   // A plan for each stage of a pipeline; empty: all ranks have this one. Rank 0's is on the first stage.
   std::vector<std::shared_ptr<const Plan>> stages;
@@ -68,7 +71,8 @@ struct Plan {
 inline Plan make_plan(const StepConfig& config, const Device& target, int rank = 0) {
   std::optional<KeptLists> kept;
   if (rank == 0) kept.emplace();
-  const Device device = target.on_paper();
+  Device device = target.on_paper();
+  device.links = std::make_shared<LinkTimes>();
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
   Groups groups(config.layout, rank, device, Groups::null_groups(rank));
@@ -77,11 +81,16 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   Plan plan;
   if (config.layout.zero.holds == Holds::training_state) {
     const double begin = stream.seconds(), exposed_before = stream.exposed_seconds();
+    const std::map<std::string, double> exposed = stream.exposed_by_group();
     stream.set_ledger(&plan.step_ops);
+    if (device.machine && config.layout.pipeline.stages > 1) trainer.time_actions(&plan.action_seconds);
     trainer.step(nothing, {}, {.max_norm = 1});
+    trainer.time_actions(nullptr);
     stream.set_ledger(nullptr);
     plan.step_seconds = stream.seconds() - begin;
     plan.exposed_seconds = stream.exposed_seconds() - exposed_before;
+    for (const auto& [group, seconds] : stream.exposed_by_group())
+      plan.exposed_by_group[group] = seconds - (exposed.contains(group) ? exposed.at(group) : 0);
     for (const Comm* comm : groups.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
   }
   // With several chunks per stage, as many micro-batches are in flight as there are stages (forward_orders).

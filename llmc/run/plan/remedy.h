@@ -21,6 +21,8 @@ namespace llmc {
 inline int64_t memory_limit(const Options& o, const Device& device) {
   if (o.memory_limit) return static_cast<int64_t>(*o.memory_limit * (1 << 30));
   if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
+  if (device.elsewhere && device.machine->memory_bytes > 0)
+    return static_cast<int64_t>(device.machine->memory_bytes) - gpu_reserve;
   if (is_gpu_elsewhere(device)) return std::numeric_limits<int64_t>::max();  // unknown
   const std::vector<int> own = gpus_of_process(o.place);
   const int64_t of_process = ceil_div(o.place.local_ranks, std::ssize(own));  // ranks of a process on one of its GPUs
@@ -283,6 +285,7 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
     return "there is no GPU here to compare with: --memory-limit says how many GiB of one a rank may use";
   const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
   const std::string what = (o.memory_limit             ? std::string("--memory-limit ")
+                            : device.elsewhere         ? formatted("a GPU of {}, ", shown(o.machine))
                             : step.layout.ranks() == 1 ? "this " + where + "'s "
                                                        : "a rank's share of this " + where + ", ") +
                            human_bytes(limit);

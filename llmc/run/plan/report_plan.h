@@ -10,6 +10,7 @@
 #include "run/plan/count_costs.h"
 #include "run/plan/describe.h"
 #include "run/plan/remedy.h"
+#include "run/plan/report_time.h"
 #include "schedule/simulate.h"
 #include "train/slice_times.h"
 
@@ -98,8 +99,8 @@ inline Simulation simulate_step(const StepConfig& step, const ModelCosts& costs,
 
 // How well the stages are balanced, and what --pp-layout balanced would choose.
 inline Rows balance_rows(const StepConfig& step, const Device& device) {
-  const std::optional<Rates>& rates = device.rates;
-  const double flops_per_s = rates ? rates->flops_per_s : 1e12;
+  const std::shared_ptr<const Machine>& machine = device.machine;
+  const double flops_per_s = machine ? machine->flops_per_s : 1e12;
   const ModelCosts costs = count_costs(step, flops_per_s);
   const Simulation sim = simulate_step(step, costs, device.computes_as());
   const auto law = bubble_law(step.pipeline());
@@ -143,7 +144,7 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
                                               : balanced.size() <= 64 ? layers_text(balanced)
                                                                       : numbers_text(balanced));
   }
-  if (!rates) return rows;
+  if (!machine) return rows;
   // A PipeDream worker is a group of tensor- and context-parallel ranks; beyond this many, they are counted in groups.
   constexpr int most_workers = 128;
   const int all = step.layout.pipeline.stages * step.layout.readers();
@@ -154,7 +155,8 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
   const double group = static_cast<double>(all) / workers;
   of_group.embedding.seconds /= group, of_group.head.seconds /= group;
   for (ModuleCost& block : of_group.blocks) block.seconds /= group;
-  const BalancedPipeline replicated = balanced_replicated_stages(of_group, workers, rates->link_bytes_per_s);
+  const double link_bytes_per_s = machine->links.back().bytes_per_s;  // stages are farthest from each other
+  const BalancedPipeline replicated = balanced_replicated_stages(of_group, workers, link_bytes_per_s);
   const std::string stages =
       replicated.stages.size() == 1
           ? formatted("1 stage of {} layers on {} workers (pure data parallelism)", step.model.n_layer, workers)
@@ -162,7 +164,7 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
   rows.emplace_back(
       "PipeDream's answer",
       formatted("{}{}, with links of {:.1f} GB/s; this trainer does not replicate stages", stages,
-                group > 1 ? formatted(", each {} data-parallel ranks", group) : "", rates->link_bytes_per_s * 1e-9));
+                group > 1 ? formatted(", each {} data-parallel ranks", group) : "", link_bytes_per_s * 1e-9));
   return rows;
 }
 
@@ -179,52 +181,6 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
   if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
   if (step.layout.pipeline.stages > 1)
     log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
-}
-
-// The seconds of a planned step on its slowest stage.
-struct StepTime {
-  size_t stage;
-  double compute, exposed, bubble;  // exposed: communication that no computation hides
-  double step() const { return compute + exposed + bubble; }
-};
-// At the rates that the plan's clock assumes; none without. The clock does not cover servers, which do not run in step
-// with the ranks they serve.
-inline std::optional<StepTime> step_time(const StepConfig& step, const Plan& whole, const Device& device) {
-  if (!device.rates || whole.others) return std::nullopt;
-  const size_t slowest = whole.stage_with_most([](const Plan& p) { return p.step_seconds; });
-  const Plan& plan = whole.of_stage(slowest);
-  // Between two flushes, the slowest stage of an asynchronous pipeline never waits.
-  const double idle = step.layout.pipeline.stages == 1 || step.layout.pipeline.asynchronous()
-                          ? 0
-                          : simulate_step(step, count_costs(step), device.computes_as()).bubble(slowest);
-  return StepTime{slowest, plan.step_seconds - plan.exposed_seconds, plan.exposed_seconds,
-                  plan.step_seconds * idle / (1 - idle)};
-}
-
-inline Rows time_rows(const StepConfig& step, const Plan& whole, const Device& device,
-                      std::optional<int64_t> max_steps = std::nullopt) {
-  const std::optional<StepTime> time = step_time(step, whole, device);
-  if (!time) return {};
-  const std::optional<Rates>& rates = device.rates;
-  const double ms = time->step() * 1e3;
-  Rows rows = {
-      {"compute",
-       formatted("{:.3f} ms{}", time->compute * 1e3,
-                 step.layout.pipeline.stages == 1 ? "" : formatted(", of stage {}, the slowest", time->stage))}};
-  if (step.layout.ranks() > 1)
-    rows.emplace_back("exposed communication", formatted("{:.3f} ms, which no computation hides", time->exposed * 1e3));
-  if (step.layout.pipeline.stages > 1)
-    rows.emplace_back("bubble", step.layout.pipeline.asynchronous() ? "none between flushes"
-                                                                    : formatted("{:.3f} ms", time->bubble * 1e3));
-  rows.emplace_back("step", formatted("{:.3f} ms: {:.0f} tokens/s", ms, static_cast<double>(step.tokens()) / ms * 1e3));
-  if (max_steps) rows.emplace_back("run", human_duration(ms * 1e-3 * static_cast<double>(*max_steps)));
-  const std::string link = step.layout.ranks() == 1
-                               ? std::string()
-                               : formatted(", {:.1f} GB/s of link and {:.1f} us for a message",
-                                           rates->link_bytes_per_s * 1e-9, rates->link_latency_s * 1e6);
-  rows.emplace_back("rates", formatted("{:.1f} TFLOP/s, {:.1f} GB/s of memory{}; no time for launches",
-                                       rates->flops_per_s * 1e-12, rates->bytes_per_s * 1e-9, link));
-  return rows;
 }
 
 // GPU memory that the plan does not count.
@@ -322,26 +278,18 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     if (plan.others) log.table("sent by rank 1 per step", rows(*plan.others));
     detail::report_links(log, step);
   }
-  Rows ops;
-  double flops = 0, bytes = 0;
-  const size_t slowest = plan.stage_with_most([](const Plan& p) { return p.flops(); });
-  for (const auto& [name, t] : plan.of_stage(slowest).step_ops) {
-    if (t.flops == 0 && t.bytes < 1e4) continue;  // a few scalars that ranks exchange
-    ops.emplace_back(name, formatted("{:8} calls {:12} {:12.3f} GB", t.calls, human_flops(t.flops), t.bytes * 1e-9));
-    flops += t.flops;
-    bytes += t.bytes;
-  }
-  ops.emplace_back("total", formatted("{:8}       {:12} {:12.3f} GB", "", human_flops(flops), bytes * 1e-9));
+  const size_t slowest = device.machine ? plan.stage_with_most([](const Plan& p) { return p.step_seconds; })
+                                        : plan.stage_with_most([](const Plan& p) { return p.flops(); });
   log.table(o.ranks == 1  ? std::string("work per step")
             : plan.others ? "work of rank 0 per step"
             : step.layout.pipeline.stages > 1
                 ? formatted("work per step of a rank of stage {}, which has most", slowest)
                 : "work per rank and step",
-            ops);
+            detail::work_rows(plan.of_stage(slowest)));
   if (step.layout.pipeline.stages > 1)
     log.table("balance of the stages, by counted flops", detail::balance_rows(step, device));
-  if (const Rows time = detail::time_rows(step, plan, device, max_steps); !time.empty())
-    log.table("time of a step on paper, by the GPU's datasheet", time);
+  if (const Rows time = detail::time_rows(o, step, plan, device, max_steps); !time.empty())
+    log.table("time of a step on paper, by " + (device.elsewhere ? device.machine->name : "the GPU's datasheet"), time);
   std::string notice;
   if (device.computes_as() != DeviceKind::cuda)
     notice = detail::crowded_notice(o.place, o.place.local_ranks * device.threads, available_processors());

@@ -188,14 +188,12 @@ inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<d
   return peaks;
 }
 
-// The rates that a plan's clock assumes for a GPU, from its datasheet. None if the datasheet lacks some of them: for
-// fp32, and for several ranks without NVLink.
-inline std::optional<Rates> datasheet_rates(const GpuPeaks& chip, DType dtype, int ranks) {
-  if (dtype != DType::bf16 || !chip.bf16 || !chip.bandwidth || (ranks > 1 && !chip.link)) return std::nullopt;
-  return Rates{.flops_per_s = *chip.bf16 * 1e12,
-               .bytes_per_s = *chip.bandwidth * 1e9,
-               .link_bytes_per_s = chip.link ? *chip.link * 1e9 : std::numeric_limits<double>::infinity(),
-               .link_latency_s = 0};
+// A machine of GPUs that reach their datasheet's peaks, for a plan's clock. None if the datasheet lacks some of them:
+// for fp32, and for several ranks without NVLink.
+inline std::shared_ptr<const Machine> datasheet_machine(const GpuPeaks& chip, DType dtype, int ranks) {
+  if (dtype != DType::bf16 || !chip.bf16 || !chip.bandwidth || (ranks > 1 && !chip.link)) return nullptr;
+  return ideal_machine(*chip.bf16 * 1e12, *chip.bandwidth * 1e9,
+                       chip.link ? *chip.link * 1e9 : std::numeric_limits<double>::infinity());
 }
 
 }  // namespace llmc

@@ -15,7 +15,7 @@ using nlohmann::json;
 
 namespace {
 
-constexpr Device gpu{.kind = DeviceKind::cuda};
+const Device gpu{.kind = DeviceKind::cuda};
 
 std::vector<float> read(const std::string& file, const std::string& name) {
   const SafetensorsReader reader(file);

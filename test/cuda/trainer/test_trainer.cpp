@@ -8,7 +8,7 @@ using namespace llmc;
 
 namespace {
 
-constexpr selftest::Machine gpu_without_graphs{.device = {.kind = DeviceKind::cuda, .graphs = false}};
+const selftest::Machine gpu_without_graphs{.device = {.kind = DeviceKind::cuda, .graphs = false}};
 
 // Two layers, two micro-batches per rank, a short sequence.
 StepConfig small_step(const char* family, DType dtype, const ZeroConfig& zero = {}) {

@@ -12,7 +12,7 @@ using selftest::Outcome;
 
 namespace {
 
-constexpr selftest::Machine gpu_without_graphs{.device = {.kind = DeviceKind::cuda, .graphs = false}};
+const selftest::Machine gpu_without_graphs{.device = {.kind = DeviceKind::cuda, .graphs = false}};
 
 // All layers have experts, Qwen2's a shared one as well.
 ModelConfig model_of(const char* family, int64_t layers = 1) {

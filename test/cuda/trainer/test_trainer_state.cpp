@@ -11,7 +11,7 @@ using namespace llmc;
 
 namespace {
 
-constexpr Device cpu_device{}, gpu_device{.kind = DeviceKind::cuda};
+const Device cpu_device{}, gpu_device{.kind = DeviceKind::cuda};
 const OptimizerOptions options{
     .lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = 1};
 

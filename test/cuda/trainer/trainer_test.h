@@ -11,7 +11,7 @@
 
 namespace llmc {
 
-inline constexpr selftest::Machine gpu{.device = {.kind = DeviceKind::cuda}};
+inline const selftest::Machine gpu{.device = {.kind = DeviceKind::cuda}};
 
 // GPUs of their own for the ranks, with NCCL between them.
 inline selftest::Machine own_gpus(int count) { return {.device = gpu.device, .backend = Backend::nccl, .gpus = count}; }

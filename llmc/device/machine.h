@@ -1,0 +1,176 @@
+// machine.h: how long ops and transfers take on a machine that need not be here, from their shapes.
+//
+// An op is bound by memory or by its arithmetic. A product is cut into tiles, which the multiprocessors of a GPU take
+// in waves: a last wave that is not full, edges of tiles outside the matrix, and the time to fill a tile's pipeline are
+// lost (NVIDIA, "Matrix Multiplication Background User's Guide"). A transfer is bound by the slowest link on its way.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "core/shape.h"
+
+namespace llmc {
+
+// A matrix product: M rows in each group, N columns, K products per element. M 0: not a product.
+struct ProductShape {
+  int64_t M = 0, N = 0, K = 0, groups = 1;
+};
+// Attention: keys of a sequence, channels of a head, and the scores that a kernel which keeps them in memory writes.
+struct AttentionSize {
+  int64_t keys = 0, channels = 0;
+  double scores = 0;
+};
+// How a transfer uses the links: a ring in which all members take part, messages between two of them at a time, or all
+// to all.
+enum class Pattern : uint8_t { ring, neighbours, all_to_all };
+
+// The cost of an op, computed from its shapes alone; the null device adds these up.
+struct OpCost {
+  const char* name;
+  double flops = 0;
+  double bytes = 0;  // read + written once
+  // For a transfer: bytes through this rank's link, in the busier direction, and the number of messages that must
+  // follow one another. Known on the null device; no messages: not a transfer.
+  double link_bytes = 0;
+  int64_t messages = 0;
+  ProductShape product = {};
+  AttentionSize attention = {};
+  Pattern pattern = Pattern::ring;
+  const char* group = nullptr;                // its name
+  const std::vector<int>* members = nullptr;  // the ranks among which it moves data, ascending; none: neighbours
+};
+
+// Links that join this many consecutive ranks: those of a server, then those between servers, and so on.
+struct LinkTier {
+  int64_t ranks = std::numeric_limits<int64_t>::max();
+  double bytes_per_s = std::numeric_limits<double>::infinity();  // of each rank, in each of two directions
+  double latency_s = 0;                                          // per message
+};
+
+// The defaults are those of an ideal machine, whose ops reach the peaks and begin at once.
+struct Machine {
+  std::string name = {};
+  std::string source = {};                     // of the figures
+  double flops_per_s = 0;                      // of products, in the dtype of a run
+  double bytes_per_s = 0;                      // of memory: reads and writes
+  double memory_bytes = 0;                     // of each rank; 0: unknown
+  std::vector<LinkTier> links = {LinkTier{}};  // by growing number of ranks; the last one joins all
+  // Does a ring go through the cards of all its members in a server at once, as NCCL's do, or through one?
+  bool rails = true;
+  bool share_links = false;  // do collectives of different streams wait for each other?
+
+  double op_s = 0;             // from the end of an op to the start of the next
+  double memory_share = 1;     // of the peak, reached by ops that are bound by memory
+  double product_share = 1;    // the same for large products
+  int64_t units = 0;           // multiprocessors, each of which computes one tile at a time; 0: no tiles
+  double tile_fill = 0;        // what a tile takes beside its products, in steps of K
+  double attention_share = 1;  // of the peak, for long sequences and wide heads
+  double half_keys = 0;        // keys of a sequence at which attention has half of that
+  double half_channels = 0;    // and channels of a head
+  double score_bytes = 0;      // attention without flash kernels: bytes moved per score in a forward
+  double watts = 0;            // of a rank, with its share of the server and of cooling; 0: unknown
+
+  double seconds(const OpCost& c) const {
+    if (c.messages > 0) {
+      const Path path = path_of(c);
+      return static_cast<double>(c.messages) * path.latency_s + c.link_bytes / path.bytes_per_s;
+    }
+    if (c.flops == 0 && c.bytes == 0) return 0;
+    return op_s + std::max(arithmetic_seconds(c), memory_seconds(c));
+  }
+
+  // What bounds a transfer. Members whose links join fewer ranks than the group go through the next tier.
+  struct Path {
+    double bytes_per_s, latency_s;
+    size_t tier;  // the slowest
+  };
+  Path path_of(const OpCost& c) const {
+    Path path{links[0].bytes_per_s, links[0].latency_s, 0};
+    if (c.members == nullptr || c.members->size() < 2 || links.size() == 1) return path;
+    const std::vector<int>& ranks = *c.members;
+    const double n = static_cast<double>(ranks.size());
+    // A ring's messages pass all of its edges one after another.
+    std::vector<double> edges(links.size(), 0);
+    for (size_t i = 0; i < ranks.size(); ++i) ++edges[tier_between(ranks[i], ranks[(i + 1) % ranks.size()])];
+    path.latency_s = 0;
+    for (size_t t = 0; t < links.size(); ++t) path.latency_s += edges[t] / n * links[t].latency_s;
+    double within = n;  // members that share a unit of the tier below
+    for (size_t t = 1; t < links.size(); ++t) {
+      within = static_cast<double>(members_beside_first(ranks, links[t - 1].ranks));
+      if (within == n) break;
+      double rate = links[t].bytes_per_s;
+      if (c.pattern == Pattern::ring && rails) rate *= within;
+      if (c.pattern == Pattern::all_to_all) rate *= (n - 1) / (n - within);  // the other members are nearer
+      if (rate < path.bytes_per_s) path.bytes_per_s = rate, path.tier = t;
+    }
+    return path;
+  }
+
+ private:
+  size_t tier_between(int64_t a, int64_t b) const {
+    size_t t = 0;
+    while (t + 1 < links.size() && a / links[t].ranks != b / links[t].ranks) ++t;
+    return t;
+  }
+  static int64_t members_beside_first(const std::vector<int>& ranks, int64_t unit) {
+    return std::ranges::count_if(ranks, [&](int64_t r) { return r / unit == ranks[0] / unit; });
+  }
+
+  double memory_seconds(const OpCost& c) const { return c.bytes / (bytes_per_s * memory_share); }
+  double arithmetic_seconds(const OpCost& c) const {
+    if (c.product.M > 0 && units > 0) return tiled_seconds(c.product);
+    if (c.product.M > 0) return c.flops / (flops_per_s * product_share);
+    if (c.attention.keys > 0) return attention_seconds(c);
+    return c.flops / flops_per_s;
+  }
+
+  // By the best of the usual tiles; a sum of many products may be split among tiles that are added up afterwards.
+  double tiled_seconds(const ProductShape& p) const {
+    struct Tile {
+      int64_t rows, columns;
+      double share;  // of what the largest tile reaches: smaller ones read more for each product
+    };
+    double best = std::numeric_limits<double>::infinity();
+    for (const Tile& t : {Tile{256, 128, 1}, {128, 256, 1}, {128, 128, 0.95}, {128, 64, 0.8}, {64, 64, 0.65}}) {
+      const int64_t tiles = p.groups * ceil_div(p.M, t.rows) * ceil_div(p.N, t.columns);
+      const double of_tile = 2.0 * static_cast<double>(t.rows * t.columns) * static_cast<double>(units) /
+                             (flops_per_s * product_share * t.share);
+      for (int64_t parts = 1; parts <= 16; parts *= 2) {
+        if (parts > 1 && (p.groups > 1 || tiles * parts / 2 >= 2 * units || p.K / parts < 256)) break;
+        const double waves = static_cast<double>(ceil_div(tiles * parts, units));
+        const double sums =
+            parts == 1 ? 0 : 8.0 * static_cast<double>(p.M * p.N * parts) / (bytes_per_s * memory_share);
+        best = std::min(best, waves * of_tile * (static_cast<double>(ceil_div(p.K, parts)) + tile_fill) + sums);
+      }
+    }
+    return best;
+  }
+
+  double attention_seconds(const OpCost& c) const {
+    const double keys = static_cast<double>(c.attention.keys), channels = static_cast<double>(c.attention.channels);
+    const double rate =
+        flops_per_s * attention_share * keys / (keys + half_keys) * channels / (channels + half_channels);
+    if (score_bytes == 0) return c.flops / rate;
+    // Such kernels compute the scores that causal attention masks, too.
+    return 2 * c.flops / rate + c.attention.scores * score_bytes / (bytes_per_s * memory_share);
+  }
+};
+
+// A machine that reaches its peaks, with one kind of link. Infinity: takes no time.
+inline std::shared_ptr<const Machine> ideal_machine(double flops_per_s, double bytes_per_s,
+                                                    double link_bytes_per_s = std::numeric_limits<double>::infinity(),
+                                                    double link_latency_s = 0) {
+  CHECK(std::min({flops_per_s, bytes_per_s, link_bytes_per_s}) > 0 && link_latency_s >= 0);
+  Machine machine;
+  machine.flops_per_s = flops_per_s, machine.bytes_per_s = bytes_per_s;
+  machine.links = {{.bytes_per_s = link_bytes_per_s, .latency_s = link_latency_s}};
+  return std::make_shared<const Machine>(std::move(machine));
+}
+
+}  // namespace llmc

@@ -1,0 +1,221 @@
+// machines.h: machines to plan for, by name or from a file. Each is JSON, of which a file may change some members:
+// {"like": "h100x8", "op_us": 5}.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/json.h"
+#include "device/machine.h"
+
+namespace llmc {
+
+namespace detail {
+
+// Peaks, memory and links are the datasheets'; memory_gib is what the driver reports as total. Then what is reached of
+// them:
+//   product_share: of the best product that anybody found (A100 271, H100 792, B200 1745 TFLOP/s: Bekman, "Machine
+//     Learning Engineering", maximum achievable matmul FLOPS), 83%, which was fitted: with it the plans of
+//     Megatron-LM's Table 1 take as long as published, but for a few percent (dev/results/plans.md). Clocks sink under
+//     load.
+//   share of a link: NCCL's bus bandwidth in all-reduces of 1 GiB and more, about 230 GB/s with NVLink 3 and 360 with
+//     NVLink 4; between servers, 85%.
+//   us of a link: a step of NCCL's rings by the protocol LL128, from the tables by which NCCL chooses
+//   (graph/tuning.cc). attention_share, half_keys, half_channels: FlashAttention-2, forward and backward together, on
+//   an A100 (up to 220
+//     TFLOP/s) and an H100 (up to 335), by sequence length and channels of a head (Dao 2023, figures 4 to 7).
+//   memory_share, op_us, tile_fill: usual values, which no paper prints.
+//   watts: of a server at full load, by its datasheet, over its GPUs.
+inline constexpr const char* machines_text = R"({
+"a100x8": {
+  "source": "NVIDIA A100 80GB datasheet, SXM; DGX A100: HDR InfiniBand, 200 Gb/s for each GPU",
+  "tflops": {"bf16": 312, "tf32": 156, "fp32": 19.5}, "memory_gib": 80, "memory_gb_per_s": 2039,
+  "links": [{"ranks": 8, "gb_per_s": 300, "share": 0.77, "us": 1.9}, {"gb_per_s": 25, "share": 0.85, "us": 4}],
+  "product_share": 0.72, "multiprocessors": 108, "tile_fill": 120,
+  "attention_share": 0.75, "half_keys": 200, "half_channels": 20,
+  "memory_share": 0.85, "op_us": 3, "watts": 812},
+"a100-40x8": {
+  "like": "a100x8", "source": "NVIDIA A100 40GB datasheet, SXM; DGX A100", "memory_gib": 40, "memory_gb_per_s": 1555},
+"h100x8": {
+  "source": "NVIDIA H100 datasheet, SXM; DGX H100: NDR InfiniBand, 400 Gb/s for each GPU",
+  "tflops": {"bf16": 989.5, "tf32": 494.7, "fp32": 66.9}, "memory_gib": 79.6, "memory_gb_per_s": 3350,
+  "links": [{"ranks": 8, "gb_per_s": 450, "share": 0.8, "us": 1.9}, {"gb_per_s": 50, "share": 0.85, "us": 4}],
+  "product_share": 0.66, "multiprocessors": 132, "tile_fill": 200,
+  "attention_share": 0.45, "half_keys": 300, "half_channels": 40,
+  "memory_share": 0.85, "op_us": 3, "watts": 1275},
+"h200x8": {
+  "like": "h100x8", "source": "NVIDIA H200 datasheet, SXM; DGX H200: NDR InfiniBand, 400 Gb/s for each GPU",
+  "memory_gib": 140.4, "memory_gb_per_s": 4800},
+"b200x8": {
+  "like": "h100x8", "source": "NVIDIA DGX B200 datasheet: NDR InfiniBand, 400 Gb/s for each GPU",
+  "tflops": {"bf16": 2250, "tf32": 1125, "fp32": 75}, "memory_gib": 179, "memory_gb_per_s": 8000,
+  "links": [{"ranks": 8, "gb_per_s": 900, "share": 0.8, "us": 1.9}, {"gb_per_s": 50, "share": 0.85, "us": 4}],
+  "product_share": 0.64, "multiprocessors": 148, "watts": 1790},
+"gb200x72": {
+  "like": "b200x8", "source": "NVIDIA GB200 NVL72 datasheet: NDR InfiniBand, 400 Gb/s for each GPU",
+  "tflops": {"bf16": 2500, "tf32": 1250, "fp32": 80}, "memory_gib": 185, "memory_gb_per_s": 8000,
+  "links": [{"ranks": 72, "gb_per_s": 900, "share": 0.8, "us": 1.9}, {"gb_per_s": 50, "share": 0.85, "us": 4}],
+  "multiprocessors": 152, "watts": 1670},
+"l40sx8": {
+  "like": "a100x8", "source": "NVIDIA L40S datasheet; PCIe 4, two network cards of 200 Gb/s for 8 GPUs",
+  "tflops": {"bf16": 362.05, "tf32": 183, "fp32": 91.6}, "memory_gib": 44.99, "memory_gb_per_s": 864,
+  "links": [{"ranks": 8, "gb_per_s": 32, "share": 0.6, "us": 5}, {"gb_per_s": 6.25, "share": 0.85, "us": 8}],
+  "multiprocessors": 142, "watts": 600},
+"rtx4090x8": {
+  "like": "l40sx8", "source": "NVIDIA Ada GPU Architecture whitepaper; PCIe 4 through the host; 25 Gb/s Ethernet for 8 GPUs",
+  "tflops": {"bf16": 165.2, "tf32": 82.6, "fp32": 82.6}, "memory_gib": 23.99, "memory_gb_per_s": 1008,
+  "links": [{"ranks": 8, "gb_per_s": 32, "share": 0.3, "us": 8}, {"gb_per_s": 0.39, "share": 0.85, "us": 20}],
+  "multiprocessors": 128, "watts": 600},
+"v100x8": {
+  "like": "a100x8", "source": "NVIDIA V100 datasheet, SXM2 32GB; DGX-1: EDR InfiniBand, 50 Gb/s for each GPU",
+  "tflops": {"fp32": 15.7}, "memory_gib": 32, "memory_gb_per_s": 900,
+  "links": [{"ranks": 8, "gb_per_s": 150, "share": 0.8, "us": 1.9}, {"gb_per_s": 6.25, "share": 0.85, "us": 4}],
+  "multiprocessors": 80, "watts": 437}
+})";
+
+inline const nlohmann::json& known_machines() {
+  static const nlohmann::json machines = nlohmann::json::parse(machines_text);
+  return machines;
+}
+inline std::vector<std::string> machine_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, machine] : known_machines().items()) names.push_back(name);
+  return names;
+}
+
+// A machine as JSON, with the members of the one that it is like. `where`: the name or file, for errors.
+inline nlohmann::json whole_machine(const std::string& where, nlohmann::json own) {
+  CHECK(own.is_object(), "--machine {}: not an object with the members of a machine", shown(where));
+  if (!own.contains("like")) return own;
+  CHECK(own["like"].is_string() && known_machines().contains(own["like"].get<std::string>()),
+        "--machine {}: like {}: use one of {}", shown(where), shown(own["like"].dump()), machine_names());
+  const std::string like = own["like"];
+  own.erase("like");
+  nlohmann::json whole = whole_machine(like, known_machines()[like]);
+  whole.update(own);
+  return whole;
+}
+
+// Reads the members of a machine; names what is wrong.
+class MachineReader {
+ public:
+  MachineReader(std::string where, const nlohmann::json& json) : where_(std::move(where)), json_(json) {}
+
+  Machine read(DType dtype, bool tf32) {
+    Machine m;
+    m.name = where_;
+    if (json_.contains("source")) {
+      CHECK(json_["source"].is_string(), "--machine {}: source is {}, not a text", shown(where_),
+            shown(json_["source"].dump()));
+      m.source = json_["source"];
+    }
+    read_peak(m, dtype, tf32);
+    m.memory_bytes = number(json_, "memory_gib", 0, 0) * (1 << 30);
+    m.bytes_per_s = number(json_, "memory_gb_per_s", positive) * 1e9;
+    read_links(m);
+    m.share_links = true;
+    if (json_.contains("rails")) {
+      CHECK(json_["rails"].is_boolean(), "--machine {}: rails is {}: use true or false", shown(where_),
+            shown(json_["rails"].dump()));
+      m.rails = json_["rails"];
+    }
+    m.product_share = number(json_, "product_share", positive, 1);
+    m.units = static_cast<int64_t>(number(json_, "multiprocessors", 0, 0));
+    m.tile_fill = number(json_, "tile_fill", 0, 0);
+    m.attention_share = number(json_, "attention_share", positive, 1);
+    m.half_keys = number(json_, "half_keys", 0, 0);
+    m.half_channels = number(json_, "half_channels", 0, 0);
+    m.score_bytes = number(json_, "score_bytes", 0, 0);
+    m.memory_share = number(json_, "memory_share", positive, 1);
+    m.op_s = number(json_, "op_us", 0, 0) * 1e-6;
+    m.watts = number(json_, "watts", 0, 0);
+    require_known(json_, {"source", "tflops", "memory_gib", "memory_gb_per_s", "links", "rails", "product_share",
+                          "multiprocessors", "tile_fill", "attention_share", "half_keys", "half_channels",
+                          "score_bytes", "memory_share", "op_us", "watts"});
+    return m;
+  }
+
+ private:
+  static constexpr double positive = 1e-12;
+
+  double number(const nlohmann::json& of, const char* name, double least,
+                std::optional<double> if_missing = std::nullopt) const {
+    if (!of.contains(name) && if_missing) return *if_missing;
+    CHECK(of.contains(name), "--machine {}: {} is missing", shown(where_), name);
+    const nlohmann::json& value = of[name];
+    CHECK(value.is_number() && value.get<double>() >= least && value.get<double>() <= 1e15,
+          "--machine {}: {} is {}: use a number{}", shown(where_), name, shown(value.dump()),
+          least > 0 ? " above 0" : " of at least 0");
+    return value.get<double>();
+  }
+  void require_known(const nlohmann::json& of, const std::vector<std::string>& known) const {
+    for (const auto& [name, value] : of.items())
+      CHECK(std::ranges::find(known, name) != known.end(), "--machine {}: {} is no member of a machine: use {}",
+            shown(where_), shown(name), known);
+  }
+  void read_peak(Machine& m, DType dtype, bool tf32) const {
+    CHECK(json_.contains("tflops") && json_["tflops"].is_object(),
+          "--machine {}: tflops is missing, an object with bf16, tf32 or fp32", shown(where_));
+    const nlohmann::json& tflops = json_["tflops"];
+    require_known(tflops, {"bf16", "tf32", "fp32"});
+    const char* of = dtype == DType::bf16 ? "bf16" : tf32 ? "tf32" : "fp32";
+    CHECK(tflops.contains(of),
+          "--machine {}: tflops has no {}: such a processor cannot compute this run; use another "
+          "--dtype, or another machine",
+          shown(where_), of);
+    m.flops_per_s = number(tflops, of, positive) * 1e12;
+  }
+  void read_links(Machine& m) const {
+    if (!json_.contains("links")) return;
+    const nlohmann::json& links = json_["links"];
+    CHECK(links.is_array() && !links.empty() && links.size() <= 8, "--machine {}: links is not a list of 1 to 8 tiers",
+          shown(where_));
+    m.links.clear();
+    for (size_t t = 0; t < links.size(); ++t) {
+      CHECK(links[t].is_object(), "--machine {}: links has {}, which is not an object", shown(where_),
+            shown(links[t].dump()));
+      require_known(links[t], {"ranks", "gb_per_s", "share", "us"});
+      const bool last = t + 1 == links.size();
+      LinkTier tier;
+      if (!last || links[t].contains("ranks")) tier.ranks = static_cast<int64_t>(number(links[t], "ranks", 1));
+      if (last) tier.ranks = LinkTier{}.ranks;
+      CHECK(t == 0 || tier.ranks > m.links.back().ranks, "--machine {}: links: {} ranks after {}: each tier joins more",
+            shown(where_), tier.ranks, m.links.back().ranks);
+      tier.bytes_per_s = number(links[t], "gb_per_s", positive) * number(links[t], "share", positive, 1) * 1e9;
+      tier.latency_s = number(links[t], "us", 0, 0) * 1e-6;
+      m.links.push_back(tier);
+    }
+  }
+
+  std::string where_;
+  const nlohmann::json& json_;
+};
+
+}  // namespace detail
+
+// The machine that --machine names, for a run in this dtype: one of the table, with any number of GPUs per server
+// (h100x4), or a file. Throws Error that names what is wrong.
+inline std::shared_ptr<const Machine> choose_machine(const std::string& name, DType dtype, bool tf32) {
+  nlohmann::json json;
+  if (name.ends_with(".json")) {
+    json = detail::whole_machine(name, read_json(name));
+  } else {
+    const size_t x = name.rfind('x');
+    const std::string count = x == name.npos ? "" : name.substr(x + 1);
+    const bool counted = !count.empty() && count.size() <= 4 && count.find_first_not_of("0123456789") == count.npos &&
+                         std::stoi(count) > 0;
+    std::string known;
+    for (const std::string& row : detail::machine_names())
+      if (counted && row.substr(0, row.rfind('x')) == name.substr(0, x)) known = row;
+    CHECK(!known.empty(), "--machine {}: use one of {}, with any number of GPUs per server, or a FILE.json",
+          shown(name), detail::machine_names());
+    json = detail::whole_machine(known, detail::known_machines()[known]);
+    json["links"][0]["ranks"] = std::stoi(count);
+  }
+  return std::make_shared<const Machine>(detail::MachineReader(name, json).read(dtype, tf32));
+}
+
+}  // namespace llmc

@@ -1,0 +1,194 @@
+// report_time.h: what a plan says about time: a step on paper, what of it is lost and to what, and what a run costs.
+#pragma once
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/log.h"
+#include "run/length.h"
+#include "run/plan/describe.h"
+#include "run/plan/planner.h"
+#include "schedule/simulate.h"
+
+namespace llmc {
+
+namespace detail {
+
+// The seconds of a planned step.
+struct StepTime {
+  size_t stage;                     // the slowest
+  double compute, exposed, bubble;  // its own; exposed: communication that no computation hides
+  double step() const { return compute + exposed + bubble; }
+};
+
+// From the end of a pass until the next stage has its result.
+inline double message_seconds(const StepConfig& step, const Machine& machine) {
+  const int64_t elements =
+      step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows()) * step.model.n_embd;
+  const std::vector<int> ends = {0, step.layout.ranks() / step.layout.pipeline.stages};
+  return machine.seconds({.name = "message",
+                          .link_bytes = static_cast<double>(elements * size_of(step.precision.activations)),
+                          .messages = 1,
+                          .pattern = Pattern::neighbours,
+                          .members = &ends});
+}
+
+// On the machine of the plan's clock; none without. The clock does not cover servers, which do not run in step with the
+// ranks they serve. The stages of a pipeline are planned alone; how they wait for each other is simulated with the
+// times of their actions.
+inline std::optional<StepTime> step_time(const StepConfig& step, const Plan& whole, const Device& device) {
+  if (!device.machine || whole.others) return std::nullopt;
+  const size_t slowest = whole.stage_with_most([](const Plan& p) { return p.step_seconds; });
+  const Plan& plan = whole.of_stage(slowest);
+  StepTime time{slowest, plan.step_seconds - plan.exposed_seconds, plan.exposed_seconds, 0};
+  // Between two flushes, the slowest stage of an asynchronous pipeline never waits.
+  if (step.layout.pipeline.stages == 1 || step.layout.pipeline.asynchronous()) return time;
+  PassCosts costs{.message = message_seconds(step, *device.machine)};
+  double others = 0;  // before the first action and after the last: the update, for one
+  for (const auto& stage : whole.stages) {
+    costs.actions.push_back(stage->action_seconds);
+    double actions = 0;
+    for (const double seconds : stage->action_seconds) actions += seconds;
+    others = std::max(others, stage->step_seconds - actions);
+  }
+  const Pipeline pipeline = step.pipeline();
+  time.bubble = simulate(pipeline, pipeline_actions(pipeline), costs).makespan + others - plan.step_seconds;
+  return time;
+}
+
+// The ops of a rank: by time, the longest first, if there is a clock.
+inline Rows work_rows(const Plan& plan) {
+  std::vector<std::pair<std::string, OpTotals>> ops(plan.step_ops.begin(), plan.step_ops.end());
+  OpTotals sum;
+  for (const auto& [name, t] : ops) sum.flops += t.flops, sum.bytes += t.bytes, sum.seconds += t.seconds;
+  std::ranges::stable_sort(ops, [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
+  const auto time = [&](double seconds) {
+    return sum.seconds == 0 ? std::string()
+                            : formatted(" {:10.3f} ms {:5.1f}%", seconds * 1e3, 100 * seconds / sum.seconds);
+  };
+  Rows rows;
+  for (const auto& [name, t] : ops)
+    if (t.flops > 0 || t.bytes >= 1e4)  // others are scalars that ranks exchange
+      rows.emplace_back(name, formatted("{:8} calls {:12} {:12.3f} GB{}", t.calls, human_flops(t.flops), t.bytes * 1e-9,
+                                        time(t.seconds)));
+  rows.emplace_back("total", formatted("{:8}       {:12} {:12.3f} GB{}", "", human_flops(sum.flops), sum.bytes * 1e-9,
+                                       time(sum.seconds)));
+  return rows;
+}
+
+// Time that a step would not take on an ideal machine, and the option that would reduce it.
+struct Loss {
+  double seconds;
+  std::string what, remedy;
+};
+inline std::string remedy_of_group(const std::string& group, const StepConfig& step) {
+  if (group == "activations" || group == "head gradients")
+    return step.layout.tensor.overlap ? "a smaller --tp" : "--tp-overlap, or a smaller --tp";
+  if (group == "keys and values") return "a smaller --cp";
+  if (group == "rows" || group == "experts") return "a smaller --ep";
+  if (step.layout.zero.stage == 3) return "a larger --batch-size, --zero-stage 2, or --dp-replicate";
+  return "a larger --total-batch-size";
+}
+inline std::vector<Loss> losses_of(const StepConfig& step, const Plan& plan, const StepTime& time,
+                                   const Machine& machine) {
+  std::vector<Loss> losses;
+  const auto add = [&](double seconds, std::string what, std::string remedy) {
+    losses.push_back({seconds, std::move(what), std::move(remedy)});
+  };
+  add(time.bubble, "the pipeline's bubble",
+      step.layout.pipeline.chunks_per_stage == 1
+          ? "more micro-batches (--total-batch-size), or --schedule interleaved or zb-v"
+          : "more micro-batches (--total-batch-size), or more --pp-chunks");
+  for (const auto& [group, seconds] : plan.exposed_by_group)
+    add(seconds, "exposed communication: " + group, remedy_of_group(group, step));
+  double products = 0, memory = 0;  // beyond the peak; ops bound by memory
+  for (const auto& [name, t] : plan.step_ops) {
+    if (t.flops > 0) products += t.seconds - t.flops / machine.flops_per_s;
+    else if (t.bytes > 0 && !plan.exposed_by_group.contains(name)) memory += t.seconds;
+  }
+  add(products, "products and attention below the peak", "a larger --batch-size; a smaller --tp");
+  add(memory, "ops bound by memory",
+      step.recompute == Recompute::none ? "a larger --batch-size and fewer micro-batches, which update less often"
+                                        : "less --recompute");
+  const double model = training_flops_per_token(step.model, step.batch.T) * static_cast<double>(step.tokens()) /
+                       step.layout.ranks() / machine.flops_per_s;
+  double computed = 0;
+  for (const auto& [name, t] : plan.step_ops) computed += t.flops / machine.flops_per_s;
+  if (step.recompute != Recompute::none && step.layout.pipeline.stages == 1)
+    add(computed - model, "computing again", "--recompute none, with a smaller --batch-size or a higher --zero-stage");
+  std::ranges::stable_sort(losses, [](const Loss& a, const Loss& b) { return a.seconds > b.seconds; });
+  return losses;
+}
+
+// Model flops utilisation: with causal attention, and with attention counted as if it were not causal, as papers do.
+// HFU: hardware flops utilisation, which counts what is computed again.
+inline std::string utilisation_text(const StepConfig& step, const Plan& plan, double seconds, const Machine& machine) {
+  const double peak = machine.flops_per_s * step.layout.ranks() * seconds, tokens = static_cast<double>(step.tokens());
+  const double causal = training_flops_per_token(step.model, step.batch.T),
+               attention = 6.0 * static_cast<double>(step.model.n_layer * step.model.q_size() * step.batch.T);
+  return formatted("MFU {:.1f}% ({:.1f}% with attention counted in full), HFU {:.1f}%", 100 * causal * tokens / peak,
+                   100 * (causal + attention) * tokens / peak, 100 * flops_of_step(plan, step) / peak);
+}
+
+// What a run of so many steps costs.
+inline Rows run_cost_rows(const Options& o, const StepConfig& step, const Machine& machine, double seconds) {
+  const double gpu_hours = seconds * step.layout.ranks() / 3600;
+  Rows rows = {{"run", formatted("{}, {:.0f} GPU-hours", human_duration(seconds), gpu_hours)}};
+  if (machine.watts > 0) {
+    constexpr double kg_per_kwh = 0.45;  // the world's electricity in 2024 (IEA, Electricity 2025)
+    const double kwh = gpu_hours * machine.watts * 1e-3;
+    rows.emplace_back("energy",
+                      formatted("{:.0f} kWh, about {:.0f} kg of CO2 at {} kg/kWh", kwh, kwh * kg_per_kwh, kg_per_kwh));
+  }
+  if (o.price) rows.emplace_back("price", formatted("{:.0f}, at {} per GPU-hour", gpu_hours * *o.price, *o.price));
+  return rows;
+}
+
+// None without a clock.   max_steps: the run's, if known
+inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whole, const Device& device,
+                      std::optional<int64_t> max_steps = std::nullopt) {
+  const std::optional<StepTime> known = step_time(step, whole, device);
+  if (!known) return {};
+  const StepTime& time = *known;
+  const Machine& machine = *device.machine;
+  const Plan& plan = whole.of_stage(time.stage);
+  const double ms = time.step() * 1e3;
+  const auto share = [&](double seconds) { return formatted("{:.3f} ms {:5.1f}%", seconds * 1e3, 1e5 * seconds / ms); };
+  Rows rows = {
+      {"step",
+       formatted("{:.3f} ms: {:.0f} tokens/s, {:.1f} per rank", ms, static_cast<double>(step.tokens()) / ms * 1e3,
+                 static_cast<double>(step.tokens()) / ms * 1e3 / step.layout.ranks())},
+      {"", utilisation_text(step, whole, time.step(), machine)},
+      {"compute", share(time.compute) +
+                      (step.layout.pipeline.stages == 1 ? "" : formatted(", of stage {}, the slowest", time.stage))}};
+  if (step.layout.ranks() > 1)
+    rows.emplace_back("exposed communication", share(time.exposed) + ", which no computation hides");
+  for (const auto& [group, seconds] : plan.exposed_by_group)
+    if (seconds > 1e-3 * time.step()) rows.emplace_back("  " + group, share(seconds));
+  if (step.layout.pipeline.stages > 1)
+    rows.emplace_back("bubble", step.layout.pipeline.asynchronous() ? "none between flushes" : share(time.bubble));
+  int count = 0;
+  for (const Loss& loss : losses_of(step, plan, time, machine))
+    if (loss.seconds > 0.01 * time.step() && ++count <= 3)
+      rows.emplace_back(formatted("loss {}", count), share(loss.seconds) + " " + loss.what + ": " + loss.remedy);
+  if (max_steps) {
+    const double seconds = ms * 1e-3 * static_cast<double>(*max_steps);
+    for (auto& row : run_cost_rows(o, step, machine, seconds)) rows.push_back(std::move(row));
+  }
+  std::string links;
+  for (const LinkTier& tier : machine.links)
+    if (step.layout.ranks() > 1 && tier.bytes_per_s < 1e15)
+      links += formatted(", {:.1f} GB/s and {:.1f} us{}", tier.bytes_per_s * 1e-9, tier.latency_s * 1e6,
+                         &tier == &machine.links.back() ? (machine.links.size() > 1 ? " beyond" : " of link")
+                                                        : formatted(" among {} ranks", tier.ranks));
+  rows.emplace_back("rates",
+                    formatted("{:.1f} TFLOP/s, {:.1f} GB/s of memory{}{}", machine.flops_per_s * 1e-12,
+                              machine.bytes_per_s * 1e-9, links, machine.op_s == 0 ? "; no time for launches" : ""));
+  return rows;
+}
+
+}  // namespace detail
+
+}  // namespace llmc
