@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the rules that keep the house a house. Prints FILE:LINE and the rule for each violation, and exits 1 if there is any.
+# Checks the structure of the code. Prints FILE:LINE and the rule for each violation, and exits 1 if there is any.
 #
 #   scripts/check_floors.sh [ROOT]          ROOT: the tree to check (default: the one that holds this script)
 #
@@ -11,9 +11,9 @@
 #    an #if on their macros or includes their headers.
 # 4. The transports are private to llmc/comm.
 # 5. A CUDA kernel in a header is a template: nvcc puts any other into every object file, and they do not link.
-# 6. No circle among headers.
+# 6. No include cycles among headers.
 # 7. No source has more than 600 lines, and no folder more than 40 files. Whether a file has one purpose is for readers
-# to judge: the ten longest sources are printed for them.
+#    to judge: the ten longest sources are printed for them.
 set -euo pipefail
 cd "${1:-$(dirname "$0")/..}"
 failed=0

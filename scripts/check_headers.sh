@@ -7,8 +7,8 @@
 #
 # .cuh and .cu files are compiled as the tests compile them, for the CPU (test/cuda_on_cpu), which needs no nvcc.
 #
-# The program ends with an error, so that the compiler stops before it instantiates templates, which takes two thirds of
-# the time, and which the build does.
+# The program ends with an error, so that the compiler stops before it instantiates templates: that takes two thirds of
+# the time, and the build does it anyway.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The first run: a small model of Llama's kind learns the King James Bible byte by byte, on any CPU, in about a minute,
-# and is then plotted. `make run` calls this; arguments are passed to the trainer (the last one wins). GPT-2's kind takes
-# twice the time for the same loss: dev/LOG.md.
+# The first run: a small Llama-style model learns the King James Bible byte by byte, on any CPU, in about a minute, and
+# is then plotted. `make run` calls this; arguments are passed to the trainer (the last one wins). A GPT-2-style model
+# takes twice the time for the same loss: dev/LOG.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -81,7 +81,7 @@ inline void check_nccl(ncclResult_t status, const char* call) {
 }
 
 inline constexpr int least_nccl = 22600;
-static_assert(NCCL_VERSION_CODE >= least_nccl, "NCCL 2.26 or newer is needed; `make NCCL_VERSION=` builds without");
+static_assert(NCCL_VERSION_CODE >= least_nccl, "NCCL 2.26 or newer is needed; `make NCCL_VERSION=` builds without it");
 
 inline ncclDataType_t nccl_type(DType dtype) {
   switch (dtype) {

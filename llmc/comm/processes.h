@@ -33,8 +33,8 @@ class Processes {
       greeting_.process = links->process();
       greeting_.processes = links->processes();
       CHECK(greeting_.process == launch.process && greeting_.processes == launch.processes,
-            "MPI says that this is process {} of {}, and the environment of {} that it is {} of {}: the program was "
-            "built with another MPI than the one that started it",
+            "MPI says that this is process {} of {}, but the environment of {} says {} of {}: the program was built "
+            "with another MPI than the one that started it",
             greeting_.process, greeting_.processes, launch.how, launch.process, launch.processes);
       tell_by_mpi(*links, at);
       links_ = std::move(links);

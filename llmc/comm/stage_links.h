@@ -106,7 +106,7 @@ class StageLink {
   void take(const Tensor& payload, const MessageHeader& expected, const Tensor& received, Stream& compute) {
     const auto found =
         std::find_if(posted_.begin(), posted_.end(), [&](const Buffer* b) { return b->header == expected; });
-    CHECK(found != posted_.end(), "a message between stages is used before it was received");
+    CHECK(found != posted_.end(), "a message between stages was used before it was received");
     Buffer& b = **found;
     posted_.erase(found);
     compute.wait(b.arrived);

@@ -62,8 +62,8 @@ inline std::string hint_of_no_shard(const File& file) {
   if (sample.size() > 9 && header_bytes < static_cast<uint64_t>(size) && sample.compare(8, 2, "{\"") == 0)
     return "; it seems to be a model's weights (safetensors); --model takes their directory";
   if (sample.size() > 1 && seems_utf16(sample))
-    return "; it seems to be text in UTF-16: convert it with iconv -f UTF-16LE -t UTF-8, and "
-           "data/tokenize_text.py makes shards of it";
+    return "; it seems to be text in UTF-16: convert it with iconv -f UTF-16LE -t UTF-8; data/tokenize_text.py then "
+           "makes shards of it";
   const bool cut = piece < size,
              controls = std::ranges::any_of(
                  sample,

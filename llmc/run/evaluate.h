@@ -177,8 +177,9 @@ inline void report_evaluation_header(Log& log, const Evaluation& job) {
   rows.emplace_back("memory", formatted("{} per rank", human_bytes(job.plan.total_bytes())));
   log.table("train_gpt " TRAIN_GPT_GIT_HASH ": evaluation", rows);
   if (const std::vector<std::string> differences = job.differences(); !differences.empty())
-    log.line(formatted("notice: the run that wrote this model had {}: its validation losses compare only with these",
-                       either(differences, "and")));
+    log.line(formatted(
+        "notice: the run that wrote this model had {}: its validation losses are comparable only with these settings",
+        either(differences, "and")));
 }
 
 inline void report_evaluated(Log& log, const Evaluation& job, const Evaluated& found) {

@@ -84,7 +84,7 @@ inline std::vector<Prompt> given_prompts(const Options& o) {
     ++number;
     if (!line->empty()) prompts.push_back({*line, formatted("--prompt-file {}:{}", o.prompt_file, number)});
   }
-  CHECK(!prompts.empty(), "--prompt-file {} has no prompt: it has one in each line", o.prompt_file);
+  CHECK(!prompts.empty(), "--prompt-file {} has no prompt: expected one in each line", o.prompt_file);
   return prompts;
 }
 

@@ -70,8 +70,8 @@ inline void run_plan(const Options& o) {
   if (o.max_steps || o.tokens) steps = choose_steps(o, config.tokens(), 1);
   if (o.epochs) {
     CHECK(!o.train_data.empty(),
-          "--epochs {} with --plan: how many steps they have depends on --train-data: name the data, or give "
-          "--max-steps or --tokens instead",
+          "--epochs {} with --plan: how many steps that is depends on --train-data: name the data, or give --max-steps "
+          "or --tokens instead",
           *o.epochs);
     const int64_t samples = TokenShards(o.train_data, o.seq_len).samples();
     steps = choose_steps(o, config.tokens(), steps_of_an_epoch(samples, config.tokens() / o.seq_len));

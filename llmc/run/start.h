@@ -63,8 +63,8 @@ inline void require_shared_directory(const Processes& processes, const std::stri
       while (!path_exists(file) && std::chrono::steady_clock::now() < limit)
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
       CHECK(path_exists(file),
-            "--out-dir {}: {} does not see here what process 0 has written there: name a directory on a file system "
-            "that all hosts share",
+            "--out-dir {}: {} does not see what process 0 has written there: name a directory on a file system that "
+            "all hosts share",
             out_dir, host_name());
     });
   } catch (...) {

@@ -14,7 +14,7 @@ cd "$(dirname "$0")/../.."
 refuse() { echo "run_mpirun.sh: $1" >&2; exit 1; }
 
 command -v mpirun >/dev/null || refuse "there is no mpirun here: install Open MPI, or use run_tcp.sh"
-[[ $(mpirun --version) == *'Open MPI'* ]] || refuse "$(command -v mpirun) is not Open MPI's; of MPICH, use
+[[ $(mpirun --version) == *'Open MPI'* ]] || refuse "$(command -v mpirun) is not Open MPI's; with MPICH, use
   mpiexec -hosts node1,node2 -ppn 8 ./train_gpt ..."
 where=()
 if [ -n "${HOSTS:-}${RANKS:-}" ] || [ -z "${SLURM_JOB_ID:-}" ]; then

@@ -8,7 +8,7 @@
 # Without GPUs mpirun starts the tasks, with GPUs srun, one for each; LAUNCHER=mpirun or LAUNCHER=srun overrides this.
 # Three minutes before its time limit the run is saved, and the job is queued again: the trainer resumes.
 # `scancel --batch --signal=TERM JOB` saves it and ends the job with status 75; the same sbatch resumes later. Without
-# --batch it would end mpirun, and `scancel JOB` may kill before all is saved.
+# --batch it would end mpirun, and `scancel JOB` may kill the run before all is saved.
 #
 #SBATCH --job-name=train_gpt
 #SBATCH --nodes=2

@@ -141,7 +141,8 @@ TEST_CASE("option errors name the option, what was found and what was expected",
   REQUIRE_ERROR(parse({"--dp-sync", "ring"}), "expected one of all-reduce, parameter-server, parameter-server-chain");
 }
 
-TEST_CASE("what a mode has no use for is refused on the command line, and noted of a --config file", "[options]") {
+TEST_CASE("options that a mode does not use are refused on the command line, and noted in a --config file",
+          "[options]") {
   for (const std::string mode : {"--generate", "--verify-data", "--selftest", "--print-schedule"})
     for (const std::string option : {"--pp", "--tp", "--cp", "--ep", "--moe-z-loss", "--moe-capacity-factor"}) {
       if (mode == "--print-schedule" && option == "--pp") continue;
@@ -154,7 +155,7 @@ TEST_CASE("what a mode has no use for is refused on the command line, and noted 
   REQUIRE_ERROR(parse({"--generate", "--config", dir / "c.ini", "--ep", "4"}), "--ep with --generate");
   for (const std::string mode : {"--generate", "--verify-data", "--selftest", "--print-schedule"})
     REQUIRE(notice_of_ignored(parse({mode, "--config", dir / "c.ini"})) ==
-            "notice: " + mode + " has no use for what --config sets: --tp, --ep and --moe-z-loss");
+            "notice: " + mode + " does not use these options of --config: --tp, --ep and --moe-z-loss");
   REQUIRE(notice_of_ignored(parse({"--config", dir / "c.ini", "--plan", "--local-ranks", "2"})).empty());
   REQUIRE(notice_of_ignored(parse({"--generate"})).empty());
   const std::vector<OptionText> all = option_texts(Options());

@@ -85,26 +85,27 @@ TEST_CASE("all options of another trainer are named at once, with the command th
                           " ? --total-batch-size: in tokens: ", " ? no counterpart: fp32 and bf16 only", " ? unknown\n",
                           "  --gradient_checkpointing false       leave it out\n"})
     REQUIRE(r.find(row) != std::string::npos);
-  REQUIRE(
-      r.ends_with("\nthe command here, without what has a question mark:\n  ./train_gpt --out-dir out/x --lr 3e-4 "
-                  "--epochs 3 --dtype bf16 --batch-size 8 -i data.bin --prompt x"));
+  REQUIRE(r.ends_with(
+      "\nthe command for train_gpt, without the options marked \"?\":\n  ./train_gpt --out-dir out/x --lr 3e-4 "
+      "--epochs 3 --dtype bf16 --batch-size 8 -i data.bin --prompt x"));
 
   // llm.c's letters; a value that is none here is named in turn.
   REQUIRE(refusal_of("./train_gpt -i x -sl 0 -sg 7 -nk 3 -y 1 -pn 2 -b 4 -r 1 -w 0")
-              .ends_with("\nthe command here, without what has a question mark:\n  ./train_gpt -i x --skip-grad-z 7 "
-                         "--keep-checkpoints 3 -b 4 --recompute activation --master-weights none"));
+              .ends_with(
+                  "\nthe command for train_gpt, without the options marked \"?\":\n  ./train_gpt -i x --skip-grad-z 7 "
+                  "--keep-checkpoints 3 -b 4 --recompute activation --master-weights none"));
   REQUIRE(refusal_of("./train_gpt -i x -a 1 -f 1 -h 0 -y 0 -nk 3")
-              .ends_with("\nthe command here:\n  ./train_gpt -i x --overfit-batch --tf32 --resume never "
+              .ends_with("\nthe command for train_gpt:\n  ./train_gpt -i x --overfit-batch --tf32 --resume never "
                          "--keep-checkpoints 3"));
-  REQUIRE(refusal_of("./train_gpt -a 0 -nk 3").ends_with("\nthe command here:\n  ./train_gpt --keep-checkpoints 3"));
+  REQUIRE(refusal_of("./train_gpt -a 0 -nk 3")
+              .ends_with("\nthe command for train_gpt:\n  ./train_gpt --keep-checkpoints 3"));
   REQUIRE(refusal_of("./train_gpt --max_iters=10 --block_size=8 --dtype=float16")
-              .ends_with("\nthe command here:\n  ./train_gpt --max-steps 10 --seq-len 8 --dtype=float16\nof which this "
-                         "is still to change: "
-                         "--dtype float16: expected one of fp32, bf16"));
+              .ends_with("\nthe command for train_gpt:\n  ./train_gpt --max-steps 10 --seq-len 8 --dtype=float16\nin "
+                         "which this must still change: --dtype float16: expected one of fp32, bf16"));
   // One of them, and words that need quotes.
   REQUIRE(refusal_of("./train_gpt --learning_rate 1 -i d*") ==
           "--learning_rate: there is no such option; --learning_rate of llm.c's train_gpt2.py is --lr here; see "
-          "--help\nthe command here:\n  ./train_gpt --lr 1 -i 'd*'");
+          "--help\nthe command for train_gpt:\n  ./train_gpt --lr 1 -i 'd*'");
   // Megatron's and nanoGPT's meanings of one name.
   REQUIRE(refusal_of("./train_gpt --eval-iters 3 --micro-batch-size 2").find("--val-steps 3\n") != std::string::npos);
   REQUIRE(refusal_of("./train_gpt --eval_iters=3 --block_size=2").find(" ? --val-steps: batches of a step") !=

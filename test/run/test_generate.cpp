@@ -137,7 +137,7 @@ TEST_CASE("prompts that cannot be continued are refused by their place before th
     REQUIRE(r.err.find(words) != std::string::npos);
   };
   std::ofstream(dir / "none") << "\n\n";
-  refused(generate + " --prompt-file " + (dir / "none"), "has no prompt: it has one in each line");
+  refused(generate + " --prompt-file " + (dir / "none"), "has no prompt: expected one in each line");
   refused(generate + " --prompt-file " + (dir / "missing"), "missing");
   refused(generate + " --prompt a --interactive", "choose one of them");
   const std::string train = "-i x -o " + (dir / "new");

@@ -224,7 +224,7 @@ TEST_CASE("training data that changed between a run and its resume are named", "
   });
   const ProgramResult older = run_program(tiny(dir / "run", "--max-steps 4 --val-data " + (dir / "a.bin") + data));
   REQUIRE(older.status == 0);
-  REQUIRE(older.out.find("notice: --val-data has other contents than before") != std::string::npos);
+  REQUIRE(older.out.find("notice: --val-data has changed") != std::string::npos);
 }
 
 TEST_CASE("a run that resumes with more steps is told what its learning rate does", "[run][checkpoint]") {

@@ -72,7 +72,7 @@ inline std::string reason(Answer answer) {
     case Answer::wrong_process: return "it looks for another process of the job";
     case Answer::complete: return "all processes of the job have met already; is another run using the same address?";
     case Answer::other_user:
-      return "it is a process of another user, and the job has no token: set TRAIN_GPT_TOKEN, to the same for all "
+      return "it is a process of another user, and the job has no token: set TRAIN_GPT_TOKEN to the same value for all "
              "processes of the job";
     default: return "for a reason that this version does not know";
   }
@@ -109,7 +109,7 @@ inline Nonce introduce(const Socket& socket, Hello hello, const std::string& tok
     if (!ours) throw ConnectionError(Socket::closed);
     if (!*ours)
       throw ConnectionError(
-          "what listens there is a process of another user; set TRAIN_GPT_TOKEN if it is of this job");
+          "what listens there is a process of another user; set TRAIN_GPT_TOKEN if it belongs to this job");
   }
   const Mac proof = proof_of(Role::connecting, Answer::welcome, hello, reply, token);
   send_all(socket, &proof, sizeof proof, limit);

@@ -238,7 +238,7 @@ class FindLaunch {
     CHECK(claim.by != Launched::By::mpi,
           "{} is of {}, and this build has {}: {}, or add --rendezvous HOST:PORT, where the processes meet by TCP",
           claim.rank->shown(), claim.how, name_of(built_),
-          built_ == MpiLibrary::none ? "build it with MPI" : "use the mpirun of that");
+          built_ == MpiLibrary::none ? "build it with MPI" : "use the mpirun of that MPI");
     throw Error(formatted("{} and {} need --rendezvous HOST:PORT, the same for all processes", claim.rank->shown(),
                           claim.size->shown()));
   }
@@ -258,7 +258,7 @@ class FindLaunch {
   std::string torchrun_rendezvous() const {
     const std::optional<std::string> host = text("MASTER_ADDR");
     const std::optional<Number> port = number("MASTER_PORT", "MASTER_ADDR");
-    CHECK(host && port, "{} is not set, and RANK and WORLD_SIZE are: set it, or give --rendezvous HOST:PORT",
+    CHECK(host && port, "{} is not set, but RANK and WORLD_SIZE are: set it, or give --rendezvous HOST:PORT",
           host ? "MASTER_PORT" : "MASTER_ADDR");
     CHECK(port->value > 0 && port->value < 65535, "{}: expected a port, 1 to 65534", port->shown());
     // torchrun's own store may be listening at MASTER_PORT itself.

@@ -53,8 +53,8 @@ inline std::string random_token() { return hexadecimal(random_nonce()) + hexadec
 
 inline constexpr const char* how_to_make_a_token = "`head -c 32 /dev/urandom | base64` makes one";
 inline constexpr const char* how_to_set_a_token =
-    "it has no token: set TRAIN_GPT_TOKEN, or TRAIN_GPT_TOKEN_FILE to a file that only you can read, to the same for "
-    "all processes of the job; `head -c 32 /dev/urandom | base64` makes one";
+    "it has no token: set TRAIN_GPT_TOKEN, or TRAIN_GPT_TOKEN_FILE to a file that only you can read, to the same value "
+    "for all processes of the job; `head -c 32 /dev/urandom | base64` makes one";
 
 namespace detail {
 
@@ -63,8 +63,8 @@ inline std::string token_in_file(const std::string& path) {
   struct stat info {};
   CHECK(::stat(path.c_str(), &info) == 0, "{}: cannot read {}: {}; {}", name, path, std::strerror(errno),
         how_to_make_a_token);
-  CHECK((info.st_mode & 077) == 0, "{}: others than its owner may use {} (its mode is {}): chmod 600 {}", name, path,
-        printf_string("%03o", info.st_mode & 0777u), path);
+  CHECK((info.st_mode & 077) == 0, "{}: users other than its owner may access {} (its mode is {}): chmod 600 {}", name,
+        path, printf_string("%03o", info.st_mode & 0777u), path);
   std::string token = read_text(path, 4096);
   while (!token.empty() && (token.back() == '\n' || token.back() == '\r')) token.pop_back();
   return token;

@@ -44,7 +44,7 @@ inline std::optional<uid_t> owner_in_table(std::istream& table, const std::strin
 }
 
 constexpr const char* or_set_a_token =
-    "set TRAIN_GPT_TOKEN to the same for all processes of the job; `head -c 32 /dev/urandom | base64` makes one";
+    "set TRAIN_GPT_TOKEN to the same value for all processes of the job; `head -c 32 /dev/urandom | base64` makes one";
 
 }  // namespace detail
 

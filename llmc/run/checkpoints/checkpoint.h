@@ -118,7 +118,8 @@ inline SliceRange slice_range(const StateEntry& e) {
   const Box box = e.param->box();
   const int64_t stride = row_size(*e.param), n = e.tensor.numel();
   if (box.columns == stride) return {{}, box.row * stride + e.begin, box.row * stride + e.begin + n};
-  CHECK(box.rows == e.param->shape[0], "{} is divided along both axes, which checkpoints do not have", e.param->name);
+  CHECK(box.rows == e.param->shape[0], "{} is divided along both axes, which checkpoints do not support",
+        e.param->name);
   return {Range{box.column, box.columns}, e.begin, e.begin + n};
 }
 

@@ -138,7 +138,7 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
 inline void report_changed_validation(Log& log, const ResumePoint& from, const Job& job) {
   const nlohmann::json then = from.trainer.value("val_checksums", nlohmann::json());
   if (then.is_array() && !then.empty() && job.val && then != nlohmann::json(job.val_checksums))
-    log.line("notice: --val-data has other contents than before: its losses do not compare with the earlier ones");
+    log.line("notice: --val-data has changed: its losses cannot be compared with the earlier ones");
 }
 
 // How many steps the run was to have when it wrote the checkpoint.
@@ -177,8 +177,7 @@ inline void report_changes(Log& log, const ResumePoint& from, const Job& job) {
   report_changed_schedule(log, from, job);
   if (!job.reseeds.empty() && job.reseeds.back().position == from.step * job.samples_per_step && job.options.shuffled())
     log.line(
-        formatted("notice: --seed {} orders the samples from step {} on: those that are left of this epoch, then "
-                  "those of the next ones",
+        formatted("notice: --seed {} orders the samples from step {} on: the rest of this epoch, then the next ones",
                   job.options.seed, from.step + 1));
 }
 

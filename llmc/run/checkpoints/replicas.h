@@ -22,8 +22,8 @@ inline void require_equal_copies(Run& run, const Place& place, int64_t step, con
   if (!differ) return;
   throw SharedError(
       formatted(
-          "the replicas have diverged by step {}: {}. They began alike and were updated alike, so a bit has "
-          "flipped in the memory of one of them, or a processor computes wrong. No checkpoint is written of it; {}",
+          "the replicas have diverged by step {}: {}. They began alike and were updated alike, so a bit has flipped in "
+          "the memory of one of them, or a processor computes incorrectly. No checkpoint of it is written; {}",
           step, *differ,
           last.empty() ? "there is none to go back to: test these machines, then run the same command again"
                        : formatted("the last good one is {}: test these machines, then run the same command "

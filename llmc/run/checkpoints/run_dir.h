@@ -296,7 +296,7 @@ class RunDirectory {
   void lock() {
     traces_.note(path_ + "/.lock");
     CHECK(lock_.take(path_),
-          "--out-dir {}: another run is writing to it; wait for its end, or choose another directory", path_);
+          "--out-dir {}: another run is writing to it; wait until it ends, or choose another directory", path_);
   }
 
   // Whether Slurm has started the job again, after exit status 75 or the loss of a node: the command is the same, and

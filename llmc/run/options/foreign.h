@@ -27,7 +27,7 @@ struct ForeignTrainer {
 
 namespace detail {
 
-inline constexpr auto launchers_tell = "mpirun, srun and torchrun's variables tell it";
+inline constexpr auto launchers_tell = "mpirun, srun and torchrun's variables set it";
 inline constexpr auto tokens_per_step = "in tokens: sequences x --seq-len x ranks x accumulation";
 inline constexpr auto as_fraction = "as a fraction of --lr";
 inline constexpr auto whole_run = "the schedule ends with the run";
@@ -46,7 +46,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
        {{"-e", "--model",
          "d6 and d12 as there; d24 and larger have 64 N channels here: add --n-embd and --n-head; not a .bin, but the "
          "Hugging Face directory of those weights"},
-        {"-y", "--resume", "a run resumes by itself; auto, never instead of 1, 0; --restart begins it anew",
+        {"-y", "--resume", "a run resumes by itself; auto, never instead of 1, 0; --restart starts it over",
          "1= 0=never"},
         {"-lg", "--log-gpu-every", ""},
         {"-nk", "--keep-checkpoints", ""},
@@ -149,7 +149,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--torch_compile", "", no_compiler},
         {"--report_to", "", "scripts/tensorboard.py exports metrics.jsonl"},
         {"--push_to_hub", "", "a checkpoint is a Hugging Face directory: `hf upload`"},
-        {"--do_train", "", "training is what happens without --generate and the other modes"},
+        {"--do_train", "", "training is the default, without --generate and the other modes"},
         {"--do_eval", "--val-data", "training validates if it is given; --evaluate does nothing else"}}},
       {"Megatron-LM",
        {{"--data-path", "--train-data", shards},
@@ -209,9 +209,8 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--moe-expert-capacity-factor", "--moe-capacity-factor", "with --moe-dispatch capacity; within a sequence"},
         {"--moe-token-drop-policy", "--moe-dispatch", "the later choices of a sequence are dropped, as by 'position'"},
         {"--moe-pad-expert-input-to-capacity", "",
-         "rows on their way to the ranks of --ep are, where a capacity bounds them and there is room; experts compute "
-         "no "
-         "padding"},
+         "only rows on their way to the ranks of --ep, where a capacity bounds them and there is room; experts compute "
+         "no padding"},
         {"--moe-grouped-gemm", "", "products of experts always are"},
         {"--moe-router-dtype", "", "the router is fp32"},
         {"--moe-token-dispatcher-type", "", "tokens go by all-to-all"},
@@ -230,7 +229,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--grad-accum", "--total-batch-size", tokens_per_step},
         {"--precision", "--dtype", ""},
         {"--gpus", "--local-ranks", "one for each visible GPU by default", "same"},
-        {"--nproc_per_node", "--local-ranks", "or start so many processes"}}},
+        {"--nproc_per_node", "--local-ranks", "or start that many processes"}}},
   };
   return trainers;
 }
@@ -273,11 +272,9 @@ inline std::optional<std::string> foreign_hint(const std::string& word) {
 // The same list as tables for dev/docs/options.md.
 inline std::string foreign_markdown() {
   std::string text =
-      "### For those who come from another trainer\n\n"
-      "Names that are the same, but for case, `-` and `_`, are left out. Letters that are not listed mean what they "
-      "mean "
-      "in\nllm.c; defaults may differ. Names that do not exist here are refused, all at once, with the command that "
-      "has ours.\n";
+      "### Coming from another trainer\n\nNames that differ only in case, `-` and `_` are left out. Letters that are "
+      "not listed mean what they mean in\nllm.c; defaults may differ. Names that do not exist here are refused, all at "
+      "once, with the command that uses ours.\n";
   for (const ForeignTrainer& trainer : foreign_trainers()) {
     text += formatted("\n| {} | here | |\n| --- | --- | --- |\n", trainer.name);
     for (const ForeignOption& option : trainer.options)

@@ -113,7 +113,7 @@ inline std::string notice_of_ignored(const Options& o) {
   const std::vector<std::string> ignored =
       detail::ignored_options(o, *mode, [&](const std::string& name) { return o.config_lines.contains(name); });
   if (ignored.empty()) return "";
-  return formatted("notice: {} has no use for what --config sets: {}", mode->name, either(ignored, "and"));
+  return formatted("notice: {} does not use these options of --config: {}", mode->name, either(ignored, "and"));
 }
 
 }  // namespace llmc

@@ -189,8 +189,8 @@ void visit_options(O& o, Visitor&& visit) {
         "token shards to train on: a file or a quoted pattern ('data/*_train_*.bin')");
   visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; default: no validation");
   visit("--data-changed", "", o.data_changed, any_of<DataChanged>(), free,
-        "if shards of --train-data have other contents on resume than before: refuse: end; accept: take those that "
-        "have as many tokens as before, such as a repaired one; the log, metrics.jsonl and trainer.json name them");
+        "if shards of --train-data have changed when a run resumes: refuse: end; accept: take those that have as many "
+        "tokens as before, such as a repaired one; the log, metrics.jsonl and trainer.json name them");
   visit("--shuffle", "", o.shuffle, Limits{}, must_match,
         "reshuffle the samples in every epoch; --no-shuffle: file order; default: as before on resume, otherwise "
         "--shuffle");
@@ -238,11 +238,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--resume", "", o.resume, Limits{}, free,
         "auto: resume from the newest complete checkpoint in --out-dir, or start there; never: refuse an --out-dir "
         "that holds a run; or the directory of a checkpoint to resume from");
-  visit(
-      "--branch-from", "", o.branch_from, Limits{}, free,
-      "the directory of a checkpoint, of a run with these options, from which a run in a new --out-dir continues with "
-      "other ones: learning rate and schedule, clipping, skipped outliers, --seed; optimizer state and data position "
-      "are kept");
+  visit("--branch-from", "", o.branch_from, Limits{}, free,
+        "the directory of a checkpoint from which a run in a new --out-dir continues; give the options of its run, but "
+        "learning rate and schedule, clipping, skipped outliers and --seed may differ; optimizer state and data "
+        "position are kept");
   visit(
       "--restart", "", o.restart, Limits{}, free,
       "start over where --out-dir holds a run: its directory is renamed to OUT.before-N, nothing is deleted; leave it "
@@ -257,7 +256,7 @@ void visit_options(O& o, Visitor&& visit) {
         "train on the first batch only: the loss must fall towards zero");
   visit("Optimizer");
   visit("--optimizer", "", o.optimizer, any_of<Optimizer>(), must_match,
-        "adamw: two moments for each weight; sgd: momentum alone, as torch.optim.SGD; lion: the sign of a momentum, "
+        "adamw: two moments for each weight; sgd: momentum alone, like torch.optim.SGD; lion: the sign of a momentum, "
         "half of AdamW's state");
   visit("--lr", "-l", o.lr, between(0, 100), branch,
         "peak learning rate; Lion's is about a tenth of AdamW's, SGD's far larger");
@@ -269,11 +268,11 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), branch,
         "learning rate of the last step, as a fraction of the peak; ignored with --lr-schedule constant");
   visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match,
-        "decoupled weight decay, of matrices only, not of biases and norms; with sgd a part of the gradient");
+        "decoupled weight decay, for matrices only, not for biases and norms; with sgd, part of the gradient");
   visit("--beta1", "", o.beta1, between(0, 0.9999999), must_match,
-        "decay of AdamW's first moment; momentum of sgd; share of the momentum in the direction of lion");
+        "decay of AdamW's first moment; sgd's momentum; the momentum's share in lion's update direction");
   visit("--beta2", "", o.beta2, between(0, 0.9999999), must_match,
-        "decay of AdamW's second moment, of lion's momentum; default: 0.95, with lion 0.99");
+        "decay of AdamW's second moment, or of lion's momentum; default: 0.95, with lion 0.99");
   visit("--adam-eps", "", o.adam_eps, between(1e-30, 1), must_match,
         "added to the square root of AdamW's second moment");
   visit("--grad-clip", "", o.grad_clip, at_least(0), branch,
@@ -340,16 +339,16 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Parallelism");
   visit("--schedule", "", o.schedule, any_of<Schedule>(), free,
         "order of forwards and backwards; 1f1b needs less memory than gpipe; the others are for pipelines and idle "
-        "less: interleaved has more chunks, zb-h1 and zb-v compute weight gradients later. All compute the same "
-        "numbers but pipedream: there every stage updates after each micro-batch without waiting for the others, and "
-        "clips by its own norm; its gradients are as many updates old as stages come after it");
+        "less: interleaved has more chunks, zb-h1 and zb-v compute weight gradients later. All but pipedream compute "
+        "the same numbers; with pipedream every stage updates after each micro-batch without waiting for the others, "
+        "and clips by its own norm; its gradients are as many updates old as there are stages after it");
   visit("--pp", "", o.pp, between(1, 1 << 10), warn,
         "pipeline parallelism: stages, each with some of the layers, on ranks of their own; for slow links");
   visit("--pp-chunks", "", o.pp_chunks, between(1, 1 << 10), free,
         "runs of layers that each stage has with --schedule interleaved; zb-v has 2, the others 1; default: 2 with "
         "interleaved");
   visit("--pp-layout", "", o.pp_layout, Limits{}, warn,
-        "layers of each stage: even: equally many, a remainder spread; balanced: so that the slowest stage is as fast "
+        "layers of each stage: even: equal numbers, a remainder spread; balanced: so that the slowest stage is as fast "
         "as possible, by the counted work of the embedding, the layers and the head; or numbers such as 8,10,10,8, one "
         "for each stage, with --pp-chunks one for each chunk, in the order of the model");
   visit("--token-slices", "", o.token_slices, Limits{}, warn,
@@ -365,8 +364,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--dp-sync", "", o.dp_sync, any_of<DpSync>(), warn,
         "how data-parallel ranks synchronise: all-reduce: in a ring; parameter-server: rank 0 alone keeps the "
         "optimizer state, adds all gradients, updates, and sends the weights to every rank; parameter-server-chain: "
-        "the weights go from rank to rank; partitioned-server: every rank is the server of its shard. Servers add in "
-        "another order than the ring and so round differently; they need --zero-stage 0");
+        "the weights go from rank to rank; partitioned-server: every rank is the server of its shard. Servers add in a "
+        "different order from the ring, and so round differently; they need --zero-stage 0");
   visit("--grad-reduce", "", o.grad_reduce, any_of<GradReduceChoice>(), warn,
         "reduce gradients across ranks once per step, or after every micro-batch, with less memory and more traffic; "
         "the two round differently; auto: as before on resume, otherwise step, or micro from ZeRO stage 2 on");
@@ -387,16 +386,16 @@ void visit_options(O& o, Visitor&& visit) {
         "the computation; all-gather: every rank gathers all of them; ulysses: each rank computes some heads of whole "
         "sequences");
   visit("--ep", "", o.ep, between(1, 1 << 10), warn,
-        "expert parallelism: ranks that divide the experts of each layer among them and send each other tokens: the "
-        "ranks of --tp, then those of --cp, then data-parallel ranks of a replica; N must divide the number of all "
+        "expert parallelism: ranks that divide the experts of each layer among themselves and send each other tokens: "
+        "the ranks of --tp, then those of --cp, then data-parallel ranks of a replica; N must divide the number of all "
         "these and the number of experts");
   visit("Mixture of experts");
   visit("--moe-aux-loss", "", o.moe_aux_loss, between(0, 1000), must_match,
-        "coefficient of a loss that balances the experts; training minimizes it too, the reported loss leaves it out. "
-        "It is the mean, over sequences and layers with experts, of E x the sum over the E experts of f x P, where f "
-        "is an expert's share of the choices and P the mean of its probabilities; 1 if all experts are chosen equally "
-        "often. transformers takes f and P over the whole batch and all layers, and not per choice: its number is k "
-        "times as large for k experts per token. Default: k x router_aux_loss_coef if config.json has "
+        "coefficient of a loss that balances the experts; training minimizes it too, but the reported loss leaves it "
+        "out. It is the mean, over sequences and layers with experts, of E x the sum over the E experts of f x P, "
+        "where f is an expert's share of the choices and P the mean of its probabilities; 1 if all experts are chosen "
+        "equally often. transformers takes f and P over the whole batch and all layers, and not per choice: its number "
+        "is k times as large for k experts per token. Default: k x router_aux_loss_coef if config.json has "
         "output_router_logits, with which transformers adds it, otherwise 0; 0.01 is usual");
   visit("--moe-z-loss", "", o.moe_z_loss, between(0, 1000), must_match,
         "coefficient of a loss that keeps the routers' logits small (ST-MoE): the mean, over tokens and layers with "
@@ -412,12 +411,12 @@ void visit_options(O& o, Visitor&& visit) {
         "tokens, in their order, and drops later ones, whose tokens go on without this expert; validation and "
         "generation drop nothing");
   visit("--moe-capacity-factor", "", o.moe_capacity_factor, between(0.01, 1e6), must_match,
-        "with --moe-dispatch capacity, how many times its equal share an expert takes at most; default: 1.25");
+        "with --moe-dispatch capacity, the most that an expert takes, in multiples of its equal share; default: 1.25");
   visit(
       "--moe-imbalance", "", o.moe_imbalance, between(1, 1e6), free,
       "with --ep, a rank has memory for this many times its equal share of tokens; more tokens take further rounds, "
       "which change nothing but the order of sums. With a capacity, if this, or --moe-capacity-factor times the share, "
-      "is enough for all tokens that can come, the memory is for those, and no host waits for the number of rows");
+      "is enough for all tokens that can arrive, the memory is for those, and no host waits for the number of rows");
   visit("Machine");
   visit("--local-ranks", "", o.local_ranks, between(0, 1024), warn,
         "ranks as threads of this process; those of a --tp and --cp group share a --batch-size, others have their own; "
@@ -427,7 +426,7 @@ void visit_options(O& o, Visitor&& visit) {
         "transport between ranks; auto: NCCL if every rank has its own GPU; otherwise memory within a process, and MPI "
         "between processes that mpirun has started, TCP between others");
   visit("--rank", "", o.rank, between(0, largest_size), free,
-        "number of this process, from 0; only without a launcher: mpirun, srun and torchrun's variables say it");
+        "number of this process, from 0; only without a launcher: mpirun, srun and torchrun's variables set it");
   visit("--world-size", "", o.world_size, between(1, largest_size), free,
         "number of processes; each has --local-ranks ranks; only without a launcher");
   visit("--rendezvous", "", o.rendezvous, Limits{}, free,
@@ -436,8 +435,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--init-timeout", "", o.init_timeout, above_zero(), free,
         "seconds to wait for all processes to meet, and for their first step");
   visit("--comm-timeout", "", o.comm_timeout, above_zero(), free,
-        "seconds that the others wait for a rank before they name it and all processes end; from the second step on, "
-        "and until then --init-timeout");
+        "seconds that the others wait for a rank before they name it and all processes end; from the second step on; "
+        "until then, --init-timeout");
   visit("--device", "", o.device, any_of<DeviceChoice>(), warn,
         "where to compute; auto: on GPUs if this build and this machine have them");
   visit("--attention", "", o.attention, any_of<GpuAttention>(), warn,
@@ -459,16 +458,15 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--evaluate", "", o.evaluate, Limits{}, free,
         "instead of training, evaluate the model in directory --model on --val-data (all of them, or as much as "
         "--val-steps says) and on --eval-choices: print loss, perplexity, bits per byte and accuracies; in any layout; "
-        "writes nothing; the default of --seq-len is that of its training");
+        "writes nothing; --seq-len defaults to that of its training");
   visit("--generate", "", o.generate, Limits{}, free,
         "instead of training, continue --prompt with the model in directory --model, on one rank");
   visit("--interactive", "", o.interactive, Limits{}, free,
-        "with --generate, take each line of stdin for a prompt, and continue it before the next is read; the end of "
-        "the file (Ctrl-D) ends it");
+        "with --generate, take each line of stdin as a prompt, and continue it before the next is read; the end of the "
+        "file (Ctrl-D) ends it");
   visit("--plan", "", o.plan, Limits{}, free,
-        "instead of training, print what the run would need: memory by name and by stage, work by op; needs no data, "
-        "nor a "
-        "GPU for --device cuda");
+        "instead of training, print what the run would need: memory by name and by stage, work by op; needs neither "
+        "data nor, for --device cuda, a GPU");
   visit("--plan-examples", "", o.plan_examples, Limits{}, free,
         "instead of training, plan the runs of Megatron-LM's, Llama's and other papers, and print the times beside the "
         "published ones");
@@ -492,7 +490,7 @@ void visit_options(O& o, Visitor&& visit) {
         "dtype); all: every layout");
   visit("--verify-data", "", o.verify_data, Limits{}, free,
         "instead of training, read all of --train-data and --val-data, check every token against the vocabulary, and "
-        "count");
+        "count them");
   visit("--profile", "", o.profile, Limits{}, free,
         "time every op and print a table after training; slower, because ops then wait for each other");
   visit("--peak-tflops", "", o.peak_tflops, between(1e-6, 1e9), free,

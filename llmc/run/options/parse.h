@@ -39,7 +39,8 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
     CHECK(!infinite || argv[i - 1][0] != '-', "{} {}: expected a finite number; text would be given as {}={}",
           shown(argv[i - 1]), word, shown(argv[i - 1]), word);
     CHECK(!is_word_after_one_dash(word) || word.starts_with("-h") || word.find('/') == std::string::npos,
-          "{}: a value stands apart from its letter: {} {}", shown(word), word.substr(0, 2), shown(word.substr(2)));
+          "{}: put a space between the letter and its value: {} {}", shown(word), word.substr(0, 2),
+          shown(word.substr(2)));
   }
 }
 
@@ -55,7 +56,7 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
         flag);
   // "generate", "-?", and "–lr", with a dash made by a text processor
   const bool dash = word.starts_with("\u2013") || word.starts_with("\u2014") || word.starts_with("\u2212");
-  CHECK(!dash, "{}: options begin with one or two hyphens (-), and this is another kind of dash: type it anew",
+  CHECK(!dash, "{}: options begin with one or two hyphens (-), and this is another kind of dash: retype it",
         shown(word));
   const std::vector<std::string> similar = our_similar_names(word == "-?" ? "help" : word);
   const bool named = similar.size() == 1 && plain_name(similar[0]) == (word == "-?" ? "help" : plain_name(word));
@@ -88,8 +89,8 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
          "the loss and the norm of the whole model tell outliers, and a stage updates before they are known",
          "leave it out");
   refuse(o.checkpoint_minutes.value_or(0) > 0, formatted("--checkpoint-minutes {}", o.checkpoint_minutes.value_or(0)),
-         "a checkpoint empties the pipeline, and where that happens changes what the run learns, so that a clock would "
-         "decide on it",
+         "a checkpoint empties the pipeline, and where that happens changes what the run learns, so a clock would "
+         "decide it",
          "use --checkpoint-every");
 }
 
@@ -192,10 +193,10 @@ inline void validate_generation(const Options& o) {
 inline void validate_evaluation(const Options& o) {
   require_trained_model("--evaluate", o.model);
   CHECK(!o.from_scratch,
-        "--evaluate with --from-scratch: random weights are not worth a number; leave out one of them");
+        "--evaluate with --from-scratch: random weights are not worth evaluating; leave out one of them");
   CHECK(!o.val_data.empty() || !o.eval_choices.empty(),
         "--evaluate has nothing to evaluate on: give --val-data, --eval-choices or both");
-  CHECK(o.val_steps.value_or(1) == 1 || !o.val_data.empty(), "--val-steps {} is a part of --val-data: give them",
+  CHECK(o.val_steps.value_or(1) == 1 || !o.val_data.empty(), "--val-steps {} is a part of --val-data: give --val-data",
         o.val_steps.value_or(0));
   CHECK(o.schedule != Schedule::pipedream, "--schedule pipedream with --evaluate, which updates nothing: leave it out");
 }

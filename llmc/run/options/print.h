@@ -55,8 +55,8 @@ struct ModeOption {
 };
 inline constexpr ModeOption mode_options[] = {
     {"--config",
-     "read options from a file that --print-config wrote; the command line takes precedence; a mode refuses on the "
-     "command line what it has no use for, and notes it of the file",
+     "read options from a file that --print-config wrote; the command line takes precedence; options that a mode does "
+     "not use are refused on the command line, and only noted in the file",
      "", "FILE"},
     {"--print-config", "print all options as a file for --config, and stop"},
     {"--print-options-markdown",

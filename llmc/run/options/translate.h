@@ -190,10 +190,10 @@ void refuse_unknown_options(int argc, const char* const* argv, FaultOf&& fault_o
                                          : as_command(t.ours));
     if (!any_ours) throw Error(text);
   }
-  text += formatted("\nthe command here{}:\n  {}", any_fault ? ", without what has a question mark" : "",
+  text += formatted("\nthe command for train_gpt{}:\n  {}", any_fault ? ", without the options marked \"?\"" : "",
                     as_command(command));
   if (const std::string fault = fault_of(command); !fault.empty())
-    text += "\nof which this is still to change: " + fault;
+    text += "\nin which this must still change: " + fault;
   throw Error(text);
 }
 

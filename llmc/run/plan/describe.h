@@ -126,7 +126,7 @@ inline std::string exchange_text(const StepConfig& step) {
   const ExpertPlacement e = step.expert_placement();
   const int64_t S = step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows());
   if (const int64_t rows = e.stride(S); rows > 0)
-    return formatted("{} rows from each rank to each other, some of them padding: no host waits for their number",
+    return formatted("{} rows from each rank to each other rank, some of them padding: no host waits for their number",
                      rows);
   std::string text = formatted(
       "rows in rounds of at most {} on a rank; hosts wait once a layer to learn how many there are", e.room(S));
@@ -191,9 +191,9 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
   if (o.preset_vocabulary > 0)
     rows.insert(
         rows.begin() + 1,
-        {"vocabulary", formatted("notice: {} tokens, those of --tokenizer, instead of the {} of {}; --vocab-size "
-                                 "says otherwise",
-                                 human_count(m.vocab_size), human_count(o.preset_vocabulary), o.model)});
+        {"vocabulary",
+         formatted("notice: {} tokens, those of --tokenizer, instead of the {} of {}; --vocab-size overrides this",
+                   human_count(m.vocab_size), human_count(o.preset_vocabulary), o.model)});
   if (m.experts.count > 0)
     for (auto& row : expert_rows(step)) rows.insert(rows.end() - 1, std::move(row));
   if (step.layout.pipeline.stages > 1) rows.insert(rows.end() - 1, {"pipeline", pipeline_text(step)});

@@ -282,7 +282,7 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
                                   Begun begun = Begun::no) {
   const int64_t limit = memory_limit(o, device);
   if (limit == std::numeric_limits<int64_t>::max())
-    return "there is no GPU here to compare with: --memory-limit says how many GiB of one a rank may use";
+    return "there is no GPU here to compare with: --memory-limit says how many GiB of GPU memory a rank may use";
   const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
   const std::string what = (o.memory_limit             ? std::string("--memory-limit ")
                             : device.elsewhere         ? formatted("a GPU of {}, ", shown(o.machine))

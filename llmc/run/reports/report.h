@@ -56,8 +56,8 @@ inline std::vector<std::string> tokenizer_notices(const Options& o, const ModelC
   if (o.tokenizer == "auto" && dynamic_cast<const ByteTokenizer*>(&tokenizer) &&
       model.vocab_size != ByteTokenizer::vocab_size)
     return {
-        formatted("notice: no tokenizer is known for this vocabulary of {}: prompts are taken as bytes, and "
-                  "tokens that are none are shown by their numbers; name one with --tokenizer{}",
+        formatted("notice: no tokenizer is known for this vocabulary of {}: prompts are taken as bytes, and tokens "
+                  "that are not bytes are shown as numbers; name one with --tokenizer{}",
                   model.vocab_size, model.vocab_size == 50257 ? " (data/write_tokenizer.py writes GPT-2's)" : "")};
   std::vector<std::string> notices;
   std::vector<int32_t> sample;

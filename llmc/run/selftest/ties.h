@@ -90,7 +90,7 @@ class RouteRecorder {
  public:
   RouteRecorder(Routes& all, std::mutex& mutex, const Run& run)
       : all_(all), mutex_(mutex), groups_(run.groups), trainer_(run.trainer) {
-    CHECK(trainer_.config().layout.pipeline.slices.empty(), "routes are not recorded of token slices");
+    CHECK(trainer_.config().layout.pipeline.slices.empty(), "routes of token slices are not recorded");
     trainer_.stream().set_inspector([this](const char* op, const Tensor& t) { look(op, t); });
   }
   ~RouteRecorder() { trainer_.stream().set_inspector(nullptr); }
