@@ -53,6 +53,8 @@ TEST_CASE("what a --config file has wrong is refused with its line", "[options]"
   REQUIRE(refused("\nbach-size=3\n").starts_with(file + ":2: --bach-size: there is no such option; did you mean"));
   REQUIRE(refused("lr=0.1\nseed=1\nlr=0.1\n") == file + ":3: --lr: line 1 sets it too; leave out one of them");
   REQUIRE(refused("config=\"other.ini\"\n") == file + ":1: --config: give this on the command line");
+  REQUIRE(refused(std::string("seed=1\nval-data=\"a\0\"\n", 20)) ==
+          file + ":2: a NUL byte, which no option has: the file is damaged");
   REQUIRE(refused("just words\n").starts_with(file + ":1: 'just words': expected NAME=VALUE"));
   REQUIRE(refused("prompt=\"Once\n").starts_with(file + ":1: --prompt '\"Once': a quote is missing"));
   REQUIRE(refused("out-dir=out/a # mine\n").starts_with(file + ":1: --out-dir 'out/a # mine': write the comment"));

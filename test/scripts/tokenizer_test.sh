@@ -70,7 +70,7 @@ refused 'overwrite replaces it' "$dir/texts" --out "$dir/new/tokenizer"
 refused 'expected 257' "$dir/texts" --out "$dir/none" --vocab-size 256
 refused 'no such file' "$dir/nowhere" --out "$dir/none"
 refused 'see --help' "$dir/texts" --out "$dir/none" --vocab 300
-printf 'a\nb\xff' >"$dir/bad.txt"
+printf 'a\nb\xff%600s' '' >"$dir/bad.txt"
 refused 'bad.txt:2: byte 0xff' "$dir/bad.txt" --out "$dir/none"
 : >"$dir/empty.txt"
 refused 'no text in' "$dir/empty.txt" --out "$dir/none"

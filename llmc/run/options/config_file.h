@@ -40,6 +40,7 @@ inline void read_config(Options& o, const std::string& path) {
   int number = 0;
   for (std::string line; std::getline(lines, line);) {
     const std::string place = formatted("{}:{}", path, ++number), where = place + ": ";
+    CHECK(line.find('\0') == line.npos, "{}a NUL byte, which no option has: the file is damaged", where);
     line = trimmed(line);
     if (line.empty() || line[0] == '#') continue;
     const size_t equals = line.find('=');
