@@ -248,7 +248,7 @@ class Training {
     while (static_cast<int>(under_way_.size() + waits) > run_.trainer.steps_under_way()) finish_update();
   }
 
-  // Tells all ranks whether the validation after step progress_.done has been made and stands in metrics.jsonl.
+  // Tells all ranks whether the validation after step progress_.done has been made and is recorded in metrics.jsonl.
   void take_validation(const MetricsKept& kept) {
     progress_.validated =
         run_.groups[GroupName::control].all_gather_text("validated", kept.validated ? "yes" : "")[0] == "yes";
@@ -351,7 +351,8 @@ class Training {
         ExitStatus::requeue);
   }
 
-  // Another run has the out directory: the work so far is saved to where this run's own directory is now, if anywhere.
+  // Another run has taken the out directory: the work so far is saved to this run's own directory, wherever it is now,
+  // if it still exists.
   [[noreturn]] void end_lost(const std::string& how) {
     const bool follows = checkpoints_.follow_directory(run_) && progress_.done > 0;
     if (follows) save(OnFailure::fail);

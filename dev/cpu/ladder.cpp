@@ -1,5 +1,5 @@
-// ladder.cpp: times the steps of a product on a CPU, then the trainer's own product, each with its share of the peak of
-// its instructions.   make cpu-ladder && build/cpu_ladder [M N K]
+// ladder.cpp: times the steps of a product on a CPU, then the trainer's own product, each with the share that it
+// reaches of its instructions' peak.   make cpu-ladder && build/cpu_ladder [M N K]
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

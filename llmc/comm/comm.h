@@ -2,9 +2,9 @@
 // calls the same collectives in the same order. Tensors go through a transport (threads; on the null device one that
 // only counts) by the algorithms of ring.h and server.h, or through a library (NCCL). Groups are made by world.h.
 //
-// A group may be destroyed while tasks of streams still use it: the tasks own the parts of it that they use (calls of a
-// library, on GPUs, have returned when they are enqueued). But a task may wait for a peer that waits for this rank; so
-// a rank that leaves a group by an error aborts the world.
+// A group may be destroyed while stream tasks still use it: the tasks own the parts of it that they use (on GPUs, calls
+// to a library return once their work is enqueued). But a task may wait for a peer that waits for this rank; so a rank
+// that leaves a group because of an error aborts the world.
 #pragma once
 #include <algorithm>
 #include <exception>
@@ -87,7 +87,7 @@ class Comm : public HostGroup {
         [=](GpuCollectives& g, Stream& s) { g.all_gather(buffer, n, s); });
   }
   // buffer = its sum over the ranks: a reduce-scatter and an all-gather of the same shards (contract 3). Elements that
-  // do not fill a shard on every rank go by way of rank 0.
+  // do not fill a shard on every rank go through rank 0.
   virtual void all_reduce(Tensor buffer, Stream& stream) {
     const int64_t rest = buffer.numel() % size(), shards = buffer.numel() - rest;
     if (shards > 0) {

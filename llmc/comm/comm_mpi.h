@@ -22,7 +22,7 @@ inline constexpr bool built_with_mpi = true;
 class MpiLinks final : public Links {
  public:
   // Starts MPI; returns when all processes have done so. local_ranks: ranks of each process. part_bytes: the longest
-  // message that MPI is given, since it counts in int.
+  // message passed to MPI, which counts in int.
   explicit MpiLinks(int local_ranks, int64_t part_bytes = largest_part)
       : local_ranks_(local_ranks), mpi_(std::make_shared<detail::MpiThread>(part_bytes)) {
     CHECK(local_ranks >= 1 && part_bytes >= 1 && part_bytes <= largest_part);

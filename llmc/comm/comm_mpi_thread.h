@@ -123,7 +123,7 @@ class MpiThread {
   void exchange(Exchange& e) {
     std::unique_lock lock(mutex_);
     for (const Side& side : {e.out, e.in})
-      if (side.process >= 0) e.open += side.bytes / part_bytes_ + 1;  // as for_parts()
+      if (side.process >= 0) e.open += side.bytes / part_bytes_ + 1;  // as in for_parts()
     if (e.open == 0) return;
     waiting_.push_back(&e);
     posted_.push_back({&e, e.out, e.in});
@@ -168,8 +168,8 @@ class MpiThread {
     int64_t begin, bytes;  // of the part in the message
   };
 
-  // A message is as many full parts as fit into it, and a last part of fewer bytes, perhaps none: so a full part says
-  // that more follow, and a receiver notices every length that it did not expect.
+  // A message consists of as many full parts as fit into it, and a last part of fewer bytes, perhaps none. So a full
+  // part means that more follow, and a receiver notices every unexpected length.
   template <class F>
   void for_parts(int64_t bytes, F&& f) const {
     for (int64_t begin = 0; begin <= bytes; begin += part_bytes_) f(begin, std::min(part_bytes_, bytes - begin));

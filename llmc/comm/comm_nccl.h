@@ -1,5 +1,5 @@
-// comm_nccl.h: NCCL's collectives between GPUs, one rank per GPU, on the caller's streams. Private to comm.h and
-// world.h.
+// comm_nccl.h: NCCL's collectives between GPUs, one rank per GPU, on the caller's streams. Its groups are private to
+// comm.h and world.h.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -36,7 +36,7 @@ class GpuCollectives {
   virtual void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) = 0;
   virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send,
                                const std::vector<RowBlock>& receive, Stream& stream) = 0;
-  // As Transport::exchange(), in stream order.
+  // Like Transport::exchange(), in stream order.
   virtual void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
                         Stream& stream) = 0;
   // Throws if an error has occurred, here or at a peer; called while the host waits for a stream.
@@ -48,7 +48,7 @@ class GpuCollectives {
 };
 
 // How many multiprocessors a kernel of NCCL may take, which is the number of channels that it connects: more are faster
-// and take more memory. NCCL_MAX_CTAS is NCCL's own variable, and NCCL itself lets it win, too.
+// and take more memory. NCCL_MAX_CTAS is NCCL's own variable, which overrides this in NCCL too.
 inline int nccl_channels(Traffic traffic) {
   const char* const set = std::getenv("NCCL_MAX_CTAS");
   const int most = set != nullptr && std::atoi(set) > 0 ? std::atoi(set) : 16;
@@ -57,8 +57,8 @@ inline int nccl_channels(Traffic traffic) {
 
 // GPU memory in bytes that NCCL takes for a group of `size` ranks, if this rank also exchanges messages with `partners`
 // others. From NCCL's sources (2.30: init.cc, p2p.cc, paths.cc), for GPUs that see each other's memory: a channel has,
-// for each rank that it receives from, buffers of its three protocols, 512 KiB, 4.69 MiB and 4 MiB, and for each rank
-// that it sends to a page of 2 MiB; all in pages of 2 MiB. A group is connected as a ring and as a tree: to two
+// for each rank that it receives from, buffers of its three protocols, 512 KiB, 4.69 MiB and 4 MiB, and a page of 2 MiB
+// for each rank that it sends to; all in pages of 2 MiB. A group is connected as a ring and as a tree: to two
 // neighbours, or up to four if it spans several servers. Sends and receives have connections of their own.
 inline int64_t nccl_bytes(const std::string& group, int size, int partners) {
   constexpr int64_t page = int64_t{2} << 20, of_connection = 5 * page + page;
@@ -158,9 +158,9 @@ inline std::vector<std::string> nccl_notices() {
   return notices;
 }
 
-// The communicator is non-blocking: a call only starts an operation that may take long, and its state is polled until
-// it is done. So the mutex is never held for long; if a call of the library hangs after all, abort() does not wait for
-// it but leaves the rest to the thread that holds the mutex.
+// The communicator is non-blocking: a call only starts an operation that may take a long time, and its state is polled
+// until it is done. So the mutex is never held for long; if a call of the library hangs after all, abort() does not
+// wait for it but leaves the rest to the thread that holds the mutex.
 class NcclGroup final : public GpuCollectives {
  public:
   // `id`: the unique_id() of one member, passed to all; channels: see nccl_channels(). Begins to join.

@@ -1,5 +1,5 @@
 // comm_threads.h: a transport between threads of one process: the receiver copies directly from the sender's buffer.
-// Private to comm.h.
+// Private to comm_processes.h and world.h.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -14,8 +14,8 @@
 
 namespace llmc {
 
-// The state shared by the threads of one group: a slot for each ordered pair of ranks. A rank
-// uses a group from one thread, so at most one of the two waits for their slot.
+// The state shared by the threads of one group: a slot for each ordered pair of ranks. A rank uses a group from one
+// thread, so at most one of the two waits for their slot.
 class ThreadsHub {
   struct Slot {
     std::mutex mutex;

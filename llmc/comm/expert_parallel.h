@@ -11,9 +11,9 @@
 // Experts: the E experts of a layer lie on the ranks of an ep group, E / ep consecutive ones on each, and no rank has a
 // part of one. A group takes neighbours: the ranks of tp, then of cp, then of shard.
 //
-// Tokens: every rank has rows of its own: data parallelism divides them, context parallelism, and within a
-// tensor-parallel group sequence parallelism. A rank sends each row to the ranks of its ep group that have the chosen
-// experts, and their outputs come back.
+// Tokens: every rank has rows of its own: data and context parallelism divide them, and within a tensor-parallel group
+// so does sequence parallelism. A rank sends each row to the ranks of its ep group that have the chosen experts, and
+// their outputs come back.
 //
 // Gradients: an expert has seen all rows of its ep group, so its gradient is the sum over the ranks with the same ep
 // coordinate: over the shards of this view, then over the replicas. ZeRO shards its state over these shards. No other

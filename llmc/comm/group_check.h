@@ -48,7 +48,7 @@ inline void check_group(Comm& group, int number, const std::vector<int>& members
   group.forget_bytes();
 }
 
-// Sends through each link a value that tells the link and the sender.
+// Sends through each link a value that identifies the link and the sender.
 inline void check_links(Groups& groups, const std::function<std::string(int)>& name_of_rank) {
   const int inner = groups.ranks_of_stage(), place = groups.rank() % inner;
   const auto value = [&](int from, int to) {

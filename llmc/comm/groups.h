@@ -30,7 +30,7 @@ class Drain {
   Drain(const Drain&) = delete;
   Drain& operator=(const Drain&) = delete;
 
-  // The exception that ends the scope is no failure: all ranks leave at the same place, as when a run is stopped and
+  // The exception that ends the scope is not a failure: all ranks leave at the same place, as when a run is stopped and
   // still has to save.
   void all_leave() { all_leave_ = true; }
 

@@ -114,7 +114,7 @@ struct Layout {
         static_cast<int>(exact_div(zero.shards * tensor.ranks, expert.ranks, "ranks of a replica over --ep"));
     return experts;
   }
-  // Do the ranks share experts otherwise than the rest of a layer?
+  // Do the ranks share experts differently from the rest of a layer?
   bool experts_apart() const { return expert.count > 0 && (expert.ranks > 1 || tensor.ranks > 1); }
 };
 

@@ -20,8 +20,8 @@ namespace llmc {
 class Processes {
  public:
   Processes() = default;
-  // Meets the others; blocks until all are there and agree, or throws on all of them. mpi: tensors go by MPI if it has
-  // started the processes, otherwise by TCP.
+  // Meets the others; blocks until all are there and agree, or throws on all of them. mpi: tensors go over MPI if it
+  // has started the processes, otherwise over TCP.
   Processes(const Launched& launch, Greeting greeting, Rendezvous at, bool mpi, double comm_timeout)
       : greeting_(greeting), timeouts_{at.init_timeout, comm_timeout} {
     if (launch.processes == 1) return;
@@ -97,7 +97,7 @@ class Processes {
   }
 
  private:
-  // MPI already connects the processes: by MPI, process 0 tells them its token, or a random one, and where it listens.
+  // MPI already connects the processes: through it, process 0 sends them its token, or a random one, and its address.
   // Every process always calls this, because the environment of one host says nothing about that of another.
   static void tell_by_mpi(MpiLinks& mpi, Rendezvous& at) {
     const bool first = mpi.process() == 0;

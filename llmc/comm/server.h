@@ -14,7 +14,7 @@
 //                             the last rank      G R               W
 //   partitioned-server        every rank         f (G R + W)       f (G R + W)     the traffic of ZeRO stage 1
 //
-// All three servers add the same numbers in the same order: they agree bit for bit (contract 3).
+// All three kinds of server add the same numbers in the same order: they agree bit for bit (contract 3).
 #pragma once
 #include <algorithm>
 #include <string>
@@ -46,7 +46,7 @@ void meet(const Link& t, int p, const T* out, T* in, int64_t n) {
 }
 
 // Calls f(part, count) for each chunk of the parts of n elements; part(k): where the chunk begins in part k; nullptr if
-// rank k is no server.
+// rank k is not a server.
 template <class T, class F>
 void for_chunks(T* buffer, int64_t n, int servers, F&& f) {
   for (int64_t begin = 0; begin < n; begin += chunk_elements)
@@ -57,7 +57,7 @@ void for_chunks(T* buffer, int64_t n, int servers, F&& f) {
 
 // On rank k < servers, part k becomes its sum over the ranks, added in rank order; the rest of the buffer stays. In
 // each chunk every rank meets the others in rank order: ranks x and p meet in turn x + p of the chunk, so that no ranks
-// wait in a circle, and one chunk begins while the one before ends. scratch: ring::chunk_elements.
+// wait in a cycle, and one chunk begins while the one before ends. scratch: ring::chunk_elements.
 template <class T>
 void push(const Link& t, T* buffer, int64_t n, int servers, T* scratch) {
   const int r = t.rank();

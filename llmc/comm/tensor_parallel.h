@@ -14,7 +14,7 @@ struct TensorParallel {
   int ranks = 1;
   bool sequence = true;  // sequence parallelism: between the products each rank has some rows of the residual stream
   bool overlap = false;  // exchange one piece of a product while another is computed
-  int head_copies = 1;   // ranks that have the same key-value head: more than one if heads are fewer than ranks
+  int head_copies = 1;   // ranks that have the same key-value head: more than one if there are fewer heads than ranks
 
   bool by_rows() const { return ranks > 1 && sequence; }
   // How many of R rows each rank exchanges with every other; those of the last ranks may be padding.

@@ -1,5 +1,5 @@
-// failure_text.h: says in words what ended a process when it is not one of our Errors: memory or a thread that the
-// system did not give, whatever the limit, or a bug in the program.
+// failure_text.h: says in words what ended a process when it is not one of our Errors: the system refused memory or a
+// thread, whatever the limit, or the program has a bug.
 #pragma once
 #include <sys/resource.h>
 

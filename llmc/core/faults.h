@@ -1,4 +1,4 @@
-// faults.h: what is wrong with a value, one sentence for each fault, where a caller may want to know without an error.
+// faults.h: the faults of a value, one sentence each, for callers that want them without an exception.
 #pragma once
 #include <string>
 #include <string_view>
@@ -9,7 +9,7 @@
 namespace llmc {
 
 struct Faults : std::vector<std::string> {
-  // As CHECK(): the message names what was found, what was expected and what to do.
+  // Like CHECK(): the message names what was found, what was expected and what to do.
   template <class... Args>
   void unless(bool holds, std::string_view pattern, const Args&... args) {
     if (!holds) push_back(formatted(pattern, args...));

@@ -212,7 +212,7 @@ inline std::vector<std::string> names_in(const std::string& directory) {
   return names;
 }
 
-// For errors: what exists in place of files that match a pattern: files with the same ending, or no such directory.
+// For errors: what exists where no file matches a pattern: files with the same extension, or not even the directory.
 inline std::string instead_of(const std::string& pattern) {
   const std::filesystem::path path(pattern), parent = path.has_parent_path() ? path.parent_path() : ".";
   if (parent.string().find_first_of("*?[") != std::string::npos) return "check the path";

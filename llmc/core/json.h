@@ -15,7 +15,7 @@ namespace llmc {
 namespace detail {
 
 // Builds the value from the parts that the library reports, until the first fault. (The library's own builder takes
-// quadratic time with a callback, and accepts any depth, with which its copies and dump() would exhaust the stack.)
+// quadratic time with a callback, and accepts any depth, although its copies and dump() then exhaust the stack.)
 class JsonBuilder {
  public:
   nlohmann::json root;

@@ -4,7 +4,7 @@
 
 namespace llmc {
 
-// Sums, and all that is updated by small steps, are kept in this dtype.
+// Sums, and everything that is updated in small steps, are kept in this dtype.
 inline DType accumulator_of(DType dtype) { return dtype == DType::fp64 ? DType::fp64 : DType::fp32; }
 
 struct Precision {
@@ -24,7 +24,7 @@ struct Precision {
         wire(accumulator_of(dtype)),
         state(accumulator_of(dtype)) {}
 
-  // Do weights, activations and products have one dtype, and sums its accumulator? All kernels expect it so far.
+  // Do weights, activations and products have one dtype, and sums its accumulator? So far, all kernels expect this.
   bool uniform() const {
     Precision same = weights;
     same.masters = masters;

@@ -1,5 +1,6 @@
 // pulse.h: a count that moves whenever this process gets something done: an op, a part of a file, a part of an
-// exchange. It lets the watchdog (net/watching/watchdog.h) tell a process that is busy for long from one that hangs.
+// exchange. It lets the watchdog (net/watching/watchdog.h) tell a process that is busy for a long time from one that
+// hangs.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -146,7 +146,7 @@ class SafetensorsReader {
     tensors_.emplace(name, std::move(e));
   }
 
-  // The format requires that every byte belongs to exactly one tensor.
+  // The format requires every byte to belong to exactly one tensor.
   void check_places(int64_t data_bytes) const {
     std::vector<const Entry*> order;
     for (const auto& [name, entry] : tensors_) order.push_back(&entry);

@@ -81,7 +81,7 @@ inline std::vector<std::string> similar_names(const std::string& word, const std
   return best;
 }
 
-// "a", "a or b", "a, b or c"; `last`: another word than "or".
+// "a", "a or b", "a, b or c"; `last`: a word instead of "or".
 inline std::string either(const std::vector<std::string>& names, const std::string& last = "or") {
   std::string text;
   for (size_t i = 0; i < names.size(); ++i)

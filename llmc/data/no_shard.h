@@ -1,4 +1,4 @@
-// no_shard.h: guesses what a file is if it is no token shard, and how to make a shard of it.
+// no_shard.h: guesses what a file is if it is not a token shard, and how to make a shard of it.
 #pragma once
 #include <algorithm>
 #include <cstring>

@@ -16,7 +16,7 @@ inline constexpr bool built_with_cudnn = true;
 inline constexpr bool built_with_cudnn = false;
 #endif
 
-// How many GPUs this process may use, and why there are none.
+// How many GPUs this process may use; if none, why.
 struct VisibleGpus {
   int count = 0;
   std::string why_none;

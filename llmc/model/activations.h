@@ -26,8 +26,8 @@ struct BatchShape {
 enum class Recompute : uint8_t { none, activation, norm, block };
 constexpr auto names_of_values(Recompute) { return std::array{"none", "activation", "norm", "block"}; }
 
-// Which layers of a model a set of activations is for. If some layers have experts and some do not, a set for any layer
-// has room for both.
+// The layers of a model that a set of activations is for. If some layers have experts and some do not, a set for any
+// layer has room for both.
 enum class Layers : uint8_t { dense, sparse, any };
 inline Layers kind_of_layer(const ModelConfig& c, int64_t layer) {
   return c.is_sparse(layer) ? Layers::sparse : Layers::dense;

@@ -201,10 +201,10 @@ inline ExpertParallel expert_parallel(const ModelConfig& c, int64_t ranks) {
 // The parameters, with GPT-2's initialisation: normal 0.02, projections into the residual stream scaled by
 // 1 / sqrt(2 L) (Radford et al. 2019). A tied token embedding is one parameter, used by the embedding and the head.
 //
-// The experts of a layer are a unit of their own, since they are shared among other ranks than the rest of the layer.
-// It has the gates and ups of all experts, expert by expert, then their downs, without gaps. So a grouped product sees
-// one tensor of each kind, (E, 2 F, C) and (E, C, F), which are also transformers' fused tensors, and the rows of every
-// expert are aligned like those of the first.
+// The experts of a layer are a unit of their own, since they are shared among different ranks from the rest of the
+// layer. It has the gates and ups of all experts, expert by expert, then their downs, without gaps. So a grouped
+// product sees one tensor of each kind, (E, 2 F, C) and (E, C, F), which are also transformers' fused tensors, and the
+// rows of every expert are aligned like those of the first.
 inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimizer::adamw) {
   const int64_t C = c.n_embd, F = c.n_ffn, D = c.head_size, Q = c.q_size(), KV = c.kv_size();
   const float std = c.init_std;

@@ -42,7 +42,7 @@ struct ExpertPlacement {
   bool exchanged() const { return ranks > 1; }  // rows go to experts of other ranks
   int64_t own() const { return count / ranks; }
 
-  // If every rank has S rows: the most rows that the capacity lets through from each rank to each other.
+  // If every rank has S rows: the most rows that the capacity lets through from any rank to any other.
   int64_t most_to_each(int64_t S) const {
     const int64_t segments = cut ? Segments{segment}.most(S) : ceil_div(S, segment);
     return std::min(std::min(per_token, own()) * S, segments * own() * std::min(*capacity, segment));

@@ -187,7 +187,7 @@ class ExpertExchange : SparseLayer {
     Tensor tensor;
     Event event;
   };
-  // If each rank sends the same number of rows to each other, with padding, only the device knows how many are real
+  // If each rank sends the same number of rows to every other, with padding, only the device knows how many are real
   // rows: the counts for each expert of this rank from each rank, (ranks, experts).
   Arrival send_counts() const {
     const Shape shape = {ranks_.size(), r.placement.own()};
@@ -238,7 +238,7 @@ class ExpertExchange : SparseLayer {
 
   Comm& ranks_;
   Stream& travel_;
-  int64_t padded_;  // rows that each rank sends to each other; 0: only the real ones
+  int64_t padded_;  // rows that each rank sends to every other; 0: only the real ones
 };
 
 }  // namespace llmc

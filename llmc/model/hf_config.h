@@ -258,7 +258,7 @@ struct ModelOverrides {
 
 namespace detail {
 
-// Whether the name looks like a repository on a hub, OWNER/NAME, and OWNER is no directory here.
+// Whether the name looks like a repository on a hub, OWNER/NAME, and OWNER is not a directory here.
 inline bool may_be_on_a_hub(const std::string& name) {
   constexpr auto allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/";
   const size_t slash = name.find('/');

@@ -1,5 +1,5 @@
 // layer.h: what a layer of the model computes with. A layer is a light object: it refers to its shape, its parameters,
-// its activations and its group, owns no memory, and is made anew wherever it computes. Sizes: N = B T rows, C
+// its activations and its group, owns no memory, and is constructed wherever it computes. Sizes: N = B T rows, C
 // channels, F feed-forward, Hq query heads, Hkv key-value heads, D head size, V vocabulary (stored padded), E experts.
 // With tensor parallelism Hq, Hkv, F and V are those of this rank (part_of() in config.h), and a rank may have S of the
 // N rows of the residual stream (parallel/group.h). With context parallelism a rank has N = B T / cp rows, some slices
@@ -47,7 +47,7 @@ struct ExpertTraining {
   std::shared_ptr<int> rounds = {};            // the most rounds in which rows went to experts of other ranks
 };
 
-// What a layer with experts needs besides its inputs.
+// The data that a layer with experts needs besides its inputs.
 struct Routing {
   StreamRows rows = {};
   ExpertPlacement placement = {};
@@ -57,7 +57,7 @@ struct Routing {
 
   // Rows of an expert from one sequence; none: any number (dropless).
   std::optional<int64_t> capacity() const { return training ? placement.capacity : std::nullopt; }
-  // How many rows each rank sends to each other, padding included, if a capacity bounds them; 0: only the real rows.
+  // How many rows each rank sends to every other, padding included, if a capacity bounds them; 0: only the real rows.
   // S: rows of the residual stream
   int64_t padded_rows(int64_t S) const { return capacity() ? placement.stride(S) : 0; }
 };
@@ -94,7 +94,7 @@ struct GatheredRows {
   Tensor norm1, norm2;  // (P S, C), or empty tensors
 };
 
-// What the layers of a block are made from.
+// The common base of the layers of a block.
 struct Layer {
   const ModelConfig& config;  // of this rank's part
   const UnitState& unit;

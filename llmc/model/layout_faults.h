@@ -1,4 +1,4 @@
-// layout_faults.h: which layouts cannot be: every refusal that follows from a layout alone, or from a layout and a
+// layout_faults.h: which layouts are impossible: every refusal that follows from a layout alone, or from a layout and a
 // model. How long the sequences and the step are is checked with the options.
 #pragma once
 #include <string>
@@ -12,7 +12,7 @@ namespace llmc {
 
 namespace detail {
 
-// A server has all weights and the state of all, and knows neither shards nor parts of a model.
+// A server holds all weights and their state, and supports neither shards nor parts of a model.
 inline void server_faults(Faults& faults, const Layout& l) {
   const DpSync sync = l.zero.sync;
   if (sync == DpSync::all_reduce) return;
@@ -114,7 +114,7 @@ inline Faults layout_faults(const Layout& l) {
   return faults;
 }
 
-// And those of a model that it divides.
+// The same, and the faults of dividing this model.
 inline Faults layout_faults(const Layout& l, const ModelConfig& model) {
   Faults faults = layout_faults(l);
   detail::tensor_faults(faults, l, model);

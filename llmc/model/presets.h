@@ -96,8 +96,8 @@ inline std::optional<double> size_from_text(const std::string& text) {
 
 }  // namespace detail
 
-// What a name that is no preset may mean: "the nearest is llama3:8B" for llama3:9B; the sizes of a family, if the name
-// has none; or all presets.
+// The possible meanings of a name that is not a preset: "the nearest is llama3:8B" for llama3:9B; the sizes of a
+// family, if the name has none; or all presets.
 inline std::string presets_like(const std::string& name) {
   const size_t colon = std::min(name.find_first_of(":-_"), name.size());
   const std::optional<double> size = detail::size_from_text(name.substr(std::min(colon + 1, name.size())));

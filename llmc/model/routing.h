@@ -4,7 +4,7 @@
 
 namespace llmc {
 
-// What the parts of a layer with experts are made from.
+// The common base of the parts of a layer with experts.
 struct SparseLayer : Layer {
   const ExpertActivations& e;
   const Routing& r;

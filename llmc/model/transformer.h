@@ -155,7 +155,7 @@ class Block : Layer {
   }
 
   // dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ..., or with `later` only
-  // those of what is no linear layer.
+  // those of layers that are not linear.
   void backward(Tensor dx, Tensor x) const {
     auto scope = group.arena.scope();
     const Tensor dbranch = like("gradient of a branch", x);  // (S, C)
@@ -217,8 +217,8 @@ struct HeadActivations {
   }
 };
 
-// logits = matrix(norm(x)), and their loss. The matrix is the token embedding if that is tied, and then `embedding` is
-// read.
+// logits = matrix(norm(x)), and their loss. The matrix is the head's own or, if tied, the token embedding, which is
+// then read from `embedding`.
 struct Head {
   const ModelConfig& config;
   const UnitState &unit, &embedding;

@@ -13,5 +13,5 @@
 #include "ops/ops_experts.h"       // mixture of experts: router, rows by expert, grouped linear layers
 #include "ops/ops_heads.h"         // rotary positions, query-key norms
 #include "ops/ops_layers.h"        // norms, linear, activations, sums of parts
-#include "ops/ops_memory.h"        // zero, copy, convert, fill, add, scale, initial numbers
+#include "ops/ops_memory.h"        // zero, copy, convert, fill, add, scale, initial weights
 #include "ops/ops_step.h"          // loss, gradient norm, clipping, update

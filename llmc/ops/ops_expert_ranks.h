@@ -106,7 +106,7 @@ inline void add_expert_counts(Tensor totals, Tensor counts, Stream& stream) {
 }
 
 // biases (E) fp32 += rate * sign(mean count - count), from the counts (E) fp64 of a whole step on all ranks (Wang et
-// al. 2024; DeepSeek-V3). Nothing changes where control forbids the update, as for update_weights().
+// al. 2024; DeepSeek-V3). Nothing changes where control forbids the update, as in update_weights().
 inline void update_expert_biases(Tensor biases, Tensor counts, Tensor control, float rate, Stream& stream) {
   const int64_t E = biases.numel();
   CHECK_TENSOR(biases, DType::fp32, E);

@@ -58,7 +58,7 @@ inline void rotary_embedding(Tensor qkv, const RotaryPositions& positions, const
 }
 
 // rmsnorm of every query head with q_weight (D) and every key head with k_weight (D); the values are copied. Given
-// positions, the normed heads are rotated, with the same bits as by the two ops.
+// positions, the normed heads are rotated, with the same bits as from the two ops.
 // out, qkv (B T, (Hq + 2 Hkv) D); rstd (B T, Hq + Hkv)
 inline void qk_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight, Tensor k_weight,
                             const std::optional<RotaryPositions>& positions, float eps, const AttentionShape& shape,

@@ -55,7 +55,7 @@ inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Te
   });
 }
 
-// sum (N, C) = a + b, and its layernorm, with the same bits as by the two ops. sum must not be a or b.
+// sum (N, C) = a + b, and its layernorm, with the same bits as from the two ops. sum must not be a or b.
 inline void residual_layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor sum, Tensor a, Tensor b,
                                        Tensor weight, Tensor bias, float eps, Stream& stream) {
   const int64_t N = a.shape[0], C = a.shape[1];
@@ -118,7 +118,7 @@ inline void rmsnorm_forward(Tensor out, Tensor rstd, Tensor x, Tensor weight, fl
   });
 }
 
-// sum (N, C) = a + b, and its rmsnorm, with the same bits as by the two ops. sum must not be a or b.
+// sum (N, C) = a + b, and its rmsnorm, with the same bits as from the two ops. sum must not be a or b.
 inline void residual_rmsnorm_forward(Tensor out, Tensor rstd, Tensor sum, Tensor a, Tensor b, Tensor weight, float eps,
                                      Stream& stream) {
   const int64_t N = a.shape[0], C = a.shape[1];

@@ -131,7 +131,8 @@ inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const 
   });
 }
 
-// What an optimizer keeps for a segment of weights: a tensor for each slot of its rule, empty ones after these.
+// The state that an optimizer keeps for a segment of weights: a tensor for each slot of its rule, empty ones after
+// these.
 using SlotTensors = std::array<Tensor, most_slots>;
 
 namespace detail {

@@ -92,7 +92,7 @@ struct SgdStep {
 };
 
 // Lion (Chen et al. 2023): every weight moves by the learning rate, in the direction of an average that counts the
-// newest gradient more than the momentum does. Decoupled weight decay, as AdamW's.
+// newest gradient more than the momentum does. Decoupled weight decay, like AdamW's.
 template <class A>
 struct LionStep {
   static constexpr size_t slots = std::size(detail::lion_slots);

@@ -82,13 +82,13 @@ struct HeadRows {
   T* data = nullptr;
   int64_t stride = 0;
 };
-// What an attention kernel reads. Row i of the block's queries is row b * length + first + i of the matrix.
+// The inputs of an attention kernel. Row i of the block's queries is row b * length + first + i of the matrix.
 template <class T>
 struct AttentionInputs {
   HeadRows<const T> queries, keys, values;
   const int32_t* positions;  // for all query rows, or nullptr: sequences are one document each
 };
-// What the forward writes: out and lse; or, if `sums` is set, it merges the block into sums, largest and total
+// The outputs of the forward: out and lse; or, if `sums` is set, it merges the block into sums, largest and total
 // (RunningAttention in ops_attention.h).
 template <class T, class A>
 struct AttentionOutputs {
@@ -97,7 +97,7 @@ struct AttentionOutputs {
   HeadRows<A> sums = {};
   A *largest = nullptr, *total = nullptr;  // (B, Hq, queries.length)
 };
-// What the backward writes: the gradients in the training dtype, or, if query_sums is set, it adds to sums.
+// The outputs of the backward: the gradients in the training dtype, or, if query_sums is set, it adds to sums.
 template <class T, class A>
 struct AttentionGradients {
   HeadRows<T> queries = {}, keys = {}, values = {};

@@ -9,8 +9,8 @@
 //   all-gather   every rank gathers all keys and values, and in the backward the sum of their gradients is scattered,
 //                in fp32.
 //   ulysses      an all-to-all gives each rank some heads of whole sequences, and another one takes the results back.
-//                If key-value heads are fewer than ranks, several ranks get the same one; their gradients are added in
-//                fp32 in rank order.
+//                If there are fewer key-value heads than ranks, several ranks get the same one; their gradients are
+//                added in fp32 in rank order.
 //
 // Bytes that a rank sends to the others, with P ranks and f = (P - 1) / P. K: its own keys and values (K32: in fp32);
 // Q: its queries; A: the keys and values that it packs for all ranks (A32: in fp32); H = Q + A: all heads it sends:

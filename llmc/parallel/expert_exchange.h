@@ -17,13 +17,13 @@
 // The rows of each round follow from one table: how many rows each rank has for each expert. All ranks gather it and
 // their hosts read it: the host waits for the device once in each forward of a layer, recomputed ones included.
 //
-// The host does not wait where a capacity bounds the rows from each rank to each other, and a rank has room for that
+// The host does not wait where a capacity bounds the rows from each rank to every other, and a rank has room for that
 // many from every rank (ExpertPlacement::stride() in model/expert_config.h). Then each rank sends that many in one
 // round, padding included; the number of real rows is sent before them, and only the device learns it.
 //
 // Elements that a rank sends in a forward, with S rows of C elements and k choices each: S k C (P - 1) / P if all
 // experts are chosen equally often, and as much again for their outputs; the backward sends the same, and the rows of
-// further rounds once more. The table is E numbers from each rank to each other. With padding: P - 1 blocks each time,
+// further rounds once more. The table is E numbers from each rank to every other. With padding: P - 1 blocks each time,
 // and E / P numbers for each rank.
 #pragma once
 #include <algorithm>

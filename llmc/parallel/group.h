@@ -104,7 +104,7 @@ void reduce_scatter(Tensor out, Tensor bias, const Group& g, Product&& product, 
 }
 
 // out, rows of the residual stream = bias + the sum over the ranks of a product of R rows. product(piece, rows):
-// computes these rows of it. Where every rank has all rows, the slices are gathered in the end.
+// computes these rows of it. Where every rank has all rows, the slices are gathered at the end.
 template <class Product, class Meanwhile>
 void reduce(Tensor out, int64_t R, Tensor bias, const Group& g, Product&& product, Meanwhile&& meanwhile) {
   auto scope = g.arena.scope();

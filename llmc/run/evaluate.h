@@ -106,7 +106,7 @@ struct Evaluation {
   // Does the tokenizer know the bytes of the data's tokens? A byte tokenizer that stands in for another does not.
   bool knows_bytes() const { return knows_tokens(options, *tokenizer, step.model); }
 
-  // Options of the run that wrote the checkpoint whose values made its own validations give other numbers.
+  // Options whose values, in the run that wrote the checkpoint, made its own validations give other numbers.
   std::vector<std::string> differences() const {
     std::vector<std::string> found;
     if (!trained.options.is_object()) return found;

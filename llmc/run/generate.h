@@ -23,7 +23,7 @@ namespace llmc {
 inline constexpr int64_t most_prompt_bytes = 1 << 26;
 
 // Writes generated text to stdout: byte for byte to a pipe or a file; to a terminal as whole characters, escaped if
-// they could do anything but show.
+// they could do anything but display.
 class TextOut {
  public:
   TextOut() : terminal_(isatty(STDOUT_FILENO) == 1) {}

@@ -301,7 +301,7 @@ inline bool knows_tokens(const Options& o, const Tokenizer& tokenizer, const Mod
 // The tokens at which texts begin and end, for config.json; generate() of transformers stops there. They are the
 // tokenizer's, unless a directory's own tokens are in the vocabulary and, with another --tokenizer, end texts as it
 // does. Without a tokenizer, a published vocabulary keeps its own, which transformers knows; other vocabularies get
-// null, for otherwise transformers would assume tokens that do not exist or that stand for a letter.
+// null, because otherwise transformers would assume tokens that do not exist or that stand for a letter.
 inline std::map<std::string, std::string> choose_special_tokens(const Options& o, const Tokenizer& tokenizer,
                                                                 const ModelConfig& model) {
   const std::map<std::string, std::string>& own = model.special_tokens;  // a directory's own; JSON

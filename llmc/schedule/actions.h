@@ -86,8 +86,8 @@ inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64
 inline bool is_backward(ActionKind k) { return k == ActionKind::backward || k == ActionKind::backward_input; }
 
 // The largest number of micro-batches that are in flight in a chunk at the same time: from the first forward to the
-// last backward or input part, or to the last forward in a list without backwards; chunk -1: in any chunk. So many sets
-// of activations, or inputs, are needed.
+// last backward or input part, or to the last forward in a list without backwards; chunk -1: in any chunk. That many
+// sets of activations, or inputs, are needed.
 inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
   auto counts = [&](const Action& a) { return chunk < 0 || a.chunk == chunk; };
   const bool backwards =

@@ -1,6 +1,6 @@
 // balance.h: --pp-layout balanced: divides the layers so that the slowest stage is as fast as possible, by PipeDream's
 // dynamic programming over the costs of the modules (Narayanan et al. 2019, section 3.1), also in its full form with
-// replicated stages. Several chunks a stage, with equal layers, need no dynamic programming.
+// replicated stages. Several chunks per stage, with equal layers, need no dynamic programming.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -149,7 +149,7 @@ class Pipedream {
       for (int m = fewest_[j]; m <= most_[j]; ++m) best_[static_cast<size_t>(m)][j] = best_of(m, j);
   }
 
-  // Without replication. The last stage grows as it begins earlier, and from some start on takes longer than the best.
+  // Without replication. The last stage grows as it begins earlier, and from some point on takes longer than the best.
   Best best_of_single(int m, size_t j) const {
     if (m == 1) return {{stage_seconds(0, j, 1)}, 0, 1};
     Best best;
@@ -243,7 +243,7 @@ inline BalancedPipeline balanced_replicated_stages(const ModelCosts& costs, int 
 }
 
 // The number of layers of each chunk, for any placement of chunks on stages: stage stage_of[c] runs chunk c, and all
-// stages run equally many chunks. With one chunk a stage: balanced_stages(). Otherwise all layers must cost the same,
+// stages run equally many chunks. With one chunk per stage: balanced_stages(). Otherwise all layers must cost the same,
 // and each in turn goes to the stage with the least work, there to the chunk with the least: no other choice makes the
 // slowest stage faster. Every chunk has a layer, except the first and the last, which have the embedding and the head.
 // Messages do not count: they are equally large between any two layers.

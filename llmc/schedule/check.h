@@ -1,6 +1,6 @@
 // check.h: proves the lists of actions of a pipeline right, or says what is wrong with them: no action is missing or
 // comes twice, each comes after those that it needs, gradients are added in the order of the micro-batches, every
-// message is sent once and received once, and no stages wait for each other in a circle.
+// message is sent once and received once, and no stages wait for each other in a cycle.
 #pragma once
 #include <map>
 #include <string>
@@ -182,7 +182,7 @@ class ListCheck {
       if (next(s) != nullptr) throw Error(deadlock(s, next));
   }
 
-  // Goes from each waiting stage to the one that it waits for, until a stage comes again.
+  // Follows each waiting stage to the one that it waits for, until a stage repeats.
   template <class Next>
   std::string deadlock(int s, const Next& next) const {
     std::vector<int> path;

@@ -15,7 +15,7 @@ namespace detail {
 // Adds the messages to the passes that each stage computes. Their places in the lists are decided for all stages at
 // once: all messages are sorted by the time at which they are made, if every pass takes its time in PassCosts, and each
 // is put into the lists of its sender and its receiver before the passes that these begin at that time or later. So no
-// stages wait in a circle, even if every send waits until its receive begins; and two stages see the messages between
+// stages wait in a cycle, even if every send waits until its receive begins; and two stages see the messages between
 // them in the same order.
 inline std::vector<ActionList> with_messages(const Pipeline& p, const std::vector<ActionList>& computes) {
   const Simulation sim = simulate(p, computes);
@@ -105,10 +105,10 @@ class KeptLists {
 
 // The lists of pipedream turn by turn, because the number of micro-batches until the next flush is known only when it
 // comes. In turn t a stage runs the forward of micro-batch t, as long as new ones begin, and the backward and update of
-// an earlier one: on the last stage of micro-batch t itself, on each stage before of one that is a turn older. A
-// gradient is received one turn before it is used, in the turn in which it is sent. If `begun` micro-batches have
-// begun, all turns up to begun + P - 2 are the complete lists for them; in these, too, two stages see the messages
-// between them in the same order, and no stages wait in a circle.
+// an earlier one: of micro-batch t itself on the last stage, and one turn older on each stage before it. A gradient is
+// received one turn before it is used, in the turn in which it is sent. If `begun` micro-batches have begun, all turns
+// up to begun + P - 2 are the complete lists for them; in these, too, two stages see the messages between them in the
+// same order, and no stages wait in a cycle.
 inline ActionList pipedream_turn(int stages, int stage, int64_t turn, int64_t begun) {
   using enum ActionKind;
   const int behind = stages - 1 - stage;  // stages after this one

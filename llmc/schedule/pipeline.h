@@ -49,7 +49,7 @@ struct Pipeline {
 // The most forwards that can be listed; bounds the memory of the lists.
 inline constexpr int64_t most_pipeline_passes = 1 << 20;
 
-// What the schedule cannot have of these values; the messages name the options.
+// The values among these that the schedule does not allow; the messages name the options.
 inline Faults pipeline_faults(const Pipeline& p) {
   Faults faults;
   faults.unless(p.stages >= 1, "--pp {}: a pipeline has at least 1 stage", p.stages);
@@ -104,8 +104,8 @@ inline std::optional<Law> bubble_law(const Pipeline& p) {
   return std::nullopt;
 }
 
-// The most passes (a micro-batch or slice in a chunk) that are, on a stage at the same time, between their forward and
-// their backward or its input part. None: there is no law, only the lists.
+// The most passes (a micro-batch or slice in a chunk) that a stage has at the same time between their forward and their
+// backward or its input part. None: there is no law, only the lists.
 inline std::optional<int64_t> activations_law(const Pipeline& p, int stage) {
   const int64_t behind = p.stages - stage;  // stages from this one to the last
   switch (p.schedule) {

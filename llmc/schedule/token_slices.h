@@ -152,7 +152,7 @@ class Terapipe {
 
 }  // namespace detail
 
-// The cut of a sequence with which a pipeline finishes first. t(l, c) may be any function; it is called once for each
+// The cut of a sequence with which a pipeline finishes soonest. t(l, c) may be any function; it is called once for each
 // pair of points at which the sequence may be cut, its ends included.
 inline TokenSlices optimal_token_slices(const TokenCut& cut, const SliceSeconds& slice_seconds) {
   CHECK(cut.tokens >= 1 && cut.granularity >= 1 && cut.stages >= 1 && cut.micro_batches >= 1);

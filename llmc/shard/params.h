@@ -31,7 +31,7 @@ enum class TensorSplit : uint8_t {
 // Where a parameter lies in its unit's flat buffer.
 enum class Placement : uint8_t {
   aligned,   // at the next multiple of UnitLayout::alignment elements
-  adjacent,  // directly after the previous one: q, k, v are one matrix to the matmul, three parameters to all else
+  adjacent,  // directly after the previous one: q, k, v are one matrix to the matmul, three parameters elsewhere
 };
 
 // Rows and columns of a matrix; a vector has one column.

@@ -1,5 +1,5 @@
 // replica_check.h: are the copies of the model's state still equal, bit for bit (contract 14)? A bit that flips in the
-// memory of one rank, or a device that computes wrong, turns one model into two, and no loss shows it.
+// memory of one rank, or a device that computes wrongly, turns one model into two, and no loss shows it.
 //
 // No list says which ranks hold copies: two ranks whose StateTables name the same elements of the same parameter hold
 // copies of them, be they data-parallel or context-parallel ranks, replicas, tensor-parallel ranks with the same norms
@@ -25,7 +25,7 @@
 
 namespace llmc {
 
-// State outside the units that all ranks have alike.
+// State outside the units, the same on all ranks.
 struct SharedByAll {
   std::string name;
   std::vector<float> values;

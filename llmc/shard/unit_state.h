@@ -198,7 +198,7 @@ class UnitState {
     }
   }
 
-  // The reduced gradients that this rank holds, in the manner of append_to().
+  // Appends the reduced gradients that this rank holds, like append_to().
   void append_gradients_to(StateTable& table) const {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
       const Range param{layout_.offsets[i], spec_.params[i].box().numel()}, r = overlap(param, update_range_);

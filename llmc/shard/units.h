@@ -1,4 +1,4 @@
-// units.h: the units of a model that a rank has: those of its stage of the pipeline, and of each its part.
+// units.h: the units of a model that a rank has: those of its stage of the pipeline, and its part of each.
 #pragma once
 #include <algorithm>
 #include <memory>

@@ -1,5 +1,5 @@
 // weight_versions.h: versions of the weights, for an asynchronous pipeline (PipeDream's weight stashing): the backward
-// of a micro-batch reads the version that its forward has read.
+// of a micro-batch reads the version that its forward read.
 #pragma once
 #include <vector>
 
@@ -41,7 +41,7 @@ class WeightVersions {
 
   Units& units_;
   size_t newest_ = 0;
-  std::vector<size_t> read_by_;  // the version that a micro-batch's forward has read
+  std::vector<size_t> read_by_;  // the version that a micro-batch's forward read
 };
 
 }  // namespace llmc

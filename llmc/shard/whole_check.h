@@ -1,6 +1,6 @@
 // whole_check.h: before the first step, the ranks say which elements of which parameters they hold; together these must
 // be the whole model, every element exactly as often as the layout says (contract 15). So if a layer falls between two
-// stages of a pipeline, or lies on two of them, or if no rank has an expert, the run ends with its name before anything
+// stages of a pipeline, or lies on two of them, or if no rank has an expert, the run ends and names it before anything
 // is computed.
 #pragma once
 #include <algorithm>

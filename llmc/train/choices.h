@@ -172,8 +172,8 @@ ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, Groups& gro
                   static_cast<double>(rows[static_cast<size_t>(b * T + t)]);
         },
         T);
-  // Each reader has its own rows, zeros elsewhere, and so has each context-parallel rank; tensor-parallel ranks have
-  // the same rows, so only the first counts.
+  // Each reader has its own rows and zeros elsewhere, and so does each context-parallel rank; tensor-parallel ranks
+  // have the same rows, so only the first counts.
   if (groups.me.tensor > 0) std::fill(losses.begin(), losses.end(), 0);
   const std::string mine(reinterpret_cast<const char*>(losses.data()), losses.size() * sizeof(double));
   std::vector<double> all(losses.size(), 0);

@@ -70,8 +70,7 @@ struct Pass {
 // whose backward is in progress.
 class PassMemory {
  public:
-  // period: micro-batch m uses the sets of micro-batch m modulo `period`; 0: the list
-  // has all micro-batches
+  // period: micro-batch m uses the sets of micro-batch m modulo `period`; 0: the list has all micro-batches
   PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
              const Pass& pass, Arena& arena, int64_t period = 0)
       : config_(config),

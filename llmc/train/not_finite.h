@@ -83,7 +83,7 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   return found;
 }
 
-// Where it is, in words. sample_of(micro-batch, sequence): the sample of the data that the sequence was.
+// Where it is, in words. sample_of(micro-batch, sequence): the number of the sequence's sample in the data.
 template <class SampleOf>
 std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& sample_of) {
   const Groups& groups = trainer.state().groups();

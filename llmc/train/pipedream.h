@@ -3,7 +3,7 @@
 //
 // A step is one micro-batch of each data-parallel rank. Step t begins with its forward; on stage s of P its backward
 // and its update come P - 1 - s steps later, or at a flush. The backward reads the version of the weights that the
-// forward has read (weight stashing), so the gradients are those of one function, at weights of different ages:
+// forward read (weight stashing), so the gradients are those of one function, at weights of different ages:
 //   w(t + 1) = w(t) - AdamW of grad f(w_0(t - (P - 1)), ..., w_s(t - (P - 1 - s)), ..., w_(P-1)(t))
 // the paper's equation, in which weights before a flush count as those of the flush. So the gradients of stage s are
 // P - 1 - s updates old, and P - s versions of its weights are kept (shard/weight_versions.h).
@@ -99,7 +99,7 @@ class Pipedream {
     return context_.arena.alloc("step scalars", name, DType::fp64, shape);
   }
 
-  // By which a group of ranks finds its loss and its gradient norm. index: this rank's place in the group.
+  // The exchange by which a group of ranks finds its loss and its gradient norm. index: this rank's place in the group.
   struct Exchange {
     Comm& group;
     int index, stages;

@@ -144,7 +144,7 @@ class Stage {
     return ProfilerRange(current_.c_str());
   }
 
-  // What a block needs besides its weights; a generated text is one document. experts(): acquires their unit.
+  // The data that a block needs besides its weights; a generated text is one document. experts(): acquires their unit.
   template <class AcquireExperts>
   Sequences sequences(const Slot& slot, const Pass& pass, int64_t layer, AcquireExperts&& experts) const {
     const ContextParallel context = config_.context_for(pass.purpose);

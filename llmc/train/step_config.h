@@ -133,7 +133,7 @@ struct StepConfig {
     if (slices_for(purpose) == 1) return share(all, purpose);
     return {all.B, layout.pipeline.slices[static_cast<size_t>(k)]};
   }
-  // How many rows of whole sequences a rank needs the positions of.
+  // The number of rows of whole sequences whose positions a rank needs.
   int64_t all_position_rows(const BatchShape& all, Purpose purpose) const {
     const ContextParallel c = context_for(purpose);
     const bool needed = c.ranks > 1 && c.attention == ContextAttention::ulysses && documents == Documents::apart;
@@ -173,7 +173,7 @@ struct StepResult {
 };
 
 // A step that has begun. The host may begin the next one before it waits for this one; with an asynchronous pipeline it
-// has to begin P - 1 further ones first, or to flush.
+// has to begin P - 1 further ones first, or flush.
 class PendingStep {
  public:
   explicit PendingStep(int64_t tokens) : tokens_(static_cast<double>(tokens)) {}

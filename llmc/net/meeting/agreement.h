@@ -16,14 +16,14 @@ using NamedValues = std::vector<std::pair<std::string, std::string>>;
 // Stands in for an option's name, with the error as its value: this process cannot take part, and comes only to say so.
 inline constexpr const char* refusal = "";
 
-// What the trainer says.
+// The trainer's part of an introduction.
 struct Greeting {
   int process = 0, processes = 1, local_ranks = 1;
   std::string build;  // of the program
   NamedValues agree;  // option and value: must be equal on all
 };
 
-// What the others know about a process.
+// A process as the others know it.
 struct Peer {
   int process = 0;
   std::string host;  // its name
@@ -85,7 +85,7 @@ inline std::string named(std::vector<int> processes, int local_ranks) {
   return text;
 }
 
-// What processes, each with its number, say about the values that they must have in common.
+// The values that must be the same for all, as each process, by its number, reports them.
 using Said = std::vector<std::pair<int, NamedValues>>;
 
 inline constexpr const char *protocol_name = "the protocol version", *build_name = "the build";

@@ -304,7 +304,7 @@ class ControlPlane {
     changed_.notify_all();
   }
 
-  // ---- What the processes say to all: each to process 0, which passes it on
+  // ---- Messages to all processes: each goes to process 0, which passes it on
 
   void check_alive() const {
     if (!fault_.empty()) throw PeerError(fault_);
@@ -329,7 +329,7 @@ class ControlPlane {
   // ---- The fault
 
   // A process has failed, or is gone. All should learn the same reason: so process 0 decides, or process 1 about
-  // process 0. If both are gone and nobody tells within a second, this reason counts.
+  // process 0. If both are gone and no reason arrives within a second, this one counts.
   void suspect(int which, const std::string& why) {
     if (suspicion_.empty()) suspicion_ = why, suspicion_due_ = Limit::seconds(1);
     if (process() == 0 || (process() == 1 && which == 0)) fail(suspicion_);

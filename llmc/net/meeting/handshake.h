@@ -7,8 +7,9 @@
 //
 // Both nonces are fresh, so a recording proves nothing later; the role is part of the proof, so what one side says
 // cannot be sent back to it. Numbers are little-endian. These messages never change, so that processes of different
-// versions can tell each other so; `version` is that of everything that follows. What follows is neither encrypted nor
-// signed: the token keeps out strangers and mistakes, but hides nothing from whoever controls the network.
+// versions can tell each other that they differ; `version` is that of everything that follows. What follows is neither
+// encrypted nor signed: the token keeps out strangers and mistakes, but hides nothing from anyone who controls the
+// network.
 //
 // Without a token, both sides also check that a process of the same user owns the other end (socket_owner.h).
 #pragma once
@@ -63,7 +64,7 @@ struct Verdict {
 };
 static_assert(sizeof(Verdict) == 36);
 
-// What is wrong with the process that gets this answer.
+// The fault of the process that gets this answer.
 inline std::string reason(Answer answer) {
   switch (answer) {
     case Answer::wrong_token: return "its token differs";

@@ -77,7 +77,7 @@ struct Number {
   std::string shown() const { return formatted(name.starts_with("--") ? "{} {}" : "{}={}", name, value); }
 };
 
-// What a launcher, or the user, says about this process. Without a rank: nothing.
+// The claim of a launcher, or of the user, about this process; without a rank, none.
 struct Claim {
   Launched::By by = Launched::By::alone;
   std::string how;
@@ -168,7 +168,7 @@ class FindLaunch {
     return claim;
   }
 
-  // Set by torchrun, by those who imitate it, and by hand.
+  // Set by torchrun, by programs that imitate it, and by hand.
   Claim torchrun() const {
     return {.by = Launched::By::torchrun,
             .how = "torchrun's variables",
@@ -298,7 +298,8 @@ class FindLaunch {
 
 }  // namespace detail
 
-// How this process was launched. Refuses what is contradictory, incomplete or cannot work, and names the variables.
+// How this process was launched. Refuses a launch that is contradictory, incomplete or cannot work, and names the
+// variables.
 inline Launched find_launch(const LaunchOptions& options, const Environment& environment, MpiLibrary built) {
   return detail::FindLaunch(options, environment, built).find();
 }

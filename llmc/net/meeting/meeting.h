@@ -14,13 +14,14 @@
 
 namespace llmc {
 
-// What this process, which listens at this port, says about itself.
+// The introduction of this process, which listens at this port.
 inline Introduction introduction(const Greeting& greeting, const Rendezvous& at, int port) {
   std::string boot = "unknown";
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
   return {protocol_version, greeting, {greeting.process, host_name(), host_name() + " " + boot, at.address, port}};
 }
-// What process 0 tells the others about all. It omits loopback addresses, which mean other machines elsewhere.
+// The message by which process 0 describes all processes to the others. It omits loopback addresses, which mean other
+// machines elsewhere.
 inline std::vector<std::string> parts_of(const std::vector<Peer>& peers) {
   std::vector<std::string> parts;
   for (const Peer& p : peers)

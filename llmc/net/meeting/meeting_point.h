@@ -1,5 +1,5 @@
-// meeting_point.h: where the processes of a job meet: process 0 listens at HOST:PORT; or at a free port, and writes
-// into a file that all of them see where that is.
+// meeting_point.h: where the processes of a job meet: process 0 listens at HOST:PORT; or at a free port, and writes its
+// address to a file that all of them can see.
 #pragma once
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -121,8 +121,8 @@ class MeetingFile {
   MeetingFile(const MeetingFile&) = delete;
   MeetingFile& operator=(const MeetingFile&) = delete;
 
-  // Throws ConnectionError if the file is missing, is not (yet) such a file, or is of a job with a token and this
-  // process has none: it may be an earlier job's.
+  // Throws ConnectionError if the file is missing, is not (yet) such a file, or belongs to a job with a token while
+  // this process has none: it may be an earlier job's.
   static std::pair<Endpoint, Nonce> read(const std::string& path, const std::string& token) {
     std::string text, title, endpoint, job;
     try {

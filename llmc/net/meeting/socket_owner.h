@@ -48,7 +48,7 @@ constexpr const char* or_set_a_token =
 
 }  // namespace detail
 
-// Checks that users can be told at all: without a token, processes know each other by their user.
+// Checks that the owners of sockets can be read: without a token, processes know each other by their user.
 inline void check_that_users_are_told() {
   constexpr const char* table = "/proc/net/tcp";
   CHECK(std::ifstream(table).good(),

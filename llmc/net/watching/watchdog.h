@@ -24,7 +24,7 @@
 
 namespace llmc {
 
-// What all processes print when a rank fails by itself.
+// The text that all processes print when a rank fails by itself.
 inline std::string failure(const std::string& rank, const std::string& error) {
   return formatted("{} has failed: {}", rank, error);
 }
@@ -52,7 +52,7 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // What to call, on another thread, when the job cannot go on: it wakes those who wait. Empty: nothing.
+  // Sets the function to call, on another thread, when the job cannot go on: it wakes those who wait. Empty: none.
   void on_fault(std::function<void()> wake) {
     std::lock_guard lock(mutex_);
     wake_ = std::move(wake);

@@ -75,7 +75,7 @@ class Socket {
   int fd_ = -1;
 };
 
-// Wakes whoever polls it, from any thread.
+// Wakes the thread that polls it, from any thread.
 class Waker {
  public:
   Waker() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
@@ -297,7 +297,7 @@ inline Socket listen_everywhere(int port) {
   any.set_port(port);
   try {
     return listen_at(any);
-  } catch (const ConnectionError&) {  // no IPv6 here; or the port is taken, which the next one will say
+  } catch (const ConnectionError&) {  // no IPv6 here; or the port is taken, which the next attempt will report
   }
   any = {};
   any.storage.ss_family = AF_INET;

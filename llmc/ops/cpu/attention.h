@@ -88,7 +88,7 @@ void write_rows(const AttentionOutputs<T, A>& to, const AttentionBlock& s, int64
 }  // namespace detail
 
 // Scores are transposed, a column for each query, so that the softmax runs along whole vectors and its result is an
-// operand as it is: with K and V of a block of keys, and O the sums,   S^T = K Q^T,   O^T += V^T P^T
+// operand without repacking: with K and V of a block of keys, and O the sums,   S^T = K Q^T,   O^T += V^T P^T
 // A task is a (sequence, query head, group of query rows).   scratch: attention_forward_scratch() bytes
 template <class T, class How = Multiply<accumulator_t<T>>, class A = accumulator_t<T>>
 void attention_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T>& from, std::byte* scratch,
@@ -105,7 +105,7 @@ void attention_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T
   const A scale = A(1) / std::sqrt(static_cast<A>(D));
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t task = 0; task < groups * heads; ++task) {
-    // The last rows, which see most keys, come first.
+    // The last rows, which see the most keys, come first.
     const int64_t group = (groups - 1 - task / heads) * query_group, b = task % heads / s.Hq, h = task % s.Hq,
                   hk = h / (s.Hq / s.Hkv), queries = std::min(query_group, s.queries.rows - group);
     const int32_t* positions = positions_of(from.positions, s.queries, b);
@@ -137,7 +137,7 @@ void attention_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T
         const int64_t rows = std::min(C, queries - i);
         const KeyRange any = keys_of_rows(s, positions, group + i, rows).within(key, key + keys);
         if (any.empty()) continue;
-        // The block's keys from a whole tile on, `n` of them in memory; and which of these each query sees.
+        // The block's keys, starting at a whole tile, `n` of them in memory; and which of these each query sees.
         const int64_t begin = (any.first - key) / How::rows * How::rows, n = any.last - key - begin;
         bool all = true;
         A first[C] = {}, last[C] = {};

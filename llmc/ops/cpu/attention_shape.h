@@ -13,7 +13,7 @@ namespace llmc::cpu {
 struct AttentionTiles {
   static constexpr int64_t keys = 256;              // per block, at most
   static constexpr int64_t forward_queries = 256;   // for which a thread packs keys and values once
-  static constexpr int64_t backward_queries = 112;  // scores are in memory for so many at a time, at most
+  static constexpr int64_t backward_queries = 112;  // scores are in memory for at most this many at a time
 
   AttentionBlock s;
   int64_t element;  // bytes of an accumulator

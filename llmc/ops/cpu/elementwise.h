@@ -1,4 +1,4 @@
-// elementwise.h: GELU, residual addition, zeroing, copies, conversion, sums of parts and columns, initial numbers.
+// elementwise.h: GELU, residual addition, zeroing, copies, conversion, sums of parts and columns, initial weights.
 // Contracts: ops/ops.h.
 #pragma once
 #include "core/rng.h"

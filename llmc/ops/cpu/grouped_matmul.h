@@ -66,8 +66,8 @@ void grouped_linear_backward_weight(A* dweight, const T* dout, const T* x, const
   constexpr int64_t tile_rows = GroupedTile::rows, tile_columns = GroupedTile::columns;
   scratch = aligned_scratch(scratch);
   const int64_t of_thread = grouped_thread_bytes(R, dtype_of<T>());
-  // One thread takes all tiles of an expert with few rows: they stay in its cache, and processors may share none. Which
-  // thread computes a tile does not change the result.
+  // One thread takes all tiles of an expert with few rows: they stay in its cache, which other processors may not
+  // share. Which thread computes a tile does not change the result.
   const int64_t few = offsets[E] / (8 * omp_get_max_threads());
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t e = 0; e < E; ++e)

@@ -1,7 +1,6 @@
-// isa.h: the instruction sets that the CPU's ops are compiled for, and which of them this processor has. The ops stand
-// in headers that are compiled once for each set, into objects of their own (sets/), in a namespace named after the
-// set: no object uses anything of another, so a program for all processors runs no instruction that its processor
-// lacks.
+// isa.h: the instruction sets that the CPU's ops are compiled for, and which of them this processor has. The ops are in
+// headers that are compiled once for each set, into objects of their own (sets/), in a namespace named after the set:
+// no object uses anything from another, so a program for all processors runs no instruction that its processor lacks.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -64,7 +63,7 @@ inline Isa processor_isa() {
   return Isa::portable;
 #endif
 }
-// Whether this program has more than the ops for any processor: some tests do not.
+// Whether this program has more than the portable ops: some tests do not.
 #ifdef CPU_ISA_SETS
 inline constexpr bool has_isa_sets = true;
 #else

@@ -1,6 +1,6 @@
-// matrix_tile.h: a tile of C by AMX, whose registers hold matrices of 16 rows of 64 bytes (Intel 64 and IA-32
-// Architectures Software Developer's Manual, volume 1, chapter 18); and the same in plain C++, bit for bit, for tests
-// on processors that lack it.
+// matrix_tile.h: a tile of C computed with AMX, whose registers hold matrices of 16 rows of 64 bytes (Intel 64 and
+// IA-32 Architectures Software Developer's Manual, volume 1, chapter 18); and the same in plain C++, bit for bit, for
+// tests on processors that lack it.
 #pragma once
 #include "ops/cpu/register_tile.h"
 
@@ -97,7 +97,7 @@ inline void matrix_tile(float* sums, const bf16* a, const bf16* b, int64_t steps
   plain_matrix_tile(sums, a, b, steps, accumulate);
 }
 #ifdef __x86_64__
-// With the processor's fused multiply-add, without which each one is a call of a function.
+// With the processor's fused multiply-add; without it, each one is a function call.
 [[gnu::target("avx2,fma")]] inline void matrix_tile_with_fma(float* sums, const bf16* a, const bf16* b, int64_t steps,
                                                              Accumulate accumulate) {
   plain_matrix_tile(sums, a, b, steps, accumulate);

@@ -152,8 +152,8 @@ void pack_in_32s(bf16* out, int64_t width, const Lines<T>& x, int64_t n, int64_t
 }
 
 // Packs `lines` of the n lines that exist into panels (ceil(K / Group), width, Group), one after another; the last one
-// is as wide as lines are left, or padded with zeros to the full width. A line has `depth` elements in a panel: K, and
-// zeros. Writes up to beyond_panels elements beyond the panels.
+// is as wide as the number of lines left, or padded with zeros to the full width. A line has `depth` elements in a
+// panel: K, and zeros. Writes up to beyond_panels elements beyond the panels.
 enum class LastPanel : uint8_t { narrow, padded };
 template <int64_t Group, class P, class T>
 void pack_panels(P* out, int64_t width, LastPanel last, int64_t depth, const Lines<T>& x, int64_t lines, int64_t n,

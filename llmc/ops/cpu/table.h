@@ -154,8 +154,8 @@ const ProductsOf<T>& products_of([[maybe_unused]] Isa isa) {
 }
 #undef CPU_SETS
 
-// Checks that instructions that multiply bf16 give the bits of their stand-ins: processors, emulators of them, and
-// operating systems that lose registers may differ. Compares a product that uses all their parts.
+// Checks that the instructions that multiply bf16 give the same bits as their stand-ins: processors, emulators of them,
+// and operating systems that lose registers may differ. Compares a product that uses all their parts.
 inline void require_known_bits(Isa isa) {
   if (isa != Isa::avx512_bf16 && isa != Isa::amx) return;
   constexpr int64_t M = 37, N = 45, K = 70;

@@ -60,7 +60,7 @@ __device__ void for_unseen(Accumulators<M, N>& scores, int m, int half, const Se
     }
 }
 
-// The same with the causal mask and the mask of documents apart, for which the forward's registers suffice.
+// The same with the causal mask and the document mask applied separately, for which the forward's registers suffice.
 template <int M, int N, class F>
 __device__ void for_unseen_apart(Accumulators<M, N>& scores, int m, int half, const SeenKeys& seen, int first, int key,
                                  F f) {

@@ -1,5 +1,5 @@
 // elementwise.cuh: elementwise ops: GELU, residual addition, sums of parts, conversion, copies of boxes, filling,
-// scaling, initial numbers. Contracts: ops/ops.h.
+// scaling, initial weights. Contracts: ops/ops.h.
 #pragma once
 #include <type_traits>
 

@@ -67,7 +67,7 @@ __global__ void qk_norm_forward_kernel(T* __restrict__ out, float* __restrict__ 
       lane.each([&](int j, int64_t i) {
         const Pack a_weights = Pack::load(weight + i), b_weights = Pack::load(weight + lane.half + i);
         for (int e = 0; e < pack; ++e) {
-          as[j].set(e, as[j][e] * r * a_weights[e]);  // rounded before the rotation, as by the two separate ops
+          as[j].set(e, as[j][e] * r * a_weights[e]);  // rounded before the rotation, as in the two separate ops
           bs[j].set(e, bs[j][e] * r * b_weights[e]);
         }
         if constexpr (turning == detail::Turning::yes)
@@ -176,7 +176,7 @@ void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*...
 }  // namespace detail
 
 // out (B T, (Hq + 2 Hkv) D), rstd (B T, Hq + Hkv) = ; qkv like out; q_weight, k_weight (D). With a table (P, D) and
-// positions (B T) fused with rotary embedding: bitwise equal to the two ops (contract 11). No rotation: table is
+// positions (B T) it is fused with rotary embedding, bitwise equal to the two ops (contract 11). No rotation: table is
 // nullptr.
 template <class T>
 void qk_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const T* k_weight, const float* table,
@@ -195,7 +195,7 @@ void qk_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const
 inline int64_t qk_norm_backward_scratch(const AttentionShape& s) { return row_parts(s.B * s.T) * 2 * s.D; }
 
 // dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight (D), dk_weight (D) += ; partials: scratch. With a
-// table in one pass with the rotation back: bitwise equal to rotary backward, then the norm's.
+// table it also rotates back, in the same pass: bitwise equal to rotary backward, then the norm's.
 template <class T>
 void qk_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, float* partials, const T* qkv, const T* q_weight,
                       const T* k_weight, const float* rstd, const float* table, const int32_t* positions,

@@ -102,7 +102,7 @@ __global__ void place_rows_kernel(int32_t* __restrict__ sorted_ids, int32_t* __r
       sorted_rows[to] = from.rows == nullptr ? static_cast<int32_t>(i) : from.rows[i];
       if (before == 0) place[digit] += __popc(same);
     }
-    __syncwarp();  // the places are those behind these rows
+    __syncwarp();  // the places are those after these rows
   }
 }
 
@@ -110,7 +110,7 @@ __global__ void place_rows_kernel(int32_t* __restrict__ sorted_ids, int32_t* __r
 inline int64_t sort_rows_scratch(int64_t N) { return 4 * N + detail::max_digits * ceil_div(N, detail::sort_tile); }
 
 // Sorts rows 0 ... N - 1 by ids (N), each in [0, V); returns pointers into scratch to the sorted ids and their rows.
-// The ids may be in scratch themselves, at 3 N: only the first pass reads them, and the second one writes there.
+// The ids may themselves be in scratch, at 3 N: only the first pass reads them, and the second one writes there.
 inline detail::RowIds sort_rows(int32_t* scratch, const int32_t* ids, int64_t N, int64_t V, cudaStream_t stream) {
   using namespace detail;
   const int bits = std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(V - 1))));

@@ -107,7 +107,7 @@ class CheckpointSaver {
 
  private:
   // Whether the out directory had to be made again, or has lost its last checkpoint; all ranks end if another run has
-  // it.
+  // taken it.
   bool directory_is_new(const Run& run) {
     News found = look_at_directory();
     if (found.kind == NewsKind::none && directory_ != nullptr && !last_.empty() && !is_directory(last_))

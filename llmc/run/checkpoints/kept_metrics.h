@@ -22,7 +22,7 @@ struct MetricsKept {
   int64_t train_lines = 0;      // training lines among them
   int64_t first = 0, last = 0;  // their smallest and largest step
 
-  std::string damaged;                 // lines that are not ours; an incomplete last line is no damage
+  std::string damaged;                 // lines that are not ours; an incomplete last line is not damage
   std::vector<int64_t> damaged_lines;  // their numbers, from 1
 };
 

@@ -141,7 +141,7 @@ inline void report_changed_validation(Log& log, const ResumePoint& from, const J
     log.line("notice: --val-data has changed: its losses cannot be compared with the earlier ones");
 }
 
-// How many steps the run was to have when it wrote the checkpoint.
+// How many steps were planned for the run when it wrote the checkpoint.
 inline int64_t recorded_steps(const ResumePoint& from, const Job& job) {
   if (const nlohmann::json steps = from.trainer.value("max_steps", nlohmann::json()); !steps.is_null()) {
     const std::optional<int64_t> number = whole_number(steps);

@@ -58,7 +58,7 @@ inline std::pair<std::string, int64_t> named_checkpoint(const std::string& optio
   return {asked, *step};
 }
 
-// The checkpoint that a run branched from, as run.json and trainer.json record it; null: the run is no branch.
+// The checkpoint that a run branched from, as run.json and trainer.json record it; null: the run is not a branch.
 inline nlohmann::json parent_of(const ResumePoint& from) {
   if (from.begin == Begin::resume)
     return from.trainer.is_object() ? from.trainer.value("parent", nlohmann::json()) : nlohmann::json();

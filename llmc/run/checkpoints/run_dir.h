@@ -220,7 +220,7 @@ class RunDirectory {
 
   // Truncates metrics.jsonl after the lines of a checkpoint's step. Damaged lines are moved to a separate file.
   MetricsKept truncate_metrics(Log& log, const ResumePoint& resume) const {
-    // Then best_validation is without it.
+    // In these cases, best_validation does not include the validation of this step.
     const bool later = resume.begin == Begin::branch ||
                        (resume.trainer.is_object() && resume.trainer.value("validated", nlohmann::json()) == false);
     MetricsKept kept = metrics_until(resume.step, later ? OwnValidation::repeat : OwnValidation::keep);
@@ -306,7 +306,7 @@ class RunDirectory {
     return restarts != nullptr && std::atoi(restarts) > 0;
   }
 
-  // --restart: renames the whole directory in one step, and makes it anew.
+  // --restart: renames the whole directory in one step, and creates a new one.
   void move_aside(Log& log, const Options& o) {
     const std::vector<std::string> names = names_in(path_);
     if (std::all_of(names.begin(), names.end(), [](const std::string& name) { return name == ".lock"; })) return;

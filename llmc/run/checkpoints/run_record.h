@@ -115,7 +115,7 @@ inline void check_resumed_options(Log& log, const std::string& file, const nlohm
 
 // run.json. From format 2 on it has a checksum of everything else, so that damage is always noticed.
 struct RunRecord {
-  nlohmann::json options, parent;  // parent: a branch's, see parent_of() in run_dir.h; otherwise null
+  nlohmann::json options, parent;  // parent: a branch's, see parent_of() in resume_point.h; otherwise null
 };
 
 inline std::string run_record_text(const Options& o, const nlohmann::json& parent = {}) {

@@ -46,7 +46,7 @@ inline void read_config(Options& o, const std::string& path) {
     const size_t equals = line.find('=');
     CHECK(equals != line.npos, "{}'{}': expected NAME=VALUE as --print-config writes it", where, shown(line));
     const std::string name = "--" + trimmed(line.substr(0, equals));
-    // No option resembles it either, and finding that out would take long.
+    // No option resembles it either, and finding that out would take a long time.
     CHECK(name.size() <= 64, "{}{}: there is no such option; see --help", where, shown(name));
     const std::string value = config_value(where + name, trimmed(line.substr(equals + 1)));
     for (const ModeOption& mode : mode_options)

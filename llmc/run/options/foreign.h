@@ -239,7 +239,7 @@ struct ForeignMatch {
   const ForeignOption* option;
 };
 
-// The trainer that has an option of this name; of several, the one that has most of `all`, the unknown names.
+// The trainer that has an option of this name; among several, the one that has most of `all`, the unknown names.
 inline std::optional<ForeignMatch> find_foreign(const std::string& word, const std::vector<std::string>& all = {}) {
   const auto find_in = [](const ForeignTrainer& trainer, const std::string& name) -> const ForeignOption* {
     for (const ForeignOption& option : trainer.options)

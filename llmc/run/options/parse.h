@@ -256,7 +256,7 @@ Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_p
 
 namespace detail {
 
-// What is wrong with the values of a command line, each on its own.
+// The first fault in the values of a command line, each checked on its own; "": none.
 inline std::string fault_of_values(const std::vector<std::string>& words) {
   struct ValuesAreRight {};
   std::vector<const char*> argv;

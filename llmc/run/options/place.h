@@ -1,4 +1,4 @@
-// place.h: where a process stands in its job.
+// place.h: the place of a process in its job.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -93,7 +93,7 @@ inline std::vector<std::string> option_groups() {
   return groups;
 }
 
-// The help of one group, named by the beginning of one of its words, or of all.
+// The help for one group, named by the beginning of one of its words, or for all groups.
 inline std::string help_text(const std::string& asked = "") {
   std::string only;
   const std::string name = plain_name(asked);

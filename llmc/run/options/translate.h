@@ -99,7 +99,7 @@ inline std::string as_command(const Words& words) {
   return text;
 }
 
-// What an unknown option translates to.
+// The translation of an unknown option.
 struct Translation {
   std::string theirs;  // "--learning_rate 3e-4"
   Words ours;          // {"--lr", "3e-4"}; empty: leave it out

@@ -121,7 +121,7 @@ inline std::string pipeline_text(const StepConfig& step) {
                           tokens * p.micro_batches, 100 * bubble_law(p)->bubble);
 }
 
-// What ranks that share a layer's experts send each other.
+// The traffic between ranks that share a layer's experts.
 inline std::string exchange_text(const StepConfig& step) {
   const ExpertPlacement e = step.expert_placement();
   const int64_t S = step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows());

@@ -14,7 +14,7 @@
 
 namespace llmc {
 
-// The label in a plan's memory of what NCCL takes for a rank's groups.
+// The label, in a plan's memory, of the memory that NCCL takes for a rank's groups.
 inline constexpr const char* nccl_label = "NCCL";
 
 struct Plan {
@@ -27,7 +27,7 @@ struct Plan {
   double step_seconds = 0, exposed_seconds = 0;
   std::map<std::string, double> exposed_by_group;
   std::vector<double> action_seconds;  // of each action of a pipeline's stage
-  std::shared_ptr<const Plan> others;  // ranks that a parameter server, rank 0, serves; none: as rank 0's
+  std::shared_ptr<const Plan> others;  // of the ranks that a parameter server, rank 0, serves; none: as rank 0's
   // A plan for each stage of a pipeline; empty: all ranks have this one. Rank 0's is on the first stage.
   std::vector<std::shared_ptr<const Plan>> stages;
   int ranks_of_stage = 1;
@@ -57,7 +57,7 @@ struct Plan {
     for (const auto& [group, bytes] : step_traffic) sum += bytes;
     return sum;
   }
-  int64_t total_bytes() const {  // of the stage that needs most
+  int64_t total_bytes() const {  // of the stage that needs the most
     int64_t bytes = 0;
     for (const MemoryLine& line : memory) bytes += line.bytes;
     for (const auto& stage : stages) bytes = std::max(bytes, stage->total_bytes());
@@ -133,8 +133,8 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   return plan;
 }
 
-// Beyond any run: the number of layers, whose parameters are listed by name, and layers times the micro-batches of a
-// step, whose actions and activations are listed before it begins.
+// Limits beyond any run: the number of layers, whose parameters are listed by name, and layers times the micro-batches
+// of a step, whose actions and activations are listed before it begins.
 inline constexpr int64_t most_layers = 1 << 14, most_passes = 1 << 18;
 
 // Rejects what cannot even be planned: a step with more actions than can be listed, or sizes whose products overflow 64

@@ -57,7 +57,7 @@ class RemedySearch {
     }
     return shorter_sequences();
   }
-  // The one that needs least, of all that were planned.
+  // Among all the changes that were planned, the one that needs the least memory.
   const std::optional<Remedy>& least() const { return least_; }
 
  private:
@@ -252,7 +252,7 @@ inline double flops_of_step(const Plan& plan, const StepConfig& step) {
   for (size_t s = 0; s < static_cast<size_t>(step.layout.pipeline.stages); ++s) flops += plan.of_stage(s).flops();
   return flops * step.layout.ranks() / step.layout.pipeline.stages;
 }
-// The bytes that a rank sends in a step, on the stage whose ranks send most.
+// The bytes that a rank sends in a step, on the stage whose ranks send the most.
 inline int64_t traffic_of_step(const Plan& plan) {
   const auto sent = [](const Plan& p) { return p.bytes_sent(); };
   return sent(plan.of_stage(plan.stage_with_most(sent)));

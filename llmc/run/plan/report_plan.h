@@ -198,7 +198,7 @@ inline std::string crowded_notice(const llmc::Place& place, int64_t threads, int
       place.sharers, threads, threads == 1 ? "" : "s", processors, processors == 1 ? "" : "s");
 }
 
-// Ranks are threads of one process: a notice if there are more than one machine takes, or than this one has room for.
+// Ranks are threads of one process: a notice if there are more than a machine can take, or than this one has room for.
 inline std::string too_many_ranks_notice(const Options& o, const Device& device) {
   const int64_t ranks = o.place.local_ranks;
   constexpr int largest_server = 16;  // in GPUs

@@ -83,15 +83,15 @@ inline double measure_matmul_peak(const Device& device, DType dtype) {
   };
   int64_t size = 64;
   double best = seconds(size);
-  // A larger product keeps a GPU busier, unless one of this size already takes long.
+  // A larger product keeps a GPU busier, unless one of this size already takes a long time.
   const int64_t most = dtype == DType::fp32 ? 4096 : 8192;
   while (best < 2e-3 && size < most && 4 * size * size <= most_elements(device, dtype)) best = seconds(size *= 2);
   return 2.0 * static_cast<double>(size * size * size) / best;
 }
 
-// Bytes per second, counting reads and writes, of a copy. A CPU also reads the memory that it writes, and a copy has no
-// use for that: there the fastest counts of a copy, of a sum and a doubling in place, and of an AdamW step, which reads
-// four arrays and writes three of them. All run on the threads of the device, a rank's own.
+// Bytes per second, counting reads and writes, of a copy. A CPU also reads the memory that it writes, which is useless
+// to a copy: there the fastest of a copy, a sum and a doubling in place, and an AdamW step counts; the step reads four
+// arrays and writes three of them. All run on the threads of the device, a rank's own.
 inline double measure_bandwidth(const Device& device) {
   int64_t n = (int64_t{1} << 26) - 200'000;  // arrays a power of two apart would evict each other from the caches
   if (device.kind == DeviceKind::cuda) n = std::min(4 * n, most_elements(device, DType::fp32));
@@ -175,7 +175,8 @@ struct Peaks {
   Peaks of_rank(int64_t ranks) const { return times(1 / static_cast<double>(ranks)); }
 };
 
-// For one device. MFU refers to --peak-tflops or a GPU's datasheet; a CPU has none, so to its measured peak.
+// For one device. MFU refers to --peak-tflops or a GPU's datasheet; a CPU has no datasheet, so it refers to the
+// measured peak.
 inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops) {
   Peaks peaks;
   peaks.measured = matmul_peak(device, dtype);

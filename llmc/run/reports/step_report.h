@@ -127,7 +127,7 @@ class StepReport {
 
  private:
   // On a CPU, the peaks are measured again, since the machine may have been busy at the start; the higher value counts.
-  // They are not if too little memory is left to measure its speed.
+  // They are not measured again if too little memory is left to measure its speed.
   Peaks roof() const {
     constexpr int64_t enough = int64_t{1} << 30;
     Peaks best = peaks_;

@@ -297,9 +297,9 @@ void for_each_pair(const Model& model, const Layout& layout, F&& visit) {
     for (auto b = a + 1; b != all.end(); ++b) visit(PairOfChoices(model.dtype, *a, *b));
 }
 
-// A subset in which every pair of choices occurs that occurs in `all`: most faults that only a combination reveals need
-// just two choices (Kuhn, Wallace and Gallo, 2004). In random order, a layout with a new pair is kept, along with the
-// first of its kind, with which it must agree bit for bit.
+// A subset that contains every pair of choices in `all`: most faults that only a combination reveals need just two
+// choices (Kuhn, Wallace and Gallo, 2004). In random order, a layout with a new pair is kept, along with the first of
+// its kind, with which it must agree bit for bit.
 inline std::vector<ModelLayouts> every_pair(const std::vector<ModelLayouts>& all) {
   struct Place {
     size_t model, layout;

@@ -180,11 +180,11 @@ inline NearestTie nearest_tie(const Routes& routes) {
   return nearest;
 }
 
-// The tokens that a layout sends to other experts than one rank does.
+// The tokens that a layout sends to different experts than one rank does.
 struct Rerouted {
   int64_t tokens = 0;
   bool ties = true;   // all at near ties, or because of others at near ties
-  std::string first;  // the first token; the first that is no tie, if there is one
+  std::string first;  // the first token; the first that is not a tie, if there is one
 };
 inline std::string to_string(const Rerouted& r) {
   if (r.tokens == 0) return "all tokens go to the same experts";
