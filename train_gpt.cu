@@ -535,6 +535,7 @@ int main(int argc, char** argv) {
     else if (o.place.process > 0) return static_cast<int>(ExitStatus::done);  // one process is enough
     else if (o.verify_data) run_verify_data(o);
     else if (o.plan) run_plan(o);
+    else if (o.plan_auto) run_plan_auto(o);
     else if (o.plan_examples) run_plan_examples(o);
     else if (o.print_schedule) run_print_schedule(o);
     else run_generate(o);

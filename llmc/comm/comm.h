@@ -7,8 +7,10 @@
 // that leaves a group because of an error aborts the world.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -249,15 +251,14 @@ class Comm : public HostGroup {
     } else {
       Stream* const gpu = stream.device().kind == DeviceKind::cuda ? &stream : nullptr;
       if (!transport_->moves_data()) {  // the null device runs no tasks: count now
-        const int64_t sent = transport_->sent, received = transport_->received;
         transport_->between_two = between_two;
-        through(*transport_, nullptr);
-        cost.link_bytes = static_cast<double>(std::max(transport_->sent - sent, transport_->received - received));
+        cost.link_bytes = static_cast<double>(count(op, buffer, [&] { through(*transport_, nullptr); }));
         cost.messages = messages.value_or(size() - 1);
         cost.members = &members_;
         cost.pattern = by_exchanges                                     ? Pattern::neighbours
                        : std::string_view(op).starts_with("all_to_all") ? Pattern::all_to_all
                                                                         : Pattern::ring;
+        cost.path = find_path(cost, stream.device().machine.get());
       }
       const bool units = traffic_of(name_) == Traffic::units;
       stream.run(cost, {inspected},
@@ -270,7 +271,32 @@ class Comm : public HostGroup {
     }
   }
 
+  // Runs an algorithm over the null transport; returns the bytes that it sends or receives, whichever are more. The
+  // rings of shards, whose steps are many, are run once for each size and then remembered.
+  int64_t count(std::string_view op, const Tensor& buffer, const std::function<void()>& run) {
+    const bool repeats = op == "reduce_scatter" || op == "all_gather";
+    const std::pair key(op, buffer.numel() * size_of(buffer.dtype));
+    if (const auto known = rings_.find(key); repeats && known != rings_.end()) {
+      transport_->sent += known->second.first, transport_->received += known->second.second;
+      return std::max(known->second.first, known->second.second);
+    }
+    const int64_t sent = transport_->sent, received = transport_->received;
+    run();
+    const std::pair counted(transport_->sent - sent, transport_->received - received);
+    if (repeats) rings_.emplace(key, counted);
+    return std::max(counted.first, counted.second);
+  }
+  // On a plan's machine, which is always the same; none without one.
+  const LinkPath* find_path(const OpCost& cost, const Machine* machine) {
+    if (machine == nullptr) return nullptr;
+    std::optional<LinkPath>& path = paths_[static_cast<size_t>(cost.pattern)];
+    if (!path) path = machine->path_of(cost);
+    return &*path;
+  }
+
   std::vector<int> members_;
+  std::array<std::optional<LinkPath>, 3> paths_;                                       // by Pattern
+  std::map<std::pair<std::string_view, int64_t>, std::pair<int64_t, int64_t>> rings_;  // bytes sent and received
   std::unique_ptr<CountingTransport> counted_;
   std::shared_ptr<GpuCollectives> library_;
   std::function<void()> abort_;  // none: nothing waits

@@ -30,6 +30,12 @@ struct AttentionSize {
 // to all.
 enum class Pattern : uint8_t { ring, neighbours, all_to_all };
 
+// What bounds a transfer on a machine.
+struct LinkPath {
+  double bytes_per_s, latency_s;
+  size_t tier;  // the slowest
+};
+
 // The cost of an op, computed from its shapes alone; the null device adds these up.
 struct OpCost {
   const char* name;
@@ -44,6 +50,7 @@ struct OpCost {
   Pattern pattern = Pattern::ring;
   const char* group = nullptr;                // its name
   const std::vector<int>* members = nullptr;  // the ranks among which it moves data, ascending; none: neighbours
+  const LinkPath* path = nullptr;             // among them, if it was found before
 };
 
 // Links that join this many consecutive ranks: those of a server, then those between servers, and so on.
@@ -78,7 +85,7 @@ struct Machine {
 
   double seconds(const OpCost& c) const {
     if (c.messages > 0) {
-      const Path path = path_of(c);
+      const LinkPath path = path_of(c);
       return static_cast<double>(c.messages) * path.latency_s + c.link_bytes / path.bytes_per_s;
     }
     if (c.flops == 0 && c.bytes == 0) return 0;
@@ -86,12 +93,9 @@ struct Machine {
   }
 
   // What bounds a transfer. Members whose links join fewer ranks than the group go through the next tier.
-  struct Path {
-    double bytes_per_s, latency_s;
-    size_t tier;  // the slowest
-  };
-  Path path_of(const OpCost& c) const {
-    Path path{links[0].bytes_per_s, links[0].latency_s, 0};
+  LinkPath path_of(const OpCost& c) const {
+    if (c.path != nullptr) return *c.path;
+    LinkPath path{links[0].bytes_per_s, links[0].latency_s, 0};
     if (c.members == nullptr || c.members->size() < 2 || links.size() == 1) return path;
     const std::vector<int>& ranks = *c.members;
     const double n = static_cast<double>(ranks.size());

@@ -1,5 +1,5 @@
-// modes.h: modes other than training: --selftest, --verify-data, --plan, --plan-examples, --print-schedule. --generate
-// and --evaluate have their own files.
+// modes.h: modes other than training: --selftest, --verify-data, --plan, --plan-auto, --plan-examples,
+// --print-schedule. --generate and --evaluate have their own files.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -13,6 +13,7 @@
 #include "run/options/parse.h"
 #include "run/plan/examples.h"
 #include "run/plan/plan_json.h"
+#include "run/plan/search.h"
 #include "run/processes.h"
 #include "run/reports/report.h"
 #include "run/selftest/selftest.h"
@@ -82,6 +83,40 @@ inline void run_plan(const Options& o) {
   }
   std::printf("%s\n", plan_json(o, rank, config, plan, steps).c_str());
   if (o.memory_limit && !fits(plan, memory_limit(o, rank))) throw Error(detail::memory_verdict(o, config, plan, rank));
+}
+
+// --plan-auto. By default a step has half a million tokens, or a sequence for every eighth rank. Where fp32 is asked
+// for, or nothing fits, bf16 is offered, too.
+inline void run_plan_auto(const Options& asked) {
+  Log log = make_log(asked);
+  std::vector<SearchFor> precisions;
+  const auto add = [&](const Options& o) {
+    const Device device = first_rank_device(choose_device(o), o);
+    SearchFor what{.step = {.model = choose_model(o),
+                            .precision = choose_precision(o),
+                            .batch = {1, o.seq_len},
+                            .generates = o.sample_every > 0},
+                   .ranks = o.ranks,
+                   .device = device,
+                   .memory = memory_limit(o, device)};
+    CHECK(o.seq_len <= what.step.model.n_positions,
+          "--seq-len {} exceeds the {} positions of --model {}: use at most {}", o.seq_len, what.step.model.n_positions,
+          o.model, what.step.model.n_positions);
+    what.step.experts = choose_experts(o, what.step.model);
+    const int64_t tokens =
+        o.total_batch_size.value_or(round_up(std::max(int64_t{1} << 19, o.ranks / 8 * o.seq_len), o.seq_len));
+    CHECK(tokens % o.seq_len == 0, "--total-batch-size {} is no multiple of --seq-len {}: use {}", tokens, o.seq_len,
+          round_up(tokens, o.seq_len));
+    what.sequences = tokens / o.seq_len;
+    precisions.push_back(std::move(what));
+  };
+  Options o = asked;
+  add(o);
+  if (o.dtype == WeightType::fp32 && asked.machine.find("v100") == std::string::npos)
+    o.dtype = WeightType::bf16, add(o);
+  if (o.dtype == WeightType::bf16 && o.master_weights == MasterWeights::fp32)
+    o.master_weights = MasterWeights::none, add(o);
+  report_search(log, asked, precisions);
 }
 
 // --plan-examples.

@@ -59,14 +59,14 @@ inline Log make_log(const Options& o, const Processes& processes = {}) {
 
 // Modes that run on ranks, --selftest included; the others need one process.
 inline bool needs_ranks(const Options& o) {
-  return !o.generate && !o.plan && !o.verify_data && !o.print_schedule && !o.plan_examples;
+  return !o.generate && !o.plan && !o.verify_data && !o.print_schedule && !o.plan_auto && !o.plan_examples;
 }
 
 // Sets the number of ranks, and which of them are this process's, as far as launcher and options say.
 inline void take_place(Options& o) {
   Place& place = o.place;
-  if (o.plan && !o.rank) {  // a plan needs no processes
-    place.processes = o.world_size.value_or(1);
+  if ((o.plan || o.plan_auto) && !o.rank) {  // a plan needs no processes
+    place.processes = o.plan_ranks ? *o.plan_ranks : o.world_size.value_or(1);
   } else {
     const Launched launch = detail::launch_of(o);
     place.process = launch.process;
@@ -75,7 +75,7 @@ inline void take_place(Options& o) {
   }
   place.local_ranks = o.local_ranks > 0 ? o.local_ranks : place.processes > 1 ? 1 : default_ranks(o);
   o.ranks = place.processes * place.local_ranks;
-  place.ranks_on_host = o.plan ? o.ranks : place.local_ranks;
+  place.ranks_on_host = o.plan || o.plan_auto ? o.ranks : place.local_ranks;
 }
 
 // Meets the other processes of the job, and completes this process's place.

@@ -75,6 +75,7 @@ inline std::optional<Mode> mode_of(const Options& o) {
   if (o.verify_data)
     return Mode{"--verify-data", "which reads data and does not train", K::train_data | K::val_data | K::model};
   if (o.selftest) return Mode{"--selftest", "which has models and layouts of its own, on --local-ranks ranks", 0};
+  if (o.plan_auto) return Mode{"--plan-auto", "which searches the layout of a step", K::model | K::batch};
   if (o.plan_examples) return Mode{"--plan-examples", "which plans the runs of papers", 0};
   if (o.print_schedule)
     return Mode{"--print-schedule", "which draws the stages of --pp, whatever they compute", K::stages | K::slices};

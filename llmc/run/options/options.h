@@ -134,7 +134,8 @@ struct Options {
   bool evaluate = false, generate = false, interactive = false, plan = false, selftest = false, verify_data = false,
        profile = false;
   SelftestLayouts selftest_layouts = SelftestLayouts::pairs;
-  bool plan_examples = false;
+  bool plan_auto = false, plan_examples = false;
+  std::optional<int64_t> plan_ranks;
   std::string machine;          // to plan for; empty: this one
   std::optional<double> price;  // of a GPU-hour
   bool print_schedule = false, json = false;
@@ -467,11 +468,18 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--plan", "", o.plan, Limits{}, free,
         "instead of training, print what the run would need: memory by name and by stage, work by op; needs neither "
         "data nor, for --device cuda, a GPU");
+  visit(
+      "--plan-auto", "", o.plan_auto, Limits{}, free,
+      "instead of training, search the layouts of --model on --ranks of --machine for the fastest ones that fit: --tp, "
+      "--cp, --ep, --pp, schedule, ZeRO stage, micro-batches, recomputation");
+  visit("--ranks", "", o.plan_ranks, between(1, largest_size), free,
+        "with --plan and --plan-auto, the ranks of all processes, in the place of --local-ranks and --world-size");
   visit("--plan-examples", "", o.plan_examples, Limits{}, free,
         "instead of training, plan the runs of Megatron-LM's, Llama's and other papers, and print the times beside the "
         "published ones");
   visit("--machine", "", o.machine, Limits{}, free,
-        "with --plan, the machine to plan for, which need not be here: h100x8, h200x8, b200x8, gb200x72, a100x8, "
+        "with --plan and --plan-auto, the machine to plan for, which need not be here: h100x8, h200x8, b200x8, "
+        "gb200x72, a100x8, "
         "a100-40x8, l40sx8, rtx4090x8 or v100x8, with any number of GPUs per server, or a FILE.json "
         "(llmc/run/README.md); default: the GPUs of this machine, by their datasheet");
   visit("--price", "", o.price, between(0, 1e6), free,

@@ -203,16 +203,24 @@ inline void validate_evaluation(const Options& o) {
 
 // Checks combinations, as far as the options alone decide.
 inline void validate(const Options& o) {
-  CHECK(
-      o.evaluate + o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule + o.plan_examples <= 1,
-      "--evaluate, --generate, --plan, --plan-examples, --selftest, --verify-data and --print-schedule: choose one of "
-      "them");
+  CHECK(o.evaluate + o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule + o.plan_auto +
+                o.plan_examples <=
+            1,
+        "--evaluate, --generate, --plan, --plan-auto, --plan-examples, --selftest, --verify-data and --print-schedule: "
+        "choose one of them");
   CHECK(o.selftest || o.selftest_layouts == Options().selftest_layouts,
         "--selftest-layouts {} is for --selftest: add it, or leave out --selftest-layouts", o.selftest_layouts);
-  CHECK(o.plan || o.machine.empty(), "--machine {} is for --plan: add it, or leave out --machine", shown(o.machine));
+  CHECK(o.plan || o.plan_auto || o.machine.empty(), "--machine {} is for --plan: add it, or leave out --machine",
+        shown(o.machine));
+  CHECK(o.plan || o.plan_auto || !o.plan_ranks, "--ranks {} is for --plan: add it, or use --local-ranks",
+        o.plan_ranks.value_or(0));
+  CHECK(!o.plan_ranks || (o.local_ranks == 0 && !o.world_size),
+        "--ranks {} with --local-ranks or --world-size, for which it stands: leave out one of them",
+        o.plan_ranks.value_or(0));
+  CHECK(!o.plan_auto || !o.machine.empty(), "--plan-auto searches the layouts of a machine: name it by --machine");
   CHECK(o.machine.empty() || o.device != DeviceChoice::cpu,
         "--machine {} has GPUs, and --device is cpu: leave out one of them", shown(o.machine));
-  if (o.print_schedule || o.plan_examples) return;
+  if (o.print_schedule || o.plan_auto || o.plan_examples) return;
   validate_pipeline(o);
   if (o.selftest) return;
   CHECK(!o.generate || !o.from_scratch,
@@ -240,7 +248,7 @@ inline void validate(const Options& o) {
 
 // Is it a run that trains, or one on paper, or a check of its data?
 inline bool trains(const Options& o) {
-  return !o.generate && !o.evaluate && !o.selftest && !o.print_schedule && !o.plan_examples;
+  return !o.generate && !o.evaluate && !o.selftest && !o.print_schedule && !o.plan_auto && !o.plan_examples;
 }
 
 // The parsed command line.

@@ -1,0 +1,380 @@
+// search.h: the fastest layouts of a step on a machine (--plan-auto). A rough estimate ranks all layouts: times and
+// activations of a layer are planned once for each shape of it, state follows from ZeRO's law, communication and bubble
+// from theirs. The best are then planned in full, and only those plans are printed.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "core/log.h"
+#include "model/layout_faults.h"
+#include "run/plan/report_time.h"
+
+namespace llmc {
+
+// What is asked for: the rest of the step, ranks and layout, is searched.
+struct SearchFor {
+  StepConfig step;  // model, T, precision
+  int64_t ranks = 1;
+  int64_t sequences = 1;  // of a step
+  Device device;          // of a rank, with a machine
+  int64_t memory = 0;     // bytes that a rank may use
+};
+
+struct Found {
+  StepConfig step;
+  double seconds;
+  int64_t bytes;
+};
+
+class LayoutSearch {
+ public:
+  explicit LayoutSearch(SearchFor what) : what_(std::move(what)), machine_(*what_.device.machine) {}
+
+  // The fastest layouts that fit, the best first: at most `count`.
+  std::vector<Found> find(size_t count = 10) {
+    std::vector<Guess> guesses = all_guesses();
+    std::ranges::stable_sort(guesses, [](const Guess& a, const Guess& b) { return a.seconds < b.seconds; });
+    std::vector<Found> found;
+    const auto begin = std::chrono::steady_clock::now();
+    for (const Guess& guess : guesses) {
+      const double spent = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+      if (found.size() >= count && (planned_ >= 2 * count || spent > most_seconds / 2)) break;
+      if (!found.empty() && spent > most_seconds) break;
+      const Plan plan = make_plan(guess.step, what_.device);
+      ++planned_;
+      if (plan.total_bytes() > what_.memory) {
+        ++too_large_;
+        continue;
+      }
+      found.push_back({guess.step, detail::step_time(guess.step, plan, what_.device)->step(), plan.total_bytes()});
+    }
+    std::ranges::stable_sort(found, [](const Found& a, const Found& b) { return a.seconds < b.seconds; });
+    if (found.size() > count) found.resize(count);
+    return found;
+  }
+
+  // How many layouts there were, and why most of them were not planned.
+  std::string counts_text() const {
+    return formatted(
+        "{}: {} layouts: {} ways to divide the ranks cannot be{}, {} do not fit by the estimate, {} were planned in "
+        "full, "
+        "of which {} do not fit; the others would be slower",
+        what_.step.precision.weights, tried_, impossible_,
+        impossible_ == 0 ? std::string() : formatted(" ({})", reasons_text()), small_, planned_, too_large_);
+  }
+
+ private:
+  static constexpr double most_seconds = 6;  // for planning in full
+
+  struct Guess {
+    StepConfig step;
+    double seconds;
+  };
+  // A layer's and the ends' (embedding and head) time for a micro-batch and activations, on a rank.
+  struct Cost {
+    double layer_seconds, ends_seconds;
+    double layer_bytes, fixed_bytes;  // kept for each micro-batch in flight; once
+  };
+
+  // Powers of two, and what divides the ranks by the size of a server.
+  static std::vector<int> powers(int64_t most) {
+    std::vector<int> all;
+    for (int64_t p = 1; p <= most; p *= 2) all.push_back(static_cast<int>(p));
+    return all;
+  }
+
+  void reject(const std::string& why) {
+    ++impossible_;
+    ++reasons_[why];
+  }
+  std::string reasons_text() const {
+    std::string text;
+    for (const auto& [why, count] : reasons_) text += formatted("{}{} {}", text.empty() ? "" : ", ", count, why);
+    return text;
+  }
+
+  std::vector<Guess> all_guesses() {
+    std::vector<Guess> guesses;
+    const ModelConfig& m = what_.step.model;
+    const int64_t server = machine_.links[0].ranks, T = what_.step.batch.T;
+    for (const int tp : powers(std::min<int64_t>(server, what_.ranks)))
+      for (const int cp : powers(std::max<int64_t>(1, std::min(what_.ranks, T / 4096))))
+        for (const int ep : powers(m.experts.count > 0 ? std::min(m.experts.count, what_.ranks) : 1))
+          for (const int64_t pp : stages()) {
+            if (what_.ranks % (tp * cp * pp) != 0) {
+              reject("leave ranks over");
+              continue;
+            }
+            const int64_t readers = what_.ranks / (tp * cp * pp);
+            if (what_.sequences % readers != 0) {
+              reject("have more readers than sequences");
+              continue;
+            }
+            StepConfig step = what_.step;
+            step.layout = {.zero = {.shards = static_cast<int>(readers * cp)},
+                           .tensor = tensor_parallel(m, tp),
+                           .context = {.ranks = cp},
+                           .expert = expert_parallel(m, ep),
+                           .pipeline = {.stages = static_cast<int>(pp)}};
+            if (readers * cp * tp % ep != 0 || !layout_faults(step.layout, m).empty()) {
+              reject("divide heads, experts or sequences unevenly");
+              continue;
+            }
+            add_guesses(guesses, step, what_.sequences / readers);
+          }
+    return guesses;
+  }
+  std::vector<int64_t> stages() const {
+    std::vector<int64_t> all;
+    for (int64_t pp = 1; pp <= std::min(what_.ranks, what_.step.model.n_layer); ++pp)
+      if (what_.ranks % pp == 0 && (what_.step.model.n_layer % pp == 0 || (pp & (pp - 1)) == 0)) all.push_back(pp);
+    return all;
+  }
+
+  // sequences: of a reader
+  void add_guesses(std::vector<Guess>& guesses, StepConfig& step, int64_t sequences) {
+    const bool sharded = step.layout.zero.shards > 1;
+    for (const int64_t B : {1, 2, 4, 8, 16, 32}) {
+      if (sequences % B != 0) continue;
+      step.batch.B = B;
+      step.micro_batches = sequences / B;
+      if (step.micro_batches > most_passes / step.model.n_layer) continue;
+      for (const Recompute recompute : all_values<Recompute>()) {
+        step.recompute = recompute;
+        const Cost cost = cost_of(step);
+        for (const int stage : sharded ? std::vector{1, 2, 3} : std::vector{0}) {
+          step.layout.zero.set_stage(stage);
+          for (const auto& [schedule, chunks] : schedules(step)) {
+            step.layout.pipeline.schedule = schedule;
+            step.layout.pipeline.chunks_per_stage = chunks;
+            ++tried_;
+            if (bytes_of(step, cost) > 1.05 * static_cast<double>(what_.memory)) {
+              ++small_;
+              continue;
+            }
+            guesses.push_back({step, seconds_of(step, cost)});
+          }
+        }
+      }
+    }
+  }
+  static std::vector<std::pair<Schedule, int>> schedules(const StepConfig& step) {
+    const int64_t pp = step.layout.pipeline.stages, layers = step.model.n_layer;
+    std::vector<std::pair<Schedule, int>> all = {{Schedule::one_f_one_b, 1}};
+    if (pp == 1) return all;
+    all.emplace_back(Schedule::zb_h1, 1);
+    if (2 * pp <= layers) all.emplace_back(Schedule::zb_v, 2);
+    for (int chunks = 2; chunks * pp <= layers && chunks <= 8; chunks *= 2)
+      if (step.micro_batches % pp == 0) all.emplace_back(Schedule::interleaved, chunks);
+    return all;
+  }
+
+  // Planned with few layers, whose costs are differences.
+  const Cost& cost_of(const StepConfig& step) {
+    const auto key = std::tuple(step.layout.tensor.ranks, step.layout.context.ranks, step.layout.expert.ranks,
+                                step.batch.B, step.recompute);
+    const auto [place, is_new] = costs_.try_emplace(key);
+    if (!is_new) return place->second;
+    StepConfig few = step;
+    few.layout.pipeline = {};
+    int shards = step.layout.context.ranks;
+    while (shards * step.layout.tensor.ranks % step.layout.expert.ranks != 0) shards += step.layout.context.ranks;
+    few.layout.zero = {.shards = shards};
+    few.model.experts.dense_layers = {};
+    const int64_t period = few.model.experts.count > 0 ? few.model.experts.every : 1;
+    double seconds[2][2], activations[2], others[2];
+    for (const int layers : {1, 2})
+      for (const int micro_batches : {1, 2}) {
+        few.model.n_layer = layers * period;
+        few.micro_batches = micro_batches;
+        const Plan plan = make_plan(few, what_.device);
+        seconds[layers - 1][micro_batches - 1] = plan.step_seconds;
+        activations[layers - 1] = others[layers - 1] = 0;
+        for (const MemoryLine& line : plan.memory)
+          if (line.label == "activations") activations[layers - 1] = static_cast<double>(line.bytes);
+          else if (!is_state(line.label)) others[layers - 1] += static_cast<double>(line.bytes);
+      }
+    const double one = seconds[0][1] - seconds[0][0], two = seconds[1][1] - seconds[1][0],
+                 p = static_cast<double>(period);
+    Cost& cost = place->second;
+    cost.layer_seconds = (two - one) / p;
+    cost.ends_seconds = std::max(0.0, one - (two - one));
+    cost.layer_bytes = (activations[1] - activations[0]) / p;
+    cost.fixed_bytes = std::max(0.0, activations[0] - p * cost.layer_bytes) + others[0];
+    return cost;
+  }
+  static bool is_state(const std::string& label) {
+    return label == "weights" || label == "master weights" || label == "gradients" || label.starts_with("AdamW") ||
+           label == "gathered weights" || label == "gradients in flight" || label == "NCCL";
+  }
+
+  // Parameters of a rank before ZeRO: of the stage with most, and of the largest unit.
+  struct Parameters {
+    double all, largest;
+  };
+  Parameters parameters_of(const StepConfig& step) {
+    const auto key = std::pair(step.layout.tensor.ranks, step.layout.expert.ranks);
+    auto [place, is_new] = parameters_.try_emplace(key);
+    if (is_new) {
+      const ParamTable table = part_of(parameter_table(step.model), step.layout.tensor, 0);
+      double layers = 0, ends = 0, largest = 0;
+      for (size_t u = 0; u < table.size(); ++u) {
+        double elements = 0;
+        for (const ParamSpec& p : table[u].params) elements += static_cast<double>(p.box().numel());
+        if (table[u].sharing == Sharing::experts)
+          elements *= static_cast<double>(step.layout.tensor.ranks) / step.layout.expert.ranks;
+        (u == 0 || u + 1 == table.size() ? ends : layers) += elements;
+        largest = std::max(largest, elements);
+      }
+      place->second = {layers / static_cast<double>(step.model.n_layer), ends, largest};
+    }
+    const auto& [layer, ends, largest] = place->second;
+    const int64_t pp = step.layout.pipeline.stages;
+    return {layer * static_cast<double>(ceil_div(step.model.n_layer, pp)) + (pp == 1 ? ends : ends / 2), largest};
+  }
+
+  double bytes_of(const StepConfig& step, const Cost& cost) {
+    const Parameters p = parameters_of(step);
+    const ZeroConfig& zero = step.layout.zero;
+    const double weight = static_cast<double>(size_of(step.precision.weights)), N = zero.shards,
+                 state = 8 + (step.precision.keeps_masters() ? 4 : 0);
+    double bytes = zero.stage == 3   ? p.all * (weight + 4 + state) / N + 2 * p.largest * (weight + 4)
+                   : zero.stage == 2 ? p.all * (weight + (4 + state) / N) + 2 * p.largest * 4
+                                     : p.all * (weight + 4 + state / N);
+    const PipelineParallel& pipeline = step.layout.pipeline;
+    const double L = static_cast<double>(step.model.n_layer), P = pipeline.stages, V = pipeline.chunks_per_stage,
+                 M = static_cast<double>(step.micro_batches);
+    // Passes of a chunk that the first stage keeps, each with its input and output.
+    const double passes = P == 1                                       ? 1
+                          : pipeline.schedule == Schedule::interleaved ? std::min(M * V, P * (V - 1) + 2 * P - 1)
+                          : pipeline.schedule == Schedule::zb_v        ? std::min(M * V, 2 * P)
+                                                                       : std::min(M, P);
+    bytes += cost.layer_bytes * std::max(1.0, L / (P * V)) * passes + cost.fixed_bytes;
+    if (P > 1) bytes += 2 * (passes + 4) * message_bytes(step);
+    const auto has = [](bool axis) { return axis ? 1.0 : 0.0; };
+    const double groups =
+        has(N > 1) * 2 + has(step.layout.tensor.ranks > 1) + has(step.layout.context.ranks > 1) + has(P > 1) * 4;
+    return bytes + groups * (512 << 20);  // NCCL's
+  }
+  static double message_bytes(const StepConfig& step) {
+    const int64_t rows = step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows());
+    return static_cast<double>(rows * step.model.n_embd * size_of(step.precision.activations));
+  }
+
+  double seconds_of(const StepConfig& step, const Cost& cost) {
+    const PipelineParallel& pipeline = step.layout.pipeline;
+    const double P = pipeline.stages, M = static_cast<double>(step.micro_batches);
+    const double pass = cost.layer_seconds * static_cast<double>(ceil_div(step.model.n_layer, pipeline.stages)) +
+                        cost.ends_seconds * (P == 1 ? 1 : 0.9);
+    const double idle = P == 1                                       ? 0
+                        : pipeline.schedule == Schedule::interleaved ? (P - 1) / pipeline.chunks_per_stage
+                        : pipeline.schedule == Schedule::zb_h1       ? (P - 1) / 3
+                        : pipeline.schedule == Schedule::zb_v        ? (P - 1) / 6
+                                                                     : P - 1;
+    // Gradients are reduced beside a backward, which is two thirds of a pass; gathered weights are waited for. The
+    // passes of a pipeline's chunks are too short to hide them.
+    const Parameters p = parameters_of(step);
+    const double N = step.layout.zero.shards, part = p.all * (N - 1) / N,
+                 gather = transfer_seconds(step, part * static_cast<double>(size_of(step.precision.weights))),
+                 reduce = transfer_seconds(step, part * 4), gathers = step.pipeline().splits_backward() ? 3 : 2;
+    double seconds = pass * (M + idle);
+    switch (step.layout.zero.stage) {
+      case 3: seconds += M * std::max(0.0, gathers * gather + reduce - (P == 1 ? pass : pass / 2)); break;
+      case 2: seconds += M * std::max(0.0, reduce - (P == 1 ? 2 * pass / 3 : 0)) + gather; break;
+      default: seconds += std::max(0.0, reduce - 2 * pass / 3 / P) + (N > 1 ? gather : 0);
+    }
+    return seconds + p.all * 32 / N / (machine_.bytes_per_s * machine_.memory_share);
+  }
+  double transfer_seconds(const StepConfig& step, double bytes) {
+    if (step.layout.zero.shards == 1) return 0;
+    std::vector<int>& members = members_[{step.layout.tensor.ranks, step.layout.zero.shards}];
+    if (members.empty())
+      for (int i = 0; i < step.layout.zero.shards; ++i) members.push_back(i * step.layout.tensor.ranks);
+    const int64_t units = ceil_div(step.model.n_layer, step.layout.pipeline.stages);
+    return machine_.seconds(
+        {.name = "units", .link_bytes = bytes, .messages = units * (step.layout.zero.shards - 1), .members = &members});
+  }
+
+  SearchFor what_;
+  const Machine& machine_;
+  std::map<std::tuple<int, int, int, int64_t, Recompute>, Cost> costs_;
+  std::map<std::pair<int, int>, std::array<double, 3>> parameters_;  // of a layer, of the ends, of the largest unit
+  std::map<std::pair<int, int>, std::vector<int>> members_;          // of a shard group
+  int64_t tried_ = 0, impossible_ = 0, small_ = 0, too_large_ = 0;
+  size_t planned_ = 0;
+  std::map<std::string, int64_t> reasons_;
+};
+
+namespace detail {
+
+// The options of a layout that are not the defaults.
+inline std::string options_text(const StepConfig& step) {
+  const Layout& l = step.layout;
+  std::string text = formatted("--dtype {} --batch-size {} --total-batch-size {}", step.precision.weights, step.batch.B,
+                               step.tokens());
+  const auto add = [&](bool given, const char* option, const auto& value) {
+    if (given) text += formatted(" {} {}", option, value);
+  };
+  add(l.tensor.ranks > 1, "--tp", l.tensor.ranks);
+  add(l.context.ranks > 1, "--cp", l.context.ranks);
+  add(l.expert.ranks > 1, "--ep", l.expert.ranks);
+  add(l.pipeline.stages > 1, "--pp", l.pipeline.stages);
+  add(l.pipeline.schedule != Schedule::one_f_one_b, "--schedule", l.pipeline.schedule);
+  add(l.pipeline.chunks_per_stage > 1 && l.pipeline.schedule == Schedule::interleaved, "--pp-chunks",
+      l.pipeline.chunks_per_stage);
+  add(l.zero.stage > 0, "--zero-stage", l.zero.stage);
+  add(step.recompute != Recompute::none, "--recompute", step.recompute);
+  add(!step.precision.masters, "--master-weights", "none");
+  return text;
+}
+
+}  // namespace detail
+
+// --plan-auto: prints the fastest layouts of one or several precisions, and the command of the first. Throws Error if
+// none fits.
+inline void report_search(Log& log, const Options& o, const std::vector<SearchFor>& precisions) {
+  constexpr size_t count = 10;
+  std::vector<std::pair<Found, const SearchFor*>> found;
+  std::vector<std::string> counts;
+  for (const SearchFor& what : precisions) {
+    if (!found.empty() && !what.step.precision.masters) break;  // less exact: only where nothing else fits
+    LayoutSearch search(what);
+    for (const Found& f : search.find(count)) found.emplace_back(f, &what);
+    counts.push_back(search.counts_text());
+  }
+  std::ranges::stable_sort(found, [](const auto& a, const auto& b) { return a.first.seconds < b.first.seconds; });
+  if (found.size() > count) found.resize(count);
+  const SearchFor& asked = precisions.front();
+  CHECK(!found.empty(),
+        "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute, bf16 without "
+        "master weights, and --batch-size 1: use more ranks, a smaller --model or a smaller --seq-len",
+        shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", human_bytes(asked.memory), shown(o.machine));
+  Rows rows;
+  for (size_t i = 0; i < found.size(); ++i) {
+    const auto& [f, what] = found[i];
+    const double tokens = static_cast<double>(f.step.tokens());
+    const double mfu = training_flops_per_token(f.step.model, f.step.batch.T) * tokens / f.seconds /
+                       (what->device.machine->flops_per_s * static_cast<double>(what->ranks));
+    rows.emplace_back(formatted("{}", i + 1),
+                      formatted("{:9.3f} s {:12.0f} tokens/s, MFU {:4.1f}%, {:10}  {}", f.seconds, tokens / f.seconds,
+                                100 * mfu, human_bytes(f.bytes), detail::options_text(f.step)));
+  }
+  log.table(formatted("fastest layouts of {} on {} rank{} of {}, {} tokens per step", o.model, asked.ranks,
+                      asked.ranks == 1 ? "" : "s", o.machine, human_count(asked.sequences * o.seq_len)),
+            rows);
+  for (const std::string& text : counts) log.line(text);
+  const bool one_server = asked.ranks <= asked.device.machine->links[0].ranks;
+  log.line(formatted("=> ./train_gpt --model {} --seq-len {} {} {}", o.model, o.seq_len,
+                     one_server ? formatted("--local-ranks {}", asked.ranks)
+                                : formatted("--world-size {} --local-ranks 1", asked.ranks),
+                     detail::options_text(found[0].first.step)));
+}
+
+}  // namespace llmc

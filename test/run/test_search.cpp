@@ -1,0 +1,122 @@
+// --plan-auto: the layouts that are found, beside all layouts planned one by one; the command that is printed.
+#include "catch2.h"
+#include "helpers.h"
+#include "run/plan/machines.h"
+#include "run/plan/search.h"
+
+using namespace llmc;
+
+namespace {
+
+SearchFor search_for(int64_t ranks, double memory_gib) {
+  SearchFor what{.step = {.model = resolve_model("gpt2:124M", {}),
+                          .precision = DType::bf16,
+                          .batch = {1, 512},
+                          .generates = false},
+                 .ranks = ranks,
+                 .sequences = 64,
+                 .memory = static_cast<int64_t>(memory_gib * (1 << 30))};
+  what.device.kind = DeviceKind::cuda;
+  what.device.elsewhere = true;
+  what.device.collectives = Collectives::library;
+  what.device.machine = choose_machine("a100x2", DType::bf16, false);
+  return what;
+}
+
+// The time of the fastest of all layouts that the search may choose from and that fit; none: none fits.
+std::optional<double> fastest_of_all(const SearchFor& what) {
+  std::optional<double> fastest;
+  for (const int tp : {1, 2})
+    for (const int pp : {1, 2, 4})
+      for (const int stage : {0, 1, 2, 3})
+        for (const int64_t B : {1, 2, 4, 8, 16, 32})
+          for (const Recompute recompute : all_values<Recompute>())
+            for (const auto& [schedule, chunks] : {std::pair(Schedule::one_f_one_b, 1),
+                                                   {Schedule::zb_h1, 1},
+                                                   {Schedule::zb_v, 2},
+                                                   {Schedule::interleaved, 2}}) {
+              if (what.ranks % (tp * pp) != 0) continue;
+              const int readers = static_cast<int>(what.ranks) / (tp * pp);
+              if (what.sequences % (readers * B) != 0 || (pp == 1 && schedule != Schedule::one_f_one_b) ||
+                  (stage == 0) != (readers == 1))
+                continue;
+              StepConfig step = what.step;
+              step.batch.B = B;
+              step.micro_batches = what.sequences / (readers * B);
+              step.recompute = recompute;
+              step.layout = {.zero = {.shards = readers},
+                             .tensor = tensor_parallel(step.model, tp),
+                             .pipeline = {.schedule = schedule, .stages = pp, .chunks_per_stage = chunks}};
+              step.layout.zero.set_stage(stage);
+              if (!layout_faults(step.layout, step.model).empty()) continue;
+              if (schedule == Schedule::interleaved && step.micro_batches % pp != 0) continue;
+              const Plan plan = make_plan(step, what.device);
+              if (plan.total_bytes() > what.memory) continue;
+              const double seconds = detail::step_time(step, plan, what.device)->step();
+              if (!fastest || seconds < *fastest) fastest = seconds;
+            }
+  return fastest;
+}
+
+}  // namespace
+
+TEST_CASE("the search finds a layout that is as fast as the fastest of all", "[run][plan]") {
+  for (const int64_t ranks : {1, 4})
+    for (const double memory : {40.0, 6.0, 3.0, 2.2}) {
+      const SearchFor what = search_for(ranks, memory);
+      const std::vector<Found> found = LayoutSearch(what).find();
+      const std::optional<double> fastest = fastest_of_all(what);
+      INFO(ranks << " ranks, " << memory << " GiB: " << found.size() << " found");
+      REQUIRE(found.empty() == !fastest.has_value());
+      if (!fastest) continue;
+      EXPECT(found[0].seconds < 1.03 * *fastest);
+      for (size_t i = 0; i < found.size(); ++i) {
+        REQUIRE(found[i].bytes <= what.memory);
+        REQUIRE((i == 0 || found[i - 1].seconds <= found[i].seconds));
+        const Plan plan = make_plan(found[i].step, what.device);
+        REQUIRE(plan.total_bytes() == found[i].bytes);
+      }
+    }
+}
+
+TEST_CASE("--plan-auto prints commands whose plans have the printed time and memory", "[run][plan]") {
+  for (const std::string asked :
+       {"--model llama3:8B --seq-len 8192 --ranks 8 --machine h100x8 --dtype bf16",
+        "--model mixtral:8x7B --seq-len 4096 --ranks 64 --machine a100x8 --dtype bf16",
+        "--model qwen2.5:1.5B --seq-len 2048 --ranks 1 --machine rtx4090x1",  // without master weights
+        "--model llama3:8B --seq-len 131072 --ranks 32 --machine h100x8 --dtype bf16 --total-batch-size 1048576"}) {
+    const std::string machine =
+        asked.substr(asked.find("--machine"), asked.find(' ', asked.find("--machine") + 10) - asked.find("--machine"));
+    const ProgramResult r = run_program("--plan-auto --sample-every 0 " + asked);
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 0);
+    const size_t first = r.out.find("\n  1 ");
+    const double seconds = std::stod(r.out.substr(first + 4));
+    const std::string command = r.out.substr(r.out.find("=> ./train_gpt ") + 15);
+    const ProgramResult plan =
+        run_program("--plan --json --sample-every 0 " + machine + " " + command.substr(0, command.find('\n')));
+    INFO(plan.err);
+    REQUIRE(plan.status == 0);
+    const auto json = nlohmann::json::parse(plan.out);
+    EXPECT(json["step_seconds"].get<double>() == Catch::Approx(seconds).epsilon(1e-3));
+    EXPECT(json["fits"].get<bool>());
+    const std::string memory = human_bytes(json["memory_bytes"].get<int64_t>());
+    EXPECT(r.out.substr(first, r.out.find('\n', first + 1) - first).find(memory) != std::string::npos);
+  }
+}
+
+TEST_CASE("--plan-auto refuses what fits nowhere, and what it cannot search", "[run][plan]") {
+  const auto refused = [](const std::string& options, const std::string& why) {
+    const ProgramResult r = run_program("--plan-auto " + options);
+    INFO(options << ": " << r.err);
+    EXPECT(r.status == 1);
+    EXPECT(r.err.find(why) != std::string::npos);
+  };
+  refused("--model llama3:405B --ranks 8 --machine h100x8", "no layout of llama3:405B on 8 ranks fits into 79.10 GiB");
+  refused("--model gpt2:124M --ranks 8", "--plan-auto searches the layouts of a machine: name it by --machine");
+  refused("--model gpt2:124M --machine h100x8 --ranks 8 --local-ranks 8",
+          "--ranks 8 with --local-ranks or --world-size");
+  refused("--model gpt2:124M --machine h100x8 --seq-len 4096", "exceeds the 1024 positions");
+  refused("--model gpt2:124M --machine h100x8 --total-batch-size 1000", "is no multiple of --seq-len 1024: use 1024");
+  refused("--model gpt2:124M --machine h100x8 --plan", "choose one of them");
+}
