@@ -1,6 +1,6 @@
 // comm.h: collectives and point-to-point on the groups of a mesh, asynchronous on a stream. Every member of a group
-// calls the same collectives in the same order. Tensors go through a transport (threads; on the null device one that
-// only counts) by the algorithms of ring.h and server.h, or through a library (NCCL). Groups are made by world.h.
+// calls the same collectives in the same order. Tensors go through a transport (threads; between processes TCP or MPI;
+// on the null device one that only counts) by the algorithms of ring.h and server.h, or through a library (NCCL). Groups are made by world.h.
 //
 // A group may be destroyed while stream tasks still use it: the tasks own the parts of it that they use (on GPUs, calls
 // to a library return once their work is enqueued). But a task may wait for a peer that waits for this rank; so a rank
@@ -218,11 +218,11 @@ class Comm : public HostGroup {
 
   enum class Inspect : uint8_t { no, yes };  // whether to look for NaN in the result
 
-  // Runs a collective by the library if there is one, and `ring` over a null transport to count its bytes; otherwise
-  // runs `ring` over the transport. messages: the length of the chain of messages that wait for each other; none:
-  // size() - 1, from rank to rank. The chunks of a message follow each other closely and count once.
-  template <class Ring, class Library = ByExchanges>
-  void run(const char* op, Tensor buffer, Stream& stream, Ring&& ring, Library&& library = {},
+  // Runs a collective by the library if there is one, and `algorithm` over a null transport to count its bytes;
+  // otherwise runs `algorithm` over the transport. messages: the length of the chain of messages that wait for each
+  // other; none: size() - 1, from rank to rank. The chunks of a message follow each other closely and count once.
+  template <class Algorithm, class Library = ByExchanges>
+  void run(const char* op, Tensor buffer, Stream& stream, Algorithm&& algorithm, Library&& library = {},
            std::optional<int> messages = std::nullopt, Inspect inspect = Inspect::yes) {
     const Tensor inspected = inspect == Inspect::yes ? buffer : Tensor{};
     if (size() == 1 && buffer.size_bytes() > 0 && !std::string_view(op).starts_with("all_to_all")) return;
@@ -231,7 +231,7 @@ class Comm : public HostGroup {
     auto through = [=](Transport& transport, Stream* gpu) {
       with_type(buffer.dtype, [&](auto tag) {
         using T = typename decltype(tag)::type;
-        ring(Link{transport, gpu}, reinterpret_cast<T*>(buffer.bytes), reinterpret_cast<T*>(scratch.bytes));
+        algorithm(Link{transport, gpu}, reinterpret_cast<T*>(buffer.bytes), reinterpret_cast<T*>(scratch.bytes));
       });
     };
     OpCost cost{.name = op, .bytes = static_cast<double>(buffer.size_bytes()), .group = name_.c_str()};

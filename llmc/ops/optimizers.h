@@ -34,6 +34,7 @@ struct OptimizerRule {
   const char* op;     // in profiles
   std::span<const OptimizerSlot> slots;
   std::optional<double> usual_beta2;  // none: it uses none
+  bool uses_eps;                      // does it divide, by --adam-eps at least?
 };
 
 namespace detail {
@@ -44,10 +45,11 @@ inline constexpr OptimizerSlot lion_slots[] = {{"momentum", "Lion momentum"}};
 
 // In the order of Optimizer.
 inline constexpr OptimizerRule optimizer_rules[] = {
-    {"adamw", "AdamW", "adamw_update", detail::adamw_slots, 0.95},
-    {"sgd", "SGD with momentum", "sgd_update", detail::sgd_slots, {}},
-    {"lion", "Lion", "lion_update", detail::lion_slots, 0.99},
+    {"adamw", "AdamW", "adamw_update", detail::adamw_slots, 0.95, true},
+    {"sgd", "SGD with momentum", "sgd_update", detail::sgd_slots, {}, false},
+    {"lion", "Lion", "lion_update", detail::lion_slots, 0.99, false},
 };
+static_assert(std::size(optimizer_rules) == static_cast<size_t>(Optimizer::lion) + 1);
 inline const OptimizerRule& rule_of(Optimizer optimizer) { return optimizer_rules[static_cast<size_t>(optimizer)]; }
 
 constexpr auto names_of_values(Optimizer) {

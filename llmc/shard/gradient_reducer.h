@@ -99,6 +99,7 @@ class GradientReducer {
   bool by_micro_batch() const { return zero().grad_reduce == GradReduce::micro; }
 
   // Sums, in this rank's shard, the partial gradients of the tensor-parallel ranks that have copies of a parameter.
+  // Each sends 2 (P - 1) / P of the bytes of such gradients in its shard.
   void sum_partial(const UnitState& unit, Stream& stream) {
     Groups& groups = units_.groups();
     for (const auto& [range, copies] : unit.partial_sums()) {

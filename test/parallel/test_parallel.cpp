@@ -16,7 +16,8 @@
 using namespace llmc;
 
 TEST_CASE(
-    "layouts of up to four and of eight ranks agree with one rank, and the ZeRO stages with each other bit for bit",
+    "layouts of up to four and of eight ranks agree with one rank, and the ZeRO stages with each other bit for bit, "
+    "with gradient accumulation",
     "[parallel][zero]") {
   const auto four_or_eight = [](int ranks, const ModelConfig* model) {
     return ranks == 4 || ranks == 8 ? selftest::layouts(ranks, model) : std::vector<Layout>();

@@ -172,7 +172,7 @@ inline void validate_length(const Options& o) {
 inline void validate_optimizer(const Options& o) {
   CHECK(!o.beta2 || rule_of(o.optimizer).usual_beta2,
         "--beta2 {} with --optimizer {}, which has no second moment: leave it out", o.beta2.value_or(0), o.optimizer);
-  CHECK(o.adam_eps == Options{}.adam_eps || o.optimizer == Optimizer::adamw,
+  CHECK(o.adam_eps == Options{}.adam_eps || rule_of(o.optimizer).uses_eps,
         "--adam-eps {} with --optimizer {}, which divides by nothing: leave it out", o.adam_eps, o.optimizer);
 }
 
