@@ -1,6 +1,7 @@
 // comm.h: collectives and point-to-point on the groups of a mesh, asynchronous on a stream. Every member of a group
 // calls the same collectives in the same order. Tensors go through a transport (threads; between processes TCP or MPI;
-// on the null device one that only counts) by the algorithms of ring.h and server.h, or through a library (NCCL). Groups are made by world.h.
+// on the null device one that only counts) by the algorithms of ring.h and server.h, or through a library (NCCL).
+// Groups are made by world.h.
 //
 // A group may be destroyed while stream tasks still use it: the tasks own the parts of it that they use (on GPUs, calls
 // to a library return once their work is enqueued). But a task may wait for a peer that waits for this rank; so a rank
