@@ -96,7 +96,7 @@ TEST_CASE("the sort needs every barrier", "[cuda]") {
   // Lanes meet at votes, which do not order memory: only ThreadSanitizer sees a barrier missing before them.
   check_barriers([&] { return cuda_sort(ids, 300, 1000); },  // the space: rows go to places a little outside
                  {"sort.cuh: __syncwarp();  // all places are written",
-                  "sort.cuh: __syncwarp();  // the places are those behind these rows"});
+                  "sort.cuh: __syncwarp();  // the places are those after these rows"});
 }
 
 TEMPLATE_TEST_CASE("the embedding kernels match the CPU", "[cuda]", float, bf16) {

@@ -120,3 +120,31 @@ TEST_CASE("--plan-auto refuses what fits nowhere, and what it cannot search", "[
   refused("--model gpt2:124M --machine h100x8 --total-batch-size 1000", "is no multiple of --seq-len 1024: use 1024");
   refused("--model gpt2:124M --machine h100x8 --plan", "choose one of them");
 }
+
+TEST_CASE("what is advised for GPUs is the fastest layout that fits, not the first", "[run][plan]") {
+  struct Case {
+    std::string options, change, instead;  // instead: what was once advised
+  };
+  for (const Case& c : std::vector<Case>{
+           {"--model llama3:8B --local-ranks 8 -t 8192 -b 1 --memory-limit 62", "--zero-stage 3", "--recompute block"},
+           {"--model llama2:13B --local-ranks 8 -t 4096 -b 1 --memory-limit 79 --zero-stage 1", "--zero-stage ",
+            "--recompute block"},
+           {"--model llama3:405B --world-size 1024 --local-ranks 1 -t 8192 -b 1 --memory-limit 79", "--tp ",
+            "--seq-len"},
+           {"--model llama3:8B --local-ranks 8 -t 131072 -b 1 --memory-limit 79 --zero-stage 3", "--cp ", "--seq-len"},
+           {"--model qwen2.5:1.5B --local-ranks 1 -t 2048 -b 4 --memory-limit 24",
+            "--master-weights none --batch-size 1", "--local-ranks"}}) {
+    const std::string plan = "--plan --device cuda --dtype bf16 --sample-every 0 " + c.options;
+    const ProgramResult refused = run_program(plan);
+    INFO(c.options << ": " << refused.err);
+    REQUIRE(refused.status == 1);
+    const size_t begin = refused.err.find("it would with ");
+    REQUIRE(begin != std::string::npos);
+    const std::string change = refused.err.substr(begin + 14, refused.err.find(" (", begin) - begin - 14);
+    EXPECT(change.find(c.change) != std::string::npos);
+    EXPECT(change.find(c.instead) == std::string::npos);
+    const ProgramResult followed = run_program(plan + " " + change);
+    INFO(followed.err);
+    EXPECT(followed.status == 0);
+  }
+}

@@ -11,6 +11,7 @@
 #include "run/plan/describe.h"
 #include "run/plan/remedy.h"
 #include "run/plan/report_time.h"
+#include "run/plan/verdict.h"
 #include "schedule/simulate.h"
 #include "train/slice_times.h"
 

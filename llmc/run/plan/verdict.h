@@ -1,0 +1,144 @@
+// verdict.h: does a run fit into memory, and if not, with which options would it, and at what cost?
+#pragma once
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "run/plan/machines.h"
+#include "run/plan/remedy.h"
+#include "run/plan/search.h"
+
+namespace llmc {
+
+namespace detail {
+
+// The options that turn one step into the other.
+inline std::string change_text(const StepConfig& from, const StepConfig& to) {
+  std::string text;
+  if (to.precision.weights != from.precision.weights) text += formatted(" --dtype {}", to.precision.weights);
+  if (to.precision.masters != from.precision.masters) text += " --master-weights none";
+  if (to.layout.ranks() != from.layout.ranks()) text += formatted(" --local-ranks {}", to.layout.ranks());
+  const auto axis = [&](const char* option, int64_t was, int64_t is) {
+    if (was != is) text += formatted(" {} {}", option, is);
+  };
+  axis("--tp", from.layout.tensor.ranks, to.layout.tensor.ranks);
+  axis("--cp", from.layout.context.ranks, to.layout.context.ranks);
+  axis("--ep", from.layout.expert.ranks, to.layout.expert.ranks);
+  axis("--pp", from.layout.pipeline.stages, to.layout.pipeline.stages);
+  if (to.layout.zero.replicas != from.layout.zero.replicas)
+    text += formatted(" --dp-replicate {}", to.layout.zero.replicas);
+  if (to.batch.T != from.batch.T) text += formatted(" --seq-len {}", to.batch.T);
+  if (to.batch.B != from.batch.B) text += formatted(" --batch-size {}", to.batch.B);
+  const bool trains = from.layout.zero.holds == Holds::training_state;
+  if (trains &&
+      (to.batch.B != from.batch.B || to.batch.T != from.batch.T || to.layout.zero.ranks() != from.layout.zero.ranks()))
+    text += formatted(" --total-batch-size {}", to.tokens());
+  if (to.layout.zero.sync != from.layout.zero.sync) text += formatted(" --dp-sync {}", to.layout.zero.sync);
+  if (to.layout.zero.stage != from.layout.zero.stage) text += formatted(" --zero-stage {}", to.layout.zero.stage);
+  if (to.recompute != from.recompute) text += formatted(" --recompute {}", to.recompute);
+  const auto simple = [](Schedule s) { return s == Schedule::gpipe || s == Schedule::one_f_one_b; };
+  const bool alike =
+      from.micro_batches == 1 && simple(from.layout.pipeline.schedule) && simple(to.layout.pipeline.schedule);
+  if (to.layout.pipeline.schedule != from.layout.pipeline.schedule && !alike)
+    text += formatted(" --schedule {}", to.layout.pipeline.schedule);
+  if (to.layout.pipeline.schedule == Schedule::interleaved)
+    axis("--pp-chunks", from.layout.pipeline.chunks_per_stage, to.layout.pipeline.chunks_per_stage);
+  return text;
+}
+
+// The bytes that a rank sends in a step, on the stage whose ranks send the most.
+inline int64_t traffic_of_step(const Plan& plan) {
+  const auto sent = [](const Plan& p) { return p.bytes_sent(); };
+  return sent(plan.of_stage(plan.stage_with_most(sent)));
+}
+
+// The costs of the change besides the memory that it saves: "; 33% more work; each rank sends 3.1 GiB a step instead of
+// ..".
+inline std::string price_text(const StepConfig& from, const Plan& before, const Remedy& remedy) {
+  const StepConfig& to = remedy.step;
+  std::string text;
+  const double work = flops_of_step(remedy.plan, to) / flops_of_step(before, from);
+  if (to.batch.T == from.batch.T && work > 1.005) text += formatted("; {:.0f}% more work", 100 * (work - 1));
+  const int64_t sent = traffic_of_step(remedy.plan), sent_before = traffic_of_step(before);
+  if (sent * 100 > sent_before * 101 || sent * 101 < sent_before * 100)
+    text += formatted("; each rank sends {}{} a step{}", to.layout.pipeline.stages > 1 ? "at most " : "",
+                      sent == 0 ? "nothing" : human_bytes(sent),
+                      sent_before == 0 ? "" : " instead of " + human_bytes(sent_before));
+  if (to.layout.zero.grad_reduce != from.layout.zero.grad_reduce)
+    text += "; gradients are then reduced every micro-batch, which rounds differently";
+  if (to.layout.zero.sync != from.layout.zero.sync)
+    text += "; gradients are then added in another order, which rounds differently";
+  if (to.precision != from.precision) text += "; less exact";
+  return text;
+}
+
+// On a GPU that is not here, the fastest layout of these ranks that fits, if need be without master weights. None:
+// nothing fits, or the layout has parts that the search does not choose. Times are those of an H100 if no machine is
+// named.
+inline std::optional<Remedy> fastest_remedy(const StepConfig& asked, const Device& device, int64_t limit) {
+  const Layout& l = asked.layout;
+  const bool searched = l.zero.replicas == 1 && l.zero.sync == DpSync::all_reduce && l.zero.reduce_by_stage &&
+                        l.tensor.sequence && !l.tensor.overlap && l.context.attention == ContextAttention::ring &&
+                        l.pipeline.slices.empty() && !l.pipeline.asynchronous() && asked.head_chunks == 0 &&
+                        l.zero.holds == Holds::training_state && asked.tokens() % asked.batch.T == 0;
+  if (!is_gpu_elsewhere(device) || !searched) return std::nullopt;
+  SearchFor what{.step = asked,
+                 .ranks = l.ranks(),
+                 .sequences = asked.tokens() / asked.batch.T,
+                 .device = device,
+                 .memory = limit};
+  if (!what.device.machine) what.device.machine = choose_machine("h100x8", asked.precision.products, false);
+  std::vector<Precision> precisions = {asked.precision};
+  if (asked.precision.weights == DType::fp32) precisions.emplace_back(DType::bf16);
+  if (asked.precision.masters) precisions.emplace_back(DType::bf16).masters = false;
+  for (const Precision& precision : precisions) {
+    what.step.precision = precision;
+    const std::vector<Found> found = LayoutSearch(what).find(1);
+    if (!found.empty()) return Remedy{found[0].step, make_plan(found[0].step, device)};
+  }
+  return std::nullopt;
+}
+
+inline std::string memory_verdict(const Options& o, const StepConfig& step, const Plan& plan, const Device& device,
+                                  Begun begun = Begun::no) {
+  const int64_t limit = memory_limit(o, device);
+  if (limit == std::numeric_limits<int64_t>::max())
+    return "there is no GPU here to compare with: --memory-limit says how many GiB of GPU memory a rank may use";
+  const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
+  const std::string what = (o.memory_limit             ? std::string("--memory-limit ")
+                            : device.elsewhere         ? formatted("a GPU of {}, ", shown(o.machine))
+                            : step.layout.ranks() == 1 ? "this " + where + "'s "
+                                                       : "a rank's share of this " + where + ", ") +
+                           human_bytes(limit);
+  if (fits(plan, limit)) return "fits into " + what;
+  if (step.generates && step.layout.context.ranks > 1) {  // every rank has memory for whole texts
+    StepConfig silent = step;
+    silent.generates = false;
+    if (const Plan without = make_plan(silent, device); fits(without, limit))
+      return formatted(
+          "does not fit into {}; it would without --sample-every ({} instead of {}): texts are not divided", what,
+          human_bytes(without.total_bytes()), human_bytes(plan.total_bytes()));
+  }
+  RemedySearch search(o, step, device, begun);
+  std::optional<Remedy> found = begun == Begun::no ? fastest_remedy(step, device, limit) : std::nullopt;
+  if (!found) found = search.find();
+  if (found)
+    return formatted(
+        "does not fit into {}; it would with{} ({} instead of {}{}){}", what, change_text(step, found->step),
+        human_bytes(found->plan.total_bytes()), human_bytes(plan.total_bytes()), price_text(step, plan, *found),
+        found->step.batch.T < step.batch.T ? ", or with --cp, which divides long sequences among ranks" : "");
+  const Remedy& least = *search.least();
+  StepConfig changed = least.step;  // was planned with few micro-batches
+  changed.micro_batches = step.tokens() / (changed.batch.rows() * changed.layout.readers());
+  const std::string change = change_text(step, changed);
+  return formatted("does not fit into {}, nor does what was tried on paper{}: use a smaller --model, or a larger {}",
+                   what,
+                   change.empty() || least.plan.total_bytes() >= plan.total_bytes()
+                       ? ""
+                       : formatted("; the least is {}, with{}", human_bytes(least.plan.total_bytes()), change),
+                   o.memory_limit ? "--memory-limit" : "machine");
+}
+
+}  // namespace detail
+
+}  // namespace llmc
