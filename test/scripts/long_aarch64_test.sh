@@ -28,7 +28,7 @@ if [ ! -e "$root/unpacked" ]; then
   # shellcheck source=/dev/null
   suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
   [ -n "$suite" ] || not_tried 'this Debian has no name in /etc/os-release'
-  mirror=$(apt-get indextargets --format "\$(REPO_URI)" 'Created-By: Packages' "Codename: $suite" | head -n 1)
+  mirror=$(apt-get indextargets --format "\$(REPO_URI)" 'Created-By: Packages' "Codename: $suite" | sed -n 1p)
   rm -rf --one-file-system "$root"
   debootstrap --foreign --arch=arm64 --variant=minbase \
     --include=libxxhash-dev,libssl-dev,libgomp1,libstdc++6,libcli11-dev,nlohmann-json3-dev,catch2 \

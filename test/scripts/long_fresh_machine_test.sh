@@ -110,7 +110,7 @@ make_base() {
   local mirror started=$SECONDS
   [ ! -d "$base" ] || return 0
   # The source of this machine's own packages.
-  mirror=$(apt-get indextargets --format "\$(REPO_URI)" 'Created-By: Packages' "Codename: $suite" | head -n 1)
+  mirror=$(apt-get indextargets --format "\$(REPO_URI)" 'Created-By: Packages' "Codename: $suite" | sed -n 1p)
   [ -n "$mirror" ] || { say "apt has no source here for '$suite': set FRESH_SUITE, or run apt-get update"; exit 1; }
   rm -rf --one-file-system "$base.new"
   debootstrap --variant=minbase --include=make,git,ca-certificates "$suite" "$base.new" "$mirror" \

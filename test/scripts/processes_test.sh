@@ -238,7 +238,7 @@ for process in "${pids[@]}"; do
 done
 unset TRAIN_GPT_TOKEN
 last=$(sed -n 's/.*stopped by .* after step \([0-9]*\) .*/\1/p' "$dir/log.0")
-grep '"kind":"train"' "$dir/visited/metrics.jsonl" | head -n "$last" >"$dir/visited.jsonl"
+grep '"kind":"train"' "$dir/visited/metrics.jsonl" | sed -n "1,${last}p" >"$dir/visited.jsonl"
 ./train_gpt "${long[@]}" --max-steps 100000 --local-ranks 4 --out-dir "$dir/unvisited" >"$dir/log.unvisited" 2>&1 &
 until grep -qs "\"step\":$last," "$dir/unvisited/metrics.jsonl"; do sleep 0.1; done
 kill -KILL $!

@@ -31,12 +31,14 @@ ends_with() {
   program dies_first 'kill -SEGV $$'
   program hangs 'printf "started - one\n" >>"$TEST_NOTES"; sleep 60'
   program nothing 'exit 0'
+  program slow 'seq 5000 | sed "s/.*/started - &\npassed 9 test case number &/" >>"$TEST_NOTES"'   # more than a pipe holds
   program script.sh 'exit 0'
   program failing.sh 'exit 3'
   program skipped.sh 'echo "there is no GPU here"; exit 77'
 }
 ends_with '1 passed, 0 failed' 0 good
 ends_with '2 passed, 0 failed' 0 good script.sh
+ends_with '5000 passed, 0 failed' 0 slow
 ends_with '1 passed, 1 failed' 2 good bad
 ends_with '1 passed, 1 failed' 2 dies
 ends_with '1 passed, 1 failed' 2 dies_later
