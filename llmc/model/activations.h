@@ -88,7 +88,7 @@ struct BlockActivations {
   Tensor middle;             // (S, C) the residual stream between attention and MLP
   Tensor norm2, norm2_mean, norm2_rstd;  // (S, C) (S) (S)
   Tensor up, activated;                  // (N, F or 2 F: gates, ups) (N, F)
-  Tensor out;                            // (S, C) the residual stream after the block
+  Tensor out;                            // (S, C) the residual stream after the block; whoever allocates these sets it
   ExpertActivations experts;             // of a layer with experts, instead of up and activated
   SliceKeys slice_keys;                  // empty tensors without token slices
 
@@ -99,8 +99,8 @@ struct BlockActivations {
     if (recompute == Recompute::block) all.set_rounds(shape);
     return all;
   }
-  // The tensors that each block keeps; the others are in `shared`. With a backward in parts, product_inputs() are left
-  // out.
+  // The tensors that each block keeps, except `out`; the others are in `shared`. With a backward in parts,
+  // product_inputs() are left out.
   static BlockActivations kept(const BlockShape& shape, Recompute recompute, Backward backward,
                                const BlockActivations& shared, Arena& arena) {
     auto wanted = [=](const Activation& a) {
@@ -229,8 +229,6 @@ struct BlockActivations {
         alloc(x.gate_logits, "gate of the shared expert", stat, {S, 1}, block);
       }
     }
-    of_experts = false;
-    alloc(out, "out", dtype, {S, C}, std::nullopt);
   }
 };
 

@@ -65,15 +65,16 @@ struct Pass {
 };
 
 // The memory of a pass over a list of actions: as many sets of inputs, and of each block's activations, as are in use
-// at the same time. With a backward in parts, memory that only the input part needs is free after it. The token slices
-// of a micro-batch share one buffer of keys and values; there is one set of their gradients, for the one micro-batch
-// whose backward is in progress.
+// at the same time. What the last block of a chunk sends to another stage is free once sent. With a backward in parts,
+// memory that only the input part needs is free after it. The token slices of a micro-batch share one buffer of keys
+// and values; there is one set of their gradients, for the one micro-batch whose backward is in progress.
 class PassMemory {
  public:
   // period: micro-batch m uses the sets of micro-batch m modulo `period`; 0: the list has all micro-batches
   PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
              const Pass& pass, Arena& arena, int64_t period = 0)
       : config_(config),
+        purpose_(pass.purpose),
         period_(period),
         chunks_(chunks),
         model_(config.part()),
@@ -83,11 +84,22 @@ class PassMemory {
             actions,
             [&](int c) {
               if (pass.purpose == Purpose::train) return kinds_of(c);
-              return std::vector<Layers>(std::min<size_t>(kinds_of(c).size(), 2), Layers::any);
+              return std::vector<Layers>(std::min<size_t>(kinds_of(c).size(), 1), Layers::any);
             },
             ActionKind::forward, is_backward),
+        output_sets_(
+            actions,
+            [&](int c) {
+              const int64_t all = layers(c);
+              return sets_of_one_kind(pass.purpose == Purpose::train ? all - sends_output(c)
+                                                                     : std::min<int64_t>(all, 2));
+            },
+            ActionKind::forward, is_backward),
+        sent_sets_(
+            actions, [&](int c) { return sets_of_one_kind(sends_output(c)); }, ActionKind::forward,
+            [](ActionKind kind) { return kind == ActionKind::send_activations; }),
         input_sets_(
-            actions, [&](int c) { return std::vector<int>(has_own_input(c), 0); }, ActionKind::forward, is_backward),
+            actions, [&](int c) { return sets_of_one_kind(has_own_input(c)); }, ActionKind::forward, is_backward),
         product_sets_(parts(actions, ActionKind::forward)),
         gradient_sets_(parts(actions, ActionKind::backward_input)) {
     BatchShape shape = config.share(pass.shape, pass.purpose, 0);  // of the largest slice
@@ -110,7 +122,16 @@ class PassMemory {
     for (size_t i = 0; i < input_sets_.count(); ++i)
       chunk_inputs_.push_back(
           arena.alloc("activations", "input of a chunk", config.precision.activations, stream_shape));
-    for (const BatchShape& room : rooms_of_blocks(actions))
+    auto outputs = [&](const PassSets& sets) {
+      std::vector<Tensor> tensors;
+      for (const BatchShape& room : rooms(sets, actions))
+        tensors.push_back(arena.alloc("activations", "out", config.precision.activations,
+                                      {config.layout.tensor.stream_rows(room.rows()), model_.n_embd}));
+      return tensors;
+    };
+    outputs_ = outputs(output_sets_);
+    sent_ = outputs(sent_sets_);
+    for (const BatchShape& room : rooms(block_sets_, actions))
       blocks_.push_back(BlockActivations::kept(block_shape(room, block_sets_.kind_of<Layers>(blocks_.size())),
                                                recompute, backward, shared, arena));
     if (sliced()) keys_of_slices(actions, pass.shape, arena);
@@ -132,11 +153,11 @@ class PassMemory {
     return {config_.layout.tensor.stream_rows(shapes_[static_cast<size_t>(slice)].rows()), model_.n_embd};
   }
   Tensor gradient(int slice) const { return gradient_.empty() ? gradient_ : gradient_.slice(0, stream_shape(slice)); }
-  // The output of a chunk, for a micro-batch, or slice, between its forward and its backward.
+  // The output of a chunk, for a micro-batch, or slice: between its forward and its backward or, if another stage has
+  // the next chunk, until it is sent.
   Tensor output(Action a) const {
     if (period_ > 0) a.micro_batch %= period_;
-    const auto& sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
-    return sets.empty() ? input(a) : blocks_[set_of(sets, layers(a.chunk) - 1)].out.slice(0, stream_shape(a.slice));
+    return layers(a.chunk) == 0 ? input(a) : output(a, layers(a.chunk) - 1);
   }
   Slot slot(Action a) const {
     if (period_ > 0) a.micro_batch %= period_;
@@ -147,7 +168,11 @@ class PassMemory {
     if (a.kind != ActionKind::backward_weight) {
       slot.input = input(a);
       const auto& sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
-      for (size_t l = 0; l < blocks.size(); ++l) blocks[l] = blocks_[set_of(sets, static_cast<int64_t>(l))];
+      for (size_t l = 0; l < blocks.size(); ++l) {
+        blocks[l] = blocks_[set_of(sets, static_cast<int64_t>(l))];
+        const bool sent = l + 1 == blocks.size() && sends_output(a.chunk);
+        if (!sent || a.kind == ActionKind::forward) blocks[l].out = output(a, static_cast<int64_t>(l));
+      }
     }
     for (size_t l = 0; sliced() && l < blocks.size(); ++l) {
       blocks[l] = BlockActivations::part_of(blocks[l], block_shape(slot.shape, kinds_of(a.chunk)[l]));
@@ -177,10 +202,17 @@ class PassMemory {
     for (const int64_t l : chunks_[static_cast<size_t>(chunk)].layers) kinds.push_back(kind_of_layer(model_, l));
     return kinds;
   }
+  static std::vector<int> sets_of_one_kind(int64_t count) { return std::vector<int>(static_cast<size_t>(count), 0); }
   // Whether a chunk's input is not the output of another chunk of this rank.
   bool has_own_input(int chunk) const {
     const Pipeline pipeline = config_.pipeline();
     return chunk == 0 || pipeline.stage_of(chunk) != pipeline.stage_of(chunk - 1);
+  }
+  // Whether no backward on this rank reads a chunk's output, because another stage has the next chunk.
+  bool sends_output(int chunk) const {
+    const Pipeline pipeline = config_.pipeline();
+    return purpose_ == Purpose::train && layers(chunk) > 0 && chunk + 1 < pipeline.chunks() &&
+           pipeline.stage_of(chunk) != pipeline.stage_of(chunk + 1);
   }
   // Sets that are held from an action of this kind to the weight part.
   PassSets parts(const std::vector<Action>& actions, ActionKind from) const {
@@ -193,6 +225,12 @@ class PassMemory {
   static size_t set_of(const std::vector<size_t>& sets, int64_t layer) {
     return sets[static_cast<size_t>(layer) % sets.size()];
   }
+  // (S, C): the output of a block of the action's chunk
+  Tensor output(const Action& a, int64_t layer) const {
+    const bool sent = layer + 1 == layers(a.chunk) && sends_output(a.chunk);
+    const auto& [tensors, sets] = sent ? std::tie(sent_, sent_sets_) : std::tie(outputs_, output_sets_);
+    return tensors[set_of(sets.of(a.chunk, a.micro_batch, a.slice), layer)].slice(0, stream_shape(a.slice));
+  }
   // (S, C): the input of the first block of the action's chunk
   Tensor input(const Action& a) const {
     if (!has_own_input(a.chunk)) return output({a.kind, a.chunk - 1, a.micro_batch, a.slice});
@@ -202,11 +240,11 @@ class PassMemory {
   }
   bool sliced() const { return shapes_.size() > 1; }
   // The largest slice that uses each set.
-  std::vector<BatchShape> rooms_of_blocks(const std::vector<Action>& actions) const {
-    std::vector<BatchShape> rooms(block_sets_.count(), {shapes_[0].B, 0});
+  std::vector<BatchShape> rooms(const PassSets& sets, const std::vector<Action>& actions) const {
+    std::vector<BatchShape> rooms(sets.count(), {shapes_[0].B, 0});
     for (const Action& a : actions) {
       if (a.kind != ActionKind::forward) continue;
-      for (const size_t set : block_sets_.of(a.chunk, a.micro_batch, a.slice))
+      for (const size_t set : sets.of(a.chunk, a.micro_batch, a.slice))
         rooms[set].T = std::max(rooms[set].T, shapes_[static_cast<size_t>(a.slice)].T);
     }
     return rooms;
@@ -217,8 +255,7 @@ class PassMemory {
     for (const Action& a : actions)
       if (a.slice == 0) ends.push_back(a);
     key_sets_ = PassSets(
-        ends, [&](int c) { return std::vector<int>(static_cast<size_t>(layers(c)), 0); }, ActionKind::forward,
-        is_backward);
+        ends, [&](int c) { return sets_of_one_kind(layers(c)); }, ActionKind::forward, is_backward);
     auto alloc = [&](const char* name, DType dtype) {
       return arena.alloc("keys of token slices", name, dtype, {all.rows(), 2 * model_.kv_size()});
     };
@@ -232,17 +269,18 @@ class PassMemory {
   }
 
   const StepConfig& config_;
+  Purpose purpose_;
   int64_t period_;
   std::vector<Chunk> chunks_;  // of the model; those of other stages have no layers
   ModelConfig model_;          // this rank's part
   ExpertPlacement placement_;
-  PassSets block_sets_, input_sets_, product_sets_, gradient_sets_;
+  PassSets block_sets_, output_sets_, sent_sets_, input_sets_, product_sets_, gradient_sets_;
   std::vector<BatchShape> shapes_;  // by slice
   PassSets key_sets_;
   std::vector<Tensor> keys_;
   std::vector<std::vector<Tensor>> key_gradients_;  // by chunk and block
   std::vector<MicroBatch> inputs_;                  // micro-batch m uses set m modulo their number; one per slice
-  std::vector<Tensor> chunk_inputs_;
+  std::vector<Tensor> chunk_inputs_, outputs_, sent_;
   std::vector<BlockActivations> blocks_, products_, recomputed_products_;
   std::vector<OutputGradients> gradients_;
   Tensor gradient_;

@@ -65,8 +65,9 @@ class SliceTimes {
     auto alloc = [&](DType dtype, const Shape& as) { return arena_.alloc("slices on paper", "a tensor", dtype, as); };
     const Shape keys{shape.B * T, 2 * model_.kv_size()};
     acts.slice_keys = {alloc(config_.precision.activations, keys), alloc(config_.precision.state, keys)};
-    const Tensor x = alloc(config_.precision.activations, acts.out.shape),
-                 dx = alloc(config_.precision.activations, acts.out.shape);
+    const auto stream = [&] { return alloc(config_.precision.activations, {of.stream_rows(), model_.n_embd}); };
+    const Tensor x = stream(), dx = stream();
+    acts.out = stream();
     const Sequences sequences{.shape = shape,
                               .positions = alloc(DType::int32, {shape.rows()}),
                               .rotary_table = alloc(config_.precision.state, {T, model_.head_size}),
