@@ -93,6 +93,11 @@ inline bool belong_together(const GroupRow& row, const Layout& l, int a, int b) 
   if (a == b) return true;
   if (row.needed == Needed::with_experts && l.expert.count == 0) return false;
   if (row.needed == Needed::asynchronous && !l.pipeline.asynchronous()) return false;
+  if (row.needed == Needed::many_ranks && l.ranks() <= 64) return false;
+  if (row.view == View::row || row.view == View::column) {
+    const int length = row_length(l.ranks());
+    return row.view == View::row ? a / length == b / length : (a - b) % length == 0;
+  }
   if (row.view == View::experts && !l.experts_apart()) return false;
   const int tp = l.tensor.ranks, cp = l.context.ranks, replica = l.zero.shards * tp, stage = replica * l.zero.replicas,
             ep = l.expert.ranks;

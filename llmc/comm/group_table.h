@@ -24,6 +24,8 @@ enum class GroupName : uint8_t {
   keys_values,
   tied_gradients,
   scalars,
+  scalar_rows,
+  scalar_columns,
   stage_scalars,
   control,
   tensor_control,
@@ -51,11 +53,23 @@ enum class View : uint8_t {
   mesh,       // the ranks along the axes
   experts,    // the same in the mesh by which experts are shared (expert_parallel.h), if that makes a difference
   same_head,  // those along the axes that have the same key-value head
-  ends        // the first and the last along the axes
+  ends,       // the first and the last along the axes
+  row,        // all ranks in rows of row_length(): this rank's row
+  column      // those in the same place of each row
 };
 
 // The runs that need a group; in all others each rank is alone in it.
-enum class Needed : uint8_t { always, with_experts, asynchronous };
+enum class Needed : uint8_t { always, with_experts, asynchronous, many_ranks };
+
+// A ring's latency grows with its ranks. More than this many gather their scalars in two tiers: along rows of about as
+// many ranks as there are rows, then along columns.
+inline constexpr int most_in_one_ring = 64;
+constexpr int row_length(int ranks) {
+  int length = 1;
+  for (int n = 2; n * n <= ranks; ++n)
+    if (ranks % n == 0) length = n;
+  return length;
+}
 
 struct GroupRow {
   GroupName id;
@@ -91,6 +105,10 @@ inline constexpr GroupRow group_table[] = {
     {GroupName::keys_values, "keys and values", Traffic::tensors, Lane::context, {Axis::cp}},
     {GroupName::tied_gradients, "tied gradients", Traffic::tensors, Lane::reduce, {Axis::pp}, View::ends},
     {GroupName::scalars, "scalars", Traffic::numbers, Lane::compute, of_all},
+    {GroupName::scalar_rows, "scalars of a row", Traffic::numbers, Lane::compute, of_all, View::row,
+     Needed::many_ranks},
+    {GroupName::scalar_columns, "scalars of a column", Traffic::numbers, Lane::compute, of_all, View::column,
+     Needed::many_ranks},
     {GroupName::stage_scalars, "scalars of a stage", Traffic::numbers, Lane::compute, of_stage, View::mesh,
      Needed::asynchronous},
     {GroupName::control, "control", Traffic::text, Lane::host, of_all},

@@ -45,6 +45,7 @@ class Drain {
 inline std::vector<int> members_of(const GroupRow& row, const Layout& layout, int rank) {
   const bool needed = row.needed == Needed::with_experts   ? layout.expert.count > 0
                       : row.needed == Needed::asynchronous ? layout.pipeline.asynchronous()
+                      : row.needed == Needed::many_ranks   ? layout.ranks() > most_in_one_ring
                                                            : true;
   if (!needed) return {rank};
   const Mesh mesh = layout.mesh();
@@ -60,6 +61,14 @@ inline std::vector<int> members_of(const GroupRow& row, const Layout& layout, in
   if (row.view == View::ends) {
     if (along.size() == 1 || (rank != along.front() && rank != along.back())) return {rank};
     return {along.front(), along.back()};
+  }
+  if (row.view == View::row || row.view == View::column) {
+    const int length = row_length(layout.ranks());
+    std::vector<int> members;
+    for (const int other : along)
+      if (row.view == View::row ? other / length == rank / length : other % length == rank % length)
+        members.push_back(other);
+    return members;
   }
   return along;
 }
@@ -120,6 +129,14 @@ class Groups {
   }
   // This rank has failed: nobody waits for it any more, and it waits for nobody.
   void abort() const { (*this)[GroupName::scalars].abort(); }
+
+  // Gathers the rows of all ranks: (ranks, n), of which this rank has its own.
+  void gather_scalars(const Tensor& rows, Stream& compute) const {
+    if (ranks() <= most_in_one_ring) return (*this)[GroupName::scalars].all_gather(rows, compute);
+    const int64_t length = row_length(ranks()) * rows.shape[1];
+    (*this)[GroupName::scalar_rows].all_gather(rows.slice(me.rank / row_length(ranks()) * length, {length}), compute);
+    (*this)[GroupName::scalar_columns].all_gather(rows, compute);
+  }
 
   // The groups that share a unit within a replica, and which shard of it this rank has.
   struct Sharers {

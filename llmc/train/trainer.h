@@ -327,7 +327,7 @@ class Trainer {
 
   // loss_ and square_sums_ = the values combined over all ranks.
   void combine() {
-    groups_[GroupName::scalars].all_gather(scalars_, context_.compute);
+    groups_.gather_scalars(scalars_, context_.compute);
     combine_scalars(loss_, square_sums_, scalars_, config_.layout.zero.shards, config_.layout.tensor.ranks,
                     config_.layout.pipeline.stages, context_.compute);
   }

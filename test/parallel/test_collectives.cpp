@@ -367,3 +367,39 @@ TEST_CASE("a new group is a row of the table: it is made, has its stream and is 
   const std::vector<Comm*> moving = groups.tensor_groups();
   REQUIRE(std::find(moving.begin(), moving.end(), &groups[columns]) != moving.end());
 }
+
+TEST_CASE("more ranks than a ring should have gather their scalars in two tiers", "[parallel][comm]") {
+  for (const int ranks : {64, 67, 72}) {
+    const Layout layout{.zero = {.shards = ranks}};
+    check_groups_of(layout);
+    World world(layout.mesh());
+    Differences differences;
+    run_ranks(world, [&](int rank) {
+      const Device device{DeviceKind::cpu, 1};
+      Arena arena(device, 1 << 20), scratch(device, 1 << 20);
+      Stream compute(device, scratch);
+      const Groups groups(layout, rank, device, [&](const std::string& name, const std::vector<int>& members) {
+        return world.join(rank, name, members);
+      });
+      const Tensor rows = arena.alloc("test", "rows", DType::fp64, {ranks, 3});
+      std::vector<double> expected, mine;
+      for (int i = 0; i < 3 * ranks; ++i)
+        expected.push_back(1.0 / (1 + i)), mine.push_back(i / 3 == rank ? expected.back() : -1);
+      upload(rows, mine, compute);
+      groups.gather_scalars(rows, compute);
+      const HostView all(rows, compute);
+      differences.expect(std::equal(expected.begin(), expected.end(), all.data<double>()),
+                         formatted("rank {} of {} has other scalars", rank, ranks));
+    });
+    REQUIRE(differences.found.empty());
+  }
+  // By the latency of its messages: 127 along a row and 127 along a column, not 16,383.
+  Device paper = Device{DeviceKind::cpu, 1}.on_paper();
+  paper.machine = ideal_machine(1, 1, std::numeric_limits<double>::infinity(), 1);
+  const Layout many{.zero = {.shards = 16'384}};
+  Arena arena(paper), scratch(paper);
+  Stream compute(paper, scratch);
+  const Groups groups(many, 5000, paper, Groups::null_groups(5000));
+  groups.gather_scalars(arena.alloc("test", "rows", DType::fp64, {16'384, 3}), compute);
+  REQUIRE(compute.seconds() == 254);
+}
