@@ -174,7 +174,7 @@ TEST_CASE("a plan for GPUs needs none, says what it leaves out, and where ranks 
     REQUIRE(one.find(part) != std::string::npos);
   REQUIRE(std::regex_search(one, std::regex("\n  op scratch +32\\.0 MiB")));  // cuBLASLt's work space
   REQUIRE(one.find("NCCL") == std::string::npos);
-  REQUIRE(eight.find("fits into --memory-limit 80.00 GiB") != std::string::npos);
+  REQUIRE(eight.find("fits into --memory-limit 80.00 GiB less 512.0 MiB for CUDA") != std::string::npos);
   // Gradients and weights in groups of 16 channels, scalars in one of 2, each connected to two neighbours by 12 MiB,
   // and 16 MiB for each group.
   REQUIRE(std::regex_search(eight, std::regex("\n  NCCL +864\\.0 MiB")));
