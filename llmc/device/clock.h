@@ -3,7 +3,8 @@
 //
 // The simplest model of concurrency: every stream has engines of its own, so that ops and transfers of different
 // streams do not slow each other down. But where links are shared, collectives of side streams go one after another
-// through the tier that bounds them. The host enqueues in no time; and the ranks of a group run in step, so that a
+// through the tier that bounds them; and where streams share processors, whatever they do goes one after another. The
+// host enqueues in no time; and the ranks of a group run in step, so that a
 // transfer begins as soon as this rank arrives, and takes as long as this rank's own bytes.
 #pragma once
 #include <algorithm>
@@ -15,26 +16,32 @@
 
 namespace llmc {
 
-// When the links of a rank are free again, by tier.
-using LinkTimes = std::map<size_t, double>;
+// When what the streams of a rank share is free again, and the group whose transfer takes it until then: its links by
+// tier, and its processors.
+struct InUse {
+  double until = 0;
+  const char* group = nullptr;
+};
+struct LinkTimes {
+  std::map<size_t, InUse> tiers;
+  InUse processors;
+};
 
 // The time of a stream, in seconds. Without a machine it stays 0.
 class PaperClock {
  public:
-  // links: shared by the side streams of a rank; none: for the stream that computes, whose transfers go first
-  PaperClock(std::shared_ptr<const Machine> machine, std::shared_ptr<LinkTimes> links)
-      : machine_(std::move(machine)), links_(std::move(links)) {}
+  // links: of a rank. is_side: of a side stream; the transfers of the stream that computes go first
+  PaperClock(std::shared_ptr<const Machine> machine, std::shared_ptr<LinkTimes> links, bool is_side)
+      : machine_(std::move(machine)), links_(std::move(links)), is_side_(is_side) {}
 
   // Returns how long the op takes.
   double run(const OpCost& cost) {
     if (!machine_) return 0;
     const double seconds = machine_->seconds(cost);
-    if (cost.messages > 0 && cost.pattern != Pattern::neighbours && links_ && machine_->share_links) {
-      double& free = (*links_)[machine_->path_of(cost).tier];
-      wait(free, cost.group);
-      free = now_ + seconds;
-    }
+    InUse* const shared = seconds > 0 ? shared_by(cost) : nullptr;
+    if (shared != nullptr) wait(shared->until, cost.messages > 0 ? cost.group : shared->group);
     now_ += seconds;
+    if (shared != nullptr) *shared = {now_, cost.messages > 0 ? cost.group : nullptr};
     if (cost.messages > 0) {
       last_transfer_ = cost.group;
       expose(seconds, cost.group);
@@ -55,6 +62,13 @@ class PaperClock {
   const char* last_transfer() const { return last_transfer_; }
 
  private:
+  // What the op shares with those of other streams; none: nothing.
+  InUse* shared_by(const OpCost& cost) {
+    if (!links_) return nullptr;
+    if (machine_->one_at_a_time) return &links_->processors;
+    const bool queues = is_side_ && machine_->share_links && cost.messages > 0 && cost.pattern != Pattern::neighbours;
+    return queues ? &links_->tiers[machine_->path_of(cost).tier] : nullptr;
+  }
   void expose(double seconds, const char* group) {
     exposed_ += seconds;
     exposed_by_group_[group == nullptr ? "other streams" : group] += seconds;
@@ -62,6 +76,7 @@ class PaperClock {
 
   std::shared_ptr<const Machine> machine_;
   std::shared_ptr<LinkTimes> links_;
+  bool is_side_;
   double now_ = 0, exposed_ = 0;
   std::map<std::string, double> exposed_by_group_;
   const char* last_transfer_ = nullptr;  // the group of this stream's last transfer

@@ -15,6 +15,7 @@
 #include <span>
 #include <string>
 #include <typeindex>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -62,7 +63,7 @@ struct Device {
   bool elsewhere = false;                // a plan is for another machine, whatever this one has
   // The null device's clock is this machine's; none: all its times are 0.
   std::shared_ptr<const Machine> machine = nullptr;
-  std::shared_ptr<LinkTimes> links = nullptr;  // of that machine, for a rank's side streams
+  std::shared_ptr<LinkTimes> links = nullptr;  // of that machine, shared by a rank's streams
 
   // The same device as a null device, for planning.
   Device on_paper() const {
@@ -82,9 +83,10 @@ struct OpTotals {
 };
 using OpLedger = std::map<std::string, OpTotals>;
 
-// When an op ran; for traces of what overlaps with what.
+// When an op ran, and what it cost; for traces of what overlaps with what.
 struct Span {
   const char* op;
+  double flops, bytes;
   std::chrono::steady_clock::time_point begin, end;
 };
 
@@ -107,7 +109,7 @@ class Stream {
   Stream(Device device, Arena& scratch, Precedence precedence = Precedence::compute)
       : device_(device),
         scratch_(scratch),
-        clock_(device.machine, precedence == Precedence::communication ? device.links : nullptr) {
+        clock_(device.machine, device.links, precedence == Precedence::communication) {
     if (device_.kind == DeviceKind::cpu) cpu_ = std::make_unique<CpuQueue>(device_.threads);
 #ifdef TRAIN_GPT_CUDA
     if (device_.kind == DeviceKind::cuda)
@@ -222,8 +224,8 @@ class Stream {
   using Inspector = std::function<void(const char* op, const Tensor& output)>;
   void set_inspector(Inspector inspector) { inspector_ = std::move(inspector); }
 
-  // Books each op here (until nullptr is set). Call with the stream idle.
-  void set_ledger(OpLedger* ledger) { ledger_ = ledger; }
+  // Books each op here (until nullptr is set), where nobody else may remove entries. Call with the stream idle.
+  void set_ledger(OpLedger* ledger) { ledger_ = ledger, booked_.clear(); }
   // Likewise records when each op ran on the CPU.
   void set_trace(std::vector<Span>* trace) { trace_ = trace; }
 
@@ -244,10 +246,10 @@ class Stream {
     } else if (ledger_ != nullptr) {
       enqueue_timed(cost, std::move(task));
     } else if (trace_ != nullptr) {
-      enqueue([this, name = cost.name, task = std::move(task)] {
+      enqueue([this, cost, task = std::move(task)] {
         const auto begin = std::chrono::steady_clock::now();
         task();
-        trace_->push_back({name, begin, std::chrono::steady_clock::now()});
+        trace_->push_back({cost.name, cost.flops, cost.bytes, begin, std::chrono::steady_clock::now()});
       });
     } else if (capturing_) {
       enqueue_captured(cost.name, task);
@@ -281,7 +283,9 @@ class Stream {
   }
 
   void book(const OpCost& cost, double seconds) {
-    OpTotals& totals = (*ledger_)[cost.name];
+    OpTotals*& booked = booked_[cost.name];  // finding an op by its text would take most of a plan's time
+    if (booked == nullptr) booked = &(*ledger_)[cost.name];
+    OpTotals& totals = *booked;
     ++totals.calls;
     totals.flops += cost.flops;
     totals.bytes += cost.bytes;
@@ -292,6 +296,7 @@ class Stream {
   Arena& scratch_;
   PaperClock clock_;
   OpLedger* ledger_ = nullptr;
+  std::unordered_map<const char*, OpTotals*> booked_;  // in it
   std::vector<Span>* trace_ = nullptr;
   Inspector inspector_;
   bool capturing_ = false;  // a graph; after an error the stream is not used again

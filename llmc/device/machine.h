@@ -7,9 +7,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/check.h"
@@ -53,6 +56,11 @@ struct OpCost {
   const LinkPath* path = nullptr;             // among them, if it was found before
 };
 
+// What an op was measured to take: seconds of a call, for each byte and for each flop.
+struct OpRate {
+  double call = 0, byte = 0, flop = 0;
+};
+
 // Links that join this many consecutive ranks: those of a server, then those between servers, and so on.
 struct LinkTier {
   int64_t ranks = std::numeric_limits<int64_t>::max();
@@ -71,6 +79,9 @@ struct Machine {
   // Does a ring go through the cards of all its members in a server at once, as NCCL's do, or through one?
   bool rails = true;
   bool share_links = false;  // do collectives of different streams wait for each other?
+  // Do the streams of a rank wait for each other, because the same processors do their work?
+  bool one_at_a_time = false;
+  std::map<std::string, OpRate, std::less<>> measured = {};  // by op; the times of others follow from what is below
 
   double op_s = 0;             // from the end of an op to the start of the next
   double memory_share = 1;     // of the peak, reached by ops that are bound by memory
@@ -89,6 +100,8 @@ struct Machine {
       return static_cast<double>(c.messages) * path.latency_s + c.link_bytes / path.bytes_per_s;
     }
     if (c.flops == 0 && c.bytes == 0) return 0;
+    if (const auto m = measured.find(std::string_view(c.name)); m != measured.end())
+      return m->second.call + m->second.byte * c.bytes + m->second.flop * c.flops;
     return op_s + std::max(arithmetic_seconds(c), memory_seconds(c));
   }
 

@@ -12,6 +12,7 @@
 #include "run/length.h"
 #include "run/options/parse.h"
 #include "run/plan/examples.h"
+#include "run/plan/local_machine.h"
 #include "run/plan/plan_json.h"
 #include "run/plan/search.h"
 #include "run/processes.h"
@@ -66,6 +67,14 @@ inline void run_plan(const Options& o) {
   const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
   const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
   if (chip) rank.machine = datasheet_machine(*chip, config.precision.products, config.layout.ranks());
+  if (o.machine == local_machine) {
+    CHECK(o.place.local_ranks == config.layout.ranks(),
+          "--machine {} measures ranks that are threads of one process, and {} of {} would be elsewhere: use "
+          "--local-ranks {}, or a machine with GPUs",
+          local_machine, config.layout.ranks() - o.place.local_ranks, config.layout.ranks(), config.layout.ranks());
+    Log log = make_log(o);
+    rank.machine = measured_machine(config, rank, o.json ? nullptr : &log);
+  }
   const Plan plan = make_plan(config, rank);
   std::optional<int64_t> steps;
   if (o.max_steps || o.tokens) steps = choose_steps(o, config.tokens(), 1);
@@ -92,13 +101,14 @@ inline void run_plan_auto(const Options& asked) {
   std::vector<SearchFor> precisions;
   const auto add = [&](const Options& o) {
     const Device device = first_rank_device(choose_device(o), o);
-    SearchFor what{.step = {.model = choose_model(o),
-                            .precision = choose_precision(o),
-                            .batch = {1, o.seq_len},
-                            .generates = o.sample_every > 0},
-                   .ranks = o.ranks,
-                   .device = device,
-                   .memory = memory_limit(o, device)};
+    SearchFor what;
+    what.step.model = choose_model(o);
+    what.step.precision = choose_precision(o);
+    what.step.batch = {1, o.seq_len};
+    what.step.generates = o.sample_every > 0;
+    what.ranks = o.ranks;
+    what.device = device;
+    what.memory = memory_limit(o, device);
     CHECK(o.seq_len <= what.step.model.n_positions,
           "--seq-len {} exceeds the {} positions of --model {}: use at most {}", o.seq_len, what.step.model.n_positions,
           o.model, what.step.model.n_positions);

@@ -38,7 +38,7 @@ inline Device choose_device(const Options& o) {
   CHECK(built_with_cudnn || !device.cudnn,
         "--attention cudnn: this train_gpt was built without cuDNN; build with `make USE_CUDNN=1`, or use --attention "
         "own");
-  if (o.device == DeviceChoice::cpu) return device;
+  if (o.device == DeviceChoice::cpu || o.machine == local_machine) return device;
   if (!o.machine.empty()) {
     device.kind = DeviceKind::cuda;
     device.elsewhere = true;

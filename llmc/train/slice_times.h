@@ -79,6 +79,7 @@ class SliceTimes {
     const parallel::Group group{groups_, arena_, stream_};
     const double begin = stream_.seconds();
     ops_.clear();
+    stream_.set_ledger(&ops_);
     const Block block({model_, block_, acts, sequences, group});
     block.forward(x);
     block.recompute(x, recompute);

@@ -128,6 +128,22 @@ TEST_CASE("of published steps, the median error of a plan is below 10% and the l
   REQUIRE(errors_of(all).median < 10);
 }
 
+TEST_CASE("a plan says so if tensor-parallel groups leave a server", "[run][plan]") {
+  const auto notice = [](const std::string& options) {
+    const std::string out = run_program(
+                                "--plan --machine h100x8 --model gpt2:1558M --n-head 24 --n-embd 1536 --dtype "
+                                "bf16 -t 64 -b 1 --sample-every 0 " +
+                                options)
+                                .out;
+    const size_t begin = out.find("notice: --tp"), end = out.find('\n', begin);
+    return begin == out.npos ? "" : out.substr(begin, end - begin);
+  };
+  REQUIRE(notice("--tp 8 --local-ranks 16").empty());
+  REQUIRE(notice("--tp 3 --local-ranks 6").empty());
+  REQUIRE(notice("--tp 12 --local-ranks 12").find("groups are larger than servers of 8 ranks") != std::string::npos);
+  REQUIRE(notice("--tp 3 --local-ranks 12").find("use a divisor of 8") != std::string::npos);
+}
+
 TEST_CASE("ZeRO's table 1 by the paper's accounting, and by this trainer's as in its plans", "[run][plan][zero]") {
   // As printed, where some digits are cut off and some rounded.
   const auto printed = [](double billions, double N) {

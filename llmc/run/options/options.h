@@ -44,6 +44,8 @@ constexpr auto names_of_values(GpuAttention) { return std::array{"own", "cudnn"}
 enum class SelftestLayouts : uint8_t { pairs, all };
 constexpr auto names_of_values(SelftestLayouts) { return std::array{"pairs", "all"}; }
 
+inline constexpr const char* local_machine = "local";  // for --machine: this one
+
 struct Options {
   std::string train_data, val_data;
   DataChanged data_changed = DataChanged::refuse;
@@ -335,8 +337,9 @@ void visit_options(O& o, Visitor&& visit) {
         "what the backward recomputes instead of keeping it: activation functions, also norms, or whole blocks; less "
         "memory, more time, the same numbers");
   visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
-        "GiB that each rank may use: a run that needs more is refused before it starts; default: the rank's share of "
-        "the machine's memory, or of the GPU's free memory");
+        "GiB that each rank may use or, on a GPU, the size of each rank's card, 0.5 GiB of which is left to CUDA's "
+        "libraries: a run that needs more is refused before it starts; default: the rank's share of the machine's "
+        "memory, or of the GPU's free memory");
   visit("Parallelism");
   visit("--schedule", "", o.schedule, any_of<Schedule>(), free,
         "order of forwards and backwards; 1f1b needs less memory than gpipe; the others are for pipelines and idle "
@@ -481,7 +484,8 @@ void visit_options(O& o, Visitor&& visit) {
         "with --plan and --plan-auto, the machine to plan for, which need not be here: h100x8, h200x8, b200x8, "
         "gb200x72, a100x8, "
         "a100-40x8, l40sx8, rtx4090x8 or v100x8, with any number of GPUs per server, or a FILE.json "
-        "(llmc/run/README.md); default: the GPUs of this machine, by their datasheet");
+        "(llmc/run/README.md); local: the processors of this machine, measured for some seconds; default: the GPUs of "
+        "this machine, by their datasheet");
   visit("--price", "", o.price, between(0, 1e6), free,
         "with --plan, the price of a GPU for an hour, for that of the run");
   visit("--print-schedule", "", o.print_schedule, Limits{}, free,

@@ -218,7 +218,15 @@ inline void validate(const Options& o) {
         "--ranks {} with --local-ranks or --world-size, for which it stands: leave out one of them",
         o.plan_ranks.value_or(0));
   CHECK(!o.plan_auto || !o.machine.empty(), "--plan-auto searches the layouts of a machine: name it by --machine");
-  CHECK(o.machine.empty() || o.device != DeviceChoice::cpu,
+  CHECK(!o.plan_auto || o.machine != local_machine,
+        "--plan-auto searches the layouts of a machine with GPUs, and --machine {} is measured for one layout: name "
+        "another machine, or use --plan",
+        local_machine);
+  CHECK(o.machine != local_machine || o.device != DeviceChoice::cuda,
+        "--machine {} measures processors, and --device is cuda: leave out one of them; a plan for a GPU that is here "
+        "has the times of its datasheet",
+        local_machine);
+  CHECK(o.machine.empty() || o.machine == local_machine || o.device != DeviceChoice::cpu,
         "--machine {} has GPUs, and --device is cpu: leave out one of them", shown(o.machine));
   if (o.print_schedule || o.plan_auto || o.plan_examples) return;
   validate_pipeline(o);

@@ -146,8 +146,9 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
                                                                       : numbers_text(balanced));
   }
   if (!machine) return rows;
-  // A PipeDream worker is a group of tensor- and context-parallel ranks; beyond this many, they are counted in groups.
-  constexpr int most_workers = 128;
+  // A PipeDream worker is a group of tensor- and context-parallel ranks; beyond this many, they are counted in groups:
+  // the time to find its answer grows with the square of layers times workers.
+  const int64_t most_workers = std::clamp<int64_t>(8192 / step.model.n_layer, 8, 128);
   const int all = step.layout.pipeline.stages * step.layout.readers();
   int workers = all;
   for (int group = 2; workers > most_workers && group <= all; ++group)
@@ -213,6 +214,17 @@ inline std::string too_many_ranks_notice(const Options& o, const Device& device)
   return formatted(
       "notice: {} ranks would be threads of one process, {}; scripts/multi_node/ starts processes on several hosts",
       ranks, shared);
+}
+
+// A notice if tensor-parallel groups lie in more than one server: each layer waits for their exchanges.
+inline std::string topology_notice(const StepConfig& step, const Machine& machine) {
+  const int64_t tp = step.layout.tensor.ranks, server = machine.links[0].ranks;
+  if (machine.links.size() == 1 || step.layout.ranks() <= server || server % tp == 0) return "";
+  return formatted(
+      "notice: --tp {}: {} of {} ranks, and each layer waits for exchanges over {:.0f} GB/s instead of "
+      "{:.0f} GB/s: use a divisor of {}, with --pp or a higher --zero-stage if memory is short",
+      tp, tp > server ? "groups are larger than servers" : "some groups lie in two servers", server,
+      machine.links[1].bytes_per_s * 1e-9, machine.links[0].bytes_per_s * 1e-9, server);
 }
 
 }  // namespace detail
@@ -290,7 +302,12 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
   if (step.layout.pipeline.stages > 1)
     log.table("balance of the stages, by counted flops", detail::balance_rows(step, device));
   if (const Rows time = detail::time_rows(o, step, plan, device, max_steps); !time.empty())
-    log.table("time of a step on paper, by " + (device.elsewhere ? device.machine->name : "the GPU's datasheet"), time);
+    log.table("time of a step on paper, by " + (o.machine.empty()            ? "the GPU's datasheet"
+                                                : o.machine == local_machine ? "what was measured here"
+                                                                             : o.machine),
+              time);
+  if (const std::string notice = device.machine ? detail::topology_notice(step, *device.machine) : ""; !notice.empty())
+    log.line(notice);
   std::string notice;
   if (device.computes_as() != DeviceKind::cuda)
     notice = detail::crowded_notice(o.place, o.place.local_ranks * device.threads, available_processors());

@@ -135,6 +135,7 @@ inline std::string utilisation_text(const StepConfig& step, const Plan& plan, do
 // What a run of so many steps costs.
 inline Rows run_cost_rows(const Options& o, const StepConfig& step, const Machine& machine, double seconds) {
   const double gpu_hours = seconds * step.layout.ranks() / 3600;
+  if (o.machine == local_machine) return {{"run", human_duration(seconds)}};
   Rows rows = {{"run", formatted("{}, {:.0f} GPU-hours", human_duration(seconds), gpu_hours)}};
   if (machine.watts > 0) {
     constexpr double kg_per_kwh = 0.45;  // the world's electricity in 2024 (IEA, Electricity 2025)

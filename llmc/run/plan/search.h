@@ -20,10 +20,10 @@ namespace llmc {
 
 // What is asked for: the rest of the step, ranks and layout, is searched.
 struct SearchFor {
-  StepConfig step;  // model, T, precision
+  StepConfig step = {};  // model, T, precision
   int64_t ranks = 1;
   int64_t sequences = 1;  // of a step
-  Device device;          // of a rank, with a machine
+  Device device = {};     // of a rank, with a machine
   int64_t memory = 0;     // bytes that a rank may use
 };
 

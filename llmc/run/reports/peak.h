@@ -113,53 +113,79 @@ inline double measure_bandwidth(const Device& device) {
   return std::max({rate(8, seconds[0]), rate(12, seconds[1]), rate(8, seconds[2]), rate(14, seconds[3])});
 }
 
-inline std::string peak_cache_file() {
-  const char* cache = std::getenv("XDG_CACHE_HOME");
-  const char* home = std::getenv("HOME");
-  if (cache != nullptr && *cache != '\0') return std::string(cache) + "/train_gpt/peak.json";
-  return std::string(home != nullptr && *home != '\0' ? home : "/tmp") + "/.cache/train_gpt/peak.json";
-}
+// What was measured before, by what it is of: a JSON object in a file of the user's cache directory. Works without a
+// readable or writable cache: then it is measured again.
+class MeasurementCache {
+ public:
+  explicit MeasurementCache(const std::string& name) : file_(directory() + "/" + name) {
+    try {
+      if (path_exists(file_)) all_ = read_json(file_);
+    } catch (const Error&) {
+    }
+    if (!all_.is_object()) all_ = nlohmann::json::object();
+  }
+  // Null: there is none, or it is older than `seconds`.
+  nlohmann::json find(const std::string& key, double seconds = std::numeric_limits<double>::infinity()) const {
+    if (!all_.contains(key) || !all_[key].is_object()) return {};
+    const nlohmann::json& entry = all_[key];
+    const double age = entry.contains("measured_at") && entry["measured_at"].is_number()
+                           ? now() - entry["measured_at"].get<double>()
+                           : -1;
+    return age >= 0 && age < seconds ? entry : nlohmann::json();
+  }
+  void keep(const std::string& key, nlohmann::json entry) {
+    entry["measured_at"] = now();
+    all_[key] = std::move(entry);
+    std::error_code ignored;
+    std::filesystem::create_directories(directory(), ignored);
+    try {
+      write_text_durably(file_, all_.dump(1) + "\n");
+    } catch (const Error&) {
+    }
+  }
+  const std::string& file() const { return file_; }
+
+ private:
+  static std::string directory() {
+    const char* cache = std::getenv("XDG_CACHE_HOME");
+    const char* home = std::getenv("HOME");
+    if (cache != nullptr && *cache != '\0') return std::string(cache) + "/train_gpt";
+    return std::string(home != nullptr && *home != '\0' ? home : "/tmp") + "/.cache/train_gpt";
+  }
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  }
+
+  std::string file_;
+  nlohmann::json all_ = nlohmann::json::object();
+};
 
 // The best ever measured for this processor, library, dtype and number of threads. It is cached, because the machine
 // may be busy now and idle next time, and measured again (a fraction of a second) after ten minutes.
-// Works without a readable or writable cache.
 inline double matmul_peak(const Device& device, DType dtype) {
   const std::string key =
       device.kind == DeviceKind::cuda
           ? formatted("{} | {} | {}{}", gpu_info(device.gpu).name, matmul_library(device), dtype,
                       device.tf32 == Tf32::yes ? " | tf32" : "")
           : formatted("{} | {} | {} | {} threads", processor_name(), matmul_library(device), dtype, device.threads);
-  const std::string file = peak_cache_file();
-  nlohmann::json cache = nlohmann::json::object();
-  try {
-    if (path_exists(file)) cache = read_json(file);
-  } catch (const Error&) {  // measure again, and write it anew
-  }
-  auto cached = [&](const char* field) {
-    const nlohmann::json entry = cache.contains(key) ? cache[key] : nlohmann::json();
-    return entry.is_object() && entry.contains(field) && entry[field].is_number() ? entry[field].get<double>() : 0.0;
+  MeasurementCache cache("peak.json");
+  const auto flops_of = [](const nlohmann::json& entry) {
+    return entry.is_object() && entry.contains("flops") && entry["flops"].is_number() ? entry["flops"].get<double>()
+                                                                                      : 0.0;
   };
-  constexpr double ten_minutes = 600;  // the machine may have been busy then
-  const double now = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-  const double age = now - cached("measured_at");
-  if (cached("flops") > 0 && age >= 0 && age < ten_minutes) return cached("flops");
-  const double best = std::max(cached("flops"), measure_matmul_peak(device, dtype));
-  cache[key] = {{"flops", best}, {"measured_at", now}};
-  std::error_code ignored;
-  std::filesystem::create_directories(std::filesystem::path(file).parent_path(), ignored);
-  try {
-    write_text_durably(file, cache.dump(1) + "\n");
-  } catch (const Error&) {  // measure again next time
-  }
+  constexpr double ten_minutes = 600;
+  if (const double recent = flops_of(cache.find(key, ten_minutes)); recent > 0) return recent;
+  const double best = std::max(flops_of(cache.find(key)), measure_matmul_peak(device, dtype));
+  cache.keep(key, {{"flops", best}});
   return best;
 }
 
 // The peaks that the speed of a run or a rank is compared with.
 struct Peaks {
-  double measured = 0;             // flops per second of matmul on this machine: the speed of light
-  double bandwidth = 0;            // bytes per second of memory that one rank reaches while the others rest
-  std::optional<double> promised;  // flops per second that MFU refers to; none: unknown
-  std::string source;              // where `promised` comes from
+  double measured = 0;                  // flops per second of matmul on this machine: the speed of light
+  double bandwidth = 0;                 // bytes per second of memory that one rank reaches while the others rest
+  std::optional<double> promised = {};  // flops per second that MFU refers to; none: unknown
+  std::string source;                   // where `promised` comes from
 
   Peaks times(double factor) const {
     return {measured * factor, bandwidth, promised ? std::optional(*promised * factor) : std::nullopt, source};
