@@ -173,11 +173,21 @@ inline std::string picture_of(const Pipeline& p, const PictureStyle& style = {})
   return detail::Picture(p, style).text();
 }
 
-// {"schedule", "stages", ..., "actions": [[{"kind", "chunk", "micro_batch", "slice", "begin", "end"}, ...] per stage]}
-inline std::string schedule_json(const Pipeline& p) {
+// {"kind", "chunk", "micro_batch", "slice", "begin", "end"}
+inline nlohmann::ordered_json action_json(const Action& a, const PassTime& time) {
   constexpr const char* kinds[] = {"forward",         "backward",          "backward_input",
                                    "backward_weight", "send_activations",  "receive_activations",
                                    "send_gradients",  "receive_gradients", "update"};
+  return {{"kind", kinds[static_cast<int>(a.kind)]},
+          {"chunk", a.chunk},
+          {"micro_batch", a.micro_batch},
+          {"slice", a.slice},
+          {"begin", time.begin},
+          {"end", time.end}};
+}
+
+// {"schedule", "stages", ..., "actions": [[action, ...] per stage]}
+inline std::string schedule_json(const Pipeline& p) {
   using Json = nlohmann::ordered_json;
   const std::vector<ActionList> lists = pipeline_actions(p);
   check_actions(p, lists);
@@ -199,15 +209,7 @@ inline std::string schedule_json(const Pipeline& p) {
     json["activations"].push_back(kept.activations);
     json["for_weights"].push_back(kept.for_weights);
     Json actions = Json::array();
-    for (size_t i = 0; i < lists[s].size(); ++i) {
-      const Action& a = lists[s][i];
-      actions.push_back({{"kind", kinds[static_cast<int>(a.kind)]},
-                         {"chunk", a.chunk},
-                         {"micro_batch", a.micro_batch},
-                         {"slice", a.slice},
-                         {"begin", sim.times[s][i].begin},
-                         {"end", sim.times[s][i].end}});
-    }
+    for (size_t i = 0; i < lists[s].size(); ++i) actions.push_back(action_json(lists[s][i], sim.times[s][i]));
     json["actions"].push_back(std::move(actions));
   }
   return json.dump();

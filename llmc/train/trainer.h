@@ -77,6 +77,15 @@ class Trainer {
   Arena& arena() const { return context_.arena; }
   Interpreter::Place place() const { return interpreter_.place(); }
   void time_actions(std::vector<double>* seconds) { interpreter_.time_actions(seconds); }
+  // The forwards and backwards of a step; with pipedream those of a single step, without its updates.
+  static std::vector<Action> actions_of(const StepConfig& config, int stage) {
+    Pipeline pipeline = config.pipeline();
+    if (pipeline.schedule == Schedule::pipedream) pipeline.schedule = Schedule::one_f_one_b;
+    if (config.layout.pipeline.stages == 1)
+      return training_actions(pipeline.schedule, config.layout.pipeline.chunks(), config.micro_batches,
+                              pipeline.slices);
+    return KeptLists::of_stage(pipeline_actions, pipeline, stage);
+  }
   bool has_layer(int64_t layer) const {
     return state_.has(layer_units(config_.model)[static_cast<size_t>(layer)].block);
   }
@@ -221,16 +230,6 @@ class Trainer {
     if (config.layout.pipeline.stages > 1 && config.stage_units().copy_of_embedding == groups.me.stage)
       for (ParamSpec& p : table.front().params) p.first_copy = false;
     return table;
-  }
-
-  // The forwards and backwards of a step; with pipedream those of a single step, without its updates.
-  static std::vector<Action> actions_of(const StepConfig& config, int stage) {
-    Pipeline pipeline = config.pipeline();
-    if (pipeline.schedule == Schedule::pipedream) pipeline.schedule = Schedule::one_f_one_b;
-    if (config.layout.pipeline.stages == 1)
-      return training_actions(pipeline.schedule, config.layout.pipeline.chunks(), config.micro_batches,
-                              pipeline.slices);
-    return KeptLists::of_stage(pipeline_actions, pipeline, stage);
   }
 
   // The forwards of this rank, with their messages.

@@ -394,6 +394,66 @@ TEST_CASE("a plan as JSON has the numbers of the plan, for each stage", "[run][p
   REQUIRE(small.err.find("does not fit into --memory-limit") != std::string::npos);
 }
 
+TEST_CASE("a plan as JSON says where the time goes, and what each stage does when", "[run][plan]") {
+  for (const std::string layout :
+       {"--ranks 1", "--ranks 4 --zero-stage 3", "--ranks 1 --schedule gpipe --token-slices 2", "--ranks 4 --pp 4",
+        "--ranks 4 --pp 2 --schedule zb-v", "--ranks 4 --pp 2 --schedule interleaved --pp-chunks 2 --zero-stage 1",
+        "--ranks 4 --pp 2 --tp 2 --schedule zb-h1 --tp-overlap"}) {
+    const ProgramResult run = run_program(
+        "--plan --json --sample-every 0 --machine h100x8 --model d8 -b 1 -t 256 --total-batch-size 2048 " + layout);
+    INFO(layout << run.err);
+    REQUIRE(run.status == 0);
+    const nlohmann::json json = nlohmann::json::parse(run.out);
+    const double step = json["step_seconds"];
+    const nlohmann::json& time = json["time"];
+    const double parts = time["compute_seconds"].get<double>() + time["exposed_communication_seconds"].get<double>() +
+                         time["bubble_seconds"].get<double>();
+    REQUIRE(std::abs(parts - step) < 1e-9 * step);
+    REQUIRE(time["update_seconds"] > 0);
+    REQUIRE(time["update_seconds"] < time["compute_seconds"]);
+    REQUIRE(json["hfu"] >= json["mfu"]);
+    double before = std::numeric_limits<double>::infinity();
+    for (const nlohmann::json& loss : time["losses"]) {
+      REQUIRE(loss["seconds"] > 0);
+      REQUIRE(loss["seconds"] <= before);
+      REQUIRE(!loss["remedy"].get<std::string>().empty());
+      before = loss["seconds"];
+    }
+    double exposed = 0, end = 0;
+    const size_t slowest = time["slowest_stage"];
+    for (const nlohmann::json& group : json["stages"][slowest]["exposed"]) exposed += group["seconds"].get<double>();
+    REQUIRE(std::abs(exposed - time["exposed_communication_seconds"].get<double>()) <= 1e-9 * step);
+
+    const int64_t passes = json["batch"]["micro_batches"].get<int64_t>() *
+                           json["layout"]["chunks_per_stage"].get<int64_t>() *
+                           std::max<int64_t>(1, std::ssize(json["layout"]["token_slices"]));
+    const bool split = layout.find("zb-") != std::string::npos;
+    for (const nlohmann::json& stage : json["stages"]) {
+      std::map<std::string, int64_t> kinds;
+      double now = 0;
+      for (const nlohmann::json& pass : stage["timeline"]) {  // one after the other
+        ++kinds[pass["kind"]];
+        REQUIRE(pass["begin"] >= now);
+        REQUIRE(pass["end"] >= pass["begin"]);
+        now = pass["end"];
+      }
+      REQUIRE(kinds ==
+              (split ? std::map<std::string, int64_t>{{"forward", passes},
+                                                      {"backward_input", passes},
+                                                      {"backward_weight", passes},
+                                                      {"update", 1}}
+                     : std::map<std::string, int64_t>{{"forward", passes}, {"backward", passes}, {"update", 1}}));
+      REQUIRE(stage["timeline"].back()["kind"] == "update");
+      end = std::max(end, now);
+    }
+    REQUIRE(std::abs(end - step) < 1e-9 * step);
+  }
+  const ProgramResult many =
+      run_program("--plan --json --machine h100x8 --model d1 -b 1 -t 64 --ranks 1 --total-batch-size 1048576");
+  REQUIRE(many.status == 0);
+  REQUIRE(nlohmann::json::parse(many.out)["stages"][0]["timeline"].is_null());  // 2 x 16384 passes
+}
+
 TEST_CASE("a plan of many stages has a row for each run of equal ones", "[run][plan]") {
   const ProgramResult run = run_program(
       "--plan --model d16 --n-embd 32 --n-head 2 --vocab-size 300 --local-ranks 16 --pp 16 -b 1 -t 16 "

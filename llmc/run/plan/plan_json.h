@@ -6,6 +6,7 @@
 #include <string>
 
 #include "run/plan/report_plan.h"
+#include "schedule/picture.h"
 
 namespace llmc {
 
@@ -15,7 +16,8 @@ using OrderedJson = nlohmann::ordered_json;
 
 // What a rank of a stage holds, computes and sends.
 inline OrderedJson rank_json(const Plan& plan) {
-  OrderedJson memory = OrderedJson::array(), sent = OrderedJson::array(), ops = OrderedJson::array();
+  OrderedJson memory = OrderedJson::array(), sent = OrderedJson::array(), ops = OrderedJson::array(),
+              exposed = OrderedJson::array();
   int64_t bytes = 0;
   for (const MemoryLine& line : plan.memory) {
     if (line.bytes > 0) memory.push_back({{"name", line.label}, {"bytes", line.bytes}});
@@ -25,8 +27,43 @@ inline OrderedJson rank_json(const Plan& plan) {
     if (of_group > 0) sent.push_back({{"group", group}, {"bytes", of_group}});
   for (const auto& [name, t] : plan.step_ops)
     ops.push_back({{"op", name}, {"calls", t.calls}, {"flops", t.flops}, {"bytes", t.bytes}, {"seconds", t.seconds}});
+  for (const auto& [group, seconds] : plan.exposed_by_group)
+    if (seconds > 0) exposed.push_back({{"group", group}, {"seconds", seconds}});
   return {{"memory_bytes", bytes},           {"memory", memory}, {"flops", plan.flops()}, {"ops", ops},
-          {"sent_bytes", plan.bytes_sent()}, {"sent", sent}};
+          {"sent_bytes", plan.bytes_sent()}, {"sent", sent},     {"exposed", exposed}};
+}
+
+// The passes of each stage, with begin and end in seconds, and then its update: an array for each stage. None without a
+// clock, with servers or pipedream, and where there are too many passes to draw.
+inline std::vector<OrderedJson> timelines_json(const StepConfig& step, const Plan& plan, const Device& device) {
+  constexpr int64_t most = 1 << 14;
+  if (!device.machine || plan.others || step.layout.pipeline.asynchronous()) return {};
+  const Pipeline pipeline = step.pipeline();
+  if (pipeline.chunks() * pipeline.passes() * (pipeline.splits_backward() ? 3 : 2) > most) return {};
+  const StageTimes times = stage_times(step, plan, *device.machine);
+  std::vector<OrderedJson> stages;
+  for (size_t s = 0; s < times.lists.size(); ++s) {
+    OrderedJson& stage = stages.emplace_back(OrderedJson::array());
+    for (size_t i = 0; i < times.lists[s].size(); ++i)
+      if (computes(times.lists[s][i].kind)) stage.push_back(action_json(times.lists[s][i], times.passes.times[s][i]));
+    const double begin = times.passes.makespan;
+    stage.push_back({{"kind", "update"}, {"begin", begin}, {"end", begin + times.others[s]}});
+  }
+  return stages;
+}
+
+// The split of a step's time, and what loses most.
+inline OrderedJson time_json(const StepConfig& step, const Plan& whole, const StepTime& time, const Machine& machine) {
+  const Plan& plan = whole.of_stage(time.stage);
+  OrderedJson losses = OrderedJson::array();
+  for (const Loss& loss : losses_of(step, plan, time, machine))
+    if (loss.seconds > 0) losses.push_back({{"seconds", loss.seconds}, {"what", loss.what}, {"remedy", loss.remedy}});
+  return {{"slowest_stage", time.stage},
+          {"compute_seconds", time.compute},
+          {"update_seconds", update_seconds(plan)},
+          {"exposed_communication_seconds", time.exposed},
+          {"bubble_seconds", time.bubble},
+          {"losses", losses}};
 }
 
 inline OrderedJson layout_json(const StepConfig& step) {
@@ -63,21 +100,25 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
   const bool limited = limit < std::numeric_limits<int64_t>::max();
   const double tokens = static_cast<double>(step.tokens());
   OrderedJson stages = OrderedJson::array();
+  const std::vector<OrderedJson> timelines = detail::timelines_json(step, plan, device);
   for (int s = 0; s < step.layout.pipeline.stages; ++s) {
     OrderedJson stage = {{"stage", s}, {"modules", detail::modules_text(step, s)}};
     stage.update(detail::rank_json(plan.of_stage(static_cast<size_t>(s))));
+    stage["timeline"] = timelines.empty() ? OrderedJson() : timelines[static_cast<size_t>(s)];
     stages.push_back(std::move(stage));
   }
-  std::optional<double> seconds, per_second, mfu;
+  std::optional<double> seconds, per_second, mfu, hfu;
   if (time) {
     seconds = time->step();
     per_second = tokens / *seconds;
     mfu = training_flops_per_token(step.model, step.batch.T) * *per_second /
           (device.machine->flops_per_s * step.layout.ranks());
+    hfu = detail::flops_of_step(plan, step) / (device.machine->flops_per_s * step.layout.ranks() * *seconds);
   }
   const OrderedJson json = {{"step_seconds", known(seconds)},
                             {"tokens_per_second", known(per_second)},
                             {"mfu", known(mfu)},
+                            {"hfu", known(hfu)},
                             {"memory_bytes", plan.total_bytes()},
                             {"memory_limit_bytes", limited ? OrderedJson(limit) : OrderedJson()},
                             {"fits", limited ? OrderedJson(fits(plan, limit)) : OrderedJson()},
@@ -100,11 +141,7 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
                               {"seq_len", step.batch.T},
                               {"steps", known(max_steps)}}},
                             {"layout", detail::layout_json(step)},
-                            {"time", time ? OrderedJson{{"slowest_stage", time->stage},
-                                                        {"compute_seconds", time->compute},
-                                                        {"exposed_communication_seconds", time->exposed},
-                                                        {"bubble_seconds", time->bubble}}
-                                          : OrderedJson()},
+                            {"time", time ? detail::time_json(step, plan, *time, *device.machine) : OrderedJson()},
                             {"stages", stages},
                             {"other_ranks", plan.others ? detail::rank_json(*plan.others) : OrderedJson()}};
   return json.dump(2);

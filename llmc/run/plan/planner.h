@@ -26,7 +26,7 @@ struct Plan {
   // others, or does transfers itself.
   double step_seconds = 0, exposed_seconds = 0;
   std::map<std::string, double> exposed_by_group;
-  std::vector<double> action_seconds;  // of each action of a pipeline's stage
+  std::vector<double> action_seconds;  // of each action of a step; none with pipedream
   std::shared_ptr<const Plan> others;  // of the ranks that a parameter server, rank 0, serves; none: as rank 0's
   // A plan for each stage of a pipeline; empty: all ranks have this one. Rank 0's is on the first stage.
   std::vector<std::shared_ptr<const Plan>> stages;
@@ -83,7 +83,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     const double begin = stream.seconds(), exposed_before = stream.exposed_seconds();
     const std::map<std::string, double> exposed = stream.exposed_by_group();
     stream.set_ledger(&plan.step_ops);
-    if (device.machine && config.layout.pipeline.stages > 1) trainer.time_actions(&plan.action_seconds);
+    if (device.machine) trainer.time_actions(&plan.action_seconds);
     trainer.step(nothing, {}, {.max_norm = 1});
     trainer.time_actions(nullptr);
     stream.set_ledger(nullptr);

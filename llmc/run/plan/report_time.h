@@ -35,9 +35,33 @@ inline double message_seconds(const StepConfig& step, const Machine& machine) {
                           .members = &ends});
 }
 
+// What the stages do when. The stages of a pipeline are planned alone; how they wait for each other is simulated with
+// the times of their actions.
+struct StageTimes {
+  std::vector<ActionList> lists;  // of each stage
+  Simulation passes;
+  std::vector<double> others;  // of each stage: before the first action and after the last: the update, for one
+  double step() const { return passes.makespan + *std::ranges::max_element(others); }
+};
+inline StageTimes stage_times(const StepConfig& step, const Plan& whole, const Machine& machine) {
+  const Pipeline pipeline = step.pipeline();
+  StageTimes times;
+  PassCosts costs;
+  if (pipeline.stages == 1) times.lists = {Trainer::actions_of(step, 0)};
+  else times.lists = pipeline_actions(pipeline), costs.message = message_seconds(step, machine);
+  for (int s = 0; s < pipeline.stages; ++s) {
+    const Plan& stage = whole.of_stage(static_cast<size_t>(s));
+    costs.actions.push_back(stage.action_seconds);
+    double actions = 0;
+    for (const double seconds : stage.action_seconds) actions += seconds;
+    times.others.push_back(stage.step_seconds - actions);
+  }
+  times.passes = simulate(pipeline, times.lists, costs);
+  return times;
+}
+
 // On the machine of the plan's clock; none without. The clock does not cover servers, which do not run in step with the
-// ranks they serve. The stages of a pipeline are planned alone; how they wait for each other is simulated with the
-// times of their actions.
+// ranks they serve.
 inline std::optional<StepTime> step_time(const StepConfig& step, const Plan& whole, const Device& device) {
   if (!device.machine || whole.others) return std::nullopt;
   const size_t slowest = whole.stage_with_most([](const Plan& p) { return p.step_seconds; });
@@ -45,16 +69,7 @@ inline std::optional<StepTime> step_time(const StepConfig& step, const Plan& who
   StepTime time{slowest, plan.step_seconds - plan.exposed_seconds, plan.exposed_seconds, 0};
   // Between two flushes, the slowest stage of an asynchronous pipeline never waits.
   if (step.layout.pipeline.stages == 1 || step.layout.pipeline.asynchronous()) return time;
-  PassCosts costs{.message = message_seconds(step, *device.machine)};
-  double others = 0;  // before the first action and after the last: the update, for one
-  for (const auto& stage : whole.stages) {
-    costs.actions.push_back(stage->action_seconds);
-    double actions = 0;
-    for (const double seconds : stage->action_seconds) actions += seconds;
-    others = std::max(others, stage->step_seconds - actions);
-  }
-  const Pipeline pipeline = step.pipeline();
-  time.bubble = simulate(pipeline, pipeline_actions(pipeline), costs).makespan + others - plan.step_seconds;
+  time.bubble = stage_times(step, whole, *device.machine).step() - plan.step_seconds;
   return time;
 }
 
@@ -120,6 +135,15 @@ inline std::vector<Loss> losses_of(const StepConfig& step, const Plan& plan, con
     add(computed - model, "computing again", "--recompute none, with a smaller --batch-size or a higher --zero-stage");
   std::ranges::stable_sort(losses, [](const Loss& a, const Loss& b) { return a.seconds > b.seconds; });
   return losses;
+}
+
+// The norm of the gradients and the update, which are part of the computation.
+inline double update_seconds(const Plan& plan) {
+  double sum = 0;
+  for (const auto& [name, t] : plan.step_ops)
+    if (name.ends_with("_update") || name == "square_sum" || name == "combine_scalars" || name == "clip_control")
+      sum += t.seconds;
+  return sum;
 }
 
 // Model flops utilisation: with causal attention, and with attention counted as if it were not causal, as papers do.
