@@ -22,9 +22,11 @@ import ipaddress
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import threading
+import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGE = os.path.join(ROOT, "scripts", "explorer")
@@ -169,9 +171,19 @@ def run(program, seconds, words, json_too=()):
     return done.stdout.decode("utf-8", "replace")
 
 
+def is_address(name):
+    """Is this what a Host header has for an address: 127.0.0.1, [::1]?"""
+    try:
+        if name.startswith("[") and name.endswith("]"):
+            return bool(ipaddress.IPv6Address(name[1:-1]))
+        return bool(ipaddress.IPv4Address(name))
+    except ValueError:
+        return False
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """Answers one connection. The server has `program`, `seconds` and `host`."""
-    server_version, sys_version = "explorer", ""
+    server_version, sys_version, default_request_version = "explorer", "", "HTTP/1.0"
     timeout = 15   # seconds that a client may be silent
 
     def do_GET(self):
@@ -194,7 +206,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             status, (kind, body) = 200, make()
         except Refused as refused:
             status, kind, body = refused.status, "application/json", json.dumps(refused.answer).encode()
-        self.close_connection = True   # what is left of a refused request is not read
+        self.close_connection = True
         self.send_response(status)
         for name, value in (("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body))),
                             ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"),
@@ -205,17 +217,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+        if status in (403, 404, 405, 411, 413, 415):
+            self.drain()
+
+    def drain(self):
+        """Takes what is left of a refused request, for a while: closing at once would reset the connection, and the
+        client might never read why."""
+        end, left = time.monotonic() + 2, 1 << 23
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(0.5)
+        try:
+            while left > 0 and time.monotonic() < end and (data := self.rfile.read1(1 << 16)):
+                left -= len(data)
+        except OSError:
+            pass
 
     def require_own_host(self):
         """Pages of other sites may send requests here, also under a name of their own that leads to this machine (DNS
         rebinding). So the Host must be an address, localhost or --host, and a page that asks must be ours."""
         hosts = self.headers.get_all("Host", [])
         name, _, port = hosts[0].rpartition(":") if len(hosts) == 1 else ("", "", "")
-        try:
-            ours = name in ("localhost", self.server.host) or bool(ipaddress.ip_address(name.strip("[]")))
-        except ValueError:
-            ours = False
-        if not ours or port != str(self.server.server_port):
+        if not (name in ("localhost", self.server.host) or is_address(name)) or port != str(self.server.server_port):
             raise Refused(403, f"Host {', '.join(hosts)[:80] or '(none)'!r} is not this server: open the address that "
                                "explorer.py printed")
         origin = self.headers.get("Origin")

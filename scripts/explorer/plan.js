@@ -75,8 +75,8 @@ function readAddress() {
   choices = startChoices();
   for (const [name, text] of new URLSearchParams(location.hash.slice(1))) {
     if (name === "tab" && ["plan", "schedules", "ring"].includes(text)) tab = text;
+    if (!Object.hasOwn(controls, name)) continue;
     const control = controls[name];
-    if (!control) continue;
     const value = isNumber(control) ? Number(text) : text;
     if (isNumber(control) ? Number.isInteger(value) : control.values.includes(value)) choices[name] = value;
   }

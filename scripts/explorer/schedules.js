@@ -42,19 +42,22 @@ function drawSchedules(answers) {
 }
 
 const latestSchedules = latestOnly();
-let schedulesShown = "";   // for which choices
+let schedulesAsked = "", schedulesQuestion = 0;   // for which choices; the latest
 function showSchedules() {
   byId("s-stages-value").textContent = `${stagesChosen()} stage${stagesChosen() === 1 ? "" : "s"}`;
   byId("s-batches-value").textContent = `${batchesChosen()} micro-batch${batchesChosen() === 1 ? "" : "es"}`;
   const wanted = schedules.map(choicesOf), key = JSON.stringify(wanted);
-  if (key === schedulesShown) return;
+  if (key === schedulesAsked) return;
+  schedulesAsked = key;
+  const question = ++schedulesQuestion;
   byId("s-charts").dataset.state = "waiting";
   byId("s-status").textContent = "planning …";
   latestSchedules(async () => {
     const answers = [];
-    for (const each of wanted) answers.push(await ask("/plan", each));
+    for (const each of wanted)
+      if (question === schedulesQuestion) answers.push(await ask("/plan", each));
+    if (question !== schedulesQuestion) return;
     drawSchedules(answers);
-    schedulesShown = key;
     byId("s-status").textContent = `${choices.model} on ${wanted[0].ranks} GPUs of ${choices.machine}, ` +
       `${count(wanted[0].total_batch)} tokens per step`;
     byId("s-charts").dataset.state = "ready";
