@@ -34,6 +34,7 @@
 #include "run/reports/step_report.h"
 #include "run/setup.h"
 #include "run/start.h"
+#include "run/trace/step_trace.h"
 #include "run/validation.h"
 #include "shard/whole_check.h"
 #include "train/lr_schedule.h"
@@ -57,6 +58,7 @@ class Training {
         watchdog_(world.local().watchdog),
         report_(job, log, peaks, rank == 0),
         checkpoints_(job, directory, log, report_, stop_),
+        trace_(o_.trace, log),
         run_(job.step, job.plan, rank_device(job.device, o_.place, rank - o_.place.first_rank()), world, rank),
         schedule_(choose_lr_schedule(o_, job.max_steps)),
         train_(job.train, {.seed = job.first_seed,
@@ -89,18 +91,24 @@ class Training {
 
   void run() {
     first_ = begun_ = progress_.done;
+    trace_.choose_step(o_.trace_step, first_, job_.max_steps);
     report_.resume_after(first_);
     try {
       choose_matmuls();
       finish_step();  // validation at step 0 shows where the run starts; a resumed run does what was left undone
       while (begun_ < job_.max_steps) {
-        read_ahead();
+        trace_.begin(begun_ + 1);
+        trace_.timed("read the batches", [&] { read_ahead(); });
         directory_ = checkpoints_.look_at_directory();
-        if (poll() == NewsKind::save) save_by_clock();
+        if (trace_.timed("agree to go on", [&] { return poll(); }) == NewsKind::save) save_by_clock();
+        trace_.begin_streams(run_);
         update();
-        if (!something_due(begun_)) continue;
-        finish_updates();
-        finish_step();
+        trace_.end_of_step();
+        if (something_due(begun_)) {
+          finish_updates();
+          trace_.timed("validation, sample, checkpoint", [&] { finish_step(); });
+        }
+        trace_.write(job_.step, run_);
       }
     } catch (const EndsEarly& early) {
       try {
@@ -237,11 +245,12 @@ class Training {
     const double lr = learning_rate(schedule_, step);
     const double infinity = std::numeric_limits<double>::infinity();
     if (o_.profile) run_.stream.set_ledger(&ops_);
-    PendingStep result =
-        run_.trainer.begin_step(batches_of_next_step(), optimizer_options(o_, lr, step),
-                                {.max_norm = o_.grad_clip,
-                                 .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
-                                 .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity});
+    const UpdateRule rule{.max_norm = o_.grad_clip,
+                          .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
+                          .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity};
+    PendingStep result = trace_.timed("enqueue the step", [&] {
+      return run_.trainer.begin_step(batches_of_next_step(), optimizer_options(o_, lr, step), rule);
+    });
     under_way_.push_back({step, lr, std::move(result)});
     begun_ = step;
     const bool waits = job_.device.kind != DeviceKind::cuda || o_.profile || o_.skip_loss_z || o_.skip_grad_z;
@@ -265,7 +274,7 @@ class Training {
   void finish_update() {
     const Update update = std::move(under_way_.front());
     under_way_.pop_front();
-    const StepResult result = update.result.wait();
+    const StepResult result = trace_.timed("wait for the result", [&] { return update.result.wait(); });
     if (o_.profile && under_way_.empty()) run_.stream.synchronize(), run_.stream.set_ledger(nullptr);
     progress_.losses.add(result.loss);
     progress_.norms.add(result.grad_norm);
@@ -339,6 +348,7 @@ class Training {
 
   [[noreturn]] void end(const EndsEarly& early) {
     finish_updates();
+    trace_.report_missing();
     if (early.kind == NewsKind::lost) end_lost(early.reason);
     if (early.kind == NewsKind::unreadable) end_unreadable(early.reason);
     if (progress_.done > 0) save(OnFailure::fail);
@@ -437,7 +447,8 @@ class Training {
   Watchdog* watchdog_;  // with several processes; else null
   StepReport report_;
   CheckpointSaver checkpoints_;
-  OpLedger ops_;  // declared before the stream that records ops in it
+  StepTrace trace_;  // declared before the streams that it records
+  OpLedger ops_;     // declared before the stream that records ops in it
   Run run_;
   LrSchedule schedule_;
   DataLoader train_;
@@ -476,6 +487,11 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
     else report_seen_samples(log, job);
   });
   require_same_everywhere(processes, job, resume);
+  if (!o.trace.empty())
+    together(processes, "trace", [&] {
+      traced_step(o.trace_step, resume ? resume->step : 0, job.max_steps);
+      if (first) require_writable_trace(o.trace);
+    });
   Peaks peaks;
   if (first) {
     peaks = find_peaks(job.device, job.step.precision.products, o.peak_tflops).times(devices_in_use(job.device, o));

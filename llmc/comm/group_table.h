@@ -1,6 +1,7 @@
 // group_table.h: the groups that every rank is in, as a table: what moves in each, on which stream, and between whom. A
 // new group is a row; groups.h makes communicators and streams of the rows.
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -46,6 +47,9 @@ enum class Lane : uint8_t {
   expert,    // rows for experts, while the shared expert computes
   host       // none: text between hosts
 };
+constexpr auto names_of_values(Lane) {
+  return std::array{"compute", "reduce", "gather", "exchange", "context", "expert", "host"};
+}
 inline constexpr int lanes = static_cast<int>(Lane::host) + 1;
 
 // How the members are found; in every case this rank is one of them.

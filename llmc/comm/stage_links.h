@@ -13,6 +13,7 @@
 #pragma once
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,6 +23,7 @@
 #include "comm/layout.h"
 #include "device/host_copy.h"
 #include "ops/ops_memory.h"
+#include "schedule/action_span.h"
 
 namespace llmc {
 
@@ -54,11 +56,14 @@ struct ReceivedHeaders {
 // One end of a link.
 class StageLink {
  public:
-  StageLink(const Device& device, int64_t scratch_bytes, std::unique_ptr<Comm> comm, int peer)
+  // span(action): of a message, in a trace
+  StageLink(const Device& device, int64_t scratch_bytes, std::unique_ptr<Comm> comm, int peer,
+            std::function<TraceSpan(const Action&)> span)
       : scratch_(device, scratch_bytes),
         stream_(device, scratch_, Precedence::communication),
         comm_(std::move(comm)),
-        peer_(peer) {}
+        peer_(peer),
+        span_(std::move(span)) {}
 
   Stream& stream() { return stream_; }
   Comm& comm() { return *comm_; }
@@ -84,6 +89,8 @@ class StageLink {
     compute.wait(b.free);
     copy(message.slice(0, payload.shape), payload, compute);
     stream_.wait(compute.record());
+    const StreamRange traced(
+        stream_, [&] { return span_of(header, ActionKind::send_activations, ActionKind::send_gradients, 0); });
     upload(header_of(message), std::vector<double>(header.begin(), header.end()), stream_);
     comm_->send(message, peer_, stream_);
     b.free = stream_.record();
@@ -96,7 +103,12 @@ class StageLink {
     const Tensor message = message_of(b, elements);
     b.header = expected;
     stream_.wait(b.free);
-    comm_->receive(message, peer_, stream_);
+    {
+      const StreamRange traced(stream_, [&] {
+        return span_of(expected, ActionKind::receive_activations, ActionKind::receive_gradients, 1);
+      });
+      comm_->receive(message, peer_, stream_);
+    }
     b.arrived = stream_.record();
     posted_.push_back(&b);
   }
@@ -122,6 +134,13 @@ class StageLink {
     Event free, arrived;
   };
   Buffer& next() { return buffers_[turn_++ % buffers_.size()]; }
+  // A message as one of two actions, of the chunk so many after the one that made it, in the direction of the message.
+  TraceSpan span_of(const MessageHeader& h, ActionKind of_activations, ActionKind of_gradients, int after) const {
+    const int chunk = static_cast<int>(h[1]), slice = static_cast<int>(h[3]);
+    const auto micro_batch = static_cast<int64_t>(h[2]);
+    return span_(h[0] == 0 ? Action{of_activations, chunk + after, micro_batch, slice}
+                           : Action{of_gradients, chunk - after, micro_batch, slice});
+  }
   // The size of a message with its header, which begins at a multiple of 8 bytes.
   static int64_t message_elements(DType dtype, int64_t elements) {
     const auto align = static_cast<int64_t>(sizeof(double)), header = static_cast<int64_t>(sizeof(MessageHeader));
@@ -144,6 +163,7 @@ class StageLink {
   Stream stream_;
   std::unique_ptr<Comm> comm_;
   int peer_;
+  std::function<TraceSpan(const Action&)> span_;
   std::vector<Buffer> buffers_;
   size_t turn_ = 0;
   std::vector<Buffer*> posted_;
@@ -159,6 +179,11 @@ class StageLinks {
     const int stages = layout.pipeline.stages;
     if (stages == 1) return;
     const int stage = stage_, inner = layout.ranks() / stages, first = rank - stage * inner;
+    const Pipeline pipeline{.schedule = layout.pipeline.schedule,
+                            .stages = stages,
+                            .chunks_per_stage = layout.pipeline.chunks_per_stage,
+                            .slices = std::max(1, static_cast<int>(layout.pipeline.slices.size()))};
+    const auto span = [=](const Action& a) { return message_span(a, pipeline, first, inner); };
     // The ring's edges e, from stage e to e + 1, in two or three colours: edges of one colour share no stage.
     const int edges = stages == 2 ? 1 : layout.pipeline.wraps() ? stages : stages - 1;
     const auto colour = [&](int e) { return e == stages - 1 && stages % 2 == 1 ? 2 : e % 2; };
@@ -177,7 +202,8 @@ class StageLinks {
         std::vector<int> members = {first + upper * inner, first + lower * inner};
         if (members[0] > members[1]) std::swap(members[0], members[1]);
         const int peer = members[0] == first + other * inner ? 0 : 1;
-        links_.push_back({from, to, std::make_unique<StageLink>(device, scratch_bytes, join(name, members), peer)});
+        links_.push_back(
+            {from, to, std::make_unique<StageLink>(device, scratch_bytes, join(name, members), peer, span)});
       }
   }
 

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -47,6 +48,16 @@ class Event {
   }
   double seconds() const { return seconds_; }
   const char* group() const { return group_; }
+  // The stream whose work it ends, for traces.
+  Event of_stream(std::string name) && {
+    stream_ = std::make_shared<const std::string>(std::move(name));
+    return std::move(*this);
+  }
+  std::string stream() const { return stream_ ? *stream_ : std::string(); }
+  bool done() const {
+    std::lock_guard lock(state_->mutex);
+    return state_->done;
+  }
   void signal(std::exception_ptr error = nullptr) const {
     const std::shared_ptr<State> state = state_;  // a waiter may destroy this event
     {
@@ -79,6 +90,7 @@ class Event {
   std::shared_ptr<State> state_;
   double seconds_ = 0;  // by the null device's clock
   const char* group_ = nullptr;
+  std::shared_ptr<const std::string> stream_;  // none: unknown
 #ifdef TRAIN_GPT_CUDA
   std::shared_ptr<cuda::Event> gpu_;
 #endif

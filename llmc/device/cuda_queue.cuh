@@ -89,6 +89,12 @@ class Queue {
     CUDA_CHECK(cudaEventRecord(event, stream_));
     return llmc::Event(std::move(event));
   }
+  // An event whose time can be compared with that of others of this GPU.
+  Event record_time() {
+    Event event(Event::For::timing);
+    CUDA_CHECK(cudaEventRecord(event, stream_));
+    return event;
+  }
   void wait(const Event& event, const std::source_location& where) { wait_for_event(stream_, event, where); }
 
   // Copies `bytes` bytes from `from` (host memory, which may change as soon as this returns) to `to`.

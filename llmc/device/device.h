@@ -25,6 +25,7 @@
 #include "device/cpu_queue.h"
 #include "device/host.h"
 #include "device/profiler_range.h"
+#include "device/stream_trace.h"
 #include "device/tensor.h"
 #ifdef TRAIN_GPT_CUDA
 #include "device/cuda_queue.cuh"
@@ -82,13 +83,6 @@ struct OpTotals {
   double flops = 0, bytes = 0, seconds = 0;
 };
 using OpLedger = std::map<std::string, OpTotals>;
-
-// When an op ran, and what it cost; for traces of what overlaps with what.
-struct Span {
-  const char* op;
-  double flops, bytes;
-  std::chrono::steady_clock::time_point begin, end;
-};
 
 class Arena;
 
@@ -178,19 +172,25 @@ class Stream {
   const std::map<std::string, double>& exposed_by_group() const { return clock_.exposed_by_group(); }
 
   Event record() {
-    if (cpu_) return cpu_->record();
+    if (cpu_) return trace_ == nullptr ? cpu_->record() : cpu_->record().of_stream(trace_->name());
 #ifdef TRAIN_GPT_CUDA
     if (gpu_) return gpu_->record();
 #endif
-    return Event::on_paper(seconds(), clock_.last_transfer());
+    Event event = Event::on_paper(seconds(), clock_.last_transfer());
+    return trace_ == nullptr ? event : std::move(event).of_stream(trace_->name());
   }
   // where: see cuda::wait_for_event.
   void wait(const Event& event, [[maybe_unused]] const std::source_location& where = std::source_location::current()) {
-    if (cpu_) cpu_->wait(event);
+    if (cpu_ && trace_ != nullptr) wait_traced(event);
+    else if (cpu_) cpu_->wait(event);
 #ifdef TRAIN_GPT_CUDA
     if (gpu_ && event.gpu() != nullptr) gpu_->wait(*event.gpu(), where);
 #endif
-    if (device_.kind == DeviceKind::null) clock_.wait(event.seconds(), event.group());
+    if (device_.kind != DeviceKind::null) return;
+    const double begin = seconds();
+    clock_.wait(event.seconds(), event.group());
+    if (trace_ != nullptr && seconds() > begin)
+      trace_->add(wait_span(event.group() == nullptr ? event.stream() : event.group()), begin, seconds());
   }
 
 #ifdef TRAIN_GPT_CUDA
@@ -226,15 +226,35 @@ class Stream {
 
   // Books each op here (until nullptr is set), where nobody else may remove entries. Call with the stream idle.
   void set_ledger(OpLedger* ledger) { ledger_ = ledger, booked_.clear(); }
-  // Likewise records when each op ran on the CPU.
-  void set_trace(std::vector<Span>* trace) { trace_ = trace; }
+  // Records in this trace (until nullptr is set) when what is enqueued runs: on a CPU and on paper all of it, on a GPU
+  // what is not in a CUDA graph, without waits. The trace is taken once the stream is idle.
+  void set_trace(StreamTrace* trace) { trace_ = trace; }
+  StreamTrace* trace() const { return trace_; }
+  // Begins and ends a span around what is enqueued between the two calls; see StreamRange.
+  void open_span(TraceSpan span) {
+    note_time([trace = trace_, span = std::move(span)](double now) { trace->open(span, now); });
+  }
+  void close_span() {
+    if (trace_ != nullptr) note_time([trace = trace_](double now) { trace->close(now); });
+  }
+  // Now, as time 0 of traces of this stream and others of its device.
+  TraceZero trace_zero() {
+    synchronize();
+#ifdef TRAIN_GPT_CUDA
+    if (gpu_) return {.gpu = std::make_shared<const cuda::Event>(gpu_->record_time())};
+#endif
+    return {};
+  }
 
  private:
   using Task = std::function<void()>;  // any op's, so that these are compiled once
 
   void run_on_paper(const OpCost& cost) {
-    const double seconds = clock_.run(cost);
+    const double before = this->seconds(), seconds = clock_.run(cost), begin = this->seconds() - seconds;
     if (ledger_ != nullptr) book(cost, seconds);
+    if (trace_ == nullptr) return;
+    if (begin > before) trace_->add(wait_span(cost.group == nullptr ? "" : cost.group), before, begin);
+    if (is_traced(cost)) trace_->add(span_of(cost), begin, this->seconds());
   }
   void run_task(const OpCost& cost, std::span<const Tensor> outputs, Task task) {
     const ProfilerRange range(cost.name);
@@ -245,14 +265,10 @@ class Stream {
         if (!t.empty()) inspector_(cost.name, t);
     } else if (ledger_ != nullptr) {
       enqueue_timed(cost, std::move(task));
-    } else if (trace_ != nullptr) {
-      enqueue([this, cost, task = std::move(task)] {
-        const auto begin = std::chrono::steady_clock::now();
-        task();
-        trace_->push_back({cost.name, cost.flops, cost.bytes, begin, std::chrono::steady_clock::now()});
-      });
     } else if (capturing_) {
       enqueue_captured(cost.name, task);
+    } else if (trace_ != nullptr && is_traced(cost)) {
+      enqueue_traced(cost, std::move(task));
     } else {
       enqueue(std::move(task));
     }
@@ -282,6 +298,51 @@ class Stream {
     });
   }
 
+  // ---- Traces ------------------------------------------------------------------------------------------------------
+
+  static bool is_transfer(const OpCost& cost) { return cost.group != nullptr; }
+  bool is_traced(const OpCost& cost) { return is_transfer(cost) || trace_->takes_op(); }
+  static TraceSpan span_of(const OpCost& cost) {
+    if (!is_transfer(cost))
+      return {.kind = SpanKind::op, .name = cost.name, .args = {{"flops", cost.flops}, {"bytes", cost.bytes}}};
+    return {.kind = SpanKind::transfer,
+            .name = formatted("{}: {}", cost.name, cost.group),
+            .args = {{"op", cost.name}, {"group", cost.group}, {"bytes", static_cast<int64_t>(cost.bytes)}}};
+  }
+  // whom: a stream, or the group whose transfer ends; empty: another stream
+  static TraceSpan wait_span(const std::string& whom) {
+    return {.kind = SpanKind::wait, .name = whom.empty() ? "wait" : "wait for " + whom};
+  }
+  void enqueue_traced(const OpCost& cost, Task task) {
+    if (!cpu_) {
+      open_span(span_of(cost));
+      enqueue(std::move(task));
+      return close_span();
+    }
+    enqueue([trace = trace_, span = span_of(cost), task = std::move(task)] {
+      const double begin = trace->now();
+      task();
+      trace->add(span, begin, trace->now());
+    });
+  }
+  void wait_traced(const Event& event) {
+    enqueue([trace = trace_, event] {
+      if (event.done()) return event.wait();
+      const double begin = trace->now();
+      event.wait();
+      trace->add(wait_span(event.stream()), begin, trace->now());
+    });
+  }
+  // Calls note(seconds), when it is known, with the time at which this stream gets here.
+  template <class F>
+  void note_time(F&& note) {
+    if (cpu_) cpu_->enqueue([trace = trace_, note] { note(trace->now()); });
+    if (device_.kind == DeviceKind::null) note(seconds());
+#ifdef TRAIN_GPT_CUDA
+    if (gpu_ && !gpu_->captures()) trace_->at(gpu_->record_time(), note);
+#endif
+  }
+
   void book(const OpCost& cost, double seconds) {
     OpTotals*& booked = booked_[cost.name];  // finding an op by its text would take most of a plan's time
     if (booked == nullptr) booked = &(*ledger_)[cost.name];
@@ -297,7 +358,7 @@ class Stream {
   PaperClock clock_;
   OpLedger* ledger_ = nullptr;
   std::unordered_map<const char*, OpTotals*> booked_;  // in it
-  std::vector<Span>* trace_ = nullptr;
+  StreamTrace* trace_ = nullptr;
   Inspector inspector_;
   bool capturing_ = false;  // a graph; after an error the stream is not used again
   std::unique_ptr<CpuQueue> cpu_;
@@ -305,6 +366,27 @@ class Stream {
   std::map<std::type_index, std::shared_ptr<void>> kept_;
   std::unique_ptr<cuda::Queue> gpu_;
 #endif
+};
+
+// Puts what is enqueued on a stream while it lives into a span of the stream's trace, if it has one.
+class [[nodiscard]] StreamRange {
+ public:
+  // make(): the TraceSpan; called only if the stream is traced
+  template <class Make>
+  StreamRange(Stream& stream, Make&& make) : stream_(stream.trace() == nullptr ? nullptr : &stream) {
+    if (stream_ != nullptr) stream_->open_span(make());
+  }
+  ~StreamRange() {
+    if (stream_ != nullptr) try {
+        stream_->close_span();
+      } catch (...) {  // the stream has failed: its next call says so
+      }
+  }
+  StreamRange(const StreamRange&) = delete;
+  StreamRange& operator=(const StreamRange&) = delete;
+
+ private:
+  Stream* stream_;
 };
 
 }  // namespace llmc

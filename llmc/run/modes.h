@@ -19,6 +19,7 @@
 #include "run/reports/report.h"
 #include "run/selftest/selftest.h"
 #include "run/setup.h"
+#include "run/trace/plan_trace.h"
 #include "schedule/picture.h"
 
 namespace llmc {
@@ -85,6 +86,10 @@ inline void run_plan(const Options& o) {
           *o.epochs);
     const int64_t samples = TokenShards(o.train_data, o.seq_len).samples();
     steps = choose_steps(o, config.tokens(), steps_of_an_epoch(samples, config.tokens() / o.seq_len));
+  }
+  if (!o.trace.empty()) {
+    require_writable_trace(o.trace);
+    write_trace(o.trace, plan_trace(config, rank, plan));
   }
   if (!o.json) {
     Log log = make_log(o);

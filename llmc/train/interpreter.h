@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "schedule/action_span.h"
+#include "schedule/simulate.h"
 #include "shard/zero.h"
 #include "train/in_flight.h"
 #include "train/stage.h"
@@ -31,7 +33,7 @@ class Interpreter {
     for (const Action& action : actions) {
       const double begin = context_.compute.seconds();
       enqueue(action, open, batches, logits);
-      if (action_seconds_ != nullptr) action_seconds_->push_back(context_.compute.seconds() - begin);
+      if (action_times_ != nullptr) action_times_->push_back({begin, context_.compute.seconds()});
     }
     if (state_.groups().stages() > 1) read_headers();
     if (pass.purpose != Purpose::generate) return;
@@ -66,6 +68,7 @@ class Interpreter {
     }
     const Slot slot = open.memory.slot(action);
     take_message(action, slot);
+    const StreamRange range(context_.compute, [&] { return action_span(action, config_.pipeline()); });
     auto enqueue_it = [&] { dispatch(action, slot, pass, logits); };
     if (replayable(action, pass))
       context_.compute.replayed(replays_[{action.kind, action.chunk, slot.inputs.tokens.bytes, slot.input.bytes}],
@@ -78,8 +81,8 @@ class Interpreter {
   void read_headers() { headers_.push_back(state_.groups().links.read_headers(context_.compute)); }
   std::vector<ReceivedHeaders> take_headers() { return std::exchange(headers_, {}); }
 
-  // On the null device: appends how long the compute stream takes for each action (until nullptr is set).
-  void time_actions(std::vector<double>* seconds) { action_seconds_ = seconds; }
+  // On the null device: appends when the compute stream begins and ends each action (until nullptr is set).
+  void time_actions(std::vector<PassTime>* times) { action_times_ = times; }
 
   // The interpreter's place in the list.
   struct Place {
@@ -223,7 +226,7 @@ class Interpreter {
   // By kind, chunk, and the addresses of its inputs.
   std::map<std::tuple<ActionKind, int, const std::byte*, const std::byte*>, Replay> replays_;
   std::vector<ReceivedHeaders> headers_;  // not yet taken
-  std::vector<double>* action_seconds_ = nullptr;
+  std::vector<PassTime>* action_times_ = nullptr;
   Action action_ = {ActionKind::forward, 0, -1};  // the action that is being enqueued
 };
 

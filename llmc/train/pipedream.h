@@ -159,6 +159,9 @@ class Pipedream {
   // The update of this stage with the gradients of step k.
   void update(int64_t k) {
     Stream& compute = context_.compute;
+    const StreamRange traced(compute, [&] {
+      return action_span({ActionKind::update, groups_.me.stage, k}, config_.pipeline());
+    });
     state_.gradients.finish(compute);
     for (size_t u = 0; u < state_.size(); ++u)
       state_.gradients.square_sum_of(u, row_.slice(1 + static_cast<int64_t>(u), {1}), compute);

@@ -100,7 +100,7 @@ class Stage {
     for (size_t l = c.layers.size(); l-- > 0;) {
       const LayerUnits& units = units_of(c.layers[l]);
       const UnitState& unit = state_.unit(units.block);
-      const ProfilerRange range = set_current("weight part of the backward of " + unit.spec().name);
+      const LayerRange range = set_current("weight part of the backward of " + unit.spec().name);
       const Sequences sequence = sequences(slot, {Purpose::train, slot.shape}, c.layers[l],
                                            [&]() -> const UnitState& { return state_.unit(*units.experts); });
       for_units(units, [&](size_t u) { state_.gradients.resume(u); });
@@ -139,9 +139,14 @@ class Stage {
   }
 
   // Names the work that is enqueued from here on.
-  ProfilerRange set_current(std::string what) {
+  struct LayerRange {
+    ProfilerRange profiler;
+    StreamRange trace;
+  };
+  LayerRange set_current(std::string what) {
     current_ = std::move(what);
-    return ProfilerRange(current_.c_str());
+    return {ProfilerRange(current_.c_str()),
+            StreamRange(context_.compute, [&] { return TraceSpan{.kind = SpanKind::layer, .name = current_}; })};
   }
 
   // The data that a block needs besides its weights; a generated text is one document. experts(): acquires their unit.
@@ -194,7 +199,7 @@ class Stage {
   // out (S, C)
   void forward_embedding(const Tensor& out, const Slot& slot) {
     Stream& stream = context_.compute;
-    const ProfilerRange range = set_current("forward of the embedding");
+    const LayerRange range = set_current("forward of the embedding");
     const UnitState& unit = state_.weights.acquire(embedding_unit, stream);
     parallel::Embedding{unit, parallel_}.forward(out, slot.inputs.tokens, slot.inputs.positions);
     state_.weights.release(embedding_unit, stream);
@@ -203,7 +208,7 @@ class Stage {
   void forward_block(int64_t layer, const BlockActivations& acts, const Tensor& x, const Slot& slot, const Pass& pass) {
     HeldLayer held(units_of(layer), state_, context_.compute);
     const UnitState& unit = held.block();
-    const ProfilerRange range = set_current("forward of " + unit.spec().name);
+    const LayerRange range = set_current("forward of " + unit.spec().name);
     const Sequences sequence = sequences(slot, pass, layer, [&]() -> const UnitState& { return held.experts(); });
     Block({model_, unit, acts, sequence, parallel_}).forward(x);
     held.release();
@@ -213,7 +218,7 @@ class Stage {
 
   // Final norm, logits and loss of x (S, C), forward and backward; slot.gradient = the gradient of x.
   void backward_head(const Tensor& x, const Slot& slot, bool last_micro_batch) {
-    const ProfilerRange range = set_current("backward of the head");
+    const LayerRange range = set_current("backward of the head");
     const Head head = acquire_head();
     start_gradients(head_unit(), slot);
     // A tied table gets its gradients in two parts, here and in backward_embedding(), which reduces them.
@@ -232,7 +237,7 @@ class Stage {
     const LayerUnits& units = units_of(layer);
     HeldLayer held(units, state_, context_.compute);
     const UnitState& unit = held.block();
-    const ProfilerRange range =
+    const LayerRange range =
         set_current((whole ? "backward of " : "input part of the backward of ") + unit.spec().name);
     Sequences sequence = sequences(slot, pass, layer, [&]() -> const UnitState& { return held.experts(); });
     if (sequence.routing.training) sequence.routing.training->records = false;
@@ -250,7 +255,7 @@ class Stage {
   }
 
   void backward_embedding(const Slot& slot, bool last_micro_batch) {
-    const ProfilerRange range = set_current("backward of the embedding");
+    const LayerRange range = set_current("backward of the embedding");
     if (!config_.model.tied || reduces_tied_parts()) start_gradients(embedding_unit, slot);
     const UnitState& unit = state_.unit(embedding_unit);
     parallel::Embedding{unit, parallel_}.backward(slot.gradient, slot.inputs.tokens, slot.inputs.positions);

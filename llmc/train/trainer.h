@@ -76,7 +76,7 @@ class Trainer {
   Stream& stream() const { return context_.compute; }
   Arena& arena() const { return context_.arena; }
   Interpreter::Place place() const { return interpreter_.place(); }
-  void time_actions(std::vector<double>* seconds) { interpreter_.time_actions(seconds); }
+  void time_actions(std::vector<PassTime>* times) { interpreter_.time_actions(times); }
   // The forwards and backwards of a step; with pipedream those of a single step, without its updates.
   static std::vector<Action> actions_of(const StepConfig& config, int stage) {
     Pipeline pipeline = config.pipeline();
@@ -96,12 +96,12 @@ class Trainer {
   // asynchronous pipeline the update is complete after P - 1 further ones, or flush().
   PendingStep begin_step(const BatchSource& batches, const OptimizerOptions& optimizer, UpdateRule rule) {
     const ProfilerRange range("step");
+    const StreamRange traced = span(SpanKind::step, pipedream_ ? "turn" : "step");
     if (pipedream_) return pipedream_->begin_step(batches, optimizer, rule);
     accumulate_gradients(batches);
     rule.largest_loss *= static_cast<double>(config_.tokens());
     decide(rule);
-    state_.update(control_, optimizer, context_.compute);
-    experts_.update_biases(control_, context_.compute);
+    update(optimizer);
     PendingStep pending(config_.tokens());
     pending.enqueued(loss_, control_, interpreter_.take_headers(), context_.compute);
     if (!experts_.empty())
@@ -306,6 +306,7 @@ class Trainer {
   // control_ = the values that the update needs, from the loss and the gradient norm of all ranks. With a parameter
   // server only the server has gradients, of all shards: it decides, and tells the others.
   void decide(const UpdateRule& rule) {
+    const StreamRange traced = span(SpanKind::layer, "norm of the gradients");
     Stream& stream = context_.compute;
     const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.layout.zero.shards;
     if (config_.layout.zero.updates() != ZeroConfig::Updates::server) {
@@ -322,6 +323,16 @@ class Trainer {
       clip_control(control_, square_sums_, loss_, rule, stream);
     }
     groups_[GroupName::scalars].broadcast(control_, 0, stream);
+  }
+
+  void update(const OptimizerOptions& optimizer) {
+    const StreamRange traced = span(SpanKind::layer, "update");
+    state_.update(control_, optimizer, context_.compute);
+    experts_.update_biases(control_, context_.compute);
+  }
+
+  StreamRange span(SpanKind kind, const char* name) const {
+    return StreamRange(context_.compute, [&] { return TraceSpan{.kind = kind, .name = name}; });
   }
 
   // loss_ and square_sums_ = the values combined over all ranks.

@@ -280,7 +280,8 @@ int ops_during_reductions(bool pushed, double seconds_per_byte) {
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   World world(Layout{.zero = zero}.mesh());
   world.throttle(seconds_per_byte);
-  std::vector<Span> compute, reduce;
+  const TraceZero zero;
+  StreamTrace compute("compute", zero), reduce("reduce", zero);
   run_ranks(world, [&](int rank) {
     Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
     init_weights(run.trainer.state(), 1, run.stream);
@@ -296,10 +297,11 @@ int ops_during_reductions(bool pushed, double seconds_per_byte) {
     run.groups.reduce_stream().synchronize();
   });
   int overlapping = 0;
-  for (const Span& r : reduce)
-    for (const Span& c : compute)
-      overlapping += std::string(r.op) == (pushed ? "push" : "reduce_scatter") &&
-                     std::string(c.op).find("_backward") != std::string::npos && r.begin < c.begin && c.end < r.end;
+  const Track of_compute = compute.take(), of_reduce = reduce.take();
+  for (const TraceSpan& r : of_reduce.spans)
+    for (const TraceSpan& c : of_compute.spans)
+      overlapping += r.name.starts_with(pushed ? "push:" : "reduce_scatter:") && c.kind == SpanKind::op &&
+                     c.name.find("_backward") != std::string::npos && r.begin < c.begin && c.end < r.end;
   return overlapping;
 }
 

@@ -41,7 +41,7 @@ inline const std::vector<OptionKind>& option_kinds() {
         "--weight-decay", "--beta1", "--beta2", "--adam-eps", "--grad-clip", "--skip-loss-z", "--skip-grad-z",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
         "--checkpoint-errors", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights",
-        "--grad-reduce", "--profile", "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch",
+        "--grad-reduce", "--profile", "--trace", "--trace-step", "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch",
         "--moe-aux-loss", "--moe-z-loss", "--moe-bias-rate", "--moe-capacity-factor"}},
       {OptionKind::train_data, {"--train-data"}},
       {OptionKind::val_data, {"--val-data"}},

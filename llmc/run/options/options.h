@@ -135,6 +135,8 @@ struct Options {
   double init_timeout = 600, comm_timeout = 300;  // seconds
   bool evaluate = false, generate = false, interactive = false, plan = false, selftest = false, verify_data = false,
        profile = false;
+  std::string trace;                  // a file; empty: none
+  std::optional<int64_t> trace_step;  // of this start; none: usually the third
   SelftestLayouts selftest_layouts = SelftestLayouts::pairs;
   bool plan_auto = false, plan_examples = false;
   std::optional<int64_t> plan_ranks;
@@ -505,6 +507,11 @@ void visit_options(O& o, Visitor&& visit) {
         "count them");
   visit("--profile", "", o.profile, Limits{}, free,
         "time every op and print a table after training; slower, because ops then wait for each other");
+  visit("--trace", "", o.trace, Limits{}, free,
+        "write the timeline of one step to this file, for https://ui.perfetto.dev or chrome://tracing: when each rank "
+        "computes, communicates and waits; with --plan, the step on paper of each stage, on --machine");
+  visit("--trace-step", "", o.trace_step, at_least(1), free,
+        "the step of --trace, counted from the start or resume of the run; default: 3, or the last if there are fewer");
   visit("--peak-tflops", "", o.peak_tflops, between(1e-6, 1e9), free,
         "peak that MFU refers to, in TFLOP/s; default: the GPU's datasheet (dense), or the CPU's measured matmul peak");
   visit("--log-gpu-every", "", o.log_gpu_every, at_least(0), free,

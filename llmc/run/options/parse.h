@@ -160,6 +160,15 @@ inline void validate_pipeline(const Options& o) {
   CHECK(!o.json || o.evaluate || o.plan, "--json is for --plan, --print-schedule and --evaluate");
 }
 
+inline void validate_trace(const Options& o) {
+  CHECK(!o.trace_step || !o.trace.empty(), "--trace-step {} is for --trace: name its file, or leave out --trace-step",
+        o.trace_step.value_or(0));
+  CHECK(!o.trace_step || !o.plan, "--trace-step {} with --plan: all steps of a plan are equal: leave it out",
+        o.trace_step.value_or(0));
+  CHECK(o.trace.empty() || !o.profile,
+        "--trace with --profile, which makes ops wait for each other: leave out one of them");
+}
+
 // Checks how long a run is.
 inline void validate_length(const Options& o) {
   std::vector<std::string> given;
@@ -238,7 +247,8 @@ inline void validate(const Options& o) {
   CHECK(o.num_samples == 1, "--num-samples {} is for --generate: training takes one sample at a time", o.num_samples);
   CHECK(!o.interactive, "--interactive is for --generate: add it, or leave out --interactive");
   CHECK(o.prompt != "-", "--prompt - stands for stdin, which --generate reads, not training: give a text");
-  if (!o.verify_data) validate_layout(o), validate_optimizer(o), validate_experts(o), validate_length(o);
+  if (!o.verify_data)
+    validate_layout(o), validate_optimizer(o), validate_experts(o), validate_length(o), validate_trace(o);
   if (o.evaluate) return validate_evaluation(o);
   if (o.plan) return;
   CHECK(!o.train_data.empty(),

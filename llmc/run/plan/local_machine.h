@@ -104,7 +104,7 @@ inline void time_ops(const StepConfig& step, const Device& device, Samples& samp
       return batch;
     };
     for (int turn = 0; turn < 5; ++turn) {
-      std::vector<Span> trace;
+      StreamTrace trace("ops", TraceZero());
       run.stream.set_trace(&trace);
       run.trainer.step(batches, {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .step = turn + 1},
                        {.max_norm = 1});
@@ -112,9 +112,10 @@ inline void time_ops(const StepConfig& step, const Device& device, Samples& samp
       run.stream.set_trace(nullptr);
       if (turn == 0) continue;  // warms up
       std::map<Size, std::pair<int, double>> now;
-      for (const Span& span : trace) {
-        auto& [calls, seconds] = now[{span.op, span.bytes, span.flops}];
-        ++calls, seconds += std::chrono::duration<double>(span.end - span.begin).count();
+      for (const TraceSpan& span : trace.take().spans) {
+        if (span.kind != SpanKind::op) continue;
+        auto& [calls, seconds] = now[{span.name, span.args["bytes"].get<double>(), span.args["flops"].get<double>()}];
+        ++calls, seconds += span.end - span.begin;
       }
       for (const auto& [size, of_size] : now) {
         const double mean = of_size.second / of_size.first;

@@ -83,9 +83,11 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     const double begin = stream.seconds(), exposed_before = stream.exposed_seconds();
     const std::map<std::string, double> exposed = stream.exposed_by_group();
     stream.set_ledger(&plan.step_ops);
-    if (device.machine) trainer.time_actions(&plan.action_seconds);
+    std::vector<PassTime> actions;
+    if (device.machine) trainer.time_actions(&actions);
     trainer.step(nothing, {}, {.max_norm = 1});
     trainer.time_actions(nullptr);
+    for (const PassTime& a : actions) plan.action_seconds.push_back(a.end - a.begin);
     stream.set_ledger(nullptr);
     plan.step_seconds = stream.seconds() - begin;
     plan.exposed_seconds = stream.exposed_seconds() - exposed_before;

@@ -42,6 +42,8 @@ inline Options of_any_start(Options o) {
   o.restart = false;
   o.rank = o.world_size = std::nullopt;
   o.rendezvous.clear();
+  o.trace.clear();
+  o.trace_step = std::nullopt;
   return o;
 }
 
