@@ -1,0 +1,92 @@
+// Traces of a step on GPUs (run/trace/rank_trace.h): CUDA events around actions, layers and ops; what a CUDA graph
+// contains is not seen, and recording changes no number.
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda/trainer/trainer_test.h"
+#include "run/trace/rank_trace.h"
+#include "run/trace/trace_checker.h"
+#include "run/trace/trace_file.h"
+
+using namespace llmc;
+
+namespace {
+
+struct TracedSteps {
+  std::vector<double> losses;                // of all ranks
+  std::map<int, std::vector<Track>> tracks;  // by rank, of the last step
+  nlohmann::json file;
+};
+TracedSteps train(const StepConfig& step, const selftest::Machine& machine, bool traced) {
+  TracedSteps result;
+  std::mutex mutex;
+  const Plan plan = make_plan(step, machine.device);
+  World world(step.layout.mesh(), machine.backend);
+  run_ranks(world, [&](int rank) {
+    std::optional<RankTrace> trace;  // outlives the streams
+    Run run(step, plan, machine.of_rank(rank), world, rank);
+    init_weights(run.trainer.state(), 42, run.stream);
+    std::vector<double> losses;
+    for (int k = 0; k < 3; ++k) {
+      if (traced && k == 2) trace.emplace(run.stream, run.groups);
+      losses.push_back(run.trainer
+                           .step([&](int64_t) { return selftest::read_batch(step, run.groups.reader(), k); },
+                                 {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .step = k + 1},
+                                 {.max_norm = 1})
+                           .loss);
+    }
+    const std::lock_guard lock(mutex);
+    result.losses.insert(result.losses.end(), losses.begin(), losses.end());
+    if (trace) result.tracks[rank] = trace->take();
+  });
+  std::vector<std::string> events;
+  for (const auto& [rank, tracks] : result.tracks) events.push_back(trace_events(rank, "rank", tracks));
+  TraceArgs about = about_trace(step, "run", "of a test");
+  about["step"] = 3;
+  if (traced) result.file = nlohmann::json::parse(trace_file(about, events));
+  return result;
+}
+int64_t count(const TracedSteps& steps, SpanKind kind) {
+  int64_t n = 0;
+  for (const auto& [rank, tracks] : steps.tracks)
+    for (const Track& t : tracks)
+      n += std::ranges::count_if(t.spans, [&](const TraceSpan& s) { return s.kind == kind; });
+  return n;
+}
+
+StepConfig small_step(const PipelineParallel& pipeline) {
+  ModelConfig config = selftest::Model{"llama", false, DType::fp32, 2, 2}.config();
+  config.n_layer = 3;
+  StepConfig step = selftest::step_config(config, DType::fp32, 1, Layout{.pipeline = pipeline});
+  step.batch.T = 5;
+  step.micro_batches = 3;
+  return step;
+}
+
+}  // namespace
+
+TEST_CASE("a trace on a GPU has every action, with layers and ops unless a CUDA graph hides them", "[trainer][trace]") {
+  const StepConfig step = small_step({});
+  selftest::Machine graphs = gpu, plain = gpu;
+  plain.device.graphs = false;
+  const TracedSteps with_graphs = train(step, graphs, true), without = train(step, plain, true);
+  REQUIRE(trace_faults(with_graphs.file) == "");
+  REQUIRE(trace_faults(without.file) == "");
+  REQUIRE(count(with_graphs, SpanKind::action) == 6);
+  REQUIRE(count(without, SpanKind::action) == 6);
+  REQUIRE(count(with_graphs, SpanKind::layer) < count(without, SpanKind::layer));
+  REQUIRE(count(with_graphs, SpanKind::op) < count(without, SpanKind::op));
+  REQUIRE(count(without, SpanKind::op) > 100);
+  REQUIRE(with_graphs.losses == train(step, graphs, false).losses);
+}
+
+TEST_CASE("a trace of stages on GPUs has their messages, and changes no number", "[trainer][pp][trace]") {
+  const StepConfig step = small_step({Schedule::zb_h1, 2, 1});
+  const TracedSteps traced = train(step, gpu, true);
+  REQUIRE(trace_faults(traced.file) == "");
+  REQUIRE(traced.tracks.size() == 2);
+  REQUIRE(count(traced, SpanKind::transfer) > 0);
+  REQUIRE(traced.losses == train(step, gpu, false).losses);
+}
