@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# ./train_gpt --print-schedule draws schedules, as text and as JSON, and scripts/plot_schedule.py plots the JSON;
-# impossible schedules, and runs of those that can only be drawn, are rejected by name.
+# ./train_gpt --print-schedule draws schedules, as text and as JSON, and scripts/plot_schedule.py plots the JSON, and the
+# files of --trace; impossible schedules, and runs of those that can only be drawn, are rejected by name.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
@@ -63,7 +63,10 @@ fi
 [ "$(plot "$dir/zb-h1.json")" = "plot: $dir/zb-h1.png, 96 passes" ] || fail "not 4 x 8 x 3 passes were plotted"
 [ "$(plot "$dir/zb-h1.json" "$dir/interleaved.json" -o "$dir/both.png")" = "plot: $dir/both.png, 120 passes" ] ||
   fail "not 96 and 2 x 2 x 3 x 2 passes were plotted"
-for png in zb-h1 both; do
+./train_gpt --plan --machine h100x8 --model gpt2:124M --dtype bf16 --ranks 4 --pp 2 --schedule gpipe --batch-size 4 \
+  --seq-len 256 --total-batch-size 8192 --trace "$dir/plan.json" >"$dir/plan.txt"
+[ "$(plot "$dir/plan.json")" = "plot: $dir/plan.png, 16 passes" ] || fail "not 2 x 4 x 2 passes of a trace were plotted"
+for png in zb-h1 both plan; do
   [ "$(head -c 4 "$dir/$png.png" | tail -c 3)" = PNG ] || fail "$png.png is no PNG"
 done
 echo '{"schedule": "zb-h1"}' >"$dir/part.json"
@@ -71,5 +74,8 @@ echo 'zb-h1' >"$dir/text.json"
 refuses 'no "stages"; expected what ./train_gpt --print-schedule --json prints' plot "$dir/part.json"
 refuses 'not JSON; expected what' plot "$dir/text.json"
 refuses 'cannot read' plot "$dir/none.json"
+echo '{"traceEvents": [], "otherData": {}}' >"$dir/empty.json"
+refuses 'not a trace of ./train_gpt --trace' plot "$dir/empty.json"
+refuses 'different units of time' plot "$dir/plan.json" "$dir/zb-h1.json" -o "$dir/mixed.png"
 refuses 'name the output with -o' plot "$dir/zb-h1.json" "$dir/interleaved.json"
 echo 'schedule_test: ok'

@@ -2,13 +2,14 @@
 // contains is not seen, and recording changes no number.
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "cuda/trainer/trainer_test.h"
 #include "run/trace/rank_trace.h"
-#include "run/trace/trace_checker.h"
 #include "run/trace/trace_file.h"
+#include "run/trace_checker.h"
 
 using namespace llmc;
 
