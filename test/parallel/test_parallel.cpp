@@ -280,8 +280,8 @@ int ops_during_reductions(bool pushed, double seconds_per_byte) {
   const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
   World world(Layout{.zero = zero}.mesh());
   world.throttle(seconds_per_byte);
-  const TraceZero zero;
-  StreamTrace compute("compute", zero), reduce("reduce", zero);
+  const TraceZero now;
+  StreamTrace compute("compute", now), reduce("reduce", now);
   run_ranks(world, [&](int rank) {
     Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
     init_weights(run.trainer.state(), 1, run.stream);
