@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# ./train_gpt --print-schedule draws schedules, as text and as JSON, and scripts/plot_schedule.py plots the JSON, and the
-# files of --trace; impossible schedules, and runs of those that can only be drawn, are rejected by name.
+# ./train_gpt --print-schedule draws schedules, as text and as JSON, and scripts/plot_schedule.py plots the JSON, and
+# the files of --trace; impossible schedules, and runs of those that can only be drawn, are rejected by name.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
