@@ -106,7 +106,8 @@ inline void time_ops(const StepConfig& step, const Device& device, Samples& samp
     for (int turn = 0; turn < 5; ++turn) {
       StreamTrace trace("ops", TraceZero());
       run.stream.set_trace(&trace);
-      run.trainer.step(batches, {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .step = turn + 1},
+      run.trainer.step(batches,
+                       {.lr = 1e-4f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0, .step = turn + 1},
                        {.max_norm = 1});
       run.stream.synchronize();
       run.stream.set_trace(nullptr);
