@@ -237,12 +237,14 @@ class Log {
   }
 
   // A line that the next one overwrites; prints nothing without ProgressLine::shown.
-  void progress(const std::string& what, int64_t done, int64_t total) {
+  void progress(const std::string& text) {
     if (!live_) return;
-    std::printf("\r\033[K%s %lld/%lld", printable(what).c_str(), static_cast<long long>(done),
-                static_cast<long long>(total));
+    std::printf("\r\033[K%s", printable(text).c_str());
     std::fflush(stdout);
     progress_shown_ = true;
+  }
+  void progress(const std::string& what, int64_t done, int64_t total) {
+    progress(formatted("{} {}/{}", what, done, total));
   }
 
  private:

@@ -18,11 +18,47 @@
 #include "run/processes.h"
 #include "run/reports/report.h"
 #include "run/selftest/selftest.h"
+#include "run/selftest/sweep.h"
 #include "run/setup.h"
 #include "run/trace/plan_trace.h"
 #include "schedule/picture.h"
 
 namespace llmc {
+
+namespace detail {
+
+// The layouts of layouts.h.
+inline bool compare_layouts(Log& log, const Options& o, const selftest::Machine& machine) {
+  std::vector<selftest::ModelLayouts> models = selftest::all_layouts(static_cast<int>(o.ranks));
+  if (o.selftest_layouts == SelftestLayouts::pairs) {
+    const int64_t all = selftest::count_layouts(models);
+    models = selftest::every_pair(models);
+    log.line(formatted(
+        "self-test: every pair of choices occurs in these {} of {} layouts; --selftest-layouts all compares all",
+        selftest::count_layouts(models), all));
+  }
+  return run_selftest(log, models, machine);
+}
+
+// --selftest-minutes and --selftest-draws.
+inline bool compare_draws(Log& log, const Options& o, const selftest::Machine& machine) {
+  const std::optional<DrawRange> draws = selftest_draws(o);
+  selftest::Sweep sweep{.minutes = o.selftest_minutes, .max_ranks = static_cast<int>(o.ranks)};
+  sweep.first = draws ? draws->first : selftest::fresh_draw(machine.processes);
+  if (draws) sweep.last = draws->last;
+  if (draws && !sweep.last && !sweep.minutes) sweep.last = sweep.first;
+  sweep.lists_all = !sweep.minutes;
+  sweep.command = [o](uint64_t draw) {
+    Options repeats = o;
+    repeats.selftest_layouts = Options().selftest_layouts;
+    repeats.selftest_minutes.reset();
+    repeats.selftest_draws = std::to_string(draw);
+    return command_line(repeats);
+  };
+  return run_sweep(log, sweep, machine);
+}
+
+}  // namespace detail
 
 // --selftest: compares layouts of the available ranks with one CPU rank.
 inline void run_selftest_mode(const Options& o, const Processes& processes) {
@@ -35,15 +71,10 @@ inline void run_selftest_mode(const Options& o, const Processes& processes) {
                 {formatted("the device, of --device {}", o.device), name_of(machine.device.kind)}});
   if (machine.device.kind == DeviceKind::cuda) machine.gpus = visible_gpus().count;
   if (!processes.alone()) machine.processes = &processes;
-  std::vector<selftest::ModelLayouts> models = selftest::all_layouts(static_cast<int>(o.ranks));
-  if (o.selftest_layouts == SelftestLayouts::pairs) {
-    const int64_t all = selftest::count_layouts(models);
-    models = selftest::every_pair(models);
-    log.line(formatted(
-        "self-test: every pair of choices occurs in these {} of {} layouts; --selftest-layouts all compares all",
-        selftest::count_layouts(models), all));
-  }
-  if (!run_selftest(log, models, machine))
+  bool good = true;
+  if (o.selftest_draws.empty()) good = detail::compare_layouts(log, o, machine);
+  if (!o.selftest_draws.empty() || o.selftest_minutes) good &= detail::compare_draws(log, o, machine);
+  if (!good)
     throw SharedError("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
 }
 

@@ -138,6 +138,8 @@ struct Options {
   std::string trace;                  // a file; empty: none
   std::optional<int64_t> trace_step;  // of this start; none: usually the third
   SelftestLayouts selftest_layouts = SelftestLayouts::pairs;
+  std::optional<double> selftest_minutes;
+  std::string selftest_draws;
   bool plan_auto = false, plan_examples = false;
   std::optional<int64_t> plan_ranks;
   std::string machine;          // to plan for; empty: this one
@@ -502,6 +504,13 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--selftest-layouts", "", o.selftest_layouts, any_of<SelftestLayouts>(), free,
         "pairs: a subset in which every pair of choices occurs (of axes, stages, schedules, families, in either "
         "dtype); all: every layout");
+  visit("--selftest-minutes", "", o.selftest_minutes, between(0, 1e6), free,
+        "after these layouts, go on for so many minutes with models, options and layouts drawn at random, in any "
+        "possible combination; each run draws others, and prints the command that repeats a draw that failed");
+  visit(
+      "--selftest-draws", "", o.selftest_draws, Limits{}, free,
+      "instead of the layouts, compare draw N, or draws N-M; with --selftest-minutes, those from N on; a draw depends "
+      "on its number and on the number of ranks");
   visit("--verify-data", "", o.verify_data, Limits{}, free,
         "instead of training, read all of --train-data and --val-data, check every token against the vocabulary, and "
         "count them");

@@ -106,6 +106,43 @@ inline std::optional<int64_t> token_slices(const Options& o) {
   return slices;
 }
 
+// The draws that --selftest-draws names: N, or N-M; none: it was not given.
+struct DrawRange {
+  uint64_t first;
+  std::optional<uint64_t> last;  // none: N alone
+};
+inline std::optional<DrawRange> selftest_draws(const Options& o) {
+  const std::string& text = o.selftest_draws;
+  if (text.empty()) return std::nullopt;
+  const auto number = [&](const std::string& digits) {
+    uint64_t value = 0;
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+    CHECK(error == std::errc() && end == digits.data() + digits.size() && value < std::numeric_limits<uint64_t>::max(),
+          "--selftest-draws '{}': expected the number of a draw, such as 123, or a range, 120-129", shown(text));
+    return value;
+  };
+  const size_t dash = text.find('-');
+  DrawRange range{number(text.substr(0, dash)), std::nullopt};
+  if (dash != text.npos) range.last = number(text.substr(dash + 1));
+  CHECK(!range.last || *range.last >= range.first, "--selftest-draws {}: the range ends before it begins", text);
+  return range;
+}
+
+// Checks the options of the self-test.
+inline void validate_selftest(const Options& o) {
+  CHECK(o.selftest || o.selftest_layouts == Options().selftest_layouts,
+        "--selftest-layouts {} is for --selftest: add it, or leave out --selftest-layouts", o.selftest_layouts);
+  CHECK(o.selftest || !o.selftest_minutes,
+        "--selftest-minutes {} is for --selftest: add it, or leave out --selftest-minutes",
+        o.selftest_minutes.value_or(0));
+  CHECK(o.selftest || o.selftest_draws.empty(),
+        "--selftest-draws {} is for --selftest: add it, or leave out --selftest-draws", shown(o.selftest_draws));
+  CHECK(o.selftest_draws.empty() || o.selftest_layouts == Options().selftest_layouts,
+        "--selftest-layouts {} with --selftest-draws, which leaves those layouts out: choose one of them",
+        o.selftest_layouts);
+  selftest_draws(o);
+}
+
 // Checks how the ranks share a step.
 inline void validate_layout(const Options& o) {
   std::string group, values;  // "--tp and --cp", "--tp 2 with --cp 2"
@@ -217,8 +254,7 @@ inline void validate(const Options& o) {
             1,
         "--evaluate, --generate, --plan, --plan-auto, --plan-examples, --selftest, --verify-data and --print-schedule: "
         "choose one of them");
-  CHECK(o.selftest || o.selftest_layouts == Options().selftest_layouts,
-        "--selftest-layouts {} is for --selftest: add it, or leave out --selftest-layouts", o.selftest_layouts);
+  validate_selftest(o);
   CHECK(o.plan || o.plan_auto || o.machine.empty(), "--machine {} is for --plan: add it, or leave out --machine",
         shown(o.machine));
   CHECK(o.plan || o.plan_auto || !o.plan_ranks, "--ranks {} is for --plan: add it, or use --local-ranks",

@@ -90,7 +90,6 @@ class RouteRecorder {
  public:
   RouteRecorder(Routes& all, std::mutex& mutex, const Run& run)
       : all_(all), mutex_(mutex), groups_(run.groups), trainer_(run.trainer) {
-    CHECK(trainer_.config().layout.pipeline.slices.empty(), "routes of token slices are not recorded");
     trainer_.stream().set_inspector([this](const char* op, const Tensor& t) { look(op, t); });
   }
   ~RouteRecorder() { trainer_.stream().set_inspector(nullptr); }
@@ -117,15 +116,15 @@ class RouteRecorder {
     if (std::ssize(logits_) != t.shape[0] * E) return;          // a shared expert's gate is a router of one expert
     constexpr std::string_view forward = "forward of blocks.";  // skips recomputation
     const Interpreter::Place place = trainer_.place();
-    if (place.what.starts_with(forward)) add(t, std::stoll(place.what.substr(forward.size())), place.micro_batch);
+    if (place.what.starts_with(forward)) add(t, std::stoll(place.what.substr(forward.size())), place);
   }
 
   // choices (S, k): for the logits that came before
-  void add(const Tensor& choices, int64_t layer, int64_t micro_batch) {
+  void add(const Tensor& choices, int64_t layer, const Interpreter::Place& place) {
     const StepConfig& step = trainer_.config();
-    const int64_t E = step.model.experts.count, k = step.model.experts.per_token, T = step.batch.T;
-    const int64_t first_row = first_stream_row(),
-                  first_sample = (micro_batch * step.layout.readers() + groups_.reader()) * step.batch.B;
+    const int64_t E = step.model.experts.count, k = step.model.experts.per_token;
+    const int64_t first_row = first_stream_row(place.slice),
+                  first_sample = (place.micro_batch * step.layout.readers() + groups_.reader()) * step.batch.B;
     const float* biases = nullptr;
     if (!biases_.empty()) {
       int64_t before = 0;  // layers with experts
@@ -136,17 +135,25 @@ class RouteRecorder {
     const int32_t* chosen = view.data<int32_t>();
     const std::lock_guard lock(mutex_);
     for (int64_t n = 0; n < choices.shape[0]; ++n) {
-      const int64_t row = step.layout.context.row_of_all(first_row + n, T, groups_.me.context);
-      all_[{step_, layer, first_sample + row / T, row % T}] =
+      const int64_t row = row_of_all(first_row + n, place.slice);
+      all_[{step_, layer, first_sample + row / step.batch.T, row % step.batch.T}] =
           route_of({logits_.begin() + n * E, logits_.begin() + (n + 1) * E}, biases,
                    {chosen + n * k, chosen + (n + 1) * k}, step, layer);
     }
   }
-  // The first row of the residual stream that this rank holds, among those of its context-parallel rank.
-  int64_t first_stream_row() const {
+  // The first row of the residual stream that this rank holds, among those of its context-parallel rank and its slice.
+  int64_t first_stream_row(int slice) const {
     const StepConfig& step = trainer_.config();
-    const int64_t N = step.share(step.batch, Purpose::train).rows();
+    const int64_t N = step.share(step.batch, Purpose::train, slice).rows();
     return step.layout.tensor.by_rows() ? step.layout.tensor.stream_rows(N) * groups_.me.tensor : 0;
+  }
+  // The place of such a row in the whole micro-batch.
+  int64_t row_of_all(int64_t row, int slice) const {
+    const StepConfig& step = trainer_.config();
+    if (step.slices_for(Purpose::train) == 1)
+      return step.layout.context.row_of_all(row, step.batch.T, groups_.me.context);
+    const SequenceRows of = step.slice_rows(slice);
+    return row / of.rows * of.length + of.first + row % of.rows;
   }
 
   Routes& all_;

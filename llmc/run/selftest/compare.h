@@ -1,0 +1,106 @@
+// compare.h: a layout against one rank: near enough (contract 5), and bit for bit like others of its kind (contracts 3
+// and 4).
+#pragma once
+#include <algorithm>
+#include <string>
+
+#include "run/selftest/run_layout.h"
+
+namespace llmc::selftest {
+
+// What one rank computes on the CPU, and how far from it a layout may be.
+class Reference {
+ public:
+  // step: any layout of the model, with the options that change results. parts: those of the layouts.
+  Reference(const StepConfig& step, const Parts& parts)
+      : one_(on_one_rank(step)), parts_{.init = parts.init, .max_norm = parts.max_norm}, fp32_(is_fp32(step)) {
+    // Without this some tokens in bf16 would have scores of two experts that are closer than rounding.
+    if (step.model.experts.count > 0 && !fp32_ && parts.init == init_drawn) parts_.init = init_routes_by_token;
+    alone_ = run_layout(one_, {}, parts_);
+    near_ = farther_ = Distances(1e-6, 1e-5, 1e-5, 1e-5);
+    if (!fp32_) measure_bounds();
+    alone_.directions.rounding = roundings * farther_.gradients;
+    if (!fp32_ && !alone_.directions.smallest.empty()) measure_bounds();  // again, of the weights that are compared
+  }
+
+  const StepConfig& one() const { return one_; }
+  const Outcome& alone() const { return alone_; }
+  // The parts of a layout that is compared with it.
+  Parts parts_for(const Parts& parts) const {
+    Parts used = parts;
+    used.init = parts_.init;
+    return used;
+  }
+  bool is_fp32() const { return fp32_; }
+  const Distances& near() const { return near_; }
+  const Distances& farther() const { return farther_; }
+  // Another device rounds differently in bf16, and so do ranks that add parts of a product or merge parts of attention:
+  // they may be as far away as both are from fp32. (Two runs that differ only in the micro-batch round every activation
+  // alike.)
+  const Distances& allowed(const Layout& layout, const Device& device) const {
+    return device.kind != DeviceKind::cpu || in_parts(layout) ? farther_ : near_;
+  }
+  static bool in_parts(const Layout& layout) {
+    return layout.tensor.ranks > 1 || layout.context.ranks > 1 || !layout.pipeline.slices.empty();
+  }
+
+ private:
+  static constexpr double roundings = 8;  // of an element, in those of its tensor's root mean square
+
+  static bool is_fp32(const StepConfig& step) { return step.precision.activations == DType::fp32; }
+
+  // Contract 5: twice the distance between two runs that differ only in the micro-batch, or a bound where that is
+  // larger.
+  void measure_bounds() {
+    const Outcome pairs = run_layout(on_one_rank(one_, 2), {}, parts_);
+    StepConfig exact = one_;
+    exact.precision = DType::fp32;
+    const Distances noise(pairs, alone_), from_fp32(run_layout(exact, {}, parts_), alone_);
+    const auto twice = [](const Distances& usual) {
+      return Distances(2 * usual.loss, 2 * usual.norm, 2 * usual.gradients, 2 * usual.weights)
+          .or_larger(Distances(1e-3, 0x1p-8, 0x1p-8, 0x1p-8));
+    };
+    near_ = twice(noise);
+    farther_ = twice(noise.or_larger(from_fp32));
+  }
+
+  StepConfig one_;
+  Parts parts_;
+  bool fp32_;
+  Outcome alone_;
+  Distances near_, farther_;
+};
+
+// How a layout compares with one rank.
+struct Comparison {
+  Outcome outcome;
+  Distances distances;
+  std::string fault;  // what is wrong with it
+  std::string tie;    // why it could not be compared: a near tie of a router
+  bool good() const { return fault.empty() && tie.empty(); }
+  bool not_compared() const { return fault.empty() && !tie.empty(); }
+  std::string verdict() const { return !fault.empty() ? "FAILED:" + fault : tie.empty() ? "" : "NOT COMPARED: " + tie; }
+
+  // The same layout but for what changes no bit.
+  void require_same_bits(const Outcome& first) {
+    if (!outcome.same_bits(first)) fault += " not bitwise equal to the first of its kind";
+  }
+};
+
+inline Comparison compare(const Reference& reference, const StepConfig& step, const Machine& machine,
+                          const Parts& parts) {
+  const Parts used = reference.parts_for(parts);
+  Comparison c{.outcome = run_layout(step, machine, used), .distances = {}, .fault = {}, .tie = {}};
+  c.distances = Distances(c.outcome, reference.alone());
+  if (!c.outcome.fault.empty()) c.fault = " " + c.outcome.fault;
+  const bool too_far = !c.distances.within(reference.allowed(step.layout, machine.device));
+  const bool sparse = step.model.experts.count > 0;
+  const Rerouted routes = sparse && any_process(machine.processes, "distances of a layout", too_far)
+                              ? rerouted(reference.one(), step, machine, used)
+                              : Rerouted();
+  if (too_far && routes.tokens > 0 && routes.ties) c.tie = to_string(routes);
+  else if (too_far) c.fault += " too far" + (sparse ? "; " + to_string(routes) : "");
+  return c;
+}
+
+}  // namespace llmc::selftest

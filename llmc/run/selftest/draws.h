@@ -1,0 +1,292 @@
+// draws.h: models, options and layouts drawn at random for --selftest-minutes, in any combination that is possible. A
+// draw is a pure function of its number and of the most ranks it may have, so a number repeats it.
+//
+// Consecutive draws share a model and the options that change what is computed, so that one rank has to compute it only
+// once for all of them; the layout and the options that must not change results are drawn for each.
+//
+// What pipedream computes between two flushes is something else than one rank does (contract 4); test_pipedream.cpp has
+// a reference for that. Here every update is followed by a flush, and then it is the same: with one micro-batch in a
+// step, and without clipping, for which each stage has a norm of its own.
+#pragma once
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/rng.h"
+#include "model/layout_faults.h"
+#include "run/selftest/layouts.h"
+#include "schedule/stage_partition.h"
+#include "train/step_config.h"
+
+namespace llmc::selftest {
+
+inline constexpr uint64_t draws_of_model = 8;  // that share a model
+
+struct Draw {
+  uint64_t number;
+  StepConfig step;
+  double max_norm;  // to which gradients are clipped; 0: they are not
+  int64_t sequences() const { return step.batch.B * step.micro_batches * step.layout.readers(); }
+};
+
+// Random choices, one after the other.
+class Dice {
+ public:
+  Dice(uint64_t number, std::string_view purpose) : rng_(number, purpose) {}
+
+  uint64_t below(uint64_t n) { return rng_.bits(next_++) % n; }
+  bool one_in(uint64_t n) { return below(n) == 0; }
+  template <class X>
+  X pick(const std::vector<X>& values) {
+    return values[below(values.size())];
+  }
+  template <class X>
+  X pick(std::initializer_list<X> values) {
+    return values.begin()[below(values.size())];
+  }
+  // n numbers that add up to `sum`, each of them at least 1.
+  std::vector<int64_t> parts(int64_t sum, int64_t n) {
+    std::vector<int64_t> cuts, parts;
+    for (int64_t cut = 1; cut < sum; ++cut) cuts.push_back(cut);
+    while (std::ssize(cuts) >= n) cuts.erase(cuts.begin() + static_cast<int64_t>(below(cuts.size())));
+    cuts.push_back(sum);
+    for (int64_t before = 0; const int64_t cut : cuts) parts.push_back(cut - std::exchange(before, cut));
+    return parts;
+  }
+
+ private:
+  Philox rng_;
+  uint64_t next_ = 0;
+};
+
+namespace detail {
+
+inline void draw_experts(Dice& dice, ModelConfig& m, bool fp32) {
+  Experts& e = m.experts;
+  const bool one_width = m.family.experts == ExpertFields::one_width,
+             mixtral = std::string_view(m.family.model_type) == "mixtral";
+  e.count = dice.pick({4, 6, 8});
+  e.per_token = fp32 ? dice.pick({1, 2, 3}) : 2;  // as init_routes_by_token() has it
+  if (mixtral) e.per_token = 2;
+  e.normalised = mixtral || (e.per_token > 1 && dice.one_in(2));  // the score of a single expert would be 1
+  e.width = one_width ? m.n_ffn : dice.pick({8, 13});
+  e.dense_layers.clear();
+  if (one_width) return;
+  e.every = dice.pick({1, 2});
+  if (dice.one_in(2)) e.dense_layers = {m.n_layer > 3 ? 3 : 0};
+}
+
+inline ModelConfig draw_model(Dice& dice, bool fp32) {
+  const Family& family = families[dice.below(std::size(families))];
+  const bool grouped = family.norm == Norm::rmsnorm;
+  ModelConfig m = awkward_model(family.model_type, dice.one_in(2));
+  m.n_head = dice.pick({3, 4, 6, 8, 8});
+  m.n_kv_head = grouped ? dice.pick(divisors(m.n_head)) : m.n_head;
+  m.head_size = grouped ? dice.pick({4, 6}) : dice.pick({4, 5});
+  m.n_embd = family.own_head_size ? 22 : m.q_size();
+  m.n_ffn = m.n_head * dice.pick({5, 7});
+  m.vocab_size = dice.pick({97, 128, 131});
+  m.n_positions = dice.pick({19, 24, 28, 40, 48});
+  m.n_layer = dice.pick({3, 4, 5, 8});
+  if (m.experts.count > 0) draw_experts(dice, m, fp32);
+  return m;
+}
+
+// The model and the options that change what is computed; the layout is that of one rank.
+inline Draw draw_task(Dice& dice) {
+  Draw d{};
+  StepConfig& step = d.step;
+  const bool fp32 = dice.one_in(2);
+  step.precision = fp32 ? DType::fp32 : DType::bf16;
+  step.precision.masters = fp32 || dice.one_in(2);
+  step.model = draw_model(dice, fp32);
+  step.batch = {1, step.model.n_positions};
+  step.micro_batches = dice.pick({24, 28, 30, 40});
+  step.documents = dice.pick({Documents::together, Documents::apart});
+  step.layout.zero.optimizer = dice.pick(all_values<Optimizer>());
+  d.max_norm = dice.pick({0.0, 1.0});
+  if (step.model.experts.count > 0) {
+    step.experts = {.aux_loss = dice.pick({0.0, 0.1}), .z_loss = dice.pick({0.0, 0.01})};
+    step.experts.bias_rate = dice.pick({0.0, 0.0, 0.02});
+    if (dice.one_in(2)) step.experts.capacity_factor = dice.pick({1.0, 1.25});
+  }
+  return d;
+}
+
+// The axes take turns, in random order, in taking a divisor of the ranks that are left; data parallelism has the rest.
+inline void draw_ranks(Dice& dice, int max_ranks, StepConfig& step) {
+  Layout& l = step.layout;
+  const auto any = [&] { return static_cast<int>(dice.below(static_cast<uint64_t>(max_ranks))) + 1; };
+  int64_t left = std::max(any(), any()), tensor = 1;
+  std::vector<int> axes = {0, 1, 2, 3};
+  while (!axes.empty()) {
+    const auto axis = axes.begin() + static_cast<int64_t>(dice.below(axes.size()));
+    const int size = dice.one_in(2) ? 1 : static_cast<int>(dice.pick(divisors(left)));
+    left /= size;
+    if (*axis == 0) l.pipeline.stages = size;
+    if (*axis == 1) tensor = size;
+    if (*axis == 2) l.context.ranks = size;
+    if (*axis == 3) l.zero.replicas = size;
+    axes.erase(axis);
+  }
+  l.zero.shards = static_cast<int>(left) * l.context.ranks;
+  const bool by_rows = !dice.one_in(3), overlap = dice.one_in(3);
+  l.tensor = tensor_parallel(step.model, tensor, tensor == 1 || by_rows, overlap);
+  if (l.context.ranks > 1) l.context.attention = dice.pick(all_values<ContextAttention>());
+}
+
+inline void draw_pipeline(Dice& dice, StepConfig& step) {
+  PipelineParallel& p = step.layout.pipeline;
+  p.schedule = dice.pick(all_values<Schedule>());
+  if (has_chunks(p.schedule)) p.chunks_per_stage = p.schedule == Schedule::zb_v ? 2 : dice.pick({2, 2, 3});
+  const int chunks = p.chunks();
+  // The first and the last chunk may have no layers.
+  if (p.stages > 1 && dice.one_in(2) && chunks - 2 < step.model.n_layer) {
+    const bool first = dice.one_in(4), last = dice.one_in(4);
+    const int with_layers = chunks - first - last;
+    if (with_layers > 0 && with_layers <= step.model.n_layer) {
+      p.layers = dice.parts(step.model.n_layer, with_layers);
+      if (first) p.layers.insert(p.layers.begin(), 0);
+      if (last) p.layers.push_back(0);
+    }
+  }
+  if (dice.one_in(4)) p.slices = dice.parts(step.batch.T, static_cast<int64_t>(dice.below(3)) + 2);
+}
+
+// A layout, possible or not, and the options that change no more than the order of additions.
+inline void draw_layout(Dice& dice, int max_ranks, StepConfig& step) {
+  Layout& l = step.layout;
+  const int64_t sequences = step.micro_batches;
+  draw_ranks(dice, max_ranks, step);
+  draw_pipeline(dice, step);
+  l.zero.stage = static_cast<int>(dice.below(4));
+  l.zero.grad_reduce = dice.pick(all_values<GradReduce>());
+  if (dice.one_in(8)) {  // a server has no other axis
+    l = {.zero = l.zero};
+    l.zero.shards = static_cast<int>(dice.below(static_cast<uint64_t>(max_ranks))) + 1;
+    l.zero.replicas = 1;
+    l.zero.stage = 0;
+    l.zero.sync = dice.pick(all_values<DpSync>());
+  }
+  const bool asynchronous = l.pipeline.schedule == Schedule::pipedream;
+  if (asynchronous) l.zero.stage = 0, l.zero.grad_reduce = GradReduce::step;
+  const int64_t of_reader = sequences / l.readers();
+  step.batch.B = asynchronous ? of_reader : dice.pick(divisors(of_reader));
+  step.micro_batches = of_reader / step.batch.B;
+  step.recompute = dice.pick(all_values<Recompute>());
+  step.head_chunks = dice.pick({0, 0, 1, 2, 3});
+  l.expert = expert_parallel(step.model, 1);
+  if (step.model.experts.count == 0) return;
+  l.expert.ranks = static_cast<int>(dice.pick(divisors(int64_t{l.zero.shards} * l.tensor.ranks)));
+  if (l.expert.ranks > 1) step.experts.imbalance = dice.pick({0.5, 1.0, static_cast<double>(l.expert.ranks)});
+}
+
+inline bool is_possible(const Draw& d, int64_t sequences) {
+  const StepConfig& step = d.step;
+  const PipelineParallel& p = step.layout.pipeline;
+  const bool sliced = !p.slices.empty(), asynchronous = p.schedule == Schedule::pipedream;
+  return step.micro_batches > 0 && d.sequences() == sequences && step.batch.T % step.layout.context.slices() == 0 &&
+         (!p.layers.empty() || p.chunks() <= step.model.n_layer) &&
+         !(sliced && (step.experts.aux_loss > 0 || step.experts.capacity_factor)) &&
+         !(asynchronous && d.max_norm > 0) && layout_faults(step.layout, step.model).empty();
+}
+
+}  // namespace detail
+
+// Draw `number` of those with at most this many ranks. A layout that is not possible is drawn again.
+inline Draw draw(int max_ranks, uint64_t number) {
+  Dice of_model(number / draws_of_model, "model of a draw"), of_layout(number, "layout of a draw");
+  const Draw task = detail::draw_task(of_model);
+  for (int attempt = 0; attempt < 100'000; ++attempt) {
+    Draw d = task;
+    d.number = number;
+    detail::draw_layout(of_layout, max_ranks, d.step);
+    if (detail::is_possible(d, task.sequences())) return d;
+  }
+  throw Error(formatted("draw {} of at most {} ranks: no layout is possible", number, max_ranks));
+}
+
+// The layout that must agree bit for bit (contracts 3, 4 and 11): stage 0, without overlap and recomputation, without
+// stages; with a tied table, whose gradients stages add up in another order, with the same number of stages.
+inline StepConfig first_of_its_kind(const StepConfig& step) {
+  StepConfig first = step;
+  Layout& l = first.layout;
+  const bool same_stages = step.model.tied && l.pipeline.stages > 1;
+  if (l.zero.sync != DpSync::all_reduce) l.zero.sync = DpSync::parameter_server;
+  l.zero.stage = 0;
+  l.tensor.overlap = false;
+  first.recompute = Recompute::none;
+  const auto slices = l.pipeline.slices;
+  if (!same_stages) l.pipeline = {};
+  else if (l.pipeline.schedule != Schedule::zb_v)
+    l.pipeline = {.schedule = Schedule::gpipe, .stages = l.pipeline.stages};
+  l.pipeline.slices = slices;
+  return first;
+}
+
+// ---- In words -------------------------------------------------------------------------------------------------------
+
+// The choices that make up a draw: those that one rank has too, then the others.
+struct Choices {
+  std::vector<std::string> task, layout;
+};
+inline Choices choices(const Draw& d) {
+  const StepConfig& s = d.step;
+  const ModelConfig& m = s.model;
+  const auto& [zero, tensor, context, expert, pipeline] = s.layout;
+  Choices all;
+  all.task = {formatted("{}", m.family.model_type),
+              formatted("{}{}", name_of(s.precision.activations), s.precision.masters ? "" : " without master weights"),
+              m.tied ? "tied" : "untied",
+              formatted("heads {} on {}", m.n_head, m.n_kv_head),
+              formatted("of {}", m.head_size),
+              formatted("layers {}", m.n_layer),
+              formatted("ffn {}", m.n_ffn),
+              formatted("vocabulary {}", m.vocab_size),
+              formatted("T {}", s.batch.T),
+              formatted("documents {}", s.documents == Documents::apart ? "apart" : "together"),
+              formatted("{} sequences", d.sequences()),
+              formatted("{}", zero.optimizer),
+              d.max_norm > 0 ? "clipped" : "not clipped"};
+  if (m.experts.count > 0)
+    for (const std::string& choice :
+         {formatted("experts {} of {}", m.experts.per_token, m.experts.count), formatted("width {}", m.experts.width),
+          formatted("every {} but {}", m.experts.every, m.experts.dense_layers),
+          formatted("{}", m.experts.normalised ? "normalised" : "not normalised"),
+          formatted("aux loss {}", s.experts.aux_loss), formatted("z loss {}", s.experts.z_loss),
+          formatted("bias rate {}", s.experts.bias_rate),
+          s.experts.capacity_factor ? formatted("capacity {}", *s.experts.capacity_factor) : "dropless"})
+      all.task.push_back(choice);
+  all.layout = {formatted("ranks {}", s.layout.ranks()),
+                formatted("dp {}", s.layout.readers()),
+                formatted("replicas {}", zero.replicas),
+                formatted("stage {}", zero.stage),
+                formatted("reduce {}", zero.grad_reduce),
+                formatted("{}", zero.sync),
+                tensor.ranks > 1 ? formatted("tp {}{}{}", tensor.ranks, tensor.sequence ? " by rows" : "",
+                                             tensor.overlap ? " overlapped" : "")
+                                 : "tp 1",
+                context.ranks > 1 ? formatted("cp {} {}", context.ranks, context.attention) : "cp 1",
+                formatted("pp {}", pipeline.stages),
+                formatted("{}{}", pipeline.schedule,
+                          pipeline.chunks_per_stage > 1 ? formatted(" in {} chunks", pipeline.chunks_per_stage) : ""),
+                pipeline.layers.empty() ? "even layers" : formatted("layers {}", pipeline.layers),
+                pipeline.slices.empty() ? "whole sequences" : formatted("slices {}", pipeline.slices),
+                formatted("micro-batches {} of {}", s.micro_batches, s.batch.B),
+                formatted("recompute {}", s.recompute),
+                formatted("head chunks {}", s.head_chunks)};
+  if (m.experts.count > 0) all.layout.push_back(formatted("ep {} imbalance {}", expert.ranks, s.experts.imbalance));
+  return all;
+}
+inline std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
+  return text;
+}
+inline std::string to_string(const Draw& d) {
+  const Choices all = choices(d);
+  return joined(all.task) + " | " + joined(all.layout);
+}
+
+}  // namespace llmc::selftest

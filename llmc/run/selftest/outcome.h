@@ -1,0 +1,257 @@
+// outcome.h: what a layout of the self-test computed, as whole tensors put together from the parts of all ranks, and
+// how far two such outcomes are from each other.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/host_copy.h"
+#include "run/processes.h"
+#include "shard/zero.h"
+#include "train/step_config.h"
+
+namespace llmc::selftest {
+
+// Whole tensors, and how many ranks hold each element.
+struct Whole {
+  std::vector<float> values;
+  std::vector<int> holders;
+  bool operator==(const Whole& other) const { return values == other.values; }
+};
+using Wholes = std::map<std::string, Whole>;
+
+// Lion moves a weight by the sign of a direction. Where that direction is little more than rounding, a layout may
+// choose the other sign, and the weight is not compared.
+struct Directions {
+  std::map<std::string, std::vector<float>> smallest;  // of a weight's |directions|, divided by the tensor's root mean
+                                                       // square; empty: another optimizer
+  double rounding = 0;                                 // how large a direction may be that is not compared
+  bool unsure(const std::vector<float>* of_tensor, size_t i) const { return of_tensor && (*of_tensor)[i] <= rounding; }
+  const std::vector<float>* of(const std::string& name) const {
+    const auto found = smallest.find(name);
+    return found == smallest.end() ? nullptr : &found->second;
+  }
+};
+
+// The results of a layout: whole parameters and gradients, assembled from all ranks.
+struct Outcome {
+  std::vector<double> losses, norms;
+  Wholes gradients, weights, optimizer_state;  // the last two after the last step
+  bool key_biases = false;                     // are their gradients more than rounding errors?
+  Directions directions = {};                  // of one rank
+  std::string fault;                           // copies that differ between ranks, or faults that ranks report
+
+  bool same_bits(const Outcome& other) const {
+    return losses == other.losses && norms == other.norms && weights == other.weights;
+  }
+};
+
+// The directions of Lion, from its momentum after each step: with gradients g of a step and the momentum m before it,
+// the direction is beta1 m + (1 - beta1) g, and the momentum becomes beta2 m + (1 - beta2) g.
+inline Directions lion_directions(const std::vector<Outcome>& after, const OptimizerOptions& o) {
+  Directions all;
+  const std::string slot = formatted(":{}", rule_of(Optimizer::lion).slots[0].name);
+  for (const auto& [name, last] : after.back().optimizer_state) {
+    if (!name.ends_with(slot)) continue;
+    std::vector<double> momentum(last.values.size()), direction(last.values.size());
+    std::vector<float>& smallest = all.smallest[name.substr(0, name.find(':'))];
+    smallest.resize(last.values.size(), std::numeric_limits<float>::infinity());
+    for (const Outcome& state : after) {
+      const std::vector<float>& now = state.optimizer_state.at(name).values;
+      double squares = 0;
+      for (size_t i = 0; i < now.size(); ++i) {
+        const double gradient = (now[i] - o.beta2 * momentum[i]) / (1 - o.beta2);
+        direction[i] = o.beta1 * momentum[i] + (1 - o.beta1) * gradient;
+        squares += direction[i] * direction[i];
+        momentum[i] = now[i];
+      }
+      const double mean = std::sqrt(squares / static_cast<double>(now.size()));
+      for (size_t i = 0; i < now.size(); ++i)
+        smallest[i] = std::min(smallest[i], mean > 0 ? static_cast<float>(std::abs(direction[i]) / mean) : 0.0f);
+    }
+  }
+  return all;
+}
+
+// Assembles every rank's slices into whole tensors; elements that several ranks hold must be equal (contract 14).
+inline void collect(Wholes& all, std::string& fault, const StateEntry& e, const std::string& name, int rank,
+                    Stream& stream) {
+  Whole& whole = all[name];
+  whole.values.resize(static_cast<size_t>(e.param->numel()));
+  whole.holders.resize(whole.values.size());
+  const Elements elements = e.elements();
+  const HostView held(e.tensor, stream);
+  with_type(e.tensor.dtype, [&](auto tag) {
+    const auto* from = held.data<typename decltype(tag)::type>();
+    for (int64_t i = 0; i < e.tensor.numel(); ++i) {
+      const size_t element = static_cast<size_t>(elements.index(i));
+      const float value = static_cast<float>(from[i]);
+      if (whole.holders[element]++ == 0) whole.values[element] = value;
+      else if (!(whole.values[element] == value)) fault = formatted("rank {} holds a different {}", rank, name);
+    }
+  });
+}
+inline void collect_gradients(Outcome& outcome, const ModelState& state, int rank, Stream& stream) {
+  for (const StateEntry& e : state.gradient_table())
+    collect(outcome.gradients, outcome.fault, e, e.param->name, rank, stream);
+}
+inline void collect_state(Outcome& outcome, const ModelState& state, int rank, Stream& stream) {
+  for (const StateEntry& e : state.state_table())
+    if (e.kind == StateKind::weight) collect(outcome.weights, outcome.fault, e, e.param->name, rank, stream);
+    else collect(outcome.optimizer_state, outcome.fault, e, formatted("{}:{}", e.param->name, e.name()), rank, stream);
+}
+
+// Checks that every element of every parameter is held exactly as often as the layout says (contract 15); called when
+// the slices of all ranks are collected.
+inline void require_whole(Outcome& outcome, const StepConfig& step) {
+  struct Expected {
+    int weights, state;
+  };
+  std::map<std::string, Expected> expected;
+  for (const UnitSpec& unit : part_of(parameter_table(step.model), step.layout.tensor, 0)) {
+    const ZeroConfig zero = unit.sharing == Sharing::experts ? step.layout.expert_zero() : step.layout.zero;
+    const int of_weights = zero.stage == 3 ? zero.replicas : zero.ranks(),
+              of_state = zero.updates() == ZeroConfig::Updates::everyone       ? zero.ranks()
+                         : zero.updates() == ZeroConfig::Updates::shard_owners ? zero.replicas
+                                                                               : 1;
+    for (const ParamSpec& p : unit.params) {
+      const bool twice = unit.name == "embedding" && step.model.tied &&
+                         step.pipeline().stage_of(step.layout.pipeline.chunks() - 1) != 0;
+      const int copies = p.copies * (twice ? 2 : 1);
+      expected[p.name] = {copies * of_weights, copies * of_state};
+    }
+  }
+  auto check = [&](const Wholes& all, int Expected::*times) {
+    for (const auto& [name, whole] : all) {
+      const int n = expected.at(name.substr(0, name.find(':'))).*times;
+      for (const int holders : whole.holders)
+        if (holders != n) outcome.fault = formatted("{} ranks hold an element of {}, expected {}", holders, name, n);
+    }
+  };
+  check(outcome.weights, &Expected::weights);
+  check(outcome.optimizer_state, &Expected::state);
+  if (outcome.weights.size() != expected.size()) outcome.fault = "a parameter is held by no rank";
+}
+
+// Completes the whole tensors with the parts held by the ranks of other processes.
+inline void merge(Wholes& whole, std::string& fault, const Processes& processes) {
+  std::string mine;
+  const auto append = [&](const void* bytes, size_t size) { mine.append(static_cast<const char*>(bytes), size); };
+  for (const auto& [name, tensor] : whole) {
+    const size_t sizes[] = {name.size(), tensor.values.size()};
+    append(sizes, sizeof sizes);
+    append(name.data(), name.size());
+    append(tensor.values.data(), tensor.values.size() * sizeof(float));
+    append(tensor.holders.data(), tensor.holders.size() * sizeof(int));
+  }
+  const std::vector<std::string> all = gather_large("tensors", mine, processes);
+  const size_t me = static_cast<size_t>(processes.process());
+  for (size_t p = 0; p < all.size(); ++p)
+    for (size_t begin = 0; p != me && begin < all[p].size();) {
+      size_t sizes[2];
+      const auto take = [&](void* to, size_t size) {
+        std::memcpy(to, all[p].data() + begin, size);
+        begin += size;
+      };
+      take(sizes, sizeof sizes);
+      std::string name(sizes[0], ' ');
+      take(name.data(), name.size());
+      Whole theirs{std::vector<float>(sizes[1]), std::vector<int>(sizes[1])};
+      take(theirs.values.data(), sizes[1] * sizeof(float));
+      take(theirs.holders.data(), sizes[1] * sizeof(int));
+      Whole& to = whole[name];
+      to.values.resize(sizes[1]);
+      to.holders.resize(sizes[1]);
+      for (size_t i = 0; i < sizes[1]; ++i) {
+        if (to.holders[i] == 0) to.values[i] = theirs.values[i];
+        else if (theirs.holders[i] > 0 && to.values[i] != theirs.values[i])
+          fault = formatted("process {} holds a different {}", p, name);
+        to.holders[i] += theirs.holders[i];
+      }
+    }
+}
+
+// The same results on all processes; losses and norms are those of rank 0.
+inline void merge(Outcome& outcome, const Processes& processes, size_t steps) {
+  merge(outcome.gradients, outcome.fault, processes);
+  merge(outcome.weights, outcome.fault, processes);
+  merge(outcome.optimizer_state, outcome.fault, processes);
+  std::vector<double> scalars = outcome.losses;
+  scalars.insert(scalars.end(), outcome.norms.begin(), outcome.norms.end());
+  scalars.resize(2 * steps);  // also on processes without rank 0
+  const size_t bytes = scalars.size() * sizeof(double);
+  const std::string mine(reinterpret_cast<const char*>(scalars.data()), bytes);
+  const std::vector<std::string> all = processes.all_gather("losses", mine + outcome.fault);
+  std::memcpy(scalars.data(), all[0].data(), bytes);
+  const auto norms = scalars.begin() + static_cast<int64_t>(steps);
+  outcome.losses.assign(scalars.begin(), norms);
+  outcome.norms.assign(norms, scalars.end());
+  for (const std::string& text : all)
+    if (text.size() > bytes) outcome.fault = text.substr(bytes);
+}
+
+// The largest ||a - b|| / ||b|| over all tensors; NaN counts as infinite.
+inline double distance(const Wholes& a, const Wholes& b, bool key_biases = false, const Directions& directions = {}) {
+  double largest = 0;
+  for (const auto& [name, whole] : b) {
+    const auto other = a.find(name);
+    double difference = 0, size = 0;
+    if (other == a.end() || other->second.values.size() != whole.values.size())
+      return std::numeric_limits<double>::infinity();
+    const std::vector<float>* const of_tensor = directions.of(name);
+    for (size_t i = 0; i < whole.values.size(); ++i) {
+      if (directions.unsure(of_tensor, i)) continue;
+      const double of_a = other->second.values[i], of_b = whole.values[i];
+      difference += (of_a - of_b) * (of_a - of_b);
+      size += of_b * of_b;
+    }
+    if (!key_biases && name.ends_with("attn.k.bias")) continue;
+    const double d = size > 0 ? std::sqrt(difference / size) : std::sqrt(difference);
+    largest = std::isnan(d) ? std::numeric_limits<double>::infinity() : std::max(largest, d);
+  }
+  return largest;
+}
+inline double distance(const std::vector<double>& a, const std::vector<double>& b) {
+  double largest = 0;
+  for (size_t i = 0; i < b.size(); ++i) {
+    const double d = std::abs(a[i] / b[i] - 1);
+    largest = std::isnan(d) ? std::numeric_limits<double>::infinity() : std::max(largest, d);
+  }
+  return largest;
+}
+
+// The distances of one outcome from another. A key bias shifts all scores of a query alike, except for the rotation of
+// rotary positions. Without rotary positions its true gradient is zero; with them it is, in bf16, mostly rounding
+// error. In both cases key biases are left out.
+struct Distances {
+  double loss = 0, norm = 0, gradients = 0, weights = 0;
+  Distances() = default;
+  Distances(double loss, double norm, double gradients, double weights)
+      : loss(loss), norm(norm), gradients(gradients), weights(weights) {}
+  Distances(const Outcome& a, const Outcome& b)
+      : loss(distance(a.losses, b.losses)),
+        norm(distance(a.norms, b.norms)),
+        gradients(distance(a.gradients, b.gradients, b.key_biases)),
+        weights(distance(a.weights, b.weights, b.key_biases, b.directions)) {}
+  bool within(const Distances& bound) const {
+    return loss <= bound.loss && norm <= bound.norm && gradients <= bound.gradients && weights <= bound.weights;
+  }
+  Distances or_larger(const Distances& other) const {
+    Distances both = *this;
+    both.loss = std::max(loss, other.loss);
+    both.norm = std::max(norm, other.norm);
+    both.gradients = std::max(gradients, other.gradients);
+    both.weights = std::max(weights, other.weights);
+    return both;
+  }
+  std::string text() const {
+    return formatted("loss {:.1e} | norm {:.1e} | gradients {:.1e} | weights {:.1e}", loss, norm, gradients, weights);
+  }
+};
+
+}  // namespace llmc::selftest
