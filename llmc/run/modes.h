@@ -40,22 +40,32 @@ inline bool compare_layouts(Log& log, const Options& o, const selftest::Machine&
   return run_selftest(log, models, machine);
 }
 
-// --selftest-minutes and --selftest-draws.
+// The command that repeats a draw of the self-test that these options began.
+inline std::string repeat_command(Options o, uint64_t draw) {
+  o.selftest_layouts = Options().selftest_layouts;
+  o.selftest_minutes.reset();
+  o.selftest_draws = std::to_string(draw);
+  return command_line(o);
+}
+
+// Draws of models, options and layouts: with --selftest-draws those; otherwise a few in which every choice occurs, then
+// those of --selftest-minutes.
 inline bool compare_draws(Log& log, const Options& o, const selftest::Machine& machine) {
   const std::optional<DrawRange> draws = selftest_draws(o);
-  selftest::Sweep sweep{.minutes = o.selftest_minutes, .max_ranks = static_cast<int>(o.ranks)};
-  sweep.first = draws ? draws->first : selftest::fresh_draw(machine.processes);
-  if (draws) sweep.last = draws->last;
+  const auto command = [&](uint64_t draw) { return repeat_command(o, draw); };
+  const int max_ranks = static_cast<int>(o.ranks);
+  const bool good =
+      draws || run_sweep(log, {.list = selftest::covering_draws(max_ranks), .max_ranks = max_ranks, .command = command},
+                         machine);
+  if (!draws && !o.selftest_minutes) return good;
+  selftest::Sweep sweep{.first = draws ? draws->first : selftest::fresh_draw(machine.processes),
+                        .last = draws ? draws->last : std::nullopt,
+                        .minutes = o.selftest_minutes,
+                        .max_ranks = max_ranks,
+                        .lists_all = !o.selftest_minutes,
+                        .command = command};
   if (draws && !sweep.last && !sweep.minutes) sweep.last = sweep.first;
-  sweep.lists_all = !sweep.minutes;
-  sweep.command = [o](uint64_t draw) {
-    Options repeats = o;
-    repeats.selftest_layouts = Options().selftest_layouts;
-    repeats.selftest_minutes.reset();
-    repeats.selftest_draws = std::to_string(draw);
-    return command_line(repeats);
-  };
-  return run_sweep(log, sweep, machine);
+  return run_sweep(log, sweep, machine) && good;
 }
 
 }  // namespace detail
@@ -71,9 +81,8 @@ inline void run_selftest_mode(const Options& o, const Processes& processes) {
                 {formatted("the device, of --device {}", o.device), name_of(machine.device.kind)}});
   if (machine.device.kind == DeviceKind::cuda) machine.gpus = visible_gpus().count;
   if (!processes.alone()) machine.processes = &processes;
-  bool good = true;
-  if (o.selftest_draws.empty()) good = detail::compare_layouts(log, o, machine);
-  if (!o.selftest_draws.empty() || o.selftest_minutes) good &= detail::compare_draws(log, o, machine);
+  bool good = !o.selftest_draws.empty() || detail::compare_layouts(log, o, machine);
+  good &= detail::compare_draws(log, o, machine);
   if (!good)
     throw SharedError("--selftest: the layouts above that say FAILED differ from one rank", ExitStatus::diverged);
 }

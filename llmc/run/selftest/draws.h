@@ -10,7 +10,10 @@
 #pragma once
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/rng.h"
@@ -21,7 +24,7 @@
 
 namespace llmc::selftest {
 
-inline constexpr uint64_t draws_of_model = 8;  // that share a model
+inline constexpr uint64_t draws_of_model = 4;  // that share a model
 
 struct Draw {
   uint64_t number;
@@ -163,7 +166,7 @@ inline void draw_layout(Dice& dice, int max_ranks, StepConfig& step) {
   l.zero.stage = static_cast<int>(dice.below(4));
   l.zero.grad_reduce = dice.pick(all_values<GradReduce>());
   if (dice.one_in(8)) {  // a server has no other axis
-    l = {.zero = l.zero};
+    l = {.zero = l.zero, .pipeline = {.schedule = l.pipeline.schedule, .slices = l.pipeline.slices}};
     l.zero.shards = static_cast<int>(dice.below(static_cast<uint64_t>(max_ranks))) + 1;
     l.zero.replicas = 1;
     l.zero.stage = 0;
@@ -217,11 +220,13 @@ inline StepConfig first_of_its_kind(const StepConfig& step) {
   l.zero.stage = 0;
   l.tensor.overlap = false;
   first.recompute = Recompute::none;
-  const auto slices = l.pipeline.slices;
-  if (!same_stages) l.pipeline = {};
-  else if (l.pipeline.schedule != Schedule::zb_v)
-    l.pipeline = {.schedule = Schedule::gpipe, .stages = l.pipeline.stages};
-  l.pipeline.slices = slices;
+  PipelineParallel& p = l.pipeline;
+  if (!same_stages) p = {.slices = p.slices};
+  else if (p.schedule != Schedule::zb_v)
+    p = {.schedule = Schedule::gpipe,
+         .stages = p.stages,
+         .layers = p.chunks_per_stage == 1 ? p.layers : std::vector<int64_t>(),
+         .slices = p.slices};
   return first;
 }
 
@@ -287,6 +292,58 @@ inline std::string joined(const std::vector<std::string>& words) {
 inline std::string to_string(const Draw& d) {
   const Choices all = choices(d);
   return joined(all.task) + " | " + joined(all.layout);
+}
+
+// The value that a draw has on each axis: "schedule gpipe", "recompute block". Sizes only as far as they differ in
+// kind.
+inline std::vector<std::string> axis_values(const Draw& d) {
+  const StepConfig& s = d.step;
+  const auto& [zero, tensor, context, expert, pipeline] = s.layout;
+  const bool sparse = s.model.experts.count > 0;
+  const auto several = [](int64_t n) { return n > 1 ? "several" : "one"; };
+  const auto of_experts = [&](const char* axis, const std::string& value) {
+    return formatted("{} {}", axis, sparse ? value : "of a dense model");
+  };
+  return {formatted("family {}", s.model.family.model_type),
+          formatted("dtype {}{}", s.precision.activations, s.precision.masters ? "" : " without masters"),
+          formatted("embeddings {}", s.model.tied ? "tied" : "untied"),
+          formatted("documents {}", s.documents == Documents::apart ? "apart" : "together"),
+          formatted("optimizer {}", zero.optimizer),
+          formatted("clipping {}", d.max_norm > 0 ? "on" : "off"),
+          formatted("dp {}", several(s.layout.readers())),
+          formatted("replicas {}", several(zero.replicas)),
+          formatted("stage {}", zero.stage),
+          formatted("reduce {}", zero.grad_reduce),
+          formatted("sync {}", zero.sync),
+          formatted("tp {}", tensor.ranks == 1 ? "one"
+                             : tensor.sequence ? "by rows"
+                                               : "whole"),
+          formatted("overlap {}", tensor.overlap ? "on" : "off"),
+          formatted("cp {}", context.ranks > 1 ? name_of(context.attention) : "one"),
+          formatted("pp {}", several(pipeline.stages)),
+          formatted("schedule {}", pipeline.schedule),
+          formatted("layers {}", pipeline.layers.empty() ? "even" : "listed"),
+          formatted("sequences {}", pipeline.slices.empty() ? "whole" : "sliced"),
+          formatted("micro-batches {}", several(s.micro_batches)),
+          formatted("recompute {}", s.recompute),
+          formatted("head chunks {}", s.head_chunks == 0 ? "automatic" : several(s.head_chunks)),
+          of_experts("ep", several(expert.ranks)),
+          of_experts("aux loss", s.experts.aux_loss > 0 ? "on" : "off"),
+          of_experts("bias rate", s.experts.bias_rate > 0 ? "on" : "off"),
+          of_experts("dispatch", s.experts.capacity_factor ? "by capacity" : "dropless")};
+}
+
+// Some of the first draws, among which each of their values occurs on every axis.
+inline std::vector<uint64_t> covering_draws(int max_ranks) {
+  constexpr uint64_t candidates = 1000;
+  std::set<std::string> seen;
+  std::vector<uint64_t> chosen;
+  for (uint64_t n = 0; n < candidates; ++n) {
+    const size_t before = seen.size();
+    for (const std::string& value : axis_values(draw(max_ranks, n))) seen.insert(value);
+    if (seen.size() > before) chosen.push_back(n);
+  }
+  return chosen;
 }
 
 }  // namespace llmc::selftest

@@ -5,6 +5,7 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "core/log.h"
 #include "run/selftest/compare.h"
@@ -51,8 +52,9 @@ class DrawComparer {
   std::optional<Reference> reference_;
 };
 
-// Which draws are compared: from `first` up to `last`, and until the minutes are over.
+// Which draws are compared: from `first` up to `last`, and until the minutes are over; or those of a list.
 struct Sweep {
+  std::vector<uint64_t> list = {};
   uint64_t first = 0;
   std::optional<uint64_t> last = {};
   std::optional<double> minutes = {};
@@ -76,14 +78,19 @@ class SweepRun {
 
   // false: a draw failed
   bool run() {
-    CHECK(sweep_.last || sweep_.minutes, "the random part of the self-test has no end");
-    log_.line(formatted("self-test: layouts of up to {} ranks, drawn at random from number {}{}{}", sweep_.max_ranks,
-                        sweep_.first, sweep_.last ? formatted(" to {}", *sweep_.last) : "",
-                        sweep_.minutes ? formatted(" for {} minute(s)", *sweep_.minutes) : ""));
-    for (next_ = sweep_.first; !is_over(); ++next_) compare(next_);
+    if (!sweep_.list.empty()) {
+      log_.line(formatted("self-test: {} draws of layouts and options of up to {} ranks", sweep_.list.size(),
+                          sweep_.max_ranks));
+      for (const uint64_t number : sweep_.list) compare(number);
+    } else {
+      CHECK(sweep_.last || sweep_.minutes, "the random part of the self-test has no end");
+      log_.line(formatted("self-test: layouts of up to {} ranks, drawn at random from number {}{}{}", sweep_.max_ranks,
+                          sweep_.first, sweep_.last ? formatted(" to {}", *sweep_.last) : "",
+                          sweep_.minutes ? formatted(" for {} minute(s)", *sweep_.minutes) : ""));
+      for (uint64_t number = sweep_.first; !is_over(number); ++number) compare(number);
+    }
     log_.line(formatted("self-test: {} of {} draws are good{}{} | {}{}", good_, count(), failed_text(), not_compared(),
-                        human_duration(seconds()),
-                        count() == 0 ? "" : formatted(" | draws {} to {}", sweep_.first, next_ - 1)));
+                        human_duration(seconds()), count() == 0 ? "" : formatted(" | the last: {}", last_)));
     return failed_ == 0;
   }
 
@@ -92,27 +99,31 @@ class SweepRun {
 
   void compare(uint64_t number) {
     const Draw d = draw(sweep_.max_ranks, number);
+    last_ = number;
     log_progress();
-    const auto line = [&](const std::string& verdict, const std::string& distances) {
-      log_.line(formatted("  draw {} | {} | {}{}", number, to_string(d), distances, verdict));
-      if (sweep_.command) log_.line(formatted("    {}", sweep_.command(number)));
+    const auto failed = [&](const std::string& verdict) {
+      log_.line(formatted("  draw {} | {} | {}", number, to_string(d), verdict));
+      if (sweep_.command) log_.line("    " + sweep_.command(number));
     };
     Comparison c;
     try {
       c = comparer_.compare(d);
     } catch (const Error&) {  // in another process too
-      line("FAILED", "");
+      failed("FAILED");
       throw;
     }
     good_ += c.good();
     ties_ += c.not_compared();
     failed_ += !c.good() && !c.not_compared();
-    if (sweep_.lists_all || !c.fault.empty()) line(c.good() ? " | good" : " | " + c.verdict(), c.distances.text());
+    if (!c.fault.empty()) return failed(formatted("{} | {}", c.distances.text(), c.verdict()));
+    if (sweep_.lists_all)
+      log_.line(formatted("  draw {} | {} | {} | {}", number, to_string(d), c.distances.text(),
+                          c.good() ? "good" : c.verdict()));
   }
 
   // Rank 0's clock decides for all processes.
-  bool is_over() const {
-    if (sweep_.last && next_ > *sweep_.last) return true;
+  bool is_over(uint64_t next) const {
+    if (sweep_.last && next > *sweep_.last) return true;
     if (!sweep_.minutes) return false;
     const bool over = seconds() >= 60 * *sweep_.minutes;
     if (machine_.processes == nullptr) return over;
@@ -123,13 +134,13 @@ class SweepRun {
   void log_progress() {
     constexpr double pause = 60;
     const double now = seconds();
-    if (!log_.live() && now < last_line_ + pause) return;
-    std::string text = formatted("  draw {} | {} draws", next_, count());
+    if (!log_.live() && now < line_at_ + pause) return;
+    std::string text = formatted("  draw {} | {} draws", last_, count());
     if (now > 0) text += formatted(" | {:.1f} per second", static_cast<double>(count()) / now);
     if (sweep_.minutes) text += formatted(" | {} left", human_duration(60 * *sweep_.minutes - now));
     text += failed_text() + not_compared();
     if (log_.live()) return log_.progress(text);
-    last_line_ = now;
+    line_at_ = now;
     log_.line(text);
   }
 
@@ -145,9 +156,9 @@ class SweepRun {
   Machine machine_;
   DrawComparer comparer_;
   Clock::time_point begin_ = Clock::now();
-  uint64_t next_ = 0;
+  uint64_t last_ = 0;  // the newest draw
   int64_t good_ = 0, failed_ = 0, ties_ = 0;
-  double last_line_ = 0;  // seconds
+  double line_at_ = 0;  // seconds
 };
 
 }  // namespace selftest
