@@ -168,12 +168,32 @@ TEST_CASE("options that a mode does not use are refused on the command line, and
   REQUIRE_ERROR(parse({"--verify-data", "--prompt", "x"}), "--prompt with --verify-data");
   REQUIRE_ERROR(parse({"--selftest", "--n-layer", "2"}), "--n-layer with --selftest");
   REQUIRE(parse({"--selftest", "--selftest-layouts", "all"}).selftest_layouts == SelftestLayouts::all);
-  for (const std::string mode : {"--generate", "--verify-data", "--print-schedule", "--plan"})
+  for (const std::string mode : {"--generate", "--verify-data", "--print-schedule", "--plan"}) {
     REQUIRE_ERROR(parse({mode, "--selftest-layouts", "all"}), "--selftest-layouts all is for --selftest: add it");
+    REQUIRE_ERROR(parse({mode, "--selftest-minutes", "1"}), "--selftest-minutes 1 is for --selftest: add it");
+    REQUIRE_ERROR(parse({mode, "--selftest-draws", "1"}), "--selftest-draws 1 is for --selftest: add it");
+  }
   REQUIRE_ERROR(parse({"--print-schedule", "--dtype", "bf16"}), "--dtype with --print-schedule");
   REQUIRE(parse({"--generate", "--prompt", "x", "--top-k", "3", "--dtype", "bf16", "--local-ranks", "2"}).top_k == 3);
   REQUIRE(parse({"--print-schedule", "--pp", "2"}).pp == 2);
   REQUIRE(parse({"--plan", "--local-ranks", "2", "--ep", "2", "--moe-z-loss", "0.1"}).ep == 2);
+}
+
+TEST_CASE("--selftest-draws takes a number or a range", "[options][selftest]") {
+  const auto draws = [](const std::string& text) {
+    return selftest_draws(parse({"--selftest", "--selftest-draws", text}));
+  };
+  REQUIRE(!selftest_draws(parse({"--selftest", "--selftest-minutes", "0.5"})));
+  REQUIRE((draws("123")->first == 123 && !draws("123")->last));
+  REQUIRE((draws("120-129")->first == 120 && draws("120-129")->last == 129));
+  REQUIRE(draws("18446744073709551614")->first == 18446744073709551614u);
+  for (const char* wrong : {"x", "1-", "-1", "1-2-3", "1.5", "18446744073709551615", "99999999999999999999"})
+    REQUIRE_ERROR(parse({"--selftest", "--selftest-draws=" + std::string(wrong)}),
+                  formatted("--selftest-draws '{}': expected the number of a draw, such as 123, or a range", wrong));
+  REQUIRE_ERROR(draws("9-8"), "--selftest-draws 9-8: the range ends before it begins");
+  REQUIRE_ERROR(parse({"--selftest", "--selftest-draws", "1", "--selftest-layouts", "all"}),
+                "--selftest-layouts all with --selftest-draws, which leaves those layouts out");
+  REQUIRE_ERROR(parse({"--selftest", "--selftest-minutes", "-1"}), "--selftest-minutes -1: expected a number from 0");
 }
 
 TEST_CASE("the help and the table in dev/docs/options.md list every option", "[options]") {

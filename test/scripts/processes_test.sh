@@ -116,7 +116,10 @@ if [ "$all" = all ]; then
   done
   limit=900 tcp 2 --selftest --selftest-layouts all --local-ranks 2 --device cpu || fail "--selftest over TCP"
   [ -z $has_mpi ] || limit=900 mpi 4 --selftest --selftest-layouts all --device cpu || fail "--selftest under mpirun"
+  limit=300 tcp 2 --selftest --selftest-draws 3000 --selftest-minutes 2 --local-ranks 2 --device cpu ||
+    fail "--selftest-minutes over TCP"
 else
+  limit=300 tcp 2 --selftest --selftest-draws 3000-3011 --local-ranks 2 --device cpu || fail "--selftest-draws over TCP"
   same tcp --zero-stage 3 --dtype bf16
   same tcp-threads --zero-stage 1 --dp-replicate 2
   same tcp --seq-len 32 --cp 2 --tp 2

@@ -505,12 +505,11 @@ void visit_options(O& o, Visitor&& visit) {
         "pairs: a subset in which every pair of choices occurs (of axes, stages, schedules, families, in either "
         "dtype); all: every layout");
   visit("--selftest-minutes", "", o.selftest_minutes, between(0, 1e6), free,
-        "after these layouts, go on for so many minutes with models, options and layouts drawn at random, in any "
-        "possible combination; each run draws others, and prints the command that repeats a draw that failed");
-  visit(
-      "--selftest-draws", "", o.selftest_draws, Limits{}, free,
-      "instead of the layouts, compare draw N, or draws N-M; with --selftest-minutes, those from N on; a draw depends "
-      "on its number and on the number of ranks");
+        "then go on for so many minutes with models, options and layouts drawn at random, in any possible combination; "
+        "each sweep has other draws; a draw that fails is printed with the command that repeats it");
+  visit("--selftest-draws", "", o.selftest_draws, Limits{}, free,
+        "compare only draw N, or draws N-M, which depend on these numbers and on that of the ranks; with "
+        "--selftest-minutes, the draws from N on");
   visit("--verify-data", "", o.verify_data, Limits{}, free,
         "instead of training, read all of --train-data and --val-data, check every token against the vocabulary, and "
         "count them");
