@@ -29,6 +29,11 @@ struct PublishedRun {
   int64_t T = 2048;
   std::string preset = {};
   ModelOverrides overrides = {};
+  double tokens = 0, gpu_hours = 0;  // of the whole training, if published
+
+  double planned_gpu_hours(double step_seconds) const {
+    return tokens / static_cast<double>(sequences * T) * step_seconds * static_cast<double>(gpus) / 3600;
+  }
 };
 enum class Measured : uint8_t { seconds, tflops };
 struct PublishedTable {
@@ -52,23 +57,25 @@ inline PublishedRun selective(PublishedRun run) {
 // Llama 3 405B on H100s; its first and last chunk have no layer.
 inline PublishedRun llama3(int64_t gpus, int cp, int64_t T, double tflops) {
   constexpr int64_t tokens = 1 << 24;
-  return {.name = formatted("T {}", T),
-          .heads = 128,
-          .width = 16384,
-          .layers = 126,
-          .tp = 8,
-          .pp = 16,
-          .batch = 1,
-          .chunks = 8,
-          .gpus = gpus,
-          .sequences = tokens / T,
-          .measured = tflops,
-          .stage = 1,
-          .recompute = Recompute::none,
-          .sequence_parallel = true,
-          .cp = cp,
-          .T = T,
-          .preset = "llama3:405B"};
+  PublishedRun run{.name = formatted("T {}", T),
+                   .heads = 128,
+                   .width = 16384,
+                   .layers = 126,
+                   .tp = 8,
+                   .pp = 16,
+                   .batch = 1,
+                   .chunks = 8,
+                   .gpus = gpus,
+                   .sequences = tokens / T,
+                   .measured = tflops,
+                   .stage = 1,
+                   .recompute = Recompute::none,
+                   .sequence_parallel = true,
+                   .cp = cp,
+                   .T = T,
+                   .preset = "llama3:405B"};
+  if (gpus == 16384 && cp == 1) run.tokens = 15.6e12, run.gpu_hours = 30.84e6;  // most of the training ran like this
+  return run;
 }
 
 inline std::vector<PublishedTable> published_tables() {
@@ -153,7 +160,9 @@ inline std::vector<PublishedTable> published_tables() {
          .stage = 3,
          .recompute = Recompute::norm,
          .preset = "llama2:70B",
-         .overrides = {{}, {}, 64, {}, 22016, {}}}},
+         .overrides = {{}, {}, 64, {}, 22016, {}},
+         .tokens = 1.4e12,
+         .gpu_hours = 1022362}},
        "how the ranks divided the model is not published"},
   };
 }
@@ -265,6 +274,13 @@ inline void report_examples(Log& log) {
           run.name,
           formatted("{:6} GPUs, tp {}, pp {:2}, cp {:2}: measured {:8.2f} s, planned {:8.2f} s, {:6.1f}%; {:10}",
                     run.gpus, run.tp, run.pp, run.cp, r.measured, r.planned, r.error(), human_bytes(r.bytes)));
+      if (run.tokens > 0) {
+        const double planned = run.planned_gpu_hours(r.planned);
+        rows.emplace_back("", formatted("all of {:.1f} trillion tokens: published {:.2f} million GPU-hours, planned "
+                                        "{:.2f}, {:6.1f}%",
+                                        run.tokens * 1e-12, run.gpu_hours * 1e-6, planned * 1e-6,
+                                        100 * (planned / run.gpu_hours - 1)));
+      }
     }
     const Errors e = errors_of(errors);
     rows.emplace_back("error", formatted("median {:.1f}%, largest {:.1f}%: {}", e.median, e.largest, table.why));

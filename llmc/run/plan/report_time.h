@@ -156,11 +156,20 @@ inline std::string utilisation_text(const StepConfig& step, const Plan& plan, do
                    100 * (causal + attention) * tokens / peak, 100 * flops_of_step(plan, step) / peak);
 }
 
+// Published runs took from this to that many times as long as their plans (--plan-examples; dev/results/plans.md).
+struct TimesPlanned {
+  double least, most;
+};
+inline constexpr TimesPlanned published_runs_took{0.86, 1.28};
+
 // What a run of so many steps costs.
 inline Rows run_cost_rows(const Options& o, const StepConfig& step, const Machine& machine, double seconds) {
   const double gpu_hours = seconds * step.layout.ranks() / 3600;
   if (o.machine == local_machine) return {{"run", human_duration(seconds)}};
-  Rows rows = {{"run", formatted("{}, {:.0f} GPU-hours", human_duration(seconds), gpu_hours)}};
+  Rows rows = {
+      {"run", formatted("{}, {:.0f} GPU-hours; {} to {}, if it is as far off as plans of published runs",
+                        human_duration(seconds), gpu_hours, human_duration(seconds * published_runs_took.least),
+                        human_duration(seconds * published_runs_took.most))}};
   if (machine.watts > 0) {
     constexpr double kg_per_kwh = 0.45;  // the world's electricity in 2024 (IEA, Electricity 2025)
     const double kwh = gpu_hours * machine.watts * 1e-3;
