@@ -133,6 +133,19 @@ TEST_CASE("the random part of the self-test finds planted bugs, and the number o
   using namespace layout_bugs;
   const Replaces<MeanInsteadOfSum> mean_instead_of_sum;
   const Replaces<StaleGather> stale_gather;
+  // A small dense model, and layouts of several readers, two of them with weights that are gathered.
+  const auto shards = [](uint64_t n) {
+    const Layout l = draw(4, n).step.layout;
+    return l.readers() > 1 && l.zero.shards > 1 && l.zero.stage > 0;
+  };
+  const auto is_wanted = [&](uint64_t n) {
+    const ModelConfig m = draw(4, n).step.model;
+    int64_t sharded = 0;
+    for (uint64_t k = n; k < n + selftest::draws_of_model; ++k) sharded += shards(k);
+    return m.experts.count == 0 && m.n_layer == 3 && m.n_positions < 30 && sharded >= 2;
+  };
+  uint64_t first = 0;
+  while (!is_wanted(first)) first += selftest::draws_of_model;
   for (const auto& [bug, parts] :
        {std::pair<const char*, selftest::Parts>{"mean instead of sum", {.hooks = mean_instead_of_sum}},
         {"duplicate sample", {.read = read_as_rank_0}},
@@ -144,7 +157,7 @@ TEST_CASE("the random part of the self-test finds planted bugs, and the number o
       failed.push_back(n);
       return "";
     };
-    Sweep sweep{.first = 700, .last = 711, .max_ranks = 4, .command = note};
+    Sweep sweep{.first = first, .last = first + selftest::draws_of_model - 1, .max_ranks = 4, .command = note};
     REQUIRE_FALSE(run_sweep(log, sweep, {}, parts));
     REQUIRE(!failed.empty());
     for (const uint64_t n : failed) REQUIRE(draw(4, n).step.layout.ranks() > 1);
@@ -172,6 +185,19 @@ TEST_CASE("a bug that stays within the bounds of bf16 is found because the first
   selftest::DrawComparer comparer({}, {.hooks = other_order});
   const selftest::Comparison c = comparer.compare(draw(4, n));
   REQUIRE(c.fault == " not bitwise equal to the first of its kind");
+}
+
+TEST_CASE("the experts of a token are found in slices of its sequence too", "[parallel][selftest][slices]") {
+  const selftest::Model model{"mixtral", false, DType::fp32, 8, 2, 20};
+  StepConfig step = selftest::step_config(model.config(), DType::fp32, 3,
+                                          {.zero = {.shards = 2}, .tensor = tensor_parallel(model.config(), 2)});
+  step.experts = {};
+  step.layout.pipeline.slices = {7, 12, 1};
+  const selftest::Rerouted same = selftest::rerouted(selftest::on_one_rank(step), step);
+  INFO(to_string(same));
+  REQUIRE(same.tokens == 0);
+  const auto first_sample = [](const StepConfig& s, int reader, int64_t) { return selftest::read_batch(s, reader, 0); };
+  REQUIRE(selftest::rerouted(selftest::on_one_rank(step), step, {}, {.read = first_sample}).tokens > 0);
 }
 
 TEST_CASE("the sign of a direction that is mere rounding is not compared with Lion, and all others are",

@@ -36,7 +36,6 @@ class DrawComparer {
     if (machine_.processes) throw;  // the ranks of other processes cannot go on
     return {.outcome = {}, .distances = {}, .fault = formatted(" {}", error.what()), .tie = {}};
   }
-  const Reference& reference() const { return *reference_; }
 
  private:
   static bool is_first(const StepConfig& first, const StepConfig& step) {
@@ -115,7 +114,8 @@ class SweepRun {
     good_ += c.good();
     ties_ += c.not_compared();
     failed_ += !c.good() && !c.not_compared();
-    if (!c.fault.empty()) return failed(formatted("{} | {}", c.distances.text(), c.verdict()));
+    const bool threw = c.outcome.losses.empty();
+    if (!c.fault.empty()) return failed((threw ? "" : c.distances.text() + " | ") + c.verdict());
     if (sweep_.lists_all)
       log_.line(formatted("  draw {} | {} | {} | {}", number, to_string(d), c.distances.text(),
                           c.good() ? "good" : c.verdict()));
