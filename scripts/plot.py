@@ -13,6 +13,8 @@ import math
 import os
 import sys
 
+from plotting import load_pyplot
+
 
 def fail(message):
     sys.exit(f"plot.py: {message}")
@@ -75,15 +77,7 @@ def main():
     parser.add_argument("-o", "--output", help="PNG to write (default: plot.png in a run's directory; for several runs "
                                                "plot-A-B.png beside the first one's directory, by their names)")
     options = parser.parse_args()
-    try:
-        import matplotlib
-    except ImportError:
-        other = "/usr/bin/python3"   # Debian's Python, for which its package installs
-        if os.path.exists(other) and os.path.realpath(sys.executable) != os.path.realpath(other):
-            os.execv(other, [other, *sys.argv])
-        fail("matplotlib is missing: apt-get install python3-matplotlib")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = load_pyplot(fail)
 
     output = options.output or default_output(options.runs)
 

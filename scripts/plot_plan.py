@@ -17,6 +17,8 @@ import json
 import os
 import sys
 
+from plotting import load_pyplot
+
 COLOURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "explorer", "colours.json")
 PASSES = {"forward": "forward", "backward": "backward", "backward_input": "backward, input part",
           "backward_weight": "backward, weight part", "update": "update", "idle": "bubble"}
@@ -315,15 +317,7 @@ def main():
             fail("several plans: name the output with -o FILE.png or --html FILE.html")
         options.output = os.path.splitext(options.plans[0])[0] + ".png"
     plans = [read_plan(path) for path in options.plans]
-    try:
-        import matplotlib
-    except ImportError:
-        other = "/usr/bin/python3"   # Debian's Python, for which its package installs
-        if os.path.exists(other) and os.path.realpath(sys.executable) != os.path.realpath(other):
-            os.execv(other, [other, *sys.argv])
-        fail("matplotlib is missing: apt-get install python3-matplotlib")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = load_pyplot(fail)
     from matplotlib.patches import Patch
 
     with open(COLOURS, encoding="utf-8") as file:

@@ -16,6 +16,8 @@ import json
 import os
 import sys
 
+from plotting import load_pyplot
+
 COLOURS = {"forward": "#9ecae1", "backward": "#a1d99b", "backward_input": "#a1d99b", "backward_weight": "#fdd0a2"}
 NAMES = {"forward": "forward", "backward": "backward", "backward_input": "input part of the backward",
          "backward_weight": "weight part of the backward"}
@@ -110,15 +112,7 @@ def main():
     units = {s.get("unit", "forwards of a micro-batch by a stage") for s in schedules}
     if len(units) > 1:
         fail("traces and schedules of --print-schedule have different units of time: draw them apart")
-    try:
-        import matplotlib
-    except ImportError:
-        other = "/usr/bin/python3"   # Debian's Python, for which its package installs
-        if os.path.exists(other) and os.path.realpath(sys.executable) != os.path.realpath(other):
-            os.execv(other, [other, *sys.argv])
-        fail("matplotlib is missing: apt-get install python3-matplotlib")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = load_pyplot(fail)
     from matplotlib.patches import Patch
 
     output = options.output or os.path.splitext(options.schedules[0])[0] + ".png"
