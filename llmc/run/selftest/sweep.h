@@ -65,7 +65,8 @@ struct Sweep {
 // A number at which a sweep begins that no other sweep is likely to have had; the same on all processes.
 inline uint64_t fresh_draw(const Processes* processes) {
   constexpr uint64_t apart = 1000, starts = 1'000'000'000;
-  std::string mine = std::to_string(std::random_device()() % starts * apart);
+  std::random_device device;
+  std::string mine = std::to_string(device() % starts * apart);
   if (processes != nullptr) mine = processes->all_gather("the first draw", mine)[0];
   return std::stoull(mine);
 }
