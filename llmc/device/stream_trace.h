@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <limits>
@@ -23,6 +24,7 @@ struct TraceZero {
 #ifdef TRAIN_GPT_CUDA
   std::shared_ptr<const cuda::Event> gpu = nullptr;  // recorded at the same time; none: on a CPU
 #endif
+  int64_t uncertainty_ns = 0;  // of `host`, by which the clocks of a GPU and its host are compared
 };
 
 // The thread that runs the stream's work records; others read once the stream is idle and its trace is taken away.

@@ -69,10 +69,12 @@ class StepTrace {
     const std::string coordinates = config.layout.mesh().coordinates(run.groups.rank());
     const std::string name =
         formatted("rank {}{}", run.groups.rank(), coordinates.empty() ? "" : " (" + coordinates + ")");
-    const TraceArgs mine = {{"rank", run.groups.rank()},
-                            {"host", host_name()},
-                            {"clock_uncertainty_us", detail::as_microseconds(offset.uncertainty_ns)},
-                            {"ops_left_out", recording->streams->ops_left_out()}};
+    const TraceArgs mine = {
+        {"rank", run.groups.rank()},
+        {"host", host_name()},
+        {"clock_uncertainty_us",
+         detail::as_microseconds(offset.uncertainty_ns + recording->streams->zero().uncertainty_ns)},
+        {"ops_left_out", recording->streams->ops_left_out()}};
     const std::string text = mine.dump() + "\n" + trace_events(run.groups.rank(), name, tracks, zero - first);
     const std::vector<std::string> all = control.gather_text(0, "trace", text);
     if (!run.groups.first()) return;

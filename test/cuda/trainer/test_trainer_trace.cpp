@@ -18,6 +18,7 @@ namespace {
 struct TracedSteps {
   std::vector<double> losses;                // of all ranks
   std::map<int, std::vector<Track>> tracks;  // by rank, of the last step
+  std::map<int, TraceZero> zeros;            // of these
   nlohmann::json file;
 };
 TracedSteps train(const StepConfig& step, const selftest::Machine& machine, bool traced) {
@@ -40,12 +41,19 @@ TracedSteps train(const StepConfig& step, const selftest::Machine& machine, bool
     }
     const std::lock_guard lock(mutex);
     result.losses.insert(result.losses.end(), losses.begin(), losses.end());
-    if (trace) result.tracks[rank] = trace->take();
+    if (trace) result.zeros[rank] = trace->zero(), result.tracks[rank] = trace->take();
   });
   std::vector<std::string> events;
-  for (const auto& [rank, tracks] : result.tracks) events.push_back(trace_events(rank, "rank", tracks));
   TraceArgs about = about_trace(step, "run", "of a test");
   about["step"] = 3;
+  about["ranks_of_run"] = TraceArgs::array();
+  for (const auto& [rank, tracks] : result.tracks) {
+    const TraceZero& zero = result.zeros[rank];
+    const auto later = std::chrono::duration_cast<std::chrono::nanoseconds>(zero.host - result.zeros[0].host);
+    events.push_back(trace_events(rank, "rank", tracks, later.count()));
+    about["ranks_of_run"].push_back(
+        {{"rank", rank}, {"clock_uncertainty_us", detail::as_microseconds(zero.uncertainty_ns)}});
+  }
   if (traced) result.file = nlohmann::json::parse(trace_file(about, events));
   return result;
 }
