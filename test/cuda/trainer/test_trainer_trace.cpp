@@ -33,11 +33,12 @@ TracedSteps train(const StepConfig& step, const selftest::Machine& machine, bool
     std::vector<double> losses;
     for (int k = 0; k < 3; ++k) {
       if (traced && k == 2) trace.emplace(run.stream, run.groups);
-      losses.push_back(run.trainer
-                           .step([&](int64_t) { return selftest::read_batch(step, run.groups.reader(), k); },
-                                 {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .step = k + 1},
-                                 {.max_norm = 1})
-                           .loss);
+      losses.push_back(
+          run.trainer
+              .step([&](int64_t) { return selftest::read_batch(step, run.groups.reader(), k); },
+                    {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0, .step = k + 1},
+                    {.max_norm = 1})
+              .loss);
     }
     const std::lock_guard lock(mutex);
     result.losses.insert(result.losses.end(), losses.begin(), losses.end());
