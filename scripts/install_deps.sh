@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that train_gpt needs: only what is missing, and only the sets that are named.
 #
-#   scripts/install_deps.sh [--if-needed] [build|test|long|run|check|fresh|slurm|arm ...]
+#   scripts/install_deps.sh [--if-needed] [build|test|long|run|check|fresh|slurm|arm|browser ...]
 #
-# Default: all sets but fresh, slurm and arm, which are for single long tests.
+# Default: all sets but fresh, slurm, arm and browser, which are for single long tests.
 #
 # As root, or with a sudo that asks for no password, it installs, and repairs installed packages that have lost files;
 # otherwise it names what is missing, prints the command to type and exits 1. --if-needed is for make: it does nothing
@@ -110,9 +110,9 @@ sets=()
 for argument in "$@"; do
   case $argument in
     --if-needed) if_needed=yes ;;
-    build | test | long | run | check | fresh | slurm | arm) sets+=("$argument") ;;
+    build | test | long | run | check | fresh | slurm | arm | browser) sets+=("$argument") ;;
     *) fail "unknown argument '$argument'; usage: scripts/install_deps.sh [--if-needed]" \
-         "[build|test|long|run|check|fresh|slurm|arm ...]" ;;
+         "[build|test|long|run|check|fresh|slurm|arm|browser ...]" ;;
   esac
 done
 [ ${#sets[@]} -gt 0 ] || sets=(build test long run check)

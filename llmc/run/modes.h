@@ -167,8 +167,7 @@ inline void run_plan_auto(const Options& asked) {
   };
   Options o = asked;
   add(o);
-  if (o.dtype == WeightType::fp32 && asked.machine.find("v100") == std::string::npos)
-    o.dtype = WeightType::bf16, add(o);
+  if (o.dtype == WeightType::fp32 && has_bf16(asked.machine)) o.dtype = WeightType::bf16, add(o);
   if (o.dtype == WeightType::bf16 && o.master_weights == MasterWeights::fp32)
     o.master_weights = MasterWeights::none, add(o);
   report_search(log, asked, precisions);

@@ -40,6 +40,7 @@ parts='
     arm    arm_cxx         g++-aarch64-linux-gnu required   a compiler for aarch64
     arm    qemu            qemu-user             required   qemu-aarch64
     arm    debootstrap     debootstrap           required   debootstrap
+    browser chromium       chromium              required   Chromium
     other  nvcc            -                     optional   nvcc
     other  gpu             -                     optional   a GPU
     nvcc   cublaslt        -                     optional   cuBLASLt

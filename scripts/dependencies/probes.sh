@@ -188,6 +188,7 @@ CPP
     unusable "aarch64-linux-gnu-g++ builds no C++20 with OpenMP: $(first_error "$dir/try.log")"
 }
 probe_qemu() { tool qemu-aarch64 --version; }
+probe_chromium() { tool chromium --version; }
 probe_slurmctld() { tool slurmctld -V; }
 probe_slurmd() { tool slurmd -V; }
 # Slurm's commands do not start without a configuration.

@@ -72,6 +72,10 @@ TEST_CASE("a plan with --machine local measures once, says how long a step takes
   };
   REQUIRE(section(without, "memory", "sent per rank") == section(again, "memory", "sent per rank"));
 
+  // Another optimizer is another op, which is measured, too.
+  REQUIRE(plan("--machine local --optimizer lion").find("measuring this machine") != std::string::npos);
+  REQUIRE(read_whole(dir / "cache/train_gpt/local_machine.json").find("lion_update") != std::string::npos);
+
   const auto json = nlohmann::json::parse(plan("--machine local --json"));
   REQUIRE(json["step_seconds"].get<double>() > 0);
   REQUIRE(json["tokens_per_second"].get<double>() * json["step_seconds"].get<double>() == Catch::Approx(128));
@@ -82,13 +86,14 @@ TEST_CASE("a plan with --machine local measures once, says how long a step takes
 
 TEST_CASE("--machine local refuses what it cannot measure", "[run][plan]") {
   const auto refused = [](const std::string& options, const std::string& why) {
-    const ProgramResult r = run_program("--machine local --model d2 -t 32 -b 1 " + options);
+    const ProgramResult r = run_program("--machine local " + options);
     INFO(r.err);
     REQUIRE(r.status == 1);
     REQUIRE(r.err.find(why) != std::string::npos);
   };
-  refused("--plan --device cuda", "--machine local measures processors");
-  refused("--plan --world-size 4 --local-ranks 2", "6 of 8 would be elsewhere");
+  refused("--plan --model d2 --device cuda", "--machine local measures processors");
+  refused("--plan --model d2 --world-size 4 --local-ranks 2", "6 of 8 would be elsewhere");
   refused("--plan-auto --ranks 8", "use --plan");
+  refused("--plan --model gpt2:124M -t 1024 -b 262144", "to be measured, and this machine has");
   refused("", "is for --plan");
 }

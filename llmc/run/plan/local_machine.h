@@ -17,6 +17,7 @@
 
 #include "core/json.h"
 #include "core/log.h"
+#include "model/hf_config.h"
 #include "run/options/options.h"
 #include "run/plan/planner.h"
 #include "run/ranks.h"
@@ -133,6 +134,7 @@ inline void time_ops(const StepConfig& step, const Device& device, Samples& samp
 inline std::vector<StepConfig> steps_to_measure(const StepConfig& step) {
   StepConfig one = step;
   one.layout = {};
+  one.layout.zero.optimizer = step.layout.zero.optimizer;
   one.micro_batches = 1;
   one.generates = false;
   one.recompute = Recompute::none;
@@ -209,7 +211,13 @@ inline Machine measure_machine(const StepConfig& step, const Device& device) {
   all.threads = std::min(available_processors(), device.threads * ranks);
   all.sharers = 1;
   Samples samples;
-  for (const StepConfig& one : steps_to_measure(step)) time_ops(one, all, samples);
+  const std::vector<StepConfig> steps = steps_to_measure(step);
+  const int64_t bytes = make_plan(steps[0], all).total_bytes();  // the largest
+  CHECK(bytes <= host_memory(),
+        "--machine {}: a layer of this model at this --batch-size and --seq-len takes {} to be measured, and this "
+        "machine has {}: use a smaller one, or leave out --machine",
+        local_machine, human_bytes(bytes), human_bytes(host_memory()));
+  for (const StepConfig& one : steps) time_ops(one, all, samples);
   Machine machine;
   // The ranks share what was measured; where they have more threads than there are processors, they wait for those.
   const double share = ranks, crowd = std::max(1.0, static_cast<double>(device.threads * ranks) / all.threads);
@@ -243,14 +251,12 @@ inline Machine machine_of(const nlohmann::json& json) {
 
 // What the measurement depends on.
 inline std::string key_of(const StepConfig& step, const Device& device) {
-  const ModelConfig& m = step.model;
-  const Experts& e = m.experts;
+  const StepConfig one = steps_to_measure(step)[0];
   return formatted(
-      "{} | {} | {}, masters {} | {} ranks of {} threads on {} | {}, width {}, heads {} of {}, keys {}, ffn {}, "
-      "vocabulary {}, experts {} of {}, shared {}, {} | {} x {} tokens",
-      processor_name(), matmul_library(device), step.precision.weights, step.precision.masters, step.layout.ranks(),
-      device.threads, available_processors(), m.family.model_type, m.n_embd, m.n_head, m.head_size, m.n_kv_head,
-      m.n_ffn, m.vocab_size, e.count, e.width, e.shared, m.tied, step.batch.B, step.batch.T);
+      "{} | {} | {}, masters {}, {} | {} ranks of {} threads on {} | {} x {} tokens, documents {}, head {} | {}",
+      processor_name(), matmul_library(device), one.precision.weights, one.precision.masters, one.layout.zero.optimizer,
+      step.layout.ranks(), device.threads, available_processors(), one.batch.B, one.batch.T,
+      static_cast<int>(one.documents), one.head_chunks, config_to_hf(one.model, one.precision.weights).dump());
 }
 
 }  // namespace detail
@@ -267,7 +273,7 @@ inline std::shared_ptr<const Machine> measured_machine(const StepConfig& step, c
   } catch (const nlohmann::json::exception&) {  // none, or damaged
     if (log != nullptr) log->line("measuring this machine: one layer of each kind, at four sizes");
     machine = detail::measure_machine(step, device);
-    cache.keep(key, detail::to_json(machine));
+    cache.keep(key, detail::to_json(machine), an_hour);
   }
   machine.name = local_machine;
   machine.source = "measured; " + cache.file();

@@ -194,28 +194,31 @@ class MachineReader {
   const nlohmann::json& json_;
 };
 
+// Of the table, with any number of GPUs per server (h100x4), or from a file.
+inline nlohmann::json machine_json(const std::string& name) {
+  if (name.ends_with(".json")) return whole_machine(name, read_json(name));
+  const size_t x = name.rfind('x');
+  const std::string count = x == name.npos ? "" : name.substr(x + 1);
+  const bool counted = !count.empty() && count.size() <= 4 && count.find_first_not_of("0123456789") == count.npos &&
+                       std::stoi(count) > 0;
+  std::string known;
+  for (const std::string& row : machine_names())
+    if (counted && row.substr(0, row.rfind('x')) == name.substr(0, x)) known = row;
+  CHECK(!known.empty(), "--machine {}: use one of {}, with any number of GPUs per server, or a FILE.json", shown(name),
+        machine_names());
+  nlohmann::json json = whole_machine(known, known_machines()[known]);
+  json["links"][0]["ranks"] = std::stoi(count);
+  return json;
+}
+
 }  // namespace detail
 
-// The machine that --machine names, for a run in this dtype: one of the table, with any number of GPUs per server
-// (h100x4), or a file. Throws Error that names what is wrong.
+// The machine that --machine names, for a run in this dtype. Throws Error that names what is wrong.
 inline std::shared_ptr<const Machine> choose_machine(const std::string& name, DType dtype, bool tf32) {
-  nlohmann::json json;
-  if (name.ends_with(".json")) {
-    json = detail::whole_machine(name, read_json(name));
-  } else {
-    const size_t x = name.rfind('x');
-    const std::string count = x == name.npos ? "" : name.substr(x + 1);
-    const bool counted = !count.empty() && count.size() <= 4 && count.find_first_not_of("0123456789") == count.npos &&
-                         std::stoi(count) > 0;
-    std::string known;
-    for (const std::string& row : detail::machine_names())
-      if (counted && row.substr(0, row.rfind('x')) == name.substr(0, x)) known = row;
-    CHECK(!known.empty(), "--machine {}: use one of {}, with any number of GPUs per server, or a FILE.json",
-          shown(name), detail::machine_names());
-    json = detail::whole_machine(known, detail::known_machines()[known]);
-    json["links"][0]["ranks"] = std::stoi(count);
-  }
+  const nlohmann::json json = detail::machine_json(name);
   return std::make_shared<const Machine>(detail::MachineReader(name, json).read(dtype, tf32));
 }
+// Can it compute in bf16? Older GPUs cannot.
+inline bool has_bf16(const std::string& name) { return detail::machine_json(name)["tflops"].contains("bf16"); }
 
 }  // namespace llmc

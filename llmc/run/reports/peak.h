@@ -133,7 +133,10 @@ class MeasurementCache {
                            : -1;
     return age >= 0 && age < seconds ? entry : nlohmann::json();
   }
-  void keep(const std::string& key, nlohmann::json entry) {
+  // seconds: what is older goes
+  void keep(const std::string& key, nlohmann::json entry, double seconds = std::numeric_limits<double>::infinity()) {
+    std::erase_if(all_.get_ref<nlohmann::json::object_t&>(),
+                  [&](const auto& e) { return find(e.first, seconds).is_null(); });
     entry["measured_at"] = now();
     all_[key] = std::move(entry);
     std::error_code ignored;

@@ -1,5 +1,7 @@
 // Traces of a step on GPUs (run/trace/rank_trace.h): CUDA events around actions, layers and ops; what a CUDA graph
 // contains is not seen, and recording changes no number.
+#include <algorithm>
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -48,9 +50,11 @@ TracedSteps train(const StepConfig& step, const selftest::Machine& machine, bool
   TraceArgs about = about_trace(step, "run", "of a test");
   about["step"] = 3;
   about["ranks_of_run"] = TraceArgs::array();
+  auto first = std::chrono::steady_clock::time_point::max();
+  for (const auto& [rank, zero] : result.zeros) first = std::min(first, zero.host);
   for (const auto& [rank, tracks] : result.tracks) {
     const TraceZero& zero = result.zeros[rank];
-    const auto later = std::chrono::duration_cast<std::chrono::nanoseconds>(zero.host - result.zeros[0].host);
+    const auto later = std::chrono::duration_cast<std::chrono::nanoseconds>(zero.host - first);
     events.push_back(trace_events(rank, "rank", tracks, later.count()));
     about["ranks_of_run"].push_back(
         {{"rank", rank}, {"clock_uncertainty_us", detail::as_microseconds(zero.uncertainty_ns)}});
