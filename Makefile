@@ -136,6 +136,9 @@ config:
 	$(call row,nlohmann/json,$(JSON_VERSION),JSON files)
 	$(call row,xxHash,$(XXHASH_VERSION),checksums)
 	$(call row,libcrypto,$(LIBCRYPTO_VERSION),authenticated connections)
+	$(call row,zlib,$(ZLIB_VERSION),texts packed by gzip)
+	$(call row,Zstandard,$(ZSTD_VERSION),texts packed by zstd)
+	$(call row,toml++,$(TOMLPLUSPLUS_VERSION),TOML files)
 	$(call row,nvcc,$(NVCC_VERSION),$(if $(CUDA),the trainer$(comma) for $(ARCH),$(if $(NVCC_VERSION),smoke test only,-)),$(NVCC_FAULT))
 	$(call row,GPU,$(GPU),$(if $(GPU),$(if $(CUDA),the trainer$(comma) tests by `make test-cuda`,not in this build),-))
 	$(call row,cuBLASLt,$(CUBLASLT_VERSION),$(if $(CUBLASLT_VERSION),$(if $(CUDA),matmul on GPUs,not in this build),-),$(CUBLASLT_FAULT))
@@ -155,7 +158,7 @@ SHOW_CONFIG := $(if $(MAKE_RESTARTS),config)
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
 
-REQUIRED_LIBS := -lxxhash -lcrypto -ldl
+REQUIRED_LIBS := -lxxhash -lcrypto -lz -lzstd -ldl
 LIBS := $(REQUIRED_LIBS)
 ifneq ($(MPI_VERSION),)
 DEFINES += -DTRAIN_GPT_MPI $(MPI_FLAGS)

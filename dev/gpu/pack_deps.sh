@@ -8,12 +8,11 @@
 #
 #   dev/gpu/pack_deps.sh [FOLDER]      default: build/gpu-deps
 #
-# A package that is not installed is downloaded without installing it. xxHash and libcrypto are linked
-# statically.
+# A package that is not installed is downloaded without installing it. The libraries are linked statically.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-packages=(libcli11-dev nlohmann-json3-dev libxxhash-dev libssl-dev catch2)
+packages=(libcli11-dev nlohmann-json3-dev libxxhash-dev libssl-dev zlib1g-dev libzstd-dev libtomlplusplus-dev catch2)
 folder=${1:-build/gpu-deps}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -39,7 +38,7 @@ for package in "${packages[@]}"; do
         header=${header#"$(gcc -print-multiarch)"/}
         mkdir -p "$folder/include/$(dirname "$header")"
         cp -L "$file" "$folder/include/$header" ;;
-      */libxxhash.a | */libcrypto.a) cp -L "$file" "$folder/lib/" ;;
+      */libxxhash.a | */libcrypto.a | */libz.a | */libzstd.a) cp -L "$file" "$folder/lib/" ;;
     esac
   done < <(if [ -n "$root" ]; then find "$root" -not -type d; else
     dpkg -L "$package" | while IFS= read -r file; do [ -d "$file" ] || echo "$file"; done

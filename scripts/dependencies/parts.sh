@@ -19,6 +19,9 @@ parts='
     build  json            nlohmann-json3-dev    required   nlohmann/json
     build  xxhash          libxxhash-dev         required   xxHash
     build  libcrypto       libssl-dev            required   libcrypto
+    build  zlib            zlib1g-dev            required   zlib
+    build  zstd            libzstd-dev           required   Zstandard
+    build  tomlplusplus    libtomlplusplus-dev   required   toml++
     build  mpi             libopenmpi-dev        optional   MPI
     test   catch2          catch2                required   Catch2
     test   boost           libboost-context-dev  required   Boost.Context

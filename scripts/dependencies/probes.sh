@@ -87,6 +87,45 @@ int main() {
 CPP
 }
 
+# Reads gzip's files.
+probe_zlib() {
+  library zlib.h -lz <<'CPP'
+#include <cstdio>
+#include <zlib.h>
+int main() {
+  unsigned char packed[64], text[3];
+  uLongf packed_bytes = sizeof packed, bytes = sizeof text;
+  if (compress(packed, &packed_bytes, reinterpret_cast<const unsigned char*>("abc"), 3) != Z_OK) return 1;
+  if (uncompress(text, &bytes, packed, packed_bytes) != Z_OK || bytes != 3) return 1;
+  std::printf("%s\n", zlibVersion());
+  return zlibVersion()[0] != ZLIB_VERSION[0];
+}
+CPP
+}
+
+# Reads zstd's files.
+probe_zstd() {
+  library zstd.h -lzstd <<'CPP'
+#include <cstdio>
+#include <zstd.h>
+int main() {
+  char packed[64], text[3];
+  const size_t packed_bytes = ZSTD_compress(packed, sizeof packed, "abc", 3, 1);
+  if (ZSTD_isError(packed_bytes) || ZSTD_decompress(text, sizeof text, packed, packed_bytes) != 3) return 1;
+  std::printf("%s\n", ZSTD_versionString());
+  return ZSTD_versionNumber() < 10400;
+}
+CPP
+}
+
+# Used as headers alone.
+probe_tomlplusplus() {
+  headers toml++/toml.h TOML_LIB_MAJOR.TOML_LIB_MINOR.TOML_LIB_PATCH <<'CPP'
+#include <toml++/toml.h>
+int main() { return toml::parse("a = 1")["a"].value<int>() != 1; }
+CPP
+}
+
 # The framework of the tests: version 3 is a library, version 2 only headers. test/catch2.h uses version 3 if it finds
 # its header.
 probe_catch2() {

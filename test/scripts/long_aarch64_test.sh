@@ -24,17 +24,18 @@ build=$PWD/build/aarch64
 root=$build/root
 mkdir -p "$build"
 # Only unpacked: no program in it is run.
-if [ ! -e "$root/unpacked" ]; then
+packages=libxxhash-dev,libssl-dev,zlib1g-dev,libzstd-dev,libtomlplusplus-dev,libgomp1,libstdc++6,libcli11-dev
+packages+=,nlohmann-json3-dev,catch2
+if [ "$(cat "$root/unpacked" 2>/dev/null)" != "$packages" ]; then
   # shellcheck source=/dev/null
   suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
   [ -n "$suite" ] || not_tried 'this Debian has no name in /etc/os-release'
   mirror=$(apt-get indextargets --format "\$(REPO_URI)" 'Created-By: Packages' "Codename: $suite" | sed -n 1p)
   rm -rf --one-file-system "$root"
-  debootstrap --foreign --arch=arm64 --variant=minbase \
-    --include=libxxhash-dev,libssl-dev,libgomp1,libstdc++6,libcli11-dev,nlohmann-json3-dev,catch2 \
-    "$suite" "$root" "$mirror" >"$build/debootstrap.log" 2>&1 || not_tried "debootstrap failed, see $build/debootstrap.log"
+  debootstrap --foreign --arch=arm64 --variant=minbase --include="$packages" "$suite" "$root" "$mirror" \
+    >"$build/debootstrap.log" 2>&1 || not_tried "debootstrap failed, see $build/debootstrap.log"
   for package in "$root"/var/cache/apt/archives/*.deb; do dpkg-deb -x "$package" "$root"; done
-  touch "$root/unpacked"
+  echo "$packages" >"$root/unpacked"
 fi
 
 compiled() { # OUT FLAGS... SOURCE...
@@ -44,7 +45,7 @@ compiled() { # OUT FLAGS... SOURCE...
     -idirafter "$root/usr/include" -idirafter "$root/usr/include/aarch64-linux-gnu" "$@" -o "$build/$out" \
     >"$build/compiler.log" 2>&1 || fail "$out does not compile: $(head -n 20 "$build/compiler.log")"
 }
-objects=() libraries=(-L"$root/usr/lib/aarch64-linux-gnu" -lxxhash -lcrypto -ldl)
+objects=() libraries=(-L"$root/usr/lib/aarch64-linux-gnu" -lxxhash -lcrypto -lz -lzstd -ldl)
 for set in portable stand_ins; do
   compiled $set.o -O3 -c llmc/ops/cpu/sets/$set.cpp
   objects+=("-Xlinker" "$build/$set.o")

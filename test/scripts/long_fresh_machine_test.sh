@@ -229,11 +229,12 @@ try_half() {
     set -e
     apt-get -q update
     apt-get -q -y install --no-install-recommends g++ libcli11-dev nlohmann-json3-dev libxxhash-dev libssl-dev \
-      libboost-dev python3-minimal bible-kjv
+      libzstd-dev libboost-dev python3-minimal bible-kjv
     rm /usr/include/CLI/App.hpp                                   # a package that has lost a header
     rm -r /usr/include/nlohmann/detail/output
     rm /usr/include/xxhash.h                                      # a library without its header
     rm "$(g++ -print-file-name=libcrypto.so)" "$(g++ -print-file-name=libcrypto.a)"
+    rm /usr/include/zstd.h
     rm "$(g++ -print-file-name=libasan.so)" "$(g++ -print-file-name=libasan.a)"
     dpkg --purge --force-depends bible-kjv-text                   # a program without its data
     mkdir -p /usr/include/catch2                                  # too old
@@ -244,7 +245,8 @@ try_half() {
     chmod +x /usr/local/bin/nvcc
     apt-get clean' >"$logs/half" 2>&1 || { tail "$logs/half"; failed "half: see $logs/half"; return; }
   refuses half offline root test libcli11-dev 'App.hpp: No such file' nlohmann-json3-dev libxxhash-dev \
-    '-lxxhash is there, but xxhash.h is not' libssl-dev 'openssl/hmac.h is there, but -lcrypto is not' catch2 'version 2.4.1' \
+    '-lxxhash is there, but xxhash.h is not' libssl-dev 'openssl/hmac.h is there, but -lcrypto is not' zlib1g-dev \
+    'neither zlib.h nor -lz' libzstd-dev '-lzstd is there, but zstd.h is not' libtomlplusplus-dev catch2 'version 2.4.1' \
     libboost-context-dev 'fcontext.hpp is there, but -lboost_context is not' AddressSanitizer python3
   refuses half offline root run bible-kjv python3-matplotlib
   succeeds half online root

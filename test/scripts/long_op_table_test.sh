@@ -12,7 +12,7 @@ flags=(-std=c++20 -O1 -DTRAIN_GPT_CUDA -Illmc -Itest -Itest/cuda_on_cpu -Wall -W
 # shellcheck disable=SC2086
 ${CXX:-g++} "${flags[@]}" -Werror -fopenmp -rdynamic test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp \
   llmc/ops/cpu/sets/{portable,stand_ins}.cpp -x c++ dev/bench/cuda/op_table.cu -x none \
-  -o "$dir/op_table" ${LDFLAGS:-} -lboost_context -lxxhash -lcrypto -ldl
+  -o "$dir/op_table" ${LDFLAGS:-} -lboost_context -lxxhash -lcrypto -lz -lzstd -ldl
 
 models=(d1 test/golden/families/qwen2_tiny test/golden/families/qwen3_tiny test/golden/experts/qwen3_moe_tiny)
 "$dir/op_table" --models "${models[@]}" -b 1 -t 16 --repeats 1 --peak-size 64 --copy-mib 1 --flush-mib 1 \
