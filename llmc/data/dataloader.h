@@ -1,144 +1,46 @@
-// dataloader.h: token shards in llm.c's format, and the order of samples (contract 8): a shard of n tokens holds
-// floor((n-1)/T) samples; sample k is tokens [kT, kT+T]; the order depends only on the seed, the epoch and the sample's
-// index; after branches with another seed, also on where they began. Format: a header of 256 little-endian int32,
-// {magic, version, token count}, then the tokens: uint16 (20240520, 1) or uint32 (20240801, 7).
+// dataloader.h: the order of samples (contract 8): a file of n tokens holds floor((n-1)/T) samples; sample k is tokens
+// [kT, kT+T]; the order depends only on the seed, the epoch and the sample's index; after branches with another seed,
+// also on where they began.
 #pragma once
 #include <algorithm>
-#include <filesystem>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "core/checksum.h"
-#include "core/files.h"
 #include "core/rng.h"
-#include "core/shape.h"
-#include "data/no_shard.h"
+#include "data/token_file.h"
 
 namespace llmc {
 
-// One file of tokens.
-struct Shard {
-  static constexpr int64_t header_bytes = 1024;
-  File file;
-  int64_t tokens;
-  int64_t width;  // bytes of a token: 2 or 4
-};
-
-// Opens a shard and checks its header against its size.
-inline Shard open_shard(const std::string& path) {
-  File file = File::open_read(path);
-  const int64_t size = file.size();
-  CHECK(size >= Shard::header_bytes, "{}: {} bytes are too few for a token shard, whose header takes {}{}", path, size,
-        Shard::header_bytes, detail::hint_of_no_shard(file));
-  int32_t header[256];
-  file.read_at(header, Shard::header_bytes, 0);
-  const bool is_uint16 = header[0] == 20240520 && header[1] == 1, is_uint32 = header[0] == 20240801 && header[1] == 7;
-  CHECK(is_uint16 || is_uint32,
-        "{}: magic {} version {}, expected 20240520 version 1 (uint16) or 20240801 version 7 (uint32); not a token "
-        "shard{}",
-        path, header[0], header[1], detail::hint_of_no_shard(file));
-  const int64_t width = is_uint16 ? 2 : 4, payload = size - Shard::header_bytes, tokens = payload / width;
-  CHECK(payload % width == 0 && static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(tokens),
-        "{}: the header says {} tokens, but {} bytes follow it ({} per token); truncated or damaged: create it again",
-        path, static_cast<uint32_t>(header[2]), payload, width);
-  CHECK(tokens > 0, "{}: holds no tokens", path);
-  return {std::move(file), tokens, width};
-}
-
-// Whether tokens look like bytes (data/tokenize_text.py: 0 to 255, and 256 for the end of text) in a far larger
-// vocabulary.
-inline bool look_like_bytes(int64_t largest_token, int64_t vocab_size) {
-  return largest_token <= 256 && vocab_size > 2 * 257;
-}
-
-class TokenShards {
+// The samples of files of tokens: those of the first file, then those of the second, and so on.
+class TokenShards : public TokenFiles {
  public:
-  // Checks every file that `pattern` matches; there may be more of them than a process can hold open. Errors name
-  // `option`.
-  TokenShards(const std::string& pattern, int64_t seq_len, const char* option = "--train-data") : seq_len_(seq_len) {
-    for (const std::string& path : expand_glob(pattern, option)) {
-      const Shard shard = open_shard(path);
-      shards_.push_back({path, shard.tokens, shard.width, samples_});
-      tokens_ += shard.tokens;
-      samples_ += (shard.tokens - 1) / seq_len;
+  // Errors name `option`.
+  TokenShards(const std::string& pattern, int64_t seq_len, const char* option = "--train-data")
+      : TokenFiles(pattern, option), seq_len_(seq_len) {
+    for (const int64_t tokens : tokens_of_files()) {
+      first_samples_.push_back(samples_);
+      samples_ += (tokens - 1) / seq_len;
     }
     CHECK(samples_ > 0,
           "{} {}: {} tokens in {} file(s) hold no sample of --seq-len {} + 1 tokens; shorten --seq-len or add data",
-          option, pattern, tokens_, shards_.size(), seq_len);
+          option, pattern, tokens(), count(), seq_len);
   }
 
-  int64_t count() const { return static_cast<int64_t>(shards_.size()); }
-  int64_t tokens() const { return tokens_; }
   int64_t samples() const { return samples_; }  // in one epoch
   int64_t seq_len() const { return seq_len_; }
-  std::vector<std::string> paths() const {
-    std::vector<std::string> all;
-    for (const Placed& shard : shards_) all.push_back(shard.path);
-    return all;
-  }
-  std::vector<int64_t> tokens_of_shards() const {
-    std::vector<int64_t> all;
-    for (const Placed& shard : shards_) all.push_back(shard.tokens);
-    return all;
-  }
-  // A checksum of each shard, to notice that data have changed between a run and its resume: of all bytes if the shards
-  // have at most 256 MiB together, otherwise of samples, the same fraction of each shard.
-  std::vector<std::string> checksums() const {
-    constexpr double most = 256 << 20;
-    double bytes = 0;
-    for (const Placed& shard : shards_) bytes += static_cast<double>(Shard::header_bytes + shard.tokens * shard.width);
-    std::vector<std::string> all;
-    for (const Placed& shard : shards_) all.push_back(sampled_checksum(shard.path, std::min(1.0, most / bytes)));
-    return all;
-  }
-  bool has(const std::string& path) const {  // even if under another path
-    std::error_code ignored;
-    return std::any_of(shards_.begin(), shards_.end(),
-                       [&](const Placed& shard) { return std::filesystem::equivalent(shard.path, path, ignored); });
-  }
 
   // out (T + 1) = the tokens of sample `index`, each below vocab_size. Thread-safe.
   void read_sample(int64_t index, int64_t vocab_size, std::vector<int32_t>& out) const {
     CHECK(index >= 0 && index < samples_);
-    const auto after = std::upper_bound(shards_.begin(), shards_.end(), index,
-                                        [](int64_t i, const Placed& p) { return i < p.first_sample; });
-    const Placed& shard = *std::prev(after);
-    const std::shared_ptr<const File> file = files_->open_read(shard.path);
-    CHECK(file->size() == Shard::header_bytes + shard.tokens * shard.width,
-          "{}: its size has changed since the run began; restart the run", shard.path);
-    const int64_t first = (index - shard.first_sample) * seq_len_, n = seq_len_ + 1;
-    out.resize(static_cast<size_t>(n));
-    if (shard.width == 4) {
-      file->read_at(out.data(), n * 4, Shard::header_bytes + first * 4);
-    } else {  // read into the upper half, then widen in place from the front
-      uint16_t* narrow = reinterpret_cast<uint16_t*>(out.data()) + n;
-      file->read_at(narrow, n * 2, Shard::header_bytes + first * 2);
-      for (int64_t i = 0; i < n; ++i) {
-        uint16_t token;
-        std::memcpy(&token, narrow + i, sizeof token);
-        out[static_cast<size_t>(i)] = token;
-      }
-    }
-    for (int64_t i = 0; i < n; ++i) {
-      const uint32_t token = static_cast<uint32_t>(out[static_cast<size_t>(i)]);
-      CHECK(token < static_cast<uint64_t>(vocab_size),
-            "{}: token {} at position {} is outside the model's vocabulary of {}; the data was made with another "
-            "tokenizer, or --vocab-size is too small",
-            shard.path, token, first + i, vocab_size);
-    }
+    const int64_t i = std::ranges::upper_bound(first_samples_, index) - first_samples_.begin() - 1,
+                  first = (index - first_samples_[static_cast<size_t>(i)]) * seq_len_;
+    read(i, first, seq_len_ + 1, vocab_size, out);
   }
 
  private:
-  struct Placed {
-    std::string path;
-    int64_t tokens, width, first_sample;
-  };
-
-  int64_t seq_len_, tokens_ = 0, samples_ = 0;
-  std::vector<Placed> shards_;
-  std::unique_ptr<OpenFiles> files_ = std::make_unique<OpenFiles>();
+  int64_t seq_len_, samples_ = 0;
+  std::vector<int64_t> first_samples_;  // of each file
 };
 
 // From this position of the stream on, another seed orders the samples.

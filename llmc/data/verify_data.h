@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/log.h"
-#include "data/dataloader.h"
+#include "data/token_file.h"
 
 namespace llmc {
 
@@ -48,12 +48,12 @@ inline ShardReport verify_shard(const std::string& path, int64_t vocab_size, int
   constexpr int64_t block = int64_t{1} << 22;  // tokens
   ShardReport report;
   try {
-    const Shard shard = open_shard(path);
+    const TokenFile shard = open_token_file(path);
     report.tokens = shard.tokens;
     std::vector<std::byte> bytes(static_cast<size_t>(std::min(block, shard.tokens) * shard.width));
     for (int64_t first = 0; first < shard.tokens; first += block) {
       const int64_t n = std::min(block, shard.tokens - first);
-      shard.file.read_at(bytes.data(), n * shard.width, Shard::header_bytes + first * shard.width);
+      shard.file.read_at(bytes.data(), n * shard.width, TokenFile::header_bytes + first * shard.width);
       const int64_t outside_before = report.outside;
       auto count = [&]<class Token>(const Token* tokens) {
         detail::count_tokens(tokens, n, vocab_size, end_of_text, report);
@@ -81,7 +81,7 @@ inline std::string verify_data(Log& log, const char* option, const std::string& 
   const std::vector<std::string> paths = expand_glob(pattern, option);
   int64_t mebibytes = 0, bytes_read = 0, bad = 0;
   for (const std::string& path : paths) {
-    std::error_code unreadable;  // open_shard() says why
+    std::error_code unreadable;  // open_token_file() says why
     const uintmax_t size = std::filesystem::file_size(path, unreadable);
     if (!unreadable) mebibytes += static_cast<int64_t>(size >> 20);
   }

@@ -63,7 +63,7 @@ TEST_CASE("a file that is no shard is refused with what it seems to be; a header
   const auto refusal = [&](const std::string& contents) {
     std::ofstream(file, std::ios::binary) << contents;
     try {
-      open_shard(file);
+      open_token_file(file);
     } catch (const Error& error) {
       return std::string(error.what());
     }
@@ -114,7 +114,7 @@ TEST_CASE("a file that is no shard is refused with what it seems to be; a header
     const std::string r = refusal(contents);
     INFO(r);
     REQUIRE(std::system(r.substr(r.find('(', r.find("before them"))).c_str()) == 0);
-    const Shard shard = open_shard(dir / "train_shard.bin");
+    const TokenFile shard = open_token_file(dir / "train_shard.bin");
     REQUIRE(shard.tokens == tokens);
     REQUIRE(shard.width == width);
     REQUIRE(read_whole(dir / "train_shard.bin").ends_with(contents));

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "catch2.h"
+#include "data/dataloader.h"
 #include "data/verify_data.h"
 #include "fuzz/mutations.h"
 #include "helpers.h"

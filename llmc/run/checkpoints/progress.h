@@ -38,7 +38,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"data_cursor", progress.done * job.samples_per_step},
       {"data_samples", job.train.samples()},
       {"data_checksums", job.data_checksums},
-      {"data_tokens", job.train.tokens_of_shards()},
+      {"data_tokens", job.train.tokens_of_files()},
       {"data_changes", progress.data_changes},
       {"val_checksums", job.val_checksums},
       {"seq_len", job.options.seq_len},
@@ -85,7 +85,7 @@ inline std::vector<DataChange> changed_data(const ResumePoint& from, const Job& 
           "--train-data: {} has changed since the run began (checksum {}, in {}/trainer.json {}): restore its former "
           "contents to resume, take it as it is with --data-changed accept, or start a new run in another --out-dir",
           shard, now, from.path, shown(before));
-    const int64_t count = job.train.tokens_of_shards()[i];
+    const int64_t count = job.train.tokens_of_files()[i];
     CHECK(tokens.is_null() || tokens[i] == count,
           "--data-changed accept: {} has {} tokens, but {} when the run began: other samples would follow; restore its "
           "former contents, or start a new run in another --out-dir",
