@@ -16,9 +16,10 @@
 #include "core/host_name.h"
 #include "core/log.h"
 #include "core/signals.h"
-#include "data/dataloader.h"
+#include "run/batch_reader.h"
 #include "run/checkpoints/checkpoint_saver.h"
 #include "run/checkpoints/progress.h"
+#include "run/checkpoints/recipe_record.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/checkpoints/seen_samples.h"
 #include "run/evaluate.h"
@@ -29,6 +30,7 @@
 #include "run/options/parse.h"
 #include "run/processes.h"
 #include "run/ranks.h"
+#include "run/recipe/print_stages.h"
 #include "run/reports/next_steps.h"
 #include "run/reports/report.h"
 #include "run/reports/step_report.h"
@@ -37,68 +39,72 @@
 #include "run/trace/step_trace.h"
 #include "run/validation.h"
 #include "shard/whole_check.h"
-#include "train/lr_schedule.h"
 #include "train/not_finite.h"
 #include "train/sample.h"
 
 namespace llmc {
 namespace {
 
-// One rank of a run, from the first update or a checkpoint to the last update. Step s is the s-th update.
+// What the process has found when the ranks begin a stretch of the run.
+struct Beginning {
+  const std::optional<ResumePoint>& resume;
+  const Peaks& peaks;
+  bool continues;           // after another stretch, in this process
+  RunDirectory* directory;  // rank 0's out directory; null on the other ranks
+  Log& log;
+  RunTotals& totals;
+};
+
+// One rank of a stretch of a run, from the first update or a checkpoint to the last update. Step s is the run's s-th
+// update.
 class Training {
  public:
-  // directory: rank 0's out directory; null on the other ranks.
-  Training(const Job& job, RunDirectory* directory, Log& log, const std::optional<ResumePoint>& resume,
-           const Peaks& peaks, World& world, int rank)
+  Training(const Job& job, const Beginning& beginning, World& world, int rank)
       : job_(job),
         o_(job.options),
-        log_(log),
+        log_(beginning.log),
         stop_(o_.time_limit, job.begin, static_cast<double>(job.checkpoint_bytes()) / assumed_bytes_per_second),
         rank_(rank),
         watchdog_(world.local().watchdog),
-        report_(job, log, peaks, rank == 0),
-        checkpoints_(job, directory, log, report_, stop_),
-        trace_(o_.trace, log),
+        report_(job, log_, beginning.peaks, rank == 0, beginning.totals),
+        checkpoints_(job, beginning.directory, log_, report_, stop_),
+        trace_(beginning.continues ? "" : o_.trace, log_),
         run_(job.step, job.plan, rank_device(job.device, o_.place, rank - o_.place.first_rank()), world, rank),
-        schedule_(choose_lr_schedule(o_, job.max_steps)),
-        train_(job.train, {.seed = job.first_seed,
-                           .reseeds = job.reseeds,
-                           .shuffle = o_.shuffled(),
-                           .vocab_size = job.step.model.vocab_size,
-                           .end_of_text = job.document_begin}) {
-    if (job.val) validation_.emplace(run_.trainer, run_.groups, job.validation());
+        order_(job.course.order_of(job.stretch())),
+        train_(
+            job.data->loader(job.course, job.stretch(), o_.shuffled(), job.step.model.vocab_size, job.document_begin),
+            {.rank = run_.groups.reader(), .ranks = job.step.layout.readers(), .batch_size = o_.batch_size},
+            job.step.micro_batches) {
+    if (!job.data->val.empty()) validation_.emplace(run_.trainer, run_.groups, job.validation());
     check_groups(run_.groups, run_.stream,
                  [&](int r) { return watchdog_ != nullptr ? watchdog_->name_of_rank(r) : formatted("rank {}", r); });
     const StepConfig& step = job.step;
     check_whole_model(run_.trainer.state(), part_of(parameter_table(step.model), step.layout.tensor, 0),
                       step.model.tied, world.mesh());
+    const std::optional<ResumePoint>& resume = beginning.resume;
     if (resume) restore(*resume);
     else initialise(run_, o_);
     run_.touch_memory();
-    MetricsKept kept;
-    if (directory != nullptr) {
-      detail::require_space(o_.out_dir, job.checkpoint_bytes());
-      kept = directory->claim(log, o_, resume);
-      log.open(o_.out_dir, kept.elapsed_s);
-      report_header(log, job, peaks);
+    if (beginning.continues) progress_.validated = resume->trainer.value("validated", nlohmann::json()) == true;
+    else take_directory(beginning);
+    if (job.course.recipe().staged) {
+      const auto [text, facts] = stage_text(job.course, job.number);
+      if (progress_.done == job.stretch().first_step) log_.stage(progress_.done + 1, text, facts);
+      else log_.line(text);
     }
-    take_validation(kept);
-    if (resume)
-      log.line(formatted("{} after step {} from {}", resume->begin == Begin::branch ? "branching" : "resuming",
-                         progress_.done, resume->path));
-    for (const DataChange& change : changed_data_) log.data_change(progress_.done, change);
+    for (const DataChange& change : changed_data_) log_.data_change(progress_.done, change);
   }
 
   void run() {
     first_ = begun_ = progress_.done;
-    trace_.choose_step(o_.trace_step, first_, job_.max_steps);
+    trace_.choose_step(o_.trace_step, first_, job_.last_step());
     report_.resume_after(first_);
     try {
       choose_matmuls();
       finish_step();  // validation at step 0 shows where the run starts; a resumed run does what was left undone
-      while (begun_ < job_.max_steps) {
+      while (begun_ < job_.last_step()) {
         trace_.begin(begun_ + 1);
-        trace_.timed("read the batches", [&] { read_ahead(); });
+        trace_.timed("read the batches", [&] { take_batches(); });
         directory_ = checkpoints_.look_at_directory();
         if (trace_.timed("agree to go on", [&] { return poll(); }) == NewsKind::save) save_by_clock();
         trace_.begin_streams(run_);
@@ -117,12 +123,31 @@ class Training {
         end_lost(lost.reason);
       }
     }
+    if (progress_.done < job_.max_steps) return;  // another stretch follows
     report_.summary(progress_, checkpoints_.last(), ops_, run_.memory_taken(job_.plan.of(static_cast<int>(rank_))));
     if (progress_.done > first_)
-      report_next_steps(log_, o_, checkpoints_.last(), program_invocation_name, job_.example_prompt());
+      report_next_steps(log_, job_.asked, checkpoints_.last(), program_invocation_name, job_.example_prompt());
   }
 
  private:
+  // Rank 0 makes the out directory this run's; all ranks hear whether the validation after step progress_.done has been
+  // made and is recorded in metrics.jsonl.
+  void take_directory(const Beginning& beginning) {
+    MetricsKept kept;
+    if (beginning.directory != nullptr) {
+      detail::require_space(o_.out_dir, job_.checkpoint_bytes());
+      kept = beginning.directory->claim(log_, job_.asked, beginning.resume);
+      log_.open(o_.out_dir, kept.elapsed_s);
+      report_header(log_, job_, beginning.peaks);
+    }
+    progress_.validated =
+        run_.groups[GroupName::control].all_gather_text("validated", kept.validated ? "yes" : "")[0] == "yes";
+    if (beginning.resume)
+      log_.line(formatted("{} after step {} from {}",
+                          beginning.resume->begin == Begin::branch ? "branching" : "resuming", progress_.done,
+                          beginning.resume->path));
+  }
+
   uint64_t seed() const { return static_cast<uint64_t>(o_.seed); }
 
   std::string saved_to() const { return progress_.done > 0 ? ", saved to " + checkpoints_.last() : ""; }
@@ -155,7 +180,7 @@ class Training {
     if (finite_after_ == progress_.done) return;
     const double loss = run_.trainer.evaluate(1, job_.step.batch.rows() * job_.step.layout.readers(), [this](int64_t) {
       try {
-        return read(cursor(progress_.done), 0);
+        return train_.read(cursor(std::max(progress_.done, job_.stretch().first_step + 1)), 0);
       } catch (
           const Error&) {  // it was readable when the step was computed; ranks stay together, and the next step reports
         const size_t rows = static_cast<size_t>(job_.step.batch.rows());
@@ -183,40 +208,42 @@ class Training {
     report_.start_clock();  // for the next update
   }
 
-  HostBatch read(int64_t cursor, int64_t micro_batch) {
-    HostBatch host;
-    train_.read_batch(cursor, micro_batch,
-                      {.rank = run_.groups.reader(), .ranks = job_.step.layout.readers(), .batch_size = o_.batch_size},
-                      host.tokens, host.targets, host.positions);
-    return host;
-  }
   // The next poll tells all ranks that this one cannot read its samples, and what needs them.
   void cannot_read(const Error& error, const std::string& what_for) {
     unreadable_ = (run_.groups.ranks() > 1 ? formatted("rank {} on {}: ", rank_, host_name()) : "") +
                   formatted("{}; {} needs it", error.what(), what_for);
   }
-  // Reads the batches of the next step, before any rank begins it.
-  void read_ahead() {
+  // Takes the batches of the next step, before any rank begins it.
+  void take_batches() {
     if (under_way_.empty()) report_.start_clock();
     const int64_t step = begun_ + 1;
     ahead_.clear();
     try {
-      for (int64_t m = 0; m < job_.step.micro_batches; ++m) ahead_.push_back(read(cursor(step), m));
+      ahead_ = train_.take(cursor(step), step < job_.last_step() ? std::optional(cursor(step + 1)) : std::nullopt);
     } catch (const Error& error) {
       cannot_read(error, formatted("step {}", step));
     }
+    report_.waited_for_data(train_.waited());
   }
   // Not in a pipeline: there, a host may be waiting for a message from a stage that is at another point of its list.
   void poll_within_step() const {
     if (job_.step.layout.pipeline.stages == 1) poll();
   }
 
-  int64_t cursor(int64_t step) const { return o_.overfit_batch ? 0 : (step - 1) * job_.samples_per_step; }
+  // Where a step begins in the samples of the stretch.
+  int64_t cursor(int64_t step) const {
+    return o_.overfit_batch ? 0 : (step - 1 - job_.stretch().first_step) * job_.samples_per_step;
+  }
+  // Over the tokens of a step: those with a target. Others are padding.
+  double tokens_per_target(int64_t step) const {
+    const int64_t targets = order_.targets(cursor(step) + job_.samples_per_step) - order_.targets(cursor(step));
+    return static_cast<double>(job_.step.tokens()) / static_cast<double>(targets);
+  }
 
   BatchSource batches_of(int64_t step) {
     return [this, step](int64_t m) {
       poll_within_step();
-      return read(cursor(step), m);
+      return train_.read(cursor(step), m);
     };
   }
   // The batches that were read ahead.
@@ -242,10 +269,11 @@ class Training {
   void update() {
     const int64_t step = begun_ + 1;
     if (watchdog_ != nullptr) watchdog_->board.at_step(static_cast<int>(rank_), step);
-    const double lr = learning_rate(schedule_, step);
+    const double lr = job_.stretch().learning_rate(step);
     const double infinity = std::numeric_limits<double>::infinity();
     if (o_.profile) run_.stream.set_ledger(&ops_);
     const UpdateRule rule{.max_norm = o_.grad_clip,
+                          .scale = tokens_per_target(step),
                           .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
                           .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity};
     PendingStep result = trace_.timed("enqueue the step", [&] {
@@ -255,12 +283,6 @@ class Training {
     begun_ = step;
     const bool waits = job_.device.kind != DeviceKind::cuda || o_.profile || o_.skip_loss_z || o_.skip_grad_z;
     while (static_cast<int>(under_way_.size() + waits) > run_.trainer.steps_under_way()) finish_update();
-  }
-
-  // Tells all ranks whether the validation after step progress_.done has been made and is recorded in metrics.jsonl.
-  void take_validation(const MetricsKept& kept) {
-    progress_.validated =
-        run_.groups[GroupName::control].all_gather_text("validated", kept.validated ? "yes" : "")[0] == "yes";
   }
 
   // Waits for all updates under way, and reports them. Flushes are recorded, because they change what the run learns.
@@ -295,8 +317,7 @@ class Training {
     run_.trainer.flush();
     log_.line("searching for the first non-finite number ...");
     const std::string where = where_not_finite(run_.trainer, batches, [&](int64_t micro_batch, int64_t b) {
-      return train_.sample_at(cursor(step) +
-                              (micro_batch * job_.step.layout.readers() + run_.groups.reader()) * o_.batch_size + b);
+      return train_.name_of_sample(cursor(step), micro_batch, b);
     });
     throw SharedError(
         formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
@@ -314,22 +335,23 @@ class Training {
                                  : job_.parent["path"].get<std::string>();
     if (last.empty()) return "no checkpoint was written";
     return formatted("the last checkpoint is {}; this continues from it with half the --lr:\n{}", last,
-                     branch_command(o_, last, program_invocation_name));
+                     branch_command(job_.asked, last, program_invocation_name));
   }
 
   // Does finish_step() have anything to do after this step?
   bool something_due(int64_t step) const {
     return due(step, validation_ ? o_.val_every : 0) || due(step, o_.sample_every) || due(step, o_.checkpoint_every) ||
-           step == job_.max_steps || checkpoints_.retries_at(step);
+           step == job_.last_step() || checkpoints_.retries_at(step);
   }
   bool due(int64_t step, int64_t every) const { return every > 0 && (step == job_.max_steps || step % every == 0); }
 
   // On a GPU, chooses matmul algorithms: as a checkpoint of the same GPU and library recorded, else by --tune-matmul.
   void choose_matmuls() {
     if (job_.device.kind == DeviceKind::cpu) return record_instructions();
-    if (take_recorded_matmuls(run_, progress_.matmul_choices, log_)) return;
+    const bool other_shapes = first_ == job_.stretch().first_step && job_.number > 0;
+    if (!(other_shapes && o_.tune_matmul) && take_recorded_matmuls(run_, progress_.matmul_choices, log_)) return;
     progress_.matmul_choices.clear();
-    if (!o_.tune_matmul || begun_ == job_.max_steps) return;
+    if (!o_.tune_matmul || begun_ == job_.last_step()) return;
     log_.line("timing matmul algorithms ...");
     progress_.matmul_choices = run_.trainer.tune(batches_of(begun_ + 1));
   }
@@ -391,7 +413,7 @@ class Training {
       report_.timed(Task::validation, [&] { validate(); });
     if (progress_.done == 0) return;
     if (progress_.done > first_ && due(progress_.done, o_.sample_every)) report_.timed(Task::sample, [&] { sample(); });
-    const bool best = o_.keep_best && progress_.best_step == progress_.done, last = progress_.done == job_.max_steps;
+    const bool best = o_.keep_best && progress_.best_step == progress_.done, last = progress_.done == job_.last_step();
     const bool by_rule = last || best || due(progress_.done, o_.checkpoint_every);
     if (!by_rule && !checkpoints_.retries_at(progress_.done)) return;
     const Because because = by_rule ? Because::rule : checkpoints_.retries_because();
@@ -450,8 +472,8 @@ class Training {
   StepTrace trace_;  // declared before the streams that it records
   OpLedger ops_;     // declared before the stream that records ops in it
   Run run_;
-  LrSchedule schedule_;
-  DataLoader train_;
+  SampleOrder order_;
+  BatchReader train_;
   std::optional<Validation> validation_;
 
   Progress progress_;              // recorded in checkpoints
@@ -465,46 +487,82 @@ class Training {
   std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement
 };
 
+// The job from a checkpoint on.
+Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
+  ResumedCourse resumed = resumed_course(from, first);
+  for (const std::string& notice : resumed.notices) log.line("notice: " + notice);
+  first.data->seeds = resumed.seeds;
+  const size_t number = resumed.course.stretch_of(from.step + 1);
+  Job job(first.asked, first.begin, first.data, std::move(resumed.course), number);
+  if (resumed.changed)
+    job.former_recipe = from.trainer.value("recipe", nlohmann::json::object()).value("facts", nlohmann::json::object());
+  job.resume(from, log);
+  return job;
+}
+
 void run_training(const Options& o, const Processes& processes, StopCondition::Clock::time_point process_begin) {
   note_stop_signals();
   const bool first = processes.process() == 0;
   Log log = make_log(o, processes);
-  std::optional<Job> made;
-  together(processes, "options", [&] { made.emplace(o, process_begin); });
-  Job& job = *made;
+  std::optional<Job> job;
+  together(processes, "options", [&] { job.emplace(o, process_begin); });
   log.file_line(formatted("{}: {}", time_stamp(), command_line(o, program_invocation_name)));
-  const Start start = find_start(processes, job, log);
+  const Start start = find_start(processes, *job, log);
   std::optional<ResumePoint> resume = start.resume;
-  if (!o.shuffle && !start.shuffled) job.options.shuffle = false;
+  if (!o.shuffle && !start.shuffled) job->asked.shuffle = job->options.shuffle = false;
   if (start.complete) {
+    const int64_t steps = job->max_steps;
     log.line(formatted("already complete: {} is at step {}{} {}", o.out_dir, resume->step,
-                       resume->step == job.max_steps ? " of" : ", beyond step", job.max_steps));
-    return report_next_steps(log, o, resume->path, program_invocation_name, job.example_prompt());
+                       resume->step == steps ? " of" : ", beyond step", steps));
+    return report_next_steps(log, o, resume->path, program_invocation_name, job->example_prompt());
   }
   together(processes, "weights", [&] {
     if (resume && !first) resume->trainer = read_json(resume->path + "/trainer.json");
-    if (resume) job.resume(*resume, log), report_changes(log, *resume, job);
-    else report_seen_samples(log, job);
+    if (resume) job.emplace(resumed_job(*job, *resume, log)), report_changes(log, *resume, *job);
+    else report_seen_samples(log, *job);
   });
-  require_same_everywhere(processes, job, resume);
+  require_same_everywhere(processes, *job, resume);
   if (!o.trace.empty())
     together(processes, "trace", [&] {
-      traced_step(o.trace_step, resume ? resume->step : 0, job.max_steps);
+      traced_step(o.trace_step, resume ? resume->step : 0, job->last_step());
       if (first) require_writable_trace(o.trace);
     });
   Peaks peaks;
   if (first) {
-    peaks = find_peaks(job.device, job.step.precision.products, o.peak_tflops).times(devices_in_use(job.device, o));
-    if (o.profile) peaks.bandwidth = measure_bandwidth(rank_device(job.device, o.place));
+    peaks = find_peaks(job->device, job->step.precision.products, o.peak_tflops).times(devices_in_use(job->device, o));
+    if (o.profile) peaks.bandwidth = measure_bandwidth(rank_device(job->device, o.place));
   }
-  World world(job.step.layout.mesh(), job.backend, no_hooks, processes.local_ranks());
-  world.limit_init(o.init_timeout);
+  RunTotals totals;
   try {
-    run_ranks(world, [&](int rank) {
-      Log silent = Log::silent();
-      Training(job, rank == 0 ? start.directory.get() : nullptr, rank == 0 ? log : silent, resume, peaks, world, rank)
-          .run();
-    });
+    for (bool continues = false;; continues = true) {
+      {
+        World world(job->step.layout.mesh(), job->backend, no_hooks, processes.local_ranks());
+        world.limit_init(o.init_timeout);
+        run_ranks(world, [&](int rank) {
+          Log silent = Log::silent();
+          RunTotals own;
+          const bool reports = rank == 0;
+          Training(*job,
+                   {.resume = resume,
+                    .peaks = peaks,
+                    .continues = continues,
+                    .directory = reports ? start.directory.get() : nullptr,
+                    .log = reports ? log : silent,
+                    .totals = reports ? totals : own},
+                   world, rank)
+              .run();
+        });
+      }
+      if (job->last_step() == job->max_steps) return;
+      together(processes, "the next stage", [&] {
+        const std::string path = checkpoint_path(o.out_dir, job->last_step());
+        wait_for_path(path + "/trainer.json");
+        resume = ResumePoint{path, job->last_step(), read_json(path + "/trainer.json")};
+        Job next(job->asked, job->begin, job->data, job->course, job->number + 1);
+        next.resume(*resume, log);
+        job.emplace(std::move(next));
+      });
+    }
   } catch (const PeerError& error) {  // another rank has gone; all ranks report which one, in the same words
     const std::vector<int64_t> saved = checkpoint_steps(o.out_dir);
     const std::string text =
@@ -554,6 +612,8 @@ int main(int argc, char** argv) {
     else if (o.plan_auto) run_plan_auto(o);
     else if (o.plan_examples) run_plan_examples(o);
     else if (o.print_schedule) run_print_schedule(o);
+    else if (o.print_stages) run_print_stages(o);
+    else if (!o.print_samples.empty()) run_print_samples(o);
     else run_generate(o);
     return static_cast<int>(ExitStatus::done);
   } catch (const SharedError& error) {

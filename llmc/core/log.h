@@ -89,6 +89,7 @@ struct TrainLine {
 struct ValLine {
   int64_t step;
   double loss;
+  std::vector<std::pair<std::string, double>> sets = {};  // the losses of sets with names
   std::optional<double> choices = std::nullopt,
                         choices_normalized = std::nullopt;  // fractions of questions answered correctly
 };
@@ -206,6 +207,10 @@ class Log {
     std::string text =
         formatted("validation at step {} | loss {:.4f} | perplexity {:.3f}", v.step, v.loss, std::exp(v.loss));
     nlohmann::ordered_json object = {{"kind", "val"}, {"step", v.step}, {"loss", v.loss}};
+    for (const auto& [name, loss] : v.sets) {
+      text += formatted(" | {} {:.4f}", name, loss);
+      object["losses"][name] = loss;
+    }
     if (v.choices) {
       text += formatted(" | choices_acc {:.2f}%", 100 * *v.choices);
       object["choices_acc"] = *v.choices;
@@ -226,6 +231,14 @@ class Log {
     line(formatted("notice: {} has changed since step {} (checksum {}, now {}): accepted, by --data-changed accept",
                    change.shard, step, change.before, change.now));
     write({{"kind", "data"}, {"step", step}, {"shard", change.shard}, {"before", change.before}, {"now", change.now}});
+  }
+
+  // A stage begins with this step.
+  void stage(int64_t step, const std::string& text, nlohmann::ordered_json facts) {
+    line(text);
+    nlohmann::ordered_json object = {{"kind", "stage"}, {"step", step}};
+    object.update(facts);
+    write(object);
   }
 
   // The GPU's readings after a step.

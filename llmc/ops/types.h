@@ -223,6 +223,7 @@ inline constexpr int64_t sum_lanes = 1024, square_sum_block = 1 << 16;
 // When an update is allowed, and how its gradients are scaled.
 struct UpdateRule {
   double max_norm = 0;
+  double scale = 1;  // of loss and gradients, which are sums over the tokens of a step: tokens / those with a target
   double largest_loss = std::numeric_limits<double>::infinity(), largest_norm = largest_loss;
 };
 

@@ -14,6 +14,7 @@
 #include "run/plan/describe.h"
 #include "run/plan/report_plan.h"
 #include "run/processes.h"
+#include "run/recipe/run_data.h"
 #include "run/setup.h"
 #include "run/start.h"
 #include "run/validation.h"
@@ -49,15 +50,17 @@ inline std::optional<int64_t> target_bytes(const ValidationInputs& inputs, const
   std::vector<int64_t> bytes_of;
   for (int64_t token = 0; token < vocab_size; ++token)
     bytes_of.push_back(tokenizer.bytes_of(static_cast<int32_t>(token)).value_or(unknown));
-  DataLoader loader(*inputs.data, inputs.loader(vocab_size));
   int64_t bytes = 0;
   std::vector<int32_t> sample;
-  for (int64_t i = 0; i < inputs.samples; ++i) {
-    inputs.data->read_sample(loader.sample_at(i), vocab_size, sample);
-    for (size_t t = 1; t < sample.size(); ++t) {
-      const int64_t of_token = bytes_of[static_cast<size_t>(sample[t])];
-      if (of_token == unknown) return std::nullopt;
-      bytes += of_token;
+  for (const ValidationInputs::Set& set : inputs.sets) {
+    DataLoader loader = inputs.loader(set, vocab_size);
+    for (int64_t i = 0; i < set.samples; ++i) {
+      set.shards->read_sample(loader.sample_at(i), vocab_size, sample);
+      for (size_t t = 1; t < sample.size(); ++t) {
+        const int64_t of_token = bytes_of[static_cast<size_t>(sample[t])];
+        if (of_token == unknown) return std::nullopt;
+        bytes += of_token;
+      }
     }
   }
   return bytes;
@@ -71,7 +74,7 @@ struct Evaluation {
   TrainedRecord trained;
   StepConfig step;
   std::unique_ptr<Tokenizer> tokenizer;
-  std::optional<TokenShards> data;
+  std::vector<ValidationSet> data;
   std::optional<ChoiceSet> choices;
   ValidationInputs inputs;
   Plan plan;
@@ -84,13 +87,13 @@ struct Evaluation {
         trained(trained_record(o.model)),
         step(forward_only_step(o)),
         tokenizer(choose_tokenizer(o, step.model)) {
-    if (!o.val_data.empty()) {
-      data.emplace(o.val_data, o.seq_len, "--val-data");
-      const int64_t per_step = o.total_batch_size ? *o.total_batch_size / o.seq_len
-                                                  : trained.samples_per_step.value_or(step.tokens() / o.seq_len);
-      inputs.data = &*data;
-      inputs.samples = o.val_steps ? samples_of_steps(*data, *o.val_steps, per_step) : data->samples();
-    }
+    const int64_t per_step = o.total_batch_size ? *o.total_batch_size / o.seq_len
+                                                : trained.samples_per_step.value_or(step.tokens() / o.seq_len);
+    data = open_validation_sets(o, o.seq_len);
+    for (const ValidationSet& set : data)
+      inputs.sets.push_back(
+          {set.name, &set.shards,
+           o.val_steps ? samples_of_steps(set.shards, *o.val_steps, per_step) : set.shards.samples()});
     if (!o.eval_choices.empty()) choices.emplace(o.eval_choices, step.model.vocab_size, o.seq_len);
     if (choices) inputs.choices = &*choices;
     inputs.shuffled = o.shuffled();
@@ -103,6 +106,12 @@ struct Evaluation {
   }
   Evaluation(const Evaluation&) = delete;
 
+  int64_t all_samples() const {
+    int64_t all = 0;
+    for (const ValidationSet& set : data) all += set.shards.samples();
+    return all;
+  }
+
   // Does the tokenizer know the bytes of the data's tokens? A byte tokenizer that stands in for another does not.
   bool knows_bytes() const { return knows_tokens(options, *tokenizer, step.model); }
 
@@ -112,7 +121,7 @@ struct Evaluation {
     if (!trained.options.is_object()) return found;
     for (const OptionText& now : option_texts(options)) {
       const bool matters = now.name == "--seq-len" || now.name == "--mask-documents" || now.name == "--dtype" ||
-                           (now.name == "--shuffle" && data && inputs.samples < data->samples());
+                           (now.name == "--shuffle" && inputs.samples() < all_samples());
       const nlohmann::json then = trained.options.value(now.name, nlohmann::json());
       const auto value = [&](const std::string& text) {
         return now.name == "--shuffle" && text.empty() ? "true" : text;
@@ -146,6 +155,7 @@ struct Evaluation {
 // The results of an evaluation.
 struct Evaluated {
   std::optional<double> loss;
+  std::vector<double> of_sets;
   std::optional<ChoiceScore> choices;
   std::optional<int64_t> bytes;  // bytes of the targets
   double seconds = 0;
@@ -166,11 +176,12 @@ inline void report_evaluation_header(Log& log, const Evaluation& job) {
                                    human_count(count_parameters(parameter_table(job.step.model))),
                                    job.trained.step ? formatted(", after step {}", *job.trained.step) : "")},
                {"layout", formatted("{}, {}", o.dtype, layout_text(job.step))}};
-  if (job.data)
-    rows.emplace_back("validation data",
-                      formatted("{}: {} of {} samples of {} tokens{}", o.val_data, human_count(job.inputs.samples),
-                                human_count(job.data->samples()), o.seq_len,
-                                o.mask_documents ? ", documents masked from each other" : ""));
+  for (size_t i = 0; i < job.data.size(); ++i)
+    rows.emplace_back(
+        "validation data",
+        formatted("{}: {} of {} samples of {} tokens{}", job.data[i].name.empty() ? o.val_data : o.val.items[i],
+                  human_count(job.inputs.sets[i].samples), human_count(job.data[i].shards.samples()), o.seq_len,
+                  o.mask_documents ? ", documents masked from each other" : ""));
   if (job.choices)
     rows.emplace_back("multiple choice",
                       formatted("{}: {} questions", o.eval_choices, human_count(job.choices->questions())));
@@ -183,10 +194,13 @@ inline void report_evaluation_header(Log& log, const Evaluation& job) {
 }
 
 inline void report_evaluated(Log& log, const Evaluation& job, const Evaluated& found) {
-  const int64_t targets = job.inputs.samples * job.options.seq_len;
+  const int64_t targets = job.inputs.samples() * job.options.seq_len;
   Rows rows;
   if (found.loss) {
     rows.emplace_back("loss", formatted("{:.4f} nats per token", *found.loss));
+    for (size_t i = 0; i < job.data.size(); ++i)
+      if (!job.data[i].name.empty())
+        rows.emplace_back("loss of " + job.data[i].name, formatted("{:.4f} nats per token", found.of_sets[i]));
     rows.emplace_back("perplexity", formatted("{:.3f}", std::exp(*found.loss)));
     const auto bits = found.bits_per_byte(targets);
     rows.emplace_back("bits per byte", bits ? formatted("{:.4f}, of {} bytes that {} targets decode to", *bits,
@@ -206,12 +220,14 @@ inline std::string to_json(const Evaluation& job, const Evaluated& found) {
   nlohmann::ordered_json json = {{"model", job.options.model}};
   if (job.trained.step) json["step"] = *job.trained.step;
   if (found.loss) {
-    const int64_t targets = job.inputs.samples * job.options.seq_len;
+    const int64_t targets = job.inputs.samples() * job.options.seq_len;
     json.update({{"loss", *found.loss},
                  {"perplexity", std::exp(*found.loss)},
-                 {"samples", job.inputs.samples},
+                 {"samples", job.inputs.samples()},
                  {"seq_len", job.options.seq_len},
                  {"targets", targets}});
+    for (size_t i = 0; i < job.data.size(); ++i)
+      if (!job.data[i].name.empty()) json["losses"][job.data[i].name] = found.of_sets[i];
     if (const auto bits = found.bits_per_byte(targets)) json["bits_per_byte"] = *bits, json["bytes"] = *found.bytes;
   }
   if (found.choices) json["questions"] = job.choices->questions(), json["choices_acc"] = found.choices->accuracy;
@@ -261,7 +277,7 @@ inline Evaluated evaluate_on_rank(const Evaluation& job, World& world, int rank,
   Validation validation(run.trainer, run.groups, job.inputs);
   const auto begin = std::chrono::steady_clock::now();
   Evaluated found;
-  if (job.data) found.loss = validation.loss(hooks);
+  if (!job.data.empty()) found.of_sets = validation.losses(hooks), found.loss = validation.mean(found.of_sets);
   if (job.choices) found.choices = validation.answers(hooks);
   found.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return found;
@@ -278,8 +294,10 @@ inline void require_same_evaluation(const Processes& processes, const Evaluation
     found = {{formatted("the transport, of --comm {}", o.comm), name_of(job.backend)},
              {formatted("the device, of --device {}", o.device), name_of(job.device.kind)},
              {"what --model holds", detail::model_checksum(o, true)},
-             {"the number of validation samples", std::to_string(job.inputs.samples)}};
-    if (job.data) found.emplace_back("what --val-data holds", checksum(formatted("{}", job.data->checksums())));
+             {"the number of validation samples", formatted("{}", job.inputs.samples())}};
+    for (const ValidationSet& set : job.data)
+      found.emplace_back(formatted("what {} holds", option_of("--val-data", "--val", set.name)),
+                         checksum(formatted("{}", set.checksums)));
     if (job.choices) found.emplace_back("what --eval-choices holds", checksum(read_text(o.eval_choices)));
   });
   require_same(processes, "what was found", found);
@@ -296,7 +314,7 @@ inline void run_evaluate(const Options& o, const Processes& processes) {
   detail::report_evaluation_header(log, job);
   Evaluated found;
   together(processes, "validation data", [&] {
-    if (first && job.data && job.knows_bytes())
+    if (first && !job.data.empty() && job.knows_bytes())
       found.bytes = target_bytes(job.inputs, *job.tokenizer, job.step.model.vocab_size);
   });
   World world(job.step.layout.mesh(), job.backend, no_hooks, processes.local_ranks());
@@ -305,7 +323,8 @@ inline void run_evaluate(const Options& o, const Processes& processes) {
     Log silent = Log::silent();
     const bool reports = rank == o.place.first_rank();
     const Evaluated mine = detail::evaluate_on_rank(job, world, rank, reports ? log : silent);
-    if (reports) found.loss = mine.loss, found.choices = mine.choices, found.seconds = mine.seconds;
+    if (reports)
+      found.loss = mine.loss, found.of_sets = mine.of_sets, found.choices = mine.choices, found.seconds = mine.seconds;
   });
   if (first && o.json) std::printf("%s\n", detail::to_json(job, found).c_str());
   else if (first) detail::report_evaluated(log, job, found);

@@ -9,85 +9,113 @@
 
 #include "core/log.h"
 #include "core/signals.h"
-#include "data/dataloader.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/length.h"
 #include "run/options/options.h"
 #include "run/plan/report_plan.h"
+#include "run/recipe/run_data.h"
 #include "run/setup.h"
 #include "run/validation.h"
 #include "train/choices.h"
 
 namespace llmc {
 
+// The steps of one stretch of a run (recipe/course.h); a run without stages has one.
 struct Job {
-  Options options;
+  Options asked;                           // the run's
+  Options options;                         // the stretch's
   StopCondition::Clock::time_point begin;  // when the process began
-  Device device, rank_device;              // the process's, and its first rank's
-  Backend backend;                         // the transport between ranks
+  std::shared_ptr<RunData> data;           // of all stretches
+  Course course;
+  size_t number;               // of the stretch
+  Device device, rank_device;  // the process's, and its first rank's
+  Backend backend;             // the transport between ranks
   StepConfig step;
   std::unique_ptr<Tokenizer> tokenizer;
   std::map<std::string, std::string> tokenizer_files;  // read once, so that all checkpoints save the same
-  TokenShards train;
-  std::vector<std::string> data_checksums;  // of the training shards
-  std::optional<TokenShards> val;
-  std::vector<std::string> val_checksums;
   std::optional<ChoiceSet> choices;
   std::optional<int32_t> document_begin;  // the token that begins a document, for --mask-documents
   nlohmann::json parent;                  // a branch's parent, see parent_of()
-  uint64_t first_seed;                    // for the order of the samples
-  std::vector<Reseed> reseeds;            // made by branches
-  int64_t samples_per_step, max_steps, val_samples = 0;
+  int64_t samples_per_step, max_steps;    // max_steps: of the run
+  std::vector<int64_t> val_samples;       // of each validation set
   Plan plan;
+  nlohmann::json former_recipe;  // of the checkpoint that the run resumes from, if it was another one
 
-  Job(const Options& o, StopCondition::Clock::time_point process_begin)
-      : options(o),
+  // The first stretch of a new run.
+  Job(const Options& o, StopCondition::Clock::time_point process_begin) : Job(o, process_begin, read_recipe(o)) {}
+  Job(const Options& o, StopCondition::Clock::time_point process_begin, std::shared_ptr<RunData> run_data,
+      Course run_course, size_t stretch_number)
+      : asked(o),
+        options(run_course.stretches()[stretch_number].options),
         begin(process_begin),
-        device(choose_device(o)),
-        rank_device(first_rank_device(device, o)),
-        backend(choose_backend(o, rank_device)),
-        step(with_token_slices(choose_step(o), o, device)),
-        tokenizer(choose_tokenizer(o, step.model)),
+        data(std::move(run_data)),
+        course(std::move(run_course)),
+        number(stretch_number),
+        device(choose_device(options)),
+        rank_device(first_rank_device(device, options)),
+        backend(choose_backend(options, rank_device)),
+        step(with_token_slices(choose_step(options), options, device)),
+        tokenizer(choose_tokenizer(options, step.model)),
         tokenizer_files(llmc::tokenizer_files(*tokenizer, step.model)),
-        train(o.train_data, o.seq_len),
-        data_checksums(train.checksums()),
-        first_seed(static_cast<uint64_t>(o.seed)),
-        samples_per_step(step.tokens() / o.seq_len),
-        max_steps(choose_steps(o, step.tokens(), steps_of_an_epoch())) {
-    options.usual_aux_loss = usual_aux_loss(step.model);
+        samples_per_step(step.tokens() / options.seq_len),
+        max_steps(course.steps()) {
+    options.shuffle = o.shuffle;
+    asked.usual_aux_loss = options.usual_aux_loss = usual_aux_loss(step.model);
     step.model.special_tokens = choose_special_tokens(o, *tokenizer, step.model);
     prompt_tokens(*tokenizer, o.prompt, step.model);  // rejects a bad --prompt now, not at the first sample
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run ({})", o.warmup_steps,
           max_steps, length_text(o));
-    if (!o.val_data.empty()) {
-      val.emplace(o.val_data, o.seq_len, "--val-data");
-      val_checksums = val->checksums();
-      val_samples = samples_of_steps(*val, o.val_steps.value_or(usual_val_steps), samples_per_step);
+    for (ValidationSet& set : data->val) {
+      CHECK(set.shards.cut(options.seq_len) > 0, "{}: no sample of {} + 1 tokens, the --seq-len of the stage",
+            option_of("--val-data", "--val", set.name), options.seq_len);
+      val_samples.push_back(samples_of_steps(set.shards, o.val_steps.value_or(usual_val_steps), samples_per_step));
     }
     if (!o.eval_choices.empty()) {
-      CHECK(val && o.val_every > 0, "--eval-choices runs with every validation: it needs --val-data and --val-every");
-      choices.emplace(o.eval_choices, step.model.vocab_size, o.seq_len);
+      CHECK(validates(), "--eval-choices runs with every validation: it needs --val-data and --val-every");
+      choices.emplace(o.eval_choices, step.model.vocab_size, options.seq_len);
     }
-    if (o.mask_documents) document_begin = choose_document_begin(o, *tokenizer, step.model);
-    CHECK(!o.keep_best || (val && o.val_every > 0), "--keep-best needs --val-data and --val-every");
+    if (options.mask_documents) document_begin = choose_document_begin(options, *tokenizer, step.model);
+    CHECK(!o.keep_best || validates(), "--keep-best needs --val-data and --val-every");
     require_gpu_for("--log-gpu-every", o.log_gpu_every > 0, device, o);
     require_gpu_for("--tf32", o.tf32, device, o);
     require_gpu_for("--tune-matmul", o.tune_matmul, device, o);
-    require_cudnn_can(step, device, o);
+    require_cudnn_can(step, device, options);
     plan = make_plan(step, rank_device);
+  }
+
+  const Stretch& stretch() const { return course.stretches()[number]; }
+  int64_t last_step() const { return stretch().last_step(); }
+  bool validates() const { return !data->val.empty() && asked.val_every > 0; }
+
+  // Rejects a new run, of any of whose stretches a step needs more memory than there is.
+  void require_memory_of_new_run() const {
     // When resuming, resume() checks the memory: the checkpoint's recorded choices may need less.
     std::error_code none;
+    const Options& o = asked;
     const bool begun = std::filesystem::is_directory(o.out_dir, none) && !checkpoint_steps(o.out_dir).empty();
-    if (o.restart || o.resume == "never" || (o.resume == "auto" && !begun)) {
-      require_memory(o, step, plan, rank_device);
-      if (o.branch_from.empty()) require_whole_weights(o);
+    if (!o.restart && o.resume != "never" && (o.resume != "auto" || begun)) return;
+    require_memory(options, step, plan, rank_device);
+    require_memory_of_later_stretches();
+    if (o.branch_from.empty()) require_whole_weights(o);
+  }
+  void require_memory_of_later_stretches() const {
+    for (size_t later = number + 1; later < course.stretches().size(); ++later) {
+      const Options& then = course.stretches()[later].options;
+      const Options& before = course.stretches()[later - 1].options;
+      if (then.seq_len == before.seq_len && then.batch_size == before.batch_size &&
+          then.recompute == before.recompute && then.head_chunks == before.head_chunks)
+        continue;
+      const StepConfig larger = with_token_slices(choose_step(then), then, device);
+      require_memory(then, larger, make_plan(larger, rank_device), rank_device);
     }
   }
 
   ValidationInputs validation() const {
-    return {.data = val ? &*val : nullptr,
-            .samples = val_samples,
+    std::vector<ValidationInputs::Set> sets;
+    for (size_t i = 0; i < data->val.size(); ++i)
+      sets.push_back({data->val[i].name, &data->val[i].shards, val_samples[i]});
+    return {.sets = std::move(sets),
             .shuffled = options.shuffled(),
             .choices = choices ? &*choices : nullptr,
             .document_begin = document_begin};
@@ -104,7 +132,6 @@ struct Job {
     }
   }
   int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.precision, step.layout.zero); }
-  int64_t steps_of_an_epoch() const { return llmc::steps_of_an_epoch(train.samples(), samples_per_step); }
   double flops_per_step() const {
     return training_flops_per_token(step.model, options.seq_len) * static_cast<double>(step.tokens());
   }
@@ -132,33 +159,17 @@ struct Job {
       }
     }
     require_memory(options, step, plan, rank_device, Begun::yes);
+    require_memory_of_later_stretches();
     parent = parent_of(from);
-    resume_order(from);
   }
 
-  // The samples keep the order of the checkpoint's run; a branch may continue with another seed.
-  void resume_order(const ResumePoint& from) {
-    const nlohmann::json seeds = from.trainer.value("seeds", nlohmann::json());
-    if (seeds.is_null()) {  // one seed from the beginning
-      if (const auto first = whole_number(from.trainer.value("seed", nlohmann::json())))
-        first_seed = static_cast<uint64_t>(*first);
-    } else {
-      const auto is_seed = [](const nlohmann::json& seed) {
-        return seed.is_array() && seed.size() == 2 && whole_number(seed[0]) && whole_number(seed[1]);
-      };
-      CHECK(seeds.is_array() && !seeds.empty() && std::all_of(seeds.begin(), seeds.end(), is_seed) &&
-                std::is_sorted(seeds.begin(), seeds.end()) && seeds[0][0] == 0,
-            "{}/trainer.json: \"seeds\" is {}, expected [POSITION, SEED] in ascending order; the file is damaged",
-            from.path, seeds);
-      first_seed = seeds[0][1].get<uint64_t>();
-      for (size_t i = 1; i < seeds.size(); ++i)
-        reseeds.push_back({seeds[i][0].get<int64_t>(), seeds[i][1].get<uint64_t>()});
-    }
-    const uint64_t now = static_cast<uint64_t>(options.seed);
-    const uint64_t before = reseeds.empty() ? first_seed : reseeds.back().seed;
-    CHECK(before == now || from.begin == Begin::branch,
-          "{}/trainer.json: the last seed is {}, but --seed {}; the file is damaged", from.path, before, now);
-    if (before != now) reseeds.push_back({from.step * samples_per_step, now});
+ private:
+  Job(const Options& o, StopCondition::Clock::time_point process_begin, const Recipe& recipe)
+      : Job(o, process_begin, recipe, std::make_shared<RunData>(o, recipe)) {}
+  Job(const Options& o, StopCondition::Clock::time_point process_begin, const Recipe& recipe,
+      const std::shared_ptr<RunData>& run_data)
+      : Job(o, process_begin, run_data, Course(recipe, run_data->epoch_tokens()), 0) {
+    require_memory_of_new_run();
   }
 };
 

@@ -16,6 +16,8 @@
 #include "run/plan/plan_json.h"
 #include "run/plan/search.h"
 #include "run/processes.h"
+#include "run/recipe/print_stages.h"
+#include "run/recipe/run_data.h"
 #include "run/reports/report.h"
 #include "run/selftest/selftest.h"
 #include "run/selftest/sweep.h"
@@ -51,7 +53,7 @@ inline std::string repeat_command(Options o, uint64_t draw) {
 // Draws of models, options and layouts: with --selftest-draws those; otherwise a few in which every choice occurs, then
 // those of --selftest-minutes.
 inline bool compare_draws(Log& log, const Options& o, const selftest::Machine& machine) {
-  const std::optional<DrawRange> draws = selftest_draws(o);
+  const std::optional<NumberRange> draws = selftest_draws(o);
   const auto command = [&](uint64_t draw) { return repeat_command(o, draw); };
   const int max_ranks = static_cast<int>(o.ranks);
   const bool good =
@@ -94,14 +96,56 @@ inline void run_verify_data(const Options& o) {
   Log log = make_log(o);
   std::optional<int64_t> end_of_text = end_of_text_of(model.vocab_size);
   if (o.tokenizer != "auto") end_of_text = choose_tokenizer(o, model)->end_of_text();
-  std::string bad = verify_data(log, "--train-data", o.train_data, model.vocab_size, end_of_text);
-  if (!o.val_data.empty()) bad += verify_data(log, "--val-data", o.val_data, model.vocab_size, end_of_text);
+  std::string bad;
+  for (const SourceText& source : source_texts(o))
+    bad += verify_data(log, option_of("--train-data", "--data", source.name).c_str(), source.pattern, model.vocab_size,
+                       end_of_text);
+  for (const ValidationText& set : validation_texts(o))
+    bad += verify_data(log, option_of("--val-data", "--val", set.name).c_str(), set.pattern, model.vocab_size,
+                       end_of_text);
   CHECK(bad.empty(), "--verify-data found bad shards:{}", bad);
 }
 
+namespace detail {
+
+// For --plan of a run of stages: a line for each stretch, and the options of the one whose step needs most memory.
+inline Options largest_stage(const Options& asked, Log* log) {
+  const Recipe recipe = read_recipe(asked);
+  const bool data = !asked.train_data.empty() || !asked.data.empty();
+  const Course course(recipe, data ? epoch_tokens_of(recipe) : std::vector<int64_t>());
+  const Device device = choose_device(asked), rank = first_rank_device(device, asked);
+  Options largest;
+  int64_t most = -1;
+  Rows rows;
+  double seconds_of_run = 0;
+  for (size_t i = 0; i < course.stretches().size(); ++i) {
+    const Stretch& s = course.stretches()[i];
+    const StepConfig step = with_token_slices(choose_step(s.options), s.options, device);
+    const Plan plan = make_plan(step, rank);
+    if (plan.total_bytes() > most) most = plan.total_bytes(), largest = s.options;
+    const auto time = step_time(step, plan, rank);
+    if (time) seconds_of_run += time->step() * static_cast<double>(s.steps);
+    rows.emplace_back(recipe.stages[s.stage].name,
+                      formatted("{} steps of {} tokens, length {}: {} per rank{}", s.steps,
+                                human_count(s.tokens_per_step), s.seq_len, human_bytes(plan.total_bytes()),
+                                time ? formatted(", {:.3g} s a step, {} in all", time->step(),
+                                                 human_duration(time->step() * static_cast<double>(s.steps)))
+                                     : ""));
+  }
+  rows.emplace_back("all", formatted("{} steps, {} tokens{}", course.steps(), human_count(course.tokens()),
+                                     seconds_of_run > 0 ? ", " + human_duration(seconds_of_run) : ""));
+  if (log != nullptr) log->table("stages of " + asked.stages, rows);
+  largest.stages.clear();
+  return largest;
+}
+
+}  // namespace detail
+
 // --plan: the memory of a step by name and its work by op, from the null device, and its time on this machine's GPUs if
 // they have datasheets.
-inline void run_plan(const Options& o) {
+inline void run_plan(const Options& asked) {
+  Log plan_log = make_log(asked);
+  const Options o = asked.stages.empty() ? asked : detail::largest_stage(asked, asked.json ? nullptr : &plan_log);
   const Device device = choose_device(o);
   const StepConfig config = with_token_slices(choose_step(o), o, device);
   Device rank = first_rank_device(device, o);
@@ -120,11 +164,11 @@ inline void run_plan(const Options& o) {
   std::optional<int64_t> steps;
   if (o.max_steps || o.tokens) steps = choose_steps(o, config.tokens(), 1);
   if (o.epochs) {
-    CHECK(!o.train_data.empty(),
+    CHECK(!o.train_data.empty() || !o.data.empty(),
           "--epochs {} with --plan: how many steps that is depends on --train-data: name the data, or give --max-steps "
           "or --tokens instead",
           *o.epochs);
-    const int64_t samples = TokenShards(o.train_data, o.seq_len).samples();
+    const int64_t samples = epoch_tokens_of(read_recipe(o))[0] / o.seq_len;
     steps = choose_steps(o, config.tokens(), steps_of_an_epoch(samples, config.tokens() / o.seq_len));
   }
   if (!o.trace.empty()) {
@@ -196,6 +240,41 @@ inline Pipeline pipeline_to_draw(const Options& o) {
                    .slices = static_cast<int>(token_slices(o).value_or(1))};
   pipeline_faults(p).refuse();
   return p;
+}
+
+// --print-stages.
+inline void run_print_stages(const Options& o) {
+  const Recipe recipe = read_recipe(o);
+  const bool data = !o.train_data.empty() || !o.data.empty();
+  const Course course(recipe, data ? epoch_tokens_of(recipe) : std::vector<int64_t>());
+  std::printf("%s\n", (o.json ? stages_json(course) : stages_text(course)).c_str());
+}
+
+// --print-samples: from the beginning of a run.
+inline void run_print_samples(const Options& o) {
+  const Recipe recipe = read_recipe(o);
+  const Sources sources(recipe.sources, recipe.longest());
+  const std::vector<std::vector<Reseed>> seeds(sources.size(), {{0, 0, static_cast<uint64_t>(o.seed)}});
+  const Course course(recipe, epoch_tokens_of(sources));
+  const NumberRange steps = number_range("--print-samples", o.print_samples, "the number of a step");
+  const int64_t first = static_cast<int64_t>(steps.first),
+                last = static_cast<int64_t>(steps.last.value_or(steps.first));
+  CHECK(first >= 1 && last <= course.steps(), "--print-samples {}: the run has steps 1 to {}", o.print_samples,
+        course.steps());
+  for (int64_t step = first; step <= last; ++step) {
+    const Stretch& stretch = course.stretches()[course.stretch_of(step)];
+    DataLoader loader = make_loader(sources, seeds, course, stretch, o.shuffled(), 1);
+    nlohmann::ordered_json json = {{"step", step},
+                                   {"stage", stretch.stage + 1},
+                                   {"seq_len", stretch.seq_len},
+                                   {"tokens_per_step", stretch.tokens_per_step},
+                                   {"lr", stretch.learning_rate(step)}};
+    for (int64_t i = 0; i < stretch.samples_per_step; ++i) {
+      const DataLoader::Sample s = loader.sample((step - 1 - stretch.first_step) * stretch.samples_per_step + i);
+      json["samples"].push_back(nlohmann::ordered_json::array({sources[s.source].name, s.index, s.begin, s.targets}));
+    }
+    std::printf("%s\n", json.dump().c_str());
+  }
 }
 
 // --print-schedule: as wide as the terminal, and in colour if it has colours.

@@ -62,8 +62,28 @@ inline int64_t default_ranks(const Options& o) {
   return std::max(o.pp * std::lcm(o.tp * o.cp, o.ep), gpus);
 }
 
+// The model, with the rotary positions of --rope-theta and --rope-factor, which make room for longer sequences.
 inline ModelConfig choose_model(const Options& o) {
-  return resolve_model(o.model, {o.n_layer, o.n_head, o.n_kv_head, o.n_embd, o.n_ffn, o.vocab_size});
+  ModelConfig model = resolve_model(o.model, {o.n_layer, o.n_head, o.n_kv_head, o.n_embd, o.n_ffn, o.vocab_size});
+  if (!o.rope_theta && !o.rope_factor) return model;
+  CHECK(model.family.positions == Positions::rotary,
+        "{} is for rotary positions, and --model {} learns its positions: leave it out",
+        o.rope_theta ? formatted("--rope-theta {}", *o.rope_theta) : formatted("--rope-factor {}", *o.rope_factor),
+        o.model);
+  Rotary& rotary = model.rotary;
+  if (o.rope_theta) {
+    rotary.theta = *o.rope_theta;
+    model.n_positions = std::max(model.n_positions, o.seq_len);
+  }
+  if (o.rope_factor) {
+    if (!rotary.scaled) rotary.scaling.original_positions = static_cast<double>(model.n_positions);
+    rotary.scaled = true;
+    rotary.scaling.factor = *o.rope_factor;
+    model.n_positions = std::max(
+        o.rope_theta ? model.n_positions : int64_t{1},
+        static_cast<int64_t>(std::min(largest_size, rotary.scaling.original_positions * rotary.scaling.factor)));
+  }
+  return model;
 }
 
 inline Precision choose_precision(const Options& o) {
@@ -228,8 +248,9 @@ inline int64_t samples_of_steps(const TokenShards& data, int64_t steps, int64_t 
   return steps > data.samples() / samples_per_step ? data.samples() : steps * samples_per_step;
 }
 
+// In steps.
 inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
-  return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac};
+  return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac, o.decay_steps};
 }
 
 inline OptimizerOptions optimizer_options(const Options& o, double lr, int64_t step) {

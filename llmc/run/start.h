@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/checksum.h"
+#include "run/checkpoints/recipe_record.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/job.h"
 #include "run/processes.h"
@@ -25,22 +26,31 @@ struct Start {
   bool complete = false;  // nothing is left to do
 };
 
+// Waits for what process 0 has written: a network file system may take a moment to show it to the others.
+inline void wait_for_path(const std::string& path) {
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (!path_exists(path) && std::chrono::steady_clock::now() < limit)
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+}
+
 namespace detail {
 
 // Opens the out directory and looks where to begin. A run that was stopped after its last update may still lack the
 // last validation.
 inline Start find_start(const Job& job, Log& log) {
-  const Options& o = job.options;
+  const Options& o = job.asked;
   Start start{.directory = std::make_unique<RunDirectory>(log, o), .resume = {}};
   start.resume = start.directory->resume_point(log, o);
   start.shuffled = start.directory->shuffled_before();
-  if (!start.resume || start.resume->step < job.max_steps) return start;
+  if (!start.resume) return start;
   const int64_t step = start.resume->step;
+  const int64_t steps = resumed_course(*start.resume, job).course.steps();
+  if (step < steps) return start;
   CHECK(start.resume->begin == Begin::resume,
         "--branch-from {} is at step {}, and the branch ends at step {} ({}): nothing would be left to do; name an "
         "earlier checkpoint, or a longer run",
-        start.resume->path, step, job.max_steps, length_text(o));
-  start.complete = step > job.max_steps || !job.val || o.val_every == 0 || start.directory->validated(step);
+        start.resume->path, step, steps, o.stages.empty() ? length_text(o) : "--stages " + o.stages);
+  start.complete = step > steps || !job.validates() || start.directory->validated(step);
   return start;
 }
 
@@ -58,10 +68,7 @@ inline void require_shared_directory(const Processes& processes, const std::stri
   const std::string file = out_dir + "/" + name;
   try {
     together(processes, "--out-dir is seen", [&] {
-      // A network file system may take a moment to show what another host has written.
-      const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-      while (!path_exists(file) && std::chrono::steady_clock::now() < limit)
-        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      wait_for_path(file);
       CHECK(path_exists(file),
             "--out-dir {}: {} does not see what process 0 has written there: name a directory on a file system that "
             "all hosts share",
@@ -128,10 +135,12 @@ inline void require_same_everywhere(const Processes& processes, const Job& job,
              {formatted("the device, of --device {}", o.device), name_of(job.device.kind)},
              {formatted("the way of --grad-reduce {}", o.grad_reduce), name_of(job.step.layout.zero.grad_reduce)},
              {"the number of steps", std::to_string(job.max_steps)},
-             {"the number of validation samples", std::to_string(job.val_samples)},
-             {"what --train-data holds", checksum(formatted("{}", job.data_checksums))},
-             {"what --val-data holds", checksum(formatted("{}", job.val_checksums))},
+             {"the number of validation samples", formatted("{}", job.val_samples)},
+             {"what --train-data holds", checksum(formatted("{}", job.data->checksums))},
+             {"what --val-data holds", checksum(formatted("{}", job.data->val_checksums()))},
              {"what --tokenizer holds", checksum(tokenizer)}};
+    if (!o.stages.empty())
+      found.emplace_back("what --stages holds", checksum(detail::recipe_facts(job.course.recipe()).dump()));
     if (!o.eval_choices.empty()) found.emplace_back("what --eval-choices holds", checksum(read_text(o.eval_choices)));
     if (!model_preset(o.model))
       found.emplace_back("what --model holds", detail::model_checksum(o, !resume && !o.from_scratch));

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <functional>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "core/log.h"
 #include "data/dataloader.h"
@@ -14,17 +16,26 @@ namespace llmc {
 
 // The inputs of a validation. A part of the data is drawn from all of it: the same part every time, for every --seed.
 struct ValidationInputs {
-  const TokenShards* data = nullptr;   // none: no loss
-  int64_t samples = 0;                 // of the data
+  struct Set {
+    std::string name;  // empty: the only one
+    const TokenShards* shards;
+    int64_t samples;  // of them
+  };
+  std::vector<Set> sets = {};          // none: no loss
   bool shuffled = true;                // takes a part from all of the data, not from its beginning
   const ChoiceSet* choices = nullptr;  // none: no questions
   std::optional<int32_t> document_begin = std::nullopt;
 
-  DataLoader::Config loader(int64_t vocab_size) const {
-    return {.seed = 0,
-            .shuffle = shuffled && data != nullptr && samples < data->samples(),
-            .vocab_size = vocab_size,
-            .end_of_text = document_begin};
+  DataLoader loader(const Set& set, int64_t vocab_size) const {
+    return DataLoader(*set.shards, {.seed = 0,
+                                    .shuffle = shuffled && set.samples < set.shards->samples(),
+                                    .vocab_size = vocab_size,
+                                    .end_of_text = document_begin});
+  }
+  int64_t samples() const {
+    int64_t all = 0;
+    for (const Set& set : sets) all += set.samples;
+    return all;
   }
 };
 
@@ -40,27 +51,23 @@ class Validation {
  public:
   Validation(Trainer& trainer, Groups& groups, const ValidationInputs& inputs)
       : trainer_(trainer), groups_(groups), inputs_(inputs) {
-    if (inputs.data != nullptr) loader_.emplace(*inputs.data, inputs.loader(trainer.config().model.vocab_size));
+    for (const ValidationInputs::Set& set : inputs_.sets)
+      loaders_.push_back(inputs_.loader(set, trainer.config().model.vocab_size));
   }
 
-  // The mean over all targets. Every sample counts once in any layout: padding rows after the last do not count.
-  double loss(const ValidationHooks& hooks) {
-    const StepConfig& step = trainer_.config();
-    const int64_t B = step.batch.B, T = step.batch.T, readers = step.layout.readers();
-    const int64_t micro_batches = ceil_div(inputs_.samples, B * readers);
+  // The mean over all targets of each set, in the order of the sets.
+  std::vector<double> losses(const ValidationHooks& hooks) {
+    std::vector<double> all;
+    for (size_t set = 0; set < loaders_.size(); ++set) all.push_back(loss(set, hooks));
+    return all;
+  }
+  // The mean over the targets of all sets.
+  double mean(const std::vector<double>& losses) const {
+    if (losses.size() == 1) return losses[0];
     double sum = 0;
-    for (int64_t begin = 0; begin < micro_batches; hooks.poll(), begin += in_one_list)
-      sum += trainer_.evaluate(std::min(in_one_list, micro_batches - begin), 1, [&](int64_t in_list) {
-        const int64_t m = begin + in_list;
-        before("validation", m, micro_batches, hooks);
-        HostBatch host = read(m, hooks);
-        const int64_t rows = inputs_.samples - (m * readers + groups_.reader()) * B;
-        for (int64_t b = std::max<int64_t>(rows, 0); b < B; ++b) std::fill_n(host.targets.begin() + b * T, T, -1);
-        return host;
-      });
-    return sum / static_cast<double>(inputs_.samples * T);
+    for (size_t i = 0; i < losses.size(); ++i) sum += losses[i] * static_cast<double>(inputs_.sets[i].samples);
+    return sum / static_cast<double>(inputs_.samples());
   }
-
   ChoiceScore answers(const ValidationHooks& hooks) {
     return evaluate_choices(trainer_, *inputs_.choices, groups_,
                             [&](int64_t m, int64_t count) { before("multiple choice", m, count, hooks); });
@@ -68,7 +75,10 @@ class Validation {
 
   // The loss and the answers, as far as there are any, after this many updates.
   ValLine line(int64_t step, const ValidationHooks& hooks) {
-    ValLine found{.step = step, .loss = loss(hooks)};
+    const std::vector<double> each = losses(hooks);
+    ValLine found{.step = step, .loss = mean(each)};
+    for (size_t i = 0; i < each.size(); ++i)
+      if (!inputs_.sets[i].name.empty()) found.sets.emplace_back(inputs_.sets[i].name, each[i]);
     if (inputs_.choices == nullptr) return found;
     const ChoiceScore score = answers(hooks);
     found.choices = score.accuracy;
@@ -77,11 +87,31 @@ class Validation {
   }
 
  private:
-  HostBatch read(int64_t m, const ValidationHooks& hooks) try {
+  // Every sample counts once in any layout: padding rows after the last do not count.
+  double loss(size_t set, const ValidationHooks& hooks) {
+    const StepConfig& step = trainer_.config();
+    const int64_t B = step.batch.B, T = step.batch.T, readers = step.layout.readers();
+    const int64_t samples = inputs_.sets[set].samples, micro_batches = ceil_div(samples, B * readers);
+    double sum = 0;
+    for (int64_t begin = 0; begin < micro_batches; hooks.poll(), begin += in_one_list)
+      sum += trainer_.evaluate(std::min(in_one_list, micro_batches - begin), 1, [&](int64_t in_list) {
+        const int64_t m = begin + in_list;
+        before(inputs_.sets[set].name.empty() ? "validation" : ("validation " + inputs_.sets[set].name).c_str(), m,
+               micro_batches, hooks);
+        HostBatch host = read(set, m, hooks);
+        const int64_t rows = samples - (m * readers + groups_.reader()) * B;
+        for (int64_t b = std::max<int64_t>(rows, 0); b < B; ++b) std::fill_n(host.targets.begin() + b * T, T, -1);
+        return host;
+      });
+    return sum / static_cast<double>(samples * T);
+  }
+
+  HostBatch read(size_t set, int64_t m, const ValidationHooks& hooks) try {
     const StepConfig& step = trainer_.config();
     HostBatch host;
-    loader_->read_batch(0, m, {.rank = groups_.reader(), .ranks = step.layout.readers(), .batch_size = step.batch.B},
-                        host.tokens, host.targets, host.positions);
+    loaders_[set].read_batch(0, m,
+                             {.rank = groups_.reader(), .ranks = step.layout.readers(), .batch_size = step.batch.B},
+                             host.tokens, host.targets, host.positions);
     return host;
   } catch (const Error& error) {
     if (!hooks.cannot_read) throw;
@@ -101,7 +131,7 @@ class Validation {
   Trainer& trainer_;
   Groups& groups_;
   ValidationInputs inputs_;
-  std::optional<DataLoader> loader_;
+  std::vector<DataLoader> loaders_;
 };
 
 }  // namespace llmc

@@ -83,7 +83,7 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   return found;
 }
 
-// Where it is, in words. sample_of(micro-batch, sequence): the number of the sequence's sample in the data.
+// Where it is, in words. sample_of(micro-batch, sequence): the name of the sequence's sample in the data.
 template <class SampleOf>
 std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& sample_of) {
   const Groups& groups = trainer.state().groups();
@@ -91,11 +91,11 @@ std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& 
     return formatted(
         "{} ({}) contains a non-finite number{}", first.tensor, first.op,
         groups.layout.tensor.ranks > 1 || groups.stages() > 1 ? formatted(" on rank {}", groups.rank()) : "");
-  std::vector<int64_t> samples;
+  std::vector<std::string> samples;
   for (int64_t b = 0; b < trainer.config().batch.B; ++b)
     if (first.sequences.empty() ||
         std::find(first.sequences.begin(), first.sequences.end(), b) != first.sequences.end())
-      samples.push_back(sample_of(first.micro_batch, b));
+      samples.push_back(formatted("{}", sample_of(first.micro_batch, b)));
   return formatted(
       "the first non-finite number is in {}, written by {} in the {}, {}micro-batch {}{}, {} {}", first.tensor,
       first.op, first.place, groups.ranks() > 1 ? formatted("rank {}, ", groups.rank()) : std::string(),

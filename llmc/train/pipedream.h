@@ -63,7 +63,7 @@ class Pipedream {
     HostBatch batch = batches(0);
     if (!pass_) open();
     const int64_t k = begun_++;
-    under_way_.push_back({optimizer, rule, PendingStep(config_.tokens())});
+    under_way_.push_back({optimizer, rule, PendingStep(static_cast<double>(config_.tokens()) / rule.scale)});
     PendingStep pending = under_way_.back().result;
     run_turn(k, [&](int64_t) { return std::move(batch); });
     return pending;

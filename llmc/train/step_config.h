@@ -176,7 +176,7 @@ struct StepResult {
 // has to begin P - 1 further ones first, or flush.
 class PendingStep {
  public:
-  explicit PendingStep(int64_t tokens) : tokens_(static_cast<double>(tokens)) {}
+  explicit PendingStep(double targets) : targets_(targets) {}
   // Call when the whole step is enqueued; its results will be in these tensors.
   void enqueued(const Tensor& loss, const Tensor& control, std::vector<ReceivedHeaders> headers, Stream& stream) {
     *results_ = {Readback(loss, stream), Readback(control, stream), std::move(headers), true};
@@ -191,7 +191,7 @@ class PendingStep {
     CHECK(results_->enqueued, "the caller waits for a step that has only begun: flush first");
     for (const ReceivedHeaders& headers : results_->headers) headers.check();
     const std::vector<double> control = results_->control.values();
-    StepResult result{results_->loss.values()[0] / tokens_, control[0], control[2] != 0};
+    StepResult result{results_->loss.values()[0] / targets_, control[0], control[2] != 0};
     if (results_->experts) result.experts = results_->statistics(results_->experts->values());
     return result;
   }
@@ -205,7 +205,7 @@ class PendingStep {
     std::function<ExpertStatistics(std::span<const double>)> statistics = {};
   };
   std::shared_ptr<Results> results_ = std::make_shared<Results>();  // shared by all copies
-  double tokens_;
+  double targets_;
 };
 
 }  // namespace llmc

@@ -92,17 +92,19 @@ class Trainer {
 
   // ---- Training ----------------------------------------------------------------------------------------------------
 
-  // Enqueues one update. `optimizer.step` counts from 1. rule.largest_loss: limit of the mean loss. With an
+  // Enqueues one update. `optimizer.step` counts from 1. rule.largest_loss: limit of the mean loss. rule.scale: above 1
+  // where rows of the step have no target. With an
   // asynchronous pipeline the update is complete after P - 1 further ones, or flush().
   PendingStep begin_step(const BatchSource& batches, const OptimizerOptions& optimizer, UpdateRule rule) {
     const ProfilerRange range("step");
     const StreamRange traced = span(SpanKind::step, pipedream_ ? "turn" : "step");
     if (pipedream_) return pipedream_->begin_step(batches, optimizer, rule);
     accumulate_gradients(batches);
-    rule.largest_loss *= static_cast<double>(config_.tokens());
+    const double targets = static_cast<double>(config_.tokens()) / rule.scale;
+    rule.largest_loss *= targets;
     decide(rule);
     update(optimizer);
-    PendingStep pending(config_.tokens());
+    PendingStep pending(targets);
     pending.enqueued(loss_, control_, interpreter_.take_headers(), context_.compute);
     if (!experts_.empty())
       pending.enqueued_experts(

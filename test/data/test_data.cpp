@@ -165,12 +165,12 @@ TEST_CASE("a seed that comes in the middle of an epoch takes what is left of it,
   const int64_t n = shards.samples();
   REQUIRE(n == 53);
   // In the middle of epoch 0, twice; again in it; at the beginning of epoch 2; at the last sample of epoch 3.
-  const std::vector<Reseed> reseeds = {{20, 2}, {31, 3}, {31, 4}, {2 * n, 5}, {4 * n - 1, 6}};
+  const std::vector<Reseed> reseeds = {{0, 20, 2}, {0, 31, 3}, {0, 31, 4}, {2, 0, 5}, {3, n - 1, 6}};
   for (size_t count = 1; count <= reseeds.size(); ++count) {
     const std::vector<Reseed> some(reseeds.begin(), reseeds.begin() + static_cast<int64_t>(count));
     DataLoader fewer(shards, {.seed = 1, .reseeds = {some.begin(), some.end() - 1}, .shuffle = true, .vocab_size = 4}),
         loader(shards, {.seed = 1, .reseeds = some, .shuffle = true, .vocab_size = 4});
-    const int64_t position = some.back().position;
+    const int64_t position = some.back().epoch * n + some.back().block;
     bool differs = false;
     for (int64_t epoch = 0; epoch < 6; ++epoch) {
       std::vector<int64_t> seen(static_cast<size_t>(n));
@@ -184,7 +184,7 @@ TEST_CASE("a seed that comes in the middle of an epoch takes what is left of it,
     REQUIRE(differs);
   }
   // From an epoch's beginning on it is the order of that seed alone.
-  DataLoader after(shards, {.seed = 1, .reseeds = {{2 * n, 5}}, .shuffle = true, .vocab_size = 4}),
+  DataLoader after(shards, {.seed = 1, .reseeds = {{2, 0, 5}}, .shuffle = true, .vocab_size = 4}),
       alone(shards, {.seed = 5, .shuffle = true, .vocab_size = 4});
   for (int64_t i = 2 * n; i < 4 * n; ++i) REQUIRE(after.sample_at(i) == alone.sample_at(i));
   DataLoader in_order(shards, {.seed = 1, .reseeds = reseeds, .vocab_size = 4});
@@ -345,7 +345,7 @@ TEST_CASE("a shard that is replaced while a run reads it is detected", "[data]")
 TEST_CASE("the learning rate rises to its peak with the warm-up and reaches its final value at the last step",
           "[data]") {
   const double tolerance = 1e-12;
-  LrSchedule s{.shape = LrShape::cosine, .peak = 2, .warmup_steps = 4, .max_steps = 14, .final_frac = 0.1};
+  LrSchedule s{.shape = LrShape::cosine, .peak = 2, .warmup = 4, .length = 14, .final_frac = 0.1};
   REQUIRE(learning_rate(s, 1) == 0.5);
   REQUIRE(learning_rate(s, 4) == 2);
   REQUIRE(std::abs(learning_rate(s, 5) - 1.955950864665638) < tolerance);  // 0.2 + 0.9 (1 + cos 18 degrees)
@@ -356,24 +356,24 @@ TEST_CASE("the learning rate rises to its peak with the warm-up and reaches its 
   s.shape = LrShape::constant;
   REQUIRE(learning_rate(s, 1) == 0.5);
   REQUIRE(learning_rate(s, 14) == 2);
-  s = {.shape = LrShape::wsd, .peak = 1, .warmup_steps = 0, .max_steps = 100, .final_frac = 0};
+  s = {.shape = LrShape::wsd, .peak = 1, .warmup = 0, .length = 100, .final_frac = 0};
   REQUIRE(learning_rate(s, 1) == 1);
   REQUIRE(learning_rate(s, 80) == 1);
   REQUIRE(std::abs(learning_rate(s, 85) - 0.5) < tolerance);  // a quarter into the decay
-  s = {.shape = LrShape::linear, .peak = 1, .warmup_steps = 0, .max_steps = 5, .final_frac = 0};
+  s = {.shape = LrShape::linear, .peak = 1, .warmup = 0, .length = 5, .final_frac = 0};
   for (const int64_t step : {1, 2, 3, 4, 5})
     REQUIRE(learning_rate(s, step) == 1 - 0.25 * static_cast<double>(step - 1));
 
   for (const LrShape shape : {LrShape::cosine, LrShape::linear, LrShape::wsd})
     for (const int64_t warmup : {0, 1, 3, 9}) {
-      s = {.shape = shape, .peak = 3e-4, .warmup_steps = warmup, .max_steps = 10, .final_frac = 0.1};
+      s = {.shape = shape, .peak = 3e-4, .warmup = warmup, .length = 10, .final_frac = 0.1};
       INFO(name_of(shape) << ", warm-up " << warmup);
       REQUIRE(learning_rate(s, std::max<int64_t>(1, warmup)) == 3e-4);
       REQUIRE(learning_rate(s, 10) == 3e-4 * 0.1);
-      s.warmup_steps = 10;
+      s.warmup = 10;
       REQUIRE(learning_rate(s, 10) == 3e-4);  // no step is left for a decay
-      s.max_steps = 1;
-      for (s.warmup_steps = 0; s.warmup_steps <= 1; ++s.warmup_steps) REQUIRE(learning_rate(s, 1) == 3e-4);
+      s.length = 1;
+      for (s.warmup = 0; s.warmup <= 1; ++s.warmup) REQUIRE(learning_rate(s, 1) == 3e-4);
     }
 }
 

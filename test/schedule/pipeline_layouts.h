@@ -1,5 +1,6 @@
 // pipeline_layouts.h: steps of pipelines, and what they are compared with: shared by the tests of pipelines.
 #pragma once
+#include <cmath>
 #include <string>
 
 #include "catch2.h"
@@ -62,17 +63,19 @@ inline bool bitwise(const Outcome& a, const Outcome& b) {
 }
 
 // Untied models are bitwise what one stage computes; a tied table's gradient has two parts, which are added in another
-// order (contracts 4 and 5).
-inline bool agrees(const Outcome& found, const Outcome& one_stage, bool tied) {
+// order (contracts 4 and 5). With bf16 weights, the update that follows rounds a few of them the other way, by up to
+// 2^-8 of their size: at most one in a hundred.
+inline bool agrees(const Outcome& found, const Outcome& one_stage, bool tied, DType weights = DType::fp32) {
   if (!tied) return bitwise(found, one_stage);
   const Distances d(found, one_stage);
-  return d.loss <= 1e-6 && d.norm <= 1e-5 && d.gradients <= 1e-5 && d.weights <= 1e-5;
+  const double of_weights = weights == DType::bf16 ? 0x1p-8 * std::sqrt(0.01) : 1e-5;
+  return d.loss <= 1e-6 && d.norm <= 1e-5 && d.gradients <= 1e-5 && d.weights <= of_weights;
 }
-inline void require_agrees(const Outcome& found, const Outcome& one_stage, bool tied) {
+inline void require_agrees(const Outcome& found, const Outcome& one_stage, bool tied, DType weights = DType::fp32) {
   const Distances d(found, one_stage);
   INFO(formatted("loss {:.1e}, norm {:.1e}, gradients {:.1e}, weights {:.1e}", d.loss, d.norm, d.gradients, d.weights));
   REQUIRE(found.fault == "");
-  REQUIRE(agrees(found, one_stage, tied));
+  REQUIRE(agrees(found, one_stage, tied, weights));
 }
 
 }  // namespace pipeline_layouts

@@ -26,7 +26,7 @@ void compare(const Model& model, int64_t n_layer, const std::vector<LayoutCase>&
     if (fresh) known->second = run(step_of(model, one, n_layer, batch_size));
     INFO(model.family << (model.tied ? ", tied, " : ", untied, ") << name_of(model.dtype) << ", " << n_layer
                       << " layers, " << to_string(layout) << ", micro-batches of " << batch_size);
-    require_agrees(run(step_of(model, layout, n_layer, batch_size)), known->second, model.tied);
+    require_agrees(run(step_of(model, layout, n_layer, batch_size)), known->second, model.tied, model.dtype);
   }
 }
 

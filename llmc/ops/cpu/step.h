@@ -62,9 +62,9 @@ inline void clip_control(double* control, const double* square_sums, int64_t n, 
                          const UpdateRule& rule) {
   double total = 0;
   for (int64_t i = 0; i < n; ++i) total += square_sums[i];
-  const double norm = std::sqrt(total);
+  const double norm = rule.scale * std::sqrt(total);
   control[0] = norm;
-  control[1] = rule.max_norm > 0 ? std::min(1.0, rule.max_norm / (norm + 1e-6)) : 1.0;
+  control[1] = rule.scale * (rule.max_norm > 0 ? std::min(1.0, rule.max_norm / (norm + 1e-6)) : 1.0);
   const bool finite = std::isfinite(norm) && std::isfinite(*loss);
   if (!finite) control[3] = 1;
   control[2] = control[3] == 0 && *loss <= rule.largest_loss && norm <= rule.largest_norm ? 1 : 0;

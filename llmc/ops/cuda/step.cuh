@@ -135,11 +135,11 @@ inline void combine_scalars(double* loss, double* square_sums, const double* gat
 template <class Double>
 __global__ void clip_control_kernel(Double* __restrict__ control, const Double* __restrict__ square_sums, int64_t n,
                                     const Double* __restrict__ loss, UpdateRule rule) {
-  const Double norm = sqrt(detail::sum_in_order(square_sums, 1, n)), l = *loss;
+  const Double norm = rule.scale * sqrt(detail::sum_in_order(square_sums, 1, n)), l = *loss;
   if (threadIdx.x != 0) return;
   constexpr Double largest = std::numeric_limits<Double>::max();
   control[0] = norm;
-  control[1] = rule.max_norm > 0 ? fmin(1.0, rule.max_norm / (norm + 1e-6)) : 1.0;
+  control[1] = rule.scale * (rule.max_norm > 0 ? fmin(1.0, rule.max_norm / (norm + 1e-6)) : 1.0);
   const bool finite = norm <= largest && l >= -largest && l <= largest;
   if (!finite) control[3] = 1;
   control[2] = control[3] == 0 && l <= rule.largest_loss && norm <= rule.largest_norm;

@@ -37,7 +37,7 @@ class CheckpointSaver {
   // Rank 0 checks whether the out directory is still the run's.
   News look_at_directory() {
     if (directory_ == nullptr || out_dir_ != o_.out_dir) return {};
-    const RunDirectory::Found found = directory_->look_again(o_);
+    const RunDirectory::Found found = directory_->look_again(job_.asked);
     if (found.fate == RunDirectory::Fate::lost) return {NewsKind::lost, found.text};
     if (!found.text.empty()) log_.line(found.text);
     log_.ensure_in_place();
@@ -66,7 +66,7 @@ class CheckpointSaver {
       report_.timed(Task::checkpoint, [&] {
         last_ = write(progress.done, run, trainer, Part::all, [&] {
           log_.sync_metrics();  // a resumed run appends to them
-          if (out_dir_ == o_.out_dir) directory_->ensure_run_file(o_);
+          if (out_dir_ == o_.out_dir) directory_->ensure_run_file(job_.asked);
         });
       });
     } catch (const CheckpointError& error) {

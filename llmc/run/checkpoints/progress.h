@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "model/hf_config.h"
+#include "run/checkpoints/recipe_record.h"
 #include "run/job.h"
 #include "train/detector.h"
 
@@ -21,7 +22,7 @@ struct Progress {
   std::string matmul_choices;        // if tuned
   std::string cpu_isa;               // on CPUs: the instructions that the last updates were computed with
   std::vector<float> expert_biases;  // the checkpoint's, for all layers; with --moe-bias-rate
-  nlohmann::ordered_json data_changes = nlohmann::ordered_json::array();  // shards accepted by --data-changed accept
+  nlohmann::ordered_json data_changes = nlohmann::ordered_json::array();  // accepted by --data-changed accept
 };
 
 // trainer.json
@@ -32,15 +33,16 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
   nlohmann::ordered_json trainer = {
       {"format", 1},
       {"step", progress.done},
-      {"tokens", progress.done * job.step.tokens()},
+      {"tokens", job.course.tokens_after(progress.done)},
       {"tokens_per_step", job.step.tokens()},
       {"max_steps", job.max_steps},
-      {"data_cursor", progress.done * job.samples_per_step},
-      {"data_samples", job.train.samples()},
-      {"data_checksums", job.data_checksums},
-      {"data_tokens", job.train.tokens_of_files()},
+      {"data_cursor", job.course.samples_after(progress.done)},
+      {"data_samples", job.data->train.samples()},
+      {"data_checksums", job.data->checksums},
+      {"data_tokens", job.data->train.tokens_of_files()},
       {"data_changes", progress.data_changes},
-      {"val_checksums", job.val_checksums},
+      {"recipe", recipe_json(job, progress.done)},
+      {"val_checksums", job.data->val_checksums()},
       {"seq_len", job.options.seq_len},
       {"document_begin", job.document_begin ? nlohmann::ordered_json(*job.document_begin) : nlohmann::ordered_json()},
       {"seed", job.options.seed},
@@ -53,14 +55,18 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
         {"matmul", progress.matmul_choices},
         {"cpu_isa", progress.cpu_isa}}},
       {"layout", detail::layout_text(job.step)},
-      {"options", options_json(job.options)}};
+      {"options", options_json(job.asked)}};
   if (!job.parent.is_null()) trainer["parent"] = job.parent;
-  if (job.reseeds.empty()) return trainer;
-  nlohmann::ordered_json seeds;  // with the positions of the sample stream from which each orders it
-  seeds.push_back(nlohmann::ordered_json::array({0, job.first_seed}));
-  for (const Reseed& other : job.reseeds) seeds.push_back(nlohmann::ordered_json::array({other.position, other.seed}));
-  trainer["seeds"] = seeds;
   return trainer;
+}
+
+// Whether the run names other files than the checkpoint's.
+inline bool other_files(const ResumePoint& from, const Job& job) {
+  const nlohmann::json options = from.trainer.value("options", nlohmann::json());
+  const auto then = [&](const char* name) {
+    return options.is_object() ? options.value(name, std::string()) : std::string();
+  };
+  return then("--train-data") != job.asked.train_data || then("--data") != job.asked.data.text;
 }
 
 // The shards whose contents differ from those that the checkpoint's run read. Without --data-changed accept they are
@@ -68,24 +74,25 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
 inline std::vector<DataChange> changed_data(const ResumePoint& from, const Job& job) {
   const nlohmann::json none, then = from.trainer.value("data_checksums", none),
                              tokens = from.trainer.value("data_tokens", none);
-  if (then.is_null()) return {};  // written by an older version
-  CHECK(then.is_array() && then.size() == job.data_checksums.size(),
+  if (then.is_null()) return {};          // written by an older version
+  if (other_files(from, job)) return {};  // which --branch-from or --data-changed accept allowed
+  CHECK(then.is_array() && then.size() == job.data->checksums.size(),
         "{}/trainer.json: \"data_checksums\" are of {} shards, but --train-data has {} in this run: use the former "
         "shards, or another --out-dir",
-        from.path, then.size(), job.data_checksums.size());
+        from.path, then.size(), job.data->checksums.size());
   CHECK(tokens.is_null() || (tokens.is_array() && tokens.size() == then.size()),
         "{}/trainer.json: \"data_tokens\" is {}, expected a number for each of {} shards; the file is damaged",
         from.path, tokens, then.size());
   std::vector<DataChange> changes;
   for (size_t i = 0; i < then.size(); ++i) {
-    if (then[i] == job.data_checksums[i]) continue;
-    const std::string shard = job.train.paths()[i], now = job.data_checksums[i],
+    if (then[i] == job.data->checksums[i]) continue;
+    const std::string shard = job.data->train.paths()[i], now = job.data->checksums[i],
                       before = then[i].is_string() ? then[i].get<std::string>() : then[i].dump();
-    CHECK(job.options.data_changed == DataChanged::accept,
+    CHECK(job.asked.data_changed == DataChanged::accept,
           "--train-data: {} has changed since the run began (checksum {}, in {}/trainer.json {}): restore its former "
           "contents to resume, take it as it is with --data-changed accept, or start a new run in another --out-dir",
           shard, now, from.path, shown(before));
-    const int64_t count = job.train.tokens_of_files()[i];
+    const int64_t count = job.data->train.tokens_of_files()[i];
     CHECK(tokens.is_null() || tokens[i] == count,
           "--data-changed accept: {} has {} tokens, but {} when the run began: other samples would follow; restore its "
           "former contents, or start a new run in another --out-dir",
@@ -104,6 +111,22 @@ inline std::vector<DataChange> accept_changed_data(const ResumePoint& from, cons
   return changes;
 }
 
+// The tokens of the last step before the checkpoint; at the end of a stretch they are not those of the next one.
+inline int64_t tokens_per_step_before(const ResumePoint& from, const Job& job) {
+  if (job.course.origin().step == from.step && from.step > 0)  // another recipe goes on from here
+    return whole_number(from.trainer.value("tokens_per_step", nlohmann::json())).value_or(0);
+  return job.course.stretches()[job.course.stretch_of(from.step)].tokens_per_step;
+}
+
+// The fields of config.json that --rope-theta and --rope-factor change, from one stage to the next.
+inline constexpr const char* of_positions[] = {"rope_theta", "rope_scaling", "rope_parameters",
+                                               "max_position_embeddings"};
+inline bool changes_positions(const Job& job) {
+  const auto changes = [](const Options& o) { return o.rope_theta || o.rope_factor; };
+  return changes(job.asked) || std::ranges::any_of(job.course.recipe().stages,
+                                                   [&](const RecipeStage& stage) { return changes(stage.options); });
+}
+
 // Rejects a checkpoint from which the job would not continue the same run.
 inline void require_same_run(const ResumePoint& from, const Job& job) {
   const std::string file = from.path + "/trainer.json";
@@ -112,7 +135,8 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
     CHECK(then == now, "{}: \"{}\" is {}, but {} in this run: {}", file, field, then, now, what);
   };
   expect("step", from.step, "the directory was renamed");
-  expect("tokens_per_step", job.step.tokens(),
+  const int64_t tokens_per_step = tokens_per_step_before(from, job);
+  expect("tokens_per_step", tokens_per_step,
          formatted("resume with --total-batch-size {}, and a --batch-size that divides it",
                    from.trainer.value("tokens_per_step", nlohmann::json())));
   if (job.document_begin)
@@ -124,20 +148,23 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
                        now = config_to_hf(job.step.model, job.step.precision.weights);
   for (const auto& [field, value] : before.items())
     CHECK(std::ranges::find(special_tokens, field) != std::end(special_tokens) ||
+              (changes_positions(job) && std::ranges::find(of_positions, field) != std::end(of_positions)) ||
               now.value(field, nlohmann::json()) == value,
           "{}/config.json: \"{}\" is {}, but {} in --model {} now: {}", from.path, field, value,
           now.value(field, nlohmann::json()), job.options.model,
           "the model's directory has changed; --resume never and another --out-dir start a new run");
-  expect("data_samples", job.train.samples(), "--train-data has changed: use the former shards, or another --out-dir");
+  if (!other_files(from, job) && job.course.origin().step != from.step)
+    expect("data_samples", job.data->train.samples(),
+           "--train-data has changed: use the former shards, or another --out-dir");
   changed_data(from, job);  // throws if the data changed
-  expect("data_cursor", from.step * job.samples_per_step,
+  expect("data_cursor", job.course.samples_after(from.step),
          "the checkpoint is damaged, or was written by another program");
 }
 
 // Reports that validation losses before and after the checkpoint are of different data.
 inline void report_changed_validation(Log& log, const ResumePoint& from, const Job& job) {
   const nlohmann::json then = from.trainer.value("val_checksums", nlohmann::json());
-  if (then.is_array() && !then.empty() && job.val && then != nlohmann::json(job.val_checksums))
+  if (then.is_array() && !then.empty() && !job.data->val.empty() && then != nlohmann::json(job.data->val_checksums()))
     log.line("notice: --val-data has changed: its losses cannot be compared with the earlier ones");
 }
 
@@ -153,32 +180,29 @@ inline int64_t recorded_steps(const ResumePoint& from, const Job& job) {
   const nlohmann::json options = from.trainer.value("options", nlohmann::json::object());
   const nlohmann::json steps = options.is_object() ? options.value("--max-steps", nlohmann::json()) : nlohmann::json();
   const std::string text = steps.is_string() ? steps.get<std::string>() : "";
-  return text.empty() ? job.steps_of_an_epoch() : std::strtoll(text.c_str(), nullptr, 10);
+  return text.empty() ? steps_of_an_epoch(job.data->train.samples(), job.samples_per_step)
+                      : std::strtoll(text.c_str(), nullptr, 10);
 }
 
 // A run that resumes with another number of steps follows another schedule: reports where the learning rate jumps to.
 inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job& job) {
   const int64_t before = recorded_steps(from, job);
-  if (from.step >= job.max_steps) return;
+  if (from.step >= job.max_steps || job.course.recipe().staged) return;
   const nlohmann::json options = from.trainer.value("options", nlohmann::json());
-  const LrSchedule then = choose_lr_schedule(options_from_record(from.path + "/trainer.json", options), before),
-                   now = choose_lr_schedule(job.options, job.max_steps);
-  if (before == job.max_steps && learning_rate(then, from.step + 1) == learning_rate(now, from.step + 1)) return;
+  const LrSchedule then = choose_lr_schedule(options_from_record(from.path + "/trainer.json", options), before);
+  const double next = job.course.learning_rate(from.step + 1);
+  if (before == job.max_steps && learning_rate(then, from.step + 1) == next) return;
   log.line(
       formatted("notice: {}the learning rate was {:.2e} at step {} and is {:.2e} at step {}, on its way to {:.2e} "
                 "({})",
                 before == job.max_steps ? "" : formatted("{} steps instead of {}: ", job.max_steps, before),
-                learning_rate(then, std::min(from.step, before)), from.step, learning_rate(now, from.step + 1),
-                from.step + 1, learning_rate(now, job.max_steps), job.options.lr_schedule));
+                learning_rate(then, std::min(from.step, before)), from.step, next, from.step + 1,
+                job.course.learning_rate(job.max_steps), job.options.lr_schedule));
 }
 
 inline void report_changes(Log& log, const ResumePoint& from, const Job& job) {
   report_changed_validation(log, from, job);
   report_changed_schedule(log, from, job);
-  if (!job.reseeds.empty() && job.reseeds.back().position == from.step * job.samples_per_step && job.options.shuffled())
-    log.line(
-        formatted("notice: --seed {} orders the samples from step {} on: the rest of this epoch, then the next ones",
-                  job.options.seed, from.step + 1));
 }
 
 inline Progress progress_at(const ResumePoint& from) {
@@ -222,6 +246,8 @@ inline Progress progress_at(const ResumePoint& from) {
 inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
   require_same_run(from, job);
   Progress progress = progress_at(from);
+  if (!job.former_recipe.is_null())
+    progress.data_changes.push_back({{"step", from.step}, {"former_recipe", job.former_recipe}});
   if (from.begin == Begin::branch) {  // a branch has its own best validation
     progress.best_val = Progress().best_val;
     progress.best_step = Progress().best_step;

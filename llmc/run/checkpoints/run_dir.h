@@ -16,6 +16,7 @@
 #include "run/checkpoints/kept_metrics.h"
 #include "run/checkpoints/resume_point.h"
 #include "run/checkpoints/run_record.h"
+#include "run/recipe/sources.h"
 
 namespace llmc {
 
@@ -312,11 +313,14 @@ class RunDirectory {
     if (std::all_of(names.begin(), names.end(), [](const std::string& name) { return name == ".lock"; })) return;
     std::error_code error, none;
     const std::filesystem::path from = std::filesystem::canonical(path_, none);
-    for (const auto& [option, input] : {std::pair("--model", model_preset(o.model) ? std::string() : o.model),
-                                        {"--train-data", o.train_data},
-                                        {"--val-data", o.val_data},
-                                        {"--tokenizer", o.tokenizer},
-                                        {"--eval-choices", o.eval_choices}}) {
+    std::vector<std::pair<const char*, std::string>> inputs = {
+        {"--model", model_preset(o.model) ? std::string() : o.model},
+        {"--stages", o.stages},
+        {"--tokenizer", o.tokenizer},
+        {"--eval-choices", o.eval_choices}};
+    for (const SourceText& source : source_texts(o)) inputs.emplace_back("--train-data", source.pattern);
+    for (const ValidationText& set : validation_texts(o)) inputs.emplace_back("--val-data", set.pattern);
+    for (const auto& [option, input] : inputs) {
       const std::filesystem::path path = std::filesystem::weakly_canonical(input, none);
       const bool names_files = input.find('/') != std::string::npos || std::filesystem::exists(input, none);
       CHECK(!names_files || std::mismatch(from.begin(), from.end(), path.begin(), path.end()).first != from.end(),

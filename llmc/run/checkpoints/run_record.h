@@ -84,7 +84,9 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
     const ResumeRule rule = pipedream ? ResumeRule::warn : is.rule;  // the other schedules give the same results
     if (was.text == is.text || rule == ResumeRule::free || (is.name == "--grad-reduce" && is.text == "auto")) continue;
     const std::string change = formatted("{} was '{}' and is now '{}'", is.name, shown(was.text), is.text);
-    if (rule == ResumeRule::warn || (rule == ResumeRule::branch && begin == Begin::branch))
+    const bool in_branch = rule == ResumeRule::branch || rule == ResumeRule::recipe;
+    if (rule == ResumeRule::warn || (in_branch && begin == Begin::branch) ||
+        (rule == ResumeRule::recipe && now.data_changed == DataChanged::accept))
       changes.noticed.push_back(change);
     else changes.refused += "\n  " + change;
   }
@@ -97,7 +99,8 @@ inline std::vector<std::string> require_same_options(const std::string& file, co
   OptionChanges changes = option_changes(file, recorded, now, begin);
   std::string may_change;
   for (const OptionText& o : option_texts(now))
-    if (o.rule == ResumeRule::branch) may_change += (may_change.empty() ? "" : ", ") + o.name;
+    if (o.rule == ResumeRule::branch || o.rule == ResumeRule::recipe)
+      may_change += (may_change.empty() ? "" : ", ") + o.name;
   CHECK(changes.refused.empty() || begin == Begin::branch,
         "{} belongs to a run with other options:{}\nuse the same options to resume it, or choose another --out-dir; a "
         "branch of it (--branch-from) may have other values of {}",

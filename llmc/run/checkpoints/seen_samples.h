@@ -9,6 +9,14 @@
 
 namespace llmc {
 
+// Whether a run mixed sources, had stages, or was a branch with another order.
+inline bool with_several_orders(const nlohmann::json& recipe) {
+  if (!recipe.is_object()) return false;
+  const nlohmann::json none, sources = recipe.value("sources", none), facts = recipe.value("facts", none);
+  return recipe.contains("origin") || !facts.is_object() || facts.contains("file") || !sources.is_array() ||
+         sources.size() != 1 || !sources[0].is_object() || sources[0].value("seeds", none).size() != 1;
+}
+
 // A notice if the run that wrote this trainer.json took the same samples in the same order as this run will; empty:
 // they are others, or come in another order.
 inline std::string seen_samples(const nlohmann::json& trainer, const Options& o,
@@ -18,7 +26,7 @@ inline std::string seen_samples(const nlohmann::json& trainer, const Options& o,
   const nlohmann::json options = field("options");
   if (!seen || !all || *seen == 0 || *all == 0 || o.overfit_batch || !options.is_object()) return "";
   if (field("data_checksums") != nlohmann::json(data_checksums) || field("seq_len") != o.seq_len) return "";
-  if (!field("seeds").is_null()) return "";  // a branch, with more than one order
+  if (!field("seeds").is_null() || with_several_orders(field("recipe"))) return "";
   if (shuffled(options) != o.shuffled() || (o.shuffled() && field("seed") != o.seed)) return "";
   return formatted(
       "was trained on the same data in the same order, {}: this run begins with the same samples, {:.2f} "
@@ -29,10 +37,12 @@ inline std::string seen_samples(const nlohmann::json& trainer, const Options& o,
 
 // For a run that begins with the weights of --model.
 inline void report_seen_samples(Log& log, const Job& job) {
-  const Options& o = job.options;
+  const Options& o = job.asked;
   const std::string file = o.model + "/trainer.json";
-  if (model_preset(o.model) || o.from_scratch || !path_exists(file)) return;
-  const std::string seen = seen_samples(read_json(file), o, job.data_checksums);
+  if (job.course.recipe().staged || job.data->train.size() > 1 || model_preset(o.model) || o.from_scratch ||
+      !path_exists(file))
+    return;
+  const std::string seen = seen_samples(read_json(file), o, job.data->checksums);
   if (!seen.empty()) log.line(formatted("notice: --model {} {}", o.model, seen));
 }
 

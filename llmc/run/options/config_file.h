@@ -51,16 +51,18 @@ inline void read_config(Options& o, const std::string& path) {
     const std::string value = config_value(where + name, trimmed(line.substr(equals + 1)));
     for (const ModeOption& mode : mode_options)
       CHECK(name != mode.name, "{}{}: give this on the command line", where, name);
-    bool found = false;
+    bool found = false, list = false;
     auto set = [&](const char* option, const char*, auto& field, const Limits&, ResumeRule, const char*) {
       if (name != option) return;
       found = true;
+      list = is_list(field);
+      if (list && !seen.contains(name)) field = {};  // another file's
       parse_value(where + name, value, field);
     };
     visit_options(o, OptionVisitor{no_group, set});
     if (!found) unknown_option(name, where);
     const auto [first, is_new] = seen.emplace(name, number);
-    CHECK(is_new, "{}{}: line {} sets it too; leave out one of them", where, name, first->second);
+    CHECK(is_new || list, "{}{}: line {} sets it too; leave out one of them", where, name, first->second);
     o.config_lines[name] = place;
   }
 }

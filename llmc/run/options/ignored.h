@@ -36,16 +36,16 @@ inline const std::vector<OptionKind>& option_kinds() {
   static const std::vector<OptionKind> kinds = {
       // clang-format off
       {OptionKind::training, {
-        "--data-changed", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume", "--restart",
-        "--log-every", "--time-limit", "--overfit-batch", "--optimizer", "--lr", "--warmup-steps", "--lr-schedule", "--final-lr-frac",
+        "--data-changed", "--stages", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume", "--restart",
+        "--log-every", "--time-limit", "--overfit-batch", "--optimizer", "--lr", "--warmup-steps", "--lr-schedule", "--decay-steps", "--final-lr-frac",
         "--weight-decay", "--beta1", "--beta2", "--adam-eps", "--grad-clip", "--skip-loss-z", "--skip-grad-z",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
         "--checkpoint-errors", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights",
         "--grad-reduce", "--profile", "--trace", "--trace-step",
         "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch",
         "--moe-aux-loss", "--moe-z-loss", "--moe-bias-rate", "--moe-capacity-factor"}},
-      {OptionKind::train_data, {"--train-data"}},
-      {OptionKind::val_data, {"--val-data"}},
+      {OptionKind::train_data, {"--train-data", "--data"}},
+      {OptionKind::val_data, {"--val-data", "--val"}},
       {OptionKind::validation, {"--val-steps", "--eval-choices"}},
       {OptionKind::batch, {"--batch-size", "--total-batch-size", "--mask-documents", "--head-chunks"}},
       {OptionKind::sampling, {"--sample-tokens", "--prompt", "--temperature", "--top-k", "--top-p"}},
@@ -56,7 +56,7 @@ inline const std::vector<OptionKind>& option_kinds() {
       {OptionKind::slices, {"--token-slices"}},
       {OptionKind::model, {
         "--model", "--from-scratch", "--n-layer", "--n-head", "--n-kv-head", "--n-embd", "--n-ffn", "--vocab-size",
-        "--seq-len", "--dtype", "--tokenizer"}},
+        "--seq-len", "--rope-theta", "--rope-factor", "--dtype", "--tokenizer"}},
       // clang-format on
   };
   return kinds;

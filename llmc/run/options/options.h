@@ -14,6 +14,7 @@
 #include "ops/cpu/isa.h"
 #include "ops/optimizers.h"
 #include "run/options/place.h"
+#include "run/options/text_list.h"
 #include "run/options/token_count.h"
 #include "train/lr_schedule.h"
 
@@ -48,6 +49,8 @@ inline constexpr const char* local_machine = "local";  // for --machine: this on
 
 struct Options {
   std::string train_data, val_data;
+  TextList data, val;  // NAME=PATTERN:WEIGHT[:MAX_EPOCHS]; NAME=PATTERN
+  std::string stages;  // a file
   DataChanged data_changed = DataChanged::refuse;
   std::optional<bool> shuffle;  // none: as before on resume, otherwise true
   bool shuffled() const { return shuffle.value_or(true); }
@@ -57,6 +60,7 @@ struct Options {
   std::string model = "d12";
   bool from_scratch = false;
   std::optional<int64_t> n_layer, n_head, n_kv_head, n_embd, n_ffn, vocab_size;
+  std::optional<double> rope_theta, rope_factor;  // none: the model's
 
   int64_t batch_size = 4, seq_len = 1024;
   std::optional<int64_t> total_batch_size;
@@ -76,6 +80,7 @@ struct Options {
   double lr = 3e-4;
   int64_t warmup_steps = 0;
   LrShape lr_schedule = LrShape::cosine;
+  std::optional<int64_t> decay_steps;  // of wsd; none: the last fifth
   double final_lr_frac = 0, weight_decay = 0.1, beta1 = 0.9, adam_eps = 1e-8, grad_clip = 1;
   std::optional<double> beta2;  // none: the optimizer's, if it has one
   std::optional<double> beta2_in_use() const { return beta2 ? beta2 : rule_of(optimizer).usual_beta2; }
@@ -144,7 +149,8 @@ struct Options {
   std::optional<int64_t> plan_ranks;
   std::string machine;          // to plan for; empty: this one
   std::optional<double> price;  // of a GPU-hour
-  bool print_schedule = false, json = false;
+  bool print_schedule = false, print_stages = false, json = false;
+  std::string print_samples;
   std::optional<int64_t> micro_batches;  // to draw; none: twice --pp
 
   // Not options, but derived from them, the model and the launcher: the default of --moe-aux-loss, the number of ranks
@@ -157,11 +163,12 @@ struct Options {
   std::map<std::string, std::string> config_lines;
 };
 
-// On resume an option must match, must match unless --branch-from begins another run, may change with a notice, or may
-// change freely.
-enum class ResumeRule { must_match, branch, warn, free };
+// On resume an option must match, must match unless --branch-from begins another run, also unless --data-changed accept
+// takes a new recipe from here on, may change with a notice, or may change freely.
+enum class ResumeRule { must_match, branch, recipe, warn, free };
 constexpr auto names_of_values(ResumeRule) {
-  return std::array{"must match", "must match, except in a branch", "warns", "free"};
+  return std::array{"must match", "must match, except in a branch",
+                    "must match, except in a branch or with --data-changed accept", "warns", "free"};
 }
 
 inline constexpr int64_t usual_val_steps = 20;
@@ -192,16 +199,31 @@ template <class O, class Visitor>
 void visit_options(O& o, Visitor&& visit) {
   using enum ResumeRule;
   visit("Data");
-  visit("--train-data", "-i", o.train_data, Limits{}, must_match,
+  visit("--train-data", "-i", o.train_data, Limits{}, recipe,
         "token shards to train on: a file or a quoted pattern ('data/*_train_*.bin')");
+  visit("--data", "", o.data, Limits{}, recipe,
+        "instead of --train-data, one of several sources, as NAME=PATTERN:WEIGHT, such as 'web=web_*.bin:0.7'; one "
+        "--data for each. Weights are proportions of samples; after every step, the count of each source is within one "
+        "of its proportion (with more than two, within log2(n) / 2 + 1). NAME=PATTERN:WEIGHT:EPOCHS refuses a run that "
+        "would read the source more often than that");
   visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; default: no validation");
+  visit(
+      "--val", "", o.val, Limits{}, warn,
+      "instead of --val-data, one of several validation sets, as NAME=PATTERN; one --val for each. Each has a loss of "
+      "its own; their mean by tokens is the validation loss");
+  visit(
+      "--stages", "", o.stages, Limits{}, free,
+      "a file, .toml or .json, with the stages of the run, each with its length, mix, batch, sequence length and "
+      "learning rate (scripts/README.md, \"Stages\"); what a stage does not say is as the options say. --print-stages "
+      "draws them");
   visit("--data-changed", "", o.data_changed, any_of<DataChanged>(), free,
-        "if shards of --train-data have changed when a run resumes: refuse: end; accept: take those that have as many "
-        "tokens as before, such as a repaired one; the log, metrics.jsonl and trainer.json name them");
+        "if the data or the recipe have changed when a run resumes: refuse: end; accept: go on from here with the new "
+        "ones. Shards must have as many tokens as before, such as a repaired one; a new mix, other stages or lengths "
+        "repeat and skip no sample that was seen; the log, metrics.jsonl and trainer.json name the changes");
   visit("--shuffle", "", o.shuffle, Limits{}, must_match,
         "reshuffle the samples in every epoch; --no-shuffle: file order; default: as before on resume, otherwise "
         "--shuffle");
-  visit("--mask-documents", "", o.mask_documents, Limits{}, must_match,
+  visit("--mask-documents", "", o.mask_documents, Limits{}, recipe,
         "documents packed into one sequence do not attend to each other; each begins with the tokenizer's end of "
         "text, at position 0");
   visit("--tokenizer", "", o.tokenizer, Limits{}, warn,
@@ -225,10 +247,15 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--vocab-size", "", o.vocab_size, between(1, largest_size), must_match,
         "vocabulary size, 257 for byte tokens; default: the model's; of a preset with a --tokenizer, its number of "
         "tokens");
+  visit("--rope-theta", "", o.rope_theta, above_zero(), recipe,
+        "base of the rotary positions' wavelengths; default: the model's");
+  visit("--rope-factor", "", o.rope_factor, between(1, 1e6), recipe,
+        "stretches long wavelengths of rotary positions by this factor, as Llama 3.1 does, and with them the model's "
+        "largest --seq-len; default: the model's");
   visit("Batch");
   visit("--batch-size", "-b", o.batch_size, between(1, largest_size), warn,
         "sequences per micro-batch and rank; more take more memory");
-  visit("--seq-len", "-t", o.seq_len, between(1, largest_size), must_match,
+  visit("--seq-len", "-t", o.seq_len, between(1, largest_size), recipe,
         "tokens per sequence; at most the model's positions");
   visit("--total-batch-size", "-d", o.total_batch_size, at_least(1), free,
         "tokens per step, by gradient accumulation; default: one micro-batch of all ranks. A resumed run must keep "
@@ -270,8 +297,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), branch,
         "updates over which the learning rate rises to its peak");
   visit("--lr-schedule", "-k", o.lr_schedule, any_of<LrShape>(), branch,
-        "learning rate after the warm-up, down to --final-lr-frac at the last step; wsd: constant until the last fifth "
-        "of the run");
+        "learning rate after the warm-up, down to --final-lr-frac at the last step; 1-sqrt: by the square root of the "
+        "share that is done; wsd: constant, then 1-sqrt over the last fifth of the run, or --decay-steps");
+  visit("--decay-steps", "", o.decay_steps, at_least(1), branch,
+        "updates of the decay of --lr-schedule wsd; default: the last fifth of the run");
   visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), branch,
         "learning rate of the last step, as a fraction of the peak; ignored with --lr-schedule constant");
   visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match,
@@ -495,10 +524,19 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--print-schedule", "", o.print_schedule, Limits{}, free,
         "instead of training, draw what each stage of a pipeline of --pp stages does when, with --schedule, "
         "--pp-chunks and --token-slices, how long it idles and how much it keeps; needs no data");
+  visit(
+      "--print-stages", "", o.print_stages, Limits{}, free,
+      "instead of training, print the stages of the run: tokens, steps, mix, batch, sequence length and learning rate; "
+      "with --json for scripts/plot_stages.py");
+  visit(
+      "--print-samples", "", o.print_samples, Limits{}, free,
+      "instead of training, print the samples of steps N-M, a line of JSON for each step: source, sample in its files, "
+      "first token in that sample, number of targets; the samples of a run do not depend on its layout");
   visit("--micro-batches", "", o.micro_batches, between(1, 1 << 20), free,
         "with --print-schedule, the micro-batches of a step; default: twice --pp");
   visit("--json", "", o.json, Limits{}, free,
-        "print JSON instead of text: with --plan, --print-schedule (scripts/plot_schedule.py draws it) and --evaluate");
+        "print JSON instead of text: with --plan, --print-schedule (scripts/plot_schedule.py draws it), "
+        "--print-stages and --evaluate");
   visit("--selftest", "", o.selftest, Limits{}, free,
         "instead of training, compare layouts of up to --local-ranks ranks with one rank, on tiny models");
   visit("--selftest-layouts", "", o.selftest_layouts, any_of<SelftestLayouts>(), free,

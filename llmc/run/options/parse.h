@@ -106,26 +106,30 @@ inline std::optional<int64_t> token_slices(const Options& o) {
   return slices;
 }
 
-// The draws that --selftest-draws names: N, or N-M; none: it was not given.
-struct DrawRange {
+// A range of numbers, N or N-M, as an option names it. expected: such as "the number of a draw".
+struct NumberRange {
   uint64_t first;
   std::optional<uint64_t> last;  // none: N alone
 };
-inline std::optional<DrawRange> selftest_draws(const Options& o) {
-  const std::string& text = o.selftest_draws;
-  if (text.empty()) return std::nullopt;
+inline NumberRange number_range(const char* option, const std::string& text, const char* expected) {
   const auto number = [&](const std::string& digits) {
     uint64_t value = 0;
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
     CHECK(error == std::errc() && end == digits.data() + digits.size() && value < std::numeric_limits<uint64_t>::max(),
-          "--selftest-draws '{}': expected the number of a draw, such as 123, or a range, 120-129", shown(text));
+          "{} '{}': expected {}, such as 123, or a range, 120-129", option, shown(text), expected);
     return value;
   };
   const size_t dash = text.find('-');
-  DrawRange range{number(text.substr(0, dash)), std::nullopt};
+  NumberRange range{number(text.substr(0, dash)), std::nullopt};
   if (dash != text.npos) range.last = number(text.substr(dash + 1));
-  CHECK(!range.last || *range.last >= range.first, "--selftest-draws {}: the range ends before it begins", text);
+  CHECK(!range.last || *range.last >= range.first, "{} {}: the range ends before it begins", option, text);
   return range;
+}
+
+// The draws that --selftest-draws names; none: it was not given.
+inline std::optional<NumberRange> selftest_draws(const Options& o) {
+  if (o.selftest_draws.empty()) return std::nullopt;
+  return number_range("--selftest-draws", o.selftest_draws, "the number of a draw");
 }
 
 // Checks the options of the self-test.
@@ -194,7 +198,8 @@ inline void validate_pipeline(const Options& o) {
   CHECK(!o.micro_batches,
         "--micro-batches {} is for --print-schedule: how many a step has follows from --total-batch-size",
         o.micro_batches.value_or(0));
-  CHECK(!o.json || o.evaluate || o.plan, "--json is for --plan, --print-schedule and --evaluate");
+  CHECK(!o.json || o.evaluate || o.plan || o.print_stages,
+        "--json is for --plan, --print-schedule, --print-stages and --evaluate");
 }
 
 inline void validate_trace(const Options& o) {
@@ -216,6 +221,8 @@ inline void validate_length(const Options& o) {
 }
 
 inline void validate_optimizer(const Options& o) {
+  CHECK(!o.decay_steps || o.lr_schedule == LrShape::wsd,
+        "--decay-steps {} is for --lr-schedule wsd: add it, or leave out --decay-steps", o.decay_steps.value_or(0));
   CHECK(!o.beta2 || rule_of(o.optimizer).usual_beta2,
         "--beta2 {} with --optimizer {}, which has no second moment: leave it out", o.beta2.value_or(0), o.optimizer);
   CHECK(o.adam_eps == Options{}.adam_eps || rule_of(o.optimizer).uses_eps,
@@ -240,20 +247,21 @@ inline void validate_evaluation(const Options& o) {
   require_trained_model("--evaluate", o.model);
   CHECK(!o.from_scratch,
         "--evaluate with --from-scratch: random weights are not worth evaluating; leave out one of them");
-  CHECK(!o.val_data.empty() || !o.eval_choices.empty(),
+  const bool has_data = !o.val_data.empty() || !o.val.empty();
+  CHECK(has_data || !o.eval_choices.empty(),
         "--evaluate has nothing to evaluate on: give --val-data, --eval-choices or both");
-  CHECK(o.val_steps.value_or(1) == 1 || !o.val_data.empty(), "--val-steps {} is a part of --val-data: give --val-data",
+  CHECK(o.val_steps.value_or(1) == 1 || has_data, "--val-steps {} is a part of --val-data: give --val-data",
         o.val_steps.value_or(0));
   CHECK(o.schedule != Schedule::pipedream, "--schedule pipedream with --evaluate, which updates nothing: leave it out");
 }
 
 // Checks combinations, as far as the options alone decide.
 inline void validate(const Options& o) {
-  CHECK(o.evaluate + o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule + o.plan_auto +
-                o.plan_examples <=
+  CHECK(o.evaluate + o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule + o.print_stages +
+                !o.print_samples.empty() + o.plan_auto + o.plan_examples <=
             1,
-        "--evaluate, --generate, --plan, --plan-auto, --plan-examples, --selftest, --verify-data and --print-schedule: "
-        "choose one of them");
+        "--evaluate, --generate, --plan, --plan-auto, --plan-examples, --selftest, --verify-data, "
+        "--print-schedule, --print-stages and --print-samples: choose one of them");
   validate_selftest(o);
   CHECK(o.plan || o.plan_auto || o.machine.empty(), "--machine {} is for --plan: add it, or leave out --machine",
         shown(o.machine));
@@ -283,11 +291,12 @@ inline void validate(const Options& o) {
   CHECK(o.num_samples == 1, "--num-samples {} is for --generate: training takes one sample at a time", o.num_samples);
   CHECK(!o.interactive, "--interactive is for --generate: add it, or leave out --interactive");
   CHECK(o.prompt != "-", "--prompt - stands for stdin, which --generate reads, not training: give a text");
-  if (!o.verify_data)
-    validate_layout(o), validate_optimizer(o), validate_experts(o), validate_length(o), validate_trace(o);
+  if (!o.verify_data) validate_optimizer(o), validate_experts(o), validate_length(o), validate_trace(o);
+  if (!o.verify_data && o.stages.empty()) validate_layout(o);  // that of each stage: recipe.h
   if (o.evaluate) return validate_evaluation(o);
-  if (o.plan) return;
-  CHECK(!o.train_data.empty(),
+  if (!o.print_samples.empty()) number_range("--print-samples", o.print_samples, "the number of a step");
+  if (o.plan || o.print_stages) return;
+  CHECK(!o.train_data.empty() || !o.data.empty(),
         "--train-data is missing: name the token shards to train on (data/tokenize_text.py makes them), or see --help");
   CHECK(!o.restart || o.resume == "auto" || o.resume == "never",
         "--restart starts a run over, --resume {} resumes one: leave out one of them", o.resume);
@@ -351,6 +360,11 @@ Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_p
                       if (detail::is_flag(field))
                         app.add_flag(both + "{true}" + (negated.empty() ? "" : "," + negated + "{false}"), given[name])
                             ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+                      else if (detail::is_list(field))
+                        app.add_option(both, given[name])
+                            ->multi_option_policy(CLI::MultiOptionPolicy::Join)
+                            ->delimiter(';')
+                            ->allow_extra_args(false);
                       else app.add_option(both, given[name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
                     }});
   bool help = false, print_config = false, markdown = false;
@@ -385,6 +399,7 @@ Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_p
   visit_options(command.options, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto& field,
                                                                              const Limits&, ResumeRule, const char*) {
                                                          if (app.count(name) == 0) return;
+                                                         if (detail::is_list(field)) field = {};
                                                          detail::parse_value(name, given[name], field);
                                                          command.options.config_lines.erase(name);
                                                        }});

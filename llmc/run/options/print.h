@@ -34,6 +34,11 @@ template <class T>
 bool is_flag(const T&) {
   return std::is_same_v<T, bool> || std::is_same_v<T, std::optional<bool>>;
 }
+// An option that may be given several times.
+template <class T>
+bool is_list(const T&) {
+  return std::is_same_v<T, TextList>;
+}
 template <class T>
 std::string negation(const std::string& name, const T&) {
   return std::is_same_v<T, std::optional<bool>> ? "--no-" + name.substr(2) : "";
@@ -43,7 +48,7 @@ template <class T>
 const char* type_text(const T& field) {
   if (is_flag(field)) return "";
   else if constexpr (std::is_same_v<T, double> || std::is_same_v<T, std::optional<double>>) return "NUMBER";
-  else if constexpr (std::is_same_v<T, std::string> || NamedEnum<T>) return "TEXT";
+  else if constexpr (std::is_same_v<T, std::string> || std::is_same_v<T, TextList> || NamedEnum<T>) return "TEXT";
   else return "N";
 }
 
@@ -156,7 +161,7 @@ inline std::string config_text(const Options& options) {
                          if (value.empty()) return;  // absent
                          CHECK(value.find('\n') == std::string::npos,
                                "{}: a value with a line break cannot be written to a --config file", name);
-                         if constexpr (std::is_same_v<T, std::string> || NamedEnum<T>)
+                         if constexpr (std::is_same_v<T, std::string> || std::is_same_v<T, TextList> || NamedEnum<T>)
                            text += formatted("{}=\"{}\"\n", name + 2, value);
                          else text += formatted("{}={}\n", name + 2, value);
                        }});

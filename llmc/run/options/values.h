@@ -53,6 +53,11 @@ inline void parse_value(const std::string& name, const std::string& text, TokenC
   CHECK(count, "{} '{}': expected a whole number of tokens, such as 1000000, 300M or 1.5B", name, shown(text));
   field = *count;
 }
+inline void parse_value(const std::string& name, const std::string& text, TextList& field) {
+  std::string valid;
+  parse_value(name, text, valid);
+  field.add(valid);
+}
 template <class T>
 void parse_value(const std::string& name, const std::string& text, std::optional<T>& field) {
   parse_value(name, text, field.emplace());
@@ -94,25 +99,26 @@ inline std::string range_text(const Limits& limits) {
 
 // Checks each value on its own, right after parsing.
 inline void check_limits(Options& o) {
-  visit_options(o, detail::OptionVisitor{
-                       detail::no_group,
-                       [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
-                         using T = std::remove_reference_t<decltype(field)>;
-                         auto check_number = [&](auto value) {
-                           const double v = static_cast<double>(value);
-                           CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number{}",
-                                 name, value, detail::range_text(limits));
-                         };
-                         if constexpr (std::is_same_v<T, std::string>) {
-                           CHECK(limits.choices.empty() || std::find(limits.choices.begin(), limits.choices.end(),
-                                                                     field) != limits.choices.end(),
-                                 "{} {}: expected one of {}", name, shown(field), limits.choices);
-                         } else if constexpr (detail::is_optional<T>) {
-                           if (field) check_number(*field);
-                         } else if constexpr (!std::is_same_v<T, bool> && !NamedEnum<T>) {
-                           check_number(field);
-                         }
-                       }});
+  visit_options(
+      o, detail::OptionVisitor{
+             detail::no_group,
+             [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
+               using T = std::remove_reference_t<decltype(field)>;
+               auto check_number = [&](auto value) {
+                 const double v = static_cast<double>(value);
+                 CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number{}", name,
+                       value, detail::range_text(limits));
+               };
+               if constexpr (std::is_same_v<T, std::string>) {
+                 CHECK(limits.choices.empty() ||
+                           std::find(limits.choices.begin(), limits.choices.end(), field) != limits.choices.end(),
+                       "{} {}: expected one of {}", name, shown(field), limits.choices);
+               } else if constexpr (detail::is_optional<T>) {
+                 if (field) check_number(*field);
+               } else if constexpr (!std::is_same_v<T, bool> && !std::is_same_v<T, TextList> && !NamedEnum<T>) {
+                 check_number(field);
+               }
+             }});
 }
 
 }  // namespace llmc

@@ -13,7 +13,6 @@
 #include "comm/world.h"
 #include "core/host_name.h"
 #include "core/log.h"
-#include "data/dataloader.h"
 #include "model/hf_config.h"
 #include "ops/ops_attention.h"
 #include "run/job.h"
@@ -93,31 +92,62 @@ inline std::string checkpoints_text(const Options& o) {
 }
 
 // Notices about data that can be trained on but are probably a mistake.
-inline void report_unlikely_data(Log& log, const Options& o, const StepConfig& step, const TokenShards& train,
-                                 const TokenShards* val) {
-  const int64_t samples = step.tokens() / o.seq_len, V = step.model.vocab_size;
-  if (samples > train.samples())
+inline void report_unlikely_data(Log& log, const StepConfig& step, const RunData& data) {
+  const int64_t samples = step.tokens() / step.batch.T, V = step.model.vocab_size,
+                all = data.train.samples() * (data.train.block() / step.batch.T);
+  if (samples > all)
     log.line(formatted("notice: a step takes {} samples but the training data have {}: it uses some more than once",
-                       samples, train.samples()));
+                       samples, all));
   int32_t largest = 0;
   std::vector<int32_t> sample;
   constexpr int64_t looked_at = 64;
-  for (int64_t i = 0; i < std::min(looked_at, train.samples()); ++i) {
-    train.read_sample(i, std::numeric_limits<int64_t>::max(),
-                      sample);  // training refuses tokens outside the vocabulary
-    largest = std::max(largest, *std::max_element(sample.begin(), sample.end()));
-  }
+  for (const Sources::Source& source : data.train.all())
+    for (int64_t i = 0; i < std::min(looked_at, source.shards.samples()); ++i) {
+      source.shards.read_sample(i, std::numeric_limits<int64_t>::max(),
+                                sample);  // training refuses tokens outside the vocabulary
+      largest = std::max(largest, *std::max_element(sample.begin(), sample.end()));
+    }
   if (look_like_bytes(largest, V))
     log.line(
         formatted("notice: the first tokens of the training data look like bytes, but the model has a vocabulary of "
                   "{}: for bytes --vocab-size 257 is enough",
                   V));
-  if (val == nullptr) return;
-  for (const std::string& path : val->paths())
-    if (train.has(path)) {
-      log.line(formatted("notice: {} is also training data: the validation loss will look too good", path));
-      break;
-    }
+  for (const ValidationSet& set : data.val)
+    for (const std::string& path : set.shards.paths())
+      if (data.train.has(path)) {
+        log.line(formatted("notice: {} is also training data: the validation loss will look too good", path));
+        break;
+      }
+}
+
+// A row for each source, and for each stage of several.
+inline void add_data_rows(Rows& rows, const Job& job) {
+  const Course& course = job.course;
+  const Options& o = job.options;
+  const auto percent = [](const Stretch& stretch, size_t source) {
+    double all = 0;
+    for (const int64_t weight : stretch.weights) all += static_cast<double>(weight);
+    return formatted("{:.4g}%", 100 * static_cast<double>(stretch.weights[source]) / all);
+  };
+  if (!course.recipe().staged) {
+    const int64_t tokens = course.tokens(), of_an_epoch = job.data->train.samples() * job.data->train.block();
+    rows.emplace_back(
+        "steps", formatted("{} ({}) = {} tokens = {:.2f} epochs", job.max_steps, length_text(o), human_count(tokens),
+                           static_cast<double>(tokens) / static_cast<double>(of_an_epoch)));
+  } else {
+    rows.emplace_back("steps", formatted("{} = {} tokens, in {} stages (--stages {})", job.max_steps,
+                                         human_count(course.tokens()), course.recipe().stages.size(), o.stages));
+  }
+  const Stretch& now = job.stretch();
+  for (size_t s = 0; s < job.data->train.size(); ++s) {
+    const Sources::Source& source = job.data->train[s];
+    const int64_t samples = source.shards.samples() * (job.data->train.block() / o.seq_len);
+    rows.emplace_back(
+        source.name.empty() ? "training data" : "source " + source.name,
+        formatted("{}: {} shard(s), {} tokens, {} samples of {}{}{}", source.pattern, source.shards.count(),
+                  human_count(source.shards.tokens()), human_count(samples), o.seq_len,
+                  o.shuffled() ? ", shuffled" : ", in file order", source.name.empty() ? "" : ", " + percent(now, s)));
+  }
 }
 
 }  // namespace detail
@@ -136,21 +166,16 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
     if (const auto chip = gpu_peaks(gpu_info(device.gpu).name)) rows.emplace_back("datasheet", describe(*chip));
   if (device.kind == DeviceKind::cuda) rows.emplace_back("CUDA", gpu_environment());
   for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
-  rows.emplace_back("steps", formatted("{} ({}) = {} tokens = {:.2f} epochs", job.max_steps, length_text(o),
-                                       human_count(job.max_steps * step.tokens()),
-                                       static_cast<double>(job.max_steps * (step.tokens() / o.seq_len)) /
-                                           static_cast<double>(job.train.samples())));
-  rows.emplace_back("training data",
-                    formatted("{}: {} shard(s), {} tokens, {} samples of {}{}", o.train_data, job.train.count(),
-                              human_count(job.train.tokens()), human_count(job.train.samples()), o.seq_len,
-                              o.shuffled() ? ", shuffled" : ", in file order"));
+  detail::add_data_rows(rows, job);
   rows.emplace_back(
       "documents", job.document_begin
                        ? formatted("masked from each other within a sequence; token {} begins one", *job.document_begin)
                        : std::string("attend to each other within a sequence"));
-  rows.emplace_back("validation data", !job.val ? "none"
-                                                : formatted("{}: {} shard(s), {} tokens", o.val_data, job.val->count(),
-                                                            human_count(job.val->tokens())));
+  if (job.data->val.empty()) rows.emplace_back("validation data", "none");
+  for (const ValidationSet& set : job.data->val)
+    rows.emplace_back(set.name.empty() ? "validation data" : "validation " + set.name,
+                      formatted("{}{} shard(s), {} tokens", set.name.empty() ? o.val_data + ": " : "",
+                                set.shards.count(), human_count(set.shards.tokens())));
   rows.emplace_back("output", o.out_dir);
   rows.emplace_back("checkpoints", detail::checkpoints_text(o));
   log.table("train_gpt " TRAIN_GPT_GIT_HASH, rows);
@@ -158,8 +183,8 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
   if (step.layout.ranks() > 1) report_ranks(log, o, device, job.backend, step.layout.mesh());
   if (step.layout.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
   detail::report_memory(log, step, job.plan);
-  detail::report_unlikely_data(log, o, step, job.train, job.val ? &*job.val : nullptr);
-  for (const std::string& notice : detail::tokenizer_notices(o, step.model, *job.tokenizer, &job.train))
+  detail::report_unlikely_data(log, step, *job.data);
+  for (const std::string& notice : detail::tokenizer_notices(o, step.model, *job.tokenizer, &job.data->train[0].shards))
     log.line(notice);
   if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
   std::string crowded;

@@ -28,10 +28,19 @@ inline double seconds_since(std::chrono::steady_clock::time_point begin) {
 // What a run does between updates.
 enum class Task : uint8_t { validation, sample, checkpoint };
 
+// The sums of this start of a run, over all of its stretches.
+struct RunTotals {
+  std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+  double step_seconds = 0;  // without validation, sampling and checkpoints
+  double data_seconds = 0;  // of these, waiting for data
+  int64_t updates = 0, tokens = 0;
+  double flops = 0;
+};
+
 class StepReport {
  public:
-  StepReport(const Job& job, Log& log, const Peaks& peaks, bool first_rank)
-      : job_(job), o_(job.options), log_(log), peaks_(peaks), first_rank_(first_rank) {
+  StepReport(const Job& job, Log& log, const Peaks& peaks, bool first_rank, RunTotals& totals)
+      : job_(job), o_(job.options), log_(log), peaks_(peaks), first_rank_(first_rank), totals_(totals) {
     if (first_rank && o_.log_gpu_every > 0) monitor_.emplace(gpu_info(job.rank_device.gpu).bus_id);
   }
 
@@ -40,13 +49,22 @@ class StepReport {
   // An update begins, and none is under way.
   void start_clock() { clock_ = std::chrono::steady_clock::now(); }
 
+  // The next update waited so long for its batches.
+  void waited_for_data(double seconds) {
+    data_seconds_ = seconds;
+    totals_.data_seconds += seconds;
+  }
+
   // An update has finished. Its time runs from the end of the previous one, or from start_clock(). With an asynchronous
   // pipeline it is the mean over the last updates, as many as are under way: several finish together when the pipeline
   // is flushed, and none while it fills.
   void finished(int64_t step, double lr, const StepResult& result) {
     between_.push_back(seconds_since(clock_));
     clock_ = std::chrono::steady_clock::now();
-    step_seconds_ += between_.back();
+    totals_.step_seconds += between_.back();
+    totals_.tokens += job_.step.tokens();
+    totals_.flops += job_.flops_per_step();
+    ++totals_.updates;
     if (between_.size() >
         static_cast<size_t>(job_.step.layout.pipeline.asynchronous() ? job_.step.layout.pipeline.stages : 1))
       between_.pop_front();
@@ -72,11 +90,11 @@ class StepReport {
                 .mfu = share_of(peaks_.promised, seconds),
                 .speed_of_light = on_gpu ? share_of(peaks_.measured, seconds) : std::nullopt,
                 .eta_s = seconds_left(step),
-                .tokens = step * job_.step.tokens(),
+                .tokens = job_.course.tokens_after(step),
                 .memory = on_gpu ? job_.plan.total_bytes() : resident_bytes(),
                 .skipped = !result.applied,
                 .column = experts_column(result),
-                .more = expert_numbers(result)},
+                .more = more_numbers(result)},
                step % o_.log_every == 0 || step == first_ + 1 || step == job_.max_steps);
   }
 
@@ -106,14 +124,14 @@ class StepReport {
   // Called at the end of a run. ops: where --profile has recorded its ops. gpu_memory: Run::memory_taken().
   void summary(const Progress& progress, const std::string& checkpoint, const OpLedger& ops,
                const std::string& gpu_memory) const {
-    const int64_t updates = job_.max_steps - first_;
-    if (updates == 0) return log_.line("done: only the last validation was missing");
-    const double steps = static_cast<double>(updates), tokens = static_cast<double>(job_.step.tokens());
-    const std::optional<double> mfu = share_of(peaks_.promised, step_seconds_ / steps);
-    Rows rows = {{"time", formatted("{} total, {} in training steps", human_duration(seconds_since(begin_)),
-                                    human_duration(step_seconds_))},
-                 {"throughput", formatted("{:.0f} tokens/s, {}", tokens * steps / step_seconds_,
-                                          mfu ? formatted("{:.1f}% MFU", 100 * *mfu) : std::string("MFU n/a"))},
+    const double seconds = totals_.step_seconds;
+    if (totals_.updates == 0) return log_.line("done: only the last validation was missing");
+    const std::string mfu = peaks_.promised ? formatted("{:.1f}% MFU", 100 * totals_.flops / seconds / *peaks_.promised)
+                                            : std::string("MFU n/a");
+    Rows rows = {{"time", formatted("{} total, {} in training steps, {:.1f}% of these waiting for data",
+                                    human_duration(seconds_since(totals_.begin)), human_duration(seconds),
+                                    100 * totals_.data_seconds / seconds)},
+                 {"throughput", formatted("{:.0f} tokens/s, {}", static_cast<double>(totals_.tokens) / seconds, mfu)},
                  {"training loss", formatted("{:.4f} at step {}", last_loss_, job_.max_steps)},
                  {"validation loss", std::isfinite(progress.best_val)
                                          ? formatted("best {:.4f} at step {}", progress.best_val, progress.best_step)
@@ -122,7 +140,8 @@ class StepReport {
                  {"metrics", o_.out_dir + "/metrics.jsonl"}};
     if (!gpu_memory.empty()) rows.emplace_back("GPU memory", gpu_memory);
     log_.table("done", rows);
-    if (o_.profile && first_rank_) report_profile(log_, ops, updates, roof().of_rank(job_.step.layout.ranks()));
+    if (o_.profile && first_rank_)
+      report_profile(log_, ops, job_.last_step() - first_, roof().of_rank(job_.step.layout.ranks()));
   }
 
  private:
@@ -148,12 +167,18 @@ class StepReport {
     return std::pair{"experts",
                      formatted("{:.1f}-", e.smallest) + formatted(e.largest < 9.95 ? "{:.1f}" : "{:.0f}", e.largest)};
   }
-  static std::vector<std::pair<const char*, double>> expert_numbers(const StepResult& result) {
-    if (!result.experts) return {};
+  std::vector<std::pair<const char*, double>> more_numbers(const StepResult& result) const {
+    std::vector<std::pair<const char*, double>> all = {{"data_ms", 1e3 * data_seconds_}};
+    if (!result.experts) return all;
     const ExpertStatistics& e = *result.experts;
-    return {{"moe_balance_loss", e.balance_loss}, {"moe_z_loss", e.z_loss},        {"router_entropy", e.entropy},
-            {"expert_largest", e.largest},        {"expert_smallest", e.smallest}, {"dropped", e.dropped},
-            {"expert_rounds", e.rounds}};
+    all.insert(all.end(), {{"moe_balance_loss", e.balance_loss},
+                           {"moe_z_loss", e.z_loss},
+                           {"router_entropy", e.entropy},
+                           {"expert_largest", e.largest},
+                           {"expert_smallest", e.smallest},
+                           {"dropped", e.dropped},
+                           {"expert_rounds", e.rounds}});
+    return all;
   }
 
   // The share of a peak, in flops per second, that a step taking this many seconds reached.
@@ -167,8 +192,10 @@ class StepReport {
     std::vector<double> sorted(recent_.begin(), recent_.end());
     std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2,
                      sorted.end());  // the median: a pause is no trend
-    double seconds = sorted[sorted.size() / 2] * static_cast<double>(job_.max_steps - step);
-    const std::array<int64_t, 3> every = {job_.val ? o_.val_every : 0, o_.sample_every,
+    double seconds = sorted[sorted.size() / 2] *
+                     static_cast<double>(job_.course.tokens() - job_.course.tokens_after(step)) /
+                     static_cast<double>(job_.step.tokens());
+    const std::array<int64_t, 3> every = {job_.validates() ? o_.val_every : 0, o_.sample_every,
                                           o_.checkpoint_every > 0 ? o_.checkpoint_every : job_.max_steps};
     for (size_t task = 0; task < every.size(); ++task)
       if (every[task] > 0)
@@ -190,10 +217,10 @@ class StepReport {
   bool first_rank_;
   bool raised_ = false, rounds_said_ = false;  // notices that are printed once
   std::optional<GpuMonitor> monitor_;
-  int64_t first_ = 0;  // updates done when training began or resumed
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  int64_t first_ = 0;                            // updates done when training began or resumed
   std::chrono::steady_clock::time_point clock_;  // when the last update finished, or the current one began
-  double step_seconds_ = 0;                      // total, without validation, sampling and checkpoints
+  RunTotals& totals_;
+  double data_seconds_ = 0;  // that the last update waited for its batches
   static constexpr size_t recent_updates = 16;
   std::deque<double> between_;               // seconds from one update to the next, for recent ones
   std::deque<double> recent_;                // seconds per update, for recent ones

@@ -1,0 +1,304 @@
+// recipe_record.h: what trainer.json records of a run's recipe and of how far it has read its sources, and the course
+// that a resumed run or a branch takes from there.
+#pragma once
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/log.h"
+#include "run/checkpoints/resume_point.h"
+#include "run/job.h"
+
+namespace llmc {
+
+namespace detail {
+
+inline nlohmann::ordered_json position_json(const SourcePosition& at) {
+  return nlohmann::ordered_json::array({at.epoch, at.tokens, at.samples});
+}
+
+// The facts that decide which samples a run takes, and at which rates.
+inline nlohmann::json recipe_facts(const Recipe& recipe) {
+  nlohmann::json stages = nlohmann::json::array(), sources = nlohmann::json::array();
+  for (const RecipeStage& stage : recipe.stages) {
+    nlohmann::json facts = {{"seq_len", stage.options.seq_len}, {"weights", stage.weights}};
+    if (recipe.staged)
+      for (const RampPiece& piece : stage.ramp)
+        facts["tokens_per_step"].push_back(nlohmann::json::array({piece.from, piece.tokens_per_step}));
+    stages.push_back(facts);
+  }
+  for (const SourceText& source : recipe.sources) sources.push_back({{"name", source.name}, {"files", source.pattern}});
+  nlohmann::json facts = {{"stages", stages}, {"sources", sources}};
+  if (recipe.staged) facts["file"] = recipe.text["stages"];
+  return facts;
+}
+
+}  // namespace detail
+
+// The part of trainer.json after step `done`.
+inline nlohmann::ordered_json recipe_json(const Job& job, int64_t done) {
+  const Course& course = job.course;
+  nlohmann::ordered_json json = {{"facts", detail::recipe_facts(course.recipe())}, {"block", job.data->train.block()}};
+  if (course.origin().step > 0) {
+    const Origin& origin = course.origin();
+    json["origin"] = {{"step", origin.step}, {"tokens", origin.tokens}, {"samples", origin.samples}};
+    for (const SourcePosition& at : origin.sources) json["origin"]["sources"].push_back(detail::position_json(at));
+  }
+  const std::vector<SourcePosition> now = course.sources_after(done);
+  for (size_t s = 0; s < now.size(); ++s) {
+    nlohmann::ordered_json seeds;
+    for (const Reseed& seed : job.data->seeds[s])
+      seeds.push_back(nlohmann::ordered_json::array({seed.epoch, seed.block, seed.seed}));
+    json["sources"].push_back({{"name", course.recipe().sources[s].name},
+                               {"files", course.recipe().sources[s].pattern},
+                               {"position", detail::position_json(now[s])},
+                               {"seeds", seeds}});
+  }
+  return json;
+}
+
+// How a run goes on from a checkpoint.
+struct ResumedCourse {
+  Course course;
+  int64_t block;                           // of the sources
+  std::vector<std::vector<Reseed>> seeds;  // of each source
+  std::vector<std::string> notices;
+  bool changed = false;  // another recipe from here on
+};
+
+namespace detail {
+
+class RecipeReader {
+ public:
+  RecipeReader(const ResumePoint& from, const Job& job)
+      : from_(from),
+        o_(job.asked),
+        recipe_(job.course.recipe()),
+        data_(*job.data),
+        file_(from.path + "/trainer.json"),
+        json_(from.trainer.value("recipe", nlohmann::json())) {}
+
+  ResumedCourse read() {
+    if (json_.is_null()) read_old();
+    else read_recorded();
+    const bool allowed = from_.begin == Begin::branch || o_.data_changed == DataChanged::accept;
+    const bool others = !facts_.is_null() && facts_ != recipe_facts(recipe_);
+    const int64_t tokens_per_step = recipe_.stages[0].ramp[0].tokens_per_step;
+    const bool resized = !recipe_.staged && count("tokens_per_step") != tokens_per_step;
+    CHECK(
+        !others || allowed,
+        "{}: the recipe of the run was another one: {}; to go on from step {} with the new one, which repeats and "
+        "skips no sample that was seen, add --data-changed accept; otherwise resume with the former --stages, --data, "
+        "--seq-len and --total-batch-size",
+        file_, difference(), from_.step);
+    ResumedCourse next{.course = Course(recipe_, {}), .block = block_, .seeds = data_.seeds, .notices = {}};
+    next.changed = others || (resized && allowed);
+    take_sources(next);
+    if (next.changed) take_block(next);
+    Origin origin = origin_;
+    if (next.changed) origin = {from_.step, count("tokens"), samples_, positions_};
+    if (!next.changed && origin.step == 0) origin.sources.clear();
+    next.course = Course(recipe_, epoch_tokens(next.block), std::move(origin));
+    if (!next.changed && !resized && count("data_samples") == data_.train.samples())
+      CHECK(next.course.sources_after(from_.step) == positions_ || from_.step > next.course.steps(),
+            "{}: the positions in the data are not those of step {}: the file is damaged", file_, from_.step);
+    reseed(next);
+    return next;
+  }
+
+ private:
+  int64_t count(const char* field) const {
+    const std::optional<int64_t> n = whole_number(from_.trainer.value(field, nlohmann::json()));
+    CHECK(n, "{}: \"{}\" is {}, expected a whole number; the file is damaged", file_, field,
+          from_.trainer.value(field, nlohmann::json()));
+    return *n;
+  }
+  [[noreturn]] void damaged(const char* what, const nlohmann::json& found) const {
+    throw Error(formatted("{}: {} of \"recipe\" is {}; the file is damaged", file_, what, found));
+  }
+  std::vector<int64_t> numbers(const char* what, const nlohmann::json& json, size_t n) const {
+    std::vector<int64_t> all;
+    if (!json.is_array() || json.size() != n) damaged(what, json);
+    for (const nlohmann::json& one : json) {
+      const auto number = whole_number(one);
+      if (!number) damaged(what, json);
+      all.push_back(*number);
+    }
+    return all;
+  }
+  SourcePosition position(const char* what, const nlohmann::json& json) const {
+    const std::vector<int64_t> at = numbers(what, json, 3);
+    return {at[0], at[1], at[2]};
+  }
+
+  // A checkpoint of a version that knew one source and one length.
+  void read_old() {
+    const int64_t T = count("seq_len"), blocks = count("data_samples"), cursor = count("data_cursor");
+    CHECK(T > 0 && blocks > 0, "{}: \"seq_len\" is {} and \"data_samples\" {}; the file is damaged", file_, T, blocks);
+    samples_ = cursor;
+    block_ = T;
+    const nlohmann::json options = from_.trainer.value("options", nlohmann::json::object());
+    names_ = {""};
+    files_ = {options.is_object() ? options.value("--train-data", std::string()) : ""};
+    positions_ = {{cursor / blocks, cursor % blocks * T, cursor}};
+    seeds_ = {{}};
+    const nlohmann::json seeds = from_.trainer.value("seeds", nlohmann::json());
+    if (seeds.is_null()) {  // one seed from the beginning
+      const auto first = whole_number(from_.trainer.value("seed", nlohmann::json()));
+      seeds_[0].push_back({0, 0, static_cast<uint64_t>(first.value_or(o_.seed))});
+    } else {
+      const auto is_seed = [](const nlohmann::json& seed) {
+        return seed.is_array() && seed.size() == 2 && whole_number(seed[0]) && whole_number(seed[1]);
+      };
+      CHECK(seeds.is_array() && !seeds.empty() && std::all_of(seeds.begin(), seeds.end(), is_seed) &&
+                std::is_sorted(seeds.begin(), seeds.end()) && seeds[0][0] == 0,
+            "{}: \"seeds\" is {}, expected [POSITION, SEED] in ascending order; the file is damaged", file_, seeds);
+      for (const nlohmann::json& seed : seeds)
+        seeds_[0].push_back(
+            {seed[0].get<int64_t>() / blocks, seed[0].get<int64_t>() % blocks, seed[1].get<uint64_t>()});
+    }
+    if (T != recipe_.stages[0].options.seq_len || recipe_.staged || recipe_.sources.size() > 1)
+      facts_ = {{"seq_len", T}};  // unlike any of ours
+  }
+
+  void read_recorded() {
+    if (!json_.is_object()) damaged("everything", json_);
+    facts_ = json_.value("facts", nlohmann::json());
+    const auto block = whole_number(json_.value("block", nlohmann::json()));
+    if (!facts_.is_object() || !block || *block == 0) damaged("\"facts\" or \"block\"", json_);
+    block_ = *block;
+    samples_ = count("data_cursor");
+    const nlohmann::json sources = json_.value("sources", nlohmann::json()),
+                         origin = json_.value("origin", nlohmann::json());
+    if (!sources.is_array() || sources.empty()) damaged("\"sources\"", sources);
+    for (const nlohmann::json& source : sources) {
+      const auto text = [&](const char* field) {
+        const nlohmann::json value = source.is_object() ? source.value(field, nlohmann::json()) : nlohmann::json();
+        if (!value.is_string()) damaged("\"sources\"", source);
+        return value.get<std::string>();
+      };
+      names_.push_back(text("name"));
+      files_.push_back(text("files"));
+      positions_.push_back(position("\"position\"", source.value("position", nlohmann::json())));
+      seeds_.emplace_back();
+      const nlohmann::json seeds = source.value("seeds", nlohmann::json());
+      if (!seeds.is_array() || seeds.empty()) damaged("\"seeds\"", seeds);
+      for (const nlohmann::json& seed : seeds) {
+        const std::vector<int64_t> three = numbers("\"seeds\"", seed, 3);
+        seeds_.back().push_back({three[0], three[1], static_cast<uint64_t>(three[2])});
+      }
+    }
+    if (origin.is_null()) return;
+    if (!origin.is_object()) damaged("\"origin\"", origin);
+    origin_.step = numbers("\"origin\"", nlohmann::json::array({origin.value("step", nlohmann::json())}), 1)[0];
+    origin_.tokens = numbers("\"origin\"", nlohmann::json::array({origin.value("tokens", nlohmann::json())}), 1)[0];
+    origin_.samples = numbers("\"origin\"", nlohmann::json::array({origin.value("samples", nlohmann::json())}), 1)[0];
+    const nlohmann::json at = origin.value("sources", nlohmann::json());
+    if (!at.is_array() || at.size() != names_.size()) damaged("\"sources\" of \"origin\"", at);
+    for (const nlohmann::json& one : at) origin_.sources.push_back(position("\"sources\" of \"origin\"", one));
+  }
+
+  // The recorded sources, in this run's order; new ones begin at their beginnings, with this run's seed.
+  void take_sources(ResumedCourse& next) {
+    std::vector<SourcePosition> now, then;
+    for (size_t s = 0; s < recipe_.sources.size(); ++s) {
+      const SourceText& source = recipe_.sources[s];
+      const auto found = std::ranges::find(names_, source.name);
+      const size_t i = static_cast<size_t>(found - names_.begin());
+      const bool is_new = found == names_.end() || (next.changed && files_[i] != source.pattern);
+      now.push_back(is_new ? SourcePosition() : positions_[i]);
+      then.push_back(is_new || origin_.sources.empty() ? SourcePosition() : origin_.sources[i]);
+      if (!is_new) next.seeds[s] = seeds_[i];
+      else if (next.changed && found != names_.end())
+        next.notices.push_back(formatted("{} names other files than before: it begins at their first sample",
+                                         option_of("--train-data", "--data", source.name)));
+    }
+    positions_ = std::move(now), origin_.sources = std::move(then);
+  }
+
+  // Blocks as before, if all lengths divide them; otherwise a new epoch of every source begins.
+  void take_block(ResumedCourse& next) {
+    const auto divides = [&](const RecipeStage& stage) { return block_ % stage.options.seq_len == 0; };
+    if (std::ranges::all_of(recipe_.stages, divides)) return;
+    next.block = recipe_.longest();
+    bool begun = false;
+    for (size_t s = 0; s < positions_.size(); ++s) {
+      SourcePosition& at = positions_[s];
+      begun |= at.tokens > 0;
+      at = {at.epoch + (at.tokens > 0), 0, at.samples};
+    }
+    if (begun)
+      next.notices.push_back(formatted(
+          "sequences of {} tokens were not foreseen when the data were cut into blocks of {}: a new epoch begins here",
+          next.block, block_));
+  }
+
+  std::vector<int64_t> epoch_tokens(int64_t block) const {
+    data_.train.cut(block);
+    return data_.epoch_tokens();
+  }
+
+  // Another --seed orders the rest of each source's epoch, from its next block on.
+  void reseed(ResumedCourse& next) const {
+    const uint64_t seed = static_cast<uint64_t>(o_.seed);
+    const std::vector<SourcePosition> at = next.changed ? positions_ : next.course.sources_after(from_.step);
+    for (size_t s = 0; s < next.seeds.size(); ++s) {
+      const uint64_t before = next.seeds[s].back().seed;
+      CHECK(before == seed || from_.begin == Begin::branch,
+            "{}: the last seed is {}, but --seed {}; the file is damaged", file_, before, seed);
+      if (before == seed) continue;
+      const int64_t block = ceil_div(at[s].tokens, next.block), blocks = data_.train[s].shards.samples();
+      next.seeds[s].push_back({at[s].epoch + block / blocks, block % blocks, seed});
+      if (s == 0 && o_.shuffled())
+        next.notices.push_back(
+            formatted("--seed {} orders the samples from step {} on: the rest of this epoch, then the "
+                      "next ones",
+                      seed, from_.step + 1));
+    }
+  }
+
+  // The first difference between the recorded facts and ours.
+  std::string difference() const {
+    const nlohmann::json now = recipe_facts(recipe_);
+    const auto list = [](const nlohmann::json& facts, const char* name) {
+      const nlohmann::json value = facts.value(name, nlohmann::json());
+      return value.is_array() ? value : nlohmann::json::array();
+    };
+    for (const char* name : {"sources", "file", "stages"}) {
+      const nlohmann::json before = list(facts_, name), after = list(now, name);
+      for (size_t i = 0; i < std::max(before.size(), after.size()); ++i) {
+        const nlohmann::json one = i < before.size() ? before[i] : nlohmann::json(),
+                             other = i < after.size() ? after[i] : nlohmann::json();
+        if (one != other)
+          return formatted("{} {} was {} and is now {}", std::string_view(name) == "sources" ? "source" : "stage",
+                           i + 1, one, other);
+      }
+    }
+    return formatted("it was {} and is now {}", facts_, now);
+  }
+
+  const ResumePoint& from_;
+  const Options& o_;
+  const Recipe& recipe_;
+  RunData& data_;
+  std::string file_;
+  nlohmann::json json_, facts_;
+  int64_t block_ = 0, samples_ = 0;
+  Origin origin_;
+  std::vector<std::string> names_, files_;
+  std::vector<SourcePosition> positions_;
+  std::vector<std::vector<Reseed>> seeds_;
+};
+
+}  // namespace detail
+
+// Cuts the data into the blocks of the course. Rejects a checkpoint of another recipe, unless the run is a branch or
+// says --data-changed accept.
+inline ResumedCourse resumed_course(const ResumePoint& from, const Job& job) {
+  return detail::RecipeReader(from, job).read();
+}
+
+}  // namespace llmc

@@ -1,0 +1,317 @@
+// recipe.h: the stages of a run. Without --stages there is one, which the options describe; a file of stages gives some
+// of them other values, from stage to stage. README.md in this folder describes the file.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "run/length.h"
+#include "run/options/parse.h"
+#include "run/recipe/recipe_file.h"
+#include "run/recipe/sources.h"
+
+namespace llmc {
+
+// From this token of its stage on, the steps have so many tokens.
+struct RampPiece {
+  int64_t from, tokens_per_step;
+};
+
+struct RecipeStage {
+  std::string name;
+  Options options;  // of the run, with the values that the stage gives
+  // How long it is: one of these.
+  std::optional<int64_t> tokens, steps;
+  std::optional<double> epochs;
+  std::vector<int64_t> weights;          // of the sources; 0: not in this stage
+  std::vector<RampPiece> ramp;           // at least one
+  std::optional<int64_t> warmup, decay;  // in tokens
+};
+
+struct Recipe {
+  std::vector<SourceText> sources;
+  std::vector<RecipeStage> stages;
+  bool staged = false;  // by a file
+  nlohmann::json text;  // what the file and the options say of stages and sources, as recorded; null: no file
+  int64_t longest() const {
+    int64_t T = 1;
+    for (const RecipeStage& stage : stages) T = std::max(T, stage.options.seq_len);
+    return T;
+  }
+};
+
+namespace detail {
+
+// The ranks that take micro-batches of their own.
+inline int64_t readers_of(const Options& o) { return std::max<int64_t>(1, o.ranks / (o.tp * o.cp * o.pp)); }
+
+inline std::vector<RampPiece> one_size(const Options& o) {
+  const int64_t micro = o.batch_size * o.seq_len * readers_of(o);
+  return {{0, o.total_batch_size.value_or(micro)}};
+}
+
+inline std::vector<int64_t> weights_of(const std::vector<SourceText>& sources) {
+  std::vector<double> weights;
+  for (const SourceText& source : sources) weights.push_back(source.weight);
+  return Mixture::shares(weights);
+}
+
+// One stage of a file.
+class StageReader {
+ public:
+  StageReader(const RecipeFile& file, size_t number, const Options& o, const std::vector<SourceText>& sources)
+      : file_(file), pointer_(formatted("/stage/{}", number)), json_(file.root["stage"][number]), sources_(sources) {
+    CHECK(json_.is_object(), "{}: stage {} is {}, expected a table of settings", file_.place(pointer_), number + 1,
+          json_);
+    stage_.options = o;
+    stage_.name = formatted("{}", number + 1);
+  }
+
+  RecipeStage read(const Options& o) {
+    for (const auto& [key, value] : json_.items()) take(key, value);
+    const int lengths = stage_.tokens.has_value() + stage_.steps.has_value() + stage_.epochs.has_value() + has("share");
+    CHECK(lengths == 1,
+          "{}: stage \"{}\" has {} of tokens, steps, epochs and share: give one of them, how long the stage is",
+          file_.place(pointer_), stage_.name, lengths == 0 ? "none" : "several");
+    if (has("share")) {
+      CHECK(o.tokens, "{}: share = {} is a part of --tokens: give --tokens, or say tokens or steps", place("share"),
+            json_["share"]);
+      const double share = number("share", json_["share"]);
+      CHECK(share > 0 && share <= 1, "{}: share is {}, expected a number above 0, at most 1", place("share"), share);
+      stage_.tokens = std::max<int64_t>(1, std::llround(share * static_cast<double>(o.tokens->tokens)));
+    }
+    if (!has("data")) stage_.weights = weights_of(sources_);
+    CHECK(!stage_.epochs || std::ranges::count_if(stage_.weights, [](int64_t w) { return w > 0; }) == 1,
+          "{}: epochs = {} of a mix of sources, each of which has its own: say tokens or steps", place("epochs"),
+          json_["epochs"]);
+    CHECK(has("batch-ramp") + has("batch-doubling") <= 1,
+          "{}: stage \"{}\" has batch-ramp and batch-doubling: give one of them", file_.place(pointer_), stage_.name);
+    if (!has("batch-ramp")) stage_.ramp = one_size(stage_.options);
+    if (has("batch-doubling")) read_doubling();
+    try {
+      check_limits(stage_.options);
+      for (const RampPiece& piece : stage_.ramp) {
+        Options step = stage_.options;
+        step.total_batch_size = piece.tokens_per_step;
+        step.stages.clear();  // a stage alone
+        validate(step);
+      }
+    } catch (const Error& error) {
+      throw Error(formatted("{}: stage \"{}\": {}", file_.place(pointer_), stage_.name,
+                            with_config_lines(error.what(), stage_.options.config_lines)));
+    }
+    CHECK(!stage_.decay || stage_.options.lr_schedule == LrShape::wsd,
+          "{}: decay is for lr-schedule = \"wsd\", and this stage's is {}: leave it out", place("decay"),
+          stage_.options.lr_schedule);
+    return stage_;
+  }
+
+ private:
+  bool has(const char* key) const { return json_.contains(key); }
+  std::string place(const std::string& key) const { return file_.place(pointer_ + "/" + key); }
+
+  double number(const std::string& key, const nlohmann::json& value) const {
+    CHECK(value.is_number() && std::isfinite(value.get<double>()), "{}: {} is {}, expected a number", place(key), key,
+          value);
+    return value;
+  }
+  // 300000000 or "300M"
+  int64_t tokens(const std::string& key, const nlohmann::json& value, int64_t least) const {
+    std::optional<int64_t> count = whole_number(value);
+    if (value.is_string())
+      if (const auto read = token_count(value.get<std::string>())) count = read->tokens;
+    CHECK(count && *count >= least,
+          "{}: {} is {}, expected a whole number of tokens from {} on, such as 1000000 or \"300M\"", place(key), key,
+          value, least);
+    return *count;
+  }
+
+  void take(const std::string& key, const nlohmann::json& value) {
+    if (key == "name") {
+      CHECK(value.is_string() && !value.get<std::string>().empty(), "{}: name is {}, expected text", place(key), value);
+      stage_.name = value;
+    } else if (key == "tokens") {
+      stage_.tokens = tokens(key, value, 1);
+    } else if (key == "steps") {
+      stage_.steps = tokens(key, value, 1);
+    } else if (key == "epochs") {
+      stage_.epochs = number(key, value);
+      CHECK(*stage_.epochs > 0, "{}: epochs is {}, expected a number above 0", place(key), value);
+    } else if (key == "warmup") {
+      stage_.warmup = tokens(key, value, 0);
+    } else if (key == "decay") {
+      stage_.decay = tokens(key, value, 1);
+    } else if (key == "data") {
+      read_mix(value);
+    } else if (key == "batch-ramp") {
+      read_ramp(value);
+    } else if (key != "share" && key != "batch-doubling") {
+      read_option(key, value);
+    }
+  }
+
+  // data = {web = 0.7, code = 0.3}
+  void read_mix(const nlohmann::json& value) {
+    CHECK(value.is_object() && !value.empty(),
+          "{}: data is {}, expected weights by source, such as {web = 0.7, code = 0.3}", place("data"), value);
+    std::vector<double> weights(sources_.size());
+    for (const auto& [name, weight] : value.items()) {
+      std::vector<std::string> names;
+      const auto source = std::ranges::find(sources_, name, &SourceText::name);
+      for (const SourceText& s : sources_)
+        names.push_back(s.name.empty() ? "none, as --train-data has no name" : s.name);
+      CHECK(source != sources_.end(), "{}: data names {}, which is no --data; the sources are {}",
+            place("data/" + name), shown(name), either(names, "and"));
+      const double w = number("data/" + name, weight);
+      CHECK(w >= 0, "{}: the weight of {} is {}, expected a number from 0 on", place("data/" + name), name, w);
+      weights[static_cast<size_t>(source - sources_.begin())] = w;
+    }
+    const double largest = *std::ranges::max_element(weights);
+    CHECK(largest > 0, "{}: all weights are 0", place("data"));
+    for (size_t i = 0; i < weights.size(); ++i)
+      CHECK(weights[i] == 0 || weights[i] >= smallest_weight * largest,
+            "{}: the weight of {} is less than {} of the largest: leave it out", place("data"), sources_[i].name,
+            smallest_weight);
+    stage_.weights = Mixture::shares(weights);
+  }
+
+  // batch-ramp = [[0, 65536], ["50M", 131072]]
+  void read_ramp(const nlohmann::json& value) {
+    const auto is_piece = [](const nlohmann::json& piece) { return piece.is_array() && piece.size() == 2; };
+    CHECK(value.is_array() && !value.empty() && std::ranges::all_of(value, is_piece),
+          "{}: batch-ramp is {}, expected a list of [from which token of the stage on, tokens of a step], such as "
+          "[[0, 65536], [\"50M\", 131072]]",
+          place("batch-ramp"), value);
+    for (const nlohmann::json& piece : value)
+      stage_.ramp.push_back({tokens("batch-ramp", piece[0], 0), tokens("batch-ramp", piece[1], 1)});
+    CHECK(stage_.ramp[0].from == 0, "{}: batch-ramp begins at token {}, expected 0", place("batch-ramp"),
+          stage_.ramp[0].from);
+    for (size_t i = 1; i < stage_.ramp.size(); ++i)
+      CHECK(stage_.ramp[i].from > stage_.ramp[i - 1].from, "{}: batch-ramp: {} comes after {}: sort it",
+            place("batch-ramp"), stage_.ramp[i].from, stage_.ramp[i - 1].from);
+  }
+
+  // batch-doubling = {from = 65536, every = "50M"}, up to total-batch-size
+  void read_doubling() {
+    constexpr const char* key = "batch-doubling";
+    const nlohmann::json& value = json_[key];
+    CHECK(value.is_object() && value.size() == 2 && value.contains("from") && value.contains("every"),
+          "{}: batch-doubling is {}, expected {from = tokens of the first steps, every = tokens between doublings}",
+          place(key), value);
+    const int64_t from = tokens("batch-doubling/from", value["from"], 1),
+                  every = tokens("batch-doubling/every", value["every"], 1), last = stage_.ramp[0].tokens_per_step;
+    int64_t size = from, at = 0;
+    stage_.ramp.clear();
+    for (; size < last; size *= 2, at += every) {
+      stage_.ramp.push_back({at, size});
+      CHECK(size <= last / 2 && at <= std::numeric_limits<int64_t>::max() / 2 - every,
+            "{}: batch-doubling from {} does not reach total-batch-size, {}, by doubling: use a power of two of it",
+            place(key), from, last);
+    }
+    CHECK(size == last, "{}: batch-doubling from {}, and total-batch-size is {}: use less", place(key), from, last);
+    stage_.ramp.push_back({at, last});
+  }
+
+  // Any option of the list, by its name without the dashes.
+  void read_option(const std::string& key, const nlohmann::json& value) {
+    static const std::vector<std::string> keys = {"seq-len",     "batch-size",    "total-batch-size", "lr",
+                                                  "lr-schedule", "final-lr-frac", "mask-documents",   "grad-clip",
+                                                  "rope-theta",  "rope-factor",   "recompute",        "head-chunks"};
+    static const std::vector<std::string> others = {"name", "tokens", "steps", "epochs",     "share",
+                                                    "data", "warmup", "decay", "batch-ramp", "batch-doubling"};
+    if (std::ranges::find(keys, key) == keys.end()) {
+      std::vector<std::string> all = keys;
+      all.insert(all.end(), others.begin(), others.end());
+      const auto similar = similar_names(key, all);
+      throw Error(formatted(
+          "{}: {}: no setting of a stage has this name{}", place(key), shown(key),
+          similar.size() == 1 ? formatted("; did you mean {}?", similar[0]) : formatted(": expected one of {}", all)));
+    }
+    CHECK(value.is_string() || value.is_number() || value.is_boolean(), "{}: {} is {}, expected a value", place(key),
+          key, value);
+    std::string text = value.is_string() ? value.get<std::string>() : value.dump();
+    if (key == "total-batch-size") text = std::to_string(tokens(key, value, 1));
+    const std::string name = "--" + key;
+    visit_options(stage_.options, OptionVisitor{no_group, [&](const char* option, const char*, auto& field,
+                                                              const Limits&, ResumeRule, const char*) {
+                                                  if (name == option)
+                                                    parse_value(formatted("{}: {}", place(key), key), text, field);
+                                                }});
+    stage_.options.config_lines[name] = place(key);
+  }
+
+  const RecipeFile& file_;
+  std::string pointer_;
+  const nlohmann::json& json_;
+  const std::vector<SourceText>& sources_;
+  RecipeStage stage_;
+};
+
+}  // namespace detail
+
+// The recipe that the options, and the file that they name, describe. Reads no data.
+inline Recipe read_recipe(const Options& o) {
+  Recipe recipe{.sources = source_texts(o), .stages = {}, .staged = !o.stages.empty(), .text = {}};
+  if (!recipe.staged) {
+    RecipeStage only{.name = "",
+                     .options = o,
+                     .tokens = {},
+                     .steps = {},
+                     .epochs = {},
+                     .weights = {},
+                     .ramp = {},
+                     .warmup = {},
+                     .decay = {}};
+    only.weights = detail::weights_of(recipe.sources);
+    only.ramp = detail::one_size(o);
+    CHECK(recipe.sources.size() == 1 || o.max_steps || o.tokens,
+          "--data of {} sources, each with its own epochs: say how long the run is by --tokens or --max-steps{}",
+          recipe.sources.size(), o.epochs ? formatted(", not by --epochs {}", *o.epochs) : "");
+    recipe.stages.push_back(std::move(only));
+    return recipe;
+  }
+  for (const auto& [given, option] : {std::pair{o.max_steps.has_value(), "--max-steps"},
+                                      {o.epochs.has_value(), "--epochs"},
+                                      {o.warmup_steps > 0, "--warmup-steps"},
+                                      {o.decay_steps.has_value(), "--decay-steps"},
+                                      {o.overfit_batch, "--overfit-batch"}})
+    CHECK(!given, "{} with --stages {}, whose stages say this in tokens (tokens, warmup, decay): leave it out", option,
+          o.stages);
+  CHECK(o.schedule != Schedule::pipedream,
+        "--stages with --schedule pipedream, whose pipeline would be emptied between stages, which changes what it "
+        "learns: use another schedule");
+  const RecipeFile file = read_recipe_file(o.stages);
+  for (const auto& [key, value] : file.root.items())
+    CHECK(key == "stage", "{}: {} is unknown: expected [[stage]], one for each stage", file.place("/" + key),
+          shown(key));
+  const nlohmann::json stages = file.root.value("stage", nlohmann::json());
+  CHECK(stages.is_array() && !stages.empty(), "{}: no stages: expected [[stage]] for each one", file.path);
+  constexpr size_t most = 10'000;
+  CHECK(stages.size() <= most, "{}: {} stages, at most {} are read", file.path, stages.size(), most);
+  bool shares = false;
+  for (size_t i = 0; i < stages.size(); ++i) {
+    recipe.stages.push_back(detail::StageReader(file, i, o, recipe.sources).read(o));
+    for (size_t j = 0; j < i; ++j)
+      CHECK(recipe.stages[j].name != recipe.stages[i].name, "{}: two stages are called \"{}\"",
+            file.place(formatted("/stage/{}", i)), recipe.stages[i].name);
+    shares |= stages[i].contains("share");
+  }
+  CHECK(!o.tokens || shares, "--tokens {} with --stages {}, whose stages say how long they are: leave it out",
+        *o.tokens, o.stages);
+  const int64_t block = recipe.longest();
+  for (const RecipeStage& stage : recipe.stages)
+    CHECK(
+        block % stage.options.seq_len == 0,
+        "{}: stage \"{}\" has sequences of {} tokens, which do not divide the longest, {}: samples are cut from blocks "
+        "of that length; use one of {}",
+        file.path, stage.name, stage.options.seq_len, block, divisors(block));
+  recipe.text = {{"stages", stages}, {"sources", nlohmann::json::array()}};
+  for (const SourceText& source : recipe.sources) recipe.text["sources"].push_back(source.name);
+  return recipe;
+}
+
+}  // namespace llmc

@@ -1,0 +1,68 @@
+// run_data.h: the data of a run, opened and checked once: its sources, how they are ordered, and its validation sets.
+#pragma once
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "run/recipe/course.h"
+#include "run/recipe/sources.h"
+
+namespace llmc {
+
+struct ValidationSet {
+  std::string name;  // empty: --val-data
+  TokenShards shards;
+  std::vector<std::string> checksums;
+};
+
+inline std::vector<ValidationSet> open_validation_sets(const Options& o, int64_t seq_len) {
+  std::vector<ValidationSet> all;
+  for (const ValidationText& text : validation_texts(o)) {
+    TokenShards shards(text.pattern, seq_len, option_of("--val-data", "--val", text.name).c_str());
+    std::vector<std::string> sums = shards.checksums();
+    all.push_back({text.name, std::move(shards), std::move(sums)});
+  }
+  return all;
+}
+
+// The samples of a stretch. seeds: see RunData.
+inline DataLoader make_loader(const Sources& sources, const std::vector<std::vector<Reseed>>& seeds,
+                              const Course& course, const Stretch& stretch, bool shuffle, int64_t vocab_size,
+                              std::optional<int32_t> end_of_text = std::nullopt) {
+  std::vector<DataLoader::Source> all;
+  for (size_t s = 0; s < sources.size(); ++s) {
+    const std::vector<Reseed> later(seeds[s].begin() + 1, seeds[s].end());
+    all.push_back({sources[s].shards,
+                   BlockOrder(sources[s].shards.samples(), shuffle, seeds[s][0].seed, sources[s].name, later),
+                   sources[s].name});
+  }
+  return DataLoader(std::move(all), course.order_of(stretch), stretch.seq_len, vocab_size, end_of_text);
+}
+
+struct RunData {
+  Sources train;
+  std::vector<std::string> checksums;  // of the training files
+  std::vector<std::vector<Reseed>>
+      seeds;  // of each source; the first orders its first epoch, the others came by branches
+  std::vector<ValidationSet> val;
+
+  RunData(const Options& o, const Recipe& recipe)
+      : train(recipe.sources, recipe.longest()),
+        checksums(train.checksums()),
+        seeds(train.size(), {{0, 0, static_cast<uint64_t>(o.seed)}}),
+        val(open_validation_sets(o, recipe.stages[0].options.seq_len)) {}
+
+  std::vector<int64_t> epoch_tokens() const { return epoch_tokens_of(train); }
+  std::vector<std::string> val_checksums() const {
+    std::vector<std::string> all;
+    for (const ValidationSet& set : val) all.insert(all.end(), set.checksums.begin(), set.checksums.end());
+    return all;
+  }
+
+  DataLoader loader(const Course& course, const Stretch& stretch, bool shuffle, int64_t vocab_size,
+                    std::optional<int32_t> end_of_text) const {
+    return make_loader(train, seeds, course, stretch, shuffle, vocab_size, end_of_text);
+  }
+};
+
+}  // namespace llmc

@@ -1,0 +1,188 @@
+// sources.h: the sources of a run, from --train-data or --data, and its validation sets, from --val-data or --val.
+#pragma once
+#include <algorithm>
+#include <charconv>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "data/dataloader.h"
+#include "run/options/options.h"
+
+namespace llmc {
+
+// A source as its option describes it. name: empty for --train-data, the only source.
+struct SourceText {
+  std::string name, pattern;
+  double weight = 1;                 // its proportion of the samples
+  std::optional<double> max_epochs;  // none: as often as the run needs it
+};
+
+namespace detail {
+
+// "web=web_*.bin..." -> the name, and what follows it.
+inline std::pair<std::string, std::string> split_name(const char* option, const std::string& item,
+                                                      const char* expected) {
+  const size_t equals = item.find('=');
+  const std::string name = item.substr(0, std::min(equals, item.size()));
+  const bool plain = !name.empty() && std::ranges::all_of(name, [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-' ||
+           c == '.';
+  });
+  CHECK(equals != item.npos && plain && equals + 1 < item.size(),
+        "{} '{}': expected {}, with a name of letters, digits, -, _ and .{}", option, shown(item), expected,
+        equals == item.npos ? formatted("; {} takes files without a name",
+                                        std::string_view(option) == "--val" ? "--val-data" : "--train-data")
+                            : "");
+  return {name, item.substr(equals + 1)};
+}
+
+inline std::optional<double> number_at_end(std::string& text) {
+  const size_t colon = text.rfind(':');
+  double value = 0;
+  const char* end = text.data() + text.size();
+  if (colon == text.npos || colon + 1 == text.size()) return std::nullopt;
+  const auto [read, error] = std::from_chars(text.data() + colon + 1, end, value);
+  if (error != std::errc() || read != end) return std::nullopt;
+  text.resize(colon);
+  return value;
+}
+
+template <class Named>
+void refuse_double_names(const char* option, const std::vector<Named>& all) {
+  for (size_t i = 0; i < all.size(); ++i)
+    for (size_t j = 0; j < i; ++j)
+      CHECK(all[i].name != all[j].name, "{} {}={} and {}={}: two of the same name; give each its own", option,
+            all[j].name, shown(all[j].pattern), all[i].name, shown(all[i].pattern));
+}
+
+}  // namespace detail
+
+inline constexpr double smallest_weight = 1e-9;  // of the largest one
+
+inline std::vector<SourceText> source_texts(const Options& o) {
+  CHECK(o.data.empty() || o.train_data.empty(),
+        "--data with --train-data, for which it stands: leave out --train-data, or give it as one more --data");
+  if (o.data.empty()) return {{.name = "", .pattern = o.train_data, .weight = 1, .max_epochs = {}}};
+  std::vector<SourceText> all;
+  double largest = 0;
+  for (const std::string& item : o.data.items) {
+    SourceText source;
+    std::tie(source.name, source.pattern) =
+        detail::split_name("--data", item, "NAME=PATTERN:WEIGHT or NAME=PATTERN:WEIGHT:EPOCHS");
+    if (const auto last = detail::number_at_end(source.pattern)) {
+      const auto weight = detail::number_at_end(source.pattern);
+      if (weight) source.weight = *weight, source.max_epochs = *last;
+      else source.weight = *last;
+    }
+    CHECK(!source.pattern.empty(), "--data '{}': no files: expected NAME=PATTERN:WEIGHT", shown(item));
+    CHECK(std::isfinite(source.weight) && source.weight > 0,
+          "--data '{}': the weight is {}, expected a number above 0; a source that a run does not use is left out",
+          shown(item), source.weight);
+    CHECK(!source.max_epochs || *source.max_epochs > 0, "--data '{}': {} epochs, expected a number above 0",
+          shown(item), source.max_epochs.value_or(0));
+    largest = std::max(largest, source.weight);
+    all.push_back(source);
+  }
+  for (const SourceText& source : all)
+    CHECK(source.weight >= smallest_weight * largest, "--data {}: its weight of {} is less than {} of the largest, {}",
+          source.name, source.weight, smallest_weight, largest);
+  detail::refuse_double_names("--data", all);
+  return all;
+}
+
+struct ValidationText {
+  std::string name, pattern;
+};
+inline std::vector<ValidationText> validation_texts(const Options& o) {
+  CHECK(o.val.empty() || o.val_data.empty(),
+        "--val with --val-data, for which it stands: leave out --val-data, or give it as one more --val");
+  std::vector<ValidationText> all;
+  if (!o.val_data.empty()) all.push_back({"", o.val_data});
+  for (const std::string& item : o.val.items) {
+    const auto [name, pattern] = detail::split_name("--val", item, "NAME=PATTERN");
+    all.push_back({name, pattern});
+  }
+  detail::refuse_double_names("--val", all);
+  return all;
+}
+
+// "--data web", "--train-data": how messages name a source or a validation set.
+inline std::string option_of(const char* one, const char* several, const std::string& name) {
+  return name.empty() ? one : formatted("{} {}", several, name);
+}
+
+// The files of all sources, cut into blocks.
+class Sources {
+ public:
+  struct Source : SourceText {
+    TokenShards shards;
+    int64_t epoch_tokens() const { return shards.samples() * shards.seq_len(); }
+  };
+
+ private:
+  template <class F>
+  int64_t sum(F&& of) const {
+    int64_t total = 0;
+    for (const Source& source : all_) total += of(source);
+    return total;
+  }
+  template <class F>
+  auto joined(F&& of) const -> decltype(of(std::declval<const Source&>())) {
+    auto joined = of(all_.front());
+    for (size_t i = 1; i < all_.size(); ++i)
+      for (auto& one : of(all_[i])) joined.push_back(one);
+    return joined;
+  }
+
+ public:
+  // block: the run's longest sequence.
+  Sources(const std::vector<SourceText>& texts, int64_t block) : block_(block) {
+    for (const SourceText& text : texts)
+      all_.push_back({text, TokenShards(text.pattern, block, option_of("--train-data", "--data", text.name).c_str())});
+  }
+
+  int64_t block() const { return block_; }
+  // Cuts the files into blocks of another length.
+  void cut(int64_t block) {
+    block_ = block;
+    for (Source& source : all_)
+      CHECK(source.shards.cut(block) > 0,
+            "{} {}: its {} tokens in {} file(s) hold no block of {} + 1 tokens, the longest sequence of the run: "
+            "shorten it, or add data",
+            option_of("--train-data", "--data", source.name), source.pattern, source.shards.tokens(),
+            source.shards.count(), block);
+  }
+
+  const std::vector<Source>& all() const { return all_; }
+  size_t size() const { return all_.size(); }
+  const Source& operator[](size_t i) const { return all_[i]; }
+  int64_t files() const {
+    return sum([](const Source& s) { return s.shards.count(); });
+  }
+  int64_t tokens() const {
+    return sum([](const Source& s) { return s.shards.tokens(); });
+  }
+  int64_t samples() const {
+    return sum([](const Source& s) { return s.shards.samples(); });
+  }  // blocks, in an epoch
+  std::vector<std::string> paths() const {
+    return joined([](const Source& s) { return s.shards.paths(); });
+  }
+  std::vector<int64_t> tokens_of_files() const {
+    return joined([](const Source& s) { return s.shards.tokens_of_files(); });
+  }
+  std::vector<std::string> checksums() const {
+    return joined([](const Source& s) { return s.shards.checksums(); });
+  }
+  bool has(const std::string& path) const {
+    return std::ranges::any_of(all_, [&](const Source& s) { return s.shards.has(path); });
+  }
+
+ private:
+  int64_t block_;
+  std::vector<Source> all_;
+};
+
+}  // namespace llmc

@@ -1,0 +1,314 @@
+// Recipes: mixed sources, stages, and what a run may change when it goes on.
+#include <cmath>
+#include <fstream>
+
+#include "catch2.h"
+#include "run/recipe/course.h"
+#include "run/recipe/print_stages.h"
+#include "tiny_run.h"
+
+using namespace llmc;
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+namespace {
+
+struct RecipeData {
+  TempDir dir;
+  RecipeData() {
+    uint32_t state = 1;
+    for (const auto& [name, tokens] : {std::pair{"web", 3000}, {"code", 1100}, {"math", 700}}) {
+      std::vector<uint16_t> all;
+      for (int i = 0; i < tokens; ++i) state = state * 1664525 + 1013904223, all.push_back(state >> 24 & 127);
+      write_shard(dir / std::string(name) + ".bin", all);
+    }
+  }
+  std::string write(const std::string& name, const std::string& text) const {
+    std::ofstream(dir / name) << text;
+    return dir / name;
+  }
+  std::string sources() const {
+    return " --data web=" + (dir / "web.bin") + ":0.6 --data code=" + (dir / "code.bin") +
+           ":0.3 --data math=" + (dir / "math.bin") + ":0.1 ";
+  }
+  std::string run(const std::string& out, const std::string& more) const {
+    return "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 16 --batch-size 2 --lr 1e-2 --threads 1 "
+           "--checkpoint-minutes 0 --out-dir " +
+           (dir / out) + " " + more;
+  }
+};
+
+const std::string three_stages = R"(
+[[stage]]
+name = "main"
+tokens = 640
+data = { web = 0.7, code = 0.3 }
+batch-ramp = [[0, 64], [128, 128]]
+warmup = 200
+lr-schedule = "constant"
+
+[[stage]]
+name = "anneal"
+steps = 4
+data = { web = 1, code = 1, math = 2 }
+total-batch-size = 96
+batch-size = 1
+lr-schedule = "linear"
+
+[[stage]]
+name = "long"
+tokens = 500
+seq-len = 48
+batch-size = 1
+total-batch-size = 96
+lr-schedule = "1-sqrt"
+lr = 1e-3
+)";
+
+ProgramResult refused(const std::string& arguments, const std::string& why) {
+  const ProgramResult r = run_program(arguments);
+  INFO(r.out << r.err << "\nexpected: " << why);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find(why) != std::string::npos);
+  return r;
+}
+std::string said(const std::string& arguments) {
+  const ProgramResult r = run_program(arguments);
+  INFO(r.err);
+  REQUIRE(r.status == 0);
+  return r.out;
+}
+
+Options options_of(const std::string& stages) {
+  Options o;
+  o.train_data = "x";
+  o.seq_len = 16, o.batch_size = 2;
+  o.stages = stages;
+  return o;
+}
+
+}  // namespace
+
+TEST_CASE("a run of stages resumes bit for bit from every checkpoint, at and between the ends of stages",
+          "[run][recipe]") {
+  const RecipeData data;
+  const std::string more = data.sources() + "--checkpoint-every 3 --stages " + data.write("r.toml", three_stages);
+  const std::string out = said(data.run("whole", more));
+  REQUIRE(out.find("stage 2 of 3, anneal: steps 7 to 10") != std::string::npos);
+  const std::vector<int64_t> saved = checkpoint_steps(data.dir / "whole");
+  REQUIRE(saved == std::vector<int64_t>{2, 3, 6, 9, 10, 12, 15, 16});
+  for (const int64_t step : saved) {
+    if (step == 16) continue;
+    fs::remove_all(data.dir / "again");
+    fs::create_directories(data.dir / "again");
+    fs::copy(data.dir / "whole", data.dir / "again", fs::copy_options::recursive);
+    for (const int64_t later : saved)
+      if (later > step) fs::remove_all(checkpoint_path(data.dir / "again", later));
+    run_well(data.run("again", more));
+    INFO("resumed after step " << step);
+    REQUIRE(state_of(data.dir / "again/step-000016") == state_of(data.dir / "whole/step-000016"));
+    REQUIRE(losses(data.dir / "again") == losses(data.dir / "whole"));
+  }
+  // Other layouts take the same samples: losses differ by rounding alone.
+  for (const char* layout : {"--local-ranks 2", "--local-ranks 2 --tp 2", "--local-ranks 2 --zero-stage 3"}) {
+    fs::remove_all(data.dir / "other");
+    run_well(data.run("other",
+                      more + " --dp-replicate 1 " +
+                          (std::string(layout).find("tp") == std::string::npos ? std::string(layout) + " --batch-size 1"
+                                                                               : std::string(layout))));
+    for (const auto& [step, loss] : losses(data.dir / "whole"))
+      REQUIRE(std::abs(losses(data.dir / "other").at(step) - loss) < 1e-4);
+  }
+}
+
+TEST_CASE("stages in steps of changing size give the plan's tokens, rates and mixes", "[recipe]") {
+  const TempDir dir;
+  std::ofstream(dir / "r.toml") << R"([[stage]]
+tokens = 1000
+total-batch-size = 128
+batch-doubling = {from = 32, every = 100}
+warmup = 200
+lr-schedule = "wsd"
+decay = 300
+lr = 1.0
+[[stage]]
+steps = 3
+seq-len = 8
+lr-schedule = "constant"
+lr = 0.5
+)";
+  const Course course(read_recipe(options_of(dir / "r.toml")), {});
+  const auto& s = course.stretches();
+  REQUIRE(s.size() == 4);
+  // 4 x 32 tokens reach 100, then 64 until 200, then 128 until 1000
+  REQUIRE((s[0].steps == 4 && s[1].steps == 2 && s[2].steps == 6 && s[3].steps == 3));
+  REQUIRE((s[2].tokens == 256 && s[3].tokens == 1024 && course.tokens() == 1024 + 3 * 16));
+  REQUIRE(course.learning_rate(1) == 32.0 / 200);
+  REQUIRE(course.learning_rate(6) == 1);
+  REQUIRE(course.learning_rate(9) == 1);  // 640 tokens: the decay begins at 724
+  REQUIRE(std::abs(course.learning_rate(10) - (1 - std::sqrt((768.0 - 724) / 300))) < 1e-12);
+  REQUIRE(course.learning_rate(12) == 0);
+  REQUIRE(course.learning_rate(13) == 0.5);
+}
+
+TEST_CASE("a stage's faults are named with file and line", "[recipe][errors]") {
+  const TempDir dir;
+  const auto no = [&](const std::string& text, const std::string& why, const char* name = "r.toml") {
+    std::ofstream(dir / name) << text;
+    INFO(text);
+    REQUIRE_ERROR(read_recipe(options_of(dir / name)), why);
+  };
+  no("[[stage]]\ntokens = 10\nlearning-rate = 3\n", "r.toml:3: learning-rate: no setting of a stage has this name");
+  no("[[stage]]\ntokens = 10\nlr = \"fast\"\n", "r.toml:3: lr 'fast': expected a number");
+  no("[[stage]]\ntokens = 10\nlr = 200\n", "r.toml:1: stage \"1\": ");
+  no("[[stage]]\n\nname = \"a\"\n", "has none of tokens, steps, epochs and share");
+  no("[[stage]]\ntokens = 10\nsteps = 3\n", "has several of tokens");
+  no("[[stage]]\ntokens = -10\n", "r.toml:2: tokens is -10, expected a whole number of tokens from 1 on");
+  no("[[stage]]\ntokens = 10\ndata = {web = 1}\n", "r.toml:3: data names web, which is no --data");
+  no("[[stage]]\nshare = 0.5\n", "r.toml:2: share = 0.5 is a part of --tokens");
+  no("[[stage]]\ntokens = 10\nseq-len = 12\n[[stage]]\ntokens = 10\nseq-len = 8\n",
+     "which do not divide the longest, 12");
+  no("[[stage]]\ntokens = 10\nbatch-ramp = [[0, 100]]\n", "--total-batch-size 100 is not a multiple");
+  no("[[stage]]\ntokens = 10\nbatch-ramp = [[5, 32]]\n", "begins at token 5, expected 0");
+  no("[[stage]]\ntokens = 10\nbatch-doubling = {from = 96, every = 10}\ntotal-batch-size = 128\n", "does not reach");
+  no("[[stage]]\nname = \"a\"\ntokens = 1\n[[stage]]\nname = \"a\"\ntokens = 1\n",
+     "r.toml:4: two stages are called \"a\"");
+  no("[[stage]]\ntokens = 10\nlr-schedule = \"linear\"\ndecay = 5\n", "r.toml:4: decay is for lr-schedule = \"wsd\"");
+  no("[[stage]\ntokens = 10\n", "r.toml:1: ");
+  no("[[stages]]\ntokens = 10\n", "stages is unknown: expected [[stage]]");
+  no("tokens = 1979-05-27\n", "r.toml:1: a date or a time");
+  std::ofstream(dir / "large.toml") << "[[stage]]\ntokens = 9223372036854775807\ntotal-batch-size = 32\n";
+  REQUIRE_ERROR(Course(read_recipe(options_of(dir / "large.toml")), {}), "more tokens than 64 bits count");
+  no("{\"stage\": [{\"tokens\": 10, \"lr\": []}]}", "r.json: /stage/0/lr", "r.json");
+  no("{\"stage\": [{\"tokens\": 10,]}", "not JSON", "r.json");
+  no("", "no stages");
+}
+
+TEST_CASE("sources are refused by name", "[recipe][errors]") {
+  const auto no = [&](const std::string& source, const std::string& why) {
+    Options o;
+    o.data.add(source);
+    INFO(source);
+    REQUIRE_ERROR(source_texts(o), why);
+  };
+  no("x.bin:0.5", "expected NAME=PATTERN:WEIGHT");
+  no("we b=x.bin:0.5", "expected NAME=PATTERN:WEIGHT");
+  no("web=", "expected NAME=PATTERN:WEIGHT");
+  no("web=x.bin:0", "the weight is 0, expected a number above 0");
+  no("web=x.bin:nan", "the weight is nan");
+  no("web=x.bin:1:-2", "-2 epochs, expected a number above 0");
+  no("web=x.bin:1;web=y.bin:1", "two of the same name");
+  no("web=x.bin:1;code=y.bin:1e-10", "is less than 1e-09 of the largest");
+  Options o;
+  o.data.add("web=a:b.bin:0.5:3");
+  const SourceText source = source_texts(o)[0];
+  REQUIRE((source.pattern == "a:b.bin" && source.weight == 0.5 && source.max_epochs == 3));
+}
+
+TEST_CASE("a run that would read a source too often is refused before it begins", "[run][recipe]") {
+  const RecipeData data;
+  const std::string sources =
+      " --data web=" + (data.dir / "web.bin") + ":0.5 --data code=" + (data.dir / "code.bin") + ":0.5:2 ";
+  refused(data.run("o", sources + "--max-steps 200"), "--data code: the run would read it 2.9");
+  REQUIRE_FALSE(fs::exists(data.dir / "o"));
+  refused(data.run("o", sources), "say how long the run is by --tokens or --max-steps");
+  run_well(data.run("o", sources + "--max-steps 3"));
+}
+
+TEST_CASE("another mix, other stages and lengths go on from a stated step, and are recorded", "[run][recipe]") {
+  const RecipeData data;
+  const std::string old_one = data.sources() + "--max-steps 6 --checkpoint-every 3 ",
+                    heavier = " --data web=" + (data.dir / "web.bin") + ":0.2 --data math=" + (data.dir / "math.bin") +
+                              ":0.8 ";
+  run_well(data.run("run", old_one));
+  fs::remove_all(data.dir / "run/step-000006");
+  const std::string with_mix = heavier + "--max-steps 6 --checkpoint-every 3 ";
+  refused(data.run("run", with_mix), "--data was ");
+  const std::string out = said(data.run("run", with_mix + "--data-changed accept"));
+  REQUIRE(out.find("notice: --data was ") != std::string::npos);
+  const json trainer = read_json(data.dir / "run/step-000006/trainer.json"),
+             before = read_json(data.dir / "run/step-000003/trainer.json");
+  REQUIRE(trainer["recipe"]["origin"]["step"] == 3);
+  REQUIRE(trainer["data_changes"][0]["step"] == 3);
+  const auto position = [](const json& t, size_t s, size_t i) {
+    return t["recipe"]["sources"][s]["position"][i].get<int64_t>();
+  };
+  const int64_t web = position(trainer, 0, 2) - position(before, 0, 2),
+                math = position(trainer, 1, 2) - position(before, 2, 2);
+  REQUIRE(web + math == 3 * 2);
+  REQUIRE(web == 1);
+  REQUIRE(position(trainer, 1, 1) == position(before, 2, 1) + math * 16);  // it goes on where it was
+  // Again from the same checkpoint, and from the changed one without the option.
+  fs::copy(data.dir / "run", data.dir / "again", fs::copy_options::recursive);
+  fs::remove_all(data.dir / "again/step-000006");
+  run_well(data.run("again", with_mix + "--data-changed accept"));
+  REQUIRE(state_of(data.dir / "again/step-000006") == state_of(data.dir / "run/step-000006"));
+  run_well(data.run("run", heavier + "--max-steps 8"));
+  // A branch may change it all, and a length that was not foreseen begins a new epoch.
+  const std::string from = "--branch-from " + (data.dir / "run/step-000003");
+  const std::string longer =
+      said(data.run("long", data.sources() + "--max-steps 6 --seq-len 48 --batch-size 1 " + from));
+  REQUIRE(longer.find("sequences of 48 tokens were not foreseen") != std::string::npos);
+  const json in_branch = read_json(data.dir / "long/step-000006/trainer.json");
+  REQUIRE(position(in_branch, 0, 0) == 1);
+  REQUIRE(in_branch["recipe"]["block"] == 48);
+  // A shorter one is cut from the same blocks.
+  const std::string shorter =
+      said(data.run("short", data.sources() + "--max-steps 6 --seq-len 8 --batch-size 4 " + from));
+  REQUIRE(shorter.find("were not foreseen") == std::string::npos);
+  REQUIRE(position(read_json(data.dir / "short/step-000006/trainer.json"), 0, 0) == 0);
+}
+
+TEST_CASE("a finished run of stages is extended by another stage", "[run][recipe]") {
+  const RecipeData data;
+  const std::string one = "[[stage]]\ntokens = 160\ntotal-batch-size = 32\nlr-schedule = \"linear\"\n";
+  const std::string more = data.sources() + "--stages " + data.write("r.toml", one);
+  run_well(data.run("run", more));
+  REQUIRE(said(data.run("run", more)).find("already complete") != std::string::npos);
+  data.write("r.toml", one + "[[stage]]\nsteps = 3\ntotal-batch-size = 64\n");
+  refused(data.run("run", more), "stage 2 was null and is now ");
+  REQUIRE(said(data.run("run", more + " --data-changed accept")).find("stage 2 of 2") != std::string::npos);
+  REQUIRE(losses(data.dir / "run").size() == 8);
+  REQUIRE(read_json(data.dir / "run/step-000008/trainer.json")["tokens"] == 160 + 3 * 64);
+}
+
+TEST_CASE("each validation set has its loss, and their mean by tokens is the validation loss", "[run][recipe]") {
+  const RecipeData data;
+  const std::string more = data.sources() + "--max-steps 2 --val-steps 1000 --val web=" + (data.dir / "web.bin") +
+                           " --val math=" + (data.dir / "math.bin");
+  run_well(data.run("both", more));
+  const double mean = validations(data.dir / "both").at(2);
+  double web = 0, math = 0;
+  std::ifstream in(data.dir / "both/metrics.jsonl");
+  for (std::string line; std::getline(in, line);) {
+    const json object = json::parse(line);
+    if (object["kind"] == "val" && object["step"] == 2) web = object["losses"]["web"], math = object["losses"]["math"];
+  }
+  const double samples[] = {(3000 - 1) / 16, (700 - 1) / 16};
+  REQUIRE(std::abs(mean - (web * samples[0] + math * samples[1]) / (samples[0] + samples[1])) < 1e-12);
+  run_well(data.run("one", data.sources() + "--max-steps 2 --val-steps 1000 --val-data " + (data.dir / "math.bin")));
+  REQUIRE(validations(data.dir / "one").at(2) == math);
+}
+
+TEST_CASE("padding changes neither loss nor gradient: both are means over the targets", "[run][recipe]") {
+  // 20 tokens in samples of 4, then samples of 8: the first is the rest of a block, half of it padding.
+  const RecipeData data;
+  const std::string stages = data.write("r.toml", R"([[stage]]
+steps = 1
+seq-len = 8
+batch-size = 1
+[[stage]]
+steps = 1
+seq-len = 16
+batch-size = 1
+)"),
+                    unstaged = " --data-changed accept --max-steps 2 --batch-size 1 ";
+  const std::string source = " --no-shuffle --grad-clip 0.01 --train-data " + (data.dir / "web.bin");
+  run_well(data.run("padded", source + " --stages " + stages));
+  // The same step without padding: samples of 8 all along.
+  run_well(data.run("short", source + " --max-steps 1 --seq-len 8 --batch-size 1 --lr-schedule constant"));
+  run_well(data.run("short", source + " --seq-len 8 --lr-schedule constant" + unstaged));
+  REQUIRE(std::abs(losses(data.dir / "padded").at(2) - losses(data.dir / "short").at(2)) < 1e-5);
+  const auto norms = [&](const char* run) { return metric(data.dir / std::string(run), "train", "grad_norm"); };
+  REQUIRE(std::abs(norms("padded").at(2) / norms("short").at(2) - 1) < 1e-4);
+}
