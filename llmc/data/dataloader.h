@@ -16,8 +16,9 @@ namespace llmc {
 class TokenShards : public TokenFiles {
  public:
   // Errors name `option`.
-  TokenShards(const std::string& pattern, int64_t seq_len, const char* option = "--train-data")
-      : TokenFiles(pattern, option) {
+  TokenShards(const std::string& pattern, int64_t seq_len, const char* option = "--train-data",
+              DataFormat format = DataFormat::automatic)
+      : TokenFiles(pattern, option, format) {
     cut(seq_len);
     CHECK(samples_ > 0,
           "{} {}: {} tokens in {} file(s) hold no sample of --seq-len {} + 1 tokens; shorten --seq-len or add data",
@@ -45,13 +46,25 @@ class TokenShards : public TokenFiles {
   }
   // out (n + 1) = the part of it that begins at token `begin`.
   void read_part(int64_t index, int64_t begin, int64_t n, int64_t vocab_size, std::vector<int32_t>& out) const {
-    CHECK(index >= 0 && index < samples_ && begin >= 0 && begin + n <= seq_len_);
-    const int64_t i = std::ranges::upper_bound(first_samples_, index) - first_samples_.begin() - 1,
-                  first = (index - first_samples_[static_cast<size_t>(i)]) * seq_len_;
-    read(i, first + begin, n + 1, vocab_size, out);
+    CHECK(begin >= 0 && begin + n <= seq_len_);
+    const auto [file, first] = place_of(index);
+    read(file, first + begin, n + 1, vocab_size, out);
+  }
+  // begins: whether a document begins at each of these tokens of that part, other than its first.
+  void find_documents_of(int64_t index, int64_t begin, const std::vector<int32_t>& tokens, int32_t end_of_text,
+                         std::vector<uint8_t>& begins) const {
+    const auto [file, first] = place_of(index);
+    find_documents(file, first + begin, tokens, end_of_text, begins);
   }
 
  private:
+  // The file of a sample, and its first token there.
+  std::pair<int64_t, int64_t> place_of(int64_t index) const {
+    CHECK(index >= 0 && index < samples_);
+    const int64_t i = std::ranges::upper_bound(first_samples_, index) - first_samples_.begin() - 1;
+    return {i, (index - first_samples_[static_cast<size_t>(i)]) * seq_len_};
+  }
+
   int64_t seq_len_ = 0, samples_ = 0;
   std::vector<int64_t> first_samples_;  // of each file
 };
@@ -70,7 +83,7 @@ class DataLoader {
     std::vector<Reseed> reseeds = {};
     bool shuffle = false;
     int64_t vocab_size = 0;
-    std::optional<int32_t> end_of_text = std::nullopt;  // restarts positions at 0; none: no token does
+    std::optional<int32_t> end_of_text = std::nullopt;  // positions restart at 0 where a document begins; none: never
   };
   // The reading rank: `rank` of `ranks` that share a step, each with `batch_size` sequences per micro-batch.
   struct Reader {
@@ -120,10 +133,11 @@ class DataLoader {
     for (size_t b = 0; b < rows; ++b) {
       const Sample s = sample(cursor + (micro_batch * who.ranks + who.rank) * who.batch_size + static_cast<int64_t>(b));
       sources_[s.source].blocks.read_part(s.index, s.begin, s.targets, vocab_size_, read_);
+      if (end_of_text_) sources_[s.source].blocks.find_documents_of(s.index, s.begin, read_, *end_of_text_, begins_);
       int32_t place = 0;
       for (size_t t = 0; t < T; ++t) {
         const bool padding = static_cast<int64_t>(t) >= s.targets;
-        if (!padding && read_[t] == end_of_text_) place = 0;
+        if (end_of_text_ && !padding && begins_[t]) place = 0;
         tokens[b * T + t] = padding ? 0 : read_[t];
         targets[b * T + t] = padding ? -1 : read_[t + 1];
         positions[b * T + t] = place++;
@@ -137,6 +151,7 @@ class DataLoader {
   int64_t T_, vocab_size_;
   std::optional<int32_t> end_of_text_;
   std::vector<int32_t> read_;
+  std::vector<uint8_t> begins_;
 };
 
 }  // namespace llmc

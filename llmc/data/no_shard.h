@@ -1,13 +1,15 @@
-// no_shard.h: guesses what a file is if it is not a token shard, and how to make a shard of it.
+// no_shard.h: guesses what a file is if it is not the token shard that it was taken for, and what to do with it.
 #pragma once
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "core/files.h"
 #include "core/utf8.h"
-#include "core/words.h"
+#include "data/megatron_index.h"
 
 namespace llmc::detail {
 
@@ -44,57 +46,101 @@ inline bool seems_utf16(const std::string& sample) {
   return true;
 }
 
-// "; it seems to be ...", or nothing.
-inline std::string hint_of_no_shard(const File& file) {
-  constexpr int64_t most = 1 << 16;
-  const int64_t size = file.size(), piece = std::min(size, most);
-  std::string sample(static_cast<size_t>(piece), '\0');
-  file.read_at(sample.data(), piece, 0);
+inline std::string beginning_of(const File& file) {
+  std::string sample(static_cast<size_t>(std::min<int64_t>(file.size(), 1 << 16)), '\0');
+  file.read_at(sample.data(), std::ssize(sample), 0);
+  return sample;
+}
+
+inline bool has_magic_of_llmc(const File& file) {
+  int32_t magic = 0;
+  if (file.size() >= 4) file.read_at(&magic, 4, 0);
+  return magic == 20240520 || magic == 20240801;
+}
+
+inline bool has_index_of_megatron(const File& file) {
+  const std::string index = MegatronIndex::path_for(file.path());
+  std::error_code none;
+  return std::filesystem::is_regular_file(index, none) && MegatronIndex::begins(File::open_read(index));
+}
+
+// "; it seems to be ..." by the first bytes of a file, or by the index beside it, or nothing.
+inline std::string hint_of_magic(const File& file, const std::string& sample) {
   int32_t magic = 0;
   std::memcpy(&magic, sample.data(), std::min(sample.size(), sizeof magic));
   for (const auto& [known, what] :
-       {std::pair(20240522, "llm.c's multiple-choice questions: let data/hellaswag.py write them for --eval-choices"),
+       {std::pair(20240520, "a token shard of llm.c, which --data-format auto reads"),
+        {20240801, "a token shard of llm.c, which --data-format auto reads"},
+        {20240522, "llm.c's multiple-choice questions: let data/hellaswag.py write them for --eval-choices"},
         {20240326, "a model of llm.c; --model takes the Hugging Face directory of the same weights"},
         {20240328, "a tokenizer of llm.c, for --tokenizer"}})
     if (magic == known) return formatted("; it seems to be {}", what);
+  for (const auto& [known, what] :
+       {std::pair(std::string_view("\x93NUMPY"), "an array of numpy's with a header: write it with ndarray.tofile()"),
+        {MegatronIndex::magic, "Megatron's index: name the .bin beside it"},
+        {std::string_view("\x1f\x8b"), "packed by gzip: unpack it"},
+        {std::string_view("\x28\xb5\x2f\xfd"), "packed by zstd: unpack it"},
+        {std::string_view("PAR1"), "Parquet: data/tokenize_text.py makes shards of it"}})
+    if (sample.starts_with(known)) return formatted("; it seems to be {}", what);
   uint64_t header_bytes = 0;
   std::memcpy(&header_bytes, sample.data(), std::min(sample.size(), sizeof header_bytes));
-  if (sample.size() > 9 && header_bytes < static_cast<uint64_t>(size) && sample.compare(8, 2, "{\"") == 0)
+  if (sample.size() > 9 && header_bytes < static_cast<uint64_t>(file.size()) && sample.compare(8, 2, "{\"") == 0)
     return "; it seems to be a model's weights (safetensors); --model takes their directory";
+  return has_index_of_megatron(file) ? formatted("; its index {} is Megatron's: --data-format auto reads both",
+                                                 MegatronIndex::path_for(file.path()))
+                                     : "";
+}
+
+inline bool seems_text(const std::string& sample, bool cut) {
+  const auto is_control = [](char c) {
+    const auto byte = static_cast<unsigned char>(c);
+    return byte < ' ' && byte != '\t' && byte != '\n' && byte != '\r' && byte != '\f';
+  };
+  const size_t valid = utf8_fault(sample).value_or(sample.size());
+  return !sample.empty() && std::ranges::none_of(sample, is_control) &&
+         (valid == sample.size() || (cut && valid + 4 > sample.size()));
+}
+
+// What a file is that is in no format which is recognised; nothing: unknown.
+inline std::string hint_of_no_shard(const File& file) {
+  const std::string sample = beginning_of(file);
+  const int64_t size = file.size();
+  if (const std::string hint = hint_of_magic(file, sample); !hint.empty()) return hint;
   if (sample.size() > 1 && seems_utf16(sample))
     return "; it seems to be text in UTF-16: convert it with iconv -f UTF-16LE -t UTF-8; data/tokenize_text.py then "
            "makes shards of it";
-  const bool cut = piece < size,
-             controls = std::ranges::any_of(
-                 sample,
-                 [](char c) {
-                   const auto byte = static_cast<unsigned char>(c);
-                   return byte < ' ' && byte != '\t' && byte != '\n' && byte != '\r' && byte != '\f';
-                 });
-  const size_t valid = utf8_fault(sample).value_or(sample.size());
-  if (!sample.empty() && !controls && (valid == sample.size() || (cut && valid + 4 > sample.size())))
+  if (seems_text(sample, std::ssize(sample) < size))
     return "; it seems to be text: data/tokenize_text.py makes shards of it";
   std::string end(sample.size(), '\0');
-  file.read_at(end.data(), piece, (size - piece) / 4 * 4);
+  file.read_at(end.data(), std::ssize(end), (size - std::ssize(end)) / 4 * 4);
   // GPT-2's tokens are below 50257; those of Llama and Qwen, which do not fit into 16 bits, are below 2^18. Almost any
   // other contents would have a larger number.
-  const bool uint32 = size % 4 == 0 && all_below<uint32_t>(sample, 1 << 18) && all_below<uint32_t>(end, 1 << 18);
-  const bool uint16 =
-      size % 2 == 0 && !seems_weights(sample) && all_below<uint16_t>(sample, 50304) && all_below<uint16_t>(end, 50304);
-  if (!uint32 && !uint16) return "";
-  const uint32_t header[] = {uint32 ? 20240801u : 20240520u, uint32 ? 7u : 1u,
-                             static_cast<uint32_t>(size / (uint32 ? 4 : 2))};
-  std::string octal;
-  for (const uint32_t word : header)
-    for (int byte = 0; byte < 4; ++byte)
-      for (const int bit : {8, 6, 3, 0})
-        octal += bit == 8 ? '\\' : static_cast<char>('0' + (word >> (8 * byte) >> bit & (bit == 6 ? 3 : 7)));
-  const std::string& path = file.path();
-  const std::string to = (path.ends_with(".bin") ? path.substr(0, path.size() - 4) : path) + "_shard.bin";
-  return formatted(
-      "; it seems to be tokens without a header, as nanoGPT writes them (uint{}); this puts one before them:\n"
-      "  (printf '{}'; head -c {} /dev/zero; cat {}) > {}",
-      uint32 ? 32 : 16, octal, 1024 - sizeof header, shell_word(path), shell_word(to));
+  if (size % 4 == 0 && all_below<uint32_t>(sample, 1 << 18) && all_below<uint32_t>(end, 1 << 18))
+    return "; it seems to be uint32 tokens without a header, as OLMo's tools write them: --data-format olmo";
+  if (size % 2 == 0 && !seems_weights(sample) && all_below<uint16_t>(sample, 50304) && all_below<uint16_t>(end, 50304))
+    return "; it seems to be uint16 tokens without a header, as nanoGPT writes them: --data-format nanogpt";
+  return "";
+}
+
+// What a file is that was said to be tokens of this many bytes without a header, and is clearly something else;
+// nothing: it may be. If the upper halves of 32-bit tokens are read as tokens, they are tiny; if pairs of 16-bit tokens
+// are read as one, most are huge.
+inline std::string hint_of_header(const File& file, int64_t width) {
+  constexpr size_t enough = 128;  // bytes; fewer may look like anything
+  const std::string sample = beginning_of(file);
+  if (const std::string hint = hint_of_magic(file, sample); !hint.empty()) return hint;
+  if (sample.size() < enough) return "";
+  if (seems_text(sample, std::ssize(sample) < file.size()))
+    return "; it seems to be text: data/tokenize_text.py makes shards of it";
+  size_t large_lower = 0, tiny_upper = 0, huge = 0, n = sample.size() / 4;
+  for (size_t i = 0; i < n; ++i) {
+    uint16_t halves[2];
+    std::memcpy(halves, sample.data() + 4 * i, sizeof halves);
+    large_lower += halves[0] >= 1024, tiny_upper += halves[1] < 4, huge += halves[1] >= 16;
+  }
+  if (width == 2 && tiny_upper == n && large_lower > 0) return "; these seem to be uint32 tokens: --data-format olmo";
+  if (width == 4 && huge > n / 2) return "; these seem to be uint16 tokens: --data-format nanogpt";
+  return "";
 }
 
 }  // namespace llmc::detail

@@ -96,7 +96,11 @@ class SampleOrder {
   // weights: of the sources, see Mixture. T divides the length of the blocks. mixed: so many samples of this mix came
   // before.
   SampleOrder(std::vector<Source> sources, std::vector<int64_t> weights, int64_t T, int64_t mixed = 0)
-      : sources_(std::move(sources)), mixture_(std::move(weights)), T_(T), mixed_(mixed), counted_(mixture_.counts(mixed)) {
+      : sources_(std::move(sources)),
+        mixture_(std::move(weights)),
+        T_(T),
+        mixed_(mixed),
+        counted_(mixture_.counts(mixed)) {
     for (const Source& source : sources_) CHECK(T > 0 && source.epoch_tokens > 0 && source.epoch_tokens % T == 0);
   }
 

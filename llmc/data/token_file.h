@@ -1,45 +1,92 @@
-// token_file.h: files of tokens, in llm.c's format: a header of 256 little-endian int32, {magic, version, token count},
-// then the tokens: uint16 (20240520, 1) or uint32 (20240801, 7).
+// token_file.h: files of tokens in the formats of token_format.h: opened, checked, read. The order of samples is
+// dataloader.h's. llm.c's format is a header of 256 little-endian int32, {magic, version, token count}, then the
+// tokens: uint16 (20240520, 1) or uint32 (20240801, 7).
 #pragma once
 #include <algorithm>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/checksum.h"
 #include "core/files.h"
+#include "data/megatron_index.h"
 #include "data/no_shard.h"
+#include "data/token_format.h"
 
 namespace llmc {
 
 // One file of tokens.
 struct TokenFile {
-  static constexpr int64_t header_bytes = 1024;
   File file;
-  int64_t tokens;
-  int64_t width;  // bytes of a token: 2 or 4
+  DataFormat format;
+  TokenType type;
+  int64_t begin;   // the byte of the first token
+  int64_t tokens;  // their number
+  std::optional<MegatronIndex> index = std::nullopt;
+
+  int64_t byte_of(int64_t token) const { return begin + token * width_of(type); }
 };
 
-// Opens a file of tokens and checks its header against its size.
-inline TokenFile open_token_file(const std::string& path) {
-  File file = File::open_read(path);
+namespace detail {
+
+inline TokenFile open_llmc(File file) {
+  constexpr int64_t header_bytes = 1024;
+  const std::string& path = file.path();
   const int64_t size = file.size();
-  CHECK(size >= TokenFile::header_bytes, "{}: {} bytes are too few for a token shard, whose header takes {}{}", path,
-        size, TokenFile::header_bytes, detail::hint_of_no_shard(file));
+  CHECK(size >= header_bytes, "{}: {} bytes are too few for a token shard, whose header takes {}{}", path, size,
+        header_bytes, hint_of_no_shard(file));
   int32_t header[256];
-  file.read_at(header, TokenFile::header_bytes, 0);
+  file.read_at(header, header_bytes, 0);
   const bool is_uint16 = header[0] == 20240520 && header[1] == 1, is_uint32 = header[0] == 20240801 && header[1] == 7;
   CHECK(is_uint16 || is_uint32,
-        "{}: magic {} version {}, expected 20240520 version 1 (uint16) or 20240801 version 7 (uint32); not a token "
-        "shard{}",
-        path, header[0], header[1], detail::hint_of_no_shard(file));
-  const int64_t width = is_uint16 ? 2 : 4, payload = size - TokenFile::header_bytes, tokens = payload / width;
+        "{}: magic {} version {}, expected llm.c's 20240520 version 1 (uint16) or 20240801 version 7 (uint32), or "
+        "Megatron's {} beside it; tokens without a header are read only if --data-format says nanogpt or olmo{}",
+        path, header[0], header[1], MegatronIndex::path_for(path), hint_of_no_shard(file));
+  const int64_t width = is_uint16 ? 2 : 4, payload = size - header_bytes, tokens = payload / width;
   CHECK(payload % width == 0 && static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(tokens),
         "{}: the header says {} tokens, but {} bytes follow it ({} per token); truncated or damaged: create it again",
         path, static_cast<uint32_t>(header[2]), payload, width);
   CHECK(tokens > 0, "{}: holds no tokens", path);
-  return {std::move(file), tokens, width};
+  return {std::move(file), DataFormat::llmc, is_uint16 ? TokenType::uint16 : TokenType::uint32, header_bytes, tokens};
+}
+
+inline TokenFile open_without_header(File file, DataFormat format) {
+  const TokenType type = format == DataFormat::nanogpt ? TokenType::uint16 : TokenType::uint32;
+  const std::string& path = file.path();
+  const int64_t size = file.size(), width = width_of(type);
+  CHECK(size > 0, "{}: holds no tokens", path);
+  const std::string hint = hint_of_header(file, width);
+  CHECK(hint.empty(), "{}: --data-format {} stands for {} tokens without a header{}", path, name_of(format),
+        name_of(type), hint);
+  CHECK(size % width == 0, "{}: {} bytes are no whole number of {} tokens, as --data-format {} has them; truncated?",
+        path, size, name_of(type), name_of(format));
+  return {std::move(file), format, type, 0, size / width};
+}
+
+inline TokenFile open_megatron(File file) {
+  const std::string path = MegatronIndex::path_for(file.path());
+  CHECK(!MegatronIndex::begins(file), "{}: is Megatron's index: name the .bin beside it", file.path());
+  CHECK(path_exists(path), "{}: --data-format megatron needs its index beside it, {}, and there is none", file.path(),
+        path);
+  const MegatronIndex index(File::open_read(path), file);
+  CHECK(index.tokens() > 0, "{}: holds no tokens", file.path());
+  return {std::move(file), DataFormat::megatron, index.type(), 0, index.tokens(), index};
+}
+
+}  // namespace detail
+
+// Opens a file of tokens and checks its header and its index against its size.
+inline TokenFile open_token_file(const std::string& path, DataFormat format = DataFormat::automatic) {
+  File file = File::open_read(path);
+  if (format == DataFormat::automatic)
+    format = !detail::has_magic_of_llmc(file) && detail::has_index_of_megatron(file) ? DataFormat::megatron
+                                                                                     : DataFormat::llmc;
+  if (format == DataFormat::llmc) return detail::open_llmc(std::move(file));
+  if (format == DataFormat::megatron) return detail::open_megatron(std::move(file));
+  return detail::open_without_header(std::move(file), format);
 }
 
 // Whether tokens look like bytes (data/tokenize_text.py: 0 to 255, and 256 for the end of text) in a far larger
@@ -52,16 +99,17 @@ inline bool look_like_bytes(int64_t largest_token, int64_t vocab_size) {
 class TokenFiles {
  public:
   // Checks every file; there may be more of them than a process can hold open. Errors name `option`.
-  TokenFiles(const std::string& pattern, const char* option) {
+  TokenFiles(const std::string& pattern, const char* option, DataFormat format = DataFormat::automatic) {
     for (const std::string& path : expand_glob(pattern, option)) {
-      const TokenFile file = open_token_file(path);
-      files_.push_back({path, file.tokens, file.width});
+      const TokenFile file = open_token_file(path, format);
+      files_.push_back({path, file.format, file.type, file.begin, file.tokens, file.index});
       tokens_ += file.tokens;
     }
   }
 
   int64_t count() const { return static_cast<int64_t>(files_.size()); }
   int64_t tokens() const { return tokens_; }
+  DocumentMark document_mark(int64_t i) const { return row_of(files_[static_cast<size_t>(i)].format).documents; }
   std::vector<std::string> paths() const {
     std::vector<std::string> all;
     for (const Described& file : files_) all.push_back(file.path);
@@ -72,14 +120,19 @@ class TokenFiles {
     for (const Described& file : files_) all.push_back(file.tokens);
     return all;
   }
-  // A checksum of each file, to notice that data have changed between a run and its resume: of all bytes if the files
-  // have at most 256 MiB together, otherwise of samples, the same fraction of each file.
+  // A checksum of each file and its index, to notice that data have changed between a run and its resume: of all bytes
+  // if the files have at most 256 MiB together, otherwise of samples, the same fraction of each file.
   std::vector<std::string> checksums() const {
     constexpr double most = 256 << 20;
     double bytes = 0;
-    for (const Described& file : files_) bytes += static_cast<double>(file.bytes());
+    for (const Described& file : files_)
+      bytes += static_cast<double>(file.bytes() + (file.index ? file.index->bytes() : 0));
+    const double share = std::min(1.0, most / bytes);
     std::vector<std::string> all;
-    for (const Described& file : files_) all.push_back(sampled_checksum(file.path, std::min(1.0, most / bytes)));
+    for (const Described& file : files_) {
+      all.push_back(sampled_checksum(file.path, share));
+      if (file.index) all.back() += "+" + sampled_checksum(MegatronIndex::path_for(file.path), share);
+    }
     return all;
   }
   bool has(const std::string& path) const {  // even if under another path
@@ -96,31 +149,45 @@ class TokenFiles {
     CHECK(file->size() == described.bytes(), "{}: its size has changed since the run began; restart the run",
           described.path);
     out.resize(static_cast<size_t>(n));
-    if (described.width == 4) {
-      file->read_at(out.data(), n * 4, TokenFile::header_bytes + first * 4);
-    } else {  // read into the upper half, then widen in place from the front
-      uint16_t* narrow = reinterpret_cast<uint16_t*>(out.data()) + n;
-      file->read_at(narrow, n * 2, TokenFile::header_bytes + first * 2);
+    with_type(described.type, [&]<class T>() {
+      std::vector<T> stored(static_cast<size_t>(n));
+      file->read_at(stored.data(), n * static_cast<int64_t>(sizeof(T)),
+                    described.begin + first * static_cast<int64_t>(sizeof(T)));
       for (int64_t t = 0; t < n; ++t) {
-        uint16_t token;
-        std::memcpy(&token, narrow + t, sizeof token);
-        out[static_cast<size_t>(t)] = token;
+        const int64_t token = stored[static_cast<size_t>(t)];
+        CHECK(token >= 0 && token < vocab_size,
+              "{}: token {} at position {} is outside the model's vocabulary of {}; the data was made with another "
+              "tokenizer, or --vocab-size is too small",
+              described.path, token, first + t, vocab_size);
+        out[static_cast<size_t>(t)] = static_cast<int32_t>(token);
       }
+    });
+  }
+
+  // begins (n): whether a document begins at each of the `tokens` [first, first + n) of file i, other than the first of
+  // them, which begins one in any sample. Thread-safe.
+  void find_documents(int64_t i, int64_t first, const std::vector<int32_t>& tokens, int32_t end_of_text,
+                      std::vector<uint8_t>& begins) const {
+    const Described& described = files_[static_cast<size_t>(i)];
+    begins.assign(tokens.size(), 0);
+    if (described.index) {
+      const auto file = open_->open_read(MegatronIndex::path_for(described.path));
+      for (const int64_t start : described.index->document_starts(*file, first, first + std::ssize(tokens)))
+        begins[static_cast<size_t>(start - first)] = 1;
+      return;
     }
-    for (int64_t t = 0; t < n; ++t) {
-      const uint32_t token = static_cast<uint32_t>(out[static_cast<size_t>(t)]);
-      CHECK(token < static_cast<uint64_t>(vocab_size),
-            "{}: token {} at position {} is outside the model's vocabulary of {}; the data was made with another "
-            "tokenizer, or --vocab-size is too small",
-            described.path, token, first + t, vocab_size);
-    }
+    const size_t after = document_mark(i) == DocumentMark::end_of_text_after;
+    for (size_t t = after; t < tokens.size(); ++t) begins[t] = tokens[t - after] == end_of_text;
   }
 
  private:
   struct Described {
     std::string path;
-    int64_t tokens, width;
-    int64_t bytes() const { return TokenFile::header_bytes + tokens * width; }
+    DataFormat format;
+    TokenType type;
+    int64_t begin, tokens;
+    std::optional<MegatronIndex> index;
+    int64_t bytes() const { return begin + tokens * width_of(type); }
   };
 
   int64_t tokens_ = 0;

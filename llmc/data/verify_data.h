@@ -15,8 +15,10 @@ namespace llmc {
 
 // The contents of shards, or what is wrong with one.
 struct ShardReport {
+  DataFormat format = DataFormat::automatic;
+  TokenType type = TokenType::uint16;
   int64_t tokens = 0;
-  int64_t documents = 0;  // end-of-text tokens
+  int64_t documents = 0;  // end-of-text tokens, or as an index says
   int64_t outside = 0;    // tokens outside the vocabulary
   int64_t largest = -1;   // the largest token
   std::string error;      // empty: good
@@ -24,7 +26,7 @@ struct ShardReport {
 
 namespace detail {
 
-// Counts in tokens [0, n) of one block.   Token: uint16_t or uint32_t
+// Counts in tokens [0, n) of one block.
 template <class Token>
 void count_tokens(const Token* tokens, int64_t n, int64_t vocab_size, int64_t end_of_text, ShardReport& report) {
   int64_t documents = 0, outside = 0, largest = -1;
@@ -32,7 +34,7 @@ void count_tokens(const Token* tokens, int64_t n, int64_t vocab_size, int64_t en
   for (int64_t i = 0; i < n; ++i) {
     const int64_t token = tokens[i];
     documents += token == end_of_text;
-    outside += token >= vocab_size;
+    outside += token < 0 || token >= vocab_size;
     largest = std::max(largest, token);
   }
   report.documents += documents;
@@ -43,31 +45,32 @@ void count_tokens(const Token* tokens, int64_t n, int64_t vocab_size, int64_t en
 }  // namespace detail
 
 // Verifies one shard. `progress`: called after each block with its bytes.
-inline ShardReport verify_shard(const std::string& path, int64_t vocab_size, int64_t end_of_text,
+inline ShardReport verify_shard(const std::string& path, DataFormat format, int64_t vocab_size, int64_t end_of_text,
                                 const std::function<void(int64_t)>& progress) {
   constexpr int64_t block = int64_t{1} << 22;  // tokens
   ShardReport report;
   try {
-    const TokenFile shard = open_token_file(path);
-    report.tokens = shard.tokens;
-    std::vector<std::byte> bytes(static_cast<size_t>(std::min(block, shard.tokens) * shard.width));
-    for (int64_t first = 0; first < shard.tokens; first += block) {
-      const int64_t n = std::min(block, shard.tokens - first);
-      shard.file.read_at(bytes.data(), n * shard.width, TokenFile::header_bytes + first * shard.width);
-      const int64_t outside_before = report.outside;
-      auto count = [&]<class Token>(const Token* tokens) {
-        detail::count_tokens(tokens, n, vocab_size, end_of_text, report);
-        if (outside_before > 0 || report.outside == 0) return;
-        const Token* bad = std::find_if(tokens, tokens + n, [&](Token t) { return t >= vocab_size; });
-        report.error = formatted(
-            "{}: token {} at position {} is outside the vocabulary of {}; the data was made with another tokenizer, or "
-            "--vocab-size is too small",
-            path, int64_t{*bad}, first + (bad - tokens), vocab_size);
-      };
-      if (shard.width == 2) count(reinterpret_cast<const uint16_t*>(bytes.data()));
-      else count(reinterpret_cast<const uint32_t*>(bytes.data()));
-      progress(n * shard.width);
-    }
+    const TokenFile shard = open_token_file(path, format);
+    report.format = shard.format, report.type = shard.type, report.tokens = shard.tokens;
+    with_type(shard.type, [&]<class T>() {
+      std::vector<T> tokens(static_cast<size_t>(std::min(block, shard.tokens)));
+      for (int64_t first = 0; first < shard.tokens; first += block) {
+        const int64_t n = std::min(block, shard.tokens - first), bytes = n * static_cast<int64_t>(sizeof(T)),
+                      outside_before = report.outside;
+        shard.file.read_at(tokens.data(), bytes, shard.byte_of(first));
+        detail::count_tokens(tokens.data(), n, vocab_size, end_of_text, report);
+        if (outside_before == 0 && report.outside > 0) {
+          const auto bad =
+              std::find_if(tokens.begin(), tokens.end(), [&](int64_t t) { return t < 0 || t >= vocab_size; });
+          report.error = formatted(
+              "{}: token {} at position {} is outside the vocabulary of {}; the data was made with another tokenizer, "
+              "or --vocab-size is too small",
+              path, int64_t{*bad}, first + (bad - tokens.begin()), vocab_size);
+        }
+        progress(bytes);
+      }
+    });
+    if (shard.index) report.documents = shard.index->documents();
   } catch (const Error& error) {
     report.error = error.what();
   }
@@ -75,9 +78,9 @@ inline ShardReport verify_shard(const std::string& path, int64_t vocab_size, int
 }
 
 // Verifies every shard that `pattern` matches; prints a line for each and a table. Returns the errors, one per line.
-// end_of_text: the token that begins a document; none: documents are not counted.
-inline std::string verify_data(Log& log, const char* option, const std::string& pattern, int64_t vocab_size,
-                               std::optional<int64_t> end_of_text) {
+// end_of_text: the token that begins or ends a document; none: only documents of an index are counted.
+inline std::string verify_data(Log& log, const char* option, const std::string& pattern, DataFormat format,
+                               int64_t vocab_size, std::optional<int64_t> end_of_text) {
   const std::vector<std::string> paths = expand_glob(pattern, option);
   int64_t mebibytes = 0, bytes_read = 0, bad = 0;
   for (const std::string& path : paths) {
@@ -86,23 +89,28 @@ inline std::string verify_data(Log& log, const char* option, const std::string& 
     if (!unreadable) mebibytes += static_cast<int64_t>(size >> 20);
   }
   ShardReport all;
+  bool indexed = true;  // all of them
   for (const std::string& path : paths) {
-    const ShardReport r = verify_shard(path, vocab_size, end_of_text.value_or(-1), [&](int64_t bytes) {
+    const ShardReport r = verify_shard(path, format, vocab_size, end_of_text.value_or(-1), [&](int64_t bytes) {
       bytes_read += bytes;
       log.progress(formatted("{}: MiB", path), bytes_read >> 20, mebibytes);
     });
     all.tokens += r.tokens;
     all.documents += r.documents;
     all.largest = std::max(all.largest, r.largest);
+    indexed &= r.format == DataFormat::megatron;
     if (!r.error.empty()) all.error += "\n  " + r.error, ++bad;
-    log.line(r.error.empty() ? formatted("good {}: {} tokens", path, human_count(r.tokens)) : "BAD  " + r.error);
+    log.line(r.error.empty() ? formatted("good {}: {} tokens of {} ({})", path, human_count(r.tokens), name_of(r.type),
+                                         name_of(r.format))
+                             : "BAD  " + r.error);
   }
   log.table(
       formatted("{} {}", option, pattern),
       {{"shards", formatted("{} good, {} bad", static_cast<int64_t>(paths.size()) - bad, bad)},
        {"tokens", human_count(all.tokens)},
-       {"documents", end_of_text ? formatted("{} (end of text is {})", human_count(all.documents), *end_of_text)
-                                 : formatted("not counted: unknown end of text for a vocabulary of {}", vocab_size)},
+       {"documents", indexed       ? formatted("{} (as the index says)", human_count(all.documents))
+                     : end_of_text ? formatted("{} (end of text is {})", human_count(all.documents), *end_of_text)
+                                   : formatted("not counted: unknown end of text for a vocabulary of {}", vocab_size)},
        {"largest token",
         all.largest < 0 ? "none was read" : formatted("{} of a vocabulary of {}", all.largest, vocab_size)}});
   if (all.largest >= 0 && look_like_bytes(all.largest, vocab_size))

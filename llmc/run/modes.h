@@ -98,11 +98,11 @@ inline void run_verify_data(const Options& o) {
   if (o.tokenizer != "auto") end_of_text = choose_tokenizer(o, model)->end_of_text();
   std::string bad;
   for (const SourceText& source : source_texts(o))
-    bad += verify_data(log, option_of("--train-data", "--data", source.name).c_str(), source.pattern, model.vocab_size,
-                       end_of_text);
+    bad += verify_data(log, option_of("--train-data", "--data", source.name).c_str(), source.pattern, o.data_format,
+                       model.vocab_size, end_of_text);
   for (const ValidationText& set : validation_texts(o))
-    bad += verify_data(log, option_of("--val-data", "--val", set.name).c_str(), set.pattern, model.vocab_size,
-                       end_of_text);
+    bad += verify_data(log, option_of("--val-data", "--val", set.name).c_str(), set.pattern, o.data_format,
+                       model.vocab_size, end_of_text);
   CHECK(bad.empty(), "--verify-data found bad shards:{}", bad);
 }
 

@@ -119,15 +119,17 @@ class Checkpoints {
 
 inline std::string text_of(const std::vector<int32_t>& tokens) { return formatted("{} ", tokens); }
 
-inline std::string read_shard(const std::string& path) {
-  const TokenShards shards(path, 16);
+inline std::string read_shard(const std::string& path, DataFormat format) {
+  const TokenShards shards(path, 16, "--train-data", format);
   std::string all = formatted("{} ", shards.tokens());
   std::vector<int32_t> tokens;
+  std::vector<uint8_t> begins;
   for (int64_t i = 0; i < shards.samples(); ++i) {
     shards.read_sample(i, 300, tokens);
-    all += text_of(tokens);
+    shards.find_documents_of(i, tokens, 0, begins);
+    all += text_of(tokens) + std::string(begins.begin(), begins.end());
   }
-  const ShardReport report = verify_shard(path, 300, 0, [](int64_t) {});
+  const ShardReport report = verify_shard(path, format, 300, 0, [](int64_t) {});
   if (!report.error.empty()) throw Error(report.error);
   return all + formatted("{} {} {}", report.tokens, report.documents, report.largest);
 }
@@ -176,8 +178,19 @@ inline std::vector<Format> make_formats(const std::string& root, std::unique_ptr
   write_shard(shards + "/small.bin", small);
   write_shard(shards + "/large.bin", large);
   for (const char* file : {"small.bin", "large.bin"})
-    formats.push_back(
-        {file, shards, file, Content::binary, false, {}, [=] { return read_shard(shards + "/" + file); }});
+    formats.push_back({file, shards, file, Content::binary, false, {}, [=] {
+                         return read_shard(shards + "/" + file, DataFormat::automatic);
+                       }});
+  const std::string foreign = directory("foreign");
+  for (const char* file : {"nanogpt.bin", "olmo.npy", "megatron_int32.bin", "megatron_int32.idx"})
+    fs::copy(golden + "token_files/" + file, foreign);
+  for (const auto& [changed, read, format] : {std::tuple("nanogpt.bin", "nanogpt.bin", DataFormat::nanogpt),
+                                              {"olmo.npy", "olmo.npy", DataFormat::olmo},
+                                              {"megatron_int32.bin", "megatron_int32.bin", DataFormat::automatic},
+                                              {"megatron_int32.idx", "megatron_int32.bin", DataFormat::megatron}})
+    formats.push_back({changed, foreign, changed, Content::binary, false, {}, [path = foreign + "/" + read, format] {
+                         return read_shard(path, format);
+                       }});
 
   // A checkpoint whose manifest fits what was changed, as after a change by hand, and one whose manifest does not.
   const nlohmann::ordered_json trainer = {{"format", 1},

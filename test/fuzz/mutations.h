@@ -114,7 +114,7 @@ class Mutation {
 
   void change_bytes(std::string& bytes) {
     const size_t size = bytes.size(), at = below(size), n = std::min(size - at, size_t{1} << below(12));
-    switch (size == 0 ? 1 : below(9)) {
+    switch (size == 0 ? 1 : below(10)) {
       case 0: bytes[at] = static_cast<char>(bytes[at] ^ static_cast<char>(1 << below(8))); break;
       case 1: bytes.insert(at, hostile_text()); break;
       case 2: bytes.replace(at, std::min(n, below(9)), hostile_text()); break;
@@ -127,6 +127,11 @@ class Mutation {
         const size_t word = 4 * below(std::min<size_t>(size / 4, 16));
         const uint32_t values[] = {0, 1, 0xffffffff, 0x7fffffff, 0x80000000, 1u << below(32), 20240520, 20240801, 7};
         if (word + 4 <= size) std::memcpy(bytes.data() + word, &values[below(std::size(values))], 4);
+        break;
+      }
+      case 9: {  // a number of 64 bits anywhere in a header
+        const uint64_t value = below(2) == 0 ? below(300) : (uint64_t{1} << below(64)) - below(2);
+        if (const size_t byte = below(64); byte + 8 <= size) std::memcpy(bytes.data() + byte, &value, 8);
       }
     }
   }

@@ -26,7 +26,8 @@ struct OptionKind {
     layout = 64,
     stages = 128,
     slices = 256,
-    model = 512
+    model = 512,
+    data = 1024  // for training or validation
   } kind;
   std::vector<std::string_view> names;
 };
@@ -46,6 +47,7 @@ inline const std::vector<OptionKind>& option_kinds() {
         "--moe-aux-loss", "--moe-z-loss", "--moe-bias-rate", "--moe-capacity-factor"}},
       {OptionKind::train_data, {"--train-data", "--data"}},
       {OptionKind::val_data, {"--val-data", "--val"}},
+      {OptionKind::data, {"--data-format"}},
       {OptionKind::validation, {"--val-steps", "--eval-choices"}},
       {OptionKind::batch, {"--batch-size", "--total-batch-size", "--mask-documents", "--head-chunks"}},
       {OptionKind::sampling, {"--sample-tokens", "--prompt", "--temperature", "--top-k", "--top-p"}},
@@ -71,10 +73,11 @@ inline std::optional<Mode> mode_of(const Options& o) {
   using K = OptionKind;
   if (o.evaluate)
     return Mode{"--evaluate", "which does not train and writes nothing",
-                K::val_data | K::validation | K::batch | K::layout | K::stages | K::model};
+                K::val_data | K::data | K::validation | K::batch | K::layout | K::stages | K::model};
   if (o.generate) return Mode{"--generate", "which computes on one rank and does not train", K::sampling | K::model};
   if (o.verify_data)
-    return Mode{"--verify-data", "which reads data and does not train", K::train_data | K::val_data | K::model};
+    return Mode{"--verify-data", "which reads data and does not train",
+                K::train_data | K::val_data | K::data | K::model};
   if (o.selftest) return Mode{"--selftest", "which has models and layouts of its own, on --local-ranks ranks", 0};
   if (o.plan_auto) return Mode{"--plan-auto", "which searches the layout of a step", K::model | K::batch};
   if (o.plan_examples) return Mode{"--plan-examples", "which plans the runs of papers", 0};

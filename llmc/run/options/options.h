@@ -10,6 +10,7 @@
 #include "comm/layout.h"
 #include "core/check.h"
 #include "core/enum_names.h"
+#include "data/token_format.h"
 #include "model/activations.h"
 #include "ops/cpu/isa.h"
 #include "ops/optimizers.h"
@@ -51,6 +52,7 @@ struct Options {
   std::string train_data, val_data;
   TextList data, val;  // NAME=PATTERN:WEIGHT[:MAX_EPOCHS]; NAME=PATTERN
   std::string stages;  // a file
+  DataFormat data_format = DataFormat::automatic;
   DataChanged data_changed = DataChanged::refuse;
   std::optional<bool> shuffle;  // none: as before on resume, otherwise true
   bool shuffled() const { return shuffle.value_or(true); }
@@ -200,17 +202,21 @@ void visit_options(O& o, Visitor&& visit) {
   using enum ResumeRule;
   visit("Data");
   visit("--train-data", "-i", o.train_data, Limits{}, recipe,
-        "token shards to train on: a file or a quoted pattern ('data/*_train_*.bin')");
+        "files of tokens to train on: a file or a quoted pattern ('data/*_train_*.bin')");
   visit("--data", "", o.data, Limits{}, recipe,
         "instead of --train-data, one of several sources, as NAME=PATTERN:WEIGHT, such as 'web=web_*.bin:0.7'; one "
         "--data for each. Weights are proportions of samples; after every step, the count of each source is within one "
         "of its proportion (with more than two, within log2(n) / 2 + 1). NAME=PATTERN:WEIGHT:EPOCHS refuses a run that "
         "would read the source more often than that");
-  visit("--val-data", "-j", o.val_data, Limits{}, warn, "token shards for validation; default: no validation");
+  visit("--val-data", "-j", o.val_data, Limits{}, warn, "files of tokens for validation; default: no validation");
   visit(
       "--val", "", o.val, Limits{}, warn,
       "instead of --val-data, one of several validation sets, as NAME=PATTERN; one --val for each. Each has a loss of "
       "its own; their mean by tokens is the validation loss");
+  visit("--data-format", "", o.data_format, any_of<DataFormat>(), must_match,
+        "of all training and validation data: llmc: llm.c's token shards; megatron: FILE.bin and its index FILE.idx; "
+        "nanogpt: uint16 without a header; olmo: uint32 without a header; auto: llmc or megatron, which can be "
+        "recognised");
   visit(
       "--stages", "", o.stages, Limits{}, free,
       "a file, .toml or .json, with the stages of the run, each with its length, mix, batch, sequence length and "
@@ -223,9 +229,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--shuffle", "", o.shuffle, Limits{}, must_match,
         "reshuffle the samples in every epoch; --no-shuffle: file order; default: as before on resume, otherwise "
         "--shuffle");
-  visit("--mask-documents", "", o.mask_documents, Limits{}, recipe,
-        "documents packed into one sequence do not attend to each other; each begins with the tokenizer's end of "
-        "text, at position 0");
+  visit(
+      "--mask-documents", "", o.mask_documents, Limits{}, recipe,
+      "documents packed into one sequence do not attend to each other, and positions begin at 0 in each; it begins "
+      "with the tokenizer's end of text, in nanogpt's and olmo's format after it, in megatron's where the index says");
   visit("--tokenizer", "", o.tokenizer, Limits{}, warn,
         "encodes prompts and decodes samples: bytes, a Hugging Face tokenizer.json (byte-level BPE) or its directory, "
         "or a gpt2_tokenizer.bin, which only decodes; auto: the tokenizer.json of a --model directory if the "

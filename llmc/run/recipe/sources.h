@@ -15,6 +15,7 @@ namespace llmc {
 // A source as its option describes it. name: empty for --train-data, the only source.
 struct SourceText {
   std::string name, pattern;
+  DataFormat format = DataFormat::automatic;
   double weight = 1;                 // its proportion of the samples
   std::optional<double> max_epochs;  // none: as often as the run needs it
 };
@@ -64,11 +65,12 @@ inline constexpr double smallest_weight = 1e-9;  // of the largest one
 inline std::vector<SourceText> source_texts(const Options& o) {
   CHECK(o.data.empty() || o.train_data.empty(),
         "--data with --train-data, for which it stands: leave out --train-data, or give it as one more --data");
-  if (o.data.empty()) return {{.name = "", .pattern = o.train_data, .weight = 1, .max_epochs = {}}};
+  if (o.data.empty())
+    return {{.name = "", .pattern = o.train_data, .format = o.data_format, .weight = 1, .max_epochs = {}}};
   std::vector<SourceText> all;
   double largest = 0;
   for (const std::string& item : o.data.items) {
-    SourceText source;
+    SourceText source{.format = o.data_format};
     std::tie(source.name, source.pattern) =
         detail::split_name("--data", item, "NAME=PATTERN:WEIGHT or NAME=PATTERN:WEIGHT:EPOCHS");
     if (const auto last = detail::number_at_end(source.pattern)) {
@@ -94,15 +96,16 @@ inline std::vector<SourceText> source_texts(const Options& o) {
 
 struct ValidationText {
   std::string name, pattern;
+  DataFormat format;
 };
 inline std::vector<ValidationText> validation_texts(const Options& o) {
   CHECK(o.val.empty() || o.val_data.empty(),
         "--val with --val-data, for which it stands: leave out --val-data, or give it as one more --val");
   std::vector<ValidationText> all;
-  if (!o.val_data.empty()) all.push_back({"", o.val_data});
+  if (!o.val_data.empty()) all.push_back({"", o.val_data, o.data_format});
   for (const std::string& item : o.val.items) {
     const auto [name, pattern] = detail::split_name("--val", item, "NAME=PATTERN");
-    all.push_back({name, pattern});
+    all.push_back({name, pattern, o.data_format});
   }
   detail::refuse_double_names("--val", all);
   return all;
@@ -140,7 +143,8 @@ class Sources {
   // block: the run's longest sequence.
   Sources(const std::vector<SourceText>& texts, int64_t block) : block_(block) {
     for (const SourceText& text : texts)
-      all_.push_back({text, TokenShards(text.pattern, block, option_of("--train-data", "--data", text.name).c_str())});
+      all_.push_back({text, TokenShards(text.pattern, block, option_of("--train-data", "--data", text.name).c_str(),
+                                        text.format)});
   }
 
   int64_t block() const { return block_; }

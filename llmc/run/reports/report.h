@@ -61,7 +61,8 @@ inline std::vector<std::string> tokenizer_notices(const Options& o, const ModelC
   std::vector<std::string> notices;
   std::vector<int32_t> sample;
   if (train != nullptr) train->read_sample(0, std::numeric_limits<int64_t>::max(), sample);
-  if (!sample.empty() && sample[0] != tokenizer.end_of_text())
+  if (!sample.empty() && train->document_mark(0) == DocumentMark::end_of_text_before &&
+      sample[0] != tokenizer.end_of_text())
     notices.push_back(
         formatted("notice: the training data begin with token {}, not with the tokenizer's end of text, {}: "
                   "were they made with another tokenizer?",
@@ -167,10 +168,10 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
   if (device.kind == DeviceKind::cuda) rows.emplace_back("CUDA", gpu_environment());
   for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
   detail::add_data_rows(rows, job);
-  rows.emplace_back(
-      "documents", job.document_begin
-                       ? formatted("masked from each other within a sequence; token {} begins one", *job.document_begin)
-                       : std::string("attend to each other within a sequence"));
+  rows.emplace_back("documents", job.document_begin ? formatted("masked from each other within a sequence; {}",
+                                                                mark_text(job.data->train[0].shards.document_mark(0),
+                                                                          *job.document_begin))
+                                                    : std::string("attend to each other within a sequence"));
   if (job.data->val.empty()) rows.emplace_back("validation data", "none");
   for (const ValidationSet& set : job.data->val)
     rows.emplace_back(set.name.empty() ? "validation data" : "validation " + set.name,
