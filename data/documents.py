@@ -15,6 +15,8 @@ import os
 import sys
 import zlib
 
+from columns import SUFFIXES as COLUMN_SUFFIXES
+from columns import Column, is_columns
 from token_shards import DataError
 
 CHUNK_BYTES = 1 << 20   # a document of this size or more is tokenized in pieces
@@ -23,31 +25,32 @@ DRAWN_AT_LEAST = 32     # documents, or blocks of long documents, to expect in a
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 # What a folder stands for, also with .gz. Not .json: among texts that is more often something else.
-FOLDER_SUFFIXES = TEXT_SUFFIXES + (".jsonl", ".ndjson")
+FOLDER_SUFFIXES = TEXT_SUFFIXES + (".jsonl", ".ndjson") + COLUMN_SUFFIXES
 NOT_TEXT = 0.005   # a file with a larger share of bytes that are NUL or not UTF-8 is no text
 
 GZIP = b"\x1f\x8b"   # read; these are not: magic bytes, kind, remedy
 PACKED = {
     b"\x28\xb5\x2f\xfd": ("zstd", "unpack it: zstd -d"), b"\xfd7zXZ": ("xz", "unpack it: xz -d"),
     b"BZh": ("bzip2", "unpack it: bunzip2"), b"PK\x03\x04": ("zip", "unpack it: unzip"),
-    b"PAR1": ("Parquet", "convert it, with the package pyarrow: python3 -c 'import json, sys, pyarrow.parquet as p; "
-              "[print(json.dumps({\"text\": t})) for b in p.ParquetFile(sys.argv[1]).iter_batches(columns=[\"text\"]) "
-              "for t in b[0].to_pylist() if t]' FILE >FILE.jsonl, where \"text\" is the name of the column"),
+    b"PAR1": ("Parquet", "--format auto reads it"), b"ARROW1": ("Arrow", "--format auto reads it"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A section of one file: whole JSONL lines, or text cut at a document's end or at a safe place within one."""
+    """A section of one file: whole JSONL lines, or text cut at a document's end or at a safe place within one.
+
+    The documents of a JSON list and the rows of a table are lines of JSON.
+    """
     path: str
-    line: int            # number of the first line, from 1; in a JSON list that of the first document
+    line: int            # number of the first line, document or row, from 1
     is_json: bool
     new_document: bool   # text: the first byte begins a document; otherwise it continues the last chunk's
     data: bytes
-    in_list: bool = False
+    unit: str = ""       # what is numbered, if not lines
 
     def where(self, number):
-        return f"{self.path}: document {number}" if self.in_list else f"{self.path}:{number}"
+        return f"{self.path}: {self.unit} {number}" if self.unit else f"{self.path}:{number}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +95,11 @@ class Draw:
             line, new_document, text = line + text.count(b"\n", 0, end), False, text[end:]
 
 
-def find_files(names):
+def find_files(names, form="auto"):
     """Regular files and pipes that `names` (files, globs, folders) match, in order; DataError if a name matches none.
 
-    A folder stands for the .txt, .text, .md, .jsonl and .ndjson files below it, also .gz, hidden ones left out; a notice
-    on stderr names the others. Globs and folders expand in sorted order. DataError: a file that is packed, or no text.
+    A folder stands for the files below it with FOLDER_SUFFIXES, also .gz, hidden ones left out; a notice on stderr names
+    the others. Globs and folders expand in sorted order. DataError: a file that is packed, or no text. form: --format.
     """
     paths = []
     for name in names:
@@ -104,7 +107,7 @@ def find_files(names):
             found, skipped = _walk(name)
             remedy = f"no {' '.join(FOLDER_SUFFIXES)} file below this folder, also none with .gz; name the files with a glob"
             if skipped and found:
-                print(f"notice: {name}: {_kinds(skipped)} skipped, neither text nor JSONL by the name; name a file "
+                print(f"notice: {name}: {_kinds(skipped)} skipped, no text, JSONL, Parquet or Arrow by the name; name a file "
                       "itself to read it", file=sys.stderr)
             elif skipped:
                 remedy += f"; there are {_kinds(skipped)}"
@@ -117,35 +120,44 @@ def find_files(names):
             raise DataError(f"{name}: {remedy}")
         paths += found
     for path in paths:
-        if os.path.isfile(path):   # a pipe can be read only once
+        if os.path.isfile(path) and kind_of(path, form) != "columns":   # a pipe can be read only once
             with _opened(path) as file:
                 _refuse_binary(file.read(CHUNK_BYTES), path)
     return paths
 
 
-def is_json(path):
-    """By the name: JSONL, or a JSON list."""
-    return _unpacked_name(path).endswith(JSON_SUFFIXES)
+def kind_of(path, form):
+    """"text", "json" (JSONL, or a JSON list) or "columns"; form: what --format says."""
+    if form != "auto":
+        return "json" if form == "jsonl" else form
+    if is_columns(path):
+        return "columns"
+    return "json" if _unpacked_name(path).endswith(JSON_SUFFIXES) else "text"
 
 
-def text_bytes(path):
-    """The size of a file, unpacked; None: a pipe. DataError: damaged gzip data."""
+def text_bytes(path, kind, field):
+    """The size of a file, unpacked, or of its column `field`; None: a pipe. DataError: damaged gzip data."""
     if not os.path.isfile(path):
         return None
+    if kind == "columns":
+        return Column(path, field).bytes()
     with _opened(path) as file:
         if not isinstance(file, _Unpacked):
             return os.path.getsize(path)
         return sum(map(len, iter(lambda: file.read(CHUNK_BYTES), b"")))
 
 
-def read_chunks(path, json_documents, separator):
+def read_chunks(path, kind, separator, field="text"):
     """Yields the chunks of a file in order; holds a few megabytes, or the longest JSONL line or document of a JSON list.
 
-    `separator`: bytes between the documents of a text file, None if it is one document. OSError: unreadable.
-    DataError: no text, or damaged.
+    `separator`: bytes between the documents of a text file, None if it is one document; `field`: the column. OSError:
+    unreadable. DataError: no text, or damaged.
     """
+    if kind == "columns":
+        yield from _column_chunks(path, field)
+        return
     with _opened(path) as file:
-        if not json_documents:
+        if kind == "text":
             yield from _text_chunks(file, path, separator)
         elif _unpacked_name(path).endswith(".json") and file.peek(CHUNK_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             yield from _list_chunks(file, path)
@@ -260,6 +272,18 @@ def _json_chunks(file, path):
         line += data.count(b"\n")
 
 
+def _column_chunks(path, field):
+    rows, size, first = [], 0, 1
+    for text in Column(path, field).texts():
+        rows.append(json.dumps({field: text}, ensure_ascii=False).encode())
+        size += len(rows[-1])
+        if size >= CHUNK_BYTES:
+            yield Chunk(path, first, True, True, b"\n".join(rows), "row")
+            first, rows, size = first + len(rows), [], 0
+    if rows:
+        yield Chunk(path, first, True, True, b"\n".join(rows), "row")
+
+
 def _list_chunks(file, path):
     """The documents of a JSON list, each as a line of JSON."""
     decoder, parse = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
@@ -307,7 +331,7 @@ def _list_chunks(file, path):
         rows.append(json.dumps(value).encode())
         size += len(rows[-1])
         if size >= CHUNK_BYTES:
-            yield Chunk(path, first, True, True, b"\n".join(rows), True)
+            yield Chunk(path, first, True, True, b"\n".join(rows), "document")
             first, rows, size = number + 1, [], 0
         mark = skip_blanks()
         if mark not in (",", "]"):
@@ -325,7 +349,7 @@ def _list_chunks(file, path):
         raise DataError(f"{path}: text after the list of {number} documents: {found}; expected one "
                         "list (one object per line is JSONL: name it .jsonl)")
     if rows:
-        yield Chunk(path, first, True, True, b"\n".join(rows), True)
+        yield Chunk(path, first, True, True, b"\n".join(rows), "document")
 
 
 def _text_chunks(file, path, separator):

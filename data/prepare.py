@@ -24,7 +24,7 @@ import urllib.error
 import urllib.request
 
 sys.dont_write_bytecode = True   # data/ holds data
-from documents import CHUNK_BYTES, Chunk, Draw, read_chunks   # noqa: E402
+from documents import Draw, read_chunks   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
 from tokenize_text import Parser, Progress, Splitter, count, encode_all, end_by_signal   # noqa: E402
 from token_shards import DataError, ShardWriter, existing_shards, sync_folder, reason   # noqa: E402
@@ -139,25 +139,6 @@ def list_parquet(dataset, base, config):
 # ---- Tokens -------------------------------------------------------------------------------------
 
 
-def parquet_chunks(path):
-    """The column "text" as chunks of JSONL, a few row groups in memory at a time."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError("parquet files need the Python package 'pyarrow'; install it with: python3 -m venv .venv && "
-                        ".venv/bin/pip install pyarrow tiktoken, then run .venv/bin/python data/prepare.py ...") from None
-    rows, size, line = [], 0, 1
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1000, columns=["text"]):
-        for text in batch.column(0).to_pylist():
-            rows.append(json.dumps({"text": text or ""}).encode())
-            size += len(rows[-1])
-            if size >= CHUNK_BYTES:
-                yield Chunk(path, line, True, True, b"\n".join(rows))
-                line, rows, size = line + len(rows), [], 0
-    if rows:
-        yield Chunk(path, line, True, True, b"\n".join(rows))
-
-
 def tokenize_source(index, split, path, dataset, options, prefix, room):
     """Writes the shards of one source; `room`: training tokens still wanted.
 
@@ -165,7 +146,7 @@ def tokenize_source(index, split, path, dataset, options, prefix, room):
     token_format = make_tokenizer(options).format
     writers = {name: ShardWriter(prefix, name, token_format, options.shard_size, index * SHARDS_OF_A_SOURCE)
                for name in ("val", "train")}
-    chunks = read_chunks(path, False, dataset.separator) if dataset.separator else parquet_chunks(path)
+    chunks = read_chunks(path, "text" if dataset.separator else "columns", dataset.separator)
     progress = Progress(os.path.getsize(path) if dataset.separator else None, f"{os.path.basename(path)}: ")
     splitter = Splitter(options)
     cut = False

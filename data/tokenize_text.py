@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokenizes text or JSON files to shards for training.
+"""Tokenizes text, JSON, Parquet or Arrow files to shards for training.
 
     python3 data/tokenize_text.py book.txt --out data/book
     python3 data/tokenize_text.py 'corpus/*.jsonl' --tokenizer gpt2/tokenizer.json --out data/corpus
@@ -29,8 +29,7 @@ import time
 import typing
 
 sys.dont_write_bytecode = True   # data/ holds data
-import documents as inputs   # noqa: E402
-from documents import Draw, documents, find_files, read_chunks, text_bytes   # noqa: E402
+from documents import Draw, documents, find_files, kind_of, read_chunks, text_bytes   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
 from token_shards import DataError, ShardWriter, existing_shards, publish, reason   # noqa: E402
 
@@ -163,7 +162,8 @@ class Progress:
 def tokenize(options, train_files, val_files):
     """Writes all shards; returns the lines of the summary. DataError, OSError: nothing was written."""
     token_format = make_tokenizer(options).format
-    sizes = [text_bytes(path) for path in train_files + val_files]
+    kinds = {path: kind_of(path, options.format) for path in train_files + val_files}
+    sizes = [text_bytes(path, kinds[path], options.json_field) for path in train_files + val_files]
     progress = Progress(None if None in sizes else sum(sizes))
     options.draw = Draw.of(0 if val_files else options.val_fraction, options.val_seed, progress.total)
     writers = {split: ShardWriter(options.out, split, token_format, options.shard_size) for split in ("train", "val")}
@@ -172,7 +172,8 @@ def tokenize(options, train_files, val_files):
     began = time.monotonic()
     try:
         for files in filter(None, (train_files, val_files)):
-            chunks = (chunk for path in files for chunk in read_chunks(path, is_json(path, options), options.split_on))
+            chunks = (chunk for path in files
+                      for chunk in read_chunks(path, kinds[path], options.split_on, options.json_field))
             for result in encode_all(chunks, options):
                 for split, packed in splitter.divide(result.parts):
                     writers["val" if files is val_files else split].append(packed)
@@ -200,10 +201,6 @@ def tokenize(options, train_files, val_files):
             last = f" ... {paths[-1]}" if len(paths) > 1 else ""
             lines.append(f"{writer.split:16} {writer.count:,} tokens ({writer.count / tokens:.1%}) in {paths[0]}{last}")
     return lines
-
-
-def is_json(path, options):
-    return options.format == "jsonl" or (options.format == "auto" and inputs.is_json(path))
 
 
 def unescape(text):
@@ -236,20 +233,23 @@ class Parser(argparse.ArgumentParser):
 
 def add_input_options(parser):
     """How the inputs divide into documents."""
-    parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
+    parser.add_argument("--format", choices=("auto", "text", "jsonl", "columns"), default="auto",
                         help="auto (the default): by the suffix, also before .gz: .jsonl and .ndjson hold one JSON object "
-                             "per line, .json these or one list of them; else text")
-    parser.add_argument("--json-field", default="text", metavar="NAME", help="field of the text (default: text)")
+                             "per line, .json these or one list of them; .parquet, .arrow and .feather are columns (package "
+                             "pyarrow); else text")
+    parser.add_argument("--json-field", default="text", metavar="NAME",
+                        help="field of the text, or its column in a Parquet or Arrow file (default: text)")
     parser.add_argument("--split-on", type=unescape, metavar="SEPARATOR",
                         help=r"separates documents within a text file, e.g. '\n\n' (default: a file is a document)")
 
 
 def parse_options(arguments):
     parser = Parser(prog="tokenize_text.py", allow_abbrev=False,
-                    description="Tokenizes text or JSON to shards PREFIX_train_000000.bin, PREFIX_val_000000.bin.")
+                    description="Tokenizes text, JSON, Parquet or Arrow files to shards PREFIX_train_000000.bin, "
+                                "PREFIX_val_000000.bin.")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
-                        help="text or JSON files, also packed by gzip; globs; folders (of which files with other suffixes are "
-                             "skipped)")
+                        help="text or JSON files, also packed by gzip, Parquet or Arrow files; globs; folders (of which files "
+                             "with other suffixes are skipped)")
     parser.add_argument("--out", required=True, metavar="PREFIX", help="path and prefix of the shards' names")
     parser.add_argument("--tokenizer", default="bytes",
                         help="'bytes' (the default), 'gpt2' or a .tiktoken file (package tiktoken), or a tokenizer.json "
@@ -280,7 +280,7 @@ def main(arguments):
     standing = existing_shards(options.out)
     if standing and not options.overwrite:
         raise DataError(f"{standing[0]} exists already; --overwrite replaces all shards under {options.out}")
-    train_files, val_files = find_files(options.inputs), find_files(options.val_file)
+    train_files, val_files = find_files(options.inputs, options.format), find_files(options.val_file, options.format)
     for path in val_files:
         if any(os.path.samefile(path, other) for other in train_files):
             raise DataError(f"{path}: used for both training and validation; remove it from one")

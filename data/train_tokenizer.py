@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains a tokenizer on text or JSONL: byte-level BPE, as GPT-2's.
+"""Trains a tokenizer on text, JSONL, Parquet or Arrow files: byte-level BPE, as GPT-2's.
 
     python3 -m venv .venv && .venv/bin/pip install tokenizers
     .venv/bin/python data/train_tokenizer.py 'corpus/*.txt' --vocab-size 8192 --out data/my_tokenizer
@@ -26,10 +26,10 @@ import sys
 import time
 
 sys.dont_write_bytecode = True   # data/ holds data
-from documents import documents, find_files, read_chunks, text_bytes   # noqa: E402
+from documents import documents, find_files, kind_of, read_chunks, text_bytes   # noqa: E402
 from text_tokenizers import utf8   # noqa: E402
 from token_shards import DataError, reason   # noqa: E402
-from tokenize_text import Parser, Progress, add_input_options, count, end_by_signal, is_json, made_folder  # noqa: E402
+from tokenize_text import Parser, Progress, add_input_options, count, end_by_signal, made_folder  # noqa: E402
 
 BYTES = 256
 LARGEST = 1 << 24   # the trainer takes no more tokens
@@ -39,7 +39,7 @@ def texts(options, files, progress):
     """Yields the documents, long ones in pieces, until --max-bytes are read."""
     done = 0
     for path in files:
-        for chunk in read_chunks(path, is_json(path, options), options.split_on):
+        for chunk in read_chunks(path, kind_of(path, options.format), options.split_on, options.json_field):
             for piece in documents(chunk, options.split_on, options.json_field):
                 yield utf8(piece)
                 done += len(piece.text)
@@ -62,7 +62,7 @@ def train(options, files):
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=options.vocab_size - 1, min_frequency=options.min_frequency,
                                              initial_alphabet=byte_level.alphabet(), show_progress=False)
-    sizes = [text_bytes(path) for path in files]
+    sizes = [text_bytes(path, kind_of(path, options.format), options.json_field) for path in files]
     total = None if None in sizes else sum(sizes)
     progress = Progress(min(total, options.max_bytes or total) if total else None, "counting words: ")
     seen = 0
@@ -107,7 +107,7 @@ def parse_options(arguments):
     description, _, rest = __doc__.partition("\n\n")
     parser = Parser(prog="train_tokenizer.py", allow_abbrev=False, description=description, epilog=rest,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text or JSONL files, globs, folders")
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSONL, Parquet or Arrow files, globs, folders")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="folder for the two files")
     parser.add_argument("--vocab-size", type=count, default=8192, metavar="N",
                         help="tokens in all, with 256 bytes and the end of text (default: 8192)")
@@ -132,7 +132,7 @@ def main(arguments):
     if os.path.exists(standing) and not options.overwrite:
         raise DataError(f"{standing} exists already; --overwrite replaces it: what was tokenized with it needs it")
     began = time.monotonic()
-    tokenizer, seen = train(options, find_files(options.inputs))
+    tokenizer, seen = train(options, find_files(options.inputs, options.format))
     signal.signal(signal.SIGTERM, end_by_signal)
     signal.signal(signal.SIGINT, end_by_signal)
     with made_folder(options.out):

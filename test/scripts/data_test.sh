@@ -136,8 +136,6 @@ printf 'gr\374n und sch\366n\n' >"$dir/latin1.txt"
 refused 'latin1.txt: found text of which .* are not UTF-8; .*iconv' "$dir/latin1.txt"
 printf '\377\376H\0i\0' >"$dir/utf16.txt"
 refused 'UTF-16' "$dir/utf16.txt"
-printf 'PAR1....' >"$dir/rows.parquet"
-refused 'rows.parquet: a Parquet file, expected text or JSONL; convert it' "$dir/rows.parquet"
 python3 - "$dir" <<'PY'
 import gzip, json, random, sys
 directory = sys.argv[1]
@@ -172,13 +170,68 @@ refused 'bent.jsonl.gz: damaged gzip data' "$dir/bent.jsonl.gz"
 
 # A folder: what is not read is counted and named.
 mkdir -p "$dir/folder/deep"
-cp "$dir/a.txt" "$dir/rows.parquet" "$dir/list.json" "$dir/folder"
+printf 'some,more\n' >"$dir/folder/rows.csv"
+cp "$dir/a.txt" "$dir/list.json" "$dir/folder"
 gzip -c "$dir/b.txt" >"$dir/folder/deep/b.txt.gz"
 tokenize "$dir/folder" --val-fraction 0 --workers 1 --out "$dir/folder_of" || fail "a folder failed"
 cmp "$dir/one_train_000000.bin" "$dir/folder_of_train_000000.bin" || fail "a folder was read otherwise than its files"
-grep -q 'folder: 2 files (1 .*: .*/list.json, .*/rows.parquet) skipped' "$dir/err" || fail "no word of the files that were skipped"
+grep -q 'folder: 2 files (1 .*: .*/list.json, .*/rows.csv) skipped' "$dir/err" || fail "no word of the files that were skipped"
 rm "$dir/folder/a.txt" "$dir/folder/deep/b.txt.gz"
 refused 'no .txt .*; there are 2 files (1 ' "$dir/folder"
+
+# Parquet and Arrow files, by their suffix or first bytes, are read as the same documents as JSONL; bad ones are refused.
+printf 'PAR1....' >"$dir/cut.parquet"
+refused 'Parquet, expected text or JSONL\|a Parquet file, expected text' "$dir/cut.parquet" --format text
+if python=$(scripts/find_python.sh pyarrow); then
+  tokenize() { "$python" data/tokenize_text.py "$@" 2>"$dir/err" >"$dir/out"; }
+  "$python" - "$dir" <<'PY'
+import json, sys
+import pyarrow as pa, pyarrow.feather, pyarrow.parquet
+directory = sys.argv[1]
+texts = [json.loads(line)["text"] for line in open(f"{directory}/rows.jsonl")]
+table = pa.table({"id": pa.array(range(3000)), "text": texts, "kind": pa.array(["a", "b", None] * 1000).dictionary_encode()})
+pa.parquet.write_table(table, f"{directory}/rows.parquet", row_group_size=700)
+pa.parquet.write_table(table, f"{directory}/large.bin", compression="zstd")   # no suffix of its own
+pa.feather.write_feather(table, f"{directory}/rows.feather", chunksize=900)
+with pa.OSFile(f"{directory}/rows.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+    stream.write_table(table, max_chunksize=500)
+pa.parquet.write_table(pa.table({"body": [[1]], "text": [b"x"]}), f"{directory}/typed.parquet")
+invalid = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
+pa.feather.write_feather(pa.table({"text": invalid}), f"{directory}/latin.feather")
+for name in ("rows.parquet", "rows.arrow", "rows.feather"):
+    data = open(f"{directory}/{name}", "rb").read()
+    kind = name.split(".")[1]
+    open(f"{directory}/half.{kind}", "wb").write(data[:len(data) // 2])
+data = bytearray(open(f"{directory}/rows.parquet", "rb").read())
+data[len(data) // 2:len(data) // 2 + 3000] = bytes(3000)
+open(f"{directory}/bent.parquet", "wb").write(data)
+PY
+  for form in rows.parquet large.bin rows.feather rows.arrow; do
+    tokenize "$dir/$form" --workers 2 --out "$dir/form" --overwrite || fail "$form failed"
+    for split in train val; do
+      cmp "$dir/rows_${split}_000000.bin" "$dir/form_${split}_000000.bin" || fail "$form is not read as the same documents"
+    done
+  done
+  tokenize "$dir/rows.parquet" --json-field kind --val-fraction 0 --out "$dir/kinds" || fail "a dictionary of texts failed"
+  [ "$(stat -c %s "$dir/kinds_train_000000.bin")" = $((1024 + 2 * 4000)) ] || fail "rows without a text are not left out"
+  refused "rows.parquet: no column 'words', only 'id', 'text', 'kind'; .*--json-field" "$dir/rows.parquet" --json-field words
+  refused "rows.arrow: column 'id' holds int64, expected string" "$dir/rows.arrow" --json-field id
+  refused "typed.parquet: column 'text' holds binary" "$dir/typed.parquet"
+  refused "typed.parquet: column 'body' holds list" "$dir/typed.parquet" --json-field body
+  refused "latin.feather: column 'text' has a text that is not UTF-8 in rows 1 to" "$dir/latin.feather"
+  refused 'half.parquet: not readable as Parquet' "$dir/half.parquet"
+  refused 'half.feather: not readable as Arrow' "$dir/half.feather"
+  refused 'half.arrow: not readable as Arrow stream' "$dir/half.arrow"
+  refused 'bent.parquet: not readable as Parquet' "$dir/bent.parquet"
+  refused 'c.jsonl: not readable as Arrow stream' "$dir/c.jsonl" --format columns
+  refused 'not read from a pipe' <(cat "$dir/rows.parquet") --format columns
+  tokenize() { python3 data/tokenize_text.py "$@" 2>"$dir/err" >"$dir/out"; }
+else
+  echo "data_test: Parquet and Arrow skipped: no Python here has pyarrow"
+fi
+mkdir "$dir/without"
+echo 'raise ImportError' >"$dir/without/pyarrow.py"
+PYTHONPATH=$dir/without refused "need the Python package 'pyarrow'; install it with: .*pip install pyarrow" "$dir/cut.parquet"
 
 # A full disk is named, and nothing is left.
 status=0
