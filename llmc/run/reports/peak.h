@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -12,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "core/environment.h"
 #include "core/json.h"
 #include "device/gpu.h"
 #include "ops/ops.h"
@@ -117,7 +117,7 @@ inline double measure_bandwidth(const Device& device) {
 // readable or writable cache: then it is measured again.
 class MeasurementCache {
  public:
-  explicit MeasurementCache(const std::string& name) : file_(directory() + "/" + name) {
+  explicit MeasurementCache(const std::string& name) : file_(cache_directory() + "/" + name) {
     try {
       if (path_exists(file_)) all_ = read_json(file_);
     } catch (const Error&) {
@@ -140,7 +140,7 @@ class MeasurementCache {
     entry["measured_at"] = now();
     all_[key] = std::move(entry);
     std::error_code ignored;
-    std::filesystem::create_directories(directory(), ignored);
+    std::filesystem::create_directories(cache_directory(), ignored);
     try {
       write_text_durably(file_, all_.dump(1) + "\n");
     } catch (const Error&) {
@@ -149,12 +149,6 @@ class MeasurementCache {
   const std::string& file() const { return file_; }
 
  private:
-  static std::string directory() {
-    const char* cache = std::getenv("XDG_CACHE_HOME");
-    const char* home = std::getenv("HOME");
-    if (cache != nullptr && *cache != '\0') return std::string(cache) + "/train_gpt";
-    return std::string(home != nullptr && *home != '\0' ? home : "/tmp") + "/.cache/train_gpt";
-  }
   static double now() {
     return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
   }

@@ -1,0 +1,186 @@
+// document_index.h: where the documents of a file of tokens begin: at its first token, and at every end-of-text token.
+// Found by reading the file once, a block at a time, and kept in an index file in a cache directory:
+//
+//   the beginnings   int64 each, ascending
+//   IndexSeal        whose they are, how many, and checksums
+//
+// An index of another file of tokens, or of another state of this one, and a damaged index are made again. Numbers are
+// little-endian.
+#pragma once
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "core/checksum.h"
+#include "core/files.h"
+#include "core/host_name.h"
+#include "data/token_file.h"
+
+namespace llmc {
+
+// Called with a line for the log.
+using Notice = std::function<void(const std::string&)>;
+
+// The end of an index file. No padding: its bytes are hashed.
+struct IndexSeal {
+  struct Source {
+    uint64_t path;           // XXH3 of the absolute path of the file of tokens
+    int64_t size, modified;  // bytes; nanoseconds since 1970
+    int64_t end_of_text;
+    bool operator==(const Source&) const = default;
+  };
+
+  uint64_t version = 0x3130'7363'6f64'7067;  // "gpdocs01"
+  Source source = {};
+  int64_t documents = 0;
+  uint64_t beginnings = 0;  // XXH3 of them
+  uint64_t seal = 0;        // XXH3 of what is before it here
+
+  uint64_t hash() const { return XXH3_64bits(this, sizeof *this - sizeof seal); }
+};
+static_assert(sizeof(IndexSeal) == 64 && std::is_trivially_copyable_v<IndexSeal>);
+
+class DocumentIndex {
+ public:
+  // Of file `i`, in which end_of_text begins documents. Unless `directory` has an index of it, the file is read, and
+  // its tokens are checked against the vocabulary. If no index can be kept there, it stays in memory: 8 bytes for each
+  // document.
+  DocumentIndex(const TokenFiles& files, int64_t i, int64_t vocab_size, int32_t end_of_text,
+                const std::string& directory, const Notice& notice)
+      : of_(files.paths()[static_cast<size_t>(i)]),
+        tokens_(files.tokens_of_files()[static_cast<size_t>(i)]),
+        source_(source(of_, end_of_text)),
+        path_(formatted("{}/{}-{}.index", directory, hex_digits(source_.path), end_of_text)) {
+    std::error_code unknown;
+    if (std::filesystem::exists(path_, unknown)) {
+      const std::optional<std::string> fault = fault_of_file();
+      if (!fault) return;
+      notice(formatted("notice: the documents of {} are indexed again: {}", of_, *fault));
+    }
+    const auto for_blocks = [&](const auto& found) { find_documents(files, i, vocab_size, end_of_text, found); };
+    std::optional<std::string> trouble;
+    try {
+      std::filesystem::create_directories(directory, unknown);
+      write_file(for_blocks);
+    } catch (const Error& error) {
+      trouble = error.what();
+      for_blocks([&](const auto& begins) { in_memory_.insert(in_memory_.end(), begins.begin(), begins.end()); });
+      documents_ = static_cast<int64_t>(in_memory_.size());
+    }
+    CHECK(source(of_, end_of_text) == source_, "{}: has changed while its documents were indexed; start again", of_);
+    if (trouble)
+      notice(formatted("notice: the index of the documents of {} cannot be kept, so every run makes it again: {}", of_,
+                       *trouble));
+  }
+
+  int64_t documents() const { return documents_; }
+  const std::string& path() const { return path_; }
+
+  // Where the documents [first, first + n) begin. Thread-safe.
+  std::vector<int64_t> begins(int64_t first, int64_t n) const {
+    CHECK(first >= 0 && n >= 0 && first <= documents_ - n);
+    if (!in_memory_.empty()) return {in_memory_.begin() + first, in_memory_.begin() + first + n};
+    std::vector<int64_t> begins(static_cast<size_t>(n));
+    File::open_read(path_).read_at(begins.data(), n * 8, first * 8);
+    const bool ascend = std::ranges::adjacent_find(begins, std::greater_equal<>()) == begins.end();
+    CHECK(ascend && (n == 0 || (begins.front() >= 0 && begins.back() < tokens_)),
+          "{}: its contents are no places in the {} tokens of {} in ascending order; it is damaged: delete it", path_,
+          tokens_, of_);
+    return begins;
+  }
+
+ private:
+  static constexpr int64_t block = int64_t{1} << 18;  // tokens or documents that are in memory at once
+
+  static IndexSeal::Source source(const std::string& path, int32_t end_of_text) {
+    struct stat info {};
+    CHECK(::stat(path.c_str(), &info) == 0, "cannot stat {}: {}", path, std::strerror(errno));
+    std::error_code unknown;
+    const std::string absolute = std::filesystem::canonical(path, unknown);
+    return {XXH3_64bits(absolute.data(), absolute.size()), static_cast<int64_t>(info.st_size),
+            int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + int64_t{info.st_mtim.tv_nsec}, end_of_text};
+  }
+
+  // Why the index file is of no use; none: it is good, and sets documents_.
+  std::optional<std::string> fault_of_file() try {
+    const File file = File::open_read(path_);
+    const int64_t seal_at = file.size() - static_cast<int64_t>(sizeof(IndexSeal));
+    IndexSeal seal;
+    if (seal_at >= 0) file.read_at(&seal, sizeof seal, seal_at);
+    if (seal_at < 0 || seal.version != IndexSeal().version || seal.seal != seal.hash() || seal.documents < 1 ||
+        seal.documents != seal_at / 8 || seal_at % 8 != 0)
+      return formatted("{} is damaged or of another format", path_);
+    if (seal.source != source_) return formatted("{} is of another file, or of another state of this one", path_);
+    documents_ = seal.documents;
+    RunningHash hash;
+    for (int64_t first = 0; first < documents_; first += block) {
+      const std::vector<int64_t> some = begins(first, std::min(block, documents_ - first));
+      hash.add(some.data(), static_cast<int64_t>(some.size()) * 8);
+    }
+    if (hash.value() != seal.beginnings) return formatted("{} does not match its checksum", path_);
+    return std::nullopt;
+  } catch (const Error& error) {
+    return error.what();
+  }
+
+  // Calls found(where documents begin) for one block of tokens after another.
+  template <class Found>
+  void find_documents(const TokenFiles& files, int64_t i, int64_t vocab_size, int32_t end_of_text,
+                      const Found& found) const {
+    std::vector<int32_t> tokens;
+    for (int64_t first = 0; first < tokens_; first += block) {
+      files.read(i, first, std::min(block, tokens_ - first), vocab_size, tokens);
+      std::vector<int64_t> begins;
+      for (size_t t = 0; t < tokens.size(); ++t)
+        if (tokens[t] == end_of_text || (first == 0 && t == 0)) begins.push_back(first + static_cast<int64_t>(t));
+      found(begins);
+    }
+  }
+
+  // Under another name until it is complete. Several processes may do this at once: they write the same.
+  template <class ForBlocks>
+  void write_file(const ForBlocks& for_blocks) {
+    const std::string temporary = formatted("{}.{}.{}.tmp", path_, host_name(), int64_t{::gettid()});
+    try {
+      File file = File::create(temporary);
+      IndexSeal seal{.source = source_};
+      RunningHash hash;
+      for_blocks([&](const std::vector<int64_t>& begins) {
+        const int64_t n = static_cast<int64_t>(begins.size());
+        file.write(begins.data(), n * 8);
+        hash.add(begins.data(), n * 8);
+        seal.documents += n;
+      });
+      seal.beginnings = hash.value();
+      seal.seal = seal.hash();
+      file.write(&seal, sizeof seal);
+      file.sync_and_close();
+      CHECK(std::rename(temporary.c_str(), path_.c_str()) == 0, "cannot rename {} to {}: {}", temporary, path_,
+            std::strerror(errno));
+      documents_ = seal.documents;
+    } catch (...) {
+      std::remove(temporary.c_str());
+      throw;
+    }
+  }
+
+  std::string of_;
+  int64_t tokens_;
+  IndexSeal::Source source_;
+  std::string path_;
+  int64_t documents_ = 0;
+  std::vector<int64_t> in_memory_;  // all, if there is no file
+};
+
+}  // namespace llmc

@@ -1,0 +1,184 @@
+// packed_shards.h: samples of whole documents: files of tokens whose documents fill rows of T places by --pack best-fit
+// or document-start (packing.h).
+//
+// Documents are packed within windows of the stream, those that begin in the same 1024 T tokens of a file: so any
+// sample is found from the index of the documents of one window, and is a function of the files, T and the packing.
+#pragma once
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "data/document_index.h"
+#include "data/packing.h"
+#include "data/token_file.h"
+
+namespace llmc {
+
+// Whether positions go on from one document to the next of a row, or begin at 0 in each, which keeps them apart in
+// attention.
+enum class Positions : uint8_t { of_row, of_document };
+
+class PackedShards {
+ public:
+  struct Config {
+    Packing packing = Packing::best_fit;
+    int64_t seq_len = 0, vocab_size = 0;
+    int32_t end_of_text = 0;  // begins documents
+    Positions positions = Positions::of_row;
+    std::string index_directory;
+    int64_t most_kept = int64_t{1} << 22;  // pieces of packed windows in memory, of 16 bytes each
+  };
+
+  // Errors name `option`.
+  PackedShards(const TokenFiles& files, const Config& config, const Notice& notice, const char* option = "--train-data")
+      : files_(files), config_(config) {
+    int64_t begun = 0;
+    for (int64_t file = 0; file < files.count(); ++file) {
+      indexes_.emplace_back(files, file, config.vocab_size, config.end_of_text, config.index_directory, notice);
+      begun += indexes_.back().documents();
+      divide_into_windows(file);
+    }
+    packed_.resize(windows_.size());
+    std::vector<int32_t> first;
+    files.read(0, 0, 1, config.vocab_size, first);
+    CHECK(begun > files.count() || first[0] == config.end_of_text,
+          "--pack {}: none of the {} tokens of {} is {}, the end of text, which begins documents: give the data's "
+          "--tokenizer",
+          config.packing, files.tokens(), option, config.end_of_text);
+    CHECK(samples() > 0,
+          "--pack {}: {}: {} tokens in {} file(s) hold no sample of --seq-len {} + 1 tokens{}; shorten --seq-len or "
+          "add data",
+          config.packing, option, files.tokens(), files.count(), config.seq_len,
+          config.packing == Packing::document_start ? " that begins with a document" : "");
+  }
+
+  int64_t samples() const { return counts_.rows; }
+  const PackingCounts& counts() const { return counts_; }
+
+  // How many targets sample `index` has.
+  int64_t targets(int64_t index) const {
+    int64_t n = 0;
+    with_row(index, [&](int64_t, std::span<const Range> row) {
+      for (const Range& piece : row) n += piece.size;
+    });
+    return n;
+  }
+
+  // tokens, targets, positions (T) = sample `index`; targets: -1 where the row is padded. Thread-safe.
+  void read_sample(int64_t index, int64_t vocab_size, int32_t* tokens, int32_t* targets, int32_t* positions) const {
+    with_row(index, [&](int64_t file, std::span<const Range> row) {
+      const int64_t T = config_.seq_len;
+      std::vector<int32_t> piece_tokens;
+      int64_t at = 0;
+      const auto place = [&](int32_t token, int32_t target, int64_t in_document) {
+        tokens[at] = token;
+        targets[at] = target;
+        positions[at] = static_cast<int32_t>(config_.positions == Positions::of_document ? in_document : at);
+        ++at;
+      };
+      for (const Range& piece : row) {
+        files_.read(file, piece.begin, piece.size + 1, vocab_size, piece_tokens);
+        for (int64_t i = 0; i < piece.size; ++i) {
+          const size_t t = static_cast<size_t>(i);
+          CHECK(i == 0 || piece_tokens[t] != config_.end_of_text,
+                "{}: a document begins at token {}, which the index {} lacks: delete the index and start again",
+                files_.paths()[static_cast<size_t>(file)], piece.begin + i, indexes_[static_cast<size_t>(file)].path());
+          place(piece_tokens[t], piece_tokens[t + 1], i);
+        }
+      }
+      while (at < T) place(config_.end_of_text, -1, 0);
+    });
+  }
+
+ private:
+  // The documents of a file that begin in one window of the stream.
+  struct Window {
+    int64_t file, first_document, documents, end, first_sample;  // end: of the last document
+  };
+
+  void divide_into_windows(int64_t file) {
+    constexpr int64_t block = int64_t{1} << 16;
+    const DocumentIndex& index = indexes_[static_cast<size_t>(file)];
+    const int64_t window = 1024 * config_.seq_len;
+    int64_t first = 0;
+    std::vector<int64_t> begins;  // of the window
+    const auto end_window = [&](int64_t end) {
+      const int64_t n = static_cast<int64_t>(begins.size());
+      const std::vector<Range> documents = documents_of(begins, end);
+      const PackedRows rows = pack_rows(config_.packing, documents, config_.seq_len);
+      if (rows.count() > 0) windows_.push_back({file, first, n, end, samples()});
+      counts_ += counts_of(rows, documents, config_.seq_len);
+      first += n;
+      begins.clear();
+    };
+    for (int64_t some = 0; some < index.documents(); some += block)
+      for (const int64_t begin : index.begins(some, std::min(block, index.documents() - some))) {
+        if (!begins.empty() && begin / window != begins.front() / window) end_window(begin);
+        begins.push_back(begin);
+      }
+    end_window(files_.tokens_of_files()[static_cast<size_t>(file)] - 1);
+  }
+
+  // A document has the places from its beginning to that of the next one. A file's last token is only a target.
+  static std::vector<Range> documents_of(const std::vector<int64_t>& begins, int64_t end) {
+    std::vector<Range> documents;
+    for (size_t i = 0; i < begins.size(); ++i)
+      if (const int64_t next = i + 1 < begins.size() ? begins[i + 1] : end; next > begins[i])
+        documents.push_back({begins[i], next - begins[i]});
+    return documents;
+  }
+
+  // Calls f(file, pieces) for the row that is sample `index`.
+  template <class F>
+  void with_row(int64_t index, F&& f) const {
+    CHECK(index >= 0 && index < samples());
+    const auto after = std::upper_bound(windows_.begin(), windows_.end(), index,
+                                        [](int64_t i, const Window& window) { return i < window.first_sample; });
+    const Window& window = *std::prev(after);
+    const std::shared_ptr<const PackedRows> rows = packed(static_cast<size_t>(after - windows_.begin()) - 1);
+    const int64_t row = index - window.first_sample;
+    CHECK(row < rows->count(), "{}: the index of its documents has changed since the run began; restart the run",
+          files_.paths()[static_cast<size_t>(window.file)]);
+    f(window.file, (*rows)[row]);
+  }
+
+  // The rows of window w. Those packed last stay in memory.
+  std::shared_ptr<const PackedRows> packed(size_t w) const {
+    {
+      const std::lock_guard lock(mutex_);
+      if (packed_[w] != nullptr) return packed_[w];
+    }
+    const Window& window = windows_[w];
+    const std::vector<int64_t> begins =
+        indexes_[static_cast<size_t>(window.file)].begins(window.first_document, window.documents);
+    auto rows = std::make_shared<const PackedRows>(
+        pack_rows(config_.packing, documents_of(begins, window.end), config_.seq_len));
+    const std::lock_guard lock(mutex_);
+    if (packed_[w] != nullptr) return packed_[w];  // another thread was faster
+    const auto pieces = [&](size_t of) { return static_cast<int64_t>(packed_[of]->pieces.size()); };
+    packed_[w] = rows;
+    kept_.push_back(w);
+    for (kept_pieces_ += pieces(w); kept_pieces_ > config_.most_kept && kept_.size() > 1; kept_.pop_front()) {
+      kept_pieces_ -= pieces(kept_.front());
+      packed_[kept_.front()] = nullptr;  // a thread that reads it still has it
+    }
+    return rows;
+  }
+
+  const TokenFiles& files_;
+  Config config_;
+  std::vector<DocumentIndex> indexes_;  // of each file
+  std::vector<Window> windows_;
+  PackingCounts counts_;
+
+  mutable std::mutex mutex_;
+  mutable std::vector<std::shared_ptr<const PackedRows>> packed_;  // of each window, if it is kept
+  mutable std::deque<size_t> kept_;                                // in the order in which they were packed
+  mutable int64_t kept_pieces_ = 0;
+};
+
+}  // namespace llmc

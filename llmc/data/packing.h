@@ -1,0 +1,243 @@
+// packing.h: how the documents of a stream of tokens fill rows of T places; pure functions.
+//
+// A place p of the stream has token p as its input and token p + 1 as its target, so the rows of T places that follow
+// each other are the samples of contract 8. The end of a document predicts the end of text that begins the next one.
+//
+//   stream           rows follow each other, and cut documents wherever they end
+//   best-fit         each document in one row, the fullest that has room for it, longest documents first (Ding et al.
+//                    2024, "Fewer truncations improve language modeling"). Documents longer than T fill rows of their
+//                    own, and their rest counts as a document; they also fill large gaps. Other gaps are padded.
+//   document-start   each row begins where a document does; the rest of the document that its end cuts is dropped
+#pragma once
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <functional>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "core/enum_names.h"
+#include "core/shape.h"
+
+namespace llmc {
+
+enum class Packing : uint8_t { stream, best_fit, document_start };
+constexpr auto names_of_values(Packing) { return std::array{"stream", "best-fit", "document-start"}; }
+
+// Rows of pieces, each the places [begin, end) of one document.
+struct PackedRows {
+  std::vector<Range> pieces;           // row after row
+  std::vector<int64_t> row_ends = {};  // in `pieces`
+
+  int64_t count() const { return static_cast<int64_t>(row_ends.size()); }
+  std::span<const Range> operator[](int64_t row) const {
+    const auto end_of = [&](int64_t r) { return r < 0 ? 0 : static_cast<size_t>(row_ends[static_cast<size_t>(r)]); };
+    return std::span(pieces).subspan(end_of(row - 1), end_of(row) - end_of(row - 1));
+  }
+};
+
+namespace detail {
+
+// A set of numbers below `size`; finds the next one in O(log size). Bit x of a level says that word x of the level
+// before it is not empty.
+class NumberSet {
+ public:
+  explicit NumberSet(int64_t size) {
+    do levels_.emplace_back(static_cast<size_t>(size = ceil_div(size, 64)));
+    while (size > 1);
+  }
+  void insert(int64_t x) {
+    for (auto& level : levels_) level[static_cast<size_t>(x / 64)] |= uint64_t{1} << x % 64, x /= 64;
+  }
+  void erase(int64_t x) {
+    for (auto& level : levels_) {
+      if ((level[static_cast<size_t>(x / 64)] &= ~(uint64_t{1} << x % 64)) != 0) return;
+      x /= 64;
+    }
+  }
+  // The smallest number of the set from x on.
+  std::optional<int64_t> next(int64_t x) const {
+    for (size_t level = 0; level < levels_.size() && x / 64 < static_cast<int64_t>(levels_[level].size()); ++level) {
+      if (const uint64_t bits = levels_[level][static_cast<size_t>(x / 64)] >> x % 64; bits != 0) {
+        x += std::countr_zero(bits);
+        while (level-- > 0) x = x * 64 + std::countr_zero(levels_[level][static_cast<size_t>(x)]);
+        return x;
+      }
+      x = x / 64 + 1;
+    }
+    return std::nullopt;
+  }
+
+ private:
+  std::vector<std::vector<uint64_t>> levels_;
+};
+
+// Rows of T places that are being filled.
+class OpenRows {
+ public:
+  explicit OpenRows(int64_t T) : T_(T), rooms_(T + 1), newest_(static_cast<size_t>(T + 1), none) {}
+  int64_t count() const { return static_cast<int64_t>(before_.size()); }
+  // The places that each row has left, as {places, row}.
+  std::vector<std::pair<int64_t, int64_t>> left() const {
+    std::vector<std::pair<int64_t, int64_t>> all;
+    for (std::optional<int64_t> room = rooms_.next(0); room; room = rooms_.next(*room + 1))
+      for (int64_t row = newest_[static_cast<size_t>(*room)]; row != none; row = before_[static_cast<size_t>(row)])
+        all.push_back({*room, row});
+    return all;
+  }
+
+  // Takes `size` places of the fullest row that has them, or else of a new row. Returns the row's number.
+  int64_t take(int64_t size) {
+    const std::optional<int64_t> room = rooms_.next(size);
+    const int64_t row = room ? pop(*room) : count();
+    if (!room) before_.push_back(none);
+    push(room.value_or(T_) - size, row);
+    return row;
+  }
+
+ private:
+  int64_t pop(int64_t room) {
+    int64_t& newest = newest_[static_cast<size_t>(room)];
+    const int64_t row = newest;
+    newest = before_[static_cast<size_t>(row)];
+    if (newest == none) rooms_.erase(room);
+    return row;
+  }
+  void push(int64_t room, int64_t row) {
+    before_[static_cast<size_t>(row)] = std::exchange(newest_[static_cast<size_t>(room)], row);
+    rooms_.insert(room);
+  }
+
+  static constexpr int64_t none = -1;
+  int64_t T_;
+  NumberSet rooms_;              // how many places any row has left
+  std::vector<int64_t> newest_;  // the row that was last to have this many places left
+  std::vector<int64_t> before_;  // the one that was it before this row
+};
+
+// A piece, and the number of its row.
+struct Placed {
+  Range piece;
+  int64_t row;
+};
+
+// Rows in the order of their first pieces, the pieces of a row in the order of the stream.
+inline PackedRows in_stream_order(std::vector<Placed> placed, int64_t rows) {
+  std::ranges::sort(placed, {}, [](const Placed& p) { return p.piece.begin; });
+  PackedRows packed{std::vector<Range>(placed.size())};
+  std::vector<int64_t> order(static_cast<size_t>(rows), -1);  // where a row is among those of `packed`
+  for (auto& [piece, row] : placed) {
+    int64_t& mine = order[static_cast<size_t>(row)];
+    if (mine < 0) mine = packed.count(), packed.row_ends.push_back(0);
+    row = mine;
+    ++packed.row_ends[static_cast<size_t>(row)];
+  }
+  std::vector<int64_t> next(packed.row_ends.size());  // where the next piece of a row goes
+  std::exclusive_scan(packed.row_ends.begin(), packed.row_ends.end(), next.begin(), int64_t{0});
+  std::inclusive_scan(packed.row_ends.begin(), packed.row_ends.end(), packed.row_ends.begin());
+  for (const auto& [piece, row] : placed) packed.pieces[static_cast<size_t>(next[static_cast<size_t>(row)]++)] = piece;
+  return packed;
+}
+
+// Divides full rows of long documents, the last ones first, among the gaps of at least T / 16 places that other rows
+// have, the largest first.
+// full: of placed; gaps: {places, row}
+inline void fill_gaps(std::vector<Placed>& placed, std::vector<size_t> full,
+                      std::vector<std::pair<int64_t, int64_t>> gaps, int64_t T) {
+  std::erase_if(gaps, [T](const auto& gap) { return gap.first * 16 < T; });
+  std::ranges::sort(gaps);
+  int64_t free = 0;
+  for (const auto& [places, row] : gaps) free += places;
+  for (; free >= T && !full.empty(); full.pop_back()) {
+    Range rest = std::exchange(placed[full.back()].piece, {});
+    while (rest.size > 0) {
+      auto& [places, row] = gaps.back();
+      const int64_t n = std::min(places, rest.size);
+      placed.push_back({{rest.begin, n}, row});
+      rest = {rest.begin + n, rest.size - n};
+      free -= n;
+      if (places -= n; places * 16 < T) free -= places, gaps.pop_back();
+    }
+  }
+  std::erase_if(placed, [](const Placed& p) { return p.piece.size == 0; });
+}
+
+inline PackedRows pack_best_fit(std::span<const Range> documents, int64_t T) {
+  std::vector<Placed> placed;
+  std::vector<size_t> full;  // rows of documents longer than T
+  for (const Range& document : documents)
+    for (int64_t begin = document.begin; begin < document.end(); begin += T) {
+      if (document.size > T && document.end() - begin >= T) full.push_back(placed.size());
+      placed.push_back({{begin, std::min(T, document.end() - begin)}, 0});
+    }
+  std::vector<size_t> longest_first(placed.size());
+  std::iota(longest_first.begin(), longest_first.end(), size_t{0});
+  std::ranges::stable_sort(longest_first, std::greater<>(), [&](size_t i) { return placed[i].piece.size; });
+  OpenRows rows(T);
+  for (const size_t i : longest_first) placed[i].row = rows.take(placed[i].piece.size);
+  fill_gaps(placed, std::move(full), rows.left(), T);
+  return in_stream_order(std::move(placed), rows.count());
+}
+
+// Full rows of T places in the order of the stream: one after another, or with document_start each from the next
+// beginning of a document on.
+inline PackedRows pack_in_order(Packing packing, std::span<const Range> documents, int64_t T) {
+  PackedRows packed;
+  auto document = documents.begin();  // the first one that ends after `begin`
+  for (int64_t begin = documents.empty() ? 0 : document->begin;; begin += T) {
+    while (document != documents.end() && document->end() <= begin) ++document;
+    if (packing == Packing::document_start && document != documents.end() && document->begin < begin)
+      begin = document++->end();
+    if (document == documents.end() || documents.back().end() - begin < T) return packed;
+    for (auto in_row = document; in_row != documents.end() && in_row->begin < begin + T; ++in_row)
+      packed.pieces.push_back(overlap(*in_row, {begin, T}));
+    packed.row_ends.push_back(static_cast<int64_t>(packed.pieces.size()));
+  }
+}
+
+}  // namespace detail
+
+// documents: each from where the one before it ends, none empty
+inline PackedRows pack_rows(Packing packing, std::span<const Range> documents, int64_t T) {
+  return packing == Packing::best_fit ? detail::pack_best_fit(documents, T)
+                                      : detail::pack_in_order(packing, documents, T);
+}
+
+// What became of documents that were packed.
+struct PackingCounts {
+  int64_t rows = 0, padded = 0;     // rows, and places of them that hold nothing
+  int64_t tokens = 0, dropped = 0;  // places of the documents, and those in no row
+  int64_t documents = 0, cut = 0;   // documents, and those that no row holds whole, though it has a part
+
+  PackingCounts& operator+=(const PackingCounts& other) {
+    rows += other.rows, padded += other.padded;
+    tokens += other.tokens, dropped += other.dropped;
+    documents += other.documents, cut += other.cut;
+    return *this;
+  }
+};
+
+inline PackingCounts counts_of(const PackedRows& packed, std::span<const Range> documents, int64_t T) {
+  const auto places = [](std::span<const Range> ranges) {
+    return std::accumulate(ranges.begin(), ranges.end(), int64_t{0},
+                           [](int64_t n, const Range& r) { return n + r.size; });
+  };
+  const int64_t tokens = places(documents), held = places(packed.pieces);
+  PackingCounts counts{.rows = packed.count(),
+                       .padded = packed.count() * T - held,
+                       .tokens = tokens,
+                       .dropped = tokens - held,
+                       .documents = static_cast<int64_t>(documents.size())};
+  for (const Range& piece : packed.pieces) {  // each cut document has one piece that begins where it does
+    const auto document = std::prev(std::upper_bound(documents.begin(), documents.end(), piece.begin,
+                                                     [](int64_t begin, const Range& d) { return begin < d.begin; }));
+    counts.cut += piece.begin == document->begin && piece.size < document->size;
+  }
+  return counts;
+}
+
+}  // namespace llmc
