@@ -126,6 +126,7 @@ class DocumentIndex {
     RunningHash hash;
     for (int64_t first = 0; first < documents_; first += block) {
       const std::vector<int64_t> some = begins(first, std::min(block, documents_ - first));
+      if (first == 0 && some[0] != 0) return formatted("{} lacks the first document", path_);
       hash.add(some.data(), static_cast<int64_t>(some.size()) * 8);
     }
     if (hash.value() != seal.beginnings) return formatted("{} does not match its checksum", path_);

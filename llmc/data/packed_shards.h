@@ -20,7 +20,7 @@ namespace llmc {
 
 // Whether positions go on from one document to the next of a row, or begin at 0 in each, which keeps them apart in
 // attention.
-enum class Positions : uint8_t { of_row, of_document };
+enum class PositionsIn : uint8_t { row, document };
 
 class PackedShards {
  public:
@@ -28,7 +28,7 @@ class PackedShards {
     Packing packing = Packing::best_fit;
     int64_t seq_len = 0, vocab_size = 0;
     int32_t end_of_text = 0;  // begins documents
-    Positions positions = Positions::of_row;
+    PositionsIn positions = PositionsIn::row;
     std::string index_directory;
     int64_t most_kept = int64_t{1} << 22;  // pieces of packed windows in memory, of 16 bytes each
   };
@@ -77,7 +77,7 @@ class PackedShards {
       const auto place = [&](int32_t token, int32_t target, int64_t in_document) {
         tokens[at] = token;
         targets[at] = target;
-        positions[at] = static_cast<int32_t>(config_.positions == Positions::of_document ? in_document : at);
+        positions[at] = static_cast<int32_t>(config_.positions == PositionsIn::document ? in_document : at);
         ++at;
       };
       for (const Range& piece : row) {

@@ -4,9 +4,10 @@
 // each other are the samples of contract 8. The end of a document predicts the end of text that begins the next one.
 //
 //   stream           rows follow each other, and cut documents wherever they end
-//   best-fit         each document in one row, the fullest that has room for it, longest documents first (Ding et al.
-//                    2024, "Fewer truncations improve language modeling"). Documents longer than T fill rows of their
-//                    own, and their rest counts as a document; they also fill large gaps. Other gaps are padded.
+//   best-fit         each document in one row: the longest that is left, with the one or two others that fill the row
+//                    best, or if those leave too much, with the longest that fits, and so on (compare Ding et al. 2024,
+//                    "Fewer truncations improve language modeling"). Documents longer than T fill rows of their own,
+//                    and their rest counts as a document; they also fill large gaps. Other gaps are padded.
 //   document-start   each row begins where a document does; the rest of the document that its end cuts is dropped
 #pragma once
 #include <algorithm>
@@ -42,7 +43,7 @@ struct PackedRows {
 
 namespace detail {
 
-// A set of numbers below `size`; finds the next one in O(log size). Bit x of a level says that word x of the level
+// A set of numbers below `size` that finds neighbours in O(log size). Bit x of a level says that word x of the level
 // before it is not empty.
 class NumberSet {
  public:
@@ -59,64 +60,82 @@ class NumberSet {
       x /= 64;
     }
   }
-  // The smallest number of the set from x on.
+  // The smallest number from x on.
   std::optional<int64_t> next(int64_t x) const {
     for (size_t level = 0; level < levels_.size() && x / 64 < static_cast<int64_t>(levels_[level].size()); ++level) {
-      if (const uint64_t bits = levels_[level][static_cast<size_t>(x / 64)] >> x % 64; bits != 0) {
-        x += std::countr_zero(bits);
-        while (level-- > 0) x = x * 64 + std::countr_zero(levels_[level][static_cast<size_t>(x)]);
-        return x;
-      }
+      if (const uint64_t bits = word(level, x / 64) >> x % 64; bits != 0)
+        return descend(level, x + std::countr_zero(bits), [](uint64_t word) { return std::countr_zero(word); });
       x = x / 64 + 1;
+    }
+    return std::nullopt;
+  }
+  // The largest number up to x.
+  std::optional<int64_t> previous(int64_t x) const {
+    for (size_t level = 0; level < levels_.size() && x >= 0; ++level) {
+      if (const uint64_t bits = word(level, x / 64) << (63 - x % 64); bits != 0)
+        return descend(level, x - std::countl_zero(bits), [](uint64_t word) { return 63 - std::countl_zero(word); });
+      x = x / 64 - 1;
     }
     return std::nullopt;
   }
 
  private:
+  uint64_t word(size_t level, int64_t i) const { return levels_[level][static_cast<size_t>(i)]; }
+  template <class Choose>
+  int64_t descend(size_t level, int64_t x, const Choose& bit_of) const {
+    while (level-- > 0) x = x * 64 + bit_of(word(level, x));
+    return x;
+  }
+
   std::vector<std::vector<uint64_t>> levels_;
 };
 
-// Rows of T places that are being filled.
-class OpenRows {
+// Pieces that are in no row yet, by their sizes up to T.
+class LoosePieces {
  public:
-  explicit OpenRows(int64_t T) : T_(T), rooms_(T + 1), newest_(static_cast<size_t>(T + 1), none) {}
-  int64_t count() const { return static_cast<int64_t>(before_.size()); }
-  // The places that each row has left, as {places, row}.
-  std::vector<std::pair<int64_t, int64_t>> left() const {
-    std::vector<std::pair<int64_t, int64_t>> all;
-    for (std::optional<int64_t> room = rooms_.next(0); room; room = rooms_.next(*room + 1))
-      for (int64_t row = newest_[static_cast<size_t>(*room)]; row != none; row = before_[static_cast<size_t>(row)])
-        all.push_back({*room, row});
-    return all;
+  LoosePieces(const std::vector<Range>& pieces, int64_t T)
+      : sizes_(T + 1), first_(static_cast<size_t>(T + 1), none), next_(pieces.size()) {
+    for (size_t i = pieces.size(); i-- > 0;) {
+      next_[i] = std::exchange(first_[static_cast<size_t>(pieces[i].size)], static_cast<int64_t>(i));
+      sizes_.insert(pieces[i].size);
+    }
+  }
+  // The largest size up to `most`; none: there is no such piece.
+  std::optional<int64_t> largest(int64_t most) const { return sizes_.previous(most); }
+
+  // Takes the first piece of a size.
+  size_t take(int64_t size) {
+    const int64_t piece = first(size);
+    if ((first_[static_cast<size_t>(size)] = next_[static_cast<size_t>(piece)]) == none) sizes_.erase(size);
+    return static_cast<size_t>(piece);
   }
 
-  // Takes `size` places of the fullest row that has them, or else of a new row. Returns the row's number.
-  int64_t take(int64_t size) {
-    const std::optional<int64_t> room = rooms_.next(size);
-    const int64_t row = room ? pop(*room) : count();
-    if (!room) before_.push_back(none);
-    push(room.value_or(T_) - size, row);
-    return row;
+  // One or two sizes that leave the least of `room` places. Not all pairs are looked at: the larger is one of the 16
+  // smallest sizes from room / 2 on, which saves the smallest pieces for later rows.
+  std::vector<int64_t> fill(int64_t room) const {
+    if (first(room) != none) return {room};
+    std::vector<int64_t> best;
+    int64_t least = room;
+    std::optional<int64_t> larger = sizes_.next(ceil_div(room, 2));
+    for (int tries = 0; tries < 16 && larger && *larger < room && least > 0; ++tries) {
+      std::optional<int64_t> smaller = largest(room - *larger);
+      if (smaller == larger && next_[static_cast<size_t>(first(*larger))] == none) smaller = largest(*larger - 1);
+      if (const int64_t left = room - *larger - smaller.value_or(0); left < least) {
+        least = left;
+        best = {*larger};
+        if (smaller) best.push_back(*smaller);
+      }
+      larger = sizes_.next(*larger + 1);
+    }
+    return best;
   }
 
  private:
-  int64_t pop(int64_t room) {
-    int64_t& newest = newest_[static_cast<size_t>(room)];
-    const int64_t row = newest;
-    newest = before_[static_cast<size_t>(row)];
-    if (newest == none) rooms_.erase(room);
-    return row;
-  }
-  void push(int64_t room, int64_t row) {
-    before_[static_cast<size_t>(row)] = std::exchange(newest_[static_cast<size_t>(room)], row);
-    rooms_.insert(room);
-  }
+  int64_t first(int64_t size) const { return first_[static_cast<size_t>(size)]; }
 
   static constexpr int64_t none = -1;
-  int64_t T_;
-  NumberSet rooms_;              // how many places any row has left
-  std::vector<int64_t> newest_;  // the row that was last to have this many places left
-  std::vector<int64_t> before_;  // the one that was it before this row
+  NumberSet sizes_;
+  std::vector<int64_t> first_, next_;  // the first piece of each size; the next one of a piece's size
 };
 
 // A piece, and the number of its row.
@@ -145,7 +164,7 @@ inline PackedRows in_stream_order(std::vector<Placed> placed, int64_t rows) {
 
 // Divides full rows of long documents, the last ones first, among the gaps of at least T / 16 places that other rows
 // have, the largest first.
-// full: of placed; gaps: {places, row}
+// full: in placed; gaps: {places, row}
 inline void fill_gaps(std::vector<Placed>& placed, std::vector<size_t> full,
                       std::vector<std::pair<int64_t, int64_t>> gaps, int64_t T) {
   std::erase_if(gaps, [T](const auto& gap) { return gap.first * 16 < T; });
@@ -167,20 +186,35 @@ inline void fill_gaps(std::vector<Placed>& placed, std::vector<size_t> full,
 }
 
 inline PackedRows pack_best_fit(std::span<const Range> documents, int64_t T) {
-  std::vector<Placed> placed;
+  std::vector<Range> pieces;
   std::vector<size_t> full;  // rows of documents longer than T
   for (const Range& document : documents)
     for (int64_t begin = document.begin; begin < document.end(); begin += T) {
-      if (document.size > T && document.end() - begin >= T) full.push_back(placed.size());
-      placed.push_back({{begin, std::min(T, document.end() - begin)}, 0});
+      if (document.size > T && document.end() - begin >= T) full.push_back(pieces.size());
+      pieces.push_back({begin, std::min(T, document.end() - begin)});
     }
-  std::vector<size_t> longest_first(placed.size());
-  std::iota(longest_first.begin(), longest_first.end(), size_t{0});
-  std::ranges::stable_sort(longest_first, std::greater<>(), [&](size_t i) { return placed[i].piece.size; });
-  OpenRows rows(T);
-  for (const size_t i : longest_first) placed[i].row = rows.take(placed[i].piece.size);
-  fill_gaps(placed, std::move(full), rows.left(), T);
-  return in_stream_order(std::move(placed), rows.count());
+  LoosePieces loose(pieces, T);
+  std::vector<Placed> placed;
+  for (const Range& piece : pieces) placed.push_back({piece, 0});
+  std::vector<std::pair<int64_t, int64_t>> gaps;
+  int64_t rows = 0;
+  for (std::optional<int64_t> size = loose.largest(T); size; size = loose.largest(T), ++rows) {
+    int64_t room = T;
+    const auto take = [&](int64_t of_size) {
+      placed[loose.take(of_size)].row = rows;
+      room -= of_size;
+    };
+    for (; size; size = loose.largest(room)) {
+      take(*size);
+      const std::vector<int64_t> last = loose.fill(room);
+      if ((room - std::accumulate(last.begin(), last.end(), int64_t{0})) * 1024 > T) continue;
+      for (const int64_t of_size : last) take(of_size);
+      break;
+    }
+    gaps.push_back({room, rows});
+  }
+  fill_gaps(placed, std::move(full), std::move(gaps), T);
+  return in_stream_order(std::move(placed), rows);
 }
 
 // Full rows of T places in the order of the stream: one after another, or with document_start each from the next

@@ -9,6 +9,7 @@
 
 #include "catch2.h"
 #include "data/dataloader.h"
+#include "data/packed_shards.h"
 #include "data/verify_data.h"
 #include "fuzz/mutations.h"
 #include "helpers.h"
@@ -134,6 +135,19 @@ inline std::string read_shard(const std::string& path, DataFormat format) {
   return all + formatted("{} {} {}", report.tokens, report.documents, report.largest);
 }
 
+inline std::string read_packed(const std::string& path, const std::string& index_directory) {
+  const TokenFiles files(path, "--train-data");
+  const PackedShards shards(files, {.seq_len = 12, .vocab_size = 300, .index_directory = index_directory},
+                            [](auto&) {});
+  std::string all;
+  std::vector<int32_t> tokens(12), targets(12), positions(12);
+  for (int64_t i = 0; i < shards.samples(); ++i) {
+    shards.read_sample(i, 300, tokens.data(), targets.data(), positions.data());
+    all += text_of(tokens) + text_of(targets);
+  }
+  return all;
+}
+
 inline std::string read_tokenizer(const std::string& path) {
   const auto tokenizer = make_tokenizer(path);
   std::string all = formatted("{} {} ", tokenizer->end_of_text(), tokenizer->prefix());
@@ -191,6 +205,31 @@ inline std::vector<Format> make_formats(const std::string& root, std::unique_ptr
     formats.push_back({changed, foreign, changed, Content::binary, false, {}, [path = foreign + "/" + read, format] {
                          return read_shard(path, format);
                        }});
+
+  // An index of documents, and one whose checksums fit what was changed.
+  std::vector<uint16_t> texts;
+  for (int i = 0; i < 200; ++i) texts.push_back(static_cast<uint16_t>(i * i % 13 < 2 ? 0 : i));
+  for (const bool sealed : {true, false}) {
+    const std::string name = sealed ? "sealed documents" : "resealed documents", indexes = directory(name + "' index"),
+                      tokens = directory(name) + "/texts.bin";
+    write_shard(tokens, texts);
+    read_packed(tokens, indexes);
+    const std::string file = names_in(indexes)[0], path = indexes + "/" + file;
+    auto reseal = [=] {
+      std::string bytes = read_whole(path);
+      if (bytes.size() < sizeof(IndexSeal)) return;
+      IndexSeal seal;
+      const size_t beginnings = bytes.size() - sizeof seal;
+      std::memcpy(&seal, bytes.data() + beginnings, sizeof seal);
+      seal.documents = static_cast<int64_t>(beginnings / 8);
+      seal.beginnings = XXH3_64bits(bytes.data(), beginnings);
+      seal.seal = seal.hash();
+      std::memcpy(bytes.data() + beginnings, &seal, sizeof seal);
+      put(path, bytes);
+    };
+    formats.push_back({formatted("{} index", name), indexes, file, Content::binary, sealed,
+                       sealed ? std::function<void()>() : reseal, [=] { return read_packed(tokens, indexes); }});
+  }
 
   // A checkpoint whose manifest fits what was changed, as after a change by hand, and one whose manifest does not.
   const nlohmann::ordered_json trainer = {{"format", 1},
