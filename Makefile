@@ -216,6 +216,12 @@ build/pipeline_bench: dev/bench/pipeline_bench.cpp $(wildcard llmc/*/*.h llmc/*/
 	@mkdir -p $(@D)
 	$(CXX) $(call FLAGS_cpu,-O3) $(LAVISH) $< -o $@ $(LDFLAGS) $(LIBS)
 
+# How --pack fills sequences, and how long it takes.
+packing-bench: build/packing_bench
+build/packing_bench: dev/bench/packing_bench.cpp $(wildcard llmc/core/*.h llmc/data/*.h) | $(SHOW_CONFIG)
+	@mkdir -p $(@D)
+	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(REQUIRED_LIBS)
+
 # Compares grouped products of experts with dense ones.
 experts-bench: build/experts_bench
 build/experts_bench: dev/bench/experts_bench.cpp $(wildcard llmc/core/*.h llmc/device/*.h llmc/ops/*.h llmc/ops/cpu/*.h) build/cpu/all | $(SHOW_CONFIG)
