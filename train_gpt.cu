@@ -70,7 +70,6 @@ class Training {
         checkpoints_(job, beginning.directory, log_, report_, stop_),
         trace_(beginning.continues ? "" : o_.trace, log_),
         run_(job.step, job.plan, rank_device(job.device, o_.place, rank - o_.place.first_rank()), world, rank),
-        order_(job.course.order_of(job.stretch())),
         train_(
             job.data->loader(job.course, job.stretch(), o_.shuffled(), job.step.model.vocab_size, job.document_begin),
             {.rank = run_.groups.reader(), .ranks = job.step.layout.readers(), .batch_size = o_.batch_size},
@@ -217,7 +216,7 @@ class Training {
   void take_batches() {
     if (under_way_.empty()) report_.start_clock();
     const int64_t step = begun_ + 1;
-    ahead_.clear();
+    ahead_ = {};
     try {
       ahead_ = train_.take(cursor(step), step < job_.last_step() ? std::optional(cursor(step + 1)) : std::nullopt);
     } catch (const Error& error) {
@@ -234,11 +233,6 @@ class Training {
   int64_t cursor(int64_t step) const {
     return o_.overfit_batch ? 0 : (step - 1 - job_.stretch().first_step) * job_.samples_per_step;
   }
-  // Over the tokens of a step: those with a target. Others are padding.
-  double tokens_per_target(int64_t step) const {
-    const int64_t targets = order_.targets(cursor(step) + job_.samples_per_step) - order_.targets(cursor(step));
-    return static_cast<double>(job_.step.tokens()) / static_cast<double>(targets);
-  }
 
   BatchSource batches_of(int64_t step) {
     return [this, step](int64_t m) {
@@ -252,7 +246,7 @@ class Training {
       poll_within_step();
       if (job_.step.micro_batches > 1)
         log_.progress(formatted("step {}: micro-batch", step), m + 1, job_.step.micro_batches);
-      return std::move(ahead_[static_cast<size_t>(m)]);
+      return std::move(ahead_.micro_batches[static_cast<size_t>(m)]);
     };
   }
 
@@ -273,7 +267,7 @@ class Training {
     const double infinity = std::numeric_limits<double>::infinity();
     if (o_.profile) run_.stream.set_ledger(&ops_);
     const UpdateRule rule{.max_norm = o_.grad_clip,
-                          .scale = tokens_per_target(step),
+                          .scale = static_cast<double>(job_.step.tokens()) / static_cast<double>(ahead_.targets),
                           .largest_loss = o_.skip_loss_z ? progress_.losses.limit(*o_.skip_loss_z) : infinity,
                           .largest_norm = o_.skip_grad_z ? progress_.norms.limit(*o_.skip_grad_z) : infinity};
     PendingStep result = trace_.timed("enqueue the step", [&] {
@@ -472,7 +466,6 @@ class Training {
   StepTrace trace_;  // declared before the streams that it records
   OpLedger ops_;     // declared before the stream that records ops in it
   Run run_;
-  SampleOrder order_;
   BatchReader train_;
   std::optional<Validation> validation_;
 
@@ -480,7 +473,7 @@ class Training {
   int64_t begun_ = 0, first_ = 0;  // updates begun so far, and those done before this process
   int64_t finite_after_ = -1;      // the loss after this step was seen to be finite; -1: after none yet
   std::deque<Update> under_way_;
-  std::vector<HostBatch> ahead_;            // for step begun_ + 1
+  BatchReader::Step ahead_;                 // step begun_ + 1
   News directory_;                          // rank 0's, from the last look at the out directory
   std::string unreadable_;                  // why this rank cannot read a sample that is needed; empty: it can
   std::vector<DataChange> changed_data_;    // since the checkpoint that this start resumes from

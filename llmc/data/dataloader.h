@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "data/packed_shards.h"
 #include "data/sample_order.h"
 #include "data/token_file.h"
 
@@ -73,9 +74,12 @@ class TokenShards : public TokenFiles {
 class DataLoader {
  public:
   struct Source {
-    const TokenShards& blocks;  // its samples are the blocks of the order
+    const TokenShards& shards;  // their samples are the blocks of the order
     BlockOrder order;
-    std::string name = "";  // for messages; empty: the only source
+    std::string name = "";                 // for messages; empty: the only source
+    const PackedShards* packed = nullptr;  // whose rows are the blocks; none: documents are not packed
+
+    int64_t block(int64_t T) const { return packed != nullptr ? T : shards.seq_len(); }
   };
   // What one source alone needs.
   struct Config {
@@ -113,8 +117,16 @@ class DataLoader {
   Sample sample(int64_t position) {
     const SampleOrder::Place at = order_.at(position);
     Source& source = sources_[at.source];
-    const int64_t block = source.blocks.seq_len();
-    return {at.source, source.order.at(at.epoch, at.token / block), at.token % block, at.length};
+    const int64_t block = source.block(T_), index = source.order.at(at.epoch, at.token / block);
+    return {at.source, index, at.token % block, source.packed != nullptr ? source.packed->targets(index) : at.length};
+  }
+  // The targets of n samples.
+  int64_t targets(int64_t position, int64_t n) {
+    const bool packed = std::ranges::any_of(sources_, [](const Source& source) { return source.packed != nullptr; });
+    if (!packed) return order_.targets(position + n) - order_.targets(position);
+    int64_t all = 0;
+    for (int64_t i = 0; i < n; ++i) all += sample(position + i).targets;
+    return all;
   }
   int64_t sample_at(int64_t position) { return sample(position).index; }
   // "14", "part 2 of 14 of web": the name of a sample, for messages.
@@ -132,8 +144,13 @@ class DataLoader {
     for (std::vector<int32_t>* v : {&tokens, &targets, &positions}) v->resize(rows * T);
     for (size_t b = 0; b < rows; ++b) {
       const Sample s = sample(cursor + (micro_batch * who.ranks + who.rank) * who.batch_size + static_cast<int64_t>(b));
-      sources_[s.source].blocks.read_part(s.index, s.begin, s.targets, vocab_size_, read_);
-      if (end_of_text_) sources_[s.source].blocks.find_documents_of(s.index, s.begin, read_, *end_of_text_, begins_);
+      const Source& source = sources_[s.source];
+      if (source.packed != nullptr) {
+        source.packed->read_sample(s.index, vocab_size_, &tokens[b * T], &targets[b * T], &positions[b * T]);
+        continue;
+      }
+      source.shards.read_part(s.index, s.begin, s.targets, vocab_size_, read_);
+      if (end_of_text_) source.shards.find_documents_of(s.index, s.begin, read_, *end_of_text_, begins_);
       int32_t place = 0;
       for (size_t t = 0; t < T; ++t) {
         const bool padding = static_cast<int64_t>(t) >= s.targets;

@@ -23,12 +23,16 @@ class BatchReader {
     return loader_.name_of_sample(cursor + (micro_batch * who_.ranks + who_.rank) * who_.batch_size + row);
   }
 
-  // All micro-batches of a step. While it is computed, those of the step at `next` are read; none: nothing follows.
+  struct Step {
+    std::vector<HostBatch> micro_batches;  // this rank's
+    int64_t targets = 0;                   // of all ranks
+  };
+  // All of a step. While it is computed, those of the step at `next` are read; none: nothing follows.
   // Throws Error if they cannot be read.
-  std::vector<HostBatch> take(int64_t cursor, std::optional<int64_t> next) {
+  Step take(int64_t cursor, std::optional<int64_t> next) {
     const auto begin = std::chrono::steady_clock::now();
     if (!ahead_.valid() || ahead_cursor_ != cursor) begin_reading(cursor);
-    std::vector<HostBatch> step = ahead_.get();
+    Step step = ahead_.get();
     waited_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     if (next) begin_reading(*next);
     return step;
@@ -46,8 +50,9 @@ class BatchReader {
     if (ahead_.valid()) ahead_.wait();
     ahead_cursor_ = cursor;
     const auto all = [this, cursor] {
-      std::vector<HostBatch> step;
-      for (int64_t m = 0; m < micro_batches_; ++m) step.push_back(read(ahead_loader_, cursor, m));
+      Step step;
+      for (int64_t m = 0; m < micro_batches_; ++m) step.micro_batches.push_back(read(ahead_loader_, cursor, m));
+      step.targets = ahead_loader_.targets(cursor, micro_batches_ * who_.ranks * who_.batch_size);
       return step;
     };
     try {
@@ -61,7 +66,7 @@ class BatchReader {
   DataLoader::Reader who_;
   int64_t micro_batches_;
   int64_t ahead_cursor_ = 0;
-  std::future<std::vector<HostBatch>> ahead_;  // last: it ends before what it uses
+  std::future<Step> ahead_;  // last: it ends before what it uses
   double waited_ = 0;
 };
 

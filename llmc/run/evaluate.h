@@ -97,7 +97,7 @@ struct Evaluation {
     if (!o.eval_choices.empty()) choices.emplace(o.eval_choices, step.model.vocab_size, o.seq_len);
     if (choices) inputs.choices = &*choices;
     inputs.shuffled = o.shuffled();
-    if (o.mask_documents) inputs.document_begin = choose_document_begin(o, *tokenizer, step.model);
+    if (o.mask_documents) inputs.document_begin = choose_document_begin("--mask-documents", o, *tokenizer, step.model);
     require_gpu_for("--tf32", o.tf32, device, o);
     require_cudnn_can(step, device, o);
     plan = make_plan(step, rank_device);

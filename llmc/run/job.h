@@ -75,7 +75,8 @@ struct Job {
       CHECK(validates(), "--eval-choices runs with every validation: it needs --val-data and --val-every");
       choices.emplace(o.eval_choices, step.model.vocab_size, options.seq_len);
     }
-    if (options.mask_documents) document_begin = choose_document_begin(options, *tokenizer, step.model);
+    if (options.mask_documents)
+      document_begin = choose_document_begin("--mask-documents", options, *tokenizer, step.model);
     CHECK(!o.keep_best || validates(), "--keep-best needs --val-data and --val-every");
     require_gpu_for("--log-gpu-every", o.log_gpu_every > 0, device, o);
     require_gpu_for("--tf32", o.tf32, device, o);

@@ -108,11 +108,17 @@ inline void run_verify_data(const Options& o) {
 
 namespace detail {
 
+inline std::vector<int64_t> epoch_tokens_of(const Options& o, const Recipe& recipe) {
+  Sources sources(recipe.sources, recipe.longest());
+  pack(sources, o, [](const std::string&) {});
+  return llmc::epoch_tokens_of(sources);
+}
+
 // For --plan of a run of stages: a line for each stretch, and the options of the one whose step needs most memory.
 inline Options largest_stage(const Options& asked, Log* log) {
   const Recipe recipe = read_recipe(asked);
   const bool data = !asked.train_data.empty() || !asked.data.empty();
-  const Course course(recipe, data ? epoch_tokens_of(recipe) : std::vector<int64_t>());
+  const Course course(recipe, data ? epoch_tokens_of(asked, recipe) : std::vector<int64_t>());
   const Device device = choose_device(asked), rank = first_rank_device(device, asked);
   Options largest;
   int64_t most = -1;
@@ -168,7 +174,7 @@ inline void run_plan(const Options& asked) {
           "--epochs {} with --plan: how many steps that is depends on --train-data: name the data, or give --max-steps "
           "or --tokens instead",
           *o.epochs);
-    const int64_t samples = epoch_tokens_of(read_recipe(o))[0] / o.seq_len;
+    const int64_t samples = detail::epoch_tokens_of(o, read_recipe(o))[0] / o.seq_len;
     steps = choose_steps(o, config.tokens(), steps_of_an_epoch(samples, config.tokens() / o.seq_len));
   }
   if (!o.trace.empty()) {
@@ -246,14 +252,15 @@ inline Pipeline pipeline_to_draw(const Options& o) {
 inline void run_print_stages(const Options& o) {
   const Recipe recipe = read_recipe(o);
   const bool data = !o.train_data.empty() || !o.data.empty();
-  const Course course(recipe, data ? epoch_tokens_of(recipe) : std::vector<int64_t>());
+  const Course course(recipe, data ? detail::epoch_tokens_of(o, recipe) : std::vector<int64_t>());
   std::printf("%s\n", (o.json ? stages_json(course) : stages_text(course)).c_str());
 }
 
 // --print-samples: from the beginning of a run.
 inline void run_print_samples(const Options& o) {
   const Recipe recipe = read_recipe(o);
-  const Sources sources(recipe.sources, recipe.longest());
+  Sources sources(recipe.sources, recipe.longest());
+  pack(sources, o, [](const std::string&) {});
   const std::vector<std::vector<Reseed>> seeds(sources.size(), {{0, 0, static_cast<uint64_t>(o.seed)}});
   const Course course(recipe, epoch_tokens_of(sources));
   const NumberRange steps = number_range("--print-samples", o.print_samples, "the number of a step");

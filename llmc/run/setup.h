@@ -357,16 +357,15 @@ inline std::map<std::string, std::string> choose_special_tokens(const Options& o
 }
 
 // If no tokenizer gives the end of text, it is that of a known vocabulary of this size.
-inline int32_t choose_document_begin(const Options& o, const Tokenizer& tokenizer, const ModelConfig& model) {
+inline int32_t choose_document_begin(const char* option, const Options& o, const Tokenizer& tokenizer,
+                                     const ModelConfig& model) {
   const bool guessed = !knows_tokens(o, tokenizer, model);
   const std::optional<int64_t> known = end_of_text_of(model.vocab_size);
-  CHECK(!guessed || known,
-        "--mask-documents: the end of text of a vocabulary of {} is unknown: give the data's --tokenizer",
+  CHECK(!guessed || known, "{}: the end of text of a vocabulary of {} is unknown: give the data's --tokenizer", option,
         model.vocab_size);
   const int64_t end = guessed ? *known : tokenizer.end_of_text();
-  CHECK(end < model.vocab_size,
-        "--mask-documents: the end of text of --tokenizer {}, {}, is outside the model's vocabulary of {}", o.tokenizer,
-        end, model.vocab_size);
+  CHECK(end < model.vocab_size, "{}: the end of text of --tokenizer {}, {}, is outside the model's vocabulary of {}",
+        option, o.tokenizer, end, model.vocab_size);
   return static_cast<int32_t>(end);
 }
 

@@ -312,3 +312,35 @@ batch-size = 1
   const auto norms = [&](const char* run) { return metric(data.dir / std::string(run), "train", "grad_norm"); };
   REQUIRE(std::abs(norms("padded").at(2) / norms("short").at(2) - 1) < 1e-4);
 }
+
+TEST_CASE("packed samples are the same in every layout, and a run of them resumes exactly", "[run][recipe]") {
+  const RecipeData data;
+  std::vector<uint16_t> tokens;
+  uint32_t state = 7;
+  for (int document = 0; document < 60; ++document) {
+    tokens.push_back(256);  // the end of text of bytes
+    state = state * 1664525 + 1013904223;
+    for (uint32_t i = 0, n = 2 + (state >> 24) % 20; i < n; ++i) tokens.push_back(static_cast<uint16_t>(i * 7 % 199));
+  }
+  write_shard(data.dir / "documents.bin", tokens);
+  const std::string more = "--train-data " + (data.dir / "documents.bin") + " --max-steps 6 --checkpoint-every 3 " +
+                           "--total-batch-size 64 --pack best-fit --mask-documents --vocab-size 257 ";
+  setenv("XDG_CACHE_HOME", (data.dir / "cache").c_str(), 1);
+  const std::string out = said(data.run("whole", more));
+  REQUIRE(out.find("packing                best-fit: ") != std::string::npos);
+  fs::copy(data.dir / "whole", data.dir / "again", fs::copy_options::recursive);
+  fs::remove_all(data.dir / "again/step-000006");
+  run_well(data.run("again", more));
+  REQUIRE(state_of(data.dir / "again/step-000006") == state_of(data.dir / "whole/step-000006"));
+  for (const char* layout : {"--local-ranks 2 ", "--cp 2 ", "--pp 2 --n-layer 2 "}) {
+    const bool deeper = std::string(layout).find("pp") != std::string::npos;
+    const std::string one = deeper ? "deeper" : "whole";
+    if (deeper) run_well(data.run(one, more + "--n-layer 2 "));
+    fs::remove_all(data.dir / "other");
+    run_well(data.run("other", more + layout));
+    for (const auto& [step, loss] : losses(data.dir / one))
+      REQUIRE(std::abs(losses(data.dir / "other").at(step) - loss) < 1e-4);
+  }
+  unsetenv("XDG_CACHE_HOME");
+  refused(data.run("again", more + "--pack stream "), "--pack was 'best-fit' and is now 'stream'");
+}

@@ -139,7 +139,7 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
   expect("tokens_per_step", tokens_per_step,
          formatted("resume with --total-batch-size {}, and a --batch-size that divides it",
                    from.trainer.value("tokens_per_step", nlohmann::json())));
-  if (job.document_begin)
+  if (job.document_begin && !from.trainer.value("document_begin", nlohmann::json()).is_null())
     expect("document_begin", *job.document_begin,
            "--mask-documents needs the same end of text: give the same --tokenizer");
   const nlohmann::json before = config_to_hf(

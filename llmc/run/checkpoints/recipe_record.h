@@ -33,6 +33,7 @@ inline nlohmann::json recipe_facts(const Recipe& recipe) {
   for (const SourceText& source : recipe.sources) sources.push_back({{"name", source.name}, {"files", source.pattern}});
   nlohmann::json facts = {{"stages", stages}, {"sources", sources}};
   if (recipe.staged) facts["file"] = recipe.text["stages"];
+  if (const Packing pack = recipe.stages[0].options.pack; pack != Packing::stream) facts["pack"] = name_of(pack);
   return facts;
 }
 
@@ -222,7 +223,12 @@ class RecipeReader {
   // Blocks as before, if all lengths divide them; otherwise a new epoch of every source begins.
   void take_block(ResumedCourse& next) {
     const auto divides = [&](const RecipeStage& stage) { return block_ % stage.options.seq_len == 0; };
-    if (std::ranges::all_of(recipe_.stages, divides)) return;
+    const auto pack_of = [](const nlohmann::json& facts) {
+      return facts.is_object() ? facts.value("pack", nlohmann::json()) : nlohmann::json();
+    };
+    const bool packs = recipe_.stages[0].options.pack != Packing::stream,
+               other_rows = pack_of(facts_) != pack_of(recipe_facts(recipe_));
+    if (!other_rows && (packs ? block_ == recipe_.longest() : std::ranges::all_of(recipe_.stages, divides))) return;
     next.block = recipe_.longest();
     bool begun = false;
     for (size_t s = 0; s < positions_.size(); ++s) {
@@ -231,9 +237,10 @@ class RecipeReader {
       at = {at.epoch + (at.tokens > 0), 0, at.samples};
     }
     if (begun)
-      next.notices.push_back(formatted(
-          "sequences of {} tokens were not foreseen when the data were cut into blocks of {}: a new epoch begins here",
-          next.block, block_));
+      next.notices.push_back(other_rows ? std::string("samples are packed in another way: a new epoch begins here")
+                                        : formatted("sequences of {} tokens were not foreseen when the data were cut "
+                                                    "into blocks of {}: a new epoch begins here",
+                                                    next.block, block_));
   }
 
   std::vector<int64_t> epoch_tokens(int64_t block) const {
@@ -250,7 +257,7 @@ class RecipeReader {
       CHECK(before == seed || from_.begin == Begin::branch,
             "{}: the last seed is {}, but --seed {}; the file is damaged", file_, before, seed);
       if (before == seed) continue;
-      const int64_t block = ceil_div(at[s].tokens, next.block), blocks = data_.train[s].shards.samples();
+      const int64_t block = ceil_div(at[s].tokens, next.block), blocks = data_.train[s].blocks();
       next.seeds[s].push_back({at[s].epoch + block / blocks, block % blocks, seed});
       if (s == 0 && o_.shuffled())
         next.notices.push_back(

@@ -37,7 +37,7 @@ inline const std::vector<OptionKind>& option_kinds() {
   static const std::vector<OptionKind> kinds = {
       // clang-format off
       {OptionKind::training, {
-        "--data-changed", "--stages", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume", "--restart",
+        "--data-changed", "--stages", "--pack", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume", "--restart",
         "--log-every", "--time-limit", "--overfit-batch", "--optimizer", "--lr", "--warmup-steps", "--lr-schedule", "--decay-steps", "--final-lr-frac",
         "--weight-decay", "--beta1", "--beta2", "--adam-eps", "--grad-clip", "--skip-loss-z", "--skip-grad-z",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",

@@ -10,6 +10,7 @@
 #include "comm/layout.h"
 #include "core/check.h"
 #include "core/enum_names.h"
+#include "data/packing.h"
 #include "data/token_format.h"
 #include "model/activations.h"
 #include "ops/cpu/isa.h"
@@ -53,6 +54,7 @@ struct Options {
   TextList data, val;  // NAME=PATTERN:WEIGHT[:MAX_EPOCHS]; NAME=PATTERN
   std::string stages;  // a file
   DataFormat data_format = DataFormat::automatic;
+  Packing pack = Packing::stream;
   DataChanged data_changed = DataChanged::refuse;
   std::optional<bool> shuffle;  // none: as before on resume, otherwise true
   bool shuffled() const { return shuffle.value_or(true); }
@@ -233,6 +235,11 @@ void visit_options(O& o, Visitor&& visit) {
       "--mask-documents", "", o.mask_documents, Limits{}, recipe,
       "documents packed into one sequence do not attend to each other, and positions begin at 0 in each; it begins "
       "with the tokenizer's end of text, in nanogpt's and olmo's format after it, in megatron's where the index says");
+  visit(
+      "--pack", "", o.pack, any_of<Packing>(), recipe,
+      "how documents fill the training sequences: stream: one after the other, cut wherever a sequence ends; best-fit: "
+      "whole documents together, only longer ones cut, with padding that has no loss; document-start: each sequence "
+      "begins a document, and what does not fit is dropped. An index of documents is kept in ~/.cache/train_gpt");
   visit("--tokenizer", "", o.tokenizer, Limits{}, warn,
         "encodes prompts and decodes samples: bytes, a Hugging Face tokenizer.json (byte-level BPE) or its directory, "
         "or a gpt2_tokenizer.bin, which only decodes; auto: the tokenizer.json of a --model directory if the "

@@ -23,9 +23,6 @@ inline std::vector<int64_t> epoch_tokens_of(const Sources& sources) {
   for (const Sources::Source& source : sources.all()) all.push_back(source.epoch_tokens());
   return all;
 }
-inline std::vector<int64_t> epoch_tokens_of(const Recipe& recipe) {
-  return epoch_tokens_of(Sources(recipe.sources, recipe.longest()));
-}
 
 // How far a run is, and has read its sources.
 struct Origin {

@@ -304,6 +304,10 @@ inline Recipe read_recipe(const Options& o) {
         *o.tokens, o.stages);
   const int64_t block = recipe.longest();
   for (const RecipeStage& stage : recipe.stages)
+    CHECK(o.pack == Packing::stream || stage.options.seq_len == block,
+          "--pack {} with stages of {} and of {} tokens: rows are packed for one length: use one, or --pack stream",
+          o.pack, stage.options.seq_len, block);
+  for (const RecipeStage& stage : recipe.stages)
     CHECK(
         block % stage.options.seq_len == 0,
         "{}: stage \"{}\" has sequences of {} tokens, which do not divide the longest, {}: samples are cut from blocks "

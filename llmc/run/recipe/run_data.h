@@ -4,8 +4,10 @@
 #include <utility>
 #include <vector>
 
+#include "core/environment.h"
 #include "run/recipe/course.h"
 #include "run/recipe/sources.h"
+#include "run/setup.h"
 
 namespace llmc {
 
@@ -25,6 +27,19 @@ inline std::vector<ValidationSet> open_validation_sets(const Options& o, int64_t
   return all;
 }
 
+// With --pack, fills the samples of the sources with whole documents.
+inline void pack(Sources& sources, const Options& o, const Notice& notice) {
+  if (o.pack == Packing::stream) return;
+  const ModelConfig model = choose_model(o);
+  sources.pack({.packing = o.pack,
+                .seq_len = sources.block(),
+                .vocab_size = model.vocab_size,
+                .end_of_text = choose_document_begin("--pack", o, *choose_tokenizer(o, model), model),
+                .positions = o.mask_documents ? PositionsIn::document : PositionsIn::row,
+                .index_directory = cache_directory() + "/documents"},
+               notice);
+}
+
 // The samples of a stretch. seeds: see RunData.
 inline DataLoader make_loader(const Sources& sources, const std::vector<std::vector<Reseed>>& seeds,
                               const Course& course, const Stretch& stretch, bool shuffle, int64_t vocab_size,
@@ -33,8 +48,8 @@ inline DataLoader make_loader(const Sources& sources, const std::vector<std::vec
   for (size_t s = 0; s < sources.size(); ++s) {
     const std::vector<Reseed> later(seeds[s].begin() + 1, seeds[s].end());
     all.push_back({sources[s].shards,
-                   BlockOrder(sources[s].shards.samples(), shuffle, seeds[s][0].seed, sources[s].name, later),
-                   sources[s].name});
+                   BlockOrder(sources[s].blocks(), shuffle, seeds[s][0].seed, sources[s].name, later), sources[s].name,
+                   sources[s].packed.get()});
   }
   return DataLoader(std::move(all), course.order_of(stretch), stretch.seq_len, vocab_size, end_of_text);
 }
@@ -45,12 +60,15 @@ struct RunData {
   std::vector<std::vector<Reseed>>
       seeds;  // of each source; the first orders its first epoch, the others came by branches
   std::vector<ValidationSet> val;
+  std::vector<std::string> notices;
 
   RunData(const Options& o, const Recipe& recipe)
       : train(recipe.sources, recipe.longest()),
         checksums(train.checksums()),
         seeds(train.size(), {{0, 0, static_cast<uint64_t>(o.seed)}}),
-        val(open_validation_sets(o, recipe.stages[0].options.seq_len)) {}
+        val(open_validation_sets(o, recipe.stages[0].options.seq_len)) {
+    pack(train, o, [this](const std::string& notice) { notices.push_back(notice); });
+  }
 
   std::vector<int64_t> epoch_tokens() const { return epoch_tokens_of(train); }
   std::vector<std::string> val_checksums() const {

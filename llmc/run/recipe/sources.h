@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <charconv>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -70,7 +71,8 @@ inline std::vector<SourceText> source_texts(const Options& o) {
   std::vector<SourceText> all;
   double largest = 0;
   for (const std::string& item : o.data.items) {
-    SourceText source{.format = o.data_format};
+    SourceText source;
+    source.format = o.data_format;
     std::tie(source.name, source.pattern) =
         detail::split_name("--data", item, "NAME=PATTERN:WEIGHT or NAME=PATTERN:WEIGHT:EPOCHS");
     if (const auto last = detail::number_at_end(source.pattern)) {
@@ -121,7 +123,9 @@ class Sources {
  public:
   struct Source : SourceText {
     TokenShards shards;
-    int64_t epoch_tokens() const { return shards.samples() * shards.seq_len(); }
+    std::unique_ptr<PackedShards> packed = {};  // with --pack
+    int64_t blocks() const { return packed ? packed->samples() : shards.samples(); }
+    int64_t epoch_tokens() const { return blocks() * shards.seq_len(); }
   };
 
  private:
@@ -142,14 +146,24 @@ class Sources {
  public:
   // block: the run's longest sequence.
   Sources(const std::vector<SourceText>& texts, int64_t block) : block_(block) {
+    all_.reserve(texts.size());  // packed shards refer to theirs
     for (const SourceText& text : texts)
       all_.push_back({text, TokenShards(text.pattern, block, option_of("--train-data", "--data", text.name).c_str(),
                                         text.format)});
   }
 
   int64_t block() const { return block_; }
+  Sources(const Sources&) = delete;
+
+  // Fills blocks with whole documents.
+  void pack(const PackedShards::Config& config, const Notice& notice) {
+    for (Source& source : all_)
+      source.packed = std::make_unique<PackedShards>(source.shards, config, notice,
+                                                     option_of("--train-data", "--data", source.name).c_str());
+  }
   // Cuts the files into blocks of another length.
   void cut(int64_t block) {
+    if (block == block_) return;
     block_ = block;
     for (Source& source : all_)
       CHECK(source.shards.cut(block) > 0,
@@ -169,7 +183,7 @@ class Sources {
     return sum([](const Source& s) { return s.shards.tokens(); });
   }
   int64_t samples() const {
-    return sum([](const Source& s) { return s.shards.samples(); });
+    return sum([](const Source& s) { return s.blocks(); });
   }  // blocks, in an epoch
   std::vector<std::string> paths() const {
     return joined([](const Source& s) { return s.shards.paths(); });

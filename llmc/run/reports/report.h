@@ -121,6 +121,16 @@ inline void report_unlikely_data(Log& log, const StepConfig& step, const RunData
       }
 }
 
+// "best-fit: 0.21% padded; 3.1% of 1,234 documents cut, 0% of tokens dropped"
+inline std::string packing_text(Packing how, const PackingCounts& counts, int64_t T) {
+  const auto percent = [](int64_t part, int64_t whole) {
+    return 100 * static_cast<double>(part) / static_cast<double>(std::max<int64_t>(1, whole));
+  };
+  return formatted("{}: {:.3g}% padded; {:.3g}% of {} documents cut, {:.3g}% of tokens dropped", how,
+                   percent(counts.padded, counts.rows * T), percent(counts.cut, counts.documents),
+                   human_count(counts.documents), percent(counts.dropped, counts.tokens));
+}
+
 // A row for each source, and for each stage of several.
 inline void add_data_rows(Rows& rows, const Job& job) {
   const Course& course = job.course;
@@ -142,12 +152,13 @@ inline void add_data_rows(Rows& rows, const Job& job) {
   const Stretch& now = job.stretch();
   for (size_t s = 0; s < job.data->train.size(); ++s) {
     const Sources::Source& source = job.data->train[s];
-    const int64_t samples = source.shards.samples() * (job.data->train.block() / o.seq_len);
+    const int64_t samples = source.blocks() * (job.data->train.block() / o.seq_len);
     rows.emplace_back(
         source.name.empty() ? "training data" : "source " + source.name,
         formatted("{}: {} shard(s), {} tokens, {} samples of {}{}{}", source.pattern, source.shards.count(),
                   human_count(source.shards.tokens()), human_count(samples), o.seq_len,
                   o.shuffled() ? ", shuffled" : ", in file order", source.name.empty() ? "" : ", " + percent(now, s)));
+    if (source.packed) rows.emplace_back("packing", packing_text(o.pack, source.packed->counts(), o.seq_len));
   }
 }
 
@@ -185,6 +196,7 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
   if (step.layout.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
   detail::report_memory(log, step, job.plan);
   detail::report_unlikely_data(log, step, *job.data);
+  for (const std::string& notice : job.data->notices) log.line("notice: " + notice);
   for (const std::string& notice : detail::tokenizer_notices(o, step.model, *job.tokenizer, &job.data->train[0].shards))
     log.line(notice);
   if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
