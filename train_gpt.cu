@@ -65,6 +65,7 @@ class Training {
         log_(beginning.log),
         stop_(o_.time_limit, job.begin, static_cast<double>(job.checkpoint_bytes()) / assumed_bytes_per_second),
         rank_(rank),
+        local_(world.local()),
         watchdog_(world.local().watchdog),
         report_(job, log_, beginning.peaks, rank == 0, beginning.totals),
         checkpoints_(job, beginning.directory, log_, report_, stop_),
@@ -123,7 +124,8 @@ class Training {
       }
     }
     if (progress_.done < job_.max_steps) return;  // another stretch follows
-    report_.summary(progress_, checkpoints_.last(), ops_, run_.memory_taken(job_.plan.of(static_cast<int>(rank_))));
+    report_.summary(progress_, checkpoints_.last(), ops_,
+                    run_.memory_taken(job_.plan, static_cast<int>(rank_), local_));
     if (progress_.done > first_)
       report_next_steps(log_, job_.asked, checkpoints_.last(), program_invocation_name, job_.example_prompt());
   }
@@ -460,6 +462,7 @@ class Training {
   Log& log_;
   StopCondition stop_;
   int64_t rank_;
+  LocalRanks local_;
   Watchdog* watchdog_;  // with several processes; else null
   StepReport report_;
   CheckpointSaver checkpoints_;

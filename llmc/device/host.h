@@ -107,5 +107,12 @@ inline int64_t resident_bytes() {
   std::ifstream("/proc/self/statm") >> size >> resident;
   return resident * sysconf(_SC_PAGE_SIZE);
 }
+// The most that it has used so far; 0: unknown.
+inline int64_t peak_resident_bytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("VmHWM:")) return std::stoll(line.substr(6)) * 1024;
+  return 0;
+}
 
 }  // namespace llmc

@@ -50,11 +50,18 @@ struct Run {
   }
 
   // The memory that this rank's GPU has lost since the start, beside what was planned for it: "5.2 GiB after the CUDA
-  // context, 5.1 GiB planned; ...". Empty if other ranks share the GPU.
-  std::string memory_taken(const Plan& plan) const {
+  // context, 5.1 GiB planned; ...". Empty if other ranks share the GPU. On a CPU that of this process, with the ranks
+  // `local`. all: the plan of all ranks
+  std::string memory_taken(const Plan& all, int rank, const LocalRanks& local) const {
     const Device& device = arena.device();
+    int64_t planned = all.of(rank).total_bytes();
+    if (device.kind == DeviceKind::cpu) {
+      for (int r = local.first; r < local.first + local.count; ++r)
+        if (r != rank) planned += all.of(r).total_bytes();
+      return formatted("{} resident at most, {} planned", human_bytes(peak_resident_bytes()), human_bytes(planned));
+    }
     if (!has_own_gpu(device)) return "";
-    const int64_t taken = free_at_start - free_memory_of_own(device.gpu), planned = plan.total_bytes();
+    const int64_t taken = free_at_start - free_memory_of_own(device.gpu);
     return formatted("{} after the CUDA context, {} planned; of {} left for libraries, {} in use{}", human_bytes(taken),
                      human_bytes(planned), human_bytes(gpu_reserve), human_bytes(std::max<int64_t>(0, taken - planned)),
                      taken > planned + gpu_reserve ? ": too little was left, unless another program took it" : "");

@@ -121,9 +121,9 @@ class StepReport {
   // The duration of the last update, in seconds.
   double last_seconds() const { return recent_.empty() ? 0 : recent_.back(); }
 
-  // Called at the end of a run. ops: where --profile has recorded its ops. gpu_memory: Run::memory_taken().
+  // Called at the end of a run. ops: where --profile has recorded its ops. memory: Run::memory_taken().
   void summary(const Progress& progress, const std::string& checkpoint, const OpLedger& ops,
-               const std::string& gpu_memory) const {
+               const std::string& memory) const {
     const double seconds = totals_.step_seconds;
     if (totals_.updates == 0) return log_.line("done: only the last validation was missing");
     const std::string mfu = peaks_.promised ? formatted("{:.1f}% MFU", 100 * totals_.flops / seconds / *peaks_.promised)
@@ -138,7 +138,7 @@ class StepReport {
                                          : "not measured"},
                  {"checkpoint", checkpoint},
                  {"metrics", o_.out_dir + "/metrics.jsonl"}};
-    if (!gpu_memory.empty()) rows.emplace_back("GPU memory", gpu_memory);
+    if (!memory.empty()) rows.emplace_back(job_.device.kind == DeviceKind::cuda ? "GPU memory" : "memory", memory);
     log_.table("done", rows);
     if (o_.profile && first_rank_)
       report_profile(log_, ops, job_.last_step() - first_, roof().of_rank(job_.step.layout.ranks()));
