@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -14,6 +13,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "core/pulse.h"
 #ifdef TRAIN_GPT_CUDA
@@ -100,7 +100,7 @@ class Event {
 class CpuQueue {
  public:
   // `threads`: OpenMP threads of each op.
-  explicit CpuQueue(int threads) : worker_([this, threads] { work(threads); }) {}
+  explicit CpuQueue(int threads) : queue_(room()), worker_([this, threads] { work(threads); }) {}
   ~CpuQueue() {
     {
       std::lock_guard lock(mutex_);
@@ -158,7 +158,7 @@ class CpuQueue {
   // Takes the whole queue at once: one lock for many small ops.
   void work(int threads) {
     omp_set_num_threads(threads);  // a setting of this thread, so that each rank has its own
-    std::deque<Task> taken;
+    std::vector<Task> taken = room();
     std::unique_lock lock(mutex_);
     for (;;) {
       if (queue_.empty() && !stopping_) {  // lets the host enqueue more before going to sleep
@@ -177,12 +177,13 @@ class CpuQueue {
       std::exception_ptr failed;
       const auto begin = std::chrono::steady_clock::now();
       const double waited = waited_seconds;
-      for (; !failed && !taken.empty(); taken.pop_front()) try {
-          taken.front().run();
+      for (auto task = taken.begin(); !failed && task != taken.end(); task->run = nullptr, ++task) try {
+          task->run();
           pulse();
         } catch (...) {
           failed = std::current_exception();
         }
+      if (!failed) taken.clear();
       busy_seconds_ = busy_seconds_ + std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() -
                       (waited_seconds - waited);
       lock.lock();
@@ -192,21 +193,26 @@ class CpuQueue {
     }
   }
   // Under the mutex: nothing more runs, but events are signalled.
-  void fail(std::exception_ptr failed, std::deque<Task>& taken) {
+  void fail(std::exception_ptr failed, std::vector<Task>& taken) {
     error_ = failed;
-    for (std::deque<Task>* left : {&taken, &queue_}) {
+    for (std::vector<Task>* left : {&taken, &queue_}) {
       for (const Task& task : *left)
-        if (task.needed == Needed::yes) task.run();
+        if (task.run && task.needed == Needed::yes) task.run();
       left->clear();
     }
     room_.notify_all();
   }
 
   static constexpr size_t max_queued = 256;
+  static std::vector<Task> room() {
+    std::vector<Task> tasks;
+    tasks.reserve(max_queued);
+    return tasks;
+  }
 
   std::mutex mutex_;
   std::condition_variable changed_, idle_, room_;
-  std::deque<Task> queue_;
+  std::vector<Task> queue_;
   bool busy_ = false, asleep_ = false, stopping_ = false;
   std::exception_ptr error_;  // written by the worker, under the mutex
   std::atomic<double> busy_seconds_ = 0;
