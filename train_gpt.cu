@@ -36,6 +36,7 @@
 #include "run/reports/step_report.h"
 #include "run/setup.h"
 #include "run/start.h"
+#include "run/tokenize.h"
 #include "run/trace/step_trace.h"
 #include "run/validation.h"
 #include "shard/whole_check.h"
@@ -604,6 +605,7 @@ int main(int argc, char** argv) {
     else if (needs_ranks(o)) run_training(o, *processes, begin);
     else if (o.place.process > 0) return static_cast<int>(ExitStatus::done);  // one process is enough
     else if (o.verify_data) run_verify_data(o);
+    else if (!o.tokenize.empty()) run_tokenize(o);
     else if (o.plan) run_plan(o);
     else if (o.plan_auto) run_plan_auto(o);
     else if (o.plan_examples) run_plan_examples(o);

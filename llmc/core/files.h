@@ -2,6 +2,7 @@
 #pragma once
 #include <fcntl.h>
 #include <glob.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -39,6 +40,8 @@ class File {
   // Does not follow a symbolic link: replacing the file later would lose the link.
   static File open_own(const std::string& path) { return File(path, O_RDONLY | O_NOFOLLOW, "open"); }
   static File create(const std::string& path) { return File(path, O_WRONLY | O_CREAT | O_TRUNC, "create"); }
+  // Writes over the beginning of a file that exists.
+  static File update(const std::string& path) { return File(path, O_WRONLY | O_NOFOLLOW, "write to"); }
   // Does not follow a symbolic link: the text would be appended to another file.
   static File append(const std::string& path) {
     return File(path, O_RDWR | O_CREAT | O_APPEND | O_NOFOLLOW, "append to");
@@ -90,6 +93,13 @@ class File {
       written += n;
     }
     return written;
+  }
+
+  // Takes the lock of the file; false: another process holds it.
+  bool lock() const {
+    if (::flock(fd_, LOCK_EX | LOCK_NB) == 0) return same_file(fd_, path_);
+    check(errno == EWOULDBLOCK, "lock");
+    return false;
   }
 
   void sync() { check(::fsync(fd_) == 0, "fsync"); }

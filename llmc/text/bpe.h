@@ -19,6 +19,12 @@
 
 namespace llmc {
 
+// Whether the names of special tokens in a text stand for these tokens, as in a prompt, or are text like any other, as
+// in a document: none can forge an end of text.
+enum class Specials : uint8_t { as_tokens, as_text };
+// Whether a text begins a document, or continues one that was cut at a place of last_cut().
+enum class TextPart : uint8_t { beginning, continuation };
+
 // Tokens that are matched literally in a text, before anything else.
 class AddedTokens {
  public:
@@ -26,6 +32,7 @@ class AddedTokens {
     std::string text;
     int32_t id;
     bool strip_left, strip_right;  // adjacent white space belongs to the token
+    bool special;
   };
   void add(const Token& token) {
     if (token.text.empty()) return;
@@ -38,12 +45,12 @@ class AddedTokens {
   // Splits the text at its tokens, leftmost first, then longest; passes their ids to on_token and the text between them
   // to on_text.
   template <class OnToken, class OnText>
-  void split(std::string_view text, OnToken&& on_token, OnText&& on_text) const {
+  void split(std::string_view text, Specials specials, OnToken&& on_token, OnText&& on_text) const {
     size_t cut = 0;
     for (size_t at = 0; at < text.size();) {
       const Token* token = find(text.substr(at));
-      if (!token) {
-        ++at;
+      if (!token || (token->special && specials == Specials::as_text)) {
+        at += token ? token->text.size() : 1;
         continue;
       }
       size_t begin = at, end = at += token->text.size();
@@ -92,18 +99,35 @@ class Bpe {
   // text: valid UTF-8.
   std::vector<int32_t> encode(std::string_view text, Template around = Template::omit) const {
     std::vector<int32_t> ids;
-    BpeVocabulary::Encoder encoder(vocabulary_, ids);
-    auto on_token = [&](int32_t id) { ids.push_back(id); };
     if (around == Template::apply) ids = prefix_;
-    added_.split(text, on_token, [&](std::string_view part) {
-      const std::string normalised = nfc_ ? nfc(part) : std::string(part);
-      added_normalised_.split(normalised, on_token, [&](std::string_view between) {
-        cut(between, 0, [&](std::string_view piece) { encoder.append(piece); });
-      });
-    });
+    Encoder(*this, Specials::as_tokens).append(text, TextPart::beginning, ids);
     if (around == Template::apply) ids.insert(ids.end(), suffix_.begin(), suffix_.end());
     return ids;
   }
+
+  // Encodes many texts, and remembers the words in them; one for each thread.
+  class Encoder {
+   public:
+    Encoder(const Bpe& bpe, Specials specials) : bpe_(bpe), specials_(specials), words_(bpe.vocabulary_) {}
+    // ids += the tokens of a text, valid UTF-8.
+    void append(std::string_view text, TextPart, std::vector<int32_t>& ids) {
+      auto on_token = [&](int32_t id) { ids.push_back(id); };
+      bpe_.added_.split(text, specials_, on_token, [&](std::string_view part) {
+        const std::string normalised = bpe_.nfc_ ? nfc(part) : std::string(part);
+        bpe_.added_normalised_.split(normalised, specials_, on_token, [&](std::string_view between) {
+          bpe_.cut(between, 0, [&](std::string_view piece) { words_.append(piece, ids); });
+        });
+      });
+    }
+
+   private:
+    const Bpe& bpe_;
+    Specials specials_;
+    BpeVocabulary::Encoder words_;
+  };
+
+  // The last place where a long text may be cut and its parts encoded one after the other; none: there is none.
+  std::optional<size_t> last_cut(std::string_view) const { return std::nullopt; }
 
   // The bytes of a token; empty: no such token. One character's bytes may be spread over several tokens.
   const std::string& text_of(int32_t id) const {
@@ -163,14 +187,14 @@ class Bpe {
     const int32_t id =
         BpeVocabulary::id_of(json.at("id"), most, formatted("{}: added token '{}'", where_, shown(content)));
     const AddedTokens::Token token{normalised && nfc_ ? nfc(content) : content, id, json.value("lstrip", false),
-                                   json.value("rstrip", false)};
+                                   json.value("rstrip", false), json.value("special", false)};
     if (json.value("single_word", false)) refuse(formatted("added token '{}' with \"single_word\"", shown(content)));
     const size_t i = static_cast<size_t>(token.id);
     if (i >= tokens_.size()) tokens_.resize(i + 1);
     CHECK(tokens_[i].empty() || tokens_[i] == content, "{}: added token '{}' has the id {} of token '{}'", where_,
           shown(content), token.id, shown(tokens_[i]));
     tokens_[i] = token.text;  // kept as it is; the library reads U+00E9 in it as GPT-2's sign for byte 0xe9
-    if (json.value("special", false)) special_.insert(std::ranges::upper_bound(special_, id), id);
+    if (token.special) special_.insert(std::ranges::upper_bound(special_, id), id);
     (normalised ? added_normalised_ : added_).add(token);
   }
 

@@ -99,17 +99,18 @@ class BpeVocabulary {
   // Appends the tokens of pieces of text. Remembers pieces, because a text has few distinct words.
   class Encoder {
    public:
-    Encoder(const BpeVocabulary& vocabulary, std::vector<int32_t>& out) : vocabulary_(vocabulary), out_(out) {}
+    explicit Encoder(const BpeVocabulary& vocabulary) : vocabulary_(vocabulary) {}
 
-    void append(std::string_view piece) {
-      if (piece.size() > longest_remembered) return append_new(piece);
+    // out += the tokens of a piece.
+    void append(std::string_view piece, std::vector<int32_t>& out) {
+      if (piece.size() > longest_remembered) return append_new(piece, out);
       if (const auto known = known_.find(piece); known != known_.end()) {
-        out_.insert(out_.end(), known->second.begin(), known->second.end());
+        out.insert(out.end(), known->second.begin(), known->second.end());
         return;
       }
-      const auto begin = static_cast<std::ptrdiff_t>(out_.size());
-      append_new(piece);
-      if (known_.size() < most_remembered) known_.emplace(piece, std::vector(out_.begin() + begin, out_.end()));
+      const auto begin = static_cast<std::ptrdiff_t>(out.size());
+      append_new(piece, out);
+      if (known_.size() < most_remembered) known_.emplace(piece, std::vector(out.begin() + begin, out.end()));
     }
 
    private:
@@ -124,10 +125,10 @@ class BpeVocabulary {
       bool operator>(const Candidate& o) const { return rank != o.rank ? rank > o.rank : left > o.left; }
     };
 
-    void append_new(std::string_view piece) {
+    void append_new(std::string_view piece, std::vector<int32_t>& out) {
       if (vocabulary_.whole_pieces_first_)
         if (const auto whole = vocabulary_.id_of_.find(piece); whole != vocabulary_.id_of_.end())
-          return out_.push_back(whole->second);
+          return out.push_back(whole->second);
       const int32_t n = narrow<int32_t>(static_cast<int64_t>(piece.size()));
       symbols_.resize(piece.size());
       for (int32_t i = 0; i < n; ++i)
@@ -136,7 +137,7 @@ class BpeVocabulary {
       for (int32_t i = 0; i + 1 < n; ++i) consider(i);
       std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
       merge_all();
-      for (int32_t i = n > 0 ? 0 : -1; i >= 0; i = at(i).after) out_.push_back(at(i).id);
+      for (int32_t i = n > 0 ? 0 : -1; i >= 0; i = at(i).after) out.push_back(at(i).id);
     }
 
     // A heap of candidates over a linked list of symbols; stale candidates are skipped. O(n log n) for pieces of any
@@ -170,7 +171,6 @@ class BpeVocabulary {
     Symbol& at(int32_t i) { return symbols_[static_cast<size_t>(i)]; }
 
     const BpeVocabulary& vocabulary_;
-    std::vector<int32_t>& out_;
     std::unordered_map<std::string, std::vector<int32_t>, Hash, std::equal_to<>> known_;
     std::vector<Symbol> symbols_;
     std::vector<Candidate> heap_;

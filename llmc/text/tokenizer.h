@@ -17,12 +17,25 @@
 
 namespace llmc {
 
+// Turns documents into tokens, for one thread. The names of special tokens in them are text like any other.
+class DocumentEncoder {
+ public:
+  virtual ~DocumentEncoder() = default;
+  // ids += the tokens of a document, or of a part of one
+  virtual void append(std::string_view text, TextPart part, std::vector<int32_t>& ids) = 0;
+};
+
 class Tokenizer {
  public:
   virtual ~Tokenizer() = default;
   // where: how errors about the text begin
   virtual std::vector<int32_t> encode(const std::string& text, const std::string& where = "--prompt") const = 0;
   virtual std::string decode(std::span<const int32_t> tokens) const = 0;
+  // Null: this tokenizer only decodes.
+  virtual std::unique_ptr<DocumentEncoder> document_encoder() const { return nullptr; }
+  // The last place where a long document may be cut without a change to its tokens; none: there is none.
+  virtual std::optional<size_t> last_cut(std::string_view text) const { return text.size(); }
+  virtual bool needs_utf8() const { return false; }
   virtual int32_t end_of_text() const = 0;
   virtual int64_t size() const = 0;  // ids are below it
   // The number of bytes of text that a token stands for, 0 for special tokens; none: there is no such token.
@@ -42,6 +55,14 @@ class ByteTokenizer final : public Tokenizer {
     std::vector<int32_t> tokens;
     for (unsigned char byte : text) tokens.push_back(byte);
     return tokens;
+  }
+  std::unique_ptr<DocumentEncoder> document_encoder() const override {
+    struct Bytes final : DocumentEncoder {
+      void append(std::string_view text, TextPart, std::vector<int32_t>& ids) override {
+        for (const unsigned char byte : text) ids.push_back(byte);
+      }
+    };
+    return std::make_unique<Bytes>();
   }
   std::string decode(std::span<const int32_t> tokens) const override {
     std::string text;
@@ -169,6 +190,18 @@ class HuggingFaceTokenizer final : public Tokenizer {
           where, *fault + 1, path_);
     return bpe_.encode(text);
   }
+  std::unique_ptr<DocumentEncoder> document_encoder() const override {
+    struct Documents final : DocumentEncoder {
+      explicit Documents(const Bpe& bpe) : encoder(bpe, Specials::as_text) {}
+      void append(std::string_view text, TextPart part, std::vector<int32_t>& ids) override {
+        encoder.append(text, part, ids);
+      }
+      Bpe::Encoder encoder;
+    };
+    return std::make_unique<Documents>(bpe_);
+  }
+  std::optional<size_t> last_cut(std::string_view text) const override { return bpe_.last_cut(text); }
+  bool needs_utf8() const override { return true; }
   std::string decode(std::span<const int32_t> tokens) const override {
     std::string text;
     for (int32_t token : tokens) text += bpe_.text_of(token).empty() ? formatted("<{}>", token) : bpe_.text_of(token);

@@ -27,7 +27,9 @@ struct OptionKind {
     stages = 128,
     slices = 256,
     model = 512,
-    data = 1024  // for training or validation
+    data = 1024,  // for training or validation
+    tokenizer = 2048,
+    interruption = 4096
   } kind;
   std::vector<std::string_view> names;
 };
@@ -37,8 +39,8 @@ inline const std::vector<OptionKind>& option_kinds() {
   static const std::vector<OptionKind> kinds = {
       // clang-format off
       {OptionKind::training, {
-        "--data-changed", "--stages", "--pack", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume", "--restart",
-        "--log-every", "--time-limit", "--overfit-batch", "--optimizer", "--lr", "--warmup-steps", "--lr-schedule", "--decay-steps", "--final-lr-frac",
+        "--data-changed", "--stages", "--pack", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume",
+        "--log-every", "--overfit-batch", "--optimizer", "--lr", "--warmup-steps", "--lr-schedule", "--decay-steps", "--final-lr-frac",
         "--weight-decay", "--beta1", "--beta2", "--adam-eps", "--grad-clip", "--skip-loss-z", "--skip-grad-z",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
         "--checkpoint-errors", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights",
@@ -58,7 +60,9 @@ inline const std::vector<OptionKind>& option_kinds() {
       {OptionKind::slices, {"--token-slices"}},
       {OptionKind::model, {
         "--model", "--from-scratch", "--n-layer", "--n-head", "--n-kv-head", "--n-embd", "--n-ffn", "--vocab-size",
-        "--seq-len", "--rope-theta", "--rope-factor", "--dtype", "--tokenizer"}},
+        "--seq-len", "--rope-theta", "--rope-factor", "--dtype"}},
+      {OptionKind::tokenizer, {"--tokenizer"}},
+      {OptionKind::interruption, {"--restart", "--time-limit"}},
       // clang-format on
   };
   return kinds;
@@ -73,13 +77,17 @@ inline std::optional<Mode> mode_of(const Options& o) {
   using K = OptionKind;
   if (o.evaluate)
     return Mode{"--evaluate", "which does not train and writes nothing",
-                K::val_data | K::data | K::validation | K::batch | K::layout | K::stages | K::model};
-  if (o.generate) return Mode{"--generate", "which computes on one rank and does not train", K::sampling | K::model};
+                K::val_data | K::data | K::validation | K::batch | K::layout | K::stages | K::model | K::tokenizer};
+  if (o.generate)
+    return Mode{"--generate", "which computes on one rank and does not train", K::sampling | K::model | K::tokenizer};
   if (o.verify_data)
     return Mode{"--verify-data", "which reads data and does not train",
-                K::train_data | K::val_data | K::data | K::model};
+                K::train_data | K::val_data | K::data | K::model | K::tokenizer};
+  if (!o.tokenize.empty())
+    return Mode{"--tokenize", "which reads text and does not train", K::tokenizer | K::interruption};
   if (o.selftest) return Mode{"--selftest", "which has models and layouts of its own, on --local-ranks ranks", 0};
-  if (o.plan_auto) return Mode{"--plan-auto", "which searches the layout of a step", K::model | K::batch};
+  if (o.plan_auto)
+    return Mode{"--plan-auto", "which searches the layout of a step", K::model | K::tokenizer | K::batch};
   if (o.plan_examples) return Mode{"--plan-examples", "which plans the runs of papers", 0};
   if (o.print_schedule)
     return Mode{"--print-schedule", "which draws the stages of --pp, whatever they compute", K::stages | K::slices};

@@ -49,6 +49,9 @@ constexpr auto names_of_values(SelftestLayouts) { return std::array{"pairs", "al
 
 inline constexpr const char* local_machine = "local";  // for --machine: this one
 
+enum class TokenizeSplit : uint8_t { train, val };
+constexpr auto names_of_values(TokenizeSplit) { return std::array{"train", "val"}; }
+
 struct Options {
   std::string train_data, val_data;
   TextList data, val;  // NAME=PATTERN:WEIGHT[:MAX_EPOCHS]; NAME=PATTERN
@@ -142,6 +145,9 @@ struct Options {
   std::optional<int64_t> rank, world_size;
   std::string rendezvous;
   double init_timeout = 600, comm_timeout = 300;  // seconds
+  std::string tokenize, tokenize_out, tokenize_field = "text";
+  TokenizeSplit tokenize_split = TokenizeSplit::train;
+  int64_t shard_size = 100'000'000;
   bool evaluate = false, generate = false, interactive = false, plan = false, selftest = false, verify_data = false,
        profile = false;
   std::string trace;                  // a file; empty: none
@@ -551,6 +557,18 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--json", "", o.json, Limits{}, free,
         "print JSON instead of text: with --plan, --print-schedule (scripts/plot_schedule.py draws it), "
         "--print-stages and --evaluate");
+  visit("--tokenize", "", o.tokenize, Limits{}, free,
+        "instead of training, turn files into token shards with --tokenizer, on --threads: text, a document each, or "
+        "JSON lines (.jsonl, .ndjson, .json), also packed by gzip or zstd; files, or quoted patterns, with commas "
+        "between them. Every document begins with the end of text. An interrupted command, repeated, goes on");
+  visit("--out", "", o.tokenize_out, Limits{}, free,
+        "with --tokenize, what the names of the shards begin with: PREFIX_train_000000.bin; --restart replaces those "
+        "that are there");
+  visit("--tokenize-field", "", o.tokenize_field, Limits{}, free,
+        "with --tokenize, the field of JSON lines that is text");
+  visit("--tokenize-split", "", o.tokenize_split, any_of<TokenizeSplit>(), free,
+        "with --tokenize, the split that the shards are named after");
+  visit("--shard-size", "", o.shard_size, at_least(1), free, "with --tokenize, the tokens of a shard");
   visit("--selftest", "", o.selftest, Limits{}, free,
         "instead of training, compare layouts of up to --local-ranks ranks with one rank, on tiny models");
   visit("--selftest-layouts", "", o.selftest_layouts, any_of<SelftestLayouts>(), free,

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <map>
 #include <optional>
+#include <span>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -42,6 +43,22 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
           "{}: put a space between the letter and its value: {} {}", shown(word), word.substr(0, 2),
           shown(word.substr(2)));
   }
+}
+
+// The words of a command line; --tokenize takes several, as a shell expands a pattern, with commas between them.
+inline std::vector<std::string> joined_words(int argc, const char* const* argv) {
+  std::vector<std::string> words;
+  enum { none, first, more } files = none;  // what the next word may be
+  for (const std::string word : std::span(argv, static_cast<size_t>(argc))) {
+    const bool option = word.starts_with('-');
+    if (files == more && !option) {
+      words.back() += "," + word;
+      continue;
+    }
+    words.push_back(word);
+    files = word == "--tokenize" ? first : word.starts_with("--tokenize=") || (files == first && !option) ? more : none;
+  }
+  return words;
 }
 
 // Rejects a word that belongs to no option.
@@ -255,13 +272,22 @@ inline void validate_evaluation(const Options& o) {
   CHECK(o.schedule != Schedule::pipedream, "--schedule pipedream with --evaluate, which updates nothing: leave it out");
 }
 
+inline void validate_tokenize(const Options& o) {
+  CHECK(!o.tokenize_out.empty() && !o.tokenize_out.ends_with('/'),
+        "--out '{}': expected what the shards' names begin with, such as data/mine/mine", shown(o.tokenize_out));
+  CHECK(o.tokenizer != "auto", "--tokenize needs a --tokenizer: bytes, or a tokenizer.json");
+}
+
 // Checks combinations, as far as the options alone decide.
 inline void validate(const Options& o) {
   CHECK(o.evaluate + o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule + o.print_stages +
-                !o.print_samples.empty() + o.plan_auto + o.plan_examples <=
+                !o.print_samples.empty() + o.plan_auto + o.plan_examples + !o.tokenize.empty() <=
             1,
-        "--evaluate, --generate, --plan, --plan-auto, --plan-examples, --selftest, --verify-data, "
+        "--evaluate, --generate, --plan, --plan-auto, --plan-examples, --selftest, --tokenize, --verify-data, "
         "--print-schedule, --print-stages and --print-samples: choose one of them");
+  if (!o.tokenize.empty()) return validate_tokenize(o);
+  CHECK(o.tokenize_out.empty(), "--out {} is for --tokenize: add it; the directory of a run is --out-dir",
+        shown(o.tokenize_out));
   validate_selftest(o);
   CHECK(o.plan || o.plan_auto || o.machine.empty(), "--machine {} is for --plan: add it, or leave out --machine",
         shown(o.machine));
@@ -311,7 +337,8 @@ inline void validate(const Options& o) {
 
 // Is it a run that trains, or one on paper, or a check of its data?
 inline bool trains(const Options& o) {
-  return !o.generate && !o.evaluate && !o.selftest && !o.print_schedule && !o.plan_auto && !o.plan_examples;
+  return !o.generate && !o.evaluate && !o.selftest && !o.print_schedule && !o.plan_auto && !o.plan_examples &&
+         o.tokenize.empty();
 }
 
 // The parsed command line.
@@ -345,7 +372,12 @@ inline std::string fault_of_values(const std::vector<std::string>& words) {
 
 // take_place(options): sets the number of ranks, and which of them are this process's.
 template <class TakePlace>
-Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_place) {
+Command parse_command_line(int words, const char* const* given_words, TakePlace&& take_place) {
+  const std::vector<std::string> joined = detail::joined_words(words, given_words);
+  std::vector<const char*> pointers;
+  for (const std::string& word : joined) pointers.push_back(word.c_str());
+  const int argc = static_cast<int>(pointers.size());
+  const char* const* argv = pointers.data();
   Command command;
   CLI::App app;
   app.set_help_flag();

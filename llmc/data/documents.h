@@ -1,0 +1,242 @@
+// documents.h: files of text or JSON lines, cut into chunks of bounded size for several threads, and the documents in a
+// chunk. Chunks depend on the files alone, never on the number of threads, and reading can go on at any chunk.
+#pragma once
+#include <algorithm>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/escape.h"
+#include "core/utf8.h"
+#include "data/text_file.h"
+
+namespace llmc {
+
+// A place between two chunks.
+struct TextPosition {
+  int64_t file = 0, offset = 0;  // bytes of its text, unpacked
+  int64_t line = 1;
+  bool within = false;  // a document goes on here
+  bool operator==(const TextPosition&) const = default;
+};
+
+enum class TextFormat : uint8_t { text, json_lines };
+
+// By the name. A file of text is one document.
+inline TextFormat format_of(std::string path) {
+  for (const char* packed : {".gz", ".zst"})
+    if (path.ends_with(packed)) path.resize(path.find_last_of('.'));
+  for (const char* suffix : {".jsonl", ".ndjson", ".json"})
+    if (path.ends_with(suffix)) return TextFormat::json_lines;
+  return TextFormat::text;
+}
+
+// Whole lines of JSON, or text: a document, or a part of a long one.
+struct TextChunk {
+  std::string path;
+  TextFormat format;
+  TextPosition begin, end;
+  std::string text;
+};
+
+class ChunkReader {
+ public:
+  // Where the text of a document may be cut: the last such place, none if there is none. Called with at least
+  // chunk_bytes.
+  using Cut = std::function<std::optional<size_t>(std::string_view)>;
+
+  static constexpr size_t chunk_bytes = 1 << 20;
+  static constexpr size_t longest_line = size_t{1} << 30;  // of JSON; it is held in memory
+  static constexpr size_t longest_part = size_t{1} << 26;  // of text without a place to cut
+
+  ChunkReader(std::vector<std::string> paths, Cut cut, TextPosition begin = {})
+      : paths_(std::move(paths)), cut_(std::move(cut)), at_(begin) {
+    if (at_.offset == 0 || at_.file == std::ssize(paths_)) return;
+    open();
+    std::string skipped(chunk_bytes, '\0');
+    for (int64_t left = at_.offset; left > 0;) {
+      const size_t n = file_->read(skipped.data(), static_cast<size_t>(std::min<int64_t>(left, chunk_bytes)));
+      CHECK(n > 0, "{}: ends before byte {} of its text, where reading is to go on: it has changed", file_->path(),
+            at_.offset);
+      left -= static_cast<int64_t>(n);
+    }
+  }
+
+  // The next chunk; none: all files have been read.
+  std::optional<TextChunk> next() {
+    while (at_.file < std::ssize(paths_)) {
+      if (!file_) open();
+      const bool more = read_more();
+      if (rest_.empty()) {
+        next_file();
+        continue;
+      }
+      const bool is_json = format_of(file_->path()) == TextFormat::json_lines;
+      std::optional<size_t> end = more ? is_json ? end_of_line() : cut_(rest_) : rest_.size();
+      if (!is_json && !end && rest_.size() >= longest_part) end = end_of_character();
+      CHECK(end || rest_.size() < longest_line,
+            "{}:{}: a line of more than {} bytes, expected one document on each line", file_->path(), at_.line,
+            longest_line);
+      if (!end) {
+        wanted_ = 2 * rest_.size();
+        continue;
+      }
+      wanted_ = chunk_bytes;
+      return take(*end, is_json ? TextFormat::json_lines : TextFormat::text, more);
+    }
+    return std::nullopt;
+  }
+
+  // The bytes of all files as they are, and how many of them have been read.
+  int64_t bytes_read() const { return bytes_before_ + (file_ ? file_->position() : 0); }
+
+ private:
+  void open() { file_.emplace(paths_[static_cast<size_t>(at_.file)]); }
+  void next_file() {
+    bytes_before_ += file_->size();
+    file_.reset();
+    ended_ = false;
+    at_ = {.file = at_.file + 1};
+  }
+
+  // Fills rest_ up to wanted_. False: the file has ended.
+  bool read_more() {
+    const size_t kept = rest_.size();
+    if (ended_ || kept >= wanted_) return !ended_;
+    rest_.resize(wanted_);
+    rest_.resize(kept + file_->read(rest_.data() + kept, wanted_ - kept));
+    ended_ = rest_.size() < wanted_;
+    return !ended_;
+  }
+
+  std::optional<size_t> end_of_line() const {
+    const size_t last = rest_.rfind('\n');
+    return last == rest_.npos ? std::nullopt : std::optional(last + 1);
+  }
+  size_t end_of_character() const {
+    size_t end = rest_.size();
+    for (int i = 0; i < 3 && (static_cast<unsigned char>(rest_[end - 1]) & 0xc0) != 0; ++i) --end;
+    return end;
+  }
+
+  TextChunk take(size_t end, TextFormat format, bool more) {
+    TextChunk chunk{file_->path(), format, at_, {}, rest_.substr(0, end)};
+    rest_.erase(0, end);
+    at_.line += std::count(chunk.text.begin(), chunk.text.end(), '\n');
+    at_.offset += static_cast<int64_t>(end);
+    at_.within = format == TextFormat::text;
+    if (!more && rest_.empty()) next_file();
+    chunk.end = at_;
+    return chunk;
+  }
+
+  std::vector<std::string> paths_;
+  Cut cut_;
+  TextPosition at_;
+  std::optional<TextFile> file_;
+  std::string rest_;  // read, and not yet in a chunk
+  size_t wanted_ = chunk_bytes;
+  bool ended_ = false;  // the file, not rest_
+  int64_t bytes_before_ = 0;
+};
+
+namespace detail {
+
+// Takes one field of an object; knows its faults.
+class FieldReader {
+ public:
+  explicit FieldReader(const std::string& field) : field_(field) {}
+  std::optional<std::string> text;
+  std::string fault;
+
+  bool null() { return scalar("null"); }
+  bool boolean(bool) { return scalar("true or false"); }
+  bool number_integer(int64_t) { return scalar("a number"); }
+  bool number_unsigned(uint64_t) { return scalar("a number"); }
+  bool number_float(double, const std::string&) { return scalar("a number"); }
+  bool string(std::string& value) {
+    if (depth_ == 0) return fail("not a JSON object");
+    if (wanted()) text = std::move(value);
+    return true;
+  }
+  bool binary(nlohmann::json::binary_t&) { return false; }  // does not occur in text
+  bool start_object(size_t) { return open("an object"); }
+  bool start_array(size_t) { return depth_ == 0 ? fail("not a JSON object") : open("a list"); }
+  bool end_object() { return close(); }
+  bool end_array() { return close(); }
+  bool key(const std::string& name) {
+    if (depth_ != 1) return true;
+    if (names_.size() < 100) names_ += (names_.empty() ? "" : ", ") + shown(name, 40);
+    here_ = name == field_;
+    return !here_ || !text || fail(formatted("names {} twice", shown(name)));
+  }
+  bool parse_error(size_t, const std::string&, const nlohmann::json::exception& error) {
+    const std::string why = error.what();  // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
+    return fail("not JSON: " + shown(why.substr(why.find("] ") + 2), 200));
+  }
+  const std::string& names() const { return names_; }
+
+ private:
+  bool wanted() const { return depth_ == 1 && here_; }
+  bool scalar(const char* kind) {
+    if (depth_ == 0) return fail("not a JSON object");
+    return !wanted() || fail(formatted("field '{}' holds {}, expected a string", shown(field_), kind));
+  }
+  bool open(const char* kind) {
+    if (wanted()) return fail(formatted("field '{}' holds {}, expected a string", shown(field_), kind));
+    return ++depth_ <= 512 || fail("nested more than 512 deep");
+  }
+  bool close() {
+    --depth_;
+    return true;
+  }
+  bool fail(std::string why) {
+    if (fault.empty()) fault = std::move(why);
+    return false;
+  }
+
+  const std::string& field_;
+  std::string names_;
+  int depth_ = 0;
+  bool here_ = false;  // the key just read is the field's
+};
+
+// The text in a line of JSON; errors begin with `where`.
+inline std::string text_in_line(std::string_view line, const std::string& field, const std::string& where) {
+  constexpr std::string_view mark = "\xef\xbb\xbf";
+  if (line.starts_with(mark)) line.remove_prefix(mark.size());
+  FieldReader reader(field);
+  if (line.find('\0') != line.npos) reader.fault = "not JSON: it has a NUL";  // the library takes it for the end
+  else if (!nlohmann::json::sax_parse(line.begin(), line.end(), &reader) && reader.fault.empty())
+    reader.fault = "not JSON";
+  CHECK(reader.fault.empty(), "{}: {}; expected an object with a \"{}\" on each line, found {}", where, reader.fault,
+        shown(field), shown(line, 60));
+  CHECK(reader.text, "{}: no field '{}', only {}: name the text's with --tokenize-field", where, shown(field),
+        reader.names().empty() ? "none" : reader.names());
+  return std::move(*reader.text);
+}
+
+}  // namespace detail
+
+// Passes on the documents of a chunk, or the part of one, that are not empty: on_document(text, line, begins). Errors
+// name the file and the line.
+template <class F>
+void for_each_document(const TextChunk& chunk, const std::string& field, F&& on_document) {
+  int64_t line = chunk.begin.line;
+  if (chunk.format == TextFormat::text) return on_document(std::string_view(chunk.text), line, !chunk.begin.within);
+  for (size_t at = 0; at < chunk.text.size(); ++line) {
+    const size_t end = std::min(chunk.text.find('\n', at), chunk.text.size());
+    const std::string_view row = std::string_view(chunk.text).substr(at, end - at);
+    at = end + 1;
+    if (row.find_first_not_of(" \t\r") == row.npos) continue;
+    const std::string text = detail::text_in_line(row, field, formatted("{}:{}", chunk.path, line));
+    if (!text.empty()) on_document(std::string_view(text), line, true);
+  }
+}
+
+}  // namespace llmc

@@ -1,0 +1,142 @@
+// text_file.h: a file of text read from front to back, unpacked if it is gzip's or zstd's, whatever its name.
+#pragma once
+#include <zlib.h>
+#include <zstd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/files.h"
+
+namespace llmc {
+
+class TextFile {
+ public:
+  explicit TextFile(const std::string& path) : file_(File::open_read(path)), size_(file_.size()), in_(block_bytes) {
+    fill();
+    const std::string_view start(in_.data(), in_end_);
+    if (start.starts_with("\x1f\x8b")) {
+      kind_ = Kind::gzip;
+      gzip_ = {new z_stream{}, [](z_stream* stream) {
+                 inflateEnd(stream);
+                 delete stream;
+               }};
+      CHECK(inflateInit2(gzip_.get(), 15 + 16) == Z_OK, "{}: zlib cannot start: no memory", path);
+    } else if (start.starts_with("\x28\xb5\x2f\xfd")) {
+      kind_ = Kind::zstd;
+      zstd_ = {ZSTD_createDCtx(), ZSTD_freeDCtx};
+      CHECK(zstd_ != nullptr, "{}: no memory to unpack it", path);
+    } else {
+      for (const auto& [magic, kind, remedy] : others)
+        CHECK(!start.starts_with(magic), "{}: a {} file, expected text or JSON lines, also packed by gzip or zstd: {}",
+              path, kind, remedy);
+    }
+  }
+
+  const std::string& path() const { return file_.path(); }
+  int64_t size() const { return size_; }         // of the file as it is
+  int64_t position() const { return in_file_; }  // what of that has been read
+
+  // out = the next bytes of the text; returns how many: fewer than `most` only at the end.
+  size_t read(char* out, size_t most) {
+    size_t done = 0;
+    while (done < most) {
+      const size_t n = kind_ == Kind::plain  ? copy(out + done, most - done)
+                       : kind_ == Kind::gzip ? inflate_some(out + done, most - done)
+                                             : decompress_some(out + done, most - done);
+      if (n == 0) break;
+      done += n;
+    }
+    return done;
+  }
+
+ private:
+  enum class Kind : uint8_t { plain, gzip, zstd };
+  struct Other {
+    std::string_view magic;
+    const char *kind, *remedy;
+  };
+  static constexpr Other others[] = {{{"\xfd"
+                                       "7zXZ"},
+                                      "xz",
+                                      "unpack it: xz -d"},
+                                     {"BZh", "bzip2", "unpack it: bunzip2"},
+                                     {"PK\x03\x04", "zip", "unpack it: unzip"},
+                                     {"PAR1", "Parquet", "convert it to JSON lines (data/tokenize_text.py says how)"}};
+  static constexpr size_t block_bytes = 1 << 18;
+
+  // Reads the next block of the file once the last is used up. False: the file has ended.
+  bool fill() {
+    if (in_at_ < in_end_) return true;
+    in_at_ = 0;
+    in_end_ = static_cast<size_t>(std::min<int64_t>(block_bytes, size_ - in_file_));
+    file_.read_at(in_.data(), static_cast<int64_t>(in_end_), in_file_);
+    in_file_ += static_cast<int64_t>(in_end_);
+    return in_end_ > 0;
+  }
+
+  size_t copy(char* out, size_t most) {
+    if (!fill()) return 0;
+    const size_t n = std::min(most, in_end_ - in_at_);
+    std::memcpy(out, in_.data() + in_at_, n);
+    in_at_ += n;
+    return n;
+  }
+
+  // Several packed texts in one file are one text.
+  size_t inflate_some(char* out, size_t most) {
+    z_stream& z = *gzip_;
+    z.next_out = reinterpret_cast<Bytef*>(out);
+    z.avail_out = static_cast<uInt>(std::min<size_t>(most, 1 << 30));
+    const uInt room = z.avail_out;
+    while (z.avail_out == room) {
+      const bool more = fill();
+      if (!more && !within_) return 0;
+      CHECK(more, "{}: damaged gzip data: it ends too early; get the file again", path());
+      if (!within_) inflateReset(&z);
+      within_ = true;
+      z.next_in = reinterpret_cast<Bytef*>(in_.data() + in_at_);
+      z.avail_in = static_cast<uInt>(in_end_ - in_at_);
+      const int status = inflate(&z, Z_NO_FLUSH);
+      in_at_ = in_end_ - z.avail_in;
+      if (status == Z_STREAM_END) within_ = false;
+      CHECK(status == Z_OK || status == Z_STREAM_END || status == Z_BUF_ERROR,
+            "{}: damaged gzip data ({}) before byte {}; get the file again", path(), z.msg ? z.msg : "no reason given",
+            in_file_);
+    }
+    return room - z.avail_out;
+  }
+
+  size_t decompress_some(char* out, size_t most) {
+    ZSTD_outBuffer to{out, most, 0};
+    while (to.pos == 0) {
+      // The library may still hold text of what it was given.
+      const bool more = fill();
+      if (!more && !within_) return 0;
+      ZSTD_inBuffer from{in_.data(), in_end_, in_at_};
+      const size_t status = ZSTD_decompressStream(zstd_.get(), &to, &from);
+      in_at_ = from.pos;
+      CHECK(!ZSTD_isError(status), "{}: damaged zstd data ({}) before byte {}; get the file again", path(),
+            ZSTD_getErrorName(status), in_file_);
+      within_ = status != 0;
+      CHECK(more || to.pos > 0 || !within_, "{}: damaged zstd data: it ends too early; get the file again", path());
+    }
+    return to.pos;
+  }
+
+  File file_;
+  int64_t size_, in_file_ = 0;
+  std::vector<char> in_;  // a block of the file, of which in_at_ to in_end_ are unused
+  size_t in_at_ = 0, in_end_ = 0;
+  Kind kind_ = Kind::plain;
+  bool within_ = false;  // within a packed text
+  std::unique_ptr<z_stream, void (*)(z_stream*)> gzip_{nullptr, nullptr};
+  std::unique_ptr<ZSTD_DCtx, size_t (*)(ZSTD_DCtx*)> zstd_{nullptr, nullptr};
+};
+
+}  // namespace llmc

@@ -1,0 +1,259 @@
+// --tokenize: text files and JSON lines, plain and packed, to shards: in order, restartable, and never over others'
+// work.
+#include <algorithm>
+#include <fstream>
+
+#include "catch2.h"
+#include "data/dataloader.h"
+#include "helpers.h"
+#include "run/tokenize.h"
+
+using namespace llmc;
+
+namespace {
+
+std::string gzipped(const std::string& text) {
+  z_stream z{};
+  REQUIRE(deflateInit2(&z, 1, Z_DEFLATED, 15 + 16, 8, Z_DEFAULT_STRATEGY) == Z_OK);
+  std::string packed(deflateBound(&z, text.size()) + 64, '\0');
+  z.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(text.data()));
+  z.avail_in = static_cast<uInt>(text.size());
+  z.next_out = reinterpret_cast<Bytef*>(packed.data());
+  z.avail_out = static_cast<uInt>(packed.size());
+  REQUIRE(deflate(&z, Z_FINISH) == Z_STREAM_END);
+  packed.resize(packed.size() - z.avail_out);
+  deflateEnd(&z);
+  return packed;
+}
+std::string zstd(const std::string& text) {
+  std::string packed(ZSTD_compressBound(text.size()), '\0');
+  ZSTD_CCtx* context = ZSTD_createCCtx();
+  ZSTD_CCtx_setParameter(context, ZSTD_c_checksumFlag, 1);
+  packed.resize(ZSTD_compress2(context, packed.data(), packed.size(), text.data(), text.size()));
+  ZSTD_freeCCtx(context);
+  return packed;
+}
+void write(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
+
+// Documents of many lengths, some MB of them, as lines of JSON.
+std::string json_lines() {
+  std::string lines;
+  for (int i = 0; lines.size() < (size_t{7} << 20); ++i) {
+    const std::string word = formatted("{} \\u00e9 ", i * 7919 % 100'003);
+    std::string text;
+    for (int n = i * 31 % 500; n >= 0; --n) text += word;
+    lines += formatted("\"meta\": [{}, \"text\"], \"text\": \"{}\"", i, text) + "}\n";
+    lines.insert(lines.rfind("\"meta\""), "{");
+    if (i % 50 == 0) lines += "\n";
+  }
+  return lines;
+}
+
+std::string all_text(const std::vector<std::string>& paths, TextPosition begin = {}) {
+  ChunkReader reader(
+      paths, [](std::string_view text) { return text.size(); }, begin);
+  std::string all;
+  while (const auto chunk = reader.next())
+    for_each_document(*chunk, "text", [&](std::string_view text, int64_t, bool begins) {
+      all += begins ? "\n<doc>" : "";
+      all += text;
+    });
+  return all;
+}
+
+struct Corpus {
+  TempDir dir;
+  TokenizeJob job;
+  Corpus() {
+    write(dir / "a.jsonl", json_lines());
+    write(dir / "b.txt", "One document.\n\nStill the same.");
+    job = {.paths = {dir / "a.jsonl", dir / "b.txt"},
+           .prefix = dir / "out/c_train",
+           .tokenizer_name = "bytes",
+           .shard_tokens = 1'000'000,
+           .record_seconds = 0};
+  }
+  void run() {
+    Log log = Log::silent();
+    tokenize_files(job, ByteTokenizer(), log);
+  }
+  std::vector<std::string> shards() const {
+    std::vector<std::string> all;
+    for (const std::string& path : ShardWriter::existing(job.prefix)) all.push_back(read_whole(path));
+    return all;
+  }
+  // Runs until `chunks` chunks have been taken, and is stopped.
+  void run_in_part(int chunks) {
+    job.stop = [&, taken = 0]() mutable { return taken++ < chunks ? "" : "SIGTERM"; };
+    REQUIRE_ERROR(run(), "stopped by SIGTERM");
+    job.stop = [] { return ""; };
+  }
+};
+
+}  // namespace
+
+TEST_CASE("texts packed by gzip or zstd, in one part or several, are read like the text itself", "[tokenize]") {
+  const TempDir dir;
+  const std::string lines = json_lines(), first = lines.substr(0, lines.size() / 3), rest = lines.substr(first.size());
+  write(dir / "plain.jsonl", lines);
+  const std::string plain = all_text({dir / "plain.jsonl"});
+  REQUIRE(plain.find("<doc>7919 \u00e9 7919") != plain.npos);
+  for (const auto& [name, packed] : {std::pair{"a.jsonl.gz", gzipped(lines)},
+                                     {"b.jsonl.gz", gzipped(first) + gzipped(rest)},
+                                     {"c.jsonl.zst", zstd(lines)},
+                                     {"d.jsonl.zst", zstd(first) + zstd(rest)}}) {
+    INFO(name);
+    write(dir / name, packed);
+    REQUIRE(all_text({dir / name}) == plain);
+    write(dir / name, packed.substr(0, packed.size() - 9));
+    REQUIRE_ERROR(all_text({dir / name}), "it ends too early");
+    std::string damaged = packed;
+    damaged[damaged.size() / 2] ^= 1;
+    write(dir / name, damaged);
+    REQUIRE_ERROR(all_text({dir / name}), std::string(name) + ": ");
+  }
+  write(dir / "e.jsonl", "PAR1....");
+  REQUIRE_ERROR(all_text({dir / "e.jsonl"}), "e.jsonl: a Parquet file");
+}
+
+TEST_CASE("reading goes on at any chunk, also within a document", "[tokenize]") {
+  const TempDir dir;
+  write(dir / "a.jsonl.gz", gzipped(json_lines()));
+  std::string book;
+  for (int i = 0; book.size() < (size_t{3} << 20); ++i) book += formatted("line {}\n", i);
+  write(dir / "b.txt", book);
+  write(dir / "c.txt", std::string(ChunkReader::chunk_bytes, 'x'));
+  write(dir / "d.txt", "");
+  const std::vector<std::string> paths = {dir / "a.jsonl.gz", dir / "b.txt", dir / "c.txt", dir / "d.txt"};
+  const std::string all = all_text(paths);
+  REQUIRE(all.ends_with("\n<doc>" + book + "\n<doc>" + std::string(ChunkReader::chunk_bytes, 'x')));
+  ChunkReader reader(paths, [](std::string_view text) { return text.size(); });
+  int chunks = 0;
+  while (const auto chunk = reader.next()) {
+    const std::string rest = all_text(paths, chunk->end);
+    INFO(chunk->end.file << " " << chunk->end.offset);
+    REQUIRE(all.ends_with(rest));
+    REQUIRE((rest.empty() || chunk->end.within || rest.starts_with("\n<doc>")));
+    chunks += !rest.empty();
+  }
+  REQUIRE(chunks >= 10);
+}
+
+TEST_CASE("a line that holds no document is refused with file and line", "[tokenize]") {
+  const TempDir dir;
+  for (const auto& [line, what] : std::vector<std::pair<std::string, std::string>>{
+           {R"({"text": "a")", "not JSON"},
+           {R"({"text": "a"} x)", "not JSON"},
+           {R"({"text": "\ud800"})", "not JSON"},
+           {"{\"text\": \"\xff\"}", "not JSON"},
+           {std::string("{\"text\": \"a\"}\0", 14), "has a NUL"},
+           {R"(["a"])", "not a JSON object"},
+           {R"("a")", "not a JSON object"},
+           {R"({"title": "a", "body": {"text": "b"}})", "no field 'text', only title, body"},
+           {R"({})", "only none"},
+           {R"({"text": null})", "holds null"},
+           {R"({"text": 5})", "holds a number"},
+           {R"({"text": ["a"]})", "holds a list"},
+           {R"({"text": "a", "text": "b"})", "names text twice"},
+           {std::string(600, '['), "not a JSON object"},
+           {R"({"a": )" + std::string(600, '['), "nested more than 512 deep"},
+       }) {
+    write(dir / "a.jsonl", "\xef\xbb\xbf{\"text\": \"good\"}\r\n\n" + line + "\n{\"text\": \"good\"}");
+    REQUIRE_ERROR(all_text({dir / "a.jsonl"}), "a.jsonl:3: ");
+    REQUIRE_ERROR(all_text({dir / "a.jsonl"}), what);
+  }
+}
+
+TEST_CASE("shards are the documents in order, whatever the number of threads", "[tokenize]") {
+  Corpus corpus;
+  corpus.run();
+  const std::vector<std::string> shards = corpus.shards();
+  REQUIRE(shards.size() >= 3);
+  std::string text;
+  for (const std::string& path : ShardWriter::existing(corpus.job.prefix)) {
+    const Shard shard = open_shard(path);
+    REQUIRE(shard.width == 2);
+    std::vector<uint16_t> tokens(static_cast<size_t>(shard.tokens));
+    shard.file.read_at(tokens.data(), 2 * shard.tokens, Shard::header_bytes);
+    for (const uint16_t token : tokens)
+      if (token == 256) text += "\n<doc>";
+      else text += static_cast<char>(token);
+  }
+  REQUIRE(text == all_text(corpus.job.paths));
+  for (const int threads : {2, 5}) {
+    corpus.job.threads = threads;
+    corpus.job.restart = true;
+    corpus.run();
+    REQUIRE(corpus.shards() == shards);
+  }
+}
+
+TEST_CASE("an interrupted command, repeated, writes what one that was not interrupted writes", "[tokenize]") {
+  Corpus whole;
+  whole.run();
+  const std::vector<std::string> shards = whole.shards();
+  for (const int chunks : {0, 1, 3}) {
+    Corpus corpus;
+    corpus.job.threads = 2;
+    for (int starts = 0; starts < 2; ++starts) corpus.run_in_part(chunks);
+    REQUIRE(corpus.shards().empty());  // nothing has its name yet
+    // What was written after the last record is written again.
+    for (int64_t i = 0; i < 9; ++i) {
+      const std::string partial = corpus.job.prefix + formatted("_{:06}.bin.partial", i);
+      if (path_exists(partial)) std::ofstream(partial, std::ios::app) << "more";
+    }
+    corpus.run();
+    REQUIRE(corpus.shards() == shards);
+    REQUIRE_FALSE(path_exists(corpus.job.prefix + "_000000.bin.partial"));
+    corpus.run();  // has nothing to do
+    REQUIRE(corpus.shards() == shards);
+    std::filesystem::rename(corpus.job.prefix + "_000001.bin", corpus.job.prefix + "_000001.bin.partial");
+    corpus.run();  // ended while the shards got their names
+    REQUIRE(corpus.shards() == shards);
+  }
+  Corpus lost;
+  lost.run_in_part(3);
+  std::filesystem::remove(lost.job.prefix + "_000000.bin.partial");
+  REQUIRE_ERROR(lost.run(), "_000000.bin.partial: does not exist");
+}
+
+TEST_CASE("what another command has written is neither continued nor overwritten", "[tokenize]") {
+  Corpus corpus;
+  corpus.run_in_part(2);
+  auto refused = [&](auto&& change, const char* what) {
+    const TokenizeJob before = corpus.job;
+    change();
+    REQUIRE_ERROR(corpus.run(), what);
+    corpus.job = before;
+  };
+  refused([&] { corpus.job.field = "body"; }, "--tokenize-field text, and now it is body");
+  refused([&] { corpus.job.shard_tokens = 7; }, "--shard-size 1000000, and now it is 7");
+  refused([&] { corpus.job.paths.pop_back(); }, "2 input files, and now there are 1");
+  refused([&] { std::swap(corpus.job.paths[0], corpus.job.paths[1]); }, "a.jsonl as input 1, and now that is");
+  Log log = Log::silent();
+  const HuggingFaceTokenizer other("test/golden/tokenizers/gpt2.json");
+  REQUIRE_ERROR(tokenize_files(corpus.job, other, log), "was made with tokenizer");
+  {
+    File held = File::append(corpus.job.prefix + ".lock");
+    REQUIRE(held.lock());
+    REQUIRE_ERROR(corpus.run(), "another process is writing there");
+  }
+  corpus.run();
+  const std::vector<std::string> shards = corpus.shards();
+  write(corpus.dir / "b.txt", "Another document.");
+  REQUIRE_ERROR(corpus.run(), "b.txt as it was before it changed");
+  REQUIRE(corpus.shards() == shards);
+  std::filesystem::remove(corpus.job.prefix + ".tokenized.json");
+  REQUIRE_ERROR(corpus.run(), "--restart replaces all shards");
+  REQUIRE(corpus.shards() == shards);
+  corpus.job.paths.erase(corpus.job.paths.begin());
+  corpus.job.restart = true;
+  corpus.run();
+  REQUIRE(corpus.shards().size() == 1);
+  REQUIRE(corpus.shards()[0].size() == Shard::header_bytes + 2 * (1 + std::string("Another document.").size()));
+
+  write(corpus.dir / "b.txt", " ab\xff");
+  REQUIRE_ERROR(tokenize_files(corpus.job, other, log), "b.txt:1: byte 4");
+  write(corpus.dir / "b.txt", "");
+  REQUIRE_ERROR(corpus.run(), "no text in");
+}
