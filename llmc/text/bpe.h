@@ -1,81 +1,23 @@
-// bpe.h: a byte-level BPE tokenizer as described by Hugging Face's tokenizer.json. Added tokens are cut out of the
-// text; the text between them is normalised (NFC), split into pieces by patterns, and encoded piece by piece. Unknown
-// kinds of these steps are refused by name. "truncation" and "padding" apply to batches and are ignored.
+// bpe.h: a BPE tokenizer as described by Hugging Face's tokenizer.json: of bytes, as GPT-2's, or of characters that are
+// written as their bytes where they are no tokens, as SentencePiece's. Added tokens are cut out of the text; the text
+// between them is normalised, split into pieces, and encoded piece by piece. Unknown kinds of these steps are refused
+// by name. "truncation" and "padding" apply to batches and are ignored.
 #pragma once
 #include <algorithm>
-#include <array>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "core/check.h"
-#include "core/files.h"
+#include "text/added_tokens.h"
+#include "text/bpe_encoder.h"
 #include "text/bpe_vocabulary.h"
-#include "text/split_pattern.h"
-#include "text/unicode.h"
+#include "text/normalizer.h"
+#include "text/pre_tokenizer.h"
 
 namespace llmc {
-
-// Whether the names of special tokens in a text stand for these tokens, as in a prompt, or are text like any other, as
-// in a document: none can forge an end of text.
-enum class Specials : uint8_t { as_tokens, as_text };
-// Whether a text begins a document, or continues one that was cut at a place of last_cut().
-enum class TextPart : uint8_t { beginning, continuation };
-
-// Tokens that are matched literally in a text, before anything else.
-class AddedTokens {
- public:
-  struct Token {
-    std::string text;
-    int32_t id;
-    bool strip_left, strip_right;  // adjacent white space belongs to the token
-    bool special;
-  };
-  void add(const Token& token) {
-    if (token.text.empty()) return;
-    auto& bucket = by_first_byte_[static_cast<unsigned char>(token.text[0])];
-    bucket.push_back(token);
-    std::stable_sort(bucket.begin(), bucket.end(),
-                     [](const Token& a, const Token& b) { return a.text.size() > b.text.size(); });
-  }
-
-  // Splits the text at its tokens, leftmost first, then longest; passes their ids to on_token and the text between them
-  // to on_text.
-  template <class OnToken, class OnText>
-  void split(std::string_view text, Specials specials, OnToken&& on_token, OnText&& on_text) const {
-    size_t cut = 0;
-    for (size_t at = 0; at < text.size();) {
-      const Token* token = find(text.substr(at));
-      if (!token || (token->special && specials == Specials::as_text)) {
-        at += token ? token->text.size() : 1;
-        continue;
-      }
-      size_t begin = at, end = at += token->text.size();
-      if (token->strip_left)
-        while (begin > cut && is_space(text, utf8_before(text, begin))) begin = utf8_before(text, begin);
-      if (token->strip_right)
-        while (end < text.size() && is_space(text, end)) end += utf8_at(text, end).width;
-      if (cut < begin) on_text(text.substr(cut, begin - cut));
-      on_token(token->id);
-      cut = end;
-    }
-    if (cut < text.size()) on_text(text.substr(cut));
-  }
-
- private:
-  static bool is_space(std::string_view text, size_t at) {
-    return (traits_of(utf8_at(text, at).code) & white_space_trait) != 0;
-  }
-  const Token* find(std::string_view text) const {
-    for (const Token& token : by_first_byte_[static_cast<unsigned char>(text[0])])
-      if (text.starts_with(token.text)) return &token;
-    return nullptr;
-  }
-  std::array<std::vector<Token>, 256> by_first_byte_;  // longest first
-};
 
 // Whether encode() adds the tokens that "post_processor" puts around a text, such as Llama's <|begin_of_text|>.
 enum class Template { omit, apply };
@@ -84,23 +26,25 @@ class Bpe {
  public:
   // `where`: how errors begin, "--tokenizer PATH".
   Bpe(const nlohmann::json& file, const std::string& where) : where_(where), vocabulary_(file.at("model"), where) {
-    tokens_ = vocabulary_.tokens();
-    read_normalizer(file.value("normalizer", nlohmann::json()));
+    auto refuse_kind = [this](const std::string& what) { refuse(what); };
+    normalizer_.read(file.value("normalizer", nlohmann::json()), refuse_kind);
+    read_decoder(file.value("decoder", nlohmann::json()));
+    for (const std::string& token : vocabulary_.tokens())
+      tokens_.push_back(decoded(token, static_cast<int32_t>(tokens_.size())));
     const nlohmann::json added = file.value("added_tokens", nlohmann::json::array());
     const size_t most = BpeVocabulary::most_ids(tokens_.size() + added.size());
     for (const nlohmann::json& token : added) read_added_token(token, most);
-    read_pre_tokenizer(file.value("pre_tokenizer", nlohmann::json()));
-    if (steps_.empty() || !steps_.back().is_byte_level) refuse("\"pre_tokenizer\" that does not end in ByteLevel");
+    pre_tokenizer_.read(file.value("pre_tokenizer", nlohmann::json()), where, refuse_kind);
+    if (pre_tokenizer_.is_byte_level() != of_bytes())
+      refuse(of_bytes() ? "\"pre_tokenizer\" that does not end in ByteLevel" : "ByteLevel with \"byte_fallback\"");
     read_post_processor(file.value("post_processor", nlohmann::json()));
-    const nlohmann::json decoder = file.value("decoder", nlohmann::json());
-    if (type_of(decoder) != "ByteLevel") refuse(formatted("\"decoder\" {}", type_of(decoder)));
   }
 
   // text: valid UTF-8.
   std::vector<int32_t> encode(std::string_view text, Template around = Template::omit) const {
     std::vector<int32_t> ids;
     if (around == Template::apply) ids = prefix_;
-    Encoder(*this, Specials::as_tokens).append(text, TextPart::beginning, ids);
+    Encoder(*this, Specials::as_tokens, 4).append(text, TextPart::beginning, ids);
     if (around == Template::apply) ids.insert(ids.end(), suffix_.begin(), suffix_.end());
     return ids;
   }
@@ -108,14 +52,19 @@ class Bpe {
   // Encodes many texts, and remembers the words in them; one for each thread.
   class Encoder {
    public:
-    Encoder(const Bpe& bpe, Specials specials) : bpe_(bpe), specials_(specials), words_(bpe.vocabulary_) {}
-    // ids += the tokens of a text, valid UTF-8.
-    void append(std::string_view text, TextPart, std::vector<int32_t>& ids) {
+    // cache_bits: how many words it remembers, about 2^cache_bits.
+    Encoder(const Bpe& bpe, Specials specials, int cache_bits)
+        : bpe_(bpe), specials_(specials), words_(bpe.vocabulary_, cache_bits) {}
+    // ids += the tokens of a text, valid UTF-8; `part`: whether it begins a document.
+    void append(std::string_view text, TextPart part, std::vector<int32_t>& ids) {
       auto on_token = [&](int32_t id) { ids.push_back(id); };
-      bpe_.added_.split(text, specials_, on_token, [&](std::string_view part) {
-        const std::string normalised = bpe_.nfc_ ? nfc(part) : std::string(part);
-        bpe_.added_normalised_.split(normalised, specials_, on_token, [&](std::string_view between) {
-          bpe_.cut(between, 0, [&](std::string_view piece) { words_.append(piece, ids); });
+      bpe_.added_.split(text, specials_, on_token, [&](std::string_view between) {
+        const bool begins = between.data() == text.data();
+        const std::string_view normal =
+            bpe_.normalizer_.apply(between, begins ? part : TextPart::beginning, normalised_);
+        bpe_.added_normalised_.split(normal, specials_, on_token, [&](std::string_view rest) {
+          bpe_.pre_tokenizer_.split(rest, part, begins && rest.data() == normal.data(),
+                                    [&](std::string_view piece) { words_.append(piece, ids); });
         });
       });
     }
@@ -123,11 +72,27 @@ class Bpe {
    private:
     const Bpe& bpe_;
     Specials specials_;
-    BpeVocabulary::Encoder words_;
+    BpeEncoder words_;
+    std::string normalised_;
   };
 
-  // The last place where a long text may be cut and its parts encoded one after the other; none: there is none.
-  std::optional<size_t> last_cut(std::string_view) const { return std::nullopt; }
+  // The last place in the second half of a long text where it may be cut: the tokens of its parts are those of the
+  // whole. None: there is none. The text may end within a character, and may not even be UTF-8.
+  std::optional<size_t> last_cut(std::string_view text, Specials specials = Specials::as_text) const {
+    auto begins_character = [&](size_t at) { return (static_cast<unsigned char>(text[at]) & 0xc0) != 0x80; };
+    const size_t middle = text.size() / 2;
+    for (size_t at = text.size() - std::min<size_t>(text.size(), 4), before; at > middle; at = before) {
+      for (before = at - 1; before > middle && !begins_character(before);) --before;
+      const Utf8Character a = utf8_at(text, before), b = utf8_at(text, at);
+      if (!begins_character(at) || a.width != at - before || a.code > last_character || b.code > last_character)
+        continue;
+      const std::string_view left = text.substr(before, a.width), right = text.substr(at, b.width);
+      if (independent(a.code, b.code) && !added_.cross(left, right, specials) &&
+          !added_normalised_.cross(left, right, specials))
+        return at;
+    }
+    return std::nullopt;
+  }
 
   // The bytes of a token; empty: no such token. One character's bytes may be spread over several tokens.
   const std::string& text_of(int32_t id) const {
@@ -146,39 +111,64 @@ class Bpe {
     return found == tokens_.end() ? std::nullopt : std::optional(static_cast<int32_t>(found - tokens_.begin()));
   }
 
+  // Is one space at the beginning of a text not part of it?
+  bool strips_first_space() const { return strips_first_space_; }
+
  private:
-  // One pre-tokenizer: a prefix, and the pattern that splits the text.
-  struct Step {
-    bool is_byte_level = false;
-    bool prefix_space = false;
-    std::optional<SplitPattern> pattern;
-  };
+  static constexpr char32_t last_character = 0x10ffff;
+  bool of_bytes() const { return vocabulary_.symbols() == BpeVocabulary::Symbols::bytes; }
 
   [[noreturn]] void refuse(const std::string& what) const {
-    throw Error(formatted("{}: {} is not supported; expected byte-level BPE as in GPT-2, Llama 3, Qwen or SmolLM",
-                          where_, what));
+    throw Error(
+        formatted("{}: {} is not supported; expected byte-level BPE as in GPT-2, Llama 3, Qwen or SmolLM, or "
+                  "BPE with byte_fallback as in Llama 2, Mistral or Gemma",
+                  where_, what));
   }
   static std::string type_of(const nlohmann::json& json) {
     return json.is_null() ? "null" : shown(json.at("type").get<std::string>());
   }
 
-  // Passes on the pieces into which step `s` and the later steps split a text.
-  template <class F>
-  void cut(std::string_view text, size_t s, F&& on_piece) const {
-    if (s == steps_.size()) return on_piece(text);
-    const Step& step = steps_[s];
-    std::string prefixed;
-    if (step.prefix_space && !text.starts_with(' ')) text = prefixed = " " + std::string(text);
-    if (step.pattern) step.pattern->split(text, [&](std::string_view piece) { cut(piece, s + 1, on_piece); });
-    else cut(text, s + 1, on_piece);
+  // Are the tokens on both sides of the border of these two characters independent of each other?
+  bool independent(char32_t a, char32_t b) const {
+    if (!normalizer_.independent(a, b)) return false;
+    std::string before, after, buffer;
+    append_utf8(before, a);
+    append_utf8(after, b);
+    before = normalizer_.apply(before, TextPart::continuation, buffer);
+    after = normalizer_.apply(after, TextPart::continuation, buffer);
+    if (before.empty() || after.empty()) return false;
+    a = utf8_at(before, utf8_before(before, before.size())).code;
+    b = utf8_at(after, 0).code;
+    const SplitAutomaton::Place place = pre_tokenizer_.between(a, b);
+    if (place != SplitAutomaton::Place::independent) return place == SplitAutomaton::Place::boundary;
+    if (!of_bytes()) return !vocabulary_.joins(a, b);
+    return !vocabulary_.joins(static_cast<unsigned char>(before.back()), static_cast<unsigned char>(after.front()));
   }
 
-  void read_normalizer(const nlohmann::json& json) {
+  // The text that a token of the vocabulary stands for.
+  std::string decoded(std::string token, int32_t id) const {
+    if (const std::optional<char> byte = vocabulary_.byte_of(id)) return std::string(1, *byte);
+    for (const auto& [from, to] : replaced_) replace_all(token, from, to);
+    return token;
+  }
+
+  void read_decoder(const nlohmann::json& json) {
     const std::string type = type_of(json);
-    if (type == "NFC") nfc_ = true;
-    else if (type == "Sequence")
-      for (const nlohmann::json& one : json.at("normalizers")) read_normalizer(one);
-    else if (type != "null") refuse("\"normalizer\" " + type);
+    if (type == "ByteLevel" && of_bytes()) return;
+    if (of_bytes()) refuse("\"decoder\" " + type);
+    if (type == "Sequence") {
+      for (const nlohmann::json& one : json.at("decoders")) read_decoder(one);
+    } else if (type == "Replace" && json.at("pattern").contains("String")) {
+      replaced_.emplace_back(json.at("pattern").at("String"), json.at("content"));
+    } else if (type == "Metaspace") {
+      replaced_.emplace_back(json.value("replacement", "\u2581"), " ");
+      strips_first_space_ |=
+          json.value("prepend_scheme", json.value("add_prefix_space", true) ? "always" : "never") != "never";
+    } else if (type == "Strip" && json.at("content") == " " && json.at("start") == 1 && json.at("stop") == 0) {
+      strips_first_space_ = true;
+    } else if (type != "ByteFallback" && type != "Fuse") {
+      refuse("\"decoder\" " + type);
+    }
   }
 
   void read_added_token(const nlohmann::json& json, size_t most) {
@@ -186,39 +176,20 @@ class Bpe {
     const std::string content = json.at("content");
     const int32_t id =
         BpeVocabulary::id_of(json.at("id"), most, formatted("{}: added token '{}'", where_, shown(content)));
-    const AddedTokens::Token token{normalised && nfc_ ? nfc(content) : content, id, json.value("lstrip", false),
-                                   json.value("rstrip", false), json.value("special", false)};
+    std::string buffer;
+    const AddedTokens::Token token{
+        normalised ? std::string(normalizer_.apply(content, TextPart::beginning, buffer)) : content, id,
+        json.value("lstrip", false), json.value("rstrip", false), json.value("special", false)};
     if (json.value("single_word", false)) refuse(formatted("added token '{}' with \"single_word\"", shown(content)));
     const size_t i = static_cast<size_t>(token.id);
     if (i >= tokens_.size()) tokens_.resize(i + 1);
-    CHECK(tokens_[i].empty() || tokens_[i] == content, "{}: added token '{}' has the id {} of token '{}'", where_,
-          shown(content), token.id, shown(tokens_[i]));
-    tokens_[i] = token.text;  // kept as it is; the library reads U+00E9 in it as GPT-2's sign for byte 0xe9
+    const std::string& there = i < vocabulary_.tokens().size() ? vocabulary_.tokens()[i] : tokens_[i];
+    CHECK(there.empty() || there == content || tokens_[i] == content,
+          "{}: added token '{}' has the id {} of token '{}'", where_, shown(content), token.id, shown(tokens_[i]));
+    tokens_[i] = of_bytes() ? token.text
+                            : content;  // kept as it is; the library reads U+00E9 in it as GPT-2's sign for byte 0xe9
     if (token.special) special_.insert(std::ranges::upper_bound(special_, id), id);
     (normalised ? added_normalised_ : added_).add(token);
-  }
-
-  void read_pre_tokenizer(const nlohmann::json& json) {
-    const std::string type = type_of(json);
-    if (!steps_.empty() && steps_.back().is_byte_level) refuse("a pre-tokenizer after ByteLevel");
-    if (type == "Sequence") {
-      for (const nlohmann::json& one : json.at("pretokenizers")) read_pre_tokenizer(one);
-    } else if (type == "ByteLevel") {
-      Step step{.is_byte_level = true, .prefix_space = json.value("add_prefix_space", true), .pattern = {}};
-      if (json.value("use_regex", true))
-        step.pattern.emplace(R"('(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)", where_);
-      steps_.push_back(std::move(step));
-    } else if (type == "Split") {
-      const nlohmann::json& pattern = json.at("pattern");
-      if (!pattern.contains("Regex")) refuse(formatted("a Split by {}", pattern));
-      if (json.at("behavior") != "Isolated") refuse(formatted("a Split with behavior {}", json.at("behavior")));
-      steps_.push_back({.pattern = SplitPattern(pattern.at("Regex"), where_)});
-    } else if (type == "Digits") {
-      steps_.push_back(
-          {.pattern = SplitPattern(json.value("individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)", where_)});
-    } else {
-      refuse("\"pre_tokenizer\" " + type);
-    }
   }
 
   void read_post_processor(const nlohmann::json& json) {
@@ -246,8 +217,10 @@ class Bpe {
   BpeVocabulary vocabulary_;
   std::vector<std::string> tokens_;       // including the added ones
   AddedTokens added_, added_normalised_;  // found in the text as it is, and in the normalised text
-  bool nfc_ = false;
-  std::vector<Step> steps_;
+  Normalizer normalizer_;
+  PreTokenizer pre_tokenizer_;
+  std::vector<std::pair<std::string, std::string>> replaced_;  // by the decoder
+  bool strips_first_space_ = false;
   std::vector<int32_t> prefix_, suffix_;
   std::vector<int32_t> special_;  // ascending
 };

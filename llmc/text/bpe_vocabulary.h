@@ -1,5 +1,7 @@
-// bpe_vocabulary.h: byte pair encoding (Sennrich et al. 2016) over bytes (Radford et al. 2019): a piece of text starts
-// as its bytes, and adjacent pairs are merged in the order in which training found them.
+// bpe_vocabulary.h: the tokens and merges of byte pair encoding (Sennrich et al. 2016): a piece of text starts as its
+// smallest symbols, and adjacent pairs are merged in the order in which training found them. The symbols are bytes
+// (Radford et al. 2019), or characters, where those that are no tokens are written as their bytes (SentencePiece's
+// byte_fallback).
 #pragma once
 #include <algorithm>
 #include <array>
@@ -59,26 +61,28 @@ inline std::optional<std::string> bytes_of_byte_level(std::string_view token) {
 }
 
 class BpeVocabulary {
-  struct Hash : std::hash<std::string_view> {
-    using is_transparent = void;  // lookup by std::string_view
+ public:
+  enum class Symbols : uint8_t { bytes, characters };
+  struct Merge {
+    uint64_t ids;
+    int32_t rank, id;  // of the merged token
   };
 
- public:
   // `model`: "model" of a tokenizer.json; errors begin with `where`.
   BpeVocabulary(const nlohmann::json& model, const std::string& where) : where_(where) {
     check_kind(model);
+    symbols_ = model.value("byte_fallback", false) ? Symbols::characters : Symbols::bytes;
     std::unordered_map<std::string, int32_t> ids;
     const size_t most = most_ids(model.at("vocab").size());
     for (const auto& [token, json] : model.at("vocab").items()) {
       const int32_t id = id_of(json, most, formatted("{}: token '{}' of the vocabulary", where_, shown(token)));
       ids[token] = id;
       if (static_cast<size_t>(id) >= tokens_.size()) tokens_.resize(static_cast<size_t>(id) + 1);
-      const std::optional<std::string> bytes = bytes_of_byte_level(token);
-      tokens_[static_cast<size_t>(id)] = bytes.value_or(token);  // none: the text stands for itself
-      if (!bytes) continue;
-      id_of_[*bytes] = id;
-      if (bytes->size() == 1) id_of_byte_[static_cast<unsigned char>((*bytes)[0])] = id;
+      add(token, id);
     }
+    for (size_t byte = 0; symbols_ == Symbols::characters && byte < 256; ++byte)
+      CHECK(id_of_byte_[byte] >= 0, "{}: \"byte_fallback\" needs a token for every byte, and there is no {}", where_,
+            byte_name(byte));
     read_merges(model.at("merges"), ids);
     whole_pieces_first_ = model.value("ignore_merges", false);
   }
@@ -93,103 +97,67 @@ class BpeVocabulary {
     return narrow<int32_t>(*id);
   }
 
-  // The text of each id; empty: no such token.
+  // The text of each id: bytes, or for a vocabulary of characters the text before a tokenizer's decoder. Empty: no such
+  // token.
   const std::vector<std::string>& tokens() const { return tokens_; }
+  Symbols symbols() const { return symbols_; }
+  // The byte that a token <0x00> of a vocabulary of characters stands for.
+  std::optional<char> byte_of(int32_t id) const {
+    const auto found = std::ranges::find(id_of_byte_, id);
+    return symbols_ == Symbols::bytes || found == id_of_byte_.end()
+               ? std::nullopt
+               : std::optional(static_cast<char>(found - id_of_byte_.begin()));
+  }
 
-  // Appends the tokens of pieces of text. Remembers pieces, because a text has few distinct words.
-  class Encoder {
-   public:
-    explicit Encoder(const BpeVocabulary& vocabulary) : vocabulary_(vocabulary) {}
+  // Null: the pair does not merge.
+  const Merge* merge_of(int32_t left, int32_t right) const {
+    const uint64_t ids = pair(left, right);
+    for (size_t i = place_of(ids);; i = (i + 1) & (merges_.size() - 1))
+      if (merges_[i].ids == ids) return &merges_[i];
+      else if (merges_[i].rank < 0) return nullptr;
+  }
 
-    // out += the tokens of a piece.
-    void append(std::string_view piece, std::vector<int32_t>& out) {
-      if (piece.size() > longest_remembered) return append_new(piece, out);
-      if (const auto known = known_.find(piece); known != known_.end()) {
-        out.insert(out.end(), known->second.begin(), known->second.end());
-        return;
-      }
-      const auto begin = static_cast<std::ptrdiff_t>(out.size());
-      append_new(piece, out);
-      if (known_.size() < most_remembered) known_.emplace(piece, std::vector(out.begin() + begin, out.end()));
+  // The token that a whole piece is at once, whatever the merges (Llama 3).
+  std::optional<int32_t> whole(std::string_view piece) const {
+    if (!whole_pieces_first_) return std::nullopt;
+    const auto found = id_of_.find(piece);
+    return found == id_of_.end() ? std::nullopt : std::optional(found->second);
+  }
+
+  // Passes on the symbols of a piece.
+  template <class F>
+  void for_each_symbol(std::string_view piece, F&& f) const {
+    for (size_t at = 0; at < piece.size();) {
+      const size_t width = symbols_ == Symbols::bytes ? 1 : utf8_at(piece, at).width;
+      const int32_t known = width == 1 ? id_of_ascii_[static_cast<unsigned char>(piece[at])] : -1;
+      if (known >= 0) f(known);
+      else if (const auto found = id_of_.find(piece.substr(at, width)); width > 1 && found != id_of_.end())
+        f(found->second);
+      else
+        for (size_t i = at; i < at + width; ++i) f(id_of_byte(piece[i]));
+      at += width;
     }
+  }
 
-   private:
-    static constexpr size_t longest_remembered = 64, most_remembered = 1 << 18;
-    struct Symbol {
-      int32_t id, before, after;  // neighbours; -1: none. id -1: merged into the one before
-    };
-    struct Candidate {
-      int32_t rank, left, merged;
-      uint64_t ids;  // both symbols' ids when the candidate was found
-      // Lower ranks first, equal ranks from left to right.
-      bool operator>(const Candidate& o) const { return rank != o.rank ? rank > o.rank : left > o.left; }
-    };
-
-    void append_new(std::string_view piece, std::vector<int32_t>& out) {
-      if (vocabulary_.whole_pieces_first_)
-        if (const auto whole = vocabulary_.id_of_.find(piece); whole != vocabulary_.id_of_.end())
-          return out.push_back(whole->second);
-      const int32_t n = narrow<int32_t>(static_cast<int64_t>(piece.size()));
-      symbols_.resize(piece.size());
-      for (int32_t i = 0; i < n; ++i)
-        at(i) = {vocabulary_.id_of_byte(piece[static_cast<size_t>(i)]), i - 1, i + 1 < n ? i + 1 : -1};
-      heap_.clear();
-      for (int32_t i = 0; i + 1 < n; ++i) consider(i);
-      std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
-      merge_all();
-      for (int32_t i = n > 0 ? 0 : -1; i >= 0; i = at(i).after) out.push_back(at(i).id);
-    }
-
-    // A heap of candidates over a linked list of symbols; stale candidates are skipped. O(n log n) for pieces of any
-    // length.
-    void merge_all() {
-      while (!heap_.empty()) {
-        std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
-        const Candidate c = heap_.back();
-        heap_.pop_back();
-        Symbol& left = at(c.left);
-        if (left.id < 0 || left.after < 0 || pair(left.id, at(left.after).id) != c.ids) continue;
-        Symbol& right = at(left.after);
-        left.id = c.merged;
-        left.after = right.after;
-        right.id = -1;
-        if (left.after >= 0) at(left.after).before = c.left;
-        if (consider(left.before)) std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
-        if (consider(c.left)) std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
-      }
-    }
-
-    // Appends the pair of a symbol and its successor to the heap, if they merge; the caller restores the heap order.
-    bool consider(int32_t left) {
-      if (left < 0 || at(left).after < 0) return false;
-      const uint64_t ids = pair(at(left).id, at(at(left).after).id);
-      const auto merge = vocabulary_.merges_.find(ids);
-      if (merge == vocabulary_.merges_.end()) return false;
-      heap_.push_back({merge->second.rank, left, merge->second.id, ids});
-      return true;
-    }
-    Symbol& at(int32_t i) { return symbols_[static_cast<size_t>(i)]; }
-
-    const BpeVocabulary& vocabulary_;
-    std::unordered_map<std::string, std::vector<int32_t>, Hash, std::equal_to<>> known_;
-    std::vector<Symbol> symbols_;
-    std::vector<Candidate> heap_;
-  };
+  // May a merge join texts of which one ends in `a` and the other begins with `b`, bytes or characters? If not, the
+  // text on either side of their border can be encoded for itself.
+  bool joins(char32_t a, char32_t b) const { return joins_all_ || whole_pieces_first_ || joins_[bit_of(a, b)]; }
 
  private:
-  struct Merge {
-    int32_t rank, id;
+  struct Hash : std::hash<std::string_view> {
+    using is_transparent = void;  // lookup by std::string_view
   };
   static uint64_t pair(int32_t a, int32_t b) {
     return uint64_t{static_cast<uint32_t>(a)} << 32 | static_cast<uint32_t>(b);
   }
+  static std::string byte_name(size_t byte) { return detail::printf_string("<0x%02X>", static_cast<unsigned>(byte)); }
 
   void check_kind(const nlohmann::json& model) const {
     const nlohmann::json none;
     auto refuse_unless = [&](bool good, const char* field, const char* expected) {
       CHECK(good,
-            "{}: the model has \"{}\": {}, expected {}: only byte-level BPE is supported; --tokenizer bytes trains on "
-            "tokens made elsewhere, but prints unreadable samples",
+            "{}: the model has \"{}\": {}, expected {}: only BPE of bytes, or with byte_fallback, is supported; "
+            "--tokenizer bytes trains on tokens made elsewhere, but prints unreadable samples",
             where_, field, model.value(field, none), expected);
     };
     CHECK(model.is_object(), "{}: has no \"model\": not a Hugging Face tokenizer.json", where_);
@@ -198,11 +166,32 @@ class BpeVocabulary {
     refuse_unless(dropout.is_null() || dropout == 0, "dropout", "null");
     for (const char* field : {"continuing_subword_prefix", "end_of_word_suffix"})
       refuse_unless(model.value(field, none).is_null() || model[field] == "", field, "null or \"\"");
-    refuse_unless(!model.value("byte_fallback", false), "byte_fallback", "false");
+  }
+
+  void add(const std::string& token, int32_t id) {
+    if (symbols_ == Symbols::bytes) {
+      const std::optional<std::string> bytes = bytes_of_byte_level(token);
+      tokens_[static_cast<size_t>(id)] = bytes.value_or(token);  // none: the text stands for itself
+      if (!bytes) return;
+      id_of_[*bytes] = id;
+      if (bytes->size() != 1) return;
+      const auto byte = static_cast<unsigned char>((*bytes)[0]);
+      id_of_ascii_[byte] = id_of_byte_[byte] = id;
+    } else {
+      tokens_[static_cast<size_t>(id)] = token;
+      id_of_[token] = id;
+      if (token.size() == 1) id_of_ascii_[static_cast<unsigned char>(token[0])] = id;
+      for (size_t byte = 0; token.size() == 6 && token.starts_with("<0x") && byte < 256; ++byte)
+        if (token == byte_name(byte)) id_of_byte_[byte] = id;
+    }
   }
 
   // Two forms: "a b", and ["a", "b"].
   void read_merges(const nlohmann::json& merges, const std::unordered_map<std::string, int32_t>& ids) {
+    size_t size = 16;
+    while (size < 2 * merges.size()) size *= 2;
+    merges_.assign(size, {pair(-1, -1), -1, -1});
+    for (shift_ = 64; size > 1; size /= 2) --shift_;
     int32_t rank = 0;
     for (const nlohmann::json& merge : merges) {
       std::string a, b;
@@ -225,10 +214,23 @@ class BpeVocabulary {
         return found->second;
       };
       const int32_t left = id(a), right = id(b);
-      merges_[pair(left, right)] = {rank, id(a + b)};
-      ++rank;
+      add_merge(left, right, rank++, id(a + b));
     }
   }
+  void add_merge(int32_t left, int32_t right, int32_t rank, int32_t merged) {
+    size_t i = place_of(pair(left, right));
+    while (merges_[i].rank >= 0 && merges_[i].ids != pair(left, right)) i = (i + 1) & (merges_.size() - 1);
+    merges_[i] = {pair(left, right), rank, merged};
+    const std::string_view a = tokens_[static_cast<size_t>(left)], b = tokens_[static_cast<size_t>(right)];
+    if (symbols_ == Symbols::bytes) join(static_cast<unsigned char>(a.back()), static_cast<unsigned char>(b.front()));
+    else if (byte_of(left) || byte_of(right)) joins_all_ = true;
+    else join(utf8_at(a, utf8_before(a, a.size())).code, utf8_at(b, 0).code);
+  }
+  void join(char32_t a, char32_t b) { joins_[bit_of(a, b)] = true; }
+  static size_t bit_of(char32_t a, char32_t b) {
+    return static_cast<size_t>(((uint64_t{a} << 32 | b) * 0x9e3779b97f4a7c15) >> (64 - joins_bits));
+  }
+  size_t place_of(uint64_t ids) const { return static_cast<size_t>((ids * 0x9e3779b97f4a7c15) >> shift_); }
 
   int32_t id_of_byte(char byte) const {
     const int32_t id = id_of_byte_[static_cast<unsigned char>(byte)];
@@ -236,17 +238,24 @@ class BpeVocabulary {
           static_cast<int>(static_cast<unsigned char>(byte)));
     return id;
   }
-
-  std::string where_;
-  std::vector<std::string> tokens_;
-  std::unordered_map<std::string, int32_t, Hash, std::equal_to<>> id_of_;  // by bytes
-  std::array<int32_t, 256> id_of_byte_ = [] {
+  static std::array<int32_t, 256> no_ids() {
     std::array<int32_t, 256> none;
     none.fill(-1);
     return none;
-  }();
-  std::unordered_map<uint64_t, Merge> merges_;
+  }
+
+  std::string where_;
+  Symbols symbols_ = Symbols::bytes;
+  std::vector<std::string> tokens_;
+  std::unordered_map<std::string, int32_t, Hash, std::equal_to<>> id_of_;    // by text
+  std::array<int32_t, 256> id_of_ascii_ = no_ids(), id_of_byte_ = no_ids();  // of symbols of one byte, of bytes
+  std::vector<Merge> merges_;  // a hash table with open addressing; rank -1: empty
+  int shift_ = 0;
   bool whole_pieces_first_ = false;
+  // By a hash of the two: another pair's bit may stand for this one, which is a border less.
+  static constexpr int joins_bits = 20;
+  std::vector<bool> joins_ = std::vector<bool>(size_t{1} << joins_bits);
+  bool joins_all_ = false;
 };
 
 }  // namespace llmc

@@ -1,4 +1,5 @@
-// split_pattern.h: the regular expressions with which tokenizers split text, matched by backtracking. Supported:
+// split_pattern.h: the regular expressions with which tokenizers split text, matched by backtracking where
+// split_automaton.h cannot. Supported:
 // characters, classes [...], \p{L}, \s, \S, \d, \D, groups, (?i:...), alternatives, * + ? {n,m}, possessive *+ ++ ?+,
 // and lookahead (?=...) (?!...). Anything else is refused by name. Semantics: Oniguruma with Ruby's syntax, as in
 // Hugging Face's tokenizers.
@@ -6,6 +7,7 @@
 #include <algorithm>
 #include <bitset>
 #include <limits>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -27,6 +29,10 @@ class CharacterSet {
     for (char32_t c = 0; c < 128; ++c) ascii_[c] = look_up(c);
   }
   bool contains(char32_t c) const { return c < 128 ? ascii_[c] : look_up(c); }
+  // Where whether a character is in the set may change for other reasons than its traits.
+  void add_bounds(std::set<char32_t>& bounds) const {
+    for (const auto& [first, last] : ranges_) bounds.insert({first, last + 1});
+  }
 
  private:
   bool look_up(char32_t c) const {
@@ -72,11 +78,25 @@ class SplitPattern {
     if (cut < text.size()) emit(text.substr(cut));
   }
 
+  static constexpr size_t unlimited = static_cast<size_t>(-1);
+  enum class Kind { accept, characters, branch, ahead, not_ahead };
+
+  // The pattern as matched: items linked to their successors.
+  struct Node {
+    Kind kind = Kind::accept;
+    size_t next = 0;
+    CharacterSet set{};
+    size_t min = 1, max = 1;
+    bool possessive = false;
+    std::vector<size_t> ways{};  // a branch: in order of preference; a lookahead: where its inside begins
+  };
+  const std::vector<Node>& nodes() const { return nodes_; }
+  size_t start() const { return start_; }
+
  private:
-  static constexpr size_t nowhere = static_cast<size_t>(-1), unlimited = static_cast<size_t>(-1);
+  static constexpr size_t nowhere = static_cast<size_t>(-1);
   static constexpr size_t most_bytes = 4096, most_depth = 32;  // parsing and matching recurse
   enum class IgnoreCase { no, yes };
-  enum class Kind { accept, characters, branch, ahead, not_ahead };
 
   // The parsed pattern: alternatives of sequences of items.
   struct Item;
@@ -88,16 +108,6 @@ class SplitPattern {
     Alternatives inside;  // the contents of a group or a lookahead
     size_t min = 1, max = 1;
     bool possessive = false;
-  };
-
-  // The pattern as matched: items linked to their successors.
-  struct Node {
-    Kind kind = Kind::accept;
-    size_t next = 0;
-    CharacterSet set{};
-    size_t min = 1, max = 1;
-    bool possessive = false;
-    std::vector<size_t> ways{};  // a branch: in order of preference; a lookahead: where its inside begins
   };
 
   // ---- Matching ----

@@ -182,6 +182,25 @@ inline void append_normalised(std::string& out, std::string_view text) {
 
 }  // namespace detail
 
+// May NFC change this character, or the one before it?
+inline bool nfc_may_change(char32_t c) {
+  return (detail::unicode_tables().traits[c] & detail::UnicodeTables::unstable) != 0;
+}
+
+// Is the text in NFC for sure? Valid UTF-8.
+inline bool is_nfc(std::string_view text) {
+  for (size_t at = 0; at < text.size();) {
+    if (static_cast<unsigned char>(text[at]) < 0x80) {
+      ++at;
+      continue;
+    }
+    const Utf8Character c = utf8_at(text, at);
+    if (nfc_may_change(c.code)) return false;
+    at += c.width;
+  }
+  return true;
+}
+
 // NFC of valid UTF-8. Text that NFC cannot change is copied.
 inline std::string nfc(std::string_view text) {
   const std::vector<uint8_t>& traits = detail::unicode_tables().traits;

@@ -1,0 +1,86 @@
+// added_tokens.h: tokens that are matched literally in a text, before anything else.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "text/unicode.h"
+
+namespace llmc {
+
+// Whether the names of special tokens in a text stand for these tokens, as in a prompt, or are text like any other, as
+// in a document: none can forge an end of text.
+enum class Specials : uint8_t { as_tokens, as_text };
+
+class AddedTokens {
+ public:
+  struct Token {
+    std::string text;
+    int32_t id;
+    bool strip_left, strip_right;  // adjacent white space belongs to the token
+    bool special;
+  };
+  void add(const Token& token) {
+    if (token.text.empty()) return;
+    auto& bucket = by_first_byte_[static_cast<unsigned char>(token.text[0])];
+    bucket.push_back(token);
+    std::stable_sort(bucket.begin(), bucket.end(),
+                     [](const Token& a, const Token& b) { return a.text.size() > b.text.size(); });
+    all_special_ &= token.special;
+    empty_ = false;
+  }
+
+  // Splits the text at its tokens, leftmost first, then longest; passes their ids to on_token and the text between them
+  // to on_text.
+  template <class OnToken, class OnText>
+  void split(std::string_view text, Specials specials, OnToken&& on_token, OnText&& on_text) const {
+    size_t cut = 0;
+    for (size_t at = finds_none(specials) ? text.size() : 0; at < text.size();) {
+      const auto& bucket = by_first_byte_[static_cast<unsigned char>(text[at])];
+      const Token* token = bucket.empty() ? nullptr : find(bucket, text.substr(at));
+      if (!token || (token->special && specials == Specials::as_text)) {
+        at += token ? token->text.size() : 1;
+        continue;
+      }
+      size_t begin = at, end = at += token->text.size();
+      if (token->strip_left)
+        while (begin > cut && is_space(text, utf8_before(text, begin))) begin = utf8_before(text, begin);
+      if (token->strip_right)
+        while (end < text.size() && is_space(text, end)) end += utf8_at(text, end).width;
+      if (cut < begin) on_text(text.substr(cut, begin - cut));
+      on_token(token->id);
+      cut = end;
+    }
+    if (cut < text.size()) on_text(text.substr(cut));
+  }
+
+  // May a token, or the white space that belongs to it, be on both sides of the border of these two characters?
+  bool cross(std::string_view a, std::string_view b, Specials specials) const {
+    if (finds_none(specials)) return false;
+    const std::string both = std::string(a) + std::string(b);
+    for (const auto& bucket : by_first_byte_)
+      for (const Token& token : bucket)
+        if (token.text.find(both) != token.text.npos || (token.strip_left && is_space(a, 0)) ||
+            (token.strip_right && is_space(b, 0)))
+          return true;
+    return false;
+  }
+
+ private:
+  bool finds_none(Specials specials) const { return empty_ || (all_special_ && specials == Specials::as_text); }
+  static bool is_space(std::string_view text, size_t at) {
+    return (traits_of(utf8_at(text, at).code) & white_space_trait) != 0;
+  }
+  static const Token* find(const std::vector<Token>& bucket, std::string_view text) {
+    for (const Token& token : bucket)
+      if (text.starts_with(token.text)) return &token;
+    return nullptr;
+  }
+  std::array<std::vector<Token>, 256> by_first_byte_;  // longest first
+  bool empty_ = true, all_special_ = true;
+};
+
+}  // namespace llmc
