@@ -109,7 +109,8 @@ class TokenFiles {
 
   int64_t count() const { return static_cast<int64_t>(files_.size()); }
   int64_t tokens() const { return tokens_; }
-  DocumentMark document_mark(int64_t i) const { return row_of(files_[static_cast<size_t>(i)].format).documents; }
+  DataFormat format(int64_t i) const { return files_[static_cast<size_t>(i)].format; }
+  DocumentMark document_mark(int64_t i) const { return row_of(format(i)).documents; }
   std::vector<std::string> paths() const {
     std::vector<std::string> all;
     for (const Described& file : files_) all.push_back(file.path);

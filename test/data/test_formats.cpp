@@ -51,7 +51,9 @@ TEST_CASE("files of nanoGPT, Megatron and OLMo give the samples that those tools
     // Megatron is recognised; the others must be named.
     const DataFormat named = format_of(file), format = named == DataFormat::megatron ? DataFormat::automatic : named;
     const TokenShards shards(foreign + file, T, "--train-data", format);
-    REQUIRE(open_token_file(foreign + file, format).format == named);
+    const TokenFile opened = open_token_file(foreign + file, format);
+    REQUIRE(opened.format == named);
+    REQUIRE(name_of(opened.type) == golden[file]["type"].get<std::string>());
     REQUIRE(shards.samples() == std::ssize(theirs));
     DataLoader loader(shards, {.vocab_size = vocabulary});
     std::vector<int32_t> inputs, targets, positions;
@@ -166,6 +168,9 @@ TEST_CASE("an index of Megatron's that does not add up is refused with the numbe
     with(formatted("{} sequences and 13 document boundaries take 12 and 8 bytes each, but 320", count), 18, count);
     if (count != 0) with(formatted("18 sequences and {} document boundaries", count), 26, count);
   }
+  // With 64 bits these would add up.
+  with("4611686018427387922 sequences and 13", 18, (uint64_t{1} << 62) + 18);
+  with("18 sequences and 2305843009213693965", 26, (uint64_t{1} << 61) + 13);
   with("sequence 3 has -1 tokens", lengths + 12, int32_t{-1});
   with("sequence 4 is at byte 12, expected 16", lengths + 12, int32_t{4});
   with("sequence 17, of 2147483647 tokens from byte 212 on, ends beyond", lengths + 4 * 17, int32_t{2147483647});
@@ -206,6 +211,9 @@ TEST_CASE("tokens of an index beyond 2^32 are read, with their documents", "[dat
   std::vector<uint8_t> begins;
   shards.find_documents(0, 4 * length - 3, tokens, 0, begins);
   REQUIRE(begins == std::vector<uint8_t>{0, 0, 0, 1, 0, 0});
+  const File file = File::open_read(dir / "x.idx");
+  const auto starts = MegatronIndex(file, File::open_read(dir / "x.bin")).document_starts(file, length, 3 * length);
+  REQUIRE(starts == std::vector<int64_t>{length, 2 * length});
 }
 
 TEST_CASE("negative tokens, and those outside the vocabulary, are refused with file, position and value",

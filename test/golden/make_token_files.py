@@ -69,7 +69,7 @@ def write_megatron(builder_module, helpers, documents, dtype):
                           length=end + 1 - (begin if i == first else 0) if i == last else None) for i in range(first, last + 1)]
         samples.append(numpy.concatenate(parts).tolist())
     starts = numpy.cumsum([0] + [sum(map(len, document)) for document in documents])[:-1].tolist()
-    return {"samples": samples, "documents": starts, "types": dtype.__name__}
+    return {"samples": samples, "documents": starts, "type": dtype.__name__}
 
 
 def main():
@@ -81,7 +81,7 @@ def main():
 
     numpy.array(tokens, dtype=numpy.uint16).tofile(f"{HERE}/nanogpt.bin")
     data = numpy.memmap(f"{HERE}/nanogpt.bin", dtype=numpy.uint16, mode="r")
-    found["nanogpt.bin"] = {"samples": [data[i:i + T].tolist() + data[i + 1:i + 1 + T].tolist()[-1:]
+    found["nanogpt.bin"] = {"type": "uint16", "samples": [data[i:i + T].tolist() + data[i + 1:i + 1 + T].tolist()[-1:]
                                         for i in range(0, len(data) - T, T)]}
 
     data = numpy.memmap(f"{HERE}/olmo.npy", dtype=numpy.uint32, mode="w+", shape=(len(tokens),))
@@ -91,7 +91,7 @@ def main():
         chunks = []
         while len(chunk := file.read(4 * T)) == 4 * T:
             chunks.append(numpy.frombuffer(chunk, dtype=numpy.uint32).tolist())
-    found["olmo.npy"] = {"samples": chunks}
+    found["olmo.npy"] = {"type": "uint32", "samples": chunks}
 
     # Documents of one sequence, of several, and of none; sequences without tokens.
     sequences = [[document[:5], document[5:9], document[9:]] if i % 3 == 0 else [document] if i % 4 else []
