@@ -154,10 +154,30 @@ const Notice no_notice = [](const std::string& text) { FAIL(text); };
 
 }  // namespace
 
+TEST_CASE("a set of numbers finds neighbours as std::set does", "[data][packing]") {
+  std::mt19937 random(9);
+  for (const int64_t size : {1, 64, 65, 4096, 5000, 300'000}) {
+    detail::NumberSet numbers(size);
+    std::set<int64_t> expected;
+    for (int round = 0; round < 3000; ++round) {
+      const int64_t x = static_cast<int64_t>(random() % static_cast<uint64_t>(size));
+      if (expected.size() > 20 || (random() % 2 == 0 && !expected.empty())) {
+        const int64_t gone = *std::next(expected.begin(), static_cast<int64_t>(random() % expected.size()));
+        numbers.erase(gone), expected.erase(gone);
+      } else {
+        numbers.insert(x), expected.insert(x);
+      }
+      const auto next = expected.lower_bound(x), after = expected.upper_bound(x);
+      REQUIRE(numbers.next(x) == (next == expected.end() ? std::nullopt : std::optional(*next)));
+      REQUIRE(numbers.previous(x) == (after == expected.begin() ? std::nullopt : std::optional(*std::prev(after))));
+    }
+  }
+}
+
 TEST_CASE("best-fit rows hold every place once and cut only documents longer than a row", "[data][packing]") {
   std::mt19937 random(1);
   for (int round = 0; round < 400; ++round) {
-    const int64_t T = round % 100 + 1;
+    const int64_t T = round % 300 + 1;
     const std::vector<Range> documents = documents_from(random() % 50, random_sizes(random, T));
     const PackedRows rows = pack_rows(Packing::best_fit, documents, T);
     INFO("round " << round << ", T " << T);
