@@ -2,9 +2,10 @@
 // long it takes.
 //
 //   make packing-bench && build/packing_bench ['SHARDS' END_OF_TEXT T...]
-#include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
+#include <ctime>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -17,11 +18,11 @@ using namespace llmc;
 
 namespace {
 
-// Seconds that f() takes.
+// Seconds of this processor that f() takes.
 double seconds_of(const std::function<void()>& f) {
-  const auto begin = std::chrono::steady_clock::now();
+  const std::clock_t begin = std::clock();
   f();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
 }
 
 void print_row(const std::string& name, int64_t T, const std::map<Packing, PackingCounts>& of, double seconds) {

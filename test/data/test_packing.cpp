@@ -188,6 +188,16 @@ TEST_CASE("best-fit rows hold every place once and cut only documents longer tha
     REQUIRE(counts.rows * T - counts.padded == counts.tokens);
     REQUIRE(counts.cut == std::ranges::count_if(documents, [T](const Range& d) { return d.size > T; }));
   }
+  // Longer rows, which are full if one place in 1024 is left.
+  for (int round = 0; round < 200; ++round) {
+    const int64_t T = 1024 * (round % 4 + 1);
+    std::vector<int64_t> sizes(random() % 80 + 20), some(random() % 40 + 2);
+    for (int64_t& size : some) size = T / 12 + static_cast<int64_t>(random() % static_cast<uint64_t>(T / 2));
+    for (int64_t& size : sizes) size = some[random() % some.size()];
+    const std::vector<Range> documents = documents_from(0, sizes);
+    INFO("round " << round);
+    REQUIRE(filled(pack_rows(Packing::best_fit, documents, T)) == filled_by_looking(documents, T));
+  }
   REQUIRE(pack_rows(Packing::best_fit, {}, 5).count() == 0);
   // Rows of more than 64 and 64^2 places.
   const std::vector<Range> documents = documents_from(0, {100'000, 7, 99'990, 3, 10, 1, 4096, 95'903});
