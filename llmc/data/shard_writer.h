@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/files.h"
-#include "data/dataloader.h"
+#include "data/token_file.h"
 
 namespace llmc {
 
@@ -27,7 +27,7 @@ class ShardWriter {
   // Goes on after the earlier writer's tokens; what it wrote after them is removed.
   void go_on() {
     for (int64_t i = 0; i < shards(); ++i) {
-      const int64_t bytes = Shard::header_bytes + tokens_in(i) * width_;
+      const int64_t bytes = shard_header_bytes + tokens_in(i) * width_;
       const int64_t size = path_exists(partial_path(i)) ? File::open_own(partial_path(i)).size() : -1;
       CHECK(size >= bytes, "{}: {}, expected at least {} bytes from the interrupted run: start over with --restart",
             partial_path(i), size < 0 ? "does not exist" : formatted("has {} bytes", size), bytes);
@@ -88,7 +88,7 @@ class ShardWriter {
   // The first published shard that is not as it was written; none: all are.
   std::optional<std::string> damaged() const {
     for (int64_t i = 0; i < shards(); ++i)
-      if (!path_exists(path(i)) || File::open_read(path(i)).size() != Shard::header_bytes + tokens_in(i) * width_)
+      if (!path_exists(path(i)) || File::open_read(path(i)).size() != shard_header_bytes + tokens_in(i) * width_)
         return path(i);
     return std::nullopt;
   }
@@ -123,7 +123,7 @@ class ShardWriter {
           shard_tokens_);
     const bool begun = tokens_ % shard_tokens_ != 0;
     file_.emplace(begun ? File::append(partial_path(shard)) : File::create(partial_path(shard)));
-    const std::string no_header(Shard::header_bytes, '\0');  // no magic: not a shard until finish()
+    const std::string no_header(shard_header_bytes, '\0');  // no magic: not a shard until finish()
     if (!begun) file_->write(no_header.data(), std::ssize(no_header));
   }
   void close() {

@@ -33,7 +33,7 @@ struct TokenFile {
 namespace detail {
 
 inline TokenFile open_llmc(File file) {
-  constexpr int64_t header_bytes = 1024;
+  constexpr int64_t header_bytes = shard_header_bytes;
   const std::string& path = file.path();
   const int64_t size = file.size();
   CHECK(size >= header_bytes, "{}: {} bytes are too few for a token shard, whose header takes {}{}", path, size,

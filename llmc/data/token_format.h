@@ -9,6 +9,8 @@
 
 namespace llmc {
 
+inline constexpr int64_t shard_header_bytes = 1024;  // of a token shard in llm.c's format
+
 enum class DataFormat : uint8_t { automatic, llmc, nanogpt, megatron, olmo };
 constexpr auto names_of_values(DataFormat) { return std::array{"auto", "llmc", "nanogpt", "megatron", "olmo"}; }
 
