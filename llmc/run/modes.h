@@ -114,6 +114,15 @@ inline std::vector<int64_t> epoch_tokens_of(const Options& o, const Recipe& reci
   return llmc::epoch_tokens_of(sources);
 }
 
+// Looks at the data only if the length of the run depends on them.
+inline Course course_on_paper(const Options& o, const Recipe& recipe) {
+  const bool in_epochs =
+      recipe.staged ? std::ranges::any_of(recipe.stages, [](const RecipeStage& s) { return s.epochs.has_value(); })
+                    : !o.max_steps && !o.tokens;
+  const bool known = !o.train_data.empty() || !o.data.empty();
+  return Course(recipe, in_epochs && known ? epoch_tokens_of(o, recipe) : std::vector<int64_t>());
+}
+
 // For --plan of a run of stages: a line for each stretch, and the options of the one whose step needs most memory.
 inline Options largest_stage(const Options& asked, Log* log) {
   const Recipe recipe = read_recipe(asked);
@@ -251,8 +260,7 @@ inline Pipeline pipeline_to_draw(const Options& o) {
 // --print-stages.
 inline void run_print_stages(const Options& o) {
   const Recipe recipe = read_recipe(o);
-  const bool data = !o.train_data.empty() || !o.data.empty();
-  const Course course(recipe, data ? detail::epoch_tokens_of(o, recipe) : std::vector<int64_t>());
+  const Course course = detail::course_on_paper(o, recipe);
   std::printf("%s\n", (o.json ? stages_json(course) : stages_text(course)).c_str());
 }
 

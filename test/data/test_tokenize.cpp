@@ -171,10 +171,10 @@ TEST_CASE("shards are the documents in order, whatever the number of threads", "
   REQUIRE(shards.size() >= 3);
   std::string text;
   for (const std::string& path : ShardWriter::existing(corpus.job.prefix)) {
-    const Shard shard = open_shard(path);
-    REQUIRE(shard.width == 2);
+    const TokenFile shard = open_token_file(path, DataFormat::llmc);
+    REQUIRE(width_of(shard.type) == 2);
     std::vector<uint16_t> tokens(static_cast<size_t>(shard.tokens));
-    shard.file.read_at(tokens.data(), 2 * shard.tokens, Shard::header_bytes);
+    shard.file.read_at(tokens.data(), 2 * shard.tokens, shard.begin);
     for (const uint16_t token : tokens)
       if (token == 256) text += "\n<doc>";
       else text += static_cast<char>(token);
@@ -250,7 +250,7 @@ TEST_CASE("what another command has written is neither continued nor overwritten
   corpus.job.restart = true;
   corpus.run();
   REQUIRE(corpus.shards().size() == 1);
-  REQUIRE(corpus.shards()[0].size() == Shard::header_bytes + 2 * (1 + std::string("Another document.").size()));
+  REQUIRE(corpus.shards()[0].size() == shard_header_bytes + 2 * (1 + std::string("Another document.").size()));
 
   write(corpus.dir / "b.txt", " ab\xff");
   REQUIRE_ERROR(tokenize_files(corpus.job, other, log), "b.txt:1: byte 4");
