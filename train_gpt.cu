@@ -19,7 +19,6 @@
 #include "run/batch_reader.h"
 #include "run/checkpoints/checkpoint_saver.h"
 #include "run/checkpoints/progress.h"
-#include "run/checkpoints/recipe_record.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/checkpoints/seen_samples.h"
 #include "run/evaluate.h"
@@ -36,6 +35,7 @@
 #include "run/reports/step_report.h"
 #include "run/setup.h"
 #include "run/start.h"
+#include "run/stretches.h"
 #include "run/tokenize.h"
 #include "run/trace/step_trace.h"
 #include "run/validation.h"
@@ -45,16 +45,6 @@
 
 namespace llmc {
 namespace {
-
-// What the process has found when the ranks begin a stretch of the run.
-struct Beginning {
-  const std::optional<ResumePoint>& resume;
-  const Peaks& peaks;
-  bool continues;           // after another stretch, in this process
-  RunDirectory* directory;  // rank 0's out directory; null on the other ranks
-  Log& log;
-  RunTotals& totals;
-};
 
 // One rank of a stretch of a run, from the first update or a checkpoint to the last update. Step s is the run's s-th
 // update.
@@ -484,19 +474,6 @@ class Training {
   std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement
 };
 
-// The job from a checkpoint on.
-Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
-  ResumedCourse resumed = resumed_course(from, first);
-  for (const std::string& notice : resumed.notices) log.line("notice: " + notice);
-  first.data->seeds = resumed.seeds;
-  const size_t number = resumed.course.stretch_of(from.step + 1);
-  Job job(first.asked, first.begin, first.data, std::move(resumed.course), number);
-  if (resumed.changed)
-    job.former_recipe = from.trainer.value("recipe", nlohmann::json::object()).value("facts", nlohmann::json::object());
-  job.resume(from, log);
-  return job;
-}
-
 void run_training(const Options& o, const Processes& processes, StopCondition::Clock::time_point process_begin) {
   note_stop_signals();
   const bool first = processes.process() == 0;
@@ -552,12 +529,8 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
       }
       if (job->last_step() == job->max_steps) return;
       together(processes, "the next stage", [&] {
-        const std::string path = checkpoint_path(o.out_dir, job->last_step());
-        wait_for_path(path + "/trainer.json");
-        resume = ResumePoint{path, job->last_step(), read_json(path + "/trainer.json")};
-        Job next(job->asked, job->begin, job->data, job->course, job->number + 1);
-        next.resume(*resume, log);
-        job.emplace(std::move(next));
+        resume = checkpoint_of(*job);
+        job.emplace(next_job(*job, *resume, log));
       });
     }
   } catch (const PeerError& error) {  // another rank has gone; all ranks report which one, in the same words

@@ -126,8 +126,7 @@ inline Course course_on_paper(const Options& o, const Recipe& recipe) {
 // For --plan of a run of stages: a line for each stretch, and the options of the one whose step needs most memory.
 inline Options largest_stage(const Options& asked, Log* log) {
   const Recipe recipe = read_recipe(asked);
-  const bool data = !asked.train_data.empty() || !asked.data.empty();
-  const Course course(recipe, data ? epoch_tokens_of(asked, recipe) : std::vector<int64_t>());
+  const Course course = course_on_paper(asked, recipe);
   const Device device = choose_device(asked), rank = first_rank_device(device, asked);
   Options largest;
   int64_t most = -1;

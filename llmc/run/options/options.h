@@ -15,6 +15,7 @@
 #include "model/activations.h"
 #include "ops/cpu/isa.h"
 #include "ops/optimizers.h"
+#include "run/options/option_values.h"
 #include "run/options/place.h"
 #include "run/options/text_list.h"
 #include "run/options/token_count.h"
@@ -22,35 +23,7 @@
 
 namespace llmc {
 
-// ---- The values of options that are words ---------------------------------------------------------------------------
-
-enum class DataChanged : uint8_t { refuse, accept };
-constexpr auto names_of_values(DataChanged) { return std::array{"refuse", "accept"}; }
-enum class OnFailure : uint8_t { retry, fail };
-constexpr auto names_of_values(OnFailure) { return std::array{"retry", "fail"}; }
-enum class WeightType : uint8_t { fp32, bf16 };
-constexpr auto names_of_values(WeightType) { return std::array{"fp32", "bf16"}; }
-enum class MasterWeights : uint8_t { fp32, none };
-constexpr auto names_of_values(MasterWeights) { return std::array{"fp32", "none"}; }
-enum class OnOff : uint8_t { on, off };
-constexpr auto names_of_values(OnOff) { return std::array{"on", "off"}; }
-enum class GradReduceChoice : uint8_t { automatic, step, micro };
-constexpr auto names_of_values(GradReduceChoice) { return std::array{"auto", "step", "micro"}; }
-enum class Dispatch : uint8_t { dropless, capacity };
-constexpr auto names_of_values(Dispatch) { return std::array{"dropless", "capacity"}; }
-enum class DeviceChoice : uint8_t { automatic, cpu, cuda };
-constexpr auto names_of_values(DeviceChoice) { return std::array{"auto", "cpu", "cuda"}; }
-enum class CommChoice : uint8_t { automatic, threads, mpi, tcp, nccl };
-constexpr auto names_of_values(CommChoice) { return std::array{"auto", "threads", "mpi", "tcp", "nccl"}; }
-enum class GpuAttention : uint8_t { own, cudnn };
-constexpr auto names_of_values(GpuAttention) { return std::array{"own", "cudnn"}; }
-enum class SelftestLayouts : uint8_t { pairs, all };
-constexpr auto names_of_values(SelftestLayouts) { return std::array{"pairs", "all"}; }
-
 inline constexpr const char* local_machine = "local";  // for --machine: this one
-
-enum class TokenizeSplit : uint8_t { train, val };
-constexpr auto names_of_values(TokenizeSplit) { return std::array{"train", "val"}; }
 
 struct Options {
   std::string train_data, val_data;
@@ -173,33 +146,7 @@ struct Options {
   std::map<std::string, std::string> config_lines;
 };
 
-// On resume an option must match, must match unless --branch-from begins another run, also unless --data-changed accept
-// takes a new recipe from here on, may change with a notice, or may change freely.
-enum class ResumeRule { must_match, branch, recipe, warn, free };
-constexpr auto names_of_values(ResumeRule) {
-  return std::array{"must match", "must match, except in a branch",
-                    "must match, except in a branch or with --data-changed accept", "warns", "free"};
-}
-
 inline constexpr int64_t usual_val_steps = 20;
-
-// The values that an option takes: a closed interval, or one of a list.
-struct Limits {
-  double min = -std::numeric_limits<double>::infinity(), max = std::numeric_limits<double>::infinity();
-  std::vector<std::string> choices;
-};
-inline Limits at_least(double min) { return {.min = min, .choices = {}}; }
-inline Limits above_zero() { return {.min = std::numeric_limits<double>::min(), .choices = {}}; }
-inline Limits between(double min, double max) { return {.min = min, .max = max, .choices = {}}; }
-inline Limits one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
-template <NamedEnum E>
-Limits any_of() {
-  return one_of(all_names<E>());
-}
-inline std::vector<std::string> with_auto(std::vector<std::string> choices) {
-  choices.insert(choices.begin(), "auto");
-  return choices;
-}
 
 // The limit of one dimension. Products of several are bounded by require_countable() in planner.h.
 inline constexpr double largest_size = 1 << 24;
