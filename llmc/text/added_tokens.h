@@ -57,14 +57,15 @@ class AddedTokens {
     if (cut < text.size()) on_text(text.substr(cut));
   }
 
-  // May a token, or the white space that belongs to it, be on both sides of the border of these two characters?
+  // May a token, or the white space that belongs to it, be on both sides of the border of these two characters, or end
+  // there, so that a text begins?
   bool cross(std::string_view a, std::string_view b, Specials specials) const {
     if (finds_none(specials)) return false;
     const std::string both = std::string(a) + std::string(b);
     for (const auto& bucket : by_first_byte_)
       for (const Token& token : bucket)
-        if (token.text.find(both) != token.text.npos || (token.strip_left && is_space(a, 0)) ||
-            (token.strip_right && is_space(b, 0)))
+        if (token.text.find(both) != token.text.npos || token.text.ends_with(a) ||
+            ((token.strip_left || token.strip_right) && is_space(a, 0)) || (token.strip_right && is_space(b, 0)))
           return true;
     return false;
   }

@@ -135,10 +135,12 @@ class PreTokenizer {
       text = changed;
     }
     const std::string_view prefix = step.space.empty() ? std::string_view(" ") : std::string_view(step.space);
-    const bool here = step.prefix == Prefix::every_piece || (step.prefix == Prefix::first_piece && context.first);
-    // The beginning of a continuation is not the beginning of a text.
-    if (here && !(context.first && context.part == TextPart::continuation) && !text.starts_with(prefix))
-      text = changed = std::string(prefix) + std::string(text);
+    // A continuation's first piece is not the first of a text; before step 0 it is not even a piece of its own.
+    const bool continues = context.first && context.part == TextPart::continuation;
+    const bool here = step.prefix == Prefix::every_piece
+                          ? !(continues && s == 0)
+                          : step.prefix == Prefix::first_piece && context.first && !continues;
+    if (here && !text.starts_with(prefix)) text = changed = std::string(prefix) + std::string(text);
     auto next = [&](std::string_view piece) {
       split_by(s + 1, piece, {context.part, context.first && piece.data() == text.data()}, on_piece);
     };

@@ -19,7 +19,7 @@ import sys
 import unicodedata
 
 import tokenizers
-from tokenizers import AddedToken, Tokenizer, models, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tokenizers")
@@ -49,6 +49,7 @@ def sequence(*steps):
     return {"type": "Sequence", "pretokenizers": list(steps)}
 
 
+SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
 
@@ -97,6 +98,30 @@ def train(name, pre_tokenizer, normalizer, merges, first=(), last=()):
     return made
 
 
+def train_sentencepiece(merges):
+    """As SentencePiece's BPE models are converted: characters, and tokens for bytes; Llama 2's normalizers and decoder."""
+    first = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    # The rarer characters are left to their bytes.
+    trainer = trainers.BpeTrainer(vocab_size=len(first) + 150 + merges, special_tokens=first, show_progress=False,
+                                  limit_alphabet=150)
+    trained.train_from_iterator(corpus(), trainer)
+    made = json.loads(trained.to_str())
+    print(f"llama2: {len(made['model']['vocab'])} tokens, {len(made['model']['merges'])} merges")
+    made["added_tokens"] = made["added_tokens"][:3]
+    made["model"].update(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    made["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, SPACES]}
+    made["pre_tokenizer"] = None
+    piece = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    made["post_processor"] = {"type": "TemplateProcessing", "single": piece, "pair": piece + piece[1:],
+                              "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}
+    made["decoder"] = {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
+    return made
+
+
 def make_tokenizers():
     """The published forms, by file name."""
     gpt2 = train("gpt2", byte_level(True), None, 400, last=[special("<|endoftext|>", normalized=True)])
@@ -133,7 +158,8 @@ def make_tokenizers():
 
     smollm2 = train("smollm2", sequence({"type": "Digits", "individual_digits": True}, byte_level(True)), None, 400,
                     first=[special(name) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>")])
-    return {"gpt2.json": gpt2, "llama3.json": llama3, "qwen2.5.json": qwen2, "smollm2.json": smollm2}
+    return {"gpt2.json": gpt2, "llama3.json": llama3, "qwen2.5.json": qwen2, "smollm2.json": smollm2,
+            "llama2.json": train_sentencepiece(400)}
 
 
 def patches(made):
@@ -164,6 +190,20 @@ def patches(made):
     yield "possessive", "llama3.json", {"pre_tokenizer": sequence(split(POSSESSIVE_PATTERN), byte_level(False))}
 
 
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    yield "mistral", "llama2.json", {"normalizer": None, "pre_tokenizer": metaspace}
+    yield "metaspace, always and split", "llama2.json", {
+        "normalizer": None, "pre_tokenizer": {**metaspace, "prepend_scheme": "always", "split": True}}
+    gemma = copy.deepcopy(made["llama2.json"])
+    gemma["decoder"]["decoders"].pop()   # it prepends nothing
+    yield "gemma", "llama2.json", {
+        "normalizer": SPACES, "decoder": gemma["decoder"], "pre_tokenizer": {
+            "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
+        "added_tokens": gemma["added_tokens"] + [
+            {"id": len(gemma["model"]["vocab"]) + i, "content": content, "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False, "special": False} for i, content in enumerate(["\n\n\n", "<b"])]}
+
+
 TEXTS = [
     "Hello world, this is a test of the tokenizer.", "", " ", "  ", "\n", "\r\n", "\t", "a", " a", "a ", "  a  b   c ",
     "word\n\n\nword\r\n\r\n  word \n \n", "\n\n   \n indented\n\t\ttabs\n    spaces", "end   ", "   \n", " \n ", "\n \t\r",
@@ -181,6 +221,7 @@ TEXTS = [
     "\u00a0\u00a0word \u3000\u3000word\u2003\u2003 \u2028\u2028x", " \u00a0 x\u00a0\n\u00a0 y",
     "\x00\x01\x02\x07\x08\x0b\x0c\x1b\x1c\x1d\x1e\x1f\x7f\x80\x9f", "a\x0bb\x0cc \x0b\x0c d\x1ce\x1ff",
     "\ufffd\ufffe\uffff \U0010ffff \ue000 \U000e0041 \U0001e900\U0001e943 \u0378 𐐀𐐨 𝒳 𠀀𪜀",
+    "\u2581a \u2581 b\u2581\u2581c", "</s>a <s> b</s>", "<0x41><0x0A>",
     "<|endoftext|>", "a<|endoftext|>b", "a <|endoftext|> b<|endoftext|><|endoftext|>", "<|endoftext|", "<|endoftext|>>",
     "<|begin_of_text|>hi<|eot_id|>\n<|end_of_text|>", "<|im_start|>user\nhi<|im_end|>\n<tool_call>{}</tool_call>",
     "  <left>  x  <right>  y  <both>  z<right><left>  <both><both>  <b <bo", "abcab ababc abab cab \u1112\u1161\u11ab 한 cafe\u0301 café",
@@ -235,7 +276,7 @@ def write_cases(path, made, texts):
 def main():
     if len(sys.argv) == 4 and sys.argv[1] == "--random":
         made = {}
-        for file in ("gpt2.json", "llama3.json", "qwen2.5.json", "smollm2.json"):
+        for file in ("gpt2.json", "llama3.json", "qwen2.5.json", "smollm2.json", "llama2.json"):
             with open(os.path.join(HERE, file), encoding="utf-8") as opened:
                 made[file] = json.load(opened)
         write_cases(sys.argv[3], made, random_texts(int(sys.argv[2]), 2000))

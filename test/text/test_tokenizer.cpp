@@ -15,7 +15,7 @@ Json read_golden(const std::string& file) { return Json::parse(read_whole(golden
 std::string text_of(const Bpe& bpe, const std::vector<int32_t>& ids) {
   std::string text;
   for (int32_t id : ids) text += bpe.text_of(id);
-  return text;
+  return bpe.strips_first_space() && text.starts_with(' ') ? text.substr(1) : text;
 }
 
 // A tokenizer.json like GPT-2's with `patch` applied, and the files next to it.
@@ -103,6 +103,83 @@ TEST_CASE("patterns match greedily, and backtrack only where allowed", "[text]")
   REQUIRE(pieces(R"([\D])", "1\u0663a") == Pieces{"1\u0663", "a"});
   const std::string blanks(1 << 20, ' ');  // would overflow the stack if matching were recursive
   REQUIRE(pieces(R"(\s*\n|\s+(?!\S)|\s+)", blanks + "x").size() == 3);
+}
+
+TEST_CASE("an automaton splits as backtracking does, and knows where a text may be cut", "[text]") {
+  std::vector<std::string> patterns = {R"(\s+(?!\S)|\s+)", R"(a{2,3}b|a+|b(?=a))", R"(a++ab|a++|b)",
+                                       R"((?:ab|a)(bc)?|[bc]+)"};
+  for (const std::string file : {"gpt2.json", "llama3.json", "qwen2.5.json"}) {
+    const Json pre = read_golden(file).at("pre_tokenizer");
+    if (pre.contains("pretokenizers")) patterns.push_back(pre.at("pretokenizers")[0].at("pattern").at("Regex"));
+  }
+  const Json cases = read_golden("cases.json");
+  for (const Json& tokenizer : cases.at("tokenizers"))
+    for (const Json& step : tokenizer.at("patch").value("/pre_tokenizer/pretokenizers"_json_pointer, Json::array()))
+      if (step.contains("pattern") && step["pattern"].contains("Regex")) patterns.push_back(step["pattern"]["Regex"]);
+  REQUIRE(patterns.size() >= 10);
+  const std::vector<std::string> texts = cases.at("texts");
+  std::string all;
+  for (const std::string& text : texts) all += text;
+  for (const char* more : {" a ab aab aaabc aaaab abcbc bab", "  \n x", "'re'LL 12345 \r\n\r\n"}) all += more;
+  int boundaries = 0;
+  for (const std::string& pattern : patterns) {
+    INFO(pattern);
+    const SplitPattern slow(pattern, "test");
+    const auto fast = SplitAutomaton::compile(slow);
+    REQUIRE(fast);
+    std::vector<size_t> ends, fast_ends;
+    slow.split(all, [&](std::string_view piece) {
+      ends.push_back(static_cast<size_t>(piece.data() + piece.size() - all.data()));
+    });
+    fast->split(all, [&](std::string_view piece) {
+      fast_ends.push_back(static_cast<size_t>(piece.data() + piece.size() - all.data()));
+    });
+    REQUIRE(ends == fast_ends);
+    for (size_t at = 1; at < all.size(); at += utf8_at(all, at).width) {
+      if (fast->between(utf8_at(all, utf8_before(all, at)).code, utf8_at(all, at).code) !=
+          SplitAutomaton::Place::boundary)
+        continue;
+      ++boundaries;
+      REQUIRE(std::ranges::binary_search(ends, at));
+    }
+  }
+  REQUIRE(boundaries > 1000);
+  const SplitPattern far(R"(a(?=bc)|\s)", "test");
+  REQUIRE_FALSE(SplitAutomaton::compile(far));  // looks two characters ahead: left to backtracking
+}
+
+TEST_CASE("a document cut where it may be has the tokens of the whole", "[text]") {
+  const Json cases = read_golden("cases.json");
+  std::string all;
+  for (int i = 0; i < 3; ++i)
+    for (const std::string text : cases.at("texts")) all += text + (i == 1 ? " " : i == 2 ? "\n" : "");
+  int cuts = 0;
+  for (const Json& tokenizer : cases.at("tokenizers")) {
+    Json json = read_golden(tokenizer.at("file"));
+    for (const auto& [name, value] : tokenizer.at("patch").items()) json[name] = value;
+    const Bpe bpe(json, "test");
+    for (const Specials specials : {Specials::as_text, Specials::as_tokens}) {
+      Bpe::Encoder encoder(bpe, specials, 8);
+      std::vector<int32_t> whole;
+      encoder.append(all, TextPart::beginning, whole);
+      std::vector<size_t> tried;
+      for (size_t end = 40; end < all.size(); end += 23) {
+        const auto cut = bpe.last_cut(all.substr(0, end), specials);
+        if (!cut || (!tried.empty() && tried.back() == *cut)) continue;
+        tried.push_back(*cut);
+        std::vector<int32_t> parts;
+        encoder.append(all.substr(0, *cut), TextPart::beginning, parts);
+        encoder.append(all.substr(*cut), TextPart::continuation, parts);
+        INFO(tokenizer.at("name") << ": cut at " << *cut << ", after " << shown(all.substr(*cut - 12, 12)));
+        REQUIRE(parts == whole);
+      }
+      cuts += static_cast<int>(tried.size());
+    }
+  }
+  REQUIRE(cuts > 1000);
+  const Bpe bpe(read_golden("llama3.json"), "test");
+  for (const char* bad : {"\xff\xff\xff\xff\xff\xff\xff\xff", "\x80\x80\x80\x80\x80\x80\x80\x80\x80", "", "a"})
+    REQUIRE_FALSE(bpe.last_cut(bad));
 }
 
 TEST_CASE("unsupported pattern syntax is refused with the pattern", "[text]") {
