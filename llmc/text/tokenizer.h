@@ -170,7 +170,7 @@ class TableTokenizer final : public Tokenizer {
   int32_t end_of_text_;
 };
 
-// A Hugging Face tokenizer.json of byte-level BPE (bpe.h), and the files beside it.
+// A Hugging Face tokenizer.json of BPE (bpe.h), and the files beside it.
 //
 // The end of text is the token with the first of the usual names, as in data/text_tokenizers.py; data/tokenize_text.py
 // puts it before every document; without one, it is the end of sequence named by tokenizer_config.json,

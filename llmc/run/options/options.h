@@ -194,7 +194,7 @@ void visit_options(O& o, Visitor&& visit) {
       "whole documents together, only longer ones cut, with padding that has no loss; document-start: each sequence "
       "begins a document, and what does not fit is dropped. An index of documents is kept in ~/.cache/train_gpt");
   visit("--tokenizer", "", o.tokenizer, Limits{}, warn,
-        "encodes prompts and decodes samples: bytes, a Hugging Face tokenizer.json (byte-level BPE) or its directory, "
+        "encodes prompts and decodes samples: bytes, a Hugging Face tokenizer.json (BPE) or its directory, "
         "or a gpt2_tokenizer.bin, which only decodes; auto: the tokenizer.json of a --model directory if the "
         "vocabulary has its tokens, otherwise bytes");
   visit("Model");
