@@ -93,6 +93,10 @@ def main():
         if metrics["val"]:
             loss.plot(*series(metrics["val"], "loss"), color=color, linestyle="--", marker="o", markersize=4,
                       label=f"{name}: validation")
+        for number, one in enumerate(sorted({one for e in metrics["val"] for one in e.get("losses", {})})):
+            loss.plot(*series([{"step": e["step"], "loss": e.get("losses", {}).get(one)} for e in metrics["val"]], "loss"),
+                      color=color, linestyle=":", marker="sv^Dx+"[number % 6], markersize=4, linewidth=0.8,
+                      label=f"{name}: validation of {one}")
         rate.plot(*series(metrics["train"], "lr"), color=color, label=name)
         for axis, field in ((norm, "grad_norm"), (speed, "tokens_per_s")):
             steps, values = series(metrics["train"], field)

@@ -7,8 +7,9 @@
     tensorboard --logdir out                                      shows them
 
 Every numeric field of a line is the scalar KIND/FIELD at its step: train/loss, train/grad_norm, train/lr, train/mfu,
-val/loss ... as the 32-bit floats of event files. Nulls (non-finite values), objects without kind and step, and an
-incomplete last line are skipped. A new export replaces the previous one.
+val/loss ..., and val/loss/NAME for each of several validation sets, as the 32-bit floats of event files. Nulls
+(non-finite values), objects without kind and step, and an incomplete last line are skipped. A new export replaces the
+previous one.
 
 Exit status: 0 done, 1 refused with the reason in one line, 130 ended by Ctrl-C.
 """
@@ -125,7 +126,9 @@ def scalars(entry):
     kind, step = entry.get("kind"), entry.get("step")
     if not isinstance(kind, str) or type(step) is not int or not 0 <= step < 2**63:
         return None
-    values = {f"{kind}/{name}": value for name, value in entry.items()
+    named = entry.get("losses")   # of several validation sets
+    fields = [*entry.items(), *([(f"loss/{name}", value) for name, value in named.items()] if isinstance(named, dict) else [])]
+    values = {f"{kind}/{name}": value for name, value in fields
               if name != "step" and type(value) in (int, float) and abs(value) <= FLOAT_MAX}
     return (step, values, stamp(entry)) if values else None
 

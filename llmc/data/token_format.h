@@ -36,7 +36,7 @@ decltype(auto) with_type(TokenType type, F&& f) {
 
 // Bytes of a token.
 inline int64_t width_of(TokenType type) {
-  return with_type(type, []<class T>() { return static_cast<int64_t>(sizeof(T)); });
+  return with_type(type, [&]<class T>() { return static_cast<int64_t>(sizeof(T)); });
 }
 
 // What says where a document begins: the end of text is its first token, or the last of the document before it, or an
