@@ -81,13 +81,11 @@ class Arena {
           "the arena is full: {} ({}) needs {} bytes, {} of {} are in use; the plan missed this allocation", name,
           label, bytes, used_, capacity_);
     Tensor tensor{.name = name, .dtype = dtype, .shape = shape, .bytes = base_ + used_};
+    if (used_ + bytes > high_water_) high_water_ = used_ + bytes, rising_ = true;
+    else keep_table();
     used_ += bytes;
     line(label).bytes += bytes;
     stack_.emplace_back(label, bytes);
-    if (used_ > high_water_) {
-      high_water_ = used_;
-      table_at_high_water_ = live_;
-    }
     return tensor;
   }
 
@@ -108,7 +106,7 @@ class Arena {
   int64_t used() const { return used_; }
   const Device& device() const { return device_; }
   int64_t high_water() const { return high_water_; }
-  const std::vector<MemoryLine>& table() const { return table_at_high_water_; }
+  const std::vector<MemoryLine>& table() const { return rising_ ? live_ : table_at_high_water_; }
 
   // Fills free memory with NaN (in every floating-point dtype), so that tests find reads of uninitialised memory.
   void poison_free() {
@@ -121,11 +119,19 @@ class Arena {
 
  private:
   MemoryLine& line(const char* label) {
+    for (size_t i = 0; i < live_.size(); ++i)  // labels are literals: most are found by their address
+      if (labels_[i] == label) return live_[i];
     for (MemoryLine& l : live_)
       if (l.label == label) return l;
+    labels_.push_back(label);
     return live_.emplace_back(MemoryLine{label, 0});
   }
+  // What is live at the high-water mark is copied once it changes.
+  void keep_table() {
+    if (std::exchange(rising_, false)) table_at_high_water_ = live_;
+  }
   void release_to(size_t mark) {
+    if (stack_.size() > mark) keep_table();
     while (stack_.size() > mark) {
       const auto& [label, bytes] = stack_.back();
       used_ -= bytes;
@@ -139,6 +145,8 @@ class Arena {
   std::byte* base_ = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);  // null device: never dereferenced
   std::vector<std::pair<const char*, int64_t>> stack_;
   std::vector<MemoryLine> live_, table_at_high_water_;
+  std::vector<const char*> labels_;  // of the lines that are live
+  bool rising_ = false;              // the lines that are live are those of the high-water mark
 };
 
 }  // namespace llmc

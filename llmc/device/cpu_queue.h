@@ -40,8 +40,7 @@ class Event {
   // The null device's event: complete, as nothing runs, and at this time of its clock, when a transfer of this group
   // ends (none: work).
   static Event on_paper(double seconds, const char* group) {
-    Event event;
-    event.signal();
+    Event event(nullptr);
     event.seconds_ = seconds;
     event.group_ = group;
     return event;
@@ -55,6 +54,7 @@ class Event {
   }
   std::string stream() const { return stream_ ? *stream_ : std::string(); }
   bool done() const {
+    if (!state_) return true;
     std::lock_guard lock(state_->mutex);
     return state_->done;
   }
@@ -68,6 +68,7 @@ class Event {
     state->changed.notify_all();  // unlocked, so that a waiter does not wake up to wait for the mutex
   }
   void wait() const {
+    if (!state_) return;
     std::unique_lock lock(state_->mutex);
     if (!state_->done) {
       const Waiting waiting;
@@ -87,8 +88,9 @@ class Event {
     bool done = false;
     std::exception_ptr error;
   };
-  std::shared_ptr<State> state_;
-  double seconds_ = 0;  // by the null device's clock
+  explicit Event(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  std::shared_ptr<State> state_;  // none: complete
+  double seconds_ = 0;            // by the null device's clock
   const char* group_ = nullptr;
   std::shared_ptr<const std::string> stream_;  // none: unknown
 #ifdef TRAIN_GPT_CUDA

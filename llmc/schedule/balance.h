@@ -90,12 +90,13 @@ class Pipedream {
 
   BalancedPipeline solve() {
     const double balance = seconds_[at(0, modules_.size())] / workers_;
-    if (replicate_ == Replicate::no || balance < std::numeric_limits<double>::min()) {
-      pass(infinity);
-    } else {
+    double least = balance;  // that the slowest stage can take; a stage that is not replicated has a module at least
+    if (replicate_ == Replicate::no)
+      for (const ModuleCost& m : modules_) least = std::max(least, m.seconds);
+    if (balance < std::numeric_limits<double>::min()) pass(infinity);
+    else
       for (double above = 1.0 / 64; best_.empty() || best_.back().back().replicas == 0; above *= 2)
-        pass(balance * (1 + above));
-    }
+        pass(least * (1 + above));
     if (replicate_ == Replicate::yes) pass(floor_ = best_.back().back().order[0]);
     return pipeline(workers_);
   }
@@ -151,11 +152,12 @@ class Pipedream {
 
   // Without replication. The last stage grows as it begins earlier, and from some point on takes longer than the best.
   Best best_of_single(int m, size_t j) const {
-    if (m == 1) return {{stage_seconds(0, j, 1)}, 0, 1};
+    if (m == 1) return stage_seconds(0, j, 1) > limit_ ? Best{} : Best{{stage_seconds(0, j, 1)}, 0, 1};
     Best best;
     for (size_t s = j; s-- > 1;) {
       const double stage = stage_seconds(s, j, 1), link = link_seconds(s, m - 2);
-      if (best.replicas > 0 && stage > best.order[0]) break;
+      if (stage > (best.replicas > 0 ? best.order[0] : limit_)) break;
+      if (link > limit_) continue;
       const Best& before = best_[static_cast<size_t>(m - 1)][s];
       if (before.replicas == 0 || (best.replicas > 0 && std::max(before.order[0], link) > best.order[0])) continue;
       std::vector<double> order = before.order;

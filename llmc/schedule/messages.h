@@ -2,6 +2,7 @@
 // of pipedream are also made turn by turn.
 #pragma once
 #include <algorithm>
+#include <memory>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -69,7 +70,7 @@ inline std::vector<ActionList> forward_actions(const Pipeline& p) {
 }
 
 // While one exists, its thread makes the lists of a pipeline once: a plan asks for those of each stage in turn, and all
-// stages' lists are made together.
+// stages' lists are made together; then what is printed about it asks for them again.
 class KeptLists {
  public:
   using Make = std::vector<ActionList> (*)(const Pipeline&);
@@ -78,22 +79,28 @@ class KeptLists {
   KeptLists(const KeptLists&) = delete;
   KeptLists& operator=(const KeptLists&) = delete;
 
-  // The list of one stage; `make`: pipeline_actions or forward_actions.
-  static ActionList of_stage(Make make, const Pipeline& p, int stage) {
-    const auto s = static_cast<size_t>(stage);
-    if (of_thread() == nullptr) return make(p)[s];
+  using Lists = std::shared_ptr<const std::vector<ActionList>>;
+  static bool exist() { return of_thread() != nullptr; }
+  // The lists of all stages; `make`: pipeline_actions or forward_actions.
+  static Lists of(Make make, const Pipeline& p) {
+    if (!exist()) return std::make_shared<const std::vector<ActionList>>(make(p));
     auto& kept = of_thread()->kept_;
     for (const Entry& e : kept)
-      if (e.make == make && e.pipeline == p) return e.lists[s];
-    kept.push_back({make, p, make(p)});
-    return kept.back().lists[s];
+      if (e.make == make && e.pipeline == p) return e.lists;
+    if (kept.size() == most) kept.erase(kept.begin());  // a search plans many pipelines
+    kept.push_back({make, p, std::make_shared<const std::vector<ActionList>>(make(p))});
+    return kept.back().lists;
+  }
+  static ActionList of_stage(Make make, const Pipeline& p, int stage) {
+    return (*of(make, p))[static_cast<size_t>(stage)];
   }
 
  private:
+  static constexpr size_t most = 8;
   struct Entry {
     Make make;
     Pipeline pipeline;
-    std::vector<ActionList> lists;
+    Lists lists;
   };
   static KeptLists*& of_thread() {
     thread_local KeptLists* kept = nullptr;

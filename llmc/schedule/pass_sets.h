@@ -4,7 +4,7 @@
 #pragma once
 #include <map>
 #include <set>
-#include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "schedule/actions.h"
@@ -51,11 +51,22 @@ class PassSets {
   }
 
  private:
-  using Key = std::tuple<int, int64_t, int>;  // chunk, micro-batch, slice
-  Key key(const Action& a) const { return turns_ ? Key(a.chunk, a.micro_batch, a.slice) : Key(a.chunk, 0, 0); }
+  struct Key {
+    int chunk;
+    int64_t micro_batch;
+    int slice;
+    bool operator==(const Key&) const = default;
+  };
+  struct Hash {  // lists have fewer than 2^20 micro-batches and slices
+    size_t operator()(const Key& k) const {
+      return static_cast<size_t>(k.micro_batch) ^ static_cast<size_t>(k.slice) << 20 ^
+             static_cast<size_t>(k.chunk) << 40;
+    }
+  };
+  Key key(const Action& a) const { return turns_ ? Key{a.chunk, a.micro_batch, a.slice} : Key{a.chunk, 0, 0}; }
 
   bool turns_ = false;
-  std::map<Key, std::vector<size_t>> of_;
+  std::unordered_map<Key, std::vector<size_t>, Hash> of_;
   std::vector<int> kinds_;  // the kind of each set
 };
 

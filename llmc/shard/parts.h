@@ -49,16 +49,17 @@ inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
 // The parts of a table that a rank has. Parameters that all ranks of the group have come last in their unit, so that
 // one exchange sums their partial gradients; adjacent parameters stay together. Tensor parallelism does not divide
 // experts: their sharing treats the ranks of the group like any others (expert_parallel.h).
-inline ParamTable part_of(const ParamTable& table, const TensorParallel& tp, int rank) {
+inline ParamTable part_of(ParamTable table, const TensorParallel& tp, int rank) {
+  if (tp.ranks == 1) return table;
   ParamTable parts;
   for (const UnitSpec& unit : table) {
     UnitSpec& mine = parts.emplace_back(UnitSpec{unit.name, {}, unit.sharing});
     std::vector<ParamSpec> everybodys;
     bool last = false;
     for (const ParamSpec& whole : unit.params) {
-      const ParamSpec p = unit.sharing == Sharing::experts ? whole : part_of(whole, tp, rank);
-      if (p.placement == Placement::aligned) last = tp.ranks > 1 && p.copies == tp.ranks;
-      (last ? everybodys : mine.params).push_back(p);
+      ParamSpec p = unit.sharing == Sharing::experts ? whole : part_of(whole, tp, rank);
+      if (p.placement == Placement::aligned) last = p.copies == tp.ranks;
+      (last ? everybodys : mine.params).push_back(std::move(p));
     }
     mine.params.insert(mine.params.end(), everybodys.begin(), everybodys.end());
   }
@@ -66,7 +67,7 @@ inline ParamTable part_of(const ParamTable& table, const TensorParallel& tp, int
 }
 
 // The part of a table that a rank of an ep group has: of the experts, only its own.
-inline ParamTable part_of(const ParamTable& table, const ExpertParallel& expert, int rank) {
+inline ParamTable part_of(ParamTable table, const ExpertParallel& expert, int rank) {
   if (expert.ranks == 1) return table;
   const Range held = expert.held_by(rank);
   ParamTable parts;

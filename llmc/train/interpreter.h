@@ -71,8 +71,10 @@ class Interpreter {
     const StreamRange range(context_.compute, [&] { return action_span(action, config_.pipeline()); });
     auto enqueue_it = [&] { dispatch(action, slot, pass, logits); };
     if (replayable(action, pass))
-      context_.compute.replayed(replays_[{action.kind, action.chunk, slot.inputs.tokens.bytes, slot.input.bytes}],
-                                enqueue_it);
+      context_.compute.replayed(
+          on_paper() ? replays_[{action.kind, action.chunk, action.slice, nullptr, nullptr}]
+                     : replays_[{action.kind, action.chunk, action.slice, slot.inputs.tokens.bytes, slot.input.bytes}],
+          enqueue_it);
     else enqueue_it();
   }
 
@@ -206,14 +208,16 @@ class Interpreter {
     return config_.layout.pipeline.asynchronous() || action.micro_batch + 1 == config_.micro_batches;
   }
 
+  bool on_paper() const { return context_.compute.device().kind == DeviceKind::null; }
   // Whether the action enqueues the same work every time, and only on the compute stream. It does not if it waits for
-  // other streams, or they for it, or if it exchanges activations or rows of experts.
+  // other streams, or they for it, or if it exchanges activations or rows of experts. On paper messages between stages,
+  // which are actions of their own, do not matter.
   bool replayable(const Action& action, const Pass& pass) const {
     if (pass.purpose != Purpose::train || pass.launch == Launch::enqueue) return false;
     if (config_.layout.zero.stage == 3 || config_.layout.zero.grad_reduce == GradReduce::micro) return false;
-    if (config_.layout.tensor.ranks > 1 || config_.layout.context.ranks > 1 || config_.layout.pipeline.stages > 1 ||
-        config_.layout.expert.ranks > 1)
+    if (config_.layout.tensor.ranks > 1 || config_.layout.context.ranks > 1 || config_.layout.expert.ranks > 1)
       return false;
+    if (config_.layout.pipeline.stages > 1) return on_paper() && !is_last(action);
     const bool reduces = action.kind == ActionKind::backward && is_last(action) && config_.layout.zero.ranks() > 1;
     return !reduces;
   }
@@ -223,8 +227,8 @@ class Interpreter {
   ModelState& state_;
   Stage& stage_;
   Uploads uploads_;
-  // By kind, chunk, and the addresses of its inputs.
-  std::map<std::tuple<ActionKind, int, const std::byte*, const std::byte*>, Replay> replays_;
+  // By kind, chunk, slice and, but for paper, the addresses of its inputs.
+  std::map<std::tuple<ActionKind, int, int, const std::byte*, const std::byte*>, Replay> replays_;
   std::vector<ReceivedHeaders> headers_;  // not yet taken
   std::vector<PassTime>* action_times_ = nullptr;
   Action action_ = {ActionKind::forward, 0, -1};  // the action that is being enqueued

@@ -5,6 +5,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
+#include "run/plan/machines.h"
 #include "run/ranks.h"
 #include "run/selftest/draws.h"
 #include "run/selftest/run_layout.h"
@@ -62,6 +63,35 @@ TEST_CASE("in a hundred layouts drawn at random, every rank uses its planned mem
     plan.arena_bytes += Arena::alignment;  // is noticed
     REQUIRE(differences(d.step, plan).find("rank 0: arena uses ") != std::string::npos);
   }
+}
+
+TEST_CASE("a plan that books repeated work without enqueueing it again is the plan that enqueues all of it",
+          "[parallel][plan][selftest]") {
+  int pipelines = 0;
+  for (uint64_t n = 0; n < 60; ++n) {
+    const selftest::Draw d = selftest::draw(8, 2000 + n);
+    INFO(n << ": " << to_string(d));
+    Device device{DeviceKind::cuda};
+    device.machine = choose_machine("h100x4", d.step.precision.products, false);
+    const Plan repeated = make_plan(d.step, device);
+    device.graphs = false;
+    const Plan all = make_plan(d.step, device);
+    pipelines += d.step.layout.pipeline.stages > 1;
+    for (int s = 0; s < d.step.layout.pipeline.stages; ++s) {
+      const Plan &a = repeated.of_stage(static_cast<size_t>(s)), &b = all.of_stage(static_cast<size_t>(s));
+      REQUIRE(a.step_seconds == b.step_seconds);
+      REQUIRE(a.action_seconds == b.action_seconds);
+      REQUIRE(a.step_traffic == b.step_traffic);
+      REQUIRE(a.total_bytes() == b.total_bytes());
+      REQUIRE(a.step_ops.size() == b.step_ops.size());
+      for (const auto& [op, totals] : a.step_ops) {
+        const OpTotals& others = b.step_ops.at(op);
+        REQUIRE((totals.calls == others.calls && totals.flops == others.flops && totals.bytes == others.bytes &&
+                 totals.seconds == others.seconds));
+      }
+    }
+  }
+  REQUIRE(pipelines > 10);
 }
 
 TEST_CASE("a run takes as much memory as planned, but for 3% and 50 MiB", "[parallel][plan]") {

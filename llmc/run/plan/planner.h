@@ -70,7 +70,7 @@ struct Plan {
 // `target`: a rank's device.
 inline Plan make_plan(const StepConfig& config, const Device& target, int rank = 0) {
   std::optional<KeptLists> kept;
-  if (rank == 0) kept.emplace();
+  if (!KeptLists::exist()) kept.emplace();
   Device device = target.on_paper();
   device.links = std::make_shared<LinkTimes>();
   Arena arena(device), scratch(device);
