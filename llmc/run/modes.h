@@ -14,7 +14,7 @@
 #include "run/plan/examples.h"
 #include "run/plan/local_machine.h"
 #include "run/plan/plan_json.h"
-#include "run/plan/search.h"
+#include "run/plan/report_search.h"
 #include "run/processes.h"
 #include "run/recipe/print_stages.h"
 #include "run/recipe/run_data.h"
@@ -160,6 +160,7 @@ inline Options largest_stage(const Options& asked, Log* log) {
 inline void run_plan(const Options& asked) {
   Log plan_log = make_log(asked);
   const Options o = asked.stages.empty() ? asked : detail::largest_stage(asked, asked.json ? nullptr : &plan_log);
+  const KeptLists kept;
   const Device device = choose_device(o);
   const StepConfig config = with_token_slices(choose_step(o), o, device);
   Device rank = first_rank_device(device, o);
@@ -200,7 +201,6 @@ inline void run_plan(const Options& asked) {
 // --plan-auto. By default a step has half a million tokens, or a sequence for every eighth rank. Where fp32 is asked
 // for, or nothing fits, bf16 is offered, too.
 inline void run_plan_auto(const Options& asked) {
-  Log log = make_log(asked);
   std::vector<SearchFor> precisions;
   const auto add = [&](const Options& o) {
     const Device device = first_rank_device(choose_device(o), o);
@@ -228,6 +228,8 @@ inline void run_plan_auto(const Options& asked) {
   if (o.dtype == WeightType::fp32 && has_bf16(asked.machine)) o.dtype = WeightType::bf16, add(o);
   if (o.dtype == WeightType::bf16 && o.master_weights == MasterWeights::fp32)
     o.master_weights = MasterWeights::none, add(o);
+  if (asked.json) return void(std::printf("%s\n", search_json(asked, precisions).c_str()));
+  Log log = make_log(asked);
   report_search(log, asked, precisions);
 }
 

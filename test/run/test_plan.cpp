@@ -385,13 +385,39 @@ TEST_CASE("a plan as JSON has the numbers of the plan, for each stage", "[run][p
     REQUIRE(sent == plan.of_stage(s).bytes_sent());
     REQUIRE(stage["flops"] == plan.of_stage(s).flops());
   }
-  for (const char* unknown : {"step_seconds", "tokens_per_second", "mfu", "time", "other_ranks"})
+  for (const char* unknown : {"step_seconds", "tokens_per_second", "mfu", "time", "run", "other_ranks"})
     REQUIRE(json[unknown].is_null());  // a CPU has no datasheet, and there is no server
 
   const ProgramResult small = run_program(options + " --memory-limit 0.0001");
   REQUIRE(small.status == 1);
   REQUIRE(nlohmann::json::parse(small.out)["fits"] == false);
   REQUIRE(small.err.find("does not fit into --memory-limit") != std::string::npos);
+}
+
+TEST_CASE("a plan as JSON has the notices and the costs of the run that a plan in words has", "[run][plan]") {
+  for (const std::string options :
+       {"--model d24 --ranks 24 --tp 3 --machine h100x8 --dtype bf16 -t 64 -b 1 --price 2 --max-steps 1000",
+        "--model d2 --vocab-size 257 -t 64 -b 1 --local-ranks 64", "--model d2 --vocab-size 257 -t 64 -b 1"}) {
+    const ProgramResult words = run_program("--plan --sample-every 0 " + options),
+                        numbers = run_program("--plan --json --sample-every 0 " + options);
+    INFO(words.out << words.err << numbers.err);
+    REQUIRE(words.status == 0);
+    const auto json = nlohmann::json::parse(numbers.out);
+    size_t notices = 0;
+    for (size_t at = words.out.find("notice: "); at != std::string::npos; at = words.out.find("notice: ", at + 1))
+      ++notices;
+    REQUIRE(json["notices"].size() == notices);
+    for (const auto& notice : json["notices"]) REQUIRE(words.out.find(notice.get<std::string>()) != std::string::npos);
+    if (options.find("--price") == options.npos) continue;
+    REQUIRE(notices == 2);  // of depth and topology
+    const auto& run = json["run"];
+    REQUIRE(run["seconds"] == json["step_seconds"].get<double>() * 1000);
+    REQUIRE(run["price"] == 2 * run["gpu_hours"].get<double>());
+    REQUIRE(run["gpu_hours"].get<double>() == Catch::Approx(run["seconds"].get<double>() * 24 / 3600));
+    REQUIRE((run["least_seconds"] < run["seconds"] && run["seconds"] < run["most_seconds"]));
+    REQUIRE(words.out.find(formatted("{:.0f} kWh, about {:.0f} kg", run["kwh"].get<double>(),
+                                     run["kg_co2"].get<double>())) != std::string::npos);
+  }
 }
 
 TEST_CASE("a plan as JSON says where the time goes, and what each stage does when", "[run][plan]") {

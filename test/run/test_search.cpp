@@ -105,6 +105,31 @@ TEST_CASE("--plan-auto prints commands whose plans have the printed time and mem
   }
 }
 
+TEST_CASE("--plan-auto --json has the layouts, counts and command of the table", "[run][plan]") {
+  const std::string asked = "--plan-auto --sample-every 0 --model gpt2:774M --ranks 16 --machine a100x8 --dtype bf16 ";
+  const ProgramResult words = run_program(asked), numbers = run_program(asked + "--json");
+  INFO(words.out << words.err << numbers.err);
+  REQUIRE((words.status == 0 && numbers.status == 0));
+  const auto json = nlohmann::json::parse(numbers.out);
+  REQUIRE(json["ranks"] == 16);
+  REQUIRE(json["layouts"].size() == 10);
+  double before = 0;
+  for (size_t i = 0; i < 10; ++i) {
+    const auto& l = json["layouts"][i];
+    REQUIRE(l["step_seconds"] >= before);
+    before = l["step_seconds"];
+    REQUIRE(l["layout"]["ranks"] == 16);
+    REQUIRE(l["batch"]["tokens_per_step"] == json["tokens_per_step"]);
+    REQUIRE(l["memory_bytes"] <= l["memory_limit_bytes"]);
+    const size_t row = words.out.find(formatted("\n  {} ", i + 1));
+    REQUIRE(std::stod(words.out.substr(row + 4 + (i == 9))) == Catch::Approx(before).margin(1e-3));
+    REQUIRE(words.out.find(human_bytes(l["memory_bytes"].get<int64_t>()), row) < words.out.find('\n', row + 1));
+  }
+  REQUIRE(words.out.find("=> " + json["layouts"][0]["command"].get<std::string>()) != std::string::npos);
+  REQUIRE(words.out.find(formatted("bf16: {} layouts: {} ways", json["searched"][0]["layouts"].get<int64_t>(),
+                                   json["searched"][0]["impossible"].get<int64_t>())) != std::string::npos);
+}
+
 TEST_CASE("--plan-auto refuses what fits nowhere, and what it cannot search", "[run][plan]") {
   const auto refused = [](const std::string& options, const std::string& why) {
     const ProgramResult r = run_program("--plan-auto " + options);

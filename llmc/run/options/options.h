@@ -502,7 +502,7 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--micro-batches", "", o.micro_batches, between(1, 1 << 20), free,
         "with --print-schedule, the micro-batches of a step; default: twice --pp");
   visit("--json", "", o.json, Limits{}, free,
-        "print JSON instead of text: with --plan, --print-schedule (scripts/plot_schedule.py draws it), "
+        "print JSON instead of text: with --plan, --plan-auto, --print-schedule (scripts/plot_schedule.py draws it), "
         "--print-stages and --evaluate");
   visit("--tokenize", "", o.tokenize, Limits{}, free,
         "instead of training, turn files into token shards with --tokenizer, on --threads: text, a document each, or "

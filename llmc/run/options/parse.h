@@ -216,7 +216,7 @@ inline void validate_pipeline(const Options& o) {
         "--micro-batches {} is for --print-schedule: how many a step has follows from --total-batch-size",
         o.micro_batches.value_or(0));
   CHECK(!o.json || o.evaluate || o.plan || o.print_stages,
-        "--json is for --plan, --print-schedule, --print-stages and --evaluate");
+        "--json is for --plan, --plan-auto, --print-schedule, --print-stages and --evaluate");
 }
 
 inline void validate_trace(const Options& o) {

@@ -111,7 +111,7 @@ inline std::string pipeline_text(const StepConfig& step) {
                      step.layout.pipeline.stages - 1);
   Pipeline p = step.pipeline();
   const auto law = bubble_law(p);
-  const double idle = law ? law->bubble : simulate(p, pipeline_actions(p)).bubble();
+  const double idle = law ? law->bubble : simulate(p, *KeptLists::of(pipeline_actions, p)).bubble();
   const std::string text = formatted("{} stages, {} micro-batch{}: on paper each stage idles {:.0f}% of a step",
                                      p.stages, p.micro_batches, p.micro_batches == 1 ? "" : "es", 100 * idle);
   if (idle <= 0.2) return text;
@@ -164,6 +164,13 @@ inline Rows expert_rows(const StepConfig& step) {
   return rows;
 }
 
+// A notice if the vocabulary is not the preset's.
+inline std::string vocabulary_notice(const Options& o, const ModelConfig& m) {
+  if (o.preset_vocabulary == 0) return "";
+  return formatted("notice: {} tokens, those of --tokenizer, instead of the {} of {}; --vocab-size overrides this",
+                   human_count(m.vocab_size), human_count(o.preset_vocabulary), o.model);
+}
+
 // A run as its options alone describe it.
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
@@ -188,12 +195,8 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
                               rule_of(step.layout.zero.optimizer).title, o.lr, o.lr_schedule, o.warmup_steps,
                               o.weight_decay, o.grad_clip) +
                         (step.layout.pipeline.asynchronous() ? ", stage by stage by its own norm" : "")}};
-  if (o.preset_vocabulary > 0)
-    rows.insert(
-        rows.begin() + 1,
-        {"vocabulary",
-         formatted("notice: {} tokens, those of --tokenizer, instead of the {} of {}; --vocab-size overrides this",
-                   human_count(m.vocab_size), human_count(o.preset_vocabulary), o.model)});
+  if (const std::string notice = vocabulary_notice(o, m); !notice.empty())
+    rows.insert(rows.begin() + 1, {"vocabulary", notice});
   if (m.experts.count > 0)
     for (auto& row : expert_rows(step)) rows.insert(rows.end() - 1, std::move(row));
   if (step.layout.pipeline.stages > 1) rows.insert(rows.end() - 1, {"pipeline", pipeline_text(step)});

@@ -66,6 +66,33 @@ inline OrderedJson time_json(const StepConfig& step, const Plan& whole, const St
           {"losses", losses}};
 }
 
+// What a run of these steps costs; null where it is unknown.
+inline OrderedJson run_json(const Options& o, const StepConfig& step, const Machine& machine, double seconds) {
+  const RunCost cost = run_cost(o, step, machine, seconds);
+  const bool gpus = o.machine != local_machine;
+  const auto if_known = [&](double value) { return gpus && value > 0 ? OrderedJson(value) : OrderedJson(); };
+  return {{"seconds", cost.seconds},
+          {"least_seconds", if_known(seconds * published_runs_took.least)},
+          {"most_seconds", if_known(seconds * published_runs_took.most)},
+          {"gpu_hours", if_known(cost.gpu_hours)},
+          {"kwh", if_known(cost.kwh)},
+          {"kg_co2", if_known(cost.kg_co2)},
+          {"price", if_known(cost.price)}};
+}
+
+inline OrderedJson precision_json(const StepConfig& step) {
+  return {{"weights", name_of(step.precision.weights)},
+          {"state", name_of(step.precision.state)},
+          {"master_weights", step.precision.keeps_masters()},
+          {"recompute", name_of(step.recompute)}};
+}
+inline OrderedJson batch_json(const StepConfig& step, std::optional<int64_t> max_steps) {
+  return {{"tokens_per_step", step.tokens()},
+          {"micro_batches", step.micro_batches},
+          {"batch_size", step.batch.B},
+          {"seq_len", step.batch.T},
+          {"steps", max_steps ? OrderedJson(*max_steps) : OrderedJson()}};
+}
 inline OrderedJson layout_json(const StepConfig& step) {
   const Layout& l = step.layout;
   OrderedJson layers = OrderedJson::array();
@@ -99,6 +126,9 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
   const int64_t limit = memory_limit(o, device);
   const bool limited = limit < std::numeric_limits<int64_t>::max();
   const double tokens = static_cast<double>(step.tokens());
+  OrderedJson notices = OrderedJson::array();
+  if (const std::string notice = detail::vocabulary_notice(o, step.model); !notice.empty()) notices.push_back(notice);
+  for (const std::string& notice : detail::plan_notices(o, device, step)) notices.push_back(notice);
   OrderedJson stages = OrderedJson::array();
   const std::vector<OrderedJson> timelines = detail::timelines_json(step, plan, device);
   for (int s = 0; s < step.layout.pipeline.stages; ++s) {
@@ -115,35 +145,30 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
           (device.machine->flops_per_s * step.layout.ranks());
     hfu = detail::flops_of_step(plan, step) / (device.machine->flops_per_s * step.layout.ranks() * *seconds);
   }
-  const OrderedJson json = {{"step_seconds", known(seconds)},
-                            {"tokens_per_second", known(per_second)},
-                            {"mfu", known(mfu)},
-                            {"hfu", known(hfu)},
-                            {"memory_bytes", plan.total_bytes()},
-                            {"memory_limit_bytes", limited ? OrderedJson(limit) : OrderedJson()},
-                            {"fits", limited ? OrderedJson(fits(plan, limit)) : OrderedJson()},
-                            {"device", describe(device)},
-                            {"model",
-                             {{"name", o.model},
-                              {"type", step.model.family.model_type},
-                              {"parameters", count_parameters(parameter_table(step.model))},
-                              {"active_parameters", count_active_parameters(step.model)},
-                              {"flops_per_token", training_flops_per_token(step.model, step.batch.T)}}},
-                            {"precision",
-                             {{"weights", name_of(step.precision.weights)},
-                              {"state", name_of(step.precision.state)},
-                              {"master_weights", step.precision.keeps_masters()},
-                              {"recompute", name_of(step.recompute)}}},
-                            {"batch",
-                             {{"tokens_per_step", step.tokens()},
-                              {"micro_batches", step.micro_batches},
-                              {"batch_size", step.batch.B},
-                              {"seq_len", step.batch.T},
-                              {"steps", known(max_steps)}}},
-                            {"layout", detail::layout_json(step)},
-                            {"time", time ? detail::time_json(step, plan, *time, *device.machine) : OrderedJson()},
-                            {"stages", stages},
-                            {"other_ranks", plan.others ? detail::rank_json(*plan.others) : OrderedJson()}};
+  const OrderedJson json = {
+      {"step_seconds", known(seconds)},
+      {"tokens_per_second", known(per_second)},
+      {"mfu", known(mfu)},
+      {"hfu", known(hfu)},
+      {"memory_bytes", plan.total_bytes()},
+      {"memory_limit_bytes", limited ? OrderedJson(limit) : OrderedJson()},
+      {"fits", limited ? OrderedJson(fits(plan, limit)) : OrderedJson()},
+      {"device", describe(device)},
+      {"model",
+       {{"name", o.model},
+        {"type", step.model.family.model_type},
+        {"parameters", count_parameters(parameter_table(step.model))},
+        {"active_parameters", count_active_parameters(step.model)},
+        {"flops_per_token", training_flops_per_token(step.model, step.batch.T)}}},
+      {"precision", detail::precision_json(step)},
+      {"batch", detail::batch_json(step, max_steps)},
+      {"layout", detail::layout_json(step)},
+      {"time", time ? detail::time_json(step, plan, *time, *device.machine) : OrderedJson()},
+      {"run", time && max_steps ? detail::run_json(o, step, *device.machine, *seconds * static_cast<double>(*max_steps))
+                                : OrderedJson()},
+      {"notices", notices},
+      {"stages", stages},
+      {"other_ranks", plan.others ? detail::rank_json(*plan.others) : OrderedJson()}};
   return json.dump(2);
 }
 

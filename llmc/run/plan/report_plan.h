@@ -95,7 +95,7 @@ inline Simulation simulate_step(const StepConfig& step, const ModelCosts& costs,
     for (const int64_t l : chunk.layers) seconds += costs.blocks[static_cast<size_t>(l)].seconds;
     pass.chunk.push_back(seconds);
   }
-  return simulate(step.pipeline(), pipeline_actions(step.pipeline()), pass);
+  return simulate(step.pipeline(), *KeptLists::of(pipeline_actions, step.pipeline()), pass);
 }
 
 // How well the stages are balanced, and what --pp-layout balanced would choose.
@@ -227,6 +227,18 @@ inline std::string topology_notice(const StepConfig& step, const Machine& machin
       machine.links[1].bytes_per_s * 1e-9, machine.links[0].bytes_per_s * 1e-9, server);
 }
 
+// What a plan has to say beside its numbers: lines that begin with "notice: ".
+inline std::vector<std::string> plan_notices(const Options& o, const Device& device, const StepConfig& step) {
+  std::vector<std::string> notices = {depth_notice(o)};
+  if (device.machine) notices.push_back(topology_notice(step, *device.machine));
+  std::string threads;
+  if (device.computes_as() != DeviceKind::cuda)
+    threads = crowded_notice(o.place, o.place.local_ranks * device.threads, available_processors());
+  notices.push_back(threads.empty() ? too_many_ranks_notice(o, device) : threads);
+  std::erase(notices, "");
+  return notices;
+}
+
 }  // namespace detail
 
 // Rejects a run, or a generation, that needs more memory than --memory-limit or the machine allows.
@@ -267,7 +279,6 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
                                         human_flops(training_flops_per_token(step.model, o.seq_len) *
                                                     static_cast<double>(*max_steps * step.tokens()))));
   log.table("plan for " + describe(device), run);
-  if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
   Rows not_counted;
   if (device.computes_as() == DeviceKind::cuda) not_counted = {{"not counted", detail::not_counted_text()}};
   detail::report_memory(log, step, plan, not_counted);
@@ -306,13 +317,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
                                                 : o.machine == local_machine ? "what was measured here"
                                                                              : o.machine),
               time);
-  if (const std::string notice = device.machine ? detail::topology_notice(step, *device.machine) : ""; !notice.empty())
-    log.line(notice);
-  std::string notice;
-  if (device.computes_as() != DeviceKind::cuda)
-    notice = detail::crowded_notice(o.place, o.place.local_ranks * device.threads, available_processors());
-  if (notice.empty()) notice = detail::too_many_ranks_notice(o, device);
-  if (!notice.empty()) log.line(notice);
+  for (const std::string& notice : detail::plan_notices(o, device, step)) log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
   if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
   log.line("=> " + verdict);

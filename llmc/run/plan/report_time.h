@@ -48,7 +48,7 @@ inline StageTimes stage_times(const StepConfig& step, const Plan& whole, const M
   StageTimes times;
   PassCosts costs;
   if (pipeline.stages == 1) times.lists = {Trainer::actions_of(step, 0)};
-  else times.lists = pipeline_actions(pipeline), costs.message = message_seconds(step, machine);
+  else times.lists = *KeptLists::of(pipeline_actions, pipeline), costs.message = message_seconds(step, machine);
   for (int s = 0; s < pipeline.stages; ++s) {
     const Plan& stage = whole.of_stage(static_cast<size_t>(s));
     costs.actions.push_back(stage.action_seconds);
@@ -162,21 +162,26 @@ struct TimesPlanned {
 };
 inline constexpr TimesPlanned published_runs_took{0.86, 1.28};
 
-// What a run of so many steps costs.
-inline Rows run_cost_rows(const Options& o, const StepConfig& step, const Machine& machine, double seconds) {
-  const double gpu_hours = seconds * step.layout.ranks() / 3600;
+// What a run costs, whose steps take so many seconds together; 0: unknown.
+struct RunCost {
+  double seconds, gpu_hours, kwh, kg_co2, price;
+};
+inline constexpr double kg_per_kwh = 0.45;  // the world's electricity in 2024 (IEA, Electricity 2025)
+inline RunCost run_cost(const Options& o, const StepConfig& step, const Machine& machine, double seconds) {
+  const double gpu_hours = seconds * step.layout.ranks() / 3600, kwh = gpu_hours * machine.watts * 1e-3;
+  return {seconds, gpu_hours, kwh, kwh * kg_per_kwh, gpu_hours * o.price.value_or(0)};
+}
+inline Rows run_cost_rows(const Options& o, const RunCost& cost) {
+  const double seconds = cost.seconds;
   if (o.machine == local_machine) return {{"run", human_duration(seconds)}};
   Rows rows = {
       {"run", formatted("{}, {:.0f} GPU-hours; {} to {}, if it is as far off as plans of published runs",
-                        human_duration(seconds), gpu_hours, human_duration(seconds * published_runs_took.least),
+                        human_duration(seconds), cost.gpu_hours, human_duration(seconds * published_runs_took.least),
                         human_duration(seconds * published_runs_took.most))}};
-  if (machine.watts > 0) {
-    constexpr double kg_per_kwh = 0.45;  // the world's electricity in 2024 (IEA, Electricity 2025)
-    const double kwh = gpu_hours * machine.watts * 1e-3;
+  if (cost.kwh > 0)
     rows.emplace_back("energy",
-                      formatted("{:.0f} kWh, about {:.0f} kg of CO2 at {} kg/kWh", kwh, kwh * kg_per_kwh, kg_per_kwh));
-  }
-  if (o.price) rows.emplace_back("price", formatted("{:.0f}, at {} per GPU-hour", gpu_hours * *o.price, *o.price));
+                      formatted("{:.0f} kWh, about {:.0f} kg of CO2 at {} kg/kWh", cost.kwh, cost.kg_co2, kg_per_kwh));
+  if (o.price) rows.emplace_back("price", formatted("{:.0f}, at {} per GPU-hour", cost.price, *o.price));
   return rows;
 }
 
@@ -209,7 +214,7 @@ inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whol
       rows.emplace_back(formatted("loss {}", count), share(loss.seconds) + " " + loss.what + ": " + loss.remedy);
   if (max_steps) {
     const double seconds = ms * 1e-3 * static_cast<double>(*max_steps);
-    for (auto& row : run_cost_rows(o, step, machine, seconds)) rows.push_back(std::move(row));
+    for (auto& row : run_cost_rows(o, run_cost(o, step, machine, seconds))) rows.push_back(std::move(row));
   }
   std::string links;
   for (const LinkTier& tier : machine.links)

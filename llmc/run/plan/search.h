@@ -4,7 +4,7 @@
 #pragma once
 #include <algorithm>
 #include <array>
-#include <chrono>
+#include <ctime>
 #include <map>
 #include <optional>
 #include <string>
@@ -42,32 +42,42 @@ class LayoutSearch {
     std::vector<Guess> guesses = all_guesses();
     std::ranges::stable_sort(guesses, [](const Guess& a, const Guess& b) { return a.seconds < b.seconds; });
     std::vector<Found> found;
-    const auto begin = std::chrono::steady_clock::now();
+    const std::clock_t begin = std::clock();  // processor time: a busy machine finds the same layouts
     for (const Guess& guess : guesses) {
-      const double spent = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-      if (found.size() >= count && (planned_ >= 2 * count || spent > most_seconds / 2)) break;
+      const double spent = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+      if (found.size() >= count && (counts_.planned >= 2 * static_cast<int64_t>(count) || spent > most_seconds / 2))
+        break;
       if (!found.empty() && spent > most_seconds) break;
       const Plan plan = make_plan(guess.step, what_.device);
-      ++planned_;
+      ++counts_.planned;
       if (plan.total_bytes() > what_.memory) {
-        ++too_large_;
+        ++counts_.too_large;
         continue;
       }
       found.push_back({guess.step, detail::step_time(guess.step, plan, what_.device)->step(), plan.total_bytes()});
     }
-    std::ranges::stable_sort(found, [](const Found& a, const Found& b) { return a.seconds < b.seconds; });
+    std::ranges::stable_sort(found, [](const Found& a, const Found& b) {
+      return std::pair(a.seconds, a.bytes) < std::pair(b.seconds, b.bytes);
+    });
     if (found.size() > count) found.resize(count);
     return found;
   }
 
   // How many layouts there were, and why most of them were not planned.
+  struct Counts {
+    int64_t tried = 0, impossible = 0, small = 0;  // small: memory, by the estimate
+    int64_t planned = 0, too_large = 0;            // in full; of these, those that do not fit
+    std::map<std::string, int64_t> reasons = {};   // of impossible ones
+  };
+  const Counts& counts() const { return counts_; }
   std::string counts_text() const {
     return formatted(
         "{}: {} layouts: {} ways to divide the ranks cannot be{}, {} do not fit by the estimate, {} were planned in "
         "full, "
         "of which {} do not fit; the others would be slower",
-        what_.step.precision.weights, tried_, impossible_,
-        impossible_ == 0 ? std::string() : formatted(" ({})", reasons_text()), small_, planned_, too_large_);
+        what_.step.precision.weights, counts_.tried, counts_.impossible,
+        counts_.impossible == 0 ? std::string() : formatted(" ({})", reasons_text()), counts_.small, counts_.planned,
+        counts_.too_large);
   }
 
  private:
@@ -91,12 +101,12 @@ class LayoutSearch {
   }
 
   void reject(const std::string& why) {
-    ++impossible_;
-    ++reasons_[why];
+    ++counts_.impossible;
+    ++counts_.reasons[why];
   }
   std::string reasons_text() const {
     std::string text;
-    for (const auto& [why, count] : reasons_) text += formatted("{}{} {}", text.empty() ? "" : ", ", count, why);
+    for (const auto& [why, count] : counts_.reasons) text += formatted("{}{} {}", text.empty() ? "" : ", ", count, why);
     return text;
   }
 
@@ -154,9 +164,9 @@ class LayoutSearch {
           for (const auto& [schedule, chunks] : schedules(step)) {
             step.layout.pipeline.schedule = schedule;
             step.layout.pipeline.chunks_per_stage = chunks;
-            ++tried_;
+            ++counts_.tried;
             if (bytes_of(step, cost) > 1.05 * static_cast<double>(what_.memory)) {
-              ++small_;
+              ++counts_.small;
               continue;
             }
             guesses.push_back({step, seconds_of(step, cost)});
@@ -307,74 +317,7 @@ class LayoutSearch {
   std::map<std::tuple<int, int, int, int64_t, Recompute>, Cost> costs_;
   std::map<std::pair<int, int>, std::array<double, 3>> parameters_;  // of a layer, of the ends, of the largest unit
   std::map<std::pair<int, int>, std::vector<int>> members_;          // of a shard group
-  int64_t tried_ = 0, impossible_ = 0, small_ = 0, too_large_ = 0;
-  size_t planned_ = 0;
-  std::map<std::string, int64_t> reasons_;
+  Counts counts_;
 };
-
-namespace detail {
-
-// The options of a layout that are not the defaults.
-inline std::string options_text(const StepConfig& step) {
-  const Layout& l = step.layout;
-  std::string text = formatted("--dtype {} --batch-size {} --total-batch-size {}", step.precision.weights, step.batch.B,
-                               step.tokens());
-  const auto add = [&](bool given, const char* option, const auto& value) {
-    if (given) text += formatted(" {} {}", option, value);
-  };
-  add(l.tensor.ranks > 1, "--tp", l.tensor.ranks);
-  add(l.context.ranks > 1, "--cp", l.context.ranks);
-  add(l.expert.ranks > 1, "--ep", l.expert.ranks);
-  add(l.pipeline.stages > 1, "--pp", l.pipeline.stages);
-  add(l.pipeline.schedule != Schedule::one_f_one_b, "--schedule", l.pipeline.schedule);
-  add(l.pipeline.chunks_per_stage > 1 && l.pipeline.schedule == Schedule::interleaved, "--pp-chunks",
-      l.pipeline.chunks_per_stage);
-  add(l.zero.stage > 0, "--zero-stage", l.zero.stage);
-  add(step.recompute != Recompute::none, "--recompute", step.recompute);
-  add(!step.precision.masters, "--master-weights", "none");
-  return text;
-}
-
-}  // namespace detail
-
-// --plan-auto: prints the fastest layouts of one or several precisions, and the command of the first. Throws Error if
-// none fits.
-inline void report_search(Log& log, const Options& o, const std::vector<SearchFor>& precisions) {
-  constexpr size_t count = 10;
-  std::vector<std::pair<Found, const SearchFor*>> found;
-  std::vector<std::string> counts;
-  for (const SearchFor& what : precisions) {
-    if (!found.empty() && !what.step.precision.masters) break;  // less exact: only where nothing else fits
-    LayoutSearch search(what);
-    for (const Found& f : search.find(count)) found.emplace_back(f, &what);
-    counts.push_back(search.counts_text());
-  }
-  std::ranges::stable_sort(found, [](const auto& a, const auto& b) { return a.first.seconds < b.first.seconds; });
-  if (found.size() > count) found.resize(count);
-  const SearchFor& asked = precisions.front();
-  CHECK(!found.empty(),
-        "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute, bf16 without "
-        "master weights, and --batch-size 1: use more ranks, a smaller --model or a smaller --seq-len",
-        shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", human_bytes(asked.memory), shown(o.machine));
-  Rows rows;
-  for (size_t i = 0; i < found.size(); ++i) {
-    const auto& [f, what] = found[i];
-    const double tokens = static_cast<double>(f.step.tokens());
-    const double mfu = training_flops_per_token(f.step.model, f.step.batch.T) * tokens / f.seconds /
-                       (what->device.machine->flops_per_s * static_cast<double>(what->ranks));
-    rows.emplace_back(formatted("{}", i + 1),
-                      formatted("{:9.3f} s {:12.0f} tokens/s, MFU {:4.1f}%, {:10}  {}", f.seconds, tokens / f.seconds,
-                                100 * mfu, human_bytes(f.bytes), detail::options_text(f.step)));
-  }
-  log.table(formatted("fastest layouts of {} on {} rank{} of {}, {} tokens per step", o.model, asked.ranks,
-                      asked.ranks == 1 ? "" : "s", o.machine, human_count(asked.sequences * o.seq_len)),
-            rows);
-  for (const std::string& text : counts) log.line(text);
-  const bool one_server = asked.ranks <= asked.device.machine->links[0].ranks;
-  log.line(formatted("=> ./train_gpt --model {} --seq-len {} {} {}", o.model, o.seq_len,
-                     one_server ? formatted("--local-ranks {}", asked.ranks)
-                                : formatted("--world-size {} --local-ranks 1", asked.ranks),
-                     detail::options_text(found[0].first.step)));
-}
 
 }  // namespace llmc

@@ -1,0 +1,134 @@
+// report_search.h: what --plan-auto prints: the fastest layouts that were found, as a table or as JSON, and the command
+// of the first.
+#pragma once
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/log.h"
+#include "run/plan/plan_json.h"
+#include "run/plan/search.h"
+
+namespace llmc {
+
+namespace detail {
+
+// The options of a layout that are not the defaults.
+inline std::string options_text(const StepConfig& step) {
+  const Layout& l = step.layout;
+  std::string text = formatted("--dtype {} --batch-size {} --total-batch-size {}", step.precision.weights, step.batch.B,
+                               step.tokens());
+  const auto add = [&](bool given, const char* option, const auto& value) {
+    if (given) text += formatted(" {} {}", option, value);
+  };
+  add(l.tensor.ranks > 1, "--tp", l.tensor.ranks);
+  add(l.context.ranks > 1, "--cp", l.context.ranks);
+  add(l.expert.ranks > 1, "--ep", l.expert.ranks);
+  add(l.pipeline.stages > 1, "--pp", l.pipeline.stages);
+  add(l.pipeline.schedule != Schedule::one_f_one_b, "--schedule", l.pipeline.schedule);
+  add(l.pipeline.chunks_per_stage > 1 && l.pipeline.schedule == Schedule::interleaved, "--pp-chunks",
+      l.pipeline.chunks_per_stage);
+  add(l.zero.stage > 0, "--zero-stage", l.zero.stage);
+  add(step.recompute != Recompute::none, "--recompute", step.recompute);
+  add(!step.precision.masters, "--master-weights", "none");
+  return text;
+}
+
+// The command that trains in a layout.
+inline std::string command_of(const Options& o, const SearchFor& asked, const StepConfig& step) {
+  const bool one_server = asked.ranks <= asked.device.machine->links[0].ranks;
+  return formatted("./train_gpt --model {} --seq-len {} {} {}", o.model, o.seq_len,
+                   one_server ? formatted("--local-ranks {}", asked.ranks)
+                              : formatted("--world-size {} --local-ranks 1", asked.ranks),
+                   options_text(step));
+}
+
+}  // namespace detail
+
+// The fastest layouts of one or several precisions.
+struct SearchResult {
+  struct Row {
+    Found found;
+    const SearchFor* what;
+    double tokens_per_second, mfu;
+  };
+  std::vector<Row> rows;  // the fastest first
+  std::vector<std::pair<const SearchFor*, LayoutSearch::Counts>> counts;
+  std::vector<std::string> texts;  // of the counts
+};
+
+// Throws Error if none fits.
+inline SearchResult search_layouts(const Options& o, const std::vector<SearchFor>& precisions) {
+  constexpr size_t count = 10;
+  SearchResult result;
+  for (const SearchFor& what : precisions) {
+    if (!result.rows.empty() && !what.step.precision.masters) break;  // less exact: only where nothing else fits
+    LayoutSearch search(what);
+    for (const Found& f : search.find(count)) {
+      const double per_second = static_cast<double>(f.step.tokens()) / f.seconds;
+      result.rows.push_back({f, &what, per_second,
+                             training_flops_per_token(f.step.model, f.step.batch.T) * per_second /
+                                 (what.device.machine->flops_per_s * static_cast<double>(what.ranks))});
+    }
+    result.counts.emplace_back(&what, search.counts());
+    result.texts.push_back(search.counts_text());
+  }
+  std::ranges::stable_sort(result.rows, [](const auto& a, const auto& b) { return a.found.seconds < b.found.seconds; });
+  if (result.rows.size() > count) result.rows.erase(result.rows.begin() + count, result.rows.end());
+  const SearchFor& asked = precisions.front();
+  CHECK(!result.rows.empty(),
+        "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute, bf16 without "
+        "master weights, and --batch-size 1: use more ranks, a smaller --model or a smaller --seq-len",
+        shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", human_bytes(asked.memory), shown(o.machine));
+  return result;
+}
+
+inline void report_search(Log& log, const Options& o, const std::vector<SearchFor>& precisions) {
+  const SearchResult result = search_layouts(o, precisions);
+  const SearchFor& asked = precisions.front();
+  Rows rows;
+  for (size_t i = 0; i < result.rows.size(); ++i) {
+    const auto& [f, what, per_second, mfu] = result.rows[i];
+    rows.emplace_back(formatted("{}", i + 1),
+                      formatted("{:9.3f} s {:12.0f} tokens/s, MFU {:4.1f}%, {:10}  {}", f.seconds, per_second,
+                                100 * mfu, human_bytes(f.bytes), detail::options_text(f.step)));
+  }
+  log.table(formatted("fastest layouts of {} on {} rank{} of {}, {} tokens per step", o.model, asked.ranks,
+                      asked.ranks == 1 ? "" : "s", o.machine, human_count(asked.sequences * o.seq_len)),
+            rows);
+  for (const std::string& text : result.texts) log.line(text);
+  log.line("=> " + detail::command_of(o, asked, result.rows[0].found.step));
+}
+
+// --plan-auto --json. run/README.md has the schema.
+inline std::string search_json(const Options& o, const std::vector<SearchFor>& precisions) {
+  using detail::OrderedJson;
+  const SearchResult result = search_layouts(o, precisions);
+  OrderedJson layouts = OrderedJson::array(), searched = OrderedJson::array();
+  for (const auto& [f, what, per_second, mfu] : result.rows)
+    layouts.push_back({{"step_seconds", f.seconds},
+                       {"tokens_per_second", per_second},
+                       {"mfu", mfu},
+                       {"memory_bytes", f.bytes},
+                       {"memory_limit_bytes", what->memory},
+                       {"precision", detail::precision_json(f.step)},
+                       {"batch", detail::batch_json(f.step, std::nullopt)},
+                       {"layout", detail::layout_json(f.step)},
+                       {"command", detail::command_of(o, *what, f.step)}});
+  for (const auto& [what, counts] : result.counts)
+    searched.push_back({{"weights", name_of(what->step.precision.weights)},
+                        {"master_weights", what->step.precision.keeps_masters()},
+                        {"layouts", counts.tried},
+                        {"impossible", counts.impossible},
+                        {"reasons", counts.reasons},
+                        {"do_not_fit_by_estimate", counts.small},
+                        {"planned", counts.planned},
+                        {"planned_and_do_not_fit", counts.too_large}});
+  const SearchFor& asked = precisions.front();
+  return OrderedJson{{"model", o.model},     {"machine", o.machine},
+                     {"ranks", asked.ranks}, {"tokens_per_step", asked.sequences * o.seq_len},
+                     {"layouts", layouts},   {"searched", searched}}
+      .dump(2);
+}
+
+}  // namespace llmc
