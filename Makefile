@@ -195,9 +195,13 @@ $(CPU_OPS): build/cpu/%.o: llmc/ops/cpu/sets/%.cpp build/cpu.flags
 CPU_OPS_FLAGS = -std=c++20 -O3 -Illmc $(filter -DCPU%,$(DEFINES)) $(HOST_FLAGS) $(CPPFLAGS) $(CXXFLAGS)
 build/cpu.flags: FORCE
 	$(call text_file,$(CXX) $(CPU_OPS_FLAGS) $(CXX_VERSION))
-build/cpu/all: $(CPU_OPS)
+# toml++, which nvcc cannot compile.
+build/cpu/toml.o: llmc/core/toml.cpp build/cpu.flags
+	@mkdir -p $(@D) && echo $<
+	@$(CXX) $(CPU_OPS_FLAGS) -MMD -MP -c $< -o $@
+build/cpu/all: $(CPU_OPS) build/cpu/toml.o
 	@touch $@
-LIBS := $(CPU_OPS:%=-Xlinker %) $(LIBS)   # handed to the linker as they are, since -x would have them compiled
+LIBS := $(patsubst %,-Xlinker %,$(CPU_OPS) build/cpu/toml.o) $(LIBS)   # handed to the linker as they are, since -x would have them compiled
 
 all: train_gpt
 train_gpt: train_gpt.cu build/build_info.h build/cpu/all | $(SHOW_CONFIG)
@@ -357,7 +361,7 @@ $(eval $(call CUDA_TEST_RULES,tsan))
 $(eval $(call CUDA_TEST_RULES,emulated))
 
 # The trainer built for GPUs, with emulated GPUs and no sanitizers: for tests that run it as several processes.
-build/emulated/train_gpt: build/emulated/train_gpt.o $(STAND_INS:%.cpp=build/emulated/%.o) $(PORTABLE_OPS:%.cpp=build/emulated/%.o) build/cuda_test_link.list
+build/emulated/train_gpt: build/emulated/train_gpt.o $(STAND_INS:%.cpp=build/emulated/%.o) $(PORTABLE_OPS:%.cpp=build/emulated/%.o) build/cuda_test_link.list | build/cpu/toml.o
 	@$(CXX) $(CUDA_TEST_LINK_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) -lboost_context $(filter-out -Xlinker $(CPU_OPS),$(LIBS))
 build/emulated/train_gpt.o: train_gpt.cu build/cuda_test.flags
 	@mkdir -p $(@D) && echo 'train_gpt.cu (emulated)'

@@ -50,6 +50,8 @@ for set in portable stand_ins; do
   compiled $set.o -O3 -c llmc/ops/cpu/sets/$set.cpp
   objects+=("-Xlinker" "$build/$set.o")
 done
+compiled toml.o -O1 -c llmc/core/toml.cpp
+objects+=("-Xlinker" "$build/toml.o")
 compiled train_gpt -O3 -x c++ train_gpt.cu "${objects[@]}" "${libraries[@]}"
 catch2=()
 [ ! -e "$root/usr/include/catch2/catch_all.hpp" ] || catch2=(-lCatch2)   # 3 has a library

@@ -6,11 +6,8 @@
 
 #include "core/files.h"
 #include "core/json.h"
+#include "core/toml.h"
 #include "core/utf8.h"
-
-#define TOML_MAX_NESTED_VALUES 64
-#define TOML_ENABLE_FORMATTERS 0
-#include <toml++/toml.h>
 
 namespace llmc {
 
@@ -26,38 +23,6 @@ struct RecipeFile {
     return lines.empty() && !pointer.empty() ? path + ": " + shown(pointer) : path;
   }
 };
-
-namespace detail {
-
-inline nlohmann::json json_of(const toml::node& node, const std::string& pointer, RecipeFile& file) {
-  file.lines[pointer] = static_cast<int>(node.source().begin.line);
-  nlohmann::json json;
-  if (const toml::table* table = node.as_table()) {
-    json = nlohmann::json::object();
-    for (const auto& [key, value] : *table) {
-      const std::string name(key.str());
-      json[name] = json_of(value, pointer + "/" + name, file);
-      file.lines[pointer + "/" + name] = static_cast<int>(key.source().begin.line);
-    }
-  } else if (const toml::array* array = node.as_array()) {
-    json = nlohmann::json::array();
-    for (size_t i = 0; i < array->size(); ++i)
-      json.push_back(json_of(*array->get(i), formatted("{}/{}", pointer, i), file));
-  } else if (node.is_string()) {
-    json = *node.value<std::string>();
-  } else if (node.is_boolean()) {
-    json = *node.value<bool>();
-  } else if (node.is_integer()) {
-    json = *node.value<int64_t>();
-  } else if (node.is_floating_point()) {
-    json = *node.value<double>();
-  } else {
-    throw Error(formatted("{}: a date or a time, which no setting of a stage is", file.place(pointer)));
-  }
-  return json;
-}
-
-}  // namespace detail
 
 inline RecipeFile read_recipe_file(const std::string& path) {
   constexpr int64_t most_bytes = 1 << 20;
@@ -76,12 +41,10 @@ inline RecipeFile read_recipe_file(const std::string& path) {
     dots = c == '\n' ? 0 : dots + (c == '.');
     CHECK(dots <= 256, "--stages {}: a line with more than 256 dots, which no setting of a stage has", path);
   }
-  try {
-    const toml::table table = toml::parse(std::string_view(text), std::string_view(path));
-    file.root = detail::json_of(table, "", file);
-  } catch (const toml::parse_error& error) {
-    throw Error(formatted("{}:{}: {}", path, error.source().begin.line, shown(std::string(error.description()), 300)));
-  }
+  const TomlFile toml = read_toml(text);
+  CHECK(toml.fault_line == 0, "{}:{}: {}", path, toml.fault_line, shown(toml.fault, 300));
+  file.root = parse_json(toml.json, path);
+  file.lines = toml.lines;
   return file;
 }
 
