@@ -43,7 +43,8 @@ struct Job {
   nlohmann::json former_recipe;  // of the checkpoint that the run resumes from, if it was another one
 
   // The first stretch of a new run.
-  Job(const Options& o, StopCondition::Clock::time_point process_begin) : Job(o, process_begin, read_recipe(o)) {}
+  Job(const Options& o, StopCondition::Clock::time_point process_begin)
+      : Job(o, process_begin, (choose_device(o), read_recipe(o))) {}  // a device that is not here is the first error
   Job(const Options& o, StopCondition::Clock::time_point process_begin, std::shared_ptr<RunData> run_data,
       Course run_course, size_t stretch_number)
       : asked(o),

@@ -171,7 +171,7 @@ class RecipeReader {
     const auto block = whole_number(json_.value("block", nlohmann::json()));
     if (!facts_.is_object() || !block || *block == 0) damaged("\"facts\" or \"block\"", json_);
     block_ = *block;
-    samples_ = count("data_cursor");
+    samples_ = whole_number(from_.trainer.value("data_cursor", nlohmann::json())).value_or(0);  // checked later
     const nlohmann::json sources = json_.value("sources", nlohmann::json()),
                          origin = json_.value("origin", nlohmann::json());
     if (!sources.is_array() || sources.empty()) damaged("\"sources\"", sources);

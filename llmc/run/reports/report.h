@@ -156,8 +156,9 @@ inline void add_data_rows(Rows& rows, const Job& job) {
     rows.emplace_back(
         source.name.empty() ? "training data" : "source " + source.name,
         formatted("{}: {} shard(s) ({}), {} tokens, {} samples of {}{}{}", source.pattern, source.shards.count(),
-                  human_count(source.shards.tokens()), human_count(samples), o.seq_len,
-                  o.shuffled() ? ", shuffled" : ", in file order", source.name.empty() ? "" : ", " + percent(now, s)));
+                  name_of(source.shards.format(0)), human_count(source.shards.tokens()), human_count(samples),
+                  o.seq_len, o.shuffled() ? ", shuffled" : ", in file order",
+                  source.name.empty() ? "" : ", " + percent(now, s)));
     if (source.packed) rows.emplace_back("packing", packing_text(o.pack, source.packed->counts(), o.seq_len));
   }
 }
