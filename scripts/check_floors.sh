@@ -115,7 +115,7 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
 loops=$(grep -HoE '^#include "[a-z_0-9/]+\.(h|cuh)"' -r llmc --include='*.h' --include='*.cuh' |
   sed -E 's,^llmc/([^:]*):#include "(.*)",\1 \2,' | tsort 2>&1 >/dev/null || true)
 if [ -n "$loops" ]; then
-  echo "headers that include each other in a circle:"
+  echo "headers that include each other in a cycle:"
   echo "$loops"
   failed=1
 fi

@@ -288,6 +288,10 @@ inline void validate(const Options& o) {
   if (!o.tokenize.empty()) return validate_tokenize(o);
   CHECK(o.tokenize_out.empty(), "--out {} is for --tokenize: add it; the directory of a run is --out-dir",
         shown(o.tokenize_out));
+  for (const auto& [given, option] : {std::pair{o.tokenize_field != Options().tokenize_field, "--tokenize-field"},
+                                      {o.tokenize_split != Options().tokenize_split, "--tokenize-split"},
+                                      {o.shard_size != Options().shard_size, "--shard-size"}})
+    CHECK(!given, "{} is for --tokenize: add it, or leave out {}", option, option);
   validate_selftest(o);
   CHECK(o.plan || o.plan_auto || o.machine.empty(), "--machine {} is for --plan: add it, or leave out --machine",
         shown(o.machine));
