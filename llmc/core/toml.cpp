@@ -4,9 +4,16 @@
 #include <nlohmann/json.hpp>
 #include <string_view>
 
+namespace llmc {
+struct TomlAssertion {};  // toml++ asserts some of what malformed text breaks
+}  // namespace llmc
+#define TOML_ASSERT(condition) ((condition) ? void() : throw llmc::TomlAssertion())
 #define TOML_MAX_NESTED_VALUES 64
 #define TOML_ENABLE_FORMATTERS 0
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wterminate"  // assertions in functions that are noexcept
 #include <toml++/toml.h>
+#pragma GCC diagnostic pop
 
 namespace llmc {
 namespace {
@@ -50,6 +57,9 @@ TomlFile read_toml(const std::string& text) {
   } catch (const toml::parse_error& error) {
     file.fault_line = static_cast<int>(error.source().begin.line);
     file.fault = error.description();
+  } catch (const TomlAssertion&) {
+    file.fault_line = 1;
+    file.fault = "not TOML, in a way that the reader cannot name";
   }
   return file;
 }

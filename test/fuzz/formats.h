@@ -127,7 +127,7 @@ inline std::string read_shard(const std::string& path, DataFormat format) {
   std::vector<uint8_t> begins;
   for (int64_t i = 0; i < shards.samples(); ++i) {
     shards.read_sample(i, 300, tokens);
-    shards.find_documents_of(i, tokens, 0, begins);
+    shards.find_documents_of(i, 0, tokens, 0, begins);
     all += text_of(tokens) + std::string(begins.begin(), begins.end());
   }
   const ShardReport report = verify_shard(path, format, 300, 0, [](int64_t) {});

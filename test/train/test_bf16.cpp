@@ -115,10 +115,10 @@ void require_parity(int micro, int other) {
 
     auto of = [&](const SafetensorsReader& file) { return without_key_bias(hf.name, wide_values(file, hf.name)); };
     const std::vector<float> a = without_key_bias(hf.name, whole), b = of(theirs), c = of(others), before = of(start);
-    // Not all that PyTorch rounds inside an op is rounded here, and the other way round: both are as far from fp32, in
-    // directions of their own.
+    // Not all that PyTorch rounds inside an op is rounded here, and the other way round, and processors round products
+    // in their own ways: all are about as far from fp32, in directions of their own, as PyTorch's two runs are.
     const std::vector<float> f = of(in_fp32);
-    REQUIRE(distance(a, f) < std::max(1.5 * distance(b, f), 0x1p-8));
+    REQUIRE(distance(a, f) < std::max({2 * distance(b, f), 2 * distance(c, f), 0x1p-8}));
     REQUIRE(distance(a, b) < std::max({2 * distance(b, c), std::sqrt(2.0) * distance(b, f), 0x1p-8}));
     // Distance from PyTorch's update, relative to the update: 1 for a weight that did not move, 2 for one that moved
     // backward, 1/2 at half the speed.

@@ -279,11 +279,11 @@ TEST_CASE("what a run has taken of a GPU is said beside what was planned", "[cud
   alone.train(1);
   const Plan plan = make_plan(small_step(DType::bf16), gpu_device);
   const std::string planned = human_bytes(plan.total_bytes());
-  REQUIRE(alone.run.memory_taken(plan) == planned + " after the CUDA context, " + planned +
-                                              " planned; of 512.0 MiB left for libraries, 0.0 KiB in use");
+  REQUIRE(alone.run.memory_taken(plan, 0, {}) == planned + " after the CUDA context, " + planned +
+                                                     " planned; of 512.0 MiB left for libraries, 0.0 KiB in use");
   void* others = nullptr;
   CUDA_CHECK(cudaMalloc(&others, size_t{600} << 20));
-  const std::string more = alone.run.memory_taken(plan);
+  const std::string more = alone.run.memory_taken(plan, 0, {});
   CUDA_CHECK(cudaFree(others));
   INFO(more);
   REQUIRE(more.find("in use: too little was left") != std::string::npos);
