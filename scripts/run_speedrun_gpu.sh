@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The recipe of run_speedrun_cpu.sh for one GPU: GPT-2's size on FineWeb-Edu, a batch ramp, then a better-trained tail:
-# the last tenth of the tokens at twice the length, while the rate falls to nothing. It has not been measured yet.
+# the last of the tokens at twice the length, while the rate falls to nothing. It has not been measured yet.
 # Arguments are passed to the trainer; the last one wins.
 #
 #   data/prepare.py fineweb-edu

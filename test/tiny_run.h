@@ -72,3 +72,17 @@ inline void run_well(const std::string& arguments) {
   INFO(r.err);
   REQUIRE(r.status == 0);
 }
+// What a run that ends well says.
+inline std::string said(const std::string& arguments) {
+  const ProgramResult r = run_program(arguments);
+  INFO(r.err);
+  REQUIRE(r.status == 0);
+  return r.out;
+}
+inline ProgramResult refused(const std::string& arguments, const std::string& why) {
+  const ProgramResult r = run_program(arguments);
+  INFO(r.out << r.err << "\nexpected: " << why);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find(why) != std::string::npos);
+  return r;
+}

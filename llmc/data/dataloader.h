@@ -146,7 +146,8 @@ class DataLoader {
       const Sample s = sample(cursor + (micro_batch * who.ranks + who.rank) * who.batch_size + static_cast<int64_t>(b));
       const Source& source = sources_[s.source];
       if (source.packed != nullptr) {
-        source.packed->read_sample(s.index, vocab_size_, &tokens[b * T], &targets[b * T], &positions[b * T]);
+        source.packed->read_sample(s.index, vocab_size_, &tokens[b * T], &targets[b * T], &positions[b * T],
+                                   end_of_text_ ? PositionsIn::document : PositionsIn::row);
         continue;
       }
       source.shards.read_part(s.index, s.begin, s.targets, vocab_size_, read_);

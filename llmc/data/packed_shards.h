@@ -28,7 +28,6 @@ class PackedShards {
     Packing packing = Packing::best_fit;
     int64_t seq_len = 0, vocab_size = 0;
     int32_t end_of_text = 0;  // begins documents
-    PositionsIn positions = PositionsIn::row;
     std::string index_directory;
     int64_t most_kept = int64_t{1} << 22;  // pieces of packed windows in memory, of 16 bytes each
   };
@@ -69,7 +68,8 @@ class PackedShards {
   }
 
   // tokens, targets, positions (T) = sample `index`; targets: -1 where the row is padded. Thread-safe.
-  void read_sample(int64_t index, int64_t vocab_size, int32_t* tokens, int32_t* targets, int32_t* positions) const {
+  void read_sample(int64_t index, int64_t vocab_size, int32_t* tokens, int32_t* targets, int32_t* positions,
+                   PositionsIn positions_in = PositionsIn::row) const {
     with_row(index, [&](int64_t file, std::span<const Range> row) {
       const int64_t T = config_.seq_len;
       std::vector<int32_t> piece_tokens;
@@ -77,7 +77,7 @@ class PackedShards {
       const auto place = [&](int32_t token, int32_t target, int64_t in_document) {
         tokens[at] = token;
         targets[at] = target;
-        positions[at] = static_cast<int32_t>(config_.positions == PositionsIn::document ? in_document : at);
+        positions[at] = static_cast<int32_t>(positions_in == PositionsIn::document ? in_document : at);
         ++at;
       };
       for (const Range& piece : row) {

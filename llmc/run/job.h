@@ -67,11 +67,9 @@ struct Job {
     prompt_tokens(*tokenizer, o.prompt, step.model);  // rejects a bad --prompt now, not at the first sample
     CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run ({})", o.warmup_steps,
           max_steps, length_text(o));
-    for (ValidationSet& set : data->val) {
-      CHECK(set.shards.cut(options.seq_len) > 0, "{}: no sample of {} + 1 tokens, the --seq-len of the stage",
-            option_of("--val-data", "--val", set.name), options.seq_len);
+    cut_validation_data();
+    for (const ValidationSet& set : data->val)
       val_samples.push_back(samples_of_steps(set.shards, o.val_steps.value_or(usual_val_steps), samples_per_step));
-    }
     if (!o.eval_choices.empty()) {
       CHECK(validates(), "--eval-choices runs with every validation: it needs --val-data and --val-every");
       choices.emplace(o.eval_choices, step.model.vocab_size, options.seq_len);
@@ -98,19 +96,22 @@ struct Job {
     const bool begun = std::filesystem::is_directory(o.out_dir, none) && !checkpoint_steps(o.out_dir).empty();
     if (!o.restart && o.resume != "never" && (o.resume != "auto" || begun)) return;
     require_memory(options, step, plan, rank_device);
-    require_memory_of_later_stretches();
+    require_later_stretches();
     if (o.branch_from.empty()) require_whole_weights(o);
   }
-  void require_memory_of_later_stretches() const {
+  // Rejects a run that a later stretch would end, because it cannot be run or needs more memory than there is.
+  void require_later_stretches() const {
     for (size_t later = number + 1; later < course.stretches().size(); ++later) {
       const Options& then = course.stretches()[later].options;
       const Options& before = course.stretches()[later - 1].options;
       if (then.seq_len == before.seq_len && then.batch_size == before.batch_size &&
-          then.recompute == before.recompute && then.head_chunks == before.head_chunks)
+          then.total_batch_size == before.total_batch_size && then.recompute == before.recompute &&
+          then.head_chunks == before.head_chunks && then.mask_documents == before.mask_documents)
         continue;
-      const StepConfig larger = with_token_slices(choose_step(then), then, device);
-      require_memory(then, larger, make_plan(larger, rank_device), rank_device);
+      const Job job(asked, begin, data, course, later);
+      require_memory(job.options, job.step, job.plan, job.rank_device);
     }
+    cut_validation_data();
   }
 
   ValidationInputs validation() const {
@@ -161,11 +162,16 @@ struct Job {
       }
     }
     require_memory(options, step, plan, rank_device, Begun::yes);
-    require_memory_of_later_stretches();
+    require_later_stretches();
     parent = parent_of(from);
   }
 
  private:
+  void cut_validation_data() const {
+    for (ValidationSet& set : data->val)
+      CHECK(set.shards.cut(options.seq_len) > 0, "{}: no sample of {} + 1 tokens, the --seq-len of a stage",
+            option_of("--val-data", "--val", set.name), options.seq_len);
+  }
   Job(const Options& o, StopCondition::Clock::time_point process_begin, const Recipe& recipe)
       : Job(o, process_begin, recipe, std::make_shared<RunData>(o, recipe)) {}
   Job(const Options& o, StopCondition::Clock::time_point process_begin, const Recipe& recipe,

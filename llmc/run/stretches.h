@@ -27,11 +27,11 @@ struct Beginning {
 // The job from a checkpoint on.
 inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
   ResumedCourse resumed = resumed_course(from, first);
-  for (const std::string& notice : resumed.notices) log.line("notice: " + notice);
-  first.data->seeds = resumed.seeds;
+  for (const std::string& notice : resumed.changes.notices) log.line("notice: " + notice);
+  first.data->seeds = resumed.changes.seeds;
   const size_t number = resumed.course.stretch_of(from.step + 1);
   Job job(first.asked, first.begin, first.data, std::move(resumed.course), number);
-  if (resumed.changed)
+  if (resumed.changes.changed)
     job.former_recipe = from.trainer.value("recipe", nlohmann::json::object()).value("facts", nlohmann::json::object());
   job.resume(from, log);
   return job;

@@ -139,10 +139,10 @@ struct Sample {
   std::vector<int32_t> tokens, targets, positions;
   bool operator==(const Sample&) const = default;
 };
-Sample read(const PackedShards& shards, int64_t i, int64_t T) {
+Sample read(const PackedShards& shards, int64_t i, int64_t T, PositionsIn positions = PositionsIn::row) {
   const std::vector<int32_t> unset(static_cast<size_t>(T), -7);
   Sample s{unset, unset, unset};
-  shards.read_sample(i, 1 << 20, s.tokens.data(), s.targets.data(), s.positions.data());
+  shards.read_sample(i, 1 << 20, s.tokens.data(), s.targets.data(), s.positions.data(), positions);
   return s;
 }
 
@@ -321,13 +321,12 @@ TEST_CASE("packed samples hold every token of the files once, each with its next
   const TokenFiles files(dir / "a_*.bin", "--train-data");
   for (const PositionsIn positions : {PositionsIn::row, PositionsIn::document}) {
     PackedShards::Config c = config(Packing::best_fit, T, dir);
-    c.positions = positions;
     c.most_kept = 10;  // every window is packed again and again
     const PackedShards shards(files, c, no_notice);
     REQUIRE(shards.counts().dropped == 0);
     std::map<Pair, int> found;
     for (int64_t i = 0; i < shards.samples(); ++i) {
-      const Sample s = read(shards, i, T);
+      const Sample s = read(shards, i, T, positions);
       int64_t targets = 0, begin = 0;
       for (size_t t = 0; t < s.tokens.size(); ++t) {
         const bool padded = s.targets[t] == -1;
@@ -351,15 +350,13 @@ TEST_CASE("packed like the stream, samples are those of the stream", "[data][pac
   const int64_t T = 7;
   write_documents<uint16_t>(dir / "x.bin", random, 3000, 30);
   const TokenShards stream(dir / "x.bin", T);
-  PackedShards::Config c = config(Packing::stream, T, dir);
-  c.positions = PositionsIn::document;
-  const PackedShards packed(stream, c, no_notice);
+  const PackedShards packed(stream, config(Packing::stream, T, dir), no_notice);
   REQUIRE(packed.samples() == stream.samples());
   DataLoader loader(stream, {.vocab_size = 1 << 20, .end_of_text = 0});
   for (int64_t i = 0; i < stream.samples(); ++i) {
     Sample s;
     loader.read_batch(i, 0, {}, s.tokens, s.targets, s.positions);
-    REQUIRE(read(packed, i, T) == s);
+    REQUIRE(read(packed, i, T, PositionsIn::document) == s);
   }
 }
 

@@ -13,21 +13,6 @@ namespace {
 
 const std::string eight = "--max-steps 8 --checkpoint-every 2 ";
 
-ProgramResult refused(const std::string& arguments, const std::string& why) {
-  const ProgramResult r = run_program(arguments);
-  INFO(r.out << r.err);
-  REQUIRE(r.status == 1);
-  REQUIRE(r.err.find(why) != std::string::npos);
-  return r;
-}
-
-std::string said(const std::string& arguments) {
-  const ProgramResult r = run_program(arguments);
-  INFO(r.err);
-  REQUIRE(r.status == 0);
-  return r.out;
-}
-
 }  // namespace
 
 TEST_CASE("a branch keeps weights, moments and the data's position, says what it changes, and records its parent",

@@ -65,20 +65,6 @@ lr-schedule = "1-sqrt"
 lr = 1e-3
 )";
 
-ProgramResult refused(const std::string& arguments, const std::string& why) {
-  const ProgramResult r = run_program(arguments);
-  INFO(r.out << r.err << "\nexpected: " << why);
-  REQUIRE(r.status == 1);
-  REQUIRE(r.err.find(why) != std::string::npos);
-  return r;
-}
-std::string said(const std::string& arguments) {
-  const ProgramResult r = run_program(arguments);
-  INFO(r.err);
-  REQUIRE(r.status == 0);
-  return r.out;
-}
-
 Options options_of(const std::string& stages) {
   Options o;
   o.train_data = "x";
@@ -343,4 +329,26 @@ TEST_CASE("packed samples are the same in every layout, and a run of them resume
   }
   unsetenv("XDG_CACHE_HOME");
   refused(data.run("again", more + "--pack stream "), "--pack was 'best-fit' and is now 'stream'");
+}
+
+TEST_CASE("a stage of epochs resumes, and what would end a later stage is refused before the run begins",
+          "[run][recipe]") {
+  const RecipeData data;
+  const std::string source = " --train-data " + (data.dir / "math.bin") + " ";
+  const std::string epochs = source + "--checkpoint-every 3 --stages " +
+                             data.write("epochs.toml", "[[stage]]\nepochs = 0.5\ntotal-batch-size = 32\n");
+  run_well(data.run("whole", epochs));
+  fs::copy(data.dir / "whole", data.dir / "again", fs::copy_options::recursive);
+  fs::remove_all(checkpoint_path(data.dir / "again", checkpoint_steps(data.dir / "again").back()));
+  run_well(data.run("again", epochs));
+  const int64_t last = checkpoint_steps(data.dir / "whole").back();
+  REQUIRE(last == 11);  // half of 43 samples of 16 tokens, two in a step
+  REQUIRE(state_of(checkpoint_path(data.dir / "again", last)) == state_of(checkpoint_path(data.dir / "whole", last)));
+
+  write_shard(data.dir / "short.bin", std::vector<uint16_t>(40, 1));
+  const std::string longer =
+      source + "--val-data " + (data.dir / "short.bin") + " --stages " +
+      data.write("longer.toml", "[[stage]]\nsteps = 2\n[[stage]]\nsteps = 2\nseq-len = 48\nbatch-size = 1\n");
+  refused(data.run("longer", longer), "--val-data: no sample of 48 + 1 tokens");
+  REQUIRE_FALSE(fs::exists(data.dir / "longer"));
 }

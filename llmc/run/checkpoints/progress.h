@@ -189,6 +189,7 @@ inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job
   const int64_t before = recorded_steps(from, job);
   if (from.step >= job.max_steps || job.course.recipe().staged) return;
   const nlohmann::json options = from.trainer.value("options", nlohmann::json());
+  if (options.is_object() && options.value("--stages", std::string()) != "") return;
   const LrSchedule then = choose_lr_schedule(options_from_record(from.path + "/trainer.json", options), before);
   const double next = job.course.learning_rate(from.step + 1);
   if (before == job.max_steps && learning_rate(then, from.step + 1) == next) return;

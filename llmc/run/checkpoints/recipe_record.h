@@ -64,10 +64,12 @@ inline nlohmann::ordered_json recipe_json(const Job& job, int64_t done) {
 // How a run goes on from a checkpoint.
 struct ResumedCourse {
   Course course;
-  int64_t block;                           // of the sources
-  std::vector<std::vector<Reseed>> seeds;  // of each source
-  std::vector<std::string> notices;
-  bool changed = false;  // another recipe from here on
+  struct Changes {
+    int64_t block;                           // of the sources
+    std::vector<std::vector<Reseed>> seeds;  // of each source
+    std::vector<std::string> notices = {};
+    bool changed = false;  // another recipe from here on
+  } changes;
 };
 
 namespace detail {
@@ -95,22 +97,27 @@ class RecipeReader {
         "skips no sample that was seen, add --data-changed accept; otherwise resume with the former --stages, --data, "
         "--seq-len and --total-batch-size",
         file_, difference(), from_.step);
-    ResumedCourse next{.course = Course(recipe_, {}), .block = block_, .seeds = data_.seeds, .notices = {}};
+    Changes next{.block = block_, .seeds = data_.seeds};
     next.changed = others || (resized && allowed);
+    if (next.changed && resized)
+      next.notices.push_back(formatted("a step has {} tokens from step {} on, and had {}", tokens_per_step,
+                                       from_.step + 1, count("tokens_per_step")));
     take_sources(next);
     if (next.changed) take_block(next);
     Origin origin = origin_;
     if (next.changed) origin = {from_.step, count("tokens"), samples_, positions_};
     if (!next.changed && origin.step == 0) origin.sources.clear();
-    next.course = Course(recipe_, epoch_tokens(next.block), std::move(origin));
+    const Course course(recipe_, epoch_tokens(next.block), std::move(origin));
     if (!next.changed && !resized && count("data_samples") == data_.train.samples())
-      CHECK(next.course.sources_after(from_.step) == positions_ || from_.step > next.course.steps(),
+      CHECK(course.sources_after(from_.step) == positions_ || from_.step > course.steps(),
             "{}: the positions in the data are not those of step {}: the file is damaged", file_, from_.step);
-    reseed(next);
-    return next;
+    reseed(next, course);
+    return {course, std::move(next)};
   }
 
  private:
+  using Changes = ResumedCourse::Changes;
+
   int64_t count(const char* field) const {
     const std::optional<int64_t> n = whole_number(from_.trainer.value(field, nlohmann::json()));
     CHECK(n, "{}: \"{}\" is {}, expected a whole number; the file is damaged", file_, field,
@@ -203,7 +210,7 @@ class RecipeReader {
   }
 
   // The recorded sources, in this run's order; new ones begin at their beginnings, with this run's seed.
-  void take_sources(ResumedCourse& next) {
+  void take_sources(Changes& next) {
     std::vector<SourcePosition> now, then;
     for (size_t s = 0; s < recipe_.sources.size(); ++s) {
       const SourceText& source = recipe_.sources[s];
@@ -221,7 +228,7 @@ class RecipeReader {
   }
 
   // Blocks as before, if all lengths divide them; otherwise a new epoch of every source begins.
-  void take_block(ResumedCourse& next) {
+  void take_block(Changes& next) {
     const auto divides = [&](const RecipeStage& stage) { return block_ % stage.options.seq_len == 0; };
     const auto pack_of = [](const nlohmann::json& facts) {
       return facts.is_object() ? facts.value("pack", nlohmann::json()) : nlohmann::json();
@@ -249,9 +256,9 @@ class RecipeReader {
   }
 
   // Another --seed orders the rest of each source's epoch, from its next block on.
-  void reseed(ResumedCourse& next) const {
+  void reseed(Changes& next, const Course& course) const {
     const uint64_t seed = static_cast<uint64_t>(o_.seed);
-    const std::vector<SourcePosition> at = next.changed ? positions_ : next.course.sources_after(from_.step);
+    const std::vector<SourcePosition> at = next.changed ? positions_ : course.sources_after(from_.step);
     for (size_t s = 0; s < next.seeds.size(); ++s) {
       const uint64_t before = next.seeds[s].back().seed;
       CHECK(before == seed || from_.begin == Begin::branch,

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -130,32 +131,64 @@ class StageReader {
     return *count;
   }
 
+  // Every setting of a stage, and what takes its value.
+  using Take = void (StageReader::*)(const std::string& key, const nlohmann::json& value);
+  static const std::map<std::string, Take>& settings() {
+    using R = StageReader;
+    static const std::map<std::string, Take> all = {{"name", &R::take_name},
+                                                    {"tokens", &R::take_length},
+                                                    {"steps", &R::take_length},
+                                                    {"epochs", &R::take_epochs},
+                                                    {"share", &R::take_later},
+                                                    {"data", &R::take_mix},
+                                                    {"batch-ramp", &R::take_ramp},
+                                                    {"batch-doubling", &R::take_later},
+                                                    {"warmup", &R::take_length},
+                                                    {"decay", &R::take_length},
+                                                    {"seq-len", &R::take_option},
+                                                    {"batch-size", &R::take_option},
+                                                    {"total-batch-size", &R::take_option},
+                                                    {"lr", &R::take_option},
+                                                    {"lr-schedule", &R::take_option},
+                                                    {"final-lr-frac", &R::take_option},
+                                                    {"mask-documents", &R::take_option},
+                                                    {"grad-clip", &R::take_option},
+                                                    {"rope-theta", &R::take_option},
+                                                    {"rope-factor", &R::take_option},
+                                                    {"recompute", &R::take_option},
+                                                    {"head-chunks", &R::take_option}};
+    return all;
+  }
   void take(const std::string& key, const nlohmann::json& value) {
-    if (key == "name") {
-      CHECK(value.is_string() && !value.get<std::string>().empty(), "{}: name is {}, expected text", place(key), value);
-      stage_.name = value;
-    } else if (key == "tokens") {
-      stage_.tokens = tokens(key, value, 1);
-    } else if (key == "steps") {
-      stage_.steps = tokens(key, value, 1);
-    } else if (key == "epochs") {
-      stage_.epochs = number(key, value);
-      CHECK(*stage_.epochs > 0, "{}: epochs is {}, expected a number above 0", place(key), value);
-    } else if (key == "warmup") {
-      stage_.warmup = tokens(key, value, 0);
-    } else if (key == "decay") {
-      stage_.decay = tokens(key, value, 1);
-    } else if (key == "data") {
-      read_mix(value);
-    } else if (key == "batch-ramp") {
-      read_ramp(value);
-    } else if (key != "share" && key != "batch-doubling") {
-      read_option(key, value);
-    }
+    const auto setting = settings().find(key);
+    if (setting != settings().end()) return (this->*setting->second)(key, value);
+    std::vector<std::string> all;
+    for (const auto& [name, how] : settings()) all.push_back(name);
+    const auto similar = similar_names(key, all);
+    throw Error(formatted(
+        "{}: {}: no setting of a stage has this name{}", place(key), shown(key),
+        similar.size() == 1 ? formatted("; did you mean {}?", similar[0]) : formatted(": expected one of {}", all)));
   }
 
+  void take_name(const std::string& key, const nlohmann::json& value) {
+    CHECK(value.is_string() && !value.get<std::string>().empty(), "{}: name is {}, expected text", place(key), value);
+    stage_.name = value;
+  }
+  void take_length(const std::string& key, const nlohmann::json& value) {
+    std::optional<int64_t>& field = key == "tokens"   ? stage_.tokens
+                                    : key == "steps"  ? stage_.steps
+                                    : key == "warmup" ? stage_.warmup
+                                                      : stage_.decay;
+    field = tokens(key, value, key == "warmup" ? 0 : 1);
+  }
+  void take_epochs(const std::string& key, const nlohmann::json& value) {
+    stage_.epochs = number(key, value);
+    CHECK(*stage_.epochs > 0, "{}: epochs is {}, expected a number above 0", place(key), value);
+  }
+  void take_later(const std::string&, const nlohmann::json&) {}  // by read(), once the others are known
+
   // data = {web = 0.7, code = 0.3}
-  void read_mix(const nlohmann::json& value) {
+  void take_mix(const std::string&, const nlohmann::json& value) {
     CHECK(value.is_object() && !value.empty(),
           "{}: data is {}, expected weights by source, such as {web = 0.7, code = 0.3}", place("data"), value);
     std::vector<double> weights(sources_.size());
@@ -180,7 +213,7 @@ class StageReader {
   }
 
   // batch-ramp = [[0, 65536], ["50M", 131072]]
-  void read_ramp(const nlohmann::json& value) {
+  void take_ramp(const std::string&, const nlohmann::json& value) {
     const auto is_piece = [](const nlohmann::json& piece) { return piece.is_array() && piece.size() == 2; };
     CHECK(value.is_array() && !value.empty() && std::ranges::all_of(value, is_piece),
           "{}: batch-ramp is {}, expected a list of [from which token of the stage on, tokens of a step], such as "
@@ -217,20 +250,7 @@ class StageReader {
   }
 
   // Any option of the list, by its name without the dashes.
-  void read_option(const std::string& key, const nlohmann::json& value) {
-    static const std::vector<std::string> keys = {"seq-len",     "batch-size",    "total-batch-size", "lr",
-                                                  "lr-schedule", "final-lr-frac", "mask-documents",   "grad-clip",
-                                                  "rope-theta",  "rope-factor",   "recompute",        "head-chunks"};
-    static const std::vector<std::string> others = {"name", "tokens", "steps", "epochs",     "share",
-                                                    "data", "warmup", "decay", "batch-ramp", "batch-doubling"};
-    if (std::ranges::find(keys, key) == keys.end()) {
-      std::vector<std::string> all = keys;
-      all.insert(all.end(), others.begin(), others.end());
-      const auto similar = similar_names(key, all);
-      throw Error(formatted(
-          "{}: {}: no setting of a stage has this name{}", place(key), shown(key),
-          similar.size() == 1 ? formatted("; did you mean {}?", similar[0]) : formatted(": expected one of {}", all)));
-    }
+  void take_option(const std::string& key, const nlohmann::json& value) {
     CHECK(value.is_string() || value.is_number() || value.is_boolean(), "{}: {} is {}, expected a value", place(key),
           key, value);
     std::string text = value.is_string() ? value.get<std::string>() : value.dump();

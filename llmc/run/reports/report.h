@@ -19,6 +19,7 @@
 #include "run/length.h"
 #include "run/options/print.h"
 #include "run/plan/report_plan.h"
+#include "run/recipe/print_stages.h"
 #include "run/reports/peak.h"
 #include "run/reports/report_ranks.h"
 #include "run/setup.h"
@@ -135,11 +136,6 @@ inline std::string packing_text(Packing how, const PackingCounts& counts, int64_
 inline void add_data_rows(Rows& rows, const Job& job) {
   const Course& course = job.course;
   const Options& o = job.options;
-  const auto percent = [](const Stretch& stretch, size_t source) {
-    double all = 0;
-    for (const int64_t weight : stretch.weights) all += static_cast<double>(weight);
-    return formatted("{:.4g}%", 100 * static_cast<double>(stretch.weights[source]) / all);
-  };
   if (!course.recipe().staged) {
     const int64_t tokens = course.tokens(), of_an_epoch = job.data->train.samples() * job.data->train.block();
     rows.emplace_back(
@@ -158,7 +154,7 @@ inline void add_data_rows(Rows& rows, const Job& job) {
         formatted("{}: {} shard(s) ({}), {} tokens, {} samples of {}{}{}", source.pattern, source.shards.count(),
                   name_of(source.shards.format(0)), human_count(source.shards.tokens()), human_count(samples),
                   o.seq_len, o.shuffled() ? ", shuffled" : ", in file order",
-                  source.name.empty() ? "" : ", " + percent(now, s)));
+                  source.name.empty() ? "" : formatted(", {:.4g}%", 100 * share_of_source(now, s))));
     if (source.packed) rows.emplace_back("packing", packing_text(o.pack, source.packed->counts(), o.seq_len));
   }
 }
