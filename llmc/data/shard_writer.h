@@ -1,4 +1,4 @@
-// shard_writer.h: writes token shards (dataloader.h has the format) under temporary names, PREFIX_000000.bin.partial,
+// shard_writer.h: writes token shards (token_file.h has the format) under temporary names, PREFIX_000000.bin.partial,
 // so that writing can go on after an interruption; publish() gives all of them their names.
 #pragma once
 #include <algorithm>
