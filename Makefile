@@ -386,7 +386,7 @@ FUZZ_FLAGS = -std=c++20 -O0 -g1 -Illmc -Itest -I. $(ARCH_FLAGS) -fopenmp -Wall -
 build/asan/fuzz.o: test/fuzz/test_fuzz.cpp build/fuzz.flags
 	@mkdir -p $(@D) && echo 'test/fuzz (asan)'
 	@$(CXX) $(FUZZ_FLAGS) -MMD -MP -c $< -o $@
-build/asan/fuzz: build/asan/fuzz.o $(PORTABLE_OPS:%.cpp=build/asan/%.o) build/test/main.o
+build/asan/fuzz: build/asan/fuzz.o $(PORTABLE_OPS:%.cpp=build/asan/%.o) build/asan/llmc/core/toml.o build/test/main.o
 	@$(CXX) $(FUZZ_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) $(CATCH2_LIBS) $(REQUIRED_LIBS)
 build/fuzz.flags: FORCE
 	$(call text_file,$(CXX) $(FUZZ_FLAGS) $(CXX_VERSION) $(CATCH2_VERSION))
@@ -477,7 +477,7 @@ check-headers:
 check-format:
 	@$(CXX_SOURCES) | xargs -r clang-format --dry-run -Werror && echo 'check-format: ok'
 check-shell:
-	@($(FIND_SOURCES) -name '*.sh' -print; ls .ci/run) | xargs -r shellcheck -x && echo 'check-shell: ok'
+	@($(FIND_SOURCES) -name '*.sh' -print; ls .ci/run) | xargs -r -n 4 shellcheck -x && echo 'check-shell: ok'
 check-python:
 	@$(FIND_SOURCES) -name '*.py' -print | PYTHONPYCACHEPREFIX=build/pycache xargs -r python3 -m py_compile && \
 	  echo 'check-python: ok'
@@ -509,7 +509,7 @@ test-fresh:
 	@$(FRESH_TEST)
 check:
 	@$(INSTALL) build check
-	@$(MAKE) --keep-going check-floors check-headers check-format check-shell check-python
+	@$(AGAIN) --keep-going check-headers check-shell check-floors check-format check-python
 	@echo 'check: all passed'
 bench:
 	@$(INSTALL) build

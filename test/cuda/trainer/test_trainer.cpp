@@ -176,7 +176,7 @@ std::vector<std::function<bool()>> programs_with_waits() {
 
 }  // namespace
 
-TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer][waits]") {
+TEST_CASE("every wait of a stream for another one is needed", "[cuda][trainer][waits][long]") {
   const Gpus gpus(3);
   const std::vector<std::function<bool()>> programs = programs_with_waits();
   if (cuda_on_cpu::thread_sanitizer) {  // it would stop at the first mutant, as it should
