@@ -60,8 +60,9 @@ std::vector<std::string> best_names(const std::vector<std::string>& names, Score
 
 // The names that `word` probably means, by the first of these rules that any name meets: it is another spelling of the
 // name; the name begins with it; one has all parts of the other (--data: --train-data, --val-data); it is a
-// misspelling, by one letter in four. Empty: none.
+// misspelling, by one letter in four. Empty: none, as for a word that is far longer than any name.
 inline std::vector<std::string> similar_names(const std::string& word, const std::vector<std::string>& names) {
+  if (word.size() > 1000) return {};
   const std::string plain = plain_name(word);
   if (plain.empty()) return {};
   const std::vector<std::string> parts = detail::parts_of(plain);

@@ -17,6 +17,7 @@
 #include "run/checkpoints/progress.h"
 #include "run/job.h"
 #include "run/options/parse.h"
+#include "run/recipe/course.h"
 #include "text/tokenizer.h"
 #include "train/choices.h"
 
@@ -171,6 +172,20 @@ inline std::string read_safetensors(const std::string& path) {
 inline std::string read_config_file(const std::string& path) {
   const char* words[] = {"train_gpt", "--config", path.c_str()};
   return config_text(parse_command_line(3, words, [](const Options&) {}).options);
+}
+
+// The steps of a run of these stages over two sources.
+inline std::string read_stages(const std::string& path) {
+  Options o;
+  o.stages = path;
+  for (const char* source : {"web=web.bin:0.7", "code=code.bin:0.3"}) o.data.add(source);
+  const Recipe recipe = read_recipe(o);
+  const Course course(recipe, {4000 * recipe.longest(), 1000 * recipe.longest()});
+  std::string all = recipe.text.dump();
+  for (const Stretch& stretch : course.stretches())
+    all += formatted(" {} {} {} {} {:.17g}", stretch.first_step, stretch.steps, stretch.tokens_per_step,
+                     stretch.weights, stretch.learning_rate(stretch.last_step()));
+  return all;
 }
 
 // All formats, in directories below `root`.
@@ -345,6 +360,20 @@ inline std::vector<Format> make_formats(const std::string& root, std::unique_ptr
                        const HostBatch batch = set.batch(0, set.rows(), set.length(8));
                        return text_of(batch.tokens) + text_of(batch.targets);
                      }});
+
+  const std::string stages = directory("stages");
+  put(stages + "/run.toml",
+      "[[stage]]\nname = \"short\"\ntokens = \"2M\"\nseq-len = 64\nbatch-size = 8\ntotal-batch-size = 4096\n"
+      "batch-doubling = { from = 1024, every = \"200k\" }\nlr = 6e-3\nwarmup = 100_000\n"
+      "[[stage]]\nsteps = 40\nseq-len = 256\nbatch-size = 4\ntotal-batch-size = 8192\n"
+      "data = { web = 1, code = 3.5 }  # more of it\nlr-schedule = \"wsd\"\ndecay = 0x8000\nmask-documents = true\n");
+  put(stages + "/run.json",
+      R"({"stage": [{"tokens": "300k", "seq-len": 32, "batch-ramp": [[0, 256], ["50k", 512]], "batch-size": 1},
+                    {"name": "b", "epochs": 1.5, "data": {"code": 1}, "seq-len": 64, "rope-factor": 2, "lr": 1e-4}]})");
+  for (const auto& [file, content] : {std::pair("run.toml", Content::text), {"run.json", Content::json}})
+    formats.push_back({formatted("stages in {}", file), stages, file, content, false, {}, [path = stages + "/" + file] {
+                         return read_stages(path);
+                       }});
 
   const std::string config = directory("config");
   o.train_data = "x.bin";
