@@ -4,10 +4,12 @@
     pip install tokenizers unicodedata2==16.0.0
     python3 dev/make_unicode_tables.py llmc/text/unicode_tables.h
 
-Tokens must match those of Hugging Face's tokenizers, so this uses its versions of Unicode: its regular expressions
-(Oniguruma) use the categories of Unicode 16.0; its NFC is older, and newer data is left out: marks added since Unicode
-10 have combining class 0, and compositions added since then do not exist. Its pre-tokenizer Digits is newer: it knows
-13 more digits, of Unicode 17, which are left out. The committed file was made with tokenizers 0.23.3.
+Our tokens must equal those of Hugging Face's tokenizers (0.23.3 when the committed file was made), whose parts follow
+different versions of Unicode:
+
+    regular expressions    categories of Unicode 16.0, like Oniguruma
+    NFC                    Unicode 10: later marks have combining class 0, later compositions do not exist
+    Digits                 Unicode 17, but its 13 digits that 16.0 does not have are left out here
 """
 
 import sys

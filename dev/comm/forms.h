@@ -11,15 +11,15 @@ template <class T>
 void naive_all_reduce(const Link& t, T* buffer, int64_t n, T* scratch) {
   const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
   if (t.rank() > 0) {
-    t.exchange(0, buffer, bytes, -1, nullptr, 0);
-    t.exchange(-1, nullptr, 0, 0, buffer, bytes);
+    t.exchange({0, buffer, bytes}, {});
+    t.exchange({}, {0, buffer, bytes});
     return;
   }
   for (int other = 1; other < t.size(); ++other) {
-    t.exchange(-1, nullptr, 0, other, scratch, bytes);
+    t.exchange({}, {other, scratch, bytes});
     t.add(buffer, scratch, n);
   }
-  for (int other = 1; other < t.size(); ++other) t.exchange(other, buffer, bytes, -1, nullptr, 0);
+  for (int other = 1; other < t.size(); ++other) t.exchange({other, buffer, bytes}, {});
 }
 
 // A binomial tree: in round k the ranks that are odd multiples of 2^k send their sum to the rank 2^k below, then the
@@ -31,17 +31,17 @@ void tree_all_reduce(const Link& t, T* buffer, int64_t n, T* scratch) {
   int reach = 1;
   for (; reach < P; reach *= 2) {
     if (r % (2 * reach) == reach) {
-      t.exchange(r - reach, buffer, bytes, -1, nullptr, 0);
+      t.exchange({r - reach, buffer, bytes}, {});
       break;
     }
     if (r + reach < P) {
-      t.exchange(-1, nullptr, 0, r + reach, scratch, bytes);
+      t.exchange({}, {r + reach, scratch, bytes});
       t.add(buffer, scratch, n);
     }
   }
-  if (r % (2 * reach) == reach && reach < P) t.exchange(-1, nullptr, 0, r - reach, buffer, bytes);
+  if (r % (2 * reach) == reach && reach < P) t.exchange({}, {r - reach, buffer, bytes});
   for (reach /= 2; reach >= 1; reach /= 2)
-    if (r % (2 * reach) == 0 && r + reach < P) t.exchange(r + reach, buffer, bytes, -1, nullptr, 0);
+    if (r % (2 * reach) == 0 && r + reach < P) t.exchange({r + reach, buffer, bytes}, {});
 }
 
 }  // namespace llmc::forms

@@ -74,13 +74,11 @@ class Rings final : public Collectives, Transport {
  public:
   int rank() const override { return links_.process(); }
   int size() const override { return links_.processes(); }
-  void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes, Stream*) override {
-    links_.exchange(0, rank(), to, out, out_bytes, from, in, in_bytes);
-  }
+  void exchange(const ToRank& out, const FromRank& in, Stream*) override { links_.exchange(0, rank(), out, in); }
   void barrier() override {  // by dissemination: Hensgen, Finkel & Manber 1988
     char out = 0, in = 0;
     for (int s = 1; s < size(); s *= 2)
-      exchange((rank() + s) % size(), &out, 1, (rank() - s + size()) % size(), &in, 1, nullptr);
+      exchange({(rank() + s) % size(), &out, 1}, {(rank() - s + size()) % size(), &in, 1}, nullptr);
   }
   float* all_reduce(float* buffer, float* spare, int64_t n) override {
     ring::reduce_scatter(link_, buffer, n, spare);

@@ -7,22 +7,18 @@
 // to a library return once their work is enqueued). But a task may wait for a peer that waits for this rank; so a rank
 // that leaves a group because of an error aborts the world.
 #pragma once
-#include <algorithm>
-#include <array>
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <set>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "comm/comm_nccl.h"
 #include "comm/host_group.h"
+#include "comm/link_costs.h"
 #include "comm/ring.h"
 #include "comm/server.h"
 #include "device/arena.h"
@@ -49,7 +45,7 @@ class Comm : public HostGroup {
   }
 
   // The ranks of the world that are members, for the time that transfers take on paper; unknown: they are neighbours.
-  void set_members(std::vector<int> ranks) { members_ = std::move(ranks); }
+  void set_members(std::vector<int> ranks) { costs_.set_members(std::move(ranks)); }
 
   Transport& transport() { return *transport_; }  // for other forms of collectives (dev/comm)
   // Bytes of tensors that this rank has sent, and received; call with the streams idle.
@@ -77,7 +73,7 @@ class Comm : public HostGroup {
   virtual void reduce_scatter(Tensor buffer, Stream& stream) {
     const int64_t n = exact_div(buffer.numel(), size(), "reduce_scatter: elements over ranks");
     run(
-        "reduce_scatter", buffer, stream,
+        {"reduce_scatter", buffer}, stream,
         [=]<class T>(const Link& link, T* x, T* scratch) { ring::reduce_scatter(link, x, n, scratch); },
         [=](GpuCollectives& g, Stream& s) { g.reduce_scatter(buffer, n, s); });
   }
@@ -86,7 +82,7 @@ class Comm : public HostGroup {
     const int64_t n = exact_div(buffer.numel(), size(), "all_gather: elements over ranks");
     buffer.dtype = as_moved(buffer.dtype);
     run(
-        "all_gather", buffer, stream, [=]<class T>(const Link& link, T* x, T*) { ring::all_gather(link, x, n); },
+        {"all_gather", buffer}, stream, [=]<class T>(const Link& link, T* x, T*) { ring::all_gather(link, x, n); },
         [=](GpuCollectives& g, Stream& s) { g.all_gather(buffer, n, s); });
   }
   // buffer = its sum over the ranks: a reduce-scatter and an all-gather of the same shards (contract 3). Elements that
@@ -104,14 +100,14 @@ class Comm : public HostGroup {
   virtual void broadcast(Tensor buffer, int root, Stream& stream) {
     const int64_t n = buffer.numel();
     run(
-        "broadcast", buffer, stream, [=]<class T>(const Link& link, T* x, T*) { ring::broadcast(link, x, n, root); },
+        {"broadcast", buffer}, stream, [=]<class T>(const Link& link, T* x, T*) { ring::broadcast(link, x, n, root); },
         [=](GpuCollectives& g, Stream& s) { g.broadcast(buffer, n, root, s); });
   }
   // The root's buffer = the sum over the ranks; the contents of the other ranks' buffers are destroyed.
   virtual void reduce(Tensor buffer, int root, Stream& stream) {
     const int64_t n = buffer.numel();
     run(
-        "reduce", buffer, stream,
+        {"reduce", buffer}, stream,
         [=]<class T>(const Link& link, T* x, T* scratch) { ring::reduce(link, x, n, root, scratch); },
         [=](GpuCollectives& g, Stream& s) { g.reduce(buffer, n, root, s); });
   }
@@ -121,7 +117,7 @@ class Comm : public HostGroup {
     CHECK(out.dtype == in.dtype && out.numel() == in.numel());
     out.dtype = in.dtype = as_moved(in.dtype);
     run(
-        "all_to_all", out, stream,
+        {"all_to_all", out, Pattern::all_to_all}, stream,
         [=]<class T>(const Link& link, T* x, T*) {
           ring::all_to_all(link, x, reinterpret_cast<const T*>(in.bytes), n);
         },
@@ -146,52 +142,41 @@ class Comm : public HostGroup {
     CHECK(send[me].count == receive[me].count, "all_to_all_rows of {}: rank {} sends itself {} rows, and receives {}",
           name_, me, send[me].count, receive[me].count);
     in.dtype = out.dtype = as_moved(in.dtype);
+    // Rows between the blocks may hold anything: they are not inspected.
     run(
-        "all_to_all_rows", out, stream,
+        {.op = "all_to_all_rows", .buffer = out, .pattern = Pattern::all_to_all, .inspect = Inspect::no}, stream,
         [=]<class T>(const Link& link, T* x, T*) {
           ring::all_to_all_rows(link, x, reinterpret_cast<const T*>(in.bytes), width, send, receive);
         },
-        [=](GpuCollectives& g, Stream& s) { g.all_to_all_rows(out, in, send, receive, s); }, std::nullopt,
-        Inspect::no);  // rows between the blocks may hold anything
-  }
-  // Blocks with these numbers of rows, one after the other in rank order.
-  static std::vector<RowBlock> in_order(const std::vector<int64_t>& counts) {
-    std::vector<RowBlock> blocks;
-    int64_t begin = 0;
-    for (const int64_t n : counts) blocks.push_back({begin, n}), begin += n;
-    return blocks;
+        [=](GpuCollectives& g, Stream& s) { g.all_to_all_rows(out, in, send, receive, s); });
   }
   // Sends `out` and receives `in` at the same time.
   virtual void exchange(Tensor out, int to, Tensor in, int from, Stream& stream) {
-    run(
-        "exchange", in, stream,
-        [=]<class T>(const Link& link, T* x, T*) {
-          link.exchange(to, out.bytes, out.size_bytes(), from, x, in.size_bytes());
-        },
-        ByExchanges{}, 1);
+    run({"exchange", in, Pattern::neighbours, 1}, stream, [=]<class T>(const Link& link, T* x, T*) {
+      link.exchange({to, out.bytes, out.size_bytes()}, {from, x, in.size_bytes()});
+    });
   }
   virtual void send(Tensor buffer, int to, Stream& stream) {
-    run(
-        "send", buffer, stream,
-        [=]<class T>(const Link& link, T* x, T*) { link.exchange(to, x, buffer.size_bytes(), -1, nullptr, 0); },
-        ByExchanges{}, 1);
+    run({"send", buffer, Pattern::neighbours, 1}, stream, [=]<class T>(const Link& link, T* x, T*) {
+      link.exchange({to, x, buffer.size_bytes()}, {});
+    });
   }
   virtual void receive(Tensor buffer, int from, Stream& stream) {
-    run(
-        "receive", buffer, stream,
-        [=]<class T>(const Link& link, T* x, T*) { link.exchange(-1, nullptr, 0, from, x, buffer.size_bytes()); },
-        ByExchanges{}, 1);
+    run({"receive", buffer, Pattern::neighbours, 1}, stream, [=]<class T>(const Link& link, T* x, T*) {
+      link.exchange({}, {from, x, buffer.size_bytes()});
+    });
   }
   // On rank k, part k of `servers` equal parts of buffer = its sum over the ranks, added in rank order (server.h).
   virtual void push(Tensor buffer, int servers, Stream& stream) {
     const int64_t n = exact_div(buffer.numel(), servers, "push: elements over servers");
-    run("push", buffer, stream,
+    run({"push", buffer, Pattern::neighbours}, stream,
         [=]<class T>(const Link& link, T* x, T* scratch) { server::push(link, x, n, servers, scratch); });
   }
   // Part k of buffer = part k of rank k's buffer.
   virtual void pull(Tensor buffer, int servers, Stream& stream) {
     const int64_t n = exact_div(buffer.numel(), servers, "pull: elements over servers");
-    run("pull", buffer, stream, [=]<class T>(const Link& link, T* x, T*) { server::pull(link, x, n, servers); });
+    run({"pull", buffer, Pattern::neighbours}, stream,
+        [=]<class T>(const Link& link, T* x, T*) { server::pull(link, x, n, servers); });
   }
 
  protected:
@@ -206,9 +191,8 @@ class Comm : public HostGroup {
     int rank() const override { return comm.rank(); }
     int size() const override { return comm.size(); }
     bool enqueues() const override { return true; }
-    void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
-                  Stream* gpu) override {
-      comm.library_->exchange(to, out, out_bytes, from, in, in_bytes, *gpu);
+    void exchange(const ToRank& out, const FromRank& in, Stream* gpu) override {
+      comm.library_->exchange(out, in, *gpu);
     }
     Comm& comm;
   };
@@ -219,14 +203,22 @@ class Comm : public HostGroup {
 
   enum class Inspect : uint8_t { no, yes };  // whether to look for NaN in the result
 
+  struct Collective {
+    const char* op;
+    Tensor buffer;
+    Pattern pattern = Pattern::ring;
+    // The length of the chain of messages that wait for each other; none: size() - 1, from rank to rank. The chunks of
+    // a message follow each other closely and count once.
+    std::optional<int> messages = std::nullopt;
+    Inspect inspect = Inspect::yes;
+  };
+
   // Runs a collective by the library if there is one, and `algorithm` over a null transport to count its bytes;
-  // otherwise runs `algorithm` over the transport. messages: the length of the chain of messages that wait for each
-  // other; none: size() - 1, from rank to rank. The chunks of a message follow each other closely and count once.
+  // otherwise runs `algorithm` over the transport.
   template <class Algorithm, class Library = ByExchanges>
-  void run(const char* op, Tensor buffer, Stream& stream, Algorithm&& algorithm, Library&& library = {},
-           std::optional<int> messages = std::nullopt, Inspect inspect = Inspect::yes) {
-    const Tensor inspected = inspect == Inspect::yes ? buffer : Tensor{};
-    if (size() == 1 && buffer.size_bytes() > 0 && !std::string_view(op).starts_with("all_to_all")) return;
+  void run(const Collective& c, Stream& stream, Algorithm&& algorithm, Library&& library = {}) {
+    const Tensor buffer = c.buffer, inspected = c.inspect == Inspect::yes ? buffer : Tensor{};
+    if (size() == 1 && buffer.size_bytes() > 0 && c.pattern != Pattern::all_to_all) return;
     auto scope = stream.scratch().scope();
     const Tensor scratch = stream.scratch().alloc("scratch", "ring chunk", buffer.dtype, {ring::chunk_elements});
     auto through = [=](Transport& transport, Stream* gpu) {
@@ -235,12 +227,11 @@ class Comm : public HostGroup {
         algorithm(Link{transport, gpu}, reinterpret_cast<T*>(buffer.bytes), reinterpret_cast<T*>(scratch.bytes));
       });
     };
-    OpCost cost{.name = op, .bytes = static_cast<double>(buffer.size_bytes()), .group = name_.c_str()};
-    constexpr bool by_exchanges = std::is_same_v<std::decay_t<Library>, ByExchanges>;
-    const bool between_two = by_exchanges || std::string_view(op).starts_with("all_to_all");
+    OpCost cost{.name = c.op, .bytes = static_cast<double>(buffer.size_bytes()), .group = name_.c_str()};
+    const bool between_two = c.pattern != Pattern::ring;
     if (library_) {
       stream.run(cost, {inspected}, [=, this, &stream] {
-        if constexpr (by_exchanges) {
+        if constexpr (std::is_same_v<std::decay_t<Library>, ByExchanges>) {
           LibraryTransport transport(*this);
           through(transport, &stream);
         } else {
@@ -253,17 +244,13 @@ class Comm : public HostGroup {
       Stream* const gpu = stream.device().kind == DeviceKind::cuda ? &stream : nullptr;
       if (!transport_->moves_data()) {  // the null device runs no tasks: count now
         transport_->between_two = between_two;
-        cost.link_bytes = static_cast<double>(count(op, buffer, [&] { through(*transport_, nullptr); }));
-        cost.messages = messages.value_or(size() - 1);
-        cost.members = &members_;
-        cost.pattern = by_exchanges                                     ? Pattern::neighbours
-                       : std::string_view(op).starts_with("all_to_all") ? Pattern::all_to_all
-                                                                        : Pattern::ring;
-        cost.path = find_path(cost, stream.device().machine.get());
+        cost.messages = c.messages.value_or(size() - 1);
+        cost.pattern = c.pattern;
+        costs_.add_to(cost, *transport_, stream.device().machine.get(), [&] { through(*transport_, nullptr); });
       }
       const bool units = traffic_of(name_) == Traffic::units;
       stream.run(cost, {inspected},
-                 [=, transport = transport_, place = place_, unit = std::string(units ? "unit " : ""),
+                 [=, transport = transport_, place = place_, op = c.op, unit = std::string(units ? "unit " : ""),
                   tensor = std::string(buffer.name)] {
                    const Waiting waiting;
                    const Attending attending(place.get(), op, unit, tensor);
@@ -272,32 +259,7 @@ class Comm : public HostGroup {
     }
   }
 
-  // Runs an algorithm over the null transport; returns the bytes that it sends or receives, whichever are more. The
-  // rings of shards, whose steps are many, are run once for each size and then remembered.
-  int64_t count(std::string_view op, const Tensor& buffer, const std::function<void()>& run) {
-    const bool repeats = op == "reduce_scatter" || op == "all_gather";
-    const std::pair key(op, buffer.numel() * size_of(buffer.dtype));
-    if (const auto known = rings_.find(key); repeats && known != rings_.end()) {
-      transport_->sent += known->second.first, transport_->received += known->second.second;
-      return std::max(known->second.first, known->second.second);
-    }
-    const int64_t sent = transport_->sent, received = transport_->received;
-    run();
-    const std::pair counted(transport_->sent - sent, transport_->received - received);
-    if (repeats) rings_.emplace(key, counted);
-    return std::max(counted.first, counted.second);
-  }
-  // On a plan's machine, which is always the same; none without one.
-  const LinkPath* find_path(const OpCost& cost, const Machine* machine) {
-    if (machine == nullptr) return nullptr;
-    std::optional<LinkPath>& path = paths_[static_cast<size_t>(cost.pattern)];
-    if (!path) path = machine->path_of(cost);
-    return &*path;
-  }
-
-  std::vector<int> members_;
-  std::array<std::optional<LinkPath>, 3> paths_;                                       // by Pattern
-  std::map<std::pair<std::string_view, int64_t>, std::pair<int64_t, int64_t>> rings_;  // bytes sent and received
+  LinkCosts costs_;
   std::unique_ptr<CountingTransport> counted_;
   std::shared_ptr<GpuCollectives> library_;
   std::function<void()> abort_;  // none: nothing waits

@@ -78,14 +78,15 @@ class MpiLinks final : public Links {
     return all;
   }
 
-  void exchange(int group, int self, int to, const void* out, int64_t out_bytes, int from, void* in,
-                int64_t in_bytes) override {
+  void exchange(int group, int self, const ToRank& out, const FromRank& in) override {
     detail::MpiThread::Exchange e;
-    e.group = group, e.self = self, e.to = to, e.from = from;
+    e.group = group, e.self = self, e.to = out.rank, e.from = in.rank;
     // MPI does not write to the buffer that it sends.
-    if (to >= 0)
-      e.out = {to / local_ranks_, tag(group, self, to), static_cast<std::byte*>(const_cast<void*>(out)), out_bytes};
-    if (from >= 0) e.in = {from / local_ranks_, tag(group, from, self), static_cast<std::byte*>(in), in_bytes};
+    if (out.rank >= 0)
+      e.out = {out.rank / local_ranks_, tag(group, self, out.rank),
+               static_cast<std::byte*>(const_cast<void*>(out.data)), out.bytes};
+    if (in.rank >= 0)
+      e.in = {in.rank / local_ranks_, tag(group, in.rank, self), static_cast<std::byte*>(in.data), in.bytes};
     mpi_->exchange(e);
   }
   void abort() override { mpi_->abort(); }
@@ -123,7 +124,7 @@ class MpiLinks final : public Links {
   int processes() const { return 1; }
   std::string name() const override { return mpi_version(); }
   std::string broadcast_text(const std::string& text) { return text; }
-  void exchange(int, int, int, const void*, int64_t, int, void*, int64_t) override {}
+  void exchange(int, int, const ToRank&, const FromRank&) override {}
   void abort() override {}
 };
 #endif

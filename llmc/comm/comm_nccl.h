@@ -37,8 +37,7 @@ class GpuCollectives {
   virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send,
                                const std::vector<RowBlock>& receive, Stream& stream) = 0;
   // Like Transport::exchange(), in stream order.
-  virtual void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
-                        Stream& stream) = 0;
+  virtual void exchange(const ToRank& out, const FromRank& in, Stream& stream) = 0;
   // Throws if an error has occurred, here or at a peer; called while the host waits for a stream.
   virtual void check() = 0;
   // Both may be called from any thread, and neither waits for a call in progress. expect_abort(): a peer has failed, so
@@ -245,12 +244,11 @@ class NcclGroup final : public GpuCollectives {
       });
     });
   }
-  void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
-                Stream& stream) override {
+  void exchange(const ToRank& out, const FromRank& in, Stream& stream) override {
     call("an exchange by ncclSend and ncclRecv", [&] {
       return grouped([&](auto&& keep) {
-        if (to >= 0) keep(ncclSend(out, count(out_bytes), ncclInt8, to, comm_, stream.cuda()));
-        if (from >= 0) keep(ncclRecv(in, count(in_bytes), ncclInt8, from, comm_, stream.cuda()));
+        if (out.rank >= 0) keep(ncclSend(out.data, count(out.bytes), ncclInt8, out.rank, comm_, stream.cuda()));
+        if (in.rank >= 0) keep(ncclRecv(in.data, count(in.bytes), ncclInt8, in.rank, comm_, stream.cuda()));
       });
     });
   }

@@ -31,38 +31,37 @@ class ProcessesTransport final : public Transport {
   int rank() const override { return index_; }
   int size() const override { return static_cast<int>(members_.size()); }
 
-  void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
-                Stream* gpu) override {
-    const bool sends = to >= 0 && out_bytes > 0, receives = from >= 0 && in_bytes > 0;
-    const bool sends_here = sends && local_.here(member(to)), receives_here = receives && local_.here(member(from));
+  void exchange(const ToRank& out, const FromRank& in, Stream* gpu) override {
+    const bool sends = out.rank >= 0 && out.bytes > 0, receives = in.rank >= 0 && in.bytes > 0;
+    const bool sends_here = sends && local_.here(member(out.rank)),
+               receives_here = receives && local_.here(member(in.rank));
     // Posting a local send does not wait, so if it comes first, the order of the rest cannot deadlock.
     std::optional<ThreadsHub::Post> post;
-    if (sends_here) post.emplace(*hub_, index_, to, out, out_bytes);
-    if ((sends && !sends_here) || (receives && !receives_here))
-      remote(sends_here ? -1 : to, out, sends && !sends_here ? out_bytes : 0, receives_here ? -1 : from, in,
-             receives && !receives_here ? in_bytes : 0, gpu);
-    if (receives_here) hub_->take(from, index_, in, in_bytes, gpu);
+    if (sends_here) post.emplace(*hub_, index_, out.rank, out.data, out.bytes);
+    if (sends != sends_here || receives != receives_here)
+      remote(sends == sends_here ? ToRank{} : ToRank{member(out.rank), out.data, out.bytes},
+             receives == receives_here ? FromRank{} : FromRank{member(in.rank), in.data, in.bytes}, gpu);
+    if (receives_here) hub_->take(in.rank, index_, in.data, in.bytes, gpu);
     if (post) post->wait_taken();
   }
 
  private:
   int member(int index) const { return members_[static_cast<size_t>(index)]; }
 
-  void remote(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes, Stream* gpu) {
+  // To and from ranks of the world.
+  void remote(const ToRank& out, const FromRank& in, Stream* gpu) {
     const int self = member(index_);
-    if (gpu == nullptr)
-      return local_.links->exchange(group_, self, out_bytes > 0 ? member(to) : -1, out, out_bytes,
-                                    in_bytes > 0 ? member(from) : -1, in, in_bytes);
+    if (gpu == nullptr) return local_.links->exchange(group_, self, out, in);
     // A GPU's memory goes through the host's, part by part; the receiver expects the same parts.
     if (!staging_) staging_ = std::make_unique<Staging>(ring::chunk_elements * 8);
-    const std::byte* source = static_cast<const std::byte*>(out);
-    std::byte* target = static_cast<std::byte*>(in);
-    for (int64_t begin = 0; begin < std::max(out_bytes, in_bytes); begin += staging_->bytes()) {
-      const int64_t sent = std::clamp<int64_t>(out_bytes - begin, 0, staging_->bytes()),
-                    received = std::clamp<int64_t>(in_bytes - begin, 0, staging_->bytes());
+    const std::byte* source = static_cast<const std::byte*>(out.data);
+    std::byte* target = static_cast<std::byte*>(in.data);
+    for (int64_t begin = 0; begin < std::max(out.bytes, in.bytes); begin += staging_->bytes()) {
+      const int64_t sent = std::clamp<int64_t>(out.bytes - begin, 0, staging_->bytes()),
+                    received = std::clamp<int64_t>(in.bytes - begin, 0, staging_->bytes());
       if (sent > 0) copy_now(staging_->out(), source + begin, sent, gpu);
-      local_.links->exchange(group_, self, sent > 0 ? member(to) : -1, staging_->out(), sent,
-                             received > 0 ? member(from) : -1, staging_->in(), received);
+      local_.links->exchange(group_, self, {sent > 0 ? out.rank : -1, staging_->out(), sent},
+                             {received > 0 ? in.rank : -1, staging_->in(), received});
       if (received > 0) copy_now(target + begin, staging_->in(), received, gpu);
     }
   }

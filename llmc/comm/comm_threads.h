@@ -6,7 +6,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -106,12 +105,10 @@ class ThreadsTransport final : public Transport {
   ThreadsTransport(std::shared_ptr<ThreadsHub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
   int rank() const override { return rank_; }
   int size() const override { return hub_->size(); }
-  void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
-                Stream* gpu) override {
-    const bool sends = to >= 0 && out_bytes > 0, receives = from >= 0 && in_bytes > 0;
+  void exchange(const ToRank& out, const FromRank& in, Stream* gpu) override {
     std::optional<ThreadsHub::Post> post;
-    if (sends) post.emplace(*hub_, rank_, to, out, out_bytes);
-    if (receives) hub_->take(from, rank_, in, in_bytes, gpu);
+    if (out.rank >= 0 && out.bytes > 0) post.emplace(*hub_, rank_, out.rank, out.data, out.bytes);
+    if (in.rank >= 0 && in.bytes > 0) hub_->take(in.rank, rank_, in.data, in.bytes, gpu);
     if (post) post->wait_taken();
   }
 

@@ -2,7 +2,6 @@
 // new group is a row; groups.h makes communicators and streams of the rows.
 #pragma once
 #include <array>
-#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <string_view>

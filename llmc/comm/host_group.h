@@ -1,6 +1,5 @@
 // host_group.h: a group of ranks whose hosts send each other texts; comm.h adds the tensors.
 #pragma once
-#include <algorithm>
 #include <memory>
 #include <set>
 #include <string>
@@ -20,7 +19,7 @@ class NullTransport final : public Transport {
   NullTransport(int rank, int size) : rank_(rank), size_(size) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  void exchange(int, const void*, int64_t, int, void*, int64_t, Stream*) override {}
+  void exchange(const ToRank&, const FromRank&, Stream*) override {}
   bool moves_data() const override { return false; }
 
  private:
@@ -33,13 +32,12 @@ struct CountingTransport final : Transport {
   int rank() const override { return inner->rank(); }
   int size() const override { return inner->size(); }
   bool moves_data() const override { return inner->moves_data(); }
-  void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
-                Stream* gpu) override {
-    if (to >= 0) sent += out_bytes;
-    if (from >= 0) received += in_bytes;
-    for (const int other : {to, from})
+  void exchange(const ToRank& out, const FromRank& in, Stream* gpu = nullptr) override {
+    if (out.rank >= 0) sent += out.bytes;
+    if (in.rank >= 0) received += in.bytes;
+    for (const int other : {out.rank, in.rank})
       if (between_two && other >= 0 && other != rank()) partners.insert(other);
-    inner->exchange(to, out, out_bytes, from, in, in_bytes, gpu);
+    inner->exchange(out, in, gpu);
     pulse();
   }
   std::unique_ptr<Transport> inner;
@@ -98,14 +96,14 @@ class HostGroup {
   }
   void send_text(int to, const std::string& text) {
     const uint64_t bytes = text.size();
-    transport_->exchange(to, &bytes, 8, -1, nullptr, 0, nullptr);
-    transport_->exchange(to, text.data(), static_cast<int64_t>(bytes), -1, nullptr, 0, nullptr);
+    transport_->exchange({to, &bytes, 8}, {});
+    transport_->exchange({to, text.data(), static_cast<int64_t>(bytes)}, {});
   }
   std::string receive_text(int from) {
     uint64_t bytes = 0;
-    transport_->exchange(-1, nullptr, 0, from, &bytes, 8, nullptr);
+    transport_->exchange({}, {from, &bytes, 8});
     std::string text(bytes, '\0');
-    transport_->exchange(-1, nullptr, 0, from, text.data(), static_cast<int64_t>(bytes), nullptr);
+    transport_->exchange({}, {from, text.data(), static_cast<int64_t>(bytes)});
     return text;
   }
   std::vector<std::string> exchange_text(const std::string& text) {
@@ -116,10 +114,10 @@ class HostGroup {
       const int to = (rank() + s) % size(), from = (rank() - s + size()) % size();
       std::string& in = all[static_cast<size_t>(from)];
       uint64_t out_bytes = text.size(), in_bytes = 0;
-      transport_->exchange(to, &out_bytes, 8, from, &in_bytes, 8, nullptr);
+      transport_->exchange({to, &out_bytes, 8}, {from, &in_bytes, 8});
       in.resize(in_bytes);
-      transport_->exchange(to, text.data(), static_cast<int64_t>(out_bytes), from, in.data(),
-                           static_cast<int64_t>(in_bytes), nullptr);
+      transport_->exchange({to, text.data(), static_cast<int64_t>(out_bytes)},
+                           {from, in.data(), static_cast<int64_t>(in_bytes)});
     }
     return all;
   }

@@ -5,12 +5,12 @@
 // A buffer has P shards of n elements: rank r of P owns shard r.
 #pragma once
 #include <algorithm>
-#include <cstddef>
 #include <vector>
 
 #include "core/dtype.h"
 #include "core/shape.h"
 #include "device/host_copy.h"
+#include "net/links.h"
 #include "ops/ops_memory.h"
 
 namespace llmc {
@@ -21,11 +21,9 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Sends and receives at the same time, and returns when both are done. Rank -1: do not send, or not receive. gpu: a
-  // stream of the GPU in whose memory both buffers are, idle unless exchanges are enqueued; none: they are in host
-  // memory.
-  virtual void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
-                        Stream* gpu = nullptr) = 0;
+  // Sends and receives at the same time, and returns when both are done. gpu: a stream of the GPU in whose memory both
+  // buffers are, idle unless exchanges are enqueued; none: they are in host memory.
+  virtual void exchange(const ToRank& out, const FromRank& in, Stream* gpu = nullptr) = 0;
   virtual bool moves_data() const { return true; }  // false: bytes are only counted
   virtual bool enqueues() const { return false; }   // true: exchange() returns at once, and happens in stream order
 };
@@ -38,9 +36,9 @@ struct Link {
   int rank() const { return transport.rank(); }
   int size() const { return transport.size(); }
   bool moves_data() const { return transport.moves_data(); }
-  void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes) const {
+  void exchange(const ToRank& out, const FromRank& in) const {
     if (gpu != nullptr && !transport.enqueues()) gpu->synchronize();
-    transport.exchange(to, out, out_bytes, from, in, in_bytes, gpu);
+    transport.exchange(out, in, gpu);
   }
   // to += x, added in the accumulator type and rounded once.
   template <class T>
@@ -85,7 +83,7 @@ void reduce_scatter(const Link& t, T* buffer, int64_t n, T* scratch) {
     T* in = buffer + detail::wrap(r - 2 - s, P) * n;
     detail::for_chunks(n, [&](int64_t begin, int64_t count) {
       const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-      t.exchange(next, out + begin, bytes, previous, scratch, bytes);
+      t.exchange({next, out + begin, bytes}, {previous, scratch, bytes});
       t.add(in + begin, scratch, count);
     });
   }
@@ -100,7 +98,7 @@ void all_gather(const Link& t, T* buffer, int64_t n) {
     T* in = buffer + detail::wrap(r - s - 1, P) * n;
     detail::for_chunks(n, [&](int64_t begin, int64_t count) {
       const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-      t.exchange(next, out + begin, bytes, previous, in + begin, bytes);
+      t.exchange({next, out + begin, bytes}, {previous, in + begin, bytes});
     });
   }
 }
@@ -113,8 +111,8 @@ void broadcast(const Link& t, T* buffer, int64_t n, int root) {
             previous = position > 0 ? detail::wrap(t.rank() - 1, P) : -1;
   detail::for_chunks(n, [&](int64_t begin, int64_t count) {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-    if (previous >= 0) t.exchange(-1, nullptr, 0, previous, buffer + begin, bytes);
-    if (next >= 0) t.exchange(next, buffer + begin, bytes, -1, nullptr, 0);
+    if (previous >= 0) t.exchange({}, {previous, buffer + begin, bytes});
+    if (next >= 0) t.exchange({next, buffer + begin, bytes}, {});
   });
 }
 
@@ -127,10 +125,10 @@ void reduce(const Link& t, T* buffer, int64_t n, int root, T* scratch) {
   detail::for_chunks(n, [&](int64_t begin, int64_t count) {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
     if (previous >= 0) {
-      t.exchange(-1, nullptr, 0, previous, scratch, bytes);
+      t.exchange({}, {previous, scratch, bytes});
       t.add(buffer + begin, scratch, count);
     }
-    if (next >= 0) t.exchange(next, buffer + begin, bytes, -1, nullptr, 0);
+    if (next >= 0) t.exchange({next, buffer + begin, bytes}, {});
   });
 }
 
@@ -143,7 +141,7 @@ void all_to_all(const Link& t, T* out, const T* in, int64_t n) {
   for (int s = 1; s < P; ++s) {
     const int to = detail::wrap(r + s, P), from = detail::wrap(r - s, P);
     const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
-    t.exchange(to, in + to * n, bytes, from, out + from * n, bytes);
+    t.exchange({to, in + to * n, bytes}, {from, out + from * n, bytes});
   }
 }
 
@@ -157,8 +155,8 @@ void all_to_all_rows(const Link& t, T* out, const T* in, int64_t width, const st
   t.copy(out + of(receive, r).begin * width, in + of(send, r).begin * width, of(send, r).count * width);
   for (int s = 1; s < P; ++s) {
     const int to = detail::wrap(r + s, P), from = detail::wrap(r - s, P);
-    t.exchange(to, in + of(send, to).begin * width, of(send, to).count * row_bytes, from,
-               out + of(receive, from).begin * width, of(receive, from).count * row_bytes);
+    t.exchange({to, in + of(send, to).begin * width, of(send, to).count * row_bytes},
+               {from, out + of(receive, from).begin * width, of(receive, from).count * row_bytes});
   }
 }
 

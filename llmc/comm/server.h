@@ -2,19 +2,9 @@
 // are pushed to the rank that serves them, which adds them in rank order and updates; weights are pulled from there.
 //
 // A buffer has S parts of n elements, and rank k < S serves part k: with one central server S = 1, and if every rank
-// serves its shard, S = P. All messages go directly between a rank and a server, in chunks. Bytes through the link of
-// one rank in a step, with f = (P - 1) / P, G and W the bytes of gradients and weights, and R reductions:
-//
-//   --dp-sync                 link of            out               in
-//   all-reduce                every rank         2 f G R           2 f G R         the ring, for comparison
-//   parameter-server          rank 0, serves     (P - 1) W         (P - 1) G R     grows with the number of ranks
-//                             the others         G R               W
-//   parameter-server-chain    rank 0, serves     W                 (P - 1) G R     weights go from rank to rank, in
-//                             ranks between      G R + W           W               chunks
-//                             the last rank      G R               W
-//   partitioned-server        every rank         f (G R + W)       f (G R + W)     the traffic of ZeRO stage 1
-//
-// All three kinds of server add the same numbers in the same order: they agree bit for bit (contract 3).
+// serves its shard, S = P. All messages go directly between a rank and a server, in chunks. link_traffic() has the law
+// of their bytes. All three kinds of server add the same numbers in the same order: they agree bit for bit (contract
+// 3).
 #pragma once
 #include <algorithm>
 #include <string>
@@ -42,7 +32,7 @@ template <class T>
 void meet(const Link& t, int p, const T* out, T* in, int64_t n) {
   const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
   if (out != nullptr || in != nullptr)
-    t.exchange(out != nullptr ? p : -1, out, bytes, in != nullptr ? p : -1, in, bytes);
+    t.exchange({out != nullptr ? p : -1, out, bytes}, {in != nullptr ? p : -1, in, bytes});
 }
 
 // Calls f(part, count) for each chunk of the parts of n elements; part(k): where the chunk begins in part k; nullptr if
@@ -84,7 +74,8 @@ void pull(const Link& t, T* buffer, int64_t n, int servers) {
 
 }  // namespace server
 
-// A row of the table above, in numbers: bytes in a step through the link of each of these ranks.
+// Bytes in a step through the link of each of these ranks, with f = (P - 1) / P, G and W the bytes of gradients and
+// weights, and R reductions.
 struct LinkTraffic {
   DpSync sync;
   std::string of;   // which ranks

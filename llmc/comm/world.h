@@ -1,7 +1,6 @@
 // world.h: all ranks of a run, and how they form groups. Some or all of them are threads of this process.
 #pragma once
 #include <algorithm>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>

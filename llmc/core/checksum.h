@@ -26,9 +26,8 @@ struct FileRecord {
   nlohmann::ordered_json to_json() const { return {{"size", size}, {"xxh3", slices}}; }
   // Errors begin with `where`.
   static FileRecord from_json(const nlohmann::json& json, const std::string& where) {
-    const nlohmann::json none, record = json.is_object() ? json : nlohmann::json::object(),
-                               slices = record.value("xxh3", none);
-    const std::optional<int64_t> size = whole_number(record.value("size", none));
+    const nlohmann::json slices = member(json, "xxh3");
+    const std::optional<int64_t> size = whole_number(member(json, "size"));
     CHECK(size && slices.is_array() && std::all_of(slices.begin(), slices.end(), [](auto& s) { return s.is_string(); }),
           "{} is {}, expected a size and a list of checksums; the file is damaged", where, json);
     return {*size, slices};

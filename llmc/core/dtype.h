@@ -2,9 +2,6 @@
 #pragma once
 #include <bit>
 #include <cstdint>
-#include <optional>
-#include <string>
-#include <string_view>
 
 #include "core/check.h"
 #include "core/enum_names.h"

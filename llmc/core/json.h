@@ -105,6 +105,11 @@ inline nlohmann::json read_json(const std::string& path, const std::string& opti
   return json;
 }
 
+// A member of an object; null: it is no object, or has no such member.
+inline nlohmann::json member(const nlohmann::json& json, const std::string& name) {
+  return json.is_object() ? json.value(name, nlohmann::json()) : nlohmann::json();
+}
+
 // A non-negative integer that fits into int64_t; none: anything else.
 inline std::optional<int64_t> whole_number(const nlohmann::json& json) {
   const int64_t value = json.is_number_integer() ? json.get<int64_t>() : -1;  // 2^63 and more become negative too

@@ -118,8 +118,8 @@ class SafetensorsReader {
   }
 
   void add(const std::string& name, const nlohmann::json& entry, int64_t data_bytes) {
-    auto field = [&](const char* key) { return entry.is_object() ? entry.value(key, nlohmann::json()) : entry; };
-    const nlohmann::json dtype = field("dtype"), shape = field("shape"), offsets = field("data_offsets");
+    const nlohmann::json dtype = member(entry, "dtype"), shape = member(entry, "shape"),
+                         offsets = member(entry, "data_offsets");
     CHECK(dtype.is_string() && shape.is_array() && offsets.is_array(),
           "{}: the entry of tensor {} is {}, expected dtype, shape and data_offsets", path(), shown(name), entry);
     const auto* known = std::find_if(std::begin(detail::safetensors_dtypes), std::end(detail::safetensors_dtypes),

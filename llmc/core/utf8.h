@@ -1,6 +1,5 @@
 // utf8.h: UTF-8: reading and writing characters, and finding invalid bytes.
 #pragma once
-#include <cstddef>
 #include <optional>
 #include <string>
 #include <string_view>

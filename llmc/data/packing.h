@@ -14,7 +14,6 @@
 #include <array>
 #include <bit>
 #include <cstdint>
-#include <functional>
 #include <numeric>
 #include <optional>
 #include <span>

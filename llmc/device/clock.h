@@ -7,7 +7,6 @@
 // host enqueues in no time; and the ranks of a group run in step, so that a
 // transfer begins as soon as this rank arrives, and takes as long as this rank's own bytes.
 #pragma once
-#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <source_location>
 #include <string>
 #include <utility>
 

@@ -8,10 +8,8 @@
 #include <functional>
 #include <list>
 #include <memory>
-#include <optional>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "device/cpu_queue.h"
 #include "device/cuda_api.cuh"

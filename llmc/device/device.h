@@ -99,6 +99,59 @@ struct Replay {
 #endif
 };
 
+// Books ops in a ledger, if it is open.
+class OpBooks {
+ public:
+  void open(OpLedger* ledger) { ledger_ = ledger, booked_.clear(); }  // null: closes it
+  bool are_open() const { return ledger_ != nullptr; }
+  void book(const OpCost& cost, double seconds) {
+    OpTotals*& booked = booked_[cost.name];  // finding an op by its text would take most of a plan's time
+    if (booked == nullptr) booked = &(*ledger_)[cost.name];
+    OpTotals& totals = *booked;
+    ++totals.calls;
+    totals.flops += cost.flops;
+    totals.bytes += cost.bytes;
+    totals.seconds += seconds;
+  }
+
+ private:
+  OpLedger* ledger_ = nullptr;
+  std::unordered_map<const char*, OpTotals*> booked_;  // in it
+};
+
+namespace detail {
+
+inline bool is_transfer(const OpCost& cost) { return cost.group != nullptr; }
+inline TraceSpan span_of(const OpCost& cost) {
+  if (!is_transfer(cost))
+    return {.kind = SpanKind::op, .name = cost.name, .args = {{"flops", cost.flops}, {"bytes", cost.bytes}}};
+  return {.kind = SpanKind::transfer,
+          .name = formatted("{}: {}", cost.name, cost.group),
+          .args = {{"op", cost.name}, {"group", cost.group}, {"bytes", static_cast<int64_t>(cost.bytes)}}};
+}
+// whom: a stream, or the group whose transfer ends; empty: another stream
+inline TraceSpan wait_span(const std::string& whom) {
+  return {.kind = SpanKind::wait, .name = whom.empty() ? "wait" : "wait for " + whom};
+}
+
+#ifdef TRAIN_GPT_CUDA
+// An event, and the host's time, between two readings: of a few tries the one with the closest readings.
+inline TraceZero gpu_zero(cuda::Queue& gpu) {
+  TraceZero best;
+  for (int i = 0; i < 8; ++i) {
+    const auto before = std::chrono::steady_clock::now();
+    auto event = std::make_shared<const cuda::Event>(gpu.record_time());
+    gpu.synchronize();
+    const auto half = (std::chrono::steady_clock::now() - before) / 2;
+    const int64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(half).count() + 1;
+    if (i == 0 || ns < best.uncertainty_ns) best = {before + half, std::move(event), ns};
+  }
+  return best;
+}
+#endif
+
+}  // namespace detail
+
 class Stream {
  public:
   // `scratch`: work space of the ops on this stream. They run in order, so all of them may use the same bytes.
@@ -151,7 +204,7 @@ class Stream {
       return;
     }
 #ifdef TRAIN_GPT_CUDA
-    if (gpu_ && device_.graphs && !inspector_ && ledger_ == nullptr && replay.times++ > 0) {
+    if (gpu_ && device_.graphs && !inspector_ && !books_.are_open() && replay.times++ > 0) {
       if (!replay.graph) {
         capturing_ = true;
         replay.graph.emplace(gpu_->capture(enqueue));
@@ -203,7 +256,7 @@ class Stream {
     const double begin = seconds();
     clock_.wait(event.seconds(), event.group());
     if (trace_ != nullptr && seconds() > begin)
-      trace_->add(wait_span(event.group() == nullptr ? event.stream() : event.group()), begin, seconds());
+      trace_->add(detail::wait_span(event.group() == nullptr ? event.stream() : event.group()), begin, seconds());
   }
 
 #ifdef TRAIN_GPT_CUDA
@@ -238,7 +291,7 @@ class Stream {
   void set_inspector(Inspector inspector) { inspector_ = std::move(inspector); }
 
   // Books each op here (until nullptr is set), where nobody else may remove entries. Call with the stream idle.
-  void set_ledger(OpLedger* ledger) { ledger_ = ledger, booked_.clear(); }
+  void set_ledger(OpLedger* ledger) { books_.open(ledger); }
   // Records in this trace (until nullptr is set) when what is enqueued runs: on a CPU and on paper all of it, on a GPU
   // what is not in a CUDA graph, without waits. The trace is taken once the stream is idle.
   void set_trace(StreamTrace* trace) { trace_ = trace; }
@@ -254,7 +307,7 @@ class Stream {
   TraceZero trace_zero() {
     synchronize();
 #ifdef TRAIN_GPT_CUDA
-    if (gpu_) return gpu_zero();
+    if (gpu_) return detail::gpu_zero(*gpu_);
 #endif
     return {};
   }
@@ -265,10 +318,10 @@ class Stream {
   void run_on_paper(const OpCost& cost) {
     if (noted_ != nullptr) noted_->ops.push_back(cost), noted_->is_only_ops &= cost.group == nullptr;
     const double before = this->seconds(), seconds = clock_.run(cost), begin = this->seconds() - seconds;
-    if (ledger_ != nullptr) book(cost, seconds);
+    if (books_.are_open()) books_.book(cost, seconds);
     if (trace_ == nullptr) return;
-    if (begin > before) trace_->add(wait_span(cost.group == nullptr ? "" : cost.group), before, begin);
-    if (is_traced(cost)) trace_->add(span_of(cost), begin, this->seconds());
+    if (begin > before) trace_->add(detail::wait_span(cost.group == nullptr ? "" : cost.group), before, begin);
+    if (is_traced(cost)) trace_->add(detail::span_of(cost), begin, this->seconds());
   }
   void run_task(const OpCost& cost, std::span<const Tensor> outputs, Task task) {
     const ProfilerRange range(cost.name);
@@ -277,7 +330,7 @@ class Stream {
       synchronize();
       for (const Tensor& t : outputs)
         if (!t.empty()) inspector_(cost.name, t);
-    } else if (ledger_ != nullptr) {
+    } else if (books_.are_open()) {
       enqueue_timed(cost, std::move(task));
     } else if (capturing_) {
       enqueue_captured(cost.name, task);
@@ -303,53 +356,25 @@ class Stream {
 
   void enqueue_timed(const OpCost& cost, Task task) {
 #ifdef TRAIN_GPT_CUDA
-    if (gpu_) return gpu_->timed(task, [this, cost](double seconds) { book(cost, seconds); });
+    if (gpu_) return gpu_->timed(task, [this, cost](double seconds) { books_.book(cost, seconds); });
 #endif
     enqueue([this, cost, task = std::move(task)] {
       const auto begin = std::chrono::steady_clock::now();
       task();
-      book(cost, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+      books_.book(cost, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
     });
   }
 
   // ---- Traces ------------------------------------------------------------------------------------------------------
 
-#ifdef TRAIN_GPT_CUDA
-  // An event, and the host's time, between two readings: of a few tries the one with the closest readings.
-  TraceZero gpu_zero() {
-    TraceZero best;
-    for (int i = 0; i < 8; ++i) {
-      const auto before = std::chrono::steady_clock::now();
-      auto event = std::make_shared<const cuda::Event>(gpu_->record_time());
-      gpu_->synchronize();
-      const auto half = (std::chrono::steady_clock::now() - before) / 2;
-      const int64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(half).count() + 1;
-      if (i == 0 || ns < best.uncertainty_ns) best = {before + half, std::move(event), ns};
-    }
-    return best;
-  }
-#endif
-
-  static bool is_transfer(const OpCost& cost) { return cost.group != nullptr; }
-  bool is_traced(const OpCost& cost) { return is_transfer(cost) || trace_->takes_op(); }
-  static TraceSpan span_of(const OpCost& cost) {
-    if (!is_transfer(cost))
-      return {.kind = SpanKind::op, .name = cost.name, .args = {{"flops", cost.flops}, {"bytes", cost.bytes}}};
-    return {.kind = SpanKind::transfer,
-            .name = formatted("{}: {}", cost.name, cost.group),
-            .args = {{"op", cost.name}, {"group", cost.group}, {"bytes", static_cast<int64_t>(cost.bytes)}}};
-  }
-  // whom: a stream, or the group whose transfer ends; empty: another stream
-  static TraceSpan wait_span(const std::string& whom) {
-    return {.kind = SpanKind::wait, .name = whom.empty() ? "wait" : "wait for " + whom};
-  }
+  bool is_traced(const OpCost& cost) { return detail::is_transfer(cost) || trace_->takes_op(); }
   void enqueue_traced(const OpCost& cost, Task task) {
     if (!cpu_) {
-      open_span(span_of(cost));
+      open_span(detail::span_of(cost));
       enqueue(std::move(task));
       return close_span();
     }
-    enqueue([trace = trace_, span = span_of(cost), task = std::move(task)] {
+    enqueue([trace = trace_, span = detail::span_of(cost), task = std::move(task)] {
       const double begin = trace->now();
       task();
       trace->add(span, begin, trace->now());
@@ -360,7 +385,7 @@ class Stream {
       if (event.done()) return event.wait();
       const double begin = trace->now();
       event.wait();
-      trace->add(wait_span(event.stream()), begin, trace->now());
+      trace->add(detail::wait_span(event.stream()), begin, trace->now());
     });
   }
   // Calls note(seconds), when it is known, with the time at which this stream gets here.
@@ -373,21 +398,10 @@ class Stream {
 #endif
   }
 
-  void book(const OpCost& cost, double seconds) {
-    OpTotals*& booked = booked_[cost.name];  // finding an op by its text would take most of a plan's time
-    if (booked == nullptr) booked = &(*ledger_)[cost.name];
-    OpTotals& totals = *booked;
-    ++totals.calls;
-    totals.flops += cost.flops;
-    totals.bytes += cost.bytes;
-    totals.seconds += seconds;
-  }
-
   Device device_;
   Arena& scratch_;
   PaperClock clock_;
-  OpLedger* ledger_ = nullptr;
-  std::unordered_map<const char*, OpTotals*> booked_;  // in it
+  OpBooks books_;
   StreamTrace* trace_ = nullptr;
   Inspector inspector_;
   bool capturing_ = false;   // a graph; after an error the stream is not used again

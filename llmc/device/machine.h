@@ -5,7 +5,6 @@
 // lost (NVIDIA, "Matrix Multiplication Background User's Guide"). A transfer is bound by the slowest link on its way.
 #pragma once
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>

@@ -1,21 +1,17 @@
 // tensor.h: a non-owning view of memory: name, dtype, shape, pointer and where the memory is.
 #pragma once
 #include <cstddef>
-#include <string>
 
 #include "core/dtype.h"
 #include "core/shape.h"
 
 namespace llmc {
 
-enum class Memory : uint8_t { device, pinned };
-
 struct Tensor {
   const char* name = "";  // the allocation's; for messages
   DType dtype = DType::fp32;
   Shape shape;
   std::byte* bytes = nullptr;
-  Memory memory = Memory::device;
 
   int64_t numel() const { return shape.numel(); }
   int64_t size_bytes() const { return numel() * size_of(dtype); }

@@ -167,7 +167,7 @@ inline void validate_model(const ModelConfig& c) {
 }
 
 // The shape of a model that one rank of a tensor-parallel group computes: its heads, its part of the feed-forward.
-inline ModelConfig part_of(ModelConfig c, const TensorParallel& tp) {
+inline ModelConfig model_of_rank(ModelConfig c, const TensorParallel& tp) {
   if (tp.ranks == 1) return c;
   c.n_head = exact_div(c.n_head, tp.ranks, "heads over tensor-parallel ranks");
   c.n_kv_head = std::max<int64_t>(1, c.n_kv_head / tp.ranks);

@@ -7,7 +7,6 @@
 #include <optional>
 #include <ranges>
 #include <string>
-#include <vector>
 
 #include "core/files.h"
 #include "model/hf_experts.h"
@@ -59,7 +58,7 @@ inline Rotary read_rotary(const HfFields& f, double default_theta) {
   for (const char* field : {"rope_theta", "original_max_position_embeddings"})
     CHECK(!f.json.contains(field) || !p.json.contains(field) || f.json[field] == p.json[field],
           "{}: \"{}\" is {}, and {} among the rotary parameters: keep one of them", f.file, field, f.json[field],
-          p.json.value(field, nlohmann::json()));
+          member(p.json, field));
   Rotary rotary;
   rotary.theta = p.real("rope_theta", f.real("rope_theta", default_theta));
   const nlohmann::json type = p.get("rope_type", p.get("type", "default"));
@@ -148,7 +147,7 @@ inline constexpr const char* special_tokens[] = {"bos_token_id", "eos_token_id",
 
 inline ModelConfig config_from_hf(const nlohmann::json& json, const std::string& file) {
   CHECK(json.is_object(), "{}: expected a JSON object", file);
-  const nlohmann::json type = json.value("model_type", nlohmann::json());
+  const nlohmann::json type = member(json, "model_type");
   const std::optional<Family> family = type.is_string() ? find_family(type.get<std::string>()) : std::nullopt;
   CHECK(family, "{}: \"model_type\" is {}, expected one of {}", file, type, family_names());
   const detail::HfFields fields{json, file};

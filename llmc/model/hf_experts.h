@@ -2,7 +2,6 @@
 #pragma once
 #include <nlohmann/json.hpp>
 #include <string>
-#include <vector>
 
 #include "model/config.h"
 #include "model/hf_fields.h"

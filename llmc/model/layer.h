@@ -1,9 +1,9 @@
 // layer.h: what a layer of the model computes with. A layer is a light object: it refers to its shape, its parameters,
 // its activations and its group, owns no memory, and is constructed wherever it computes. Sizes: N = B T rows, C
 // channels, F feed-forward, Hq query heads, Hkv key-value heads, D head size, V vocabulary (stored padded), E experts.
-// With tensor parallelism Hq, Hkv, F and V are those of this rank (part_of() in config.h), and a rank may have S of the
-// N rows of the residual stream (parallel/group.h). With context parallelism a rank has N = B T / cp rows, some slices
-// of each sequence (parallel/context_attention.h).
+// With tensor parallelism Hq, Hkv, F and V are those of this rank (model_of_rank() in config.h), and a rank may have S
+// of the N rows of the residual stream (parallel/group.h). With context parallelism a rank has N = B T / cp rows, some
+// slices of each sequence (parallel/context_attention.h).
 #pragma once
 #include <algorithm>
 #include <functional>

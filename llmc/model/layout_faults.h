@@ -63,7 +63,7 @@ inline void tensor_faults(Faults& faults, const Layout& l, const ModelConfig& c)
 // Only ulysses divides heads; ring and all-gather divide rows.
 inline void context_faults(Faults& faults, const Layout& l, const ModelConfig& c) {
   if (l.context.attention != ContextAttention::ulysses || !can_share_out(c, l.tensor.ranks)) return;
-  const ModelConfig part = part_of(c, l.tensor);
+  const ModelConfig part = model_of_rank(c, l.tensor);
   faults.unless(can_share_heads(part, l.context.ranks),
                 "--cp-attention ulysses with --cp {}: it must divide the {} query heads{}, and divide the {} key-value "
                 "heads or be a multiple of them: use another --cp, or --cp-attention ring",

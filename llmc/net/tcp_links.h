@@ -23,18 +23,17 @@ class TcpLinks final : public Links {
   TcpLinks(const TcpLinks&) = delete;
   TcpLinks& operator=(const TcpLinks&) = delete;
 
-  void exchange(int group, int self, int to, const void* out, int64_t out_bytes, int from, void* in,
-                int64_t in_bytes) override {
-    Transfer sending(const_cast<void*>(out), to >= 0 ? out_bytes : none);
-    Transfer receiving(in, from >= 0 ? in_bytes : none);
+  void exchange(int group, int self, const ToRank& out, const FromRank& in) override {
+    Transfer sending(const_cast<void*>(out.data), out.rank >= 0 ? out.bytes : none);
+    Transfer receiving(in.data, in.rank >= 0 ? in.bytes : none);
     receiving.length = 0;  // the other side tells it
-    Outgoing* there = to >= 0 ? &outgoing({group, self, to}) : nullptr;
-    Incoming* here = from >= 0 ? &incoming({group, from, self}) : nullptr;
+    Outgoing* there = out.rank >= 0 ? &outgoing({group, self, out.rank}) : nullptr;
+    Incoming* here = in.rank >= 0 ? &incoming({group, in.rank, self}) : nullptr;
     while (!sending.done() || !receiving.done()) {
       if (aborted_) throw PeerError();
       const size_t moved =
-          (sending.done() ? 0 : send(there->socket, sending, to)) +
-          (receiving.done() || !has_come(*here) ? 0 : receive(here->socket, receiving, from, self, in_bytes));
+          (sending.done() ? 0 : send(there->socket, sending, out.rank)) +
+          (receiving.done() || !has_come(*here) ? 0 : receive(here->socket, receiving, in.rank, self, in.bytes));
       if (moved > 0) continue;
       std::array<pollfd, 2> waits{};
       size_t n = 0;

@@ -160,16 +160,14 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor kv, Tenso
   const int threads = stream.device().threads;
   const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_forward_scratch,
                                                    ON_GPU(cuda::attention_forward_scratch(block)), block);
-  stream.run(cost, detail::rows_written(out, block.B, block.queries), [=, &stream] {
-    with_type(q.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      const AttentionOutputs<X, A> to{{out.data<X>(), out.shape[1]}, lse.empty() ? nullptr : lse.data<A>()};
-      const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
-      RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                    cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
-    });
-  });
+  detail::run_op(
+      stream, q.dtype, cost, detail::rows_written(out, block.B, block.queries),
+      [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+        const AttentionOutputs<X, A> to{{out.data<X>(), out.shape[1]}, lse.empty() ? nullptr : lse.data<A>()};
+        const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+        RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
+                      cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
+      });
 }
 
 // Attention over keys that come in several blocks. Exponentials are relative to the largest score so far, so that none
@@ -196,25 +194,22 @@ inline void attention_merge(const RunningAttention& running, Tensor q, Tensor kv
   const int threads = stream.device().threads;
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_forward_scratch, 0, block);
-  stream.run({.name = "attention_merge",
-              .flops = detail::attention_flops(block),
-              .bytes = detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) +
-                       2 * detail::query_bytes(block, stat),
-              .attention = detail::attention_size(block)},
-             {running.sums}, [=, &stream] {
-               with_type(q.dtype, [&](auto tag) {
-                 using X = typename decltype(tag)::type;
-                 using A = accumulator_t<X>;
-                 const AttentionOutputs<X, A> to{{},
-                                                 nullptr,
-                                                 {running.sums.data<A>(), running.sums.shape[1]},
-                                                 running.largest.data<A>(),
-                                                 running.total.data<A>()};
-                 const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
-                 RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                               cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
-               });
-             });
+  detail::run_op(stream, q.dtype,
+                 {.name = "attention_merge",
+                  .flops = detail::attention_flops(block),
+                  .bytes = detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) +
+                           2 * detail::query_bytes(block, stat),
+                  .attention = detail::attention_size(block)},
+                 {running.sums}, [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   const AttentionOutputs<X, A> to{{},
+                                                   nullptr,
+                                                   {running.sums.data<A>(), running.sums.shape[1]},
+                                                   running.largest.data<A>(),
+                                                   running.total.data<A>()};
+                   const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+                   RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
+                                 cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
+                 });
 }
 // After the last block: out (B T, Hq D) = sums / total, rounded once; lse (B, Hq, T) = largest + log(total).
 inline void attention_finish(Tensor out, Tensor lse, const RunningAttention& running, Stream& stream) {
@@ -224,14 +219,8 @@ inline void attention_finish(Tensor out, Tensor lse, const RunningAttention& run
   detail::check_tensor("attention_finish", "sums", running.sums, stat, out.shape);
   for (const Tensor& t : {lse, running.largest, running.total})
     detail::check_tensor("attention_finish", "lse, largest or total", t, stat, lse.shape);
-  stream.run({"attention_finish", 0, detail::bytes_of({out, running.sums})}, {out, lse}, [=, &stream] {
-    with_type(out.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, attention_finish, out.data<X>(), lse.data<A>(), running.sums.data<A>(),
-              running.largest.data<A>(), running.total.data<A>(), B, T, Hq, D);
-    });
-  });
+  RUN_OP(attention_finish, out.dtype, detail::bytes_of({out, running.sums}), (out, lse), out.data<X>(), lse.data<A>(),
+         running.sums.data<A>(), running.largest.data<A>(), running.total.data<A>(), B, T, Hq, D);
 }
 
 // The gradients of attention for the block's query rows and keys. lse, out: over all keys that the rows see, including
@@ -277,27 +266,23 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
   // Tensors that are added to hold the rows of other blocks as well.
   std::vector<Tensor> outputs = add ? std::vector{dq} : detail::rows_written(dq, block.B, block.queries);
   if (dkv.bytes != dq.bytes) outputs.push_back(dkv);
-  stream.run(cost, outputs, [=, &stream] {
-    with_type(q.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      AttentionGradients<X, A> to;
-      if (add) {
-        to.query_sums = detail::queries_of<A>(dq);
-        to.key_sums = detail::keys_of<A>(dkv, block);
-        to.value_sums = detail::values_of<A>(dkv, block);
-      } else {
-        to.queries = detail::queries_of<X>(dq);
-        to.keys = detail::keys_of<X>(dkv, block);
-        to.values = detail::values_of<X>(dkv, block);
-      }
-      const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
-      RUN_ON_DEVICE(stream, X,
-                    cuda::attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from, scratch.data<A>(),
-                                             block, stream.cuda()),
-                    cpu::products<X>().attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from,
-                                                          scratch.bytes, block, threads));
-    });
+  detail::run_op(stream, q.dtype, cost, outputs, [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+    AttentionGradients<X, A> to;
+    if (add) {
+      to.query_sums = detail::queries_of<A>(dq);
+      to.key_sums = detail::keys_of<A>(dkv, block);
+      to.value_sums = detail::values_of<A>(dkv, block);
+    } else {
+      to.queries = detail::queries_of<X>(dq);
+      to.keys = detail::keys_of<X>(dkv, block);
+      to.values = detail::values_of<X>(dkv, block);
+    }
+    const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+    RUN_ON_DEVICE(stream, X,
+                  cuda::attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from, scratch.data<A>(),
+                                           block, stream.cuda()),
+                  cpu::products<X>().attention_backward(to, dout.data<X>(), out.data<X>(), lse.data<A>(), from,
+                                                        scratch.bytes, block, threads));
   });
 }
 
@@ -311,12 +296,7 @@ inline void cache_append(Tensor cache, Tensor qkv, int64_t begin, const Attentio
   CHECK(shape.B == 1);
   CHECK_TENSOR(cache, qkv.dtype, cache.shape[0], width);
   const Tensor rows = cache.slice(begin * width, {shape.T, width});
-  stream.run({"cache_append", 0, 2 * detail::bytes_of({rows})}, {rows}, [=, &stream] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, cache_append, rows.data<X>(), qkv.data<X>(), shape);
-    });
-  });
+  RUN_OP(cache_append, qkv.dtype, 2 * detail::bytes_of({rows}), (rows), rows.data<X>(), qkv.data<X>(), shape);
 }
 
 }  // namespace llmc

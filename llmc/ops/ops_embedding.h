@@ -32,13 +32,8 @@ inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tenso
   detail::check_rows("embedding_forward", part, wte);
   if (!wpe.empty()) CHECK_TENSOR(wpe, out.dtype, wpe.shape[0], C);
   const double bytes = detail::bytes_of({out}) + detail::bytes_of_rows(wte, N) + detail::bytes_of_rows(wpe, N);
-  stream.run({"embedding_forward", 0, bytes}, {out}, [=, &stream] {
-    with_type(out.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, embedding_forward, out.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(),
-              wte.data<X>(), wpe.empty() ? nullptr : wpe.data<X>(), N, C, part);
-    });
-  });
+  RUN_OP(embedding_forward, out.dtype, bytes, (out), out.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(),
+         wte.data<X>(), wpe.empty() ? nullptr : wpe.data<X>(), N, C, part);
 }
 
 // dwte[tokens] += dout, dwpe[positions] += dout (dwpe may be empty), in row order. dwte holds the rows of the tokens in
@@ -57,19 +52,16 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
   [[maybe_unused]] const Tensor scratch = detail::scratch(stream, "embedding rows in order", DType::int32, 0,
                                                           ON_GPU(cuda::embedding_backward_scratch(N, C)));
   const double bytes = detail::bytes_of({dout}) + 2 * (detail::bytes_of_rows(dwte, N) + detail::bytes_of_rows(dwpe, N));
-  stream.run({"embedding_backward", 0, bytes}, {dwte, dwpe}, [=, &stream] {
-    with_type(dout.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      A* const dwpe_data = dwpe.empty() ? nullptr : dwpe.data<A>();
-      const int32_t *ids = tokens.data<int32_t>(), *places = positions.data<int32_t>();
-      RUN_ON_DEVICE(
-          stream, X,
-          cuda::embedding_backward(dwte.data<A>(), dwpe_data, scratch.data<int32_t>(), dout.data<X>(), ids, places, N,
-                                   C, V, P, part, stream.cuda()),
-          cpu::ops<X>().embedding_backward(dwte.data<A>(), dwpe_data, dout.data<X>(), ids, places, N, C, part));
-    });
-  });
+  detail::run_op(stream, dout.dtype, {"embedding_backward", 0, bytes}, {dwte, dwpe},
+                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   A* const dwpe_data = dwpe.empty() ? nullptr : dwpe.data<A>();
+                   const int32_t *ids = tokens.data<int32_t>(), *places = positions.data<int32_t>();
+                   RUN_ON_DEVICE(stream, X,
+                                 cuda::embedding_backward(dwte.data<A>(), dwpe_data, scratch.data<int32_t>(),
+                                                          dout.data<X>(), ids, places, N, C, V, P, part, stream.cuda()),
+                                 cpu::ops<X>().embedding_backward(dwte.data<A>(), dwpe_data, dout.data<X>(), ids,
+                                                                  places, N, C, part));
+                 });
 }
 
 // x (N, C) += wpe[positions], rounded once.   positions (N) int32; wpe (P, C)
@@ -77,12 +69,8 @@ inline void add_positions(Tensor x, Tensor positions, Tensor wpe, Stream& stream
   const int64_t N = x.shape[0], C = x.shape[1];
   CHECK_TENSOR(positions, DType::int32, N);
   CHECK_TENSOR(wpe, x.dtype, wpe.shape[0], C);
-  stream.run({"add_positions", 0, 3 * detail::bytes_of({x})}, {x}, [=, &stream] {
-    with_type(x.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, add_positions, x.data<X>(), positions.data<int32_t>(), wpe.data<X>(), N, C);
-    });
-  });
+  RUN_OP(add_positions, x.dtype, 3 * detail::bytes_of({x}), (x), x.data<X>(), positions.data<int32_t>(), wpe.data<X>(),
+         N, C);
 }
 
 // dwpe[positions] += dout, in row order.   dwpe (P, C); dout (N, C)
@@ -95,18 +83,16 @@ inline void add_positions_backward(Tensor dwpe, Tensor dout, Tensor positions, S
   [[maybe_unused]] const Tensor scratch = detail::scratch(stream, "embedding rows in order", DType::int32, 0,
                                                           ON_GPU(cuda::embedding_backward_scratch(N, C)));
   const double bytes = detail::bytes_of({dout}) + 2 * detail::bytes_of_rows(dwpe, N);
-  stream.run({"add_positions_backward", 0, bytes}, {dwpe}, [=, &stream] {
-    with_type(dout.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      A* const no_table = nullptr;
-      const int32_t* places = positions.data<int32_t>();
-      RUN_ON_DEVICE(
-          stream, X,
-          cuda::add_rows(dwpe.data<A>(), scratch.data<int32_t>(), dout.data<X>(), places, N, C, P, {}, stream.cuda()),
-          cpu::ops<X>().embedding_backward(no_table, dwpe.data<A>(), dout.data<X>(), nullptr, places, N, C, {}));
-    });
-  });
+  detail::run_op(
+      stream, dout.dtype, {"add_positions_backward", 0, bytes}, {dwpe},
+      [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+        A* const no_table = nullptr;
+        const int32_t* places = positions.data<int32_t>();
+        RUN_ON_DEVICE(
+            stream, X,
+            cuda::add_rows(dwpe.data<A>(), scratch.data<int32_t>(), dout.data<X>(), places, N, C, P, {}, stream.cuda()),
+            cpu::ops<X>().embedding_backward(no_table, dwpe.data<A>(), dout.data<X>(), nullptr, places, N, C, {}));
+      });
 }
 
 }  // namespace llmc

@@ -67,15 +67,10 @@ inline void join_segments(Tensor counts, Tensor probabilities, Tensor sums, Tens
   CHECK_TENSOR(all_counts, DType::int32, G, S, E);
   CHECK_TENSOR(all_probabilities, wide, G, S, E);
   CHECK_TENSOR(all_sums, wide, G, S, 2);
-  stream.run({"join_segments", 0, detail::bytes_of({all_counts, all_probabilities})}, {counts, probabilities, sums},
-             [=, &stream] {
-               with_type(wide, [&](auto tag) {
-                 using A = accumulator_t<typename decltype(tag)::type>;
-                 CALL_OP(stream, A, join_segments, counts.data<int32_t>(), probabilities.data<A>(), sums.data<A>(),
-                         all_counts.data<int32_t>(), all_probabilities.data<A>(), all_sums.data<A>(),
-                         order.ids.data<int32_t>(), order.begins.data<int32_t>(), B, E);
-               });
-             });
+  RUN_OP(join_segments, wide, detail::bytes_of({all_counts, all_probabilities}), (counts, probabilities, sums),
+         counts.data<int32_t>(), probabilities.data<A>(), sums.data<A>(), all_counts.data<int32_t>(),
+         all_probabilities.data<A>(), all_sums.data<A>(), order.ids.data<int32_t>(), order.begins.data<int32_t>(), B,
+         E);
 }
 
 // The counts that a rank's own ops need for sequences that it shares, one row per segment: counts (S, E) int32 = those

@@ -89,13 +89,9 @@ inline void router_forward(Tensor choices, Tensor weights, Tensor logits, Tensor
   CHECK_TENSOR(choices, DType::int32, N, router.k);
   CHECK_TENSOR(weights, logits.dtype, N, router.k);
   if (!bias.empty()) CHECK_TENSOR(bias, logits.dtype, router.E);
-  stream.run({"router_forward", 0, detail::bytes_of({choices, weights, logits})}, {choices, weights}, [=, &stream] {
-    with_type(logits.dtype, [&](auto tag) {
-      using A = accumulator_t<typename decltype(tag)::type>;
-      CALL_OP(stream, A, router_forward, choices.data<int32_t>(), weights.data<A>(), logits.data<A>(),
-              bias.empty() ? nullptr : bias.data<A>(), N, router);
-    });
-  });
+  RUN_OP(router_forward, logits.dtype, detail::bytes_of({choices, weights, logits}), (choices, weights),
+         choices.data<int32_t>(), weights.data<A>(), logits.data<A>(), bias.empty() ? nullptr : bias.data<A>(), N,
+         router);
 }
 
 // dlogits (N, E) = the gradient through the weights, plus that of the router's own losses (types.h). dweights are 0 for
@@ -112,13 +108,9 @@ inline void router_backward(Tensor dlogits, Tensor dweights, Tensor logits, Tens
   CHECK_TENSOR(dweights, logits.dtype, N, router.k);
   CHECK_TENSOR(choices, DType::int32, N, router.k);
   if (!counts.empty()) CHECK_TENSOR(counts, DType::int32, segments.count(N), router.E);
-  stream.run({"router_backward", 0, detail::bytes_of({dlogits, dweights, logits, choices})}, {dlogits}, [=, &stream] {
-    with_type(logits.dtype, [&](auto tag) {
-      using A = accumulator_t<typename decltype(tag)::type>;
-      CALL_OP(stream, A, router_backward, dlogits.data<A>(), dweights.data<A>(), logits.data<A>(),
-              choices.data<int32_t>(), counts.empty() ? nullptr : counts.data<int32_t>(), N, router, losses, segments);
-    });
-  });
+  RUN_OP(router_backward, logits.dtype, detail::bytes_of({dlogits, dweights, logits, choices}), (dlogits),
+         dlogits.data<A>(), dweights.data<A>(), logits.data<A>(), choices.data<int32_t>(),
+         counts.empty() ? nullptr : counts.data<int32_t>(), N, router, losses, segments);
 }
 
 // Sums over the rows of each segment, in a fixed order: counts (segments, E) int32 = how often each expert was chosen,
@@ -137,14 +129,9 @@ inline void router_statistics(Tensor counts, Tensor probabilities, Tensor sums, 
   auto scope = stream.scratch().scope();
   const int64_t elements = cpu::router_statistics_scratch(N, router, segments);
   const Tensor partials = detail::scratch(stream, "router statistics", logits.dtype, elements, elements);
-  stream.run({"router_statistics", 0, detail::bytes_of({logits, choices})}, {counts, probabilities, sums},
-             [=, &stream] {
-               with_type(logits.dtype, [&](auto tag) {
-                 using A = accumulator_t<typename decltype(tag)::type>;
-                 CALL_OP(stream, A, router_statistics, counts.data<int32_t>(), probabilities.data<A>(), sums.data<A>(),
-                         partials.data<A>(), logits.data<A>(), choices.data<int32_t>(), N, router, segments);
-               });
-             });
+  RUN_OP(router_statistics, logits.dtype, detail::bytes_of({logits, choices}), (counts, probabilities, sums),
+         counts.data<int32_t>(), probabilities.data<A>(), sums.data<A>(), partials.data<A>(), logits.data<A>(),
+         choices.data<int32_t>(), N, router, segments);
 }
 
 // totals (3) fp64 += over sequences: the balancing loss E sum_e f_e P_e, f_e the share of the choices, P_e the mean
@@ -158,13 +145,8 @@ inline void router_losses(Tensor totals, Tensor counts, Tensor probabilities, Te
   CHECK_TENSOR(counts, DType::int32, B, router.E);
   CHECK_TENSOR(probabilities, accumulator_of(probabilities.dtype), B, router.E);
   CHECK_TENSOR(sums, probabilities.dtype, B, 2);
-  stream.run({"router_losses", 0, detail::bytes_of({counts, probabilities})}, {totals}, [=, &stream] {
-    with_type(probabilities.dtype, [&](auto tag) {
-      using A = accumulator_t<typename decltype(tag)::type>;
-      CALL_OP(stream, A, router_losses, totals.data<double>(), counts.data<int32_t>(), probabilities.data<A>(),
-              sums.data<A>(), B, router, sequence);
-    });
-  });
+  RUN_OP(router_losses, probabilities.dtype, detail::bytes_of({counts, probabilities}), (totals), totals.data<double>(),
+         counts.data<int32_t>(), probabilities.data<A>(), sums.data<A>(), B, router, sequence);
 }
 
 // dropped (1) fp64 += how many of the `choices` choices have no row.   offsets (E + 1) int32, of dispatch_plan()
@@ -219,12 +201,8 @@ inline void dispatch_rows(Tensor out, Tensor x, Tensor places, Stream& stream) {
   const int64_t N = x.shape[0], C = x.shape[1], k = places.shape[1];
   CHECK_TENSOR(out, x.dtype, out.shape[0], C);
   CHECK_TENSOR(places, DType::int32, N, k);
-  stream.run({"dispatch_rows", 0, 2 * detail::bytes_of({out})}, {}, [=, &stream] {
-    with_type(x.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, dispatch_rows, out.data<X>(), x.data<X>(), places.data<int32_t>(), N, C, k);
-    });
-  });
+  RUN_OP(dispatch_rows, x.dtype, 2 * detail::bytes_of({out}), (), out.data<X>(), x.data<X>(), places.data<int32_t>(), N,
+         C, k);
 }
 
 namespace detail {
@@ -246,14 +224,9 @@ inline void combine_rows(Tensor out, Tensor y, Tensor weights, Tensor places, Ac
   CHECK_TENSOR(y, out.dtype, y.shape[0], C);
   detail::check_places("combine_rows", places, y, N, k);
   if (!weights.empty()) CHECK_TENSOR(weights, accumulator_of(out.dtype), N, k);
-  stream.run({"combine_rows", 0, detail::bytes_of({out, y})}, {out}, [=, &stream] {
-    with_type(out.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, combine_rows, out.data<X>(), y.data<X>(),
-              weights.empty() ? nullptr : weights.data<accumulator_t<X>>(),
-              places.empty() ? nullptr : places.data<int32_t>(), N, C, k, accumulate);
-    });
-  });
+  RUN_OP(combine_rows, out.dtype, detail::bytes_of({out, y}), (out), out.data<X>(), y.data<X>(),
+         weights.empty() ? nullptr : weights.data<A>(), places.empty() ? nullptr : places.data<int32_t>(), N, C, k,
+         accumulate);
 }
 
 // dy[places[n, j]] = weights[n, j] dout[n]; dweights[n, j] = dout[n] y[places[n, j]], 0 for a dropped choice. dy may be
@@ -266,14 +239,8 @@ inline void combine_backward(Tensor dy, Tensor dweights, Tensor dout, Tensor y, 
   detail::check_places("combine_backward", places, y, N, k);
   CHECK_TENSOR(weights, accumulator_of(dout.dtype), N, k);
   CHECK_TENSOR(dweights, accumulator_of(dout.dtype), N, k);
-  stream.run({"combine_backward", 0, detail::bytes_of({dy, dout, y})}, {dweights}, [=, &stream] {
-    with_type(dout.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, combine_backward, dy.data<X>(), dweights.data<A>(), dout.data<X>(), y.data<X>(),
-              weights.data<A>(), places.empty() ? nullptr : places.data<int32_t>(), N, C, k);
-    });
-  });
+  RUN_OP(combine_backward, dout.dtype, detail::bytes_of({dy, dout, y}), (dweights), dy.data<X>(), dweights.data<A>(),
+         dout.data<X>(), y.data<X>(), weights.data<A>(), places.empty() ? nullptr : places.data<int32_t>(), N, C, k);
 }
 
 namespace detail {
@@ -301,16 +268,14 @@ inline void grouped_linear_forward(Tensor out, Tensor x, Tensor weight, Tensor o
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::grouped_scratch(stream, I, x.dtype);
-  stream.run(
-      detail::grouped_cost("grouped_linear_forward", R, weight, x, out, {ceil_div(R, E), O, I, E}), {}, [=, &stream] {
-        with_type(x.dtype, [&](auto tag) {
-          using X = typename decltype(tag)::type;
-          RUN_ON_DEVICE(stream, X,
-                        cuda::grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
-                                                     offsets.data<int32_t>(), R, E, O, I, stream.cuda()),
-                        cpu::products<X>().grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
-                                                                  offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
-        });
+  detail::run_op(
+      stream, x.dtype, detail::grouped_cost("grouped_linear_forward", R, weight, x, out, {ceil_div(R, E), O, I, E}), {},
+      [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+        RUN_ON_DEVICE(stream, X,
+                      cuda::grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
+                                                   offsets.data<int32_t>(), R, E, O, I, stream.cuda()),
+                      cpu::products<X>().grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
+                                                                offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
       });
 }
 
@@ -323,18 +288,17 @@ inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight,
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::grouped_scratch(stream, O, dout.dtype);
-  stream.run(detail::grouped_cost("grouped_linear_backward_input", R, weight, dout, dx, {ceil_div(R, E), I, O, E}), {},
-             [=, &stream] {
-               with_type(dout.dtype, [&](auto tag) {
-                 using X = typename decltype(tag)::type;
-                 RUN_ON_DEVICE(stream, X,
-                               cuda::grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(),
-                                                                   offsets.data<int32_t>(), R, E, O, I, stream.cuda()),
-                               cpu::products<X>().grouped_linear_backward_input(
-                                   dx.data<X>(), dout.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
-                                   scratch.bytes, R, E, O, I));
-               });
-             });
+  detail::run_op(
+      stream, dout.dtype,
+      detail::grouped_cost("grouped_linear_backward_input", R, weight, dout, dx, {ceil_div(R, E), I, O, E}), {},
+      [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+        RUN_ON_DEVICE(
+            stream, X,
+            cuda::grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
+                                                R, E, O, I, stream.cuda()),
+            cpu::products<X>().grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(),
+                                                             offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
+      });
 }
 
 // dweight[e] += dout^T x over the rows of expert e; unchanged if it has none.   dweight (E, O, I) in the accumulator
@@ -349,17 +313,13 @@ inline void grouped_linear_backward_weight(Tensor dweight, Tensor dout, Tensor x
   cost.bytes += detail::bytes_of({dweight});  // read and written
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::grouped_scratch(stream, R, x.dtype);
-  stream.run(cost, {dweight}, [=, &stream] {
-    with_type(x.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      RUN_ON_DEVICE(
-          stream, X,
-          cuda::grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(), offsets.data<int32_t>(),
-                                               E, O, I, stream.cuda()),
-          cpu::products<X>().grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(),
-                                                            offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
-    });
+  detail::run_op(stream, x.dtype, cost, {dweight}, [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+    RUN_ON_DEVICE(
+        stream, X,
+        cuda::grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(), offsets.data<int32_t>(), E,
+                                             O, I, stream.cuda()),
+        cpu::products<X>().grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(),
+                                                          offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
   });
 }
 

@@ -19,12 +19,11 @@ inline void check_qkv(const char* op, const char* argument, const Tensor& qkv, c
 inline void rotary_table(Tensor table, const Rotary& rotary, Stream& stream) {
   const int64_t P = table.shape[0], D = table.shape[1];
   CHECK(D % 2 == 0, "rotary embedding rotates pairs: the head size {} is odd", D);
-  stream.run({"rotary_table", 0, detail::bytes_of({table})}, {table}, [=, &stream] {
-    with_type(table.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      if constexpr (!std::is_same_v<X, bf16>) CALL_OP(stream, X, rotary_table, table.data<X>(), rotary, P, D);
-    });
-  });
+  detail::run_op(stream, table.dtype, {"rotary_table", 0, detail::bytes_of({table})}, {table},
+                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   if constexpr (!std::is_same_v<X, bf16>)
+                     CALL_OP(stream, X, rotary_table, table.data<X>(), rotary, P, D);
+                 });
 }
 
 // The positions of rows.   table (P, D) in the accumulator dtype; of_row (B T) int32, all below P
@@ -48,13 +47,8 @@ inline void rotary_embedding(Tensor qkv, const RotaryPositions& positions, const
                              Stream& stream) {
   detail::check_qkv("rotary_embedding", "qkv", qkv, shape);
   detail::check_rotary("rotary_embedding", qkv, positions, shape);
-  stream.run({"rotary_embedding", 0, 2 * detail::bytes_of({qkv})}, {qkv}, [=, &stream] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, rotary, qkv.data<X>(), positions.table.data<accumulator_t<X>>(),
-              positions.of_row.data<int32_t>(), shape, turn);
-    });
-  });
+  RUN_OP(rotary, qkv.dtype, 2 * detail::bytes_of({qkv}), (qkv), qkv.data<X>(), positions.table.data<A>(),
+         positions.of_row.data<int32_t>(), shape, turn);
 }
 
 // rmsnorm of every query head with q_weight (D) and every key head with k_weight (D); the values are copied. Given
@@ -69,16 +63,13 @@ inline void qk_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight
   CHECK_TENSOR(q_weight, qkv.dtype, shape.D);
   CHECK_TENSOR(k_weight, qkv.dtype, shape.D);
   if (positions) detail::check_rotary("qk_norm_forward", qkv, *positions, shape);
-  stream.run({"qk_norm_forward", 0, detail::bytes_of({out, qkv})}, {out, rstd}, [=, &stream] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      const A* table = positions ? positions->table.data<A>() : nullptr;
-      const int32_t* of_row = positions ? positions->of_row.data<int32_t>() : nullptr;
-      CALL_OP(stream, X, qk_norm_forward, out.data<X>(), rstd.data<A>(), qkv.data<X>(), q_weight.data<X>(),
-              k_weight.data<X>(), table, of_row, eps, shape);
-    });
-  });
+  detail::run_op(stream, qkv.dtype, {"qk_norm_forward", 0, detail::bytes_of({out, qkv})}, {out, rstd},
+                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   const A* table = positions ? positions->table.data<A>() : nullptr;
+                   const int32_t* of_row = positions ? positions->of_row.data<int32_t>() : nullptr;
+                   CALL_OP(stream, X, qk_norm_forward, out.data<X>(), rstd.data<A>(), qkv.data<X>(), q_weight.data<X>(),
+                           k_weight.data<X>(), table, of_row, eps, shape);
+                 });
 }
 
 // dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight, dk_weight +=.
@@ -96,16 +87,14 @@ inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Te
   const Tensor partials =
       detail::scratch(stream, "query-key norm partial sums", stat, cpu::row_partitions * 2 * shape.D,
                       ON_GPU(cuda::qk_norm_backward_scratch(shape)));
-  stream.run({"qk_norm_backward", 0, detail::bytes_of({dqkv, dqkv, qkv})}, {dqkv, dq_weight, dk_weight}, [=, &stream] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      const A* table = positions ? positions->table.data<A>() : nullptr;
-      const int32_t* of_row = positions ? positions->of_row.data<int32_t>() : nullptr;
-      CALL_OP(stream, X, qk_norm_backward, dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(), partials.data<A>(),
-              qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(), table, of_row, shape);
-    });
-  });
+  detail::run_op(stream, qkv.dtype, {"qk_norm_backward", 0, detail::bytes_of({dqkv, dqkv, qkv})},
+                 {dqkv, dq_weight, dk_weight}, [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   const A* table = positions ? positions->table.data<A>() : nullptr;
+                   const int32_t* of_row = positions ? positions->of_row.data<int32_t>() : nullptr;
+                   CALL_OP(stream, X, qk_norm_backward, dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(),
+                           partials.data<A>(), qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(),
+                           table, of_row, shape);
+                 });
 }
 
 // ---- Query-key norm of whole projections (OLMo 2, OLMoE): the heads of a row, on all of its tensor-parallel ranks
@@ -119,14 +108,12 @@ inline void projection_sums(Tensor sums, Tensor qkv, Tensor dout, Tensor q_weigh
                             const AttentionShape& shape, Stream& stream) {
   check_qkv("projection_norm_sums", "qkv", qkv, shape);
   CHECK_TENSOR(sums, accumulator_of(qkv.dtype), shape.B * shape.T, 2);
-  stream.run({"projection_norm_sums", 0, bytes_of({qkv, dout})}, {sums}, [=, &stream] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      const auto data = [](const Tensor& t) -> const X* { return t.empty() ? nullptr : t.data<X>(); };
-      CALL_OP(stream, X, projection_sums, sums.data<accumulator_t<X>>(), qkv.data<X>(), data(dout), data(q_weight),
-              data(k_weight), shape);
-    });
-  });
+  detail::run_op(stream, qkv.dtype, {"projection_norm_sums", 0, bytes_of({qkv, dout})}, {sums},
+                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   const auto data = [](const Tensor& t) -> const X* { return t.empty() ? nullptr : t.data<X>(); };
+                   CALL_OP(stream, X, projection_sums, sums.data<A>(), qkv.data<X>(), data(dout), data(q_weight),
+                           data(k_weight), shape);
+                 });
 }
 inline void check_projections(const char* op, const Tensor& rstd, const Tensor& sums, const Tensor& qkv,
                               const Tensor& q_weight, const Tensor& k_weight, DType weights,
@@ -156,14 +143,8 @@ inline void projection_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor 
                                     float eps, const AttentionShape& shape, const HeadShares& shares, Stream& stream) {
   detail::check_projections("projection_norm_forward", rstd, sums, qkv, q_weight, k_weight, qkv.dtype, shape, shares);
   detail::check_tensor("projection_norm_forward", "out", out, qkv.dtype, qkv.shape);
-  stream.run({"projection_norm_forward", 0, detail::bytes_of({out, qkv})}, {out, rstd}, [=, &stream] {
-    with_type(qkv.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, projection_norm_forward, out.data<X>(), rstd.data<A>(), qkv.data<X>(), q_weight.data<X>(),
-              k_weight.data<X>(), sums.data<A>(), eps, shape, shares);
-    });
-  });
+  RUN_OP(projection_norm_forward, qkv.dtype, detail::bytes_of({out, qkv}), (out, rstd), out.data<X>(), rstd.data<A>(),
+         qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), sums.data<A>(), eps, shape, shares);
 }
 
 // sums (N, 2) = gradient * weight * channel summed over a row's query channels, and over its key channels.   dout: the
@@ -190,16 +171,9 @@ inline void projection_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_we
   const Tensor partials = detail::scratch(stream, "query-key norm partial sums", stat,
                                           cpu::row_partitions * (shape.Hq + shape.Hkv) * shape.D,
                                           ON_GPU(cuda::projection_norm_backward_scratch(shape)));
-  stream.run({"projection_norm_backward", 0, detail::bytes_of({dqkv, dqkv, qkv})}, {dqkv, dq_weight, dk_weight},
-             [=, &stream] {
-               with_type(qkv.dtype, [&](auto tag) {
-                 using X = typename decltype(tag)::type;
-                 using A = accumulator_t<X>;
-                 CALL_OP(stream, X, projection_norm_backward, dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(),
-                         partials.data<A>(), qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(),
-                         sums.data<A>(), shape, shares);
-               });
-             });
+  RUN_OP(projection_norm_backward, qkv.dtype, detail::bytes_of({dqkv, dqkv, qkv}), (dqkv, dq_weight, dk_weight),
+         dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(), partials.data<A>(), qkv.data<X>(),
+         q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(), sums.data<A>(), shape, shares);
 }
 
 }  // namespace llmc

@@ -45,14 +45,8 @@ inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Te
   CHECK_TENSOR(rstd, stat, N);
   CHECK_TENSOR(weight, x.dtype, C);
   CHECK_TENSOR(bias, x.dtype, C);
-  stream.run({"layernorm_forward", 0, detail::bytes_of({out, x})}, {out, mean, rstd}, [=, &stream] {
-    with_type(x.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, layernorm_forward, out.data<X>(), mean.data<A>(), rstd.data<A>(), x.data<X>(),
-              weight.data<X>(), bias.data<X>(), eps, N, C);
-    });
-  });
+  RUN_OP(layernorm_forward, x.dtype, detail::bytes_of({out, x}), (out, mean, rstd), out.data<X>(), mean.data<A>(),
+         rstd.data<A>(), x.data<X>(), weight.data<X>(), bias.data<X>(), eps, N, C);
 }
 
 // sum (N, C) = a + b, and its layernorm, with the same bits as from the two ops. sum must not be a or b.
@@ -67,15 +61,9 @@ inline void residual_layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Ten
   CHECK_TENSOR(rstd, stat, N);
   CHECK_TENSOR(weight, a.dtype, C);
   CHECK_TENSOR(bias, a.dtype, C);
-  const OpCost cost = {"residual_layernorm_forward", 0, detail::bytes_of({out, sum, a, b})};
-  stream.run(cost, {sum, out, mean, rstd}, [=, &stream] {
-    with_type(a.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, residual_layernorm_forward, out.data<X>(), mean.data<A>(), rstd.data<A>(), sum.data<X>(),
-              a.data<X>(), b.data<X>(), weight.data<X>(), bias.data<X>(), eps, N, C);
-    });
-  });
+  RUN_OP(residual_layernorm_forward, a.dtype, detail::bytes_of({out, sum, a, b}), (sum, out, mean, rstd), out.data<X>(),
+         mean.data<A>(), rstd.data<A>(), sum.data<X>(), a.data<X>(), b.data<X>(), weight.data<X>(), bias.data<X>(), eps,
+         N, C);
 }
 
 // dx = or += (as requested), dweight +=, dbias +=.
@@ -93,14 +81,9 @@ inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor d
   auto scope = stream.scratch().scope();
   const Tensor partials = detail::scratch(stream, "layernorm partial sums", stat, cpu::row_partitions * 2 * C,
                                           ON_GPU(cuda::layernorm_backward_scratch(N, C)));
-  stream.run({"layernorm_backward", 0, detail::bytes_of({dx, dout, x})}, {dx, dweight, dbias}, [=, &stream] {
-    with_type(x.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, layernorm_backward, dx.data<X>(), dweight.data<A>(), dbias.data<A>(), partials.data<A>(),
-              dout.data<X>(), x.data<X>(), weight.data<X>(), mean.data<A>(), rstd.data<A>(), N, C, accumulate_dx);
-    });
-  });
+  RUN_OP(layernorm_backward, x.dtype, detail::bytes_of({dx, dout, x}), (dx, dweight, dbias), dx.data<X>(),
+         dweight.data<A>(), dbias.data<A>(), partials.data<A>(), dout.data<X>(), x.data<X>(), weight.data<X>(),
+         mean.data<A>(), rstd.data<A>(), N, C, accumulate_dx);
 }
 
 // out = x rstd weight over the last axis, rstd = 1 / sqrt(mean of x^2 + eps).   x, out (N, C); rstd (N); weight (C)
@@ -109,13 +92,8 @@ inline void rmsnorm_forward(Tensor out, Tensor rstd, Tensor x, Tensor weight, fl
   CHECK_TENSOR(out, x.dtype, N, C);
   CHECK_TENSOR(rstd, accumulator_of(x.dtype), N);
   CHECK_TENSOR(weight, x.dtype, C);
-  stream.run({"rmsnorm_forward", 0, detail::bytes_of({out, x})}, {out, rstd}, [=, &stream] {
-    with_type(x.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, rmsnorm_forward, out.data<X>(), rstd.data<A>(), x.data<X>(), weight.data<X>(), eps, N, C);
-    });
-  });
+  RUN_OP(rmsnorm_forward, x.dtype, detail::bytes_of({out, x}), (out, rstd), out.data<X>(), rstd.data<A>(), x.data<X>(),
+         weight.data<X>(), eps, N, C);
 }
 
 // sum (N, C) = a + b, and its rmsnorm, with the same bits as from the two ops. sum must not be a or b.
@@ -127,14 +105,8 @@ inline void residual_rmsnorm_forward(Tensor out, Tensor rstd, Tensor sum, Tensor
   CHECK_TENSOR(b, a.dtype, N, C);
   CHECK_TENSOR(rstd, accumulator_of(a.dtype), N);
   CHECK_TENSOR(weight, a.dtype, C);
-  const OpCost cost = {"residual_rmsnorm_forward", 0, detail::bytes_of({out, sum, a, b})};
-  stream.run(cost, {sum, out, rstd}, [=, &stream] {
-    with_type(a.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, residual_rmsnorm_forward, out.data<X>(), rstd.data<accumulator_t<X>>(), sum.data<X>(),
-              a.data<X>(), b.data<X>(), weight.data<X>(), eps, N, C);
-    });
-  });
+  RUN_OP(residual_rmsnorm_forward, a.dtype, detail::bytes_of({out, sum, a, b}), (sum, out, rstd), out.data<X>(),
+         rstd.data<A>(), sum.data<X>(), a.data<X>(), b.data<X>(), weight.data<X>(), eps, N, C);
 }
 
 // dx = or += (as requested), dweight +=.
@@ -150,14 +122,8 @@ inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, T
   auto scope = stream.scratch().scope();
   const Tensor partials = detail::scratch(stream, "rmsnorm partial sums", stat, cpu::row_partitions * C,
                                           ON_GPU(cuda::rmsnorm_backward_scratch(N, C)));
-  stream.run({"rmsnorm_backward", 0, detail::bytes_of({dx, dout, x})}, {dx, dweight}, [=, &stream] {
-    with_type(x.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, rmsnorm_backward, dx.data<X>(), dweight.data<A>(), partials.data<A>(), dout.data<X>(),
-              x.data<X>(), weight.data<X>(), rstd.data<A>(), N, C, accumulate_dx);
-    });
-  });
+  RUN_OP(rmsnorm_backward, x.dtype, detail::bytes_of({dx, dout, x}), (dx, dweight), dx.data<X>(), dweight.data<A>(),
+         partials.data<A>(), dout.data<X>(), x.data<X>(), weight.data<X>(), rstd.data<A>(), N, C, accumulate_dx);
 }
 
 namespace detail {
@@ -192,15 +158,11 @@ inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor 
         a.dtype, a.dtype, sum, cpu::to_string(shape));
   const Tensor scratch =
       stream.scratch().alloc("scratch", "matmul", DType::int32, {ceil_div(cpu::matmul_scratch(shape), int64_t{4})});
-  stream.run(cost, {c}, [=] {
-    with_type(a.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      const X* bias_data = bias.empty() ? nullptr : bias.data<X>();
-      if (c.dtype == a.dtype)
-        cpu::products<X>().matmul(c.data<X>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
-      else cpu::products<X>().matmul_sum(c.data<A>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
-    });
+  detail::run_op(stream, a.dtype, cost, {c}, [=]<class X, class A>(detail::OpTypes<X, A>) {
+    const X* bias_data = bias.empty() ? nullptr : bias.data<X>();
+    if (c.dtype == a.dtype)
+      cpu::products<X>().matmul(c.data<X>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
+    else cpu::products<X>().matmul_sum(c.data<A>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
   });
 }
 
@@ -232,13 +194,8 @@ inline void linear_backward_bias(Tensor dbias, Tensor dout, Stream& stream) {
   auto scope = stream.scratch().scope();
   const Tensor partials = detail::scratch(stream, "bias partial sums", grad, cpu::row_partitions * O,
                                           ON_GPU(cuda::column_sum_scratch(N, O)));
-  stream.run({"linear_backward_bias", 0, detail::bytes_of({dout})}, {dbias}, [=, &stream] {
-    with_type(dout.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, column_sum, dbias.data<A>(), partials.data<A>(), dout.data<X>(), N, O);
-    });
-  });
+  RUN_OP(column_sum, dout.dtype, detail::bytes_of({dout}), (dbias), dbias.data<A>(), partials.data<A>(), dout.data<X>(),
+         N, O);
 }
 
 // dweight += dout^T x, dbias += column sums of dout (dbias may be empty).
@@ -254,22 +211,13 @@ inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Te
 // GELU, tanh form, elementwise; dx may be dout.
 inline void gelu_forward(Tensor out, Tensor x, Stream& stream) {
   detail::check_tensor("gelu_forward", "out", out, x.dtype, x.shape);
-  stream.run({"gelu_forward", 0, detail::bytes_of({out, x})}, {out}, [=, &stream] {
-    with_type(x.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, gelu_forward, out.data<X>(), x.data<X>(), x.numel());
-    });
-  });
+  RUN_OP(gelu_forward, x.dtype, detail::bytes_of({out, x}), (out), out.data<X>(), x.data<X>(), x.numel());
 }
 inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
   detail::check_tensor("gelu_backward", "dx", dx, x.dtype, x.shape);
   detail::check_tensor("gelu_backward", "dout", dout, x.dtype, x.shape);
-  stream.run({"gelu_backward", 0, detail::bytes_of({dx, dout, x})}, {dx}, [=, &stream] {
-    with_type(x.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, gelu_backward, dx.data<X>(), dout.data<X>(), x.data<X>(), x.numel());
-    });
-  });
+  RUN_OP(gelu_backward, x.dtype, detail::bytes_of({dx, dout, x}), (dx), dx.data<X>(), dout.data<X>(), x.data<X>(),
+         x.numel());
 }
 
 namespace detail {
@@ -290,12 +238,8 @@ inline void swiglu_forward(Tensor out, Tensor gate_up, Stream& stream, Tensor ro
   CHECK_TENSOR(gate_up, out.dtype, N, 2 * F);
   const int32_t* count = detail::rows_on_device(rows);
   const Tensor checked = rows.empty() ? out : Tensor{};
-  stream.run({"swiglu_forward", 0, detail::bytes_of({out, gate_up})}, {checked}, [=, &stream] {
-    with_type(out.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, swiglu_forward, out.data<X>(), gate_up.data<X>(), N, F, count);
-    });
-  });
+  RUN_OP(swiglu_forward, out.dtype, detail::bytes_of({out, gate_up}), (checked), out.data<X>(), gate_up.data<X>(), N, F,
+         count);
 }
 inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream& stream, Tensor rows = {}) {
   const int64_t N = dout.shape[0], F = dout.shape[1];
@@ -303,24 +247,16 @@ inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream
   CHECK_TENSOR(dgate_up, dout.dtype, N, 2 * F);
   const int32_t* count = detail::rows_on_device(rows);
   const Tensor checked = rows.empty() ? dgate_up : Tensor{};
-  stream.run({"swiglu_backward", 0, detail::bytes_of({dgate_up, dout, gate_up})}, {checked}, [=, &stream] {
-    with_type(dout.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, swiglu_backward, dgate_up.data<X>(), dout.data<X>(), gate_up.data<X>(), N, F, count);
-    });
-  });
+  RUN_OP(swiglu_backward, dout.dtype, detail::bytes_of({dgate_up, dout, gate_up}), (checked), dgate_up.data<X>(),
+         dout.data<X>(), gate_up.data<X>(), N, F, count);
 }
 
 // out = a + b
 inline void residual_forward(Tensor out, Tensor a, Tensor b, Stream& stream) {
   detail::check_tensor("residual_forward", "a", a, out.dtype, out.shape);
   detail::check_tensor("residual_forward", "b", b, out.dtype, out.shape);
-  stream.run({"residual_forward", 0, detail::bytes_of({out, a, b})}, {out}, [=, &stream] {
-    with_type(out.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, residual_forward, out.data<X>(), a.data<X>(), b.data<X>(), out.numel());
-    });
-  });
+  RUN_OP(residual_forward, out.dtype, detail::bytes_of({out, a, b}), (out), out.data<X>(), a.data<X>(), b.data<X>(),
+         out.numel());
 }
 
 // out (N, C) = parts[0] + parts[1] + ... + parts[P - 1] + bias: added in this order in the accumulator dtype and
@@ -330,12 +266,8 @@ inline void merge_parts(Tensor out, Tensor parts, Tensor bias, Stream& stream) {
   if (parts.shape.rank() == 3) CHECK_TENSOR(parts, out.dtype, P, N, C);
   else CHECK_TENSOR(parts, out.dtype, P * N, C);
   if (!bias.empty()) CHECK_TENSOR(bias, out.dtype, C);
-  stream.run({"merge_parts", 0, detail::bytes_of({out, parts})}, {out}, [=, &stream] {
-    with_type(out.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, merge_parts, out.data<X>(), parts.data<X>(), bias.empty() ? nullptr : bias.data<X>(), P, N, C);
-    });
-  });
+  RUN_OP(merge_parts, out.dtype, detail::bytes_of({out, parts}), (out), out.data<X>(), parts.data<X>(),
+         bias.empty() ? nullptr : bias.data<X>(), P, N, C);
 }
 
 }  // namespace llmc

@@ -31,7 +31,27 @@ inline double bytes_of(std::initializer_list<Tensor> tensors) {
   return bytes;
 }
 
+// The type that an op computes in, and the one that it sums in.
+template <class X, class A>
+struct OpTypes {};
+
+// Runs an op that is written for all floating-point types: f(OpTypes<X, A>()), with X the type of `dtype`.
+template <class Outputs = std::initializer_list<Tensor>, class F>
+void run_op(Stream& stream, DType dtype, const OpCost& cost, const Outputs& outputs, F&& f) {
+  stream.run(cost, outputs, [dtype, f = std::forward<F>(f)] {
+    with_type(dtype, [&]<class X>(type_tag<X>) { f(OpTypes<X, accumulator_t<X>>()); });
+  });
+}
+
 }  // namespace detail
+
+// RUN_OP(f, dtype, bytes, (outputs), arguments...): the same for CALL_OP(stream, X, f, arguments...), which costs these
+// bytes, under the name of the function that has it. The arguments may name X and A.
+#define RUN_OP(f, dtype, bytes, outputs, ...)                     \
+  ::llmc::detail::run_op(                                         \
+      stream, dtype, {__func__, 0, bytes}, {RUN_OP_LIST outputs}, \
+      [=, &stream]<class X, class A>(::llmc::detail::OpTypes<X, A>) { CALL_OP(stream, X, f, __VA_ARGS__); })
+#define RUN_OP_LIST(...) __VA_ARGS__
 
 // out = 0
 inline void zero(Tensor out, Stream& stream) {
@@ -87,12 +107,7 @@ inline void copy_box(Tensor out, const BoxStrides& to, Tensor x, const BoxStride
 
 // out = constant
 inline void fill(Tensor out, float value, Stream& stream) {
-  stream.run({"fill", 0, detail::bytes_of({out})}, {out}, [=, &stream] {
-    with_type(out.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, fill, out.data<X>(), value, out.numel());
-    });
-  });
+  RUN_OP(fill, out.dtype, detail::bytes_of({out}), (out), out.data<X>(), value, out.numel());
 }
 
 // out = NaN (all bits set), so that reads of stale data show up.
@@ -104,12 +119,8 @@ inline void poison(Tensor out, Stream& stream) {
 // out += x   (n)
 inline void add_to(Tensor out, Tensor x, Stream& stream) {
   detail::check_tensor("add_to", "x", x, out.dtype, out.shape);
-  stream.run({"add_to", 0, detail::bytes_of({out, out, x})}, {out}, [=, &stream] {
-    with_type(out.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, residual_forward, out.data<X>(), out.data<X>(), x.data<X>(), out.numel());
-    });
-  });
+  RUN_OP(residual_forward, out.dtype, detail::bytes_of({out, out, x}), (out), out.data<X>(), out.data<X>(), x.data<X>(),
+         out.numel());
 }
 
 namespace detail {
@@ -125,12 +136,7 @@ void add_arrays(T* out, const T* x, int64_t n, Stream* gpu) {
 
 // out *= factor
 inline void scale(Tensor out, float factor, Stream& stream) {
-  stream.run({"scale", 0, 2 * detail::bytes_of({out})}, {out}, [=, &stream] {
-    with_type(out.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, scale, out.data<X>(), factor, out.numel());
-    });
-  });
+  RUN_OP(scale, out.dtype, 2 * detail::bytes_of({out}), (out), out.data<X>(), factor, out.numel());
 }
 
 // out = normal numbers keyed by (seed, name, global index), rounded to its dtype; out holds these elements of the
@@ -138,12 +144,7 @@ inline void scale(Tensor out, float factor, Stream& stream) {
 inline void init_normal(Tensor out, float stddev, const Elements& elements, uint64_t seed, std::string_view name,
                         Stream& stream) {
   const Philox rng(seed, name);
-  stream.run({"init_normal", 0, detail::bytes_of({out})}, {out}, [=, &stream] {
-    with_type(out.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      CALL_OP(stream, X, init_normal, out.data<X>(), elements, out.numel(), stddev, rng);
-    });
-  });
+  RUN_OP(init_normal, out.dtype, detail::bytes_of({out}), (out), out.data<X>(), elements, out.numel(), stddev, rng);
 }
 
 }  // namespace llmc

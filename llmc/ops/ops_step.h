@@ -25,14 +25,8 @@ inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t 
   CHECK_TENSOR(losses, accumulator_of(logits.dtype), N);
   CHECK_TENSOR(targets, DType::int32, N);
   CHECK(V <= V_padded, "cross_entropy: vocabulary {} exceeds the {} columns of the logits", V, V_padded);
-  stream.run({"cross_entropy", 0, 2 * detail::bytes_of({logits})}, {losses, logits}, [=, &stream] {
-    with_type(logits.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, cross_entropy, losses.data<A>(), logits.data<X>(), targets.data<int32_t>(), N, V, V_padded,
-              A(scale), gradient);
-    });
-  });
+  RUN_OP(cross_entropy, logits.dtype, 2 * detail::bytes_of({logits}), (losses, logits), losses.data<A>(),
+         logits.data<X>(), targets.data<int32_t>(), N, V, V_padded, A(scale), gradient);
 }
 
 // The same for a vocabulary cut into parts, each with its own columns of the logits. First the stats of this part:
@@ -64,25 +58,15 @@ inline void cross_entropy_merge(Tensor losses, Tensor logits, Tensor stats, Tens
   CHECK_TENSOR(targets, DType::int32, N);
   detail::check_columns("cross_entropy_merge", part, V_padded);
   const double bytes = detail::bytes_of({stats}) + (gradient == Gradient::yes ? 2 * detail::bytes_of({logits}) : 0);
-  stream.run({"cross_entropy_merge", 0, bytes}, {losses, logits}, [=, &stream] {
-    with_type(logits.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, cross_entropy_merge, losses.data<A>(), logits.data<X>(), stats.data<A>(),
-              targets.data<int32_t>(), P, N, V_padded, part, A(scale), gradient);
-    });
-  });
+  RUN_OP(cross_entropy_merge, logits.dtype, bytes, (losses, logits), losses.data<A>(), logits.data<X>(),
+         stats.data<A>(), targets.data<int32_t>(), P, N, V_padded, part, A(scale), gradient);
 }
 
 // sum (1) fp64 += all of losses (N), added in a fixed order
 inline void add_losses(Tensor sum, Tensor losses, Stream& stream) {
   CHECK_TENSOR(sum, DType::fp64, 1);
-  stream.run({"add_losses", 0, detail::bytes_of({losses})}, {sum}, [=, &stream] {
-    with_type(losses.dtype, [&](auto tag) {
-      using A = accumulator_t<typename decltype(tag)::type>;
-      CALL_OP(stream, A, add_losses, sum.data<double>(), losses.data<A>(), losses.numel());
-    });
-  });
+  RUN_OP(add_losses, losses.dtype, detail::bytes_of({losses}), (sum), sum.data<double>(), losses.data<A>(),
+         losses.numel());
 }
 
 // out (1) fp64 = or += the sum of squares of x (n), added in a fixed order (contract 10)
@@ -91,12 +75,8 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream, Accumulate accumula
   auto scope = stream.scratch().scope();
   const Tensor partials =
       stream.scratch().alloc("scratch", "square sum", DType::fp64, {ceil_div(x.numel(), square_sum_block)});
-  stream.run({"square_sum", 0, detail::bytes_of({x})}, {out}, [=, &stream] {
-    with_type(x.dtype, [&](auto tag) {
-      using G = typename decltype(tag)::type;
-      CALL_OP(stream, G, square_sum, out.data<double>(), partials.data<double>(), x.data<G>(), x.numel(), accumulate);
-    });
-  });
+  RUN_OP(square_sum, x.dtype, detail::bytes_of({x}), (out), out.data<double>(), partials.data<double>(), x.data<X>(),
+         x.numel(), accumulate);
 }
 
 // Combines the scalars of all ranks, which are ordered by stage, replica, shard, then tensor-parallel rank: loss (1)

@@ -8,9 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <string>
 #include <string_view>
-#include <vector>
 
 #include "core/check.h"
 #include "core/enum_names.h"

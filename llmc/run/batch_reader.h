@@ -3,7 +3,6 @@
 #include <chrono>
 #include <future>
 #include <system_error>
-#include <utility>
 #include <vector>
 
 #include "data/dataloader.h"

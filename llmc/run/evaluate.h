@@ -32,7 +32,7 @@ inline TrainedRecord trained_record(const std::string& model) {
   const std::string file = model + "/trainer.json";
   if (!path_exists(file)) return {};
   const nlohmann::json json = read_json(file), biases = json.value("expert_biases", nlohmann::json::array());
-  const auto number = [&](const char* field) { return whole_number(json.value(field, nlohmann::json())); };
+  const auto number = [&](const char* field) { return whole_number(member(json, field)); };
   const auto tokens = number("tokens_per_step"), length = number("seq_len");
   CHECK(number("step") && tokens && length && *length > 0 && *tokens >= *length,
         "{}: \"step\", \"tokens_per_step\" and \"seq_len\" are not those of a run; the checkpoint is damaged", file);
@@ -122,7 +122,7 @@ struct Evaluation {
     for (const OptionText& now : option_texts(options)) {
       const bool matters = now.name == "--seq-len" || now.name == "--mask-documents" || now.name == "--dtype" ||
                            (now.name == "--shuffle" && inputs.samples() < all_samples());
-      const nlohmann::json then = trained.options.value(now.name, nlohmann::json());
+      const nlohmann::json then = member(trained.options, now.name);
       const auto value = [&](const std::string& text) {
         return now.name == "--shuffle" && text.empty() ? "true" : text;
       };

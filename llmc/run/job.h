@@ -1,6 +1,5 @@
 // job.h: a training run with every choice made: all is chosen, read and validated here, before anything is created.
 #pragma once
-#include <limits>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -143,8 +142,7 @@ struct Job {
   // that does not fit into memory, it follows the ZeRO stage.
   void resume(const ResumePoint& from, Log& log) {
     const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
-    const nlohmann::json recorded =
-        choices.is_object() ? choices.value("grad_reduce", nlohmann::json()) : nlohmann::json();
+    const nlohmann::json recorded = member(choices, "grad_reduce");
     CHECK(recorded.is_null() || recorded == name_of(GradReduce::step) || recorded == name_of(GradReduce::micro),
           "{}/trainer.json: \"grad_reduce\" of \"choices\" is {}, expected \"step\" or \"micro\"; the file is damaged",
           from.path, recorded);

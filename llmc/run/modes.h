@@ -279,7 +279,7 @@ inline void run_print_samples(const Options& o) {
         course.steps());
   for (int64_t step = first; step <= last; ++step) {
     const Stretch& stretch = course.stretches()[course.stretch_of(step)];
-    DataLoader loader = make_loader(sources, seeds, course, stretch, o.shuffled(), 1);
+    DataLoader loader(loader_sources(sources, seeds, o.shuffled()), course.order_of(stretch), stretch.seq_len, 1);
     nlohmann::ordered_json json = {{"step", step},
                                    {"stage", stretch.stage + 1},
                                    {"seq_len", stretch.seq_len},

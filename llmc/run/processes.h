@@ -3,17 +3,15 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "comm/processes.h"
+#include "comm/connected_processes.h"
 #include "core/environment.h"
 #include "core/failure_text.h"
 #include "core/json.h"

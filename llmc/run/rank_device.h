@@ -1,7 +1,6 @@
 // rank_device.h: which part of a host's processors or GPUs each rank has.
 #pragma once
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "comm/comm.h"

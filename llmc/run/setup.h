@@ -286,21 +286,6 @@ inline void initialise(Run& run, const Options& o) {
   run.stream.synchronize();
 }
 
-// Uses the matmul algorithms that a checkpoint recorded, if they fit the GPU and library of all ranks.
-inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& log) {
-  const std::string here = matmul_choices(run.stream);  // nothing is chosen yet, so only the header
-  const bool fits = !recorded.empty() && recorded.starts_with(here);
-  bool all_fit = true;
-  for (const std::string& other :
-       run.groups[GroupName::control].all_gather_text("matmul algorithms fit", fits ? "yes" : "no"))
-    all_fit &= other == "yes";
-  if (all_fit) set_matmul_choices(recorded, run.stream);
-  else if (!recorded.empty())
-    log.line(
-        "notice: the checkpoint's matmul algorithms are for another GPU or cuBLASLt: products may round differently");
-  return all_fit;
-}
-
 inline SampleOptions sample_options(const Options& o) { return {o.temperature, o.top_k, o.top_p}; }
 
 inline std::unique_ptr<Tokenizer> choose_tokenizer(const Options& o, const ModelConfig& model) {

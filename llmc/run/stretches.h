@@ -1,28 +1,15 @@
 // stretches.h: how a run goes from a checkpoint, or from the end of a stretch of equal steps, to the next steps.
 #pragma once
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
 #include <utility>
 
 #include "run/checkpoints/progress.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/job.h"
-#include "run/reports/peak.h"
-#include "run/reports/step_report.h"
 #include "run/start.h"
 
 namespace llmc {
-
-// What the process has found when the ranks begin a stretch of the run.
-struct Beginning {
-  const std::optional<ResumePoint>& resume;
-  const Peaks& peaks;
-  bool continues;           // after another stretch, in this process
-  RunDirectory* directory;  // rank 0's out directory; null on the other ranks
-  Log& log;
-  RunTotals& totals;
-};
 
 // The job from a checkpoint on.
 inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {

@@ -5,7 +5,6 @@
 #pragma once
 #include <algorithm>
 #include <map>
-#include <string>
 #include <utility>
 #include <vector>
 

@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 #include "core/check.h"
 #include "core/faults.h"
@@ -102,19 +101,6 @@ inline std::optional<Law> bubble_law(const Pipeline& p) {
     case Schedule::pipedream: return Law{(P - 1) / (M + P - 1), "(P - 1) / (M + P - 1)"};
   }
   return std::nullopt;
-}
-
-// The most passes (a micro-batch or slice in a chunk) that a stage has at the same time between their forward and their
-// backward or its input part. None: there is no law, only the lists.
-inline std::optional<int64_t> activations_law(const Pipeline& p, int stage) {
-  const int64_t behind = p.stages - stage;  // stages from this one to the last
-  switch (p.schedule) {
-    case Schedule::gpipe: return p.passes();
-    case Schedule::one_f_one_b: return std::min(p.passes(), behind + p.slices - 1);
-    case Schedule::zb_h1:
-    case Schedule::pipedream: return std::min(p.micro_batches, behind);
-    default: return std::nullopt;
-  }
 }
 
 // How many versions of its weights a stage keeps with pipedream, so that each backward finds the version of its

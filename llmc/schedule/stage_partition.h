@@ -11,8 +11,6 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
-#include <functional>
-#include <limits>
 #include <numeric>
 #include <string>
 #include <tuple>
@@ -147,25 +145,6 @@ inline std::vector<Chunk> chunks_of(const std::vector<int64_t>& layers) {
   }
   chunks.front().has_embedding = chunks.back().has_head = true;
   return chunks;
-}
-
-// Contract 15 for layers: the chunks of all stages, in the order of the model, hold each module once and in order.
-inline void check_every_layer_once(const std::vector<Chunk>& chunks, int64_t n_layer) {
-  int64_t next = 0;
-  for (size_t c = 0; c < chunks.size(); ++c) {
-    for (const int64_t layer : chunks[c].layers) {
-      CHECK(layer == next, "the pipeline does not hold every layer once: chunk {} of {} has layer {}, expected {}", c,
-            chunks.size(), layer, next);
-      ++next;
-    }
-    CHECK(chunks[c].has_embedding == (c == 0), "the first chunk, and no other, has the embedding: chunk {} of {} {}", c,
-          chunks.size(), c == 0 ? "has not" : "has it too");
-    CHECK(chunks[c].has_head == (c + 1 == chunks.size()),
-          "the last chunk, and no other, has the head: chunk {} of {} {}", c, chunks.size(),
-          chunks[c].has_head ? "has it too" : "has not");
-  }
-  CHECK(next == n_layer, "the pipeline does not hold every layer once: {} in {} chunks, but the model has {}", next,
-        chunks.size(), n_layer);
 }
 
 }  // namespace llmc

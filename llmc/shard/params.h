@@ -3,10 +3,8 @@
 // per block, one more for the experts of a block, one for the embedding, one for the head. A unit is gathered, reduced
 // and updated as a whole.
 #pragma once
-#include <algorithm>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "comm/layout.h"

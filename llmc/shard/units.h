@@ -2,7 +2,6 @@
 #pragma once
 #include <algorithm>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "shard/unit_state.h"

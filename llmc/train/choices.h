@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
@@ -42,7 +41,7 @@ class ChoiceSet {
       CHECK(json.is_object() && json.contains("choices") && json["choices"].is_array() && json.contains("label"),
             "{}: expected an object with \"context\", \"choices\" and \"label\"; data/hellaswag.py makes such a file",
             where);
-      const std::vector<int32_t> context = read_tokens(json.value("context", nlohmann::json()), vocab_size, where);
+      const std::vector<int32_t> context = read_tokens(member(json, "context"), vocab_size, where);
       CHECK(!context.empty(), "{}: the context is empty", where);
       const int64_t count = static_cast<int64_t>(json["choices"].size());
       CHECK(count >= 2 && json["label"].is_number_integer() && json["label"] >= 0 && json["label"] < count,

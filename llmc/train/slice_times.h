@@ -4,9 +4,7 @@
 // the cut, and so the order in which gradients are added, depends only on options and the kind of device (contracts 1
 // and 2).
 #pragma once
-#include <algorithm>
 #include <memory>
-#include <vector>
 
 #include "schedule/token_slices.h"
 #include "train/step_config.h"

@@ -6,8 +6,6 @@
 // logits then exist for one micro-batch at a time, whatever the schedule, and the gradients of a tied table arrive in
 // the order of the micro-batches (contract 4).
 #pragma once
-#include <algorithm>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +18,32 @@
 #include "train/step_config.h"
 
 namespace llmc {
+
+// A layer's units while it computes. The experts, the larger unit, are acquired only when they are needed, and so are
+// gathered while the layer computes what comes before them.
+class HeldLayer {
+ public:
+  HeldLayer(const LayerUnits& units, ModelState& state, Stream& stream)
+      : units_(units), state_(state), stream_(stream), block_(state.weights.acquire(units.block, stream)) {}
+  HeldLayer(const HeldLayer&) = delete;
+  HeldLayer& operator=(const HeldLayer&) = delete;
+  const UnitState& block() const { return block_; }
+  const UnitState& experts() {
+    if (experts_ == nullptr) experts_ = &state_.weights.acquire(*units_.experts, stream_);
+    return *experts_;
+  }
+  void release() {
+    if (experts_ != nullptr) state_.weights.release(*units_.experts, stream_);
+    state_.weights.release(units_.block, stream_);
+  }
+
+ private:
+  const LayerUnits& units_;
+  ModelState& state_;
+  Stream& stream_;
+  const UnitState& block_;
+  const UnitState* experts_ = nullptr;
+};
 
 class Stage {
  public:
@@ -167,32 +191,6 @@ class Stage {
     if (pass.purpose == Purpose::train) s.routing.training = experts_.training_of(layer, slot.shape);
     return s;
   }
-
-  // A layer's units while it computes. The experts, the larger unit, are acquired only when they are needed, and so are
-  // gathered while the layer computes what comes before them.
-  class HeldLayer {
-   public:
-    HeldLayer(const LayerUnits& units, ModelState& state, Stream& stream)
-        : units_(units), state_(state), stream_(stream), block_(state.weights.acquire(units.block, stream)) {}
-    HeldLayer(const HeldLayer&) = delete;
-    HeldLayer& operator=(const HeldLayer&) = delete;
-    const UnitState& block() const { return block_; }
-    const UnitState& experts() {
-      if (experts_ == nullptr) experts_ = &state_.weights.acquire(*units_.experts, stream_);
-      return *experts_;
-    }
-    void release() {
-      if (experts_ != nullptr) state_.weights.release(*units_.experts, stream_);
-      state_.weights.release(units_.block, stream_);
-    }
-
-   private:
-    const LayerUnits& units_;
-    ModelState& state_;
-    Stream& stream_;
-    const UnitState& block_;
-    const UnitState* experts_ = nullptr;
-  };
 
   // ---- Forward -----------------------------------------------------------------------------------------------------
 

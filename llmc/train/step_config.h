@@ -6,7 +6,6 @@
 #include <numeric>
 #include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "device/host_copy.h"
@@ -73,7 +72,7 @@ struct StepConfig {
     return stage_of;
   }
   // The shape of the part that one rank computes.
-  ModelConfig part() const { return part_of(model, layout.tensor); }
+  ModelConfig part() const { return model_of_rank(model, layout.tensor); }
   ExpertPlacement expert_placement() const {
     return {.count = model.experts.count,
             .per_token = model.experts.per_token,

@@ -13,11 +13,46 @@
 #include "device/profiler_range.h"
 #include "shard/zero.h"
 #include "train/interpreter.h"
+#include "train/padding.h"
 #include "train/pipedream.h"
 #include "train/stage.h"
 #include "train/step_config.h"
+#include "train/step_scalars.h"
 
 namespace llmc {
+
+namespace detail {
+
+// The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is
+// counted where the embedding is.
+inline ParamTable table_of_rank(const StepConfig& config, const Groups& groups) {
+  ParamTable table = part_of(
+      part_of(parameter_table(config.model, config.layout.zero.optimizer), config.layout.tensor, groups.me.tensor),
+      config.layout.expert, groups.me.expert);
+  if (config.layout.pipeline.stages > 1 && config.stage_units().copy_of_embedding == groups.me.stage)
+    for (ParamSpec& p : table.front().params) p.first_copy = false;
+  return table;
+}
+
+inline void check_layout(const StepConfig& config, const Groups& groups) {
+  CHECK(groups.ranks() == config.layout.ranks() && groups.layout.tensor.ranks == config.layout.tensor.ranks &&
+        groups.stages() == config.layout.pipeline.stages);
+  CHECK(config.layout.zero.stage >= 0 && config.layout.zero.stage <= 3);
+  CHECK(config.precision.uniform());
+  CHECK(groups.layout.context.ranks == config.layout.context.ranks &&
+        config.batch.T % config.layout.context.slices() == 0);
+  CHECK(config.layout.pipeline.slices.empty() ||
+        (config.layout.context.ranks == 1 &&
+         std::accumulate(config.layout.pipeline.slices.begin(), config.layout.pipeline.slices.end(), int64_t{0}) ==
+             config.batch.T));
+  CHECK(groups.layout.expert.ranks == config.layout.expert.ranks);
+  CHECK(config.layout.tensor.head_copies == tensor_parallel(config.model, config.layout.tensor.ranks).head_copies);
+  CHECK(config.layout.zero.sync == DpSync::all_reduce ||
+        (config.layout.zero.stage == 0 && config.layout.zero.replicas == 1 &&
+         config.layout.ranks() == config.layout.zero.ranks() && config.layout.context.ranks == 1));
+}
+
+}  // namespace detail
 
 class Trainer {
  public:
@@ -29,38 +64,20 @@ class Trainer {
                    : std::make_unique<Groups>(Layout{}, 0, context.compute.device(), Groups::null_groups(0))),
         groups_(context.groups ? *context.groups : *alone_),
         actions_(actions_of(config, groups_.me.stage)),
-        state_(table_of(config, groups_), config.precision, config.layout.zero, groups_, context.arena,
+        state_(detail::table_of_rank(config, groups_), config.precision, config.layout.zero, groups_, context.arena,
                {.stages = config.stage_units(),
                 .blocks_open = blocks_open(actions_, config.model_chunks()),
                 .versions =
                     config.layout.pipeline.asynchronous() ? weight_versions(config.pipeline(), groups_.me.stage) : 1}),
-        scalars_(scalar("scalars of all ranks", {groups_.ranks(), 1 + static_cast<int64_t>(state_.size())})),
-        loss_(scalar("loss", {1})),
-        square_sums_(scalar("square sums", {static_cast<int64_t>(state_.size()) * config.layout.zero.shards *
-                                            config.layout.tensor.ranks})),
-        control_(scalar("update control", {4})),
+        scalars_(config_, context_, groups_, static_cast<int64_t>(state_.size())),
         experts_(config_, context_),
-        stage_(config_, context_, state_, my_scalars().slice(0, {1}), experts_),
+        stage_(config_, context_, state_, scalars_.mine().slice(0, {1}), experts_),
         interpreter_(config_, context_, state_, stage_),
         drain_(groups_, streams_of(context_)) {
     if (config.layout.pipeline.asynchronous())
-      pipedream_.emplace(config_, context_, state_, interpreter_, my_scalars(), control_);
-    CHECK(groups_.ranks() == config.layout.ranks() && groups_.layout.tensor.ranks == config.layout.tensor.ranks &&
-          groups_.stages() == config.layout.pipeline.stages);
-    CHECK(config.layout.zero.stage >= 0 && config.layout.zero.stage <= 3);
-    CHECK(config.precision.uniform());
-    CHECK(groups_.layout.context.ranks == config.layout.context.ranks &&
-          config.batch.T % config.layout.context.slices() == 0);
-    CHECK(config.layout.pipeline.slices.empty() ||
-          (config.layout.context.ranks == 1 &&
-           std::accumulate(config.layout.pipeline.slices.begin(), config.layout.pipeline.slices.end(), int64_t{0}) ==
-               config.batch.T));
-    CHECK(groups_.layout.expert.ranks == config.layout.expert.ranks);
-    CHECK(config.layout.tensor.head_copies == tensor_parallel(config.model, config.layout.tensor.ranks).head_copies);
-    CHECK(config.layout.zero.sync == DpSync::all_reduce ||
-          (config.layout.zero.stage == 0 && config.layout.zero.replicas == 1 &&
-           config.layout.ranks() == config.layout.zero.ranks() && config.layout.context.ranks == 1));
-    zero(control_, context_.compute);
+      pipedream_.emplace(config_, context_, state_, interpreter_, scalars_.mine(), scalars_.control());
+    detail::check_layout(config, groups_);
+    zero(scalars_.control(), context_.compute);
     if (config.layout.expert.ranks > 1) {  // for the tables of the rows that are exchanged
       const int64_t bytes = config.layout.expert.count * config.layout.expert.ranks * size_of(DType::fp64);
       context_.compute.reserve_uploads(bytes);
@@ -102,10 +119,13 @@ class Trainer {
     accumulate_gradients(batches);
     const double targets = static_cast<double>(config_.tokens()) / rule.scale;
     rule.largest_loss *= targets;
-    decide(rule);
+    {
+      const StreamRange norm = span(SpanKind::layer, "norm of the gradients");
+      scalars_.decide(state_, rule);
+    }
     update(optimizer);
     PendingStep pending(targets);
-    pending.enqueued(loss_, control_, interpreter_.take_headers(), context_.compute);
+    pending.enqueued(scalars_.loss(), scalars_.control(), interpreter_.take_headers(), context_.compute);
     if (!experts_.empty())
       pending.enqueued_experts(
           experts_.record(),
@@ -173,20 +193,20 @@ class Trainer {
     Drain drain(groups_, {&context_.compute});  // row_losses may refer to objects that live only as long as this call
     const BatchShape asked{config_.batch.B, T.value_or(config_.batch.T)};
     const BatchShape shape{asked.B, config_.layout.context.padded(asked.T)};
-    const Pass pass{.purpose = Purpose::evaluate, .shape = shape, .row_losses = row_losses};
+    const Pass pass{
+        .purpose = Purpose::evaluate, .shape = shape, .row_losses = without_padding(row_losses, asked, shape.T)};
     const std::vector<Action> actions = forwards(micro_batches);
     try {
-      if (shape.T == asked.T) run(actions, pass, batches);
-      else evaluate_padded(actions, pass, asked, batches);
+      run(actions, pass, padded(batches, asked, shape.T));
     } catch (const Interrupted&) {
       drain.all_leave();
       throw;
     }
-    combine();
+    scalars_.combine();
     context_.compute.synchronize();
     check_headers();
     const bool on_paper = context_.compute.device().kind == DeviceKind::null;
-    return on_paper ? 0 : *HostView(loss_, context_.compute).data<double>() / static_cast<double>(targets);
+    return on_paper ? 0 : *HostView(scalars_.loss(), context_.compute).data<double>() / static_cast<double>(targets);
   }
 
   // ---- Generation --------------------------------------------------------------------------------------------------
@@ -223,17 +243,6 @@ class Trainer {
     return all;
   }
 
-  // The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is
-  // counted where the embedding is.
-  static ParamTable table_of(const StepConfig& config, const Groups& groups) {
-    ParamTable table = part_of(
-        part_of(parameter_table(config.model, config.layout.zero.optimizer), config.layout.tensor, groups.me.tensor),
-        config.layout.expert, groups.me.expert);
-    if (config.layout.pipeline.stages > 1 && config.stage_units().copy_of_embedding == groups.me.stage)
-      for (ParamSpec& p : table.front().params) p.first_copy = false;
-    return table;
-  }
-
   // The forwards of this rank, with their messages.
   std::vector<Action> forwards(int64_t micro_batches) const {
     Pipeline pipeline = config_.pipeline();
@@ -244,36 +253,6 @@ class Trainer {
 
   void check_headers() {
     for (const ReceivedHeaders& headers : interpreter_.take_headers()) headers.check();
-  }
-
-  // Evaluates sequences shorter than pass.shape's: the padding at their ends has no targets.
-  void evaluate_padded(const std::vector<Action>& actions, Pass pass, const BatchShape& shape,
-                       const BatchSource& batches) {
-    const int64_t T = pass.shape.T;
-    auto padded = [&](const std::vector<int32_t>& ids, auto&& padding) {
-      std::vector<int32_t> all;
-      for (int64_t b = 0; b < shape.B; ++b)
-        for (int64_t t = 0; t < T; ++t)
-          all.push_back(t < shape.T ? ids[static_cast<size_t>(b * shape.T + t)] : padding(t));
-      return all;
-    };
-    if (pass.row_losses)
-      pass.row_losses = [report = pass.row_losses, shape, T](int64_t micro_batch, std::span<const float> losses) {
-        std::vector<float> asked;
-        for (int64_t b = 0; b < shape.B; ++b) {
-          const auto row = losses.begin() + b * T;
-          asked.insert(asked.end(), row, row + shape.T);
-        }
-        report(micro_batch, asked);
-      };
-    run(actions, pass, [&](int64_t m) {
-      HostBatch batch = batches(m);
-      if (batch.tokens.empty()) return batch;  // on paper
-      batch.tokens = padded(batch.tokens, [](int64_t) { return 0; });
-      batch.targets = padded(batch.targets, [](int64_t) { return -1; });
-      batch.positions = padded(batch.positions, [](int64_t t) { return static_cast<int32_t>(t); });
-      return batch;
-    });
   }
 
   // Computes one sequence, which follows the rows in the cache if there is one, up to the logits of one of its rows.
@@ -294,54 +273,18 @@ class Trainer {
   }
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
     require_flushed();
-    zero(my_scalars(), context_.compute);
+    zero(scalars_.mine(), context_.compute);
     interpreter_.run(actions, pass, batches);
-  }
-
-  Tensor scalar(const char* name, const Shape& shape) const {
-    return context_.arena.alloc("step scalars", name, DType::fp64, shape);
-  }
-
-  // This rank's row of the scalars: its loss, then for each unit the square sum of the gradients that it counts.
-  Tensor my_scalars() const { return scalars_.slice(groups_.rank() * scalars_.shape[1], {scalars_.shape[1]}); }
-
-  // control_ = the values that the update needs, from the loss and the gradient norm of all ranks. With a parameter
-  // server only the server has gradients, of all shards: it decides, and tells the others.
-  void decide(const UpdateRule& rule) {
-    const StreamRange traced = span(SpanKind::layer, "norm of the gradients");
-    Stream& stream = context_.compute;
-    const int64_t units = static_cast<int64_t>(state_.size()), shards = config_.layout.zero.shards;
-    if (config_.layout.zero.updates() != ZeroConfig::Updates::server) {
-      for (int64_t u = 0; u < units; ++u)
-        state_.gradients.square_sum_of(static_cast<size_t>(u), my_scalars().slice(1 + u, {1}), stream);
-      combine();
-      return clip_control(control_, square_sums_, loss_, rule, stream);
-    }
-    combine();  // the losses
-    if (groups_.first()) {
-      for (int64_t i = 0; i < units * shards; ++i)
-        state_.gradients.square_sum_of(static_cast<size_t>(i / shards), square_sums_.slice(i, {1}), stream,
-                                       static_cast<int>(i % shards));
-      clip_control(control_, square_sums_, loss_, rule, stream);
-    }
-    groups_[GroupName::scalars].broadcast(control_, 0, stream);
   }
 
   void update(const OptimizerOptions& optimizer) {
     const StreamRange traced = span(SpanKind::layer, "update");
-    state_.update(control_, optimizer, context_.compute);
-    experts_.update_biases(control_, context_.compute);
+    state_.update(scalars_.control(), optimizer, context_.compute);
+    experts_.update_biases(scalars_.control(), context_.compute);
   }
 
   StreamRange span(SpanKind kind, const char* name) const {
     return StreamRange(context_.compute, [&] { return TraceSpan{.kind = kind, .name = name}; });
-  }
-
-  // loss_ and square_sums_ = the values combined over all ranks.
-  void combine() {
-    groups_.gather_scalars(scalars_, context_.compute);
-    combine_scalars(loss_, square_sums_, scalars_, config_.layout.zero.shards, config_.layout.tensor.ranks,
-                    config_.layout.pipeline.stages, context_.compute);
   }
 
   StepConfig config_;
@@ -350,7 +293,7 @@ class Trainer {
   Groups& groups_;
   std::vector<Action> actions_;
   ModelState state_;
-  Tensor scalars_, loss_, square_sums_, control_;  // fp64: (ranks, 1 + units) (1) (units tp shards) (4)
+  StepScalars scalars_;
   ExpertRecord experts_;
   Stage stage_;
   Interpreter interpreter_;

@@ -43,19 +43,19 @@ void exchange_all(MpiLinks& links, int rank, int ranks, int group) {
       const int to = (rank + step) % ranks, from = (rank - step + ranks) % ranks;
       const auto out = message(rank, to, size), expected = message(from, rank, size);
       std::vector<uint8_t> in(expected.size(), 0xee);
-      links.exchange(group, rank, to, out.data(), std::ssize(out), from, in.data(), std::ssize(in));
+      links.exchange(group, rank, {to, out.data(), std::ssize(out)}, {from, in.data(), std::ssize(in)});
       CHECK(in == expected, "group {}, {} bytes from rank {} to rank {} are wrong", group, in.size(), from, rank);
     }
   // In order, and one way: the sender may be far ahead.
   for (int i = 0; i < 50; ++i) {
     const int in_expected = i;
     int in = -1;
-    if (rank == 0) links.exchange(group, 0, 1, &in_expected, sizeof in, -1, nullptr, 0);
+    if (rank == 0) links.exchange(group, 0, {1, &in_expected, sizeof in}, {});
     if (rank != 1) continue;
-    links.exchange(group, 1, -1, nullptr, 0, 0, &in, sizeof in);
+    links.exchange(group, 1, {}, {0, &in, sizeof in});
     CHECK(in == in_expected, "message {} came in place of message {}", in, in_expected);
   }
-  links.exchange(group, rank, -1, nullptr, 0, -1, nullptr, 0);
+  links.exchange(group, rank, {}, {});
 }
 
 void test_data(int local_ranks, int64_t part_bytes) {
@@ -81,7 +81,7 @@ void test_data(int local_ranks, int64_t part_bytes) {
   if (failures > 0) _exit(1);
 
   try {
-    links.exchange(1 << 30, links.process() * local_ranks, 0, nullptr, 0, 0, nullptr, 0);
+    links.exchange(1 << 30, links.process() * local_ranks, {0, nullptr, 0}, {0, nullptr, 0});
     throw std::logic_error("a tag that MPI does not have was not refused");
   } catch (const Error& error) {
     CHECK(std::string(error.what()).find("use fewer --local-ranks") != std::string::npos, "{}", error.what());
@@ -118,11 +118,11 @@ void test_length(int64_t out_bytes, int64_t in_bytes, const std::string& directo
   std::vector<char> data(static_cast<size_t>(std::max(out_bytes, in_bytes)));
   std::string seen;
   if (links.process() == 0) {
-    seen = caught([&] { links.exchange(4, 0, 1, data.data(), out_bytes, -1, nullptr, 0); });
+    seen = caught([&] { links.exchange(4, 0, {1, data.data(), out_bytes}, {}); });
   } else {
     std::string other;  // what a rank of another group sees
-    std::thread waiting([&] { other = caught([&] { links.exchange(5, 1, -1, nullptr, 0, 0, &other, 1); }); });
-    seen = caught([&] { links.exchange(4, 1, -1, nullptr, 0, 0, data.data(), in_bytes); });
+    std::thread waiting([&] { other = caught([&] { links.exchange(5, 1, {}, {0, &other, 1}); }); });
+    seen = caught([&] { links.exchange(4, 1, {}, {0, data.data(), in_bytes}); });
     waiting.join();
     seen += "; " + other;
   }
@@ -141,7 +141,7 @@ void test_abort(const std::string& directory) {
     threads.emplace_back([&, i] {
       auto& data = i == 0 ? big : small;
       seen[i] = caught([&] {
-        links.exchange(i, rank + i, other + i, data.data(), std::ssize(data), other + 1 - i, data.data(), 1);
+        links.exchange(i, rank + i, {other + i, data.data(), std::ssize(data)}, {other + 1 - i, data.data(), 1});
       });
     });
   const std::clock_t clock_begin = std::clock();
@@ -150,7 +150,7 @@ void test_abort(const std::string& directory) {
   const auto begin = std::chrono::steady_clock::now();
   links.abort();
   for (std::thread& thread : threads) thread.join();
-  const std::string later = caught([&] { links.exchange(0, rank, other, big.data(), 1, -1, nullptr, 0); });
+  const std::string later = caught([&] { links.exchange(0, rank, {other, big.data(), 1}, {}); });
   links.abort();  // again
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   tell(links, directory,

@@ -110,8 +110,8 @@ TEST_CASE("without a token, another user can neither join a job nor disturb or b
                            for (int group = 0; group < 3; ++group) {
                              const std::string out(1000, static_cast<char>('a' + i));
                              std::string in(1000, ' ');
-                             links[static_cast<size_t>(i)]->exchange(group, i, (i + 1) % 3, out.data(), 1000,
-                                                                     (i + 2) % 3, in.data(), 1000);
+                             links[static_cast<size_t>(i)]->exchange(group, i, {(i + 1) % 3, out.data(), 1000},
+                                                                     {(i + 2) % 3, in.data(), 1000});
                              CHECK(in == std::string(1000, static_cast<char>('a' + (i + 2) % 3)));
                            }
                            jobs[static_cast<size_t>(i)]->barrier("the end");

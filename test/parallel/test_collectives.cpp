@@ -5,6 +5,7 @@
 #include "comm/group_check.h"
 #include "comm/ring.h"
 #include "helpers.h"
+#include "parallel/row_blocks.h"
 #include "run/ranks.h"
 
 using namespace llmc;
@@ -229,7 +230,7 @@ TEST_CASE("rows go to the ranks that they are counted for, any number of them, a
           }
           const Tensor in = filled(arena, dtype, P * most * width, rank).reshaped({P * most, width}),
                        out = filled(arena, dtype, P * most * width, -1).reshaped({P * most, width});
-          comm.all_to_all_rows(out, in, Comm::in_order(send), Comm::in_order(receive), stream);
+          comm.all_to_all_rows(out, in, in_order(send), in_order(receive), stream);
           stream.synchronize();
           int64_t row = 0;
           for (int k = 0; k < P; ++k) {
@@ -274,11 +275,11 @@ TEST_CASE("rows go to the ranks that they are counted for, any number of them, a
   Stream stream(paper, scratch);
   Comm comm("test", std::make_unique<NullTransport>(1, 3));
   const Tensor rows = arena.alloc("test", "rows", DType::bf16, {20, width});
-  comm.all_to_all_rows(rows, rows, Comm::in_order({4, 3, 0}), Comm::in_order({5, 3, 6}), stream);
+  comm.all_to_all_rows(rows, rows, in_order({4, 3, 0}), in_order({5, 3, 6}), stream);
   REQUIRE((comm.bytes_sent() == 4 * width * 2 && comm.bytes_received() == 11 * width * 2));
 
   const auto refused = [&](const std::vector<int64_t>& send, const std::vector<int64_t>& receive, const char* why) {
-    REQUIRE_ERROR(comm.all_to_all_rows(rows, rows, Comm::in_order(send), Comm::in_order(receive), stream), why);
+    REQUIRE_ERROR(comm.all_to_all_rows(rows, rows, in_order(send), in_order(receive), stream), why);
   };
   refused({4, 3}, {5, 3, 6}, "2 blocks of rows to send between 3 ranks");
   refused({4, 3, -1}, {5, 3, 6}, "-1 rows from 7 on to send, of 20");

@@ -25,11 +25,10 @@ struct Watch {
     ~Transport() override { watch.destroyed_early += expected > 0; }
     int rank() const override { return inner.rank(); }
     int size() const override { return inner.size(); }
-    void exchange(int to, const void* out, int64_t out_bytes, int from, void* in, int64_t in_bytes,
-                  Stream* gpu) override {
+    void exchange(const ToRank& out, const FromRank& in, Stream* gpu) override {
       --expected;
       ++watch.exchanges;
-      inner.exchange(to, out, out_bytes, from, in, in_bytes, gpu);
+      inner.exchange(out, in, gpu);
     }
     ThreadsTransport inner;
     Watch& watch;
@@ -211,13 +210,13 @@ TEST_CASE("what a rank has posted is withdrawn when it fails: its memory may be 
   float in = 0, received = 0;
   std::thread sends([&] {
     try {
-      other.exchange(0, wrong, sizeof wrong, -1, nullptr, 0, nullptr);
+      other.exchange({0, wrong, sizeof wrong}, {}, nullptr);
     } catch (const PeerError&) {  // the sender has failed
     }
   });
-  REQUIRE_ERROR(sender.exchange(1, &out, sizeof out, 2, &in, sizeof in, nullptr),
+  REQUIRE_ERROR(sender.exchange({1, &out, sizeof out}, {2, &in, sizeof in}, nullptr),
                 "sent 8 bytes to rank 0, which expected 4");
-  REQUIRE_ERROR(receiver.exchange(-1, nullptr, 0, 0, &received, sizeof received, nullptr), "another rank has failed");
+  REQUIRE_ERROR(receiver.exchange({}, {0, &received, sizeof received}, nullptr), "another rank has failed");
   REQUIRE(received == 0);
   hub->abort();
   sends.join();

@@ -287,7 +287,7 @@ TEST_CASE("tensor-parallel ranks all have every expert, and share out the shared
   REQUIRE(of("moe.shared.gate.weight").box() == Box{12, 12, 0, 36});
   REQUIRE(of("moe.shared.down.weight").box() == Box{0, 36, 12, 12});
   REQUIRE((of("moe.router.weight").copies == 2 && of("moe.shared_gate.weight").copies == 2));
-  REQUIRE(part_of(model, two).experts.shared == 12);
+  REQUIRE(model_of_rank(model, two).experts.shared == 12);
   REQUIRE_ERROR(layout_faults({.tensor = {.ranks = 5}}, selftest::awkward_model("qwen2_moe")).refuse(),
                 "24 of the shared expert");
 }

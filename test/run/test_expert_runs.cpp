@@ -20,6 +20,19 @@ std::string sparse(const std::string& out, const std::string& more) {
          out + " " + more;
 }
 
+// The nearest choice of all, compared with rounding.
+struct NearestTie {
+  selftest::RoutedToken token;
+  selftest::Margin margin;
+};
+NearestTie nearest_tie(const selftest::Routes& routes) {
+  NearestTie nearest{};
+  for (const auto& [token, route] : routes)
+    if (const selftest::Margin m = margin_of(route); m.by * nearest.margin.rounding <= nearest.margin.by * m.rounding)
+      nearest = {token, m};
+  return nearest;
+}
+
 }  // namespace
 
 TEST_CASE("a model with experts learns, and resumes exactly, or in another layout up to rounding", "[run][ep]") {
@@ -188,7 +201,7 @@ TEST_CASE("no router of the self-test's models with experts is near a tie", "[ru
     selftest::Routes routes;
     run_layout(step, {}, {.init = bf16 ? selftest::init_routes_by_token : selftest::init_drawn}, 2, &routes);
     REQUIRE(std::ssize(routes) == 2 * 2 * step.tokens());  // of two layers, in two steps
-    const auto [token, margin] = selftest::nearest_tie(routes);
+    const auto [token, margin] = nearest_tie(routes);
     INFO(name_of(model.dtype) << ", " << to_string(token) << ": " << margin.by << ", rounding " << margin.rounding);
     REQUIRE(margin.by > 4 * margin.rounding);
     REQUIRE(margin.rounding > (bf16 ? 1e-3 : 1e-9));

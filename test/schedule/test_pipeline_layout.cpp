@@ -6,6 +6,7 @@
 #include "run/plan/report_plan.h"
 #include "run/selftest/selftest.h"
 #include "run/setup.h"
+#include "schedule/laws.h"
 #include "shard/whole_check.h"
 #include "tiny_run.h"
 

@@ -6,6 +6,7 @@
 
 #include "catch2.h"
 #include "schedule/check.h"
+#include "schedule/laws.h"
 #include "schedule/messages.h"
 
 using namespace llmc;

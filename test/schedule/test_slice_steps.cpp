@@ -3,6 +3,7 @@
 #include "helpers.h"
 #include "parallel/context_layouts.h"
 #include "schedule/check.h"
+#include "schedule/laws.h"
 #include "train/not_finite.h"
 #include "train/slice_times.h"
 

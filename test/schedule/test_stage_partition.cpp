@@ -1,6 +1,7 @@
 // Which layers a stage has: against every partition of small models, on known answers, and rejected options.
 #include "catch2.h"
 #include "schedule/balance.h"
+#include "schedule/laws.h"
 #include "schedule/partitions.h"
 
 using namespace llmc;

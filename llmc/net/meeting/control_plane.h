@@ -23,21 +23,17 @@
 #include "net/meeting/gatherings.h"
 #include "net/meeting/listener.h"
 #include "net/meeting/meeting.h"
-#include "net/meeting/meeting_point.h"
+#include "net/meeting/roster.h"
 #include "net/wire/control.h"
 #include "net/wire/messages.h"
 
 namespace llmc {
 
-class ControlPlane {
+class ControlPlane : public Roster {
  public:
   // Blocks until all processes have met and agree. If they do not, it throws the same SharedError on all of them.
   ControlPlane(const Greeting& greeting, Rendezvous at)
-      : me_(greeting),
-        token_(at.token),
-        answer_seconds_(std::min(60.0, at.init_timeout)),
-        gatherings_(greeting.processes) {
-    CHECK(me_.processes >= 1 && me_.process >= 0 && me_.process < me_.processes);
+      : Roster(greeting, at.token), answer_seconds_(std::min(60.0, at.init_timeout)), gatherings_(greeting.processes) {
     if (processes() == 1) {
       peers_ = {introduction(me_, at, 0).peer};
       return;
@@ -60,18 +56,6 @@ class ControlPlane {
   }
   ControlPlane(const ControlPlane&) = delete;
   ControlPlane& operator=(const ControlPlane&) = delete;
-
-  int process() const { return me_.process; }
-  int processes() const { return me_.processes; }
-  int local_ranks() const { return me_.local_ranks; }
-  const std::vector<Peer>& peers() const { return peers_; }  // by process
-  // This process among those on its machine, and their number.
-  int local_process() const { return count_here(process()); }
-  int local_processes() const { return count_here(processes()); }
-  // "rank 3 on HOST"
-  std::string name_of_rank(int rank) const {
-    return formatted("rank {} on {}", rank, peers_.at(static_cast<size_t>(rank / local_ranks())).host);
-  }
 
   // The texts of all processes, by process. All of them call it, each topic from one thread at a time. A text may have
   // at most a megabyte. seconds: how long process 0 waits; none: for ever.
@@ -150,19 +134,6 @@ class ControlPlane {
     return {std::exchange(heard_, {}), ended_};
   }
 
-  // Connects to another process of the job; tries again until the limit, because strangers may take all room at its
-  // listener. Throws ConnectionError.
-  Socket connect(int process, ConnectionPurpose purpose, const std::array<int32_t, 3>& numbers,
-                 const Limit& limit) const {
-    const Peer& peer = peers_.at(static_cast<size_t>(process));
-    const Hello hello{.purpose = purpose, .to_process = process, .numbers = numbers, .job = id_};
-    for (double pause = 0.01;; pause = std::min(0.5, 2 * pause)) try {
-        return detail::connect_to_any({peer.address, peer.port}, hello, token_, name_of(process), limit).first;
-      } catch (const ConnectionError&) {
-        if (limit.passed()) throw;
-        sleep_until(limit.sooner(pause));
-      }
-  }
   // Takes the data connections of other processes; called on another thread.
   void serve_data(DataDoor::Take take) { data_door_.serve(std::move(take)); }
 
@@ -195,25 +166,14 @@ class ControlPlane {
                                    Listener::Guests{[this](const Hello& hello) { return accept(hello); }, take}, say);
   }
 
-  // The caller knows the token, but may be of another job or build.
   Answer accept(const Hello& hello) {
     // Only a process that connects to process 0 may not know the job yet.
     if (hello.job != id_ && (process() != 0 || hello.purpose == ConnectionPurpose::data)) return Answer::wrong_job;
-    const auto within = [](int32_t number, int begin, int end) { return number >= begin && number < end; };
-    if (hello.purpose == ConnectionPurpose::data) {
-      if (hello.version != protocol_version) return Answer::wrong_version;
-      const auto [group, from, to] = hello.numbers;
-      const int first = process() * local_ranks();
-      const bool ours =
-          group >= 0 && within(from, 0, processes() * local_ranks()) && within(to, first, first + local_ranks());
-      return ours ? Answer::welcome : Answer::wrong_process;
-    }
-    if (hello.purpose == ConnectionPurpose::question)
-      return hello.job == id_ && within(hello.numbers[0], 0, processes()) ? Answer::welcome : Answer::wrong_process;
-    if (hello.purpose != ConnectionPurpose::control) return Answer::unknown;
+    if (hello.purpose != ConnectionPurpose::control) return answer_to(hello);
     std::lock_guard lock(mutex_);
     if (process() == 0) return verdict_ && verdict_->empty() ? Answer::complete : Answer::welcome;
-    return process() == 1 && within(hello.numbers[0], 2, processes()) ? Answer::welcome : Answer::wrong_process;
+    const int32_t from = hello.numbers[0];
+    return process() == 1 && from >= 2 && from < processes() ? Answer::welcome : Answer::wrong_process;
   }
 
   // ---- Messages; on the control's thread
@@ -277,23 +237,6 @@ class ControlPlane {
     }
     changed_.notify_all();
   }
-  // Both sides of a connection that was cut report the same.
-  std::string cut_between(int a, int b) const {
-    const auto named = [&](int p) { return formatted("process {} ({})", p, peers_.at(static_cast<size_t>(p)).host); };
-    return formatted("the connection between {} and {} was cut", named(std::min(a, b)), named(std::max(a, b)));
-  }
-  // Does another process still answer new connections? It may be alive although its connections were cut.
-  bool is_alive(int other) const try {
-    const Peer& peer = peers_.at(static_cast<size_t>(other));
-    detail::connect_to_any(
-        {peer.address, peer.port},
-        {.purpose = ConnectionPurpose::question, .to_process = other, .numbers = {process(), 0, 0}, .job = id_}, token_,
-        name_of(other), Limit::seconds(0.7));
-    return true;
-  } catch (const Error&) {
-    return false;
-  }
-
   void arrived(int line, Introduction introduction) {
     introduction.check();
     if (introduction.peer.address.empty()) introduction.peer.address = seen_at_[line];
@@ -358,29 +301,10 @@ class ControlPlane {
     for (const auto& [line, process] : lines_) control_->send(line, message);
   }
 
-  std::string name_of(int process) const {
-    return formatted("{} on {}", named({process}, local_ranks()), peers_.at(static_cast<size_t>(process)).host);
-  }
-  std::string names_of(const std::vector<int>& processes) const {
-    constexpr size_t most = 4;
-    std::string text;
-    for (size_t i = 0; i < std::min(most, processes.size()); ++i) text += (i == 0 ? "" : ", ") + name_of(processes[i]);
-    return processes.size() <= most ? text : text + formatted(" and {} more", processes.size() - most);
-  }
   int line_to(int process) const {
     return std::find_if(lines_.begin(), lines_.end(), [&](const auto& l) { return l.second == process; })->first;
   }
-  int count_here(int end) const {
-    const std::string& here = peers_[static_cast<size_t>(process())].machine;
-    return static_cast<int>(
-        std::count_if(peers_.begin(), peers_.begin() + end, [&](const Peer& p) { return p.machine == here; }));
-  }
-
-  Greeting me_;
-  std::string token_;
-  double answer_seconds_;    // a process that was here a moment ago takes no longer
-  Nonce id_{};               // the job's
-  std::vector<Peer> peers_;  // set once all have met
+  double answer_seconds_;  // a process that was here a moment ago takes no longer
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;

@@ -15,7 +15,6 @@
 #pragma once
 #include <cstring>
 #include <string>
-#include <string_view>
 
 #include "net/meeting/secret.h"
 #include "net/meeting/socket_owner.h"

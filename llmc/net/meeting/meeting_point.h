@@ -4,8 +4,6 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 
-#include <filesystem>
-#include <functional>
 #include <optional>
 #include <sstream>
 #include <string>

@@ -1,7 +1,6 @@
 // rendezvous.h: how the processes of a job come together: the part of ControlPlane that is over once they have met.
 #pragma once
 #include <algorithm>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <string>

@@ -10,7 +10,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>

@@ -10,7 +10,6 @@
 #include <condition_variable>
 #include <functional>
 #include <mutex>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <thread>

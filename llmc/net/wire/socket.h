@@ -16,7 +16,6 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <utility>

@@ -5,9 +5,6 @@
 #pragma once
 #include <omp.h>
 
-#include <atomic>
-#include <thread>
-
 #include "ops/cpu/attention_tiles.h"
 
 namespace llmc::cpu {

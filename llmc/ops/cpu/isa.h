@@ -11,7 +11,6 @@
 
 #ifdef __x86_64__
 #include <sys/syscall.h>
-#include <unistd.h>
 #else
 #include <sys/utsname.h>
 #endif

@@ -1,11 +1,9 @@
 // simd.h: shared by the CPU ops: an exponential that vectorises, the widest vectors, and the fixed partition that keeps
 // sums independent of the thread count.
 #pragma once
-#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
 #include "core/dtype.h"
 #include "core/shape.h"

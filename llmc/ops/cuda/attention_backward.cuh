@@ -208,17 +208,15 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
     constexpr int pack = copy == Copy::packs ? full_pack<T> : 1;
     const unsigned lanes = std::min(std::bit_ceil(static_cast<unsigned>(ceil_div(s.D, pack))), 32u);
     const dim3 threads(lanes, 256 / lanes);
-    const dim3 terms_grid(static_cast<unsigned>(ceil_div(detail::terms_rows(s.queries.rows) * s.Hq, threads.y)),
-                          static_cast<unsigned>(s.B));
+    const Grid terms_grid(ceil_div(detail::terms_rows(s.queries.rows) * s.Hq, threads.y), s.B);
     launch(attention_row_terms_kernel<T, pack>, terms_grid, threads, 0, stream, terms, dout, out, lse, s);
     using Keys = detail::BackwardKeysBlock<T, DP>;
-    const dim3 keys_grid(static_cast<unsigned>(s.B * s.Hkv), static_cast<unsigned>(ceil_div(s.keys.rows, Keys::rows)));
+    const Grid keys_grid(s.B * s.Hkv, ceil_div(s.keys.rows, Keys::rows));
     launch(attention_backward_keys_kernel<T, Keys, DP, copy>, keys_grid, Keys::threads,
            detail::backward_keys_shared_bytes<Keys>, stream, dkeys, dvalues, dkey_sums, dvalue_sums, douts, queries,
            keys, values, terms, positions, block);
     using Queries = detail::BackwardQueriesBlock<T, DP>;
-    const dim3 queries_grid(static_cast<unsigned>(s.B * s.Hq),
-                            static_cast<unsigned>(ceil_div(s.queries.rows, Queries::rows)));
+    const Grid queries_grid(s.B * s.Hq, ceil_div(s.queries.rows, Queries::rows));
     launch(attention_backward_queries_kernel<T, Queries, DP, copy>, queries_grid, Queries::threads,
            Queries::shared_bytes(2), stream, dqueries, dquery_sums, douts, queries, keys, terms - s.offset, positions,
            block);

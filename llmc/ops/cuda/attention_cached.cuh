@@ -113,15 +113,12 @@ void attention_cached(const HeadRows<T>& out, const AttentionInputs<T>& from, fl
                       cudaStream_t stream) {
   cuda::check_head_size<T>(s.D);
   const int64_t parts = cached_parts(s);
-  const unsigned rows = static_cast<unsigned>(s.queries.rows * s.Hq);
-  const auto run = [&]<int pack>() {
-    launch(attention_cached_kernel<T, pack>, dim3(rows, static_cast<unsigned>(parts)), cached_part,
+  const int64_t rows = s.queries.rows * s.Hq;
+  with_packs<full_pack<T>>(heads_fit_packs(s.D, full_pack<T>, from.queries, from.keys, from.values), [&]<int pack>() {
+    launch(attention_cached_kernel<T, pack>, Grid(rows, parts), cached_part,
            cached_groups(s.D, pack) * s.D * static_cast<int64_t>(sizeof(float)), stream, scratch, from, s);
-  };
-  if (heads_fit_packs(s.D, full_pack<T>, from.queries, from.keys, from.values)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
-  launch(attention_cached_combine_kernel<T>, rows, static_cast<unsigned>(round_up(s.D, warp_size)), 0, stream, out,
-         scratch, parts, s);
+  });
+  launch(attention_cached_combine_kernel<T>, rows, round_up(s.D, warp_size), 0, stream, out, scratch, parts, s);
 }
 
 }  // namespace detail
@@ -129,13 +126,11 @@ void attention_cached(const HeadRows<T>& out, const AttentionInputs<T>& from, fl
 // rows of the cache = the keys and values of new rows.   cache_rows (T, 2 Hkv D); qkv (T, (Hq + 2 Hkv) D)
 template <class T>
 void cache_append(T* cache_rows, const T* qkv, const AttentionShape& s, cudaStream_t stream) {
-  const auto run = [&]<int pack>() {
+  with_packs<full_pack<T>>(rows_fit_packs(s.D, full_pack<T>, cache_rows, qkv), [&]<int pack>() {
     constexpr int threads = 256;
-    launch(cache_append_kernel<T, pack>, static_cast<unsigned>(ceil_div(s.T * 2 * s.Hkv * s.D, threads * pack)),
-           threads, 0, stream, cache_rows, qkv, s);
-  };
-  if (rows_fit_packs(s.D, full_pack<T>, cache_rows, qkv)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+    launch(cache_append_kernel<T, pack>, ceil_div(s.T * 2 * s.Hkv * s.D, threads * pack), threads, 0, stream,
+           cache_rows, qkv, s);
+  });
 }
 
 }  // namespace llmc::cuda

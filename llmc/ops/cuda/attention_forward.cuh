@@ -180,7 +180,7 @@ void attention_forward(const AttentionOutputs<T, float>& to, const AttentionInpu
       values(from.values, s.keys, s.D);
   const auto run = [&]<int DP, Copy copy>() {
     using Block = detail::ForwardBlock<T, DP>;
-    const dim3 grid(static_cast<unsigned>(s.B * s.Hq), static_cast<unsigned>(ceil_div(s.queries.rows, Block::rows)));
+    const Grid grid(s.B * s.Hq, ceil_div(s.queries.rows, Block::rows));
     launch(attention_forward_kernel<T, Block, DP, copy>, grid, Block::threads, Block::shared_bytes(1), stream, outputs,
            queries, keys, values, from_row_0(from.positions, s), KernelBlock(s));
   };
@@ -192,12 +192,10 @@ template <class T>
 void attention_finish(T* out, float* lse, const float* sums, const float* largest, const float* total, int64_t B,
                       int64_t length, int64_t Hq, int64_t D, cudaStream_t stream) {
   const int64_t n = B * length * Hq * D;
-  const auto run = [&]<int pack>() {
-    launch(attention_finish_kernel<T, pack>, static_cast<unsigned>(ceil_div(n, pack * detail::elementwise_threads)),
+  with_packs<full_pack<float>>(rows_fit_packs(D, full_pack<float>, out, sums), [&]<int pack>() {
+    launch(attention_finish_kernel<T, pack>, ceil_div(n, pack * detail::elementwise_threads),
            detail::elementwise_threads, 0, stream, out, lse, sums, largest, total, n, length, Hq, D);
-  };
-  if (rows_fit_packs(D, full_pack<float>, out, sums)) run.template operator()<full_pack<float>>();
-  else run.template operator()<1>();
+  });
 }
 
 }  // namespace llmc::cuda

@@ -2,7 +2,6 @@
 // products of tiles, and the pipeline that fills them. fp32 and bf16 share the kernels: only the products differ,
 // tensor cores for bf16 and FMAs for fp32, with the same accumulator layout.
 #pragma once
-#include <cmath>
 #include <numbers>
 
 #include "ops/cuda/launch.cuh"

@@ -36,8 +36,8 @@ __global__ void add_partials_kernel(float* __restrict__ first, float* __restrict
 inline void add_partials(float* first, float* second, const float* partials, int64_t parts, int64_t C, int64_t width,
                          cudaStream_t stream) {
   constexpr int rows = 8;
-  launch(add_partials_kernel<rows>, static_cast<unsigned>(ceil_div(width, warp_size)), dim3(warp_size, rows), 0, stream,
-         first, second, partials, parts, C, width);
+  launch(add_partials_kernel<rows>, ceil_div(width, warp_size), dim3(warp_size, rows), 0, stream, first, second,
+         partials, parts, C, width);
 }
 // The same with C columns in each; without a second one, partials (parts, C).
 inline void add_partials(float* first, float* second, const float* partials, int64_t parts, int64_t C,
@@ -77,12 +77,10 @@ template <class T>
 void column_sum(float* out, float* partials, const T* x, int64_t N, int64_t C, cudaStream_t stream) {
   constexpr int rows = 8;
   const int64_t parts = row_parts(N);
-  const auto run = [&]<int pack>() {
-    const dim3 grid(static_cast<unsigned>(ceil_div(C, pack * warp_size)), static_cast<unsigned>(parts));
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, x), [&]<int pack>() {
+    const Grid grid(ceil_div(C, pack * warp_size), parts);
     launch(column_sum_kernel<T, pack, rows>, grid, dim3(warp_size, rows), 0, stream, partials, x, N, C);
-  };
-  if (rows_fit_packs(C, full_pack<T>, x)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  });
   add_partials(out, nullptr, partials, parts, C, stream);
 }
 

@@ -115,16 +115,14 @@ void cross_entropy(float* losses, T* logits, const int32_t* targets, int64_t N, 
   const int64_t bytes = V_padded * static_cast<int64_t>(sizeof(T));
   const bool fits = bytes + static_shared <= device_shared_bytes();
   const auto run = [&]<int pack, Gradient wanted, detail::KeepRow keep>() {
-    launch(cross_entropy_kernel<T, pack, wanted, keep>, static_cast<unsigned>(N), row_threads(V_padded, pack),
+    launch(cross_entropy_kernel<T, pack, wanted, keep>, N, row_threads(V_padded, pack),
            keep == detail::KeepRow::yes ? bytes : 0, stream, losses, logits, targets, V, V_padded, scale);
   };
-  const auto run_packed = [&]<int pack>() {
+  with_packs<full_pack<T>>(rows_fit_packs(V_padded, full_pack<T>, logits), [&]<int pack>() {
     if (gradient == Gradient::no) run.template operator()<pack, Gradient::no, detail::KeepRow::no>();
     else if (fits) run.template operator()<pack, Gradient::yes, detail::KeepRow::yes>();
     else run.template operator()<pack, Gradient::yes, detail::KeepRow::no>();
-  };
-  if (rows_fit_packs(V_padded, full_pack<T>, logits)) run_packed.template operator()<full_pack<T>>();
-  else run_packed.template operator()<1>();
+  });
 }
 
 // stats (N, 3) = {largest logit, sum of exp(logit - largest), the target's logit} of the columns of `part`. Grid N.
@@ -183,12 +181,10 @@ __global__ void cross_entropy_merge_kernel(float* __restrict__ losses, T* __rest
 template <class T>
 void cross_entropy_stats(float* stats, const T* logits, const int32_t* targets, int64_t N, int64_t V_padded,
                          const Vocabulary& part, cudaStream_t stream) {
-  const auto run = [&]<int pack>() {
-    launch(cross_entropy_stats_kernel<T, pack>, static_cast<unsigned>(N), row_threads(V_padded, pack), 0, stream, stats,
-           logits, targets, V_padded, part);
-  };
-  if (rows_fit_packs(V_padded, full_pack<T>, logits)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  with_packs<full_pack<T>>(rows_fit_packs(V_padded, full_pack<T>, logits), [&]<int pack>() {
+    launch(cross_entropy_stats_kernel<T, pack>, N, row_threads(V_padded, pack), 0, stream, stats, logits, targets,
+           V_padded, part);
+  });
 }
 
 // losses (N) = ; with Gradient::yes the logits (N, V_padded) of this part become their gradients. targets (N): -1 is
@@ -199,8 +195,8 @@ void cross_entropy_merge(float* losses, T* logits, const float* stats, const int
                          cudaStream_t stream) {
   const auto run = [&]<int pack, Gradient wanted>() {
     const unsigned threads = wanted == Gradient::yes ? row_threads(V_padded, pack) : warp_size;
-    launch(cross_entropy_merge_kernel<T, pack, wanted>, static_cast<unsigned>(N), threads, 0, stream, losses, logits,
-           stats, targets, P, V_padded, part, scale);
+    launch(cross_entropy_merge_kernel<T, pack, wanted>, N, threads, 0, stream, losses, logits, stats, targets, P,
+           V_padded, part, scale);
   };
   if (gradient == Gradient::no) run.template operator()<1, Gradient::no>();
   else if (rows_fit_packs(V_padded, full_pack<T>, logits)) run.template operator()<full_pack<T>, Gradient::yes>();

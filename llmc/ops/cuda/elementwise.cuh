@@ -31,13 +31,10 @@ inline constexpr int64_t elementwise_threads = 256;
 
 template <class Out, class F, class... In>
 void map(Out* out, F f, int64_t n, cudaStream_t stream, const In*... in) {
-  const auto run = [&]<int pack>() {
-    launch(map_kernel<pack, Out, F, In...>, static_cast<unsigned>(ceil_div(n, pack * elementwise_threads)),
-           elementwise_threads, 0, stream, out, n, f, in...);
-  };
-  constexpr int pack = full_pack<Out, In...>;
-  if (fit_packs(out, in...)) run.template operator()<pack>();
-  else run.template operator()<1>();
+  with_packs<full_pack<Out, In...>>(fit_packs(out, in...), [&]<int pack>() {
+    launch(map_kernel<pack, Out, F, In...>, ceil_div(n, pack * elementwise_threads), elementwise_threads, 0, stream,
+           out, n, f, in...);
+  });
 }
 
 // GELU, tanh form: x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3). Hendrycks & Gimpel 2016; GPT-2's "gelu_new".
@@ -118,7 +115,7 @@ __global__ void add_sums_kernel(double* out, const double* x, int64_t n) {
 }
 inline void add_to(double* out, const double* x, int64_t n, cudaStream_t stream) {
   constexpr int threads = detail::elementwise_threads;
-  launch(add_sums_kernel<threads>, static_cast<unsigned>(ceil_div(n, threads)), threads, 0, stream, out, x, n);
+  launch(add_sums_kernel<threads>, ceil_div(n, threads), threads, 0, stream, out, x, n);
 }
 
 // out (n) = x, rounded to nearest even
@@ -163,12 +160,10 @@ __global__ void merge_parts_kernel(T* __restrict__ out, const T* __restrict__ pa
 // out (N, C) = the sum of parts (P, N, C) and bias (C), which may be nullptr; same bits as on the CPU
 template <class T>
 void merge_parts(T* out, const T* parts, const T* bias, int64_t P, int64_t N, int64_t C, cudaStream_t stream) {
-  const auto run = [&]<int pack>() {
-    launch(merge_parts_kernel<T, pack>, static_cast<unsigned>(ceil_div(N * C, pack * detail::elementwise_threads)),
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, parts, bias), [&]<int pack>() {
+    launch(merge_parts_kernel<T, pack>, ceil_div(N * C, pack * detail::elementwise_threads),
            detail::elementwise_threads, 0, stream, out, parts, bias, P, N * C, C);
-  };
-  if (rows_fit_packs(C, full_pack<T>, out, parts, bias)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  });
 }
 
 // One thread per pack of a run.
@@ -192,17 +187,16 @@ __global__ void copy_box_kernel(Out* out, BoxStrides to, const X* x, BoxStrides 
 template <class Out, class X>
 void copy_box(Out* out, const BoxStrides& to, const X* x, const BoxStrides& from, const BoxSizes& sizes,
               cudaStream_t stream) {
-  const auto run = [&]<int pack>() {
-    const int64_t packs = sizes.outer * sizes.inner * (sizes.run / pack);
-    launch(copy_box_kernel<pack, Out, X>, static_cast<unsigned>(ceil_div(packs, detail::elementwise_threads)),
-           detail::elementwise_threads, 0, stream, out, to, x, from, sizes, packs);
-  };
-  constexpr int pack = full_pack<Out, X>;
+  constexpr int largest = full_pack<Out, X>;
   const auto whole_packs = [](const BoxStrides& s) {
-    return s.begin % pack == 0 && s.outer % pack == 0 && s.inner % pack == 0;
+    return s.begin % largest == 0 && s.outer % largest == 0 && s.inner % largest == 0;
   };
-  if (rows_fit_packs(sizes.run, pack, out, x) && whole_packs(to) && whole_packs(from)) run.template operator()<pack>();
-  else run.template operator()<1>();
+  const bool fit = rows_fit_packs(sizes.run, largest, out, x) && whole_packs(to) && whole_packs(from);
+  with_packs<largest>(fit, [&]<int pack>() {
+    const int64_t packs = sizes.outer * sizes.inner * (sizes.run / pack);
+    launch(copy_box_kernel<pack, Out, X>, ceil_div(packs, detail::elementwise_threads), detail::elementwise_threads, 0,
+           stream, out, to, x, from, sizes, packs);
+  });
 }
 
 // Each thread computes a block of four elements of the whole tensor: one call of Philox.
@@ -235,15 +229,13 @@ __global__ void init_normal_box_kernel(T* __restrict__ out, Elements elements, i
 template <class T>
 void init_normal(T* out, const Elements& elements, int64_t n, float stddev, const Philox& rng, cudaStream_t stream) {
   if (elements.columns != elements.stride)
-    return launch(init_normal_box_kernel<T>, static_cast<unsigned>(ceil_div(n, detail::elementwise_threads)),
-                  detail::elementwise_threads, 0, stream, out, elements, n, stddev, rng);
+    return launch(init_normal_box_kernel<T>, ceil_div(n, detail::elementwise_threads), detail::elementwise_threads, 0,
+                  stream, out, elements, n, stddev, rng);
   const int64_t begin = elements.index(0);
-  const auto run = [&]<int pack>() {
-    launch(init_normal_kernel<T, pack>, static_cast<unsigned>(ceil_div(begin % 4 + n, 4 * detail::elementwise_threads)),
+  with_packs<4>(begin % 4 == 0 && fit_packs(out), [&]<int pack>() {
+    launch(init_normal_kernel<T, pack>, ceil_div(begin % 4 + n, 4 * detail::elementwise_threads),
            detail::elementwise_threads, 0, stream, out, begin, n, stddev, rng);
-  };
-  if (begin % 4 == 0 && fit_packs(out)) run.template operator()<4>();
-  else run.template operator()<1>();
+  });
 }
 
 }  // namespace llmc::cuda

@@ -161,37 +161,23 @@ __global__ void add_carried_kernel(float* __restrict__ dtable, const float* __re
   sum.store(dtable + id * C + c);
 }
 
-namespace detail {
-
-inline unsigned embedding_threads(int64_t C, int pack) { return std::min(row_threads(C, pack), 128u); }
-
-inline dim3 embedding_grid(int64_t rows, int64_t C, int pack) {
-  return {static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(C, pack * embedding_threads(C, pack)))};
-}
-
-}  // namespace detail
-
 // out (N, C) = wte[tokens] + wpe[positions], wte having the rows of the tokens in `part`; wpe may be nullptr
 template <class T>
 void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, const T* wte, const T* wpe, int64_t N,
                        int64_t C, const Vocabulary& part, cudaStream_t stream) {
-  const auto run = [&]<int pack>() {
-    launch(embedding_forward_kernel<T, pack>, detail::embedding_grid(N, C, pack), detail::embedding_threads(C, pack), 0,
-           stream, out, tokens, positions, wte, wpe, C, part);
-  };
-  if (rows_fit_packs(C, full_pack<T>, out, wte, wpe)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, wte, wpe), [&]<int pack>() {
+    launch(embedding_forward_kernel<T, pack>, row_grid(N, C, pack, 128), row_threads(C, pack, 128), 0, stream, out,
+           tokens, positions, wte, wpe, C, part);
+  });
 }
 
 // x (N, C) += wpe[positions]
 template <class T>
 void add_positions(T* x, const int32_t* positions, const T* wpe, int64_t N, int64_t C, cudaStream_t stream) {
-  const auto run = [&]<int pack>() {
-    launch(add_positions_kernel<T, pack>, detail::embedding_grid(N, C, pack), detail::embedding_threads(C, pack), 0,
-           stream, x, positions, wpe, C);
-  };
-  if (rows_fit_packs(C, full_pack<T>, x, wpe)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, x, wpe), [&]<int pack>() {
+    launch(add_positions_kernel<T, pack>, row_grid(N, C, pack, 128), row_threads(C, pack, 128), 0, stream, x, positions,
+           wpe, C);
+  });
 }
 
 // Size of embedding_backward's `scratch` in four-byte elements; it is aligned to 16 bytes.
@@ -211,21 +197,18 @@ void add_rows(float* dtable, int32_t* scratch, const T* dout, const int32_t* ids
   } else {
     constexpr int threads = 256;
     int32_t* table_rows = scratch + 3 * N;
-    launch(table_rows_kernel<threads>, static_cast<unsigned>(ceil_div(N, threads)), threads, 0, stream, table_rows, ids,
-           N, part);
+    launch(table_rows_kernel<threads>, ceil_div(N, threads), threads, 0, stream, table_rows, ids, N, part);
     sorted = sort_rows(scratch, table_rows, N, V + 1, stream);
   }
   float* carried = reinterpret_cast<float*>(scratch + round_up(sort_rows_scratch(N), 4));
   const int64_t segments = ceil_div(N, detail::embedding_segment);
-  const auto run = [&]<int pack>() {
-    const dim3 grid = detail::embedding_grid(segments, C, pack);
-    const unsigned threads = detail::embedding_threads(C, pack);
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, dtable, carried, dout), [&]<int pack>() {
+    const Grid grid = row_grid(segments, C, pack, 128);
+    const unsigned threads = row_threads(C, pack, 128);
     launch(add_sorted_rows_kernel<T, pack>, grid, threads, 0, stream, dtable, carried, dout, sorted.ids, sorted.rows, N,
            C, V);
     launch(add_carried_kernel<pack>, grid, threads, 0, stream, dtable, carried, sorted.ids, segments, C, V);
-  };
-  if (rows_fit_packs(C, full_pack<T>, dtable, carried, dout)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  });
 }
 
 // dwte (V, C)[tokens] += dout (N, C), dwpe (P, C)[positions] += dout; dwpe may be nullptr. dwte has the rows of the

@@ -112,7 +112,7 @@ __global__ void update_expert_biases_kernel(float* __restrict__ biases, const do
 namespace detail {
 
 inline constexpr int expert_rank_threads = 128;
-inline unsigned expert_rank_blocks(int64_t n) { return static_cast<unsigned>(ceil_div(n, expert_rank_threads)); }
+inline int64_t expert_rank_blocks(int64_t n) { return ceil_div(n, expert_rank_threads); }
 
 }  // namespace detail
 
@@ -140,17 +140,16 @@ inline void arrival_plan(int32_t* places, int32_t* offsets, int32_t* scratch, co
 inline void join_segments(int32_t* counts, float* probabilities, float* sums, const int32_t* all_counts,
                           const float* all_probabilities, const float* all_sums, const int32_t* order,
                           const int32_t* begins, int64_t B, int64_t E, cudaStream_t stream) {
-  launch(join_segments_kernel<detail::expert_rank_threads>,
-         dim3(detail::expert_rank_blocks(E + 2), static_cast<unsigned>(B)), detail::expert_rank_threads, 0, stream,
-         counts, probabilities, sums, all_counts, all_probabilities, all_sums, order, begins, E);
+  launch(join_segments_kernel<detail::expert_rank_threads>, Grid(detail::expert_rank_blocks(E + 2), B),
+         detail::expert_rank_threads, 0, stream, counts, probabilities, sums, all_counts, all_probabilities, all_sums,
+         order, begins, E);
 }
 
 inline void segment_starts(int32_t* counts, int32_t* starts, const int32_t* all_counts, const int32_t* sequences,
                            const int32_t* order, const int32_t* begins, int64_t rank, int64_t S, int64_t E,
                            cudaStream_t stream) {
-  launch(segment_starts_kernel<detail::expert_rank_threads>,
-         dim3(detail::expert_rank_blocks(E), static_cast<unsigned>(S)), detail::expert_rank_threads, 0, stream, counts,
-         starts, all_counts, sequences, order, begins, rank, S, E);
+  launch(segment_starts_kernel<detail::expert_rank_threads>, Grid(detail::expert_rank_blocks(E), S),
+         detail::expert_rank_threads, 0, stream, counts, starts, all_counts, sequences, order, begins, rank, S, E);
 }
 
 inline void add_expert_counts(double* totals, const int32_t* counts, int64_t B, int64_t E, cudaStream_t stream) {

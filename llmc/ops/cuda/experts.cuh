@@ -68,7 +68,7 @@ inline void dispatch_plan(int32_t* places, int32_t* offsets, int32_t* scratch, c
                           const Segments& segments, const ExpertRoom& rows, cudaStream_t stream) {
   constexpr int threads = 256;
   const int64_t n = N * k, S = segments.count(N);
-  const unsigned blocks = static_cast<unsigned>(ceil_div(n, threads));
+  const int64_t blocks = ceil_div(n, threads);
   int32_t *ids = scratch + sort_rows_scratch(n), *begins = ids + n;
   detail::RowIds sorted;
   if (capacity < 0) {
@@ -80,8 +80,8 @@ inline void dispatch_plan(int32_t* places, int32_t* offsets, int32_t* scratch, c
     launch(keep_kernel<threads>, blocks, threads, 0, stream, ids, sorted, begins, starts, n, E, capacity);
     sorted = sort_rows(scratch, ids, n, E + 1, stream);
   }
-  launch(plan_kernel<threads>, static_cast<unsigned>(ceil_div(n + 1, threads)), threads, 0, stream, places, offsets,
-         sorted, n, static_cast<int32_t>(E));
+  launch(plan_kernel<threads>, ceil_div(n + 1, threads), threads, 0, stream, places, offsets, sorted, n,
+         static_cast<int32_t>(E));
   if (rows.blocks > 1)
     launch(blocks_kernel<threads>, blocks, threads, 0, stream, places, choices, offsets, n, E / rows.blocks,
            rows.stride());
@@ -147,46 +147,30 @@ __global__ void combine_backward_kernel(T* dy, float* __restrict__ dweights, con
   if (threadIdx.x == 0) dweights[i] = sum;
 }
 
-namespace detail {
-
-inline unsigned expert_threads(int64_t C, int pack) { return std::min(row_threads(C, pack), 256u); }
-
-inline dim3 expert_grid(int64_t rows, int64_t C, int pack) {
-  return {static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(C, pack * expert_threads(C, pack)))};
-}
-
-}  // namespace detail
-
 template <class T>
 void dispatch_rows(T* out, const T* x, const int32_t* places, int64_t N, int64_t C, int64_t k, cudaStream_t stream) {
-  const auto run = [&]<int pack>() {
-    launch(dispatch_rows_kernel<T, pack>, detail::expert_grid(N, C, pack), detail::expert_threads(C, pack), 0, stream,
-           out, x, places, C, k);
-  };
-  if (rows_fit_packs(C, full_pack<T>, out, x)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, x), [&]<int pack>() {
+    launch(dispatch_rows_kernel<T, pack>, row_grid(N, C, pack, 256), row_threads(C, pack, 256), 0, stream, out, x,
+           places, C, k);
+  });
 }
 
 template <class T>
 void combine_rows(T* out, const T* y, const float* weights, const int32_t* places, int64_t N, int64_t C, int64_t k,
                   Accumulate accumulate, cudaStream_t stream) {
-  const auto run = [&]<int pack>() {
-    launch(combine_rows_kernel<T, pack>, detail::expert_grid(N, C, pack), detail::expert_threads(C, pack), 0, stream,
-           out, y, weights, places, C, k, accumulate);
-  };
-  if (rows_fit_packs(C, full_pack<T>, out, y)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, y), [&]<int pack>() {
+    launch(combine_rows_kernel<T, pack>, row_grid(N, C, pack, 256), row_threads(C, pack, 256), 0, stream, out, y,
+           weights, places, C, k, accumulate);
+  });
 }
 
 template <class T>
 void combine_backward(T* dy, float* dweights, const T* dout, const T* y, const float* weights, const int32_t* places,
                       int64_t N, int64_t C, int64_t k, cudaStream_t stream) {
-  const auto run = [&]<int pack>() {
-    launch(combine_backward_kernel<T, pack>, static_cast<unsigned>(N * k), detail::expert_threads(C, pack), 0, stream,
-           dy, dweights, dout, y, weights, places, C, k);
-  };
-  if (rows_fit_packs(C, full_pack<T>, dy, dout, y)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, dy, dout, y), [&]<int pack>() {
+    launch(combine_backward_kernel<T, pack>, N * k, row_threads(C, pack, 256), 0, stream, dy, dweights, dout, y,
+           weights, places, C, k);
+  });
 }
 
 }  // namespace llmc::cuda

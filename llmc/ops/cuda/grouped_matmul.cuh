@@ -187,8 +187,7 @@ template <Transpose b_as, class T>
 void grouped_rows(T* out, const T* x, const T* weight, const int32_t* offsets, int64_t R, int64_t E, int64_t N,
                   int64_t K, cudaStream_t stream) {
   using Size = GroupedTile<T>;
-  const dim3 grid(static_cast<unsigned>(ceil_div(N, Size::columns)),
-                  static_cast<unsigned>(ceil_div(R, Size::rows) + E));
+  const Grid grid(ceil_div(N, Size::columns), ceil_div(R, Size::rows) + E);
   const auto run = [&]<Copy copy>() {
     launch(grouped_rows_kernel<b_as, copy, T>, grid, Size::threads, Size::shared_bytes, stream, out, x, weight, offsets,
            E, narrow<int>(N), narrow<int>(K));
@@ -213,8 +212,7 @@ template <class T>
 void grouped_linear_backward_weight(float* dweight, const T* dout, const T* x, const int32_t* offsets, int64_t E,
                                     int64_t O, int64_t I, cudaStream_t stream) {
   using Size = detail::GroupedTile<T>;
-  const dim3 grid(static_cast<unsigned>(ceil_div(I, Size::columns)), static_cast<unsigned>(ceil_div(O, Size::rows)),
-                  static_cast<unsigned>(E));
+  const Grid grid(ceil_div(I, Size::columns), ceil_div(O, Size::rows), E);
   const auto run = [&]<Copy copy>() {
     launch(grouped_weight_kernel<copy, T>, grid, Size::threads, Size::shared_bytes, stream, dweight, dout, x, offsets,
            narrow<int>(O), narrow<int>(I));

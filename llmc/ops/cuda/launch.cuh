@@ -72,9 +72,16 @@ inline cudaError_t allow_shared_bytes(const void* kernel, int64_t shared_bytes) 
                     : ""));
 }
 
+// The size of a grid or block, from numbers that fit.
+struct Grid : dim3 {
+  Grid(int64_t x, int64_t y = 1, int64_t z = 1)
+      : dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)) {}
+  Grid(const dim3& size) : dim3(size) {}
+};
+
 // Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...). An empty grid is a no-op.
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t stream,
+void launch(void (*kernel)(Parameters...), Grid grid, Grid block, int64_t shared_bytes, cudaStream_t stream,
             Arguments&&... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
   cudaError_t status = allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);

@@ -116,12 +116,10 @@ void layernorm_forward(T* out, float* mean, float* rstd, Row x, const T* weight,
                        int64_t C, cudaStream_t stream) {
   const int64_t shared = C * static_cast<int64_t>(sizeof(T));
   check_row_fits("layernorm_forward", C, shared);
-  const auto run = [&]<int pack>() {
-    launch(layernorm_forward_kernel<T, pack, Row>, static_cast<unsigned>(N), row_threads(C, pack), shared, stream, out,
-           mean, rstd, x, weight, bias, eps, C);
-  };
-  if (rows_fit_packs(C, full_pack<T>, out, weight, bias) && x.fits_packs()) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, weight, bias) && x.fits_packs(), [&]<int pack>() {
+    launch(layernorm_forward_kernel<T, pack, Row>, N, row_threads(C, pack), shared, stream, out, mean, rstd, x, weight,
+           bias, eps, C);
+  });
 }
 
 }  // namespace detail
@@ -152,15 +150,13 @@ void layernorm_backward(T* dx, float* dweight, float* dbias, float* partials, co
   const int64_t parts = row_parts(N), shared = 2 * C * static_cast<int64_t>(sizeof(float) + sizeof(T));
   check_row_fits("layernorm_backward", C, shared);
   const auto run = [&]<int pack, Accumulate accumulate>() {
-    launch(layernorm_backward_kernel<T, pack, accumulate>, static_cast<unsigned>(parts), row_threads(C, pack), shared,
-           stream, dx, partials, dout, x, weight, mean, rstd, N, C);
+    launch(layernorm_backward_kernel<T, pack, accumulate>, parts, row_threads(C, pack), shared, stream, dx, partials,
+           dout, x, weight, mean, rstd, N, C);
   };
-  const auto run_packed = [&]<int pack>() {
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, dx, partials, dout, x, weight), [&]<int pack>() {
     if (accumulate_dx == Accumulate::yes) run.template operator()<pack, Accumulate::yes>();
     else run.template operator()<pack, Accumulate::no>();
-  };
-  if (rows_fit_packs(C, full_pack<T>, dx, partials, dout, x, weight)) run_packed.template operator()<full_pack<T>>();
-  else run_packed.template operator()<1>();
+  });
   add_partials(dweight, dbias, partials, parts, C, stream);
 }
 

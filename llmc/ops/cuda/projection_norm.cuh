@@ -83,40 +83,25 @@ __global__ void projection_norm_backward_kernel(T* __restrict__ dqkv, float* __r
   for (int i = 0; i < pack; ++i) partials[blockIdx.y * (queries + keys) + c + i] = dweights[i];
 }
 
-namespace detail {
-
-// Calls run.operator()<pack>(), with full packs if heads consist of them and the arrays are aligned.
-template <class T, class Run, class... Arrays>
-void choose_projection_kernel(Run run, int64_t D, const Arrays*... arrays) {
-  if (rows_fit_packs(D, full_pack<T>, arrays...)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
-}
-
-inline unsigned projection_threads(int64_t C, int pack) { return std::min(row_threads(C, pack), 256u); }
-
-}  // namespace detail
-
 template <class T>
 void projection_sums(float* sums, const T* qkv, const T* dout, const T* q_weight, const T* k_weight,
                      const AttentionShape& s, cudaStream_t stream) {
-  const auto run = [&]<int pack>() {
-    launch(projection_sums_kernel<T, pack>, dim3(static_cast<unsigned>(s.B * s.T), 2),
-           detail::projection_threads(s.Hq * s.D, pack), 0, stream, sums, qkv, dout, q_weight, k_weight, s);
-  };
-  detail::choose_projection_kernel<T>(run, s.D, qkv, dout, q_weight, k_weight);
+  with_packs<full_pack<T>>(rows_fit_packs(s.D, full_pack<T>, qkv, dout, q_weight, k_weight), [&]<int pack>() {
+    launch(projection_sums_kernel<T, pack>, Grid(s.B * s.T, 2), row_threads(s.Hq * s.D, pack, 256), 0, stream, sums,
+           qkv, dout, q_weight, k_weight, s);
+  });
 }
 
 template <class T>
 void projection_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const T* k_weight, const float* sums,
                              float eps, const AttentionShape& s, const HeadShares& shares, cudaStream_t stream) {
   const int64_t row = (s.Hq + 2 * s.Hkv) * s.D;
-  const auto run = [&]<int pack>() {
-    const unsigned threads = detail::projection_threads(row, pack);
-    const dim3 grid(static_cast<unsigned>(s.B * s.T), static_cast<unsigned>(ceil_div(row, pack * threads)));
+  with_packs<full_pack<T>>(rows_fit_packs(s.D, full_pack<T>, out, qkv, q_weight, k_weight), [&]<int pack>() {
+    const unsigned threads = row_threads(row, pack, 256);
+    const Grid grid(s.B * s.T, ceil_div(row, pack * threads));
     launch(projection_norm_forward_kernel<T, pack>, grid, threads, 0, stream, out, rstd, qkv, q_weight, k_weight, sums,
            eps, s, shares);
-  };
-  detail::choose_projection_kernel<T>(run, s.D, out, qkv, q_weight, k_weight);
+  });
 }
 
 // Size of projection_norm_backward's `partials` in floats.
@@ -129,13 +114,12 @@ void projection_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, float
                               const T* q_weight, const T* k_weight, const float* rstd, const float* sums,
                               const AttentionShape& s, const HeadShares& shares, cudaStream_t stream) {
   const int64_t parts = row_parts(s.B * s.T), queries = s.Hq * s.D, normed = queries + s.Hkv * s.D;
-  const auto run = [&]<int pack>() {
-    const unsigned threads = detail::projection_threads(normed, pack);
-    const dim3 grid(static_cast<unsigned>(ceil_div(normed, pack * threads)), static_cast<unsigned>(parts));
+  with_packs<full_pack<T>>(rows_fit_packs(s.D, full_pack<T>, dqkv, qkv, q_weight, k_weight), [&]<int pack>() {
+    const unsigned threads = row_threads(normed, pack, 256);
+    const Grid grid(ceil_div(normed, pack * threads), parts);
     launch(projection_norm_backward_kernel<T, pack>, grid, threads, 0, stream, dqkv, partials, qkv, q_weight, k_weight,
            rstd, sums, s, shares);
-  };
-  detail::choose_projection_kernel<T>(run, s.D, dqkv, qkv, q_weight, k_weight);
+  });
   add_partials(dq_weight, dk_weight, partials, parts, queries, normed, stream);
 }
 

@@ -165,12 +165,10 @@ inline void check_head_size(const char* op, int64_t D) {
 // Calls run.operator()<pack, turning>() as the arrays and the shape allow; without a table, heads are not rotated.
 template <class T, class Run, class... Arrays>
 void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*... arrays) {
-  const auto choose = [&]<int pack>() {
+  with_packs<full_pack<T>>(rows_fit_packs(D / 2, full_pack<T>, table, arrays...), [&]<int pack>() {
     if (table != nullptr) run.template operator()<pack, Turning::yes>();
     else run.template operator()<pack, Turning::no>();
-  };
-  if (rows_fit_packs(D / 2, full_pack<T>, table, arrays...)) choose.template operator()<full_pack<T>>();
-  else choose.template operator()<1>();
+  });
 }
 
 }  // namespace detail
@@ -185,8 +183,8 @@ void qk_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const
   const auto run = [&]<int pack, detail::Turning turning>() {
     const int lanes = detail::head_lanes(s.D, pack);
     const int64_t threads = std::min<int64_t>(round_up((s.Hq + 2 * s.Hkv) * lanes, warp_size), 256);
-    launch(qk_norm_forward_kernel<T, pack, turning>, static_cast<unsigned>(s.B * s.T), static_cast<unsigned>(threads),
-           0, stream, out, rstd, qkv, q_weight, k_weight, table, positions, eps, s, lanes);
+    launch(qk_norm_forward_kernel<T, pack, turning>, s.B * s.T, threads, 0, stream, out, rstd, qkv, q_weight, k_weight,
+           table, positions, eps, s, lanes);
   };
   detail::choose_head_kernel<T>(run, table, s.D, out, qkv, q_weight, k_weight);
 }
@@ -205,8 +203,8 @@ void qk_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, float* partia
   const auto run = [&]<int pack, detail::Turning turning>() {
     const int lanes = detail::head_lanes(s.D, pack), threads = 256;
     const int64_t shared = threads / lanes * s.D * static_cast<int64_t>(sizeof(float));
-    launch(qk_norm_backward_kernel<T, pack, turning>, dim3(static_cast<unsigned>(parts), 2), threads, shared, stream,
-           dqkv, partials, qkv, q_weight, k_weight, rstd, table, positions, s, lanes);
+    launch(qk_norm_backward_kernel<T, pack, turning>, Grid(parts, 2), threads, shared, stream, dqkv, partials, qkv,
+           q_weight, k_weight, rstd, table, positions, s, lanes);
   };
   detail::choose_head_kernel<T>(run, table, s.D, dqkv, qkv, q_weight, k_weight);
   add_partials(dq_weight, dk_weight, partials, parts, s.D, stream);

@@ -89,12 +89,9 @@ void rmsnorm_forward(T* out, float* rstd, Row x, const T* weight, float eps, int
                      cudaStream_t stream) {
   const int64_t shared = C * static_cast<int64_t>(sizeof(T));
   check_row_fits("rmsnorm_forward", C, shared);
-  const auto run = [&]<int pack>() {
-    launch(rmsnorm_forward_kernel<T, pack, Row>, static_cast<unsigned>(N), row_threads(C, pack), shared, stream, out,
-           rstd, x, weight, eps, C);
-  };
-  if (rows_fit_packs(C, full_pack<T>, out, weight) && x.fits_packs()) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, weight) && x.fits_packs(), [&]<int pack>() {
+    launch(rmsnorm_forward_kernel<T, pack, Row>, N, row_threads(C, pack), shared, stream, out, rstd, x, weight, eps, C);
+  });
 }
 
 }  // namespace detail
@@ -124,15 +121,13 @@ void rmsnorm_backward(T* dx, float* dweight, float* partials, const T* dout, con
   const int64_t parts = row_parts(N), shared = C * static_cast<int64_t>(sizeof(float) + 2 * sizeof(T));
   check_row_fits("rmsnorm_backward", C, shared);
   const auto run = [&]<int pack, Accumulate accumulate>() {
-    launch(rmsnorm_backward_kernel<T, pack, accumulate>, static_cast<unsigned>(parts), row_threads(C, pack), shared,
-           stream, dx, partials, dout, x, weight, rstd, N, C);
+    launch(rmsnorm_backward_kernel<T, pack, accumulate>, parts, row_threads(C, pack), shared, stream, dx, partials,
+           dout, x, weight, rstd, N, C);
   };
-  const auto run_packed = [&]<int pack>() {
+  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, dx, dout, x, weight), [&]<int pack>() {
     if (accumulate_dx == Accumulate::yes) run.template operator()<pack, Accumulate::yes>();
     else run.template operator()<pack, Accumulate::no>();
-  };
-  if (rows_fit_packs(C, full_pack<T>, dx, dout, x, weight)) run_packed.template operator()<full_pack<T>>();
-  else run_packed.template operator()<1>();
+  });
   add_partials(dweight, nullptr, partials, parts, C, stream);
 }
 

@@ -70,13 +70,10 @@ void rotary(T* qkv, const float* table, const int32_t* positions, const Attentio
             cudaStream_t stream) {
   CHECK(s.D % 2 == 0 && s.D <= detail::max_head_size, "rotary: the head size {} is not an even number up to {}", s.D,
         detail::max_head_size);
-  const auto run = [&]<int pack>() {
+  with_packs<full_pack<T>>(rows_fit_packs(s.D / 2, full_pack<T>, qkv, table), [&]<int pack>() {
     const int64_t lanes = s.D / 2 / pack, heads = std::min(s.Hq + s.Hkv, ceil_div(256, lanes));
-    launch(rotary_kernel<T, pack>, static_cast<unsigned>(s.B * s.T),
-           dim3(static_cast<unsigned>(lanes), static_cast<unsigned>(heads)), 0, stream, qkv, table, positions, s, turn);
-  };
-  if (rows_fit_packs(s.D / 2, full_pack<T>, qkv, table)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+    launch(rotary_kernel<T, pack>, s.B * s.T, Grid(lanes, heads), 0, stream, qkv, table, positions, s, turn);
+  });
 }
 
 namespace detail {
@@ -101,8 +98,7 @@ inline void rotary_table(float* table, const Rotary& rotary, int64_t P, int64_t 
         detail::max_head_size);
   detail::Frequencies frequencies = {};
   for (int64_t i = 0; i < D / 2; ++i) frequencies[static_cast<size_t>(i)] = rotary.frequency(i, D);
-  launch(rotary_table_kernel<float>, static_cast<unsigned>(ceil_div(P * D / 2, 256)), 256, 0, stream, table,
-         frequencies, P, D);
+  launch(rotary_table_kernel<float>, ceil_div(P * D / 2, 256), 256, 0, stream, table, frequencies, P, D);
 }
 
 }  // namespace llmc::cuda

@@ -246,14 +246,14 @@ __global__ void split_in_three_kernel(bf16* __restrict__ out, const float* __res
 inline void split_in_three(bf16* out, const float* x, int64_t rows, int64_t columns, int64_t row, int64_t part,
                            cudaStream_t stream) {
   constexpr int threads = 256;
-  launch(split_in_three_kernel<threads>, static_cast<unsigned>(ceil_div(rows * columns, threads)), threads, 0, stream,
-         out, x, rows * columns, columns, row, part);
+  launch(split_in_three_kernel<threads>, ceil_div(rows * columns, threads), threads, 0, stream, out, x, rows * columns,
+         columns, row, part);
 }
 
 inline void router_forward(int32_t* choices, float* weights, const float* logits, const float* bias, int64_t N,
                            const Router& r, cudaStream_t stream) {
   constexpr int warps = detail::router_warps;
-  launch(router_forward_kernel<warps>, static_cast<unsigned>(ceil_div(N, warps)), warps * warp_size,
+  launch(router_forward_kernel<warps>, ceil_div(N, warps), warps * warp_size,
          2 * warps * r.E * static_cast<int64_t>(sizeof(float)), stream, choices, weights, logits, bias, N, r);
 }
 
@@ -261,7 +261,7 @@ inline void router_backward(float* dlogits, const float* dweights, const float* 
                             const int32_t* counts, int64_t N, const Router& r, const RouterLosses& losses,
                             const Segments& segments, cudaStream_t stream) {
   constexpr int warps = detail::router_warps;
-  launch(router_backward_kernel<warps>, static_cast<unsigned>(ceil_div(N, warps)), warps * warp_size,
+  launch(router_backward_kernel<warps>, ceil_div(N, warps), warps * warp_size,
          2 * warps * r.E * static_cast<int64_t>(sizeof(float)), stream, dlogits, dweights, logits, choices, counts, N,
          r, losses, segments);
 }
@@ -273,12 +273,11 @@ inline void router_statistics(int32_t* counts, float* probabilities, float* sums
   constexpr int64_t rows = detail::router_block, bytes = sizeof(float);
   constexpr int threads = 128;
   const int64_t S = segments.count(N), blocks = ceil_div(std::min(segments.length, N), rows);
-  const unsigned all = static_cast<unsigned>(S);
-  launch(router_sums_kernel<rows>, dim3(static_cast<unsigned>(blocks), all), warp_size, 2 * r.E * bytes, stream,
-         partials, logits, N, r, segments);
-  launch(add_router_sums_kernel<threads>, dim3(static_cast<unsigned>(ceil_div(r.E + 2, threads)), all), threads, 0,
-         stream, probabilities, sums, partials, blocks, r.E);
-  launch(count_choices_kernel<threads>, all, threads, r.E * bytes, stream, counts, choices, N, r, segments);
+  launch(router_sums_kernel<rows>, Grid(blocks, S), warp_size, 2 * r.E * bytes, stream, partials, logits, N, r,
+         segments);
+  launch(add_router_sums_kernel<threads>, Grid(ceil_div(r.E + 2, threads), S), threads, 0, stream, probabilities, sums,
+         partials, blocks, r.E);
+  launch(count_choices_kernel<threads>, S, threads, r.E * bytes, stream, counts, choices, N, r, segments);
 }
 
 inline void router_losses(double* totals, const int32_t* counts, const float* probabilities, const float* sums,

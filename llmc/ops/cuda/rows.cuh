@@ -34,8 +34,12 @@ struct SummedRows {
 };
 
 // Whole warps, up to one thread per pack of a row.
-inline unsigned row_threads(int64_t C, int pack) {
-  return static_cast<unsigned>(std::min<int64_t>(round_up(ceil_div(C, pack), warp_size), 1024));
+inline unsigned row_threads(int64_t C, int pack, int64_t most = 1024) {
+  return static_cast<unsigned>(std::min(round_up(ceil_div(C, pack), warp_size), most));
+}
+// One thread per pack, in blocks of row_threads(C, pack, most): several for a long row.
+inline Grid row_grid(int64_t rows, int64_t C, int pack, int64_t most) {
+  return {rows, ceil_div(C, pack * row_threads(C, pack, most))};
 }
 
 inline void check_row_fits(const char* op, int64_t C, int64_t bytes) {

@@ -117,7 +117,7 @@ inline detail::RowIds sort_rows(int32_t* scratch, const int32_t* ids, int64_t N,
   const int passes = static_cast<int>(ceil_div(bits, max_digit_bits));
   const int digit_bits = static_cast<int>(ceil_div(bits, passes)), digits = 1 << digit_bits;
   const int64_t tiles = ceil_div(N, sort_tile);
-  const unsigned blocks = static_cast<unsigned>(ceil_div(tiles, sort_warps));
+  const int64_t blocks = ceil_div(tiles, sort_warps);
   int32_t* counts = scratch + 4 * N;
   RowIds from = {ids, nullptr};
   for (int pass = 0; pass < passes; ++pass) {

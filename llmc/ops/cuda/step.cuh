@@ -75,11 +75,9 @@ __global__ void ordered_sum_kernel(double* __restrict__ out, const T* __restrict
 template <class G>
 void square_sum(double* out, double* partials, const G* x, int64_t n, Accumulate accumulate, cudaStream_t stream) {
   const int64_t blocks = ceil_div(n, square_sum_block);
-  const auto run = [&]<int pack>() {
-    launch(square_sum_kernel<pack, G>, static_cast<unsigned>(blocks), detail::sum_threads, 0, stream, partials, x, n);
-  };
-  if (fit_packs(x)) run.template operator()<4>();
-  else run.template operator()<1>();
+  with_packs<4>(fit_packs(x), [&]<int pack>() {
+    launch(square_sum_kernel<pack, G>, blocks, detail::sum_threads, 0, stream, partials, x, n);
+  });
   const auto sum = accumulate == Accumulate::yes ? ordered_sum_kernel<Accumulate::yes, double>
                                                  : ordered_sum_kernel<Accumulate::no, double>;
   launch(sum, 1, detail::sum_threads, 0, stream, out, partials, blocks);

@@ -40,9 +40,7 @@ __global__ void swiglu_backward_kernel(T* __restrict__ dgate_up, const T* __rest
 
 namespace detail {
 
-inline dim3 swiglu_grid(int64_t N, int64_t F, int pack, int64_t threads) {
-  return {static_cast<unsigned>(N), static_cast<unsigned>(ceil_div(F, pack * threads))};
-}
+inline Grid swiglu_grid(int64_t N, int64_t F, int pack, int64_t threads) { return {N, ceil_div(F, pack * threads)}; }
 
 }  // namespace detail
 
@@ -50,12 +48,10 @@ inline dim3 swiglu_grid(int64_t N, int64_t F, int pack, int64_t threads) {
 template <class T>
 void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F, const int32_t* rows, cudaStream_t stream) {
   constexpr int64_t threads = 256;
-  const auto run = [&]<int pack>() {
+  with_packs<full_pack<T>>(rows_fit_packs(F, full_pack<T>, out, gate_up), [&]<int pack>() {
     launch(swiglu_forward_kernel<T, pack>, detail::swiglu_grid(N, F, pack, threads), threads, 0, stream, out, gate_up,
            F, rows);
-  };
-  if (rows_fit_packs(F, full_pack<T>, out, gate_up)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  });
 }
 
 // dgate_up (N, 2 F) = ; dout (N, F)
@@ -63,12 +59,10 @@ template <class T>
 void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, int64_t F, const int32_t* rows,
                      cudaStream_t stream) {
   constexpr int64_t threads = 256;
-  const auto run = [&]<int pack>() {
+  with_packs<full_pack<T>>(rows_fit_packs(F, full_pack<T>, dgate_up, dout, gate_up), [&]<int pack>() {
     launch(swiglu_backward_kernel<T, pack>, detail::swiglu_grid(N, F, pack, threads), threads, 0, stream, dgate_up,
            dout, gate_up, F, rows);
-  };
-  if (rows_fit_packs(F, full_pack<T>, dgate_up, dout, gate_up)) run.template operator()<full_pack<T>>();
-  else run.template operator()<1>();
+  });
 }
 
 }  // namespace llmc::cuda

@@ -70,12 +70,10 @@ void update_weights(Optimizer optimizer, W* weight, float* master, float* slot1,
                     const Philox& words, cudaStream_t stream) {
   constexpr int64_t threads = 256;
   with_step<float>(optimizer, options, [&](auto step) {
-    const auto run = [&]<int pack>() {
-      launch(update_kernel<W, where, pack, decltype(step)>, static_cast<unsigned>(ceil_div(n, pack * threads)), threads,
-             0, stream, weight, master, slot1, slot2, gradient, control, elements, n, step, words);
-    };
-    if (fit_packs(weight, master, slot1, slot2, gradient) && are_blocks(elements)) run.template operator()<4>();
-    else run.template operator()<1>();
+    with_packs<4>(fit_packs(weight, master, slot1, slot2, gradient) && are_blocks(elements), [&]<int pack>() {
+      launch(update_kernel<W, where, pack, decltype(step)>, ceil_div(n, pack * threads), threads, 0, stream, weight,
+             master, slot1, slot2, gradient, control, elements, n, step, words);
+    });
   });
 }
 

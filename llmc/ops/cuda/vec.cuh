@@ -104,4 +104,11 @@ bool rows_fit_packs(int64_t C, int pack, const Pointers*... arrays) {
   return C % pack == 0 && fit_packs(arrays...);
 }
 
+// Calls f<pack>() if everything fits packs of this size, else f<1>().
+template <int pack, class F>
+void with_packs(bool fit, F&& f) {
+  if (fit) f.template operator()<pack>();
+  else f.template operator()<1>();
+}
+
 }  // namespace llmc::cuda

@@ -60,7 +60,7 @@ inline bool is_file_name(const std::string& name) {
 inline std::map<std::string, FileRecord> read_manifest(const std::string& path) {
   const std::string file = path + "/manifest.json";
   CHECK(path_exists(file), "{} has no manifest.json", path);
-  const nlohmann::json records = read_json(file).value("files", nlohmann::json());
+  const nlohmann::json records = member(read_json(file), "files");
   CHECK(records.is_object(), "{}: \"files\" is {}, expected an object; the file is damaged", file, records);
   std::map<std::string, FileRecord> files;
   for (const auto& [name, record] : records.items()) {
@@ -90,7 +90,7 @@ inline std::optional<std::string> checkpoint_fault(const std::string& path, Part
 inline std::optional<int64_t> trained_seq_len(const std::string& checkpoint) {
   const std::string file = checkpoint + "/trainer.json";
   if (!path_exists(file)) return std::nullopt;
-  const nlohmann::json length = read_json(file).value("seq_len", nlohmann::json());
+  const nlohmann::json length = member(read_json(file), "seq_len");
   CHECK(whole_number(length).value_or(0) > 0,
         "{}: \"seq_len\" is {}, expected a positive whole number; the checkpoint is damaged", file, length);
   return whole_number(length);
@@ -166,7 +166,7 @@ inline std::vector<std::string> model_files(const std::string& directory) {
           directory);
     return {one};
   }
-  const nlohmann::json map = read_json(index).value("weight_map", nlohmann::json());
+  const nlohmann::json map = member(read_json(index), "weight_map");
   CHECK(map.is_object() && !map.empty(), "{}: has no \"weight_map\"", index);
   std::vector<std::string> paths;
   for (const auto& [tensor, file] : map.items()) {

@@ -10,6 +10,7 @@
 #include "run/checkpoints/run_dir.h"
 #include "run/job.h"
 #include "run/news.h"
+#include "run/reports/next_steps.h"
 #include "run/reports/step_report.h"
 
 namespace llmc {
@@ -25,6 +26,13 @@ class CheckpointSaver {
 
   const std::string& last() const { return last_; }  // in the out directory; empty: none
   void resumed_from(const std::string& path) { last_ = path; }
+  // How to go on from the last checkpoint, or from the one at which this branch began.
+  std::string way_back(const std::string& program) const {
+    const std::string last = !last_.empty() || job_.parent.is_null() ? last_ : job_.parent["path"].get<std::string>();
+    if (last.empty()) return "no checkpoint was written";
+    return formatted("the last checkpoint is {}; this continues from it with half the --lr:\n{}", last,
+                     branch_command(job_.asked, last, program));
+  }
   bool retries_at(int64_t step) const { return step == retry_.at; }
   Because retries_because() const { return retry_.because; }
 
@@ -98,8 +106,8 @@ class CheckpointSaver {
   void tidy(int64_t step, bool best) const {
     if (directory_ == nullptr) return;
     try {
-      if (best) directory_->link_best(step);
-      directory_->prune(o_.keep_checkpoints, o_.keep_every);
+      if (best) directory_->retention().link_best(step);
+      directory_->retention().prune(o_.keep_checkpoints, o_.keep_every);
     } catch (const Error& error) {  // the checkpoint itself is safe
       log_.line(formatted("WARNING: {}", error.what()));
     }

@@ -42,8 +42,8 @@ inline MetricsKept metrics_until(const std::string& text, int64_t step, OwnValid
     ++number;
     const bool whole = !lines.eof();  // it ends with a line break
     const nlohmann::json object = try_parse_json(line).value_or(nullptr);
-    const nlohmann::json at = object.is_object() ? object.value("step", nlohmann::json()) : nlohmann::json();
-    const nlohmann::json kind = object.is_object() ? object.value("kind", nlohmann::json()) : nlohmann::json();
+    const nlohmann::json at = member(object, "step");
+    const nlohmann::json kind = member(object, "kind");
     if (!whole_number(at) || !kind.is_string()) {
       if (whole) damage(number, line);  // else it was being written when the run ended
       continue;
@@ -61,8 +61,7 @@ inline MetricsKept metrics_until(const std::string& text, int64_t step, OwnValid
       kept.last = std::max(kept.last, at.get<int64_t>());
       ++kept.train_lines;
     }
-    if (const nlohmann::json elapsed = object.value("elapsed_s", nlohmann::json()); elapsed.is_number())
-      kept.elapsed_s = elapsed;
+    if (const nlohmann::json elapsed = member(object, "elapsed_s"); elapsed.is_number()) kept.elapsed_s = elapsed;
     kept.lines += line + "\n";
   }
   return kept;

@@ -62,7 +62,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
 
 // Whether the run names other files than the checkpoint's.
 inline bool other_files(const ResumePoint& from, const Job& job) {
-  const nlohmann::json options = from.trainer.value("options", nlohmann::json());
+  const nlohmann::json options = member(from.trainer, "options");
   const auto then = [&](const char* name) {
     return options.is_object() ? options.value(name, std::string()) : std::string();
   };
@@ -72,8 +72,7 @@ inline bool other_files(const ResumePoint& from, const Job& job) {
 // The shards whose contents differ from those that the checkpoint's run read. Without --data-changed accept they are
 // rejected; other shards, or other numbers of tokens, always are.
 inline std::vector<DataChange> changed_data(const ResumePoint& from, const Job& job) {
-  const nlohmann::json none, then = from.trainer.value("data_checksums", none),
-                             tokens = from.trainer.value("data_tokens", none);
+  const nlohmann::json then = member(from.trainer, "data_checksums"), tokens = member(from.trainer, "data_tokens");
   if (then.is_null()) return {};          // written by an older version
   if (other_files(from, job)) return {};  // which --branch-from or --data-changed accept allowed
   CHECK(then.is_array() && then.size() == job.data->checksums.size(),
@@ -114,7 +113,7 @@ inline std::vector<DataChange> accept_changed_data(const ResumePoint& from, cons
 // The tokens of the last step before the checkpoint; at the end of a stretch they are not those of the next one.
 inline int64_t tokens_per_step_before(const ResumePoint& from, const Job& job) {
   if (job.course.origin().step == from.step && from.step > 0)  // another recipe goes on from here
-    return whole_number(from.trainer.value("tokens_per_step", nlohmann::json())).value_or(0);
+    return whole_number(member(from.trainer, "tokens_per_step")).value_or(0);
   return job.course.stretches()[job.course.stretch_of(from.step)].tokens_per_step;
 }
 
@@ -131,15 +130,15 @@ inline bool changes_positions(const Job& job) {
 inline void require_same_run(const ResumePoint& from, const Job& job) {
   const std::string file = from.path + "/trainer.json";
   auto expect = [&](const char* field, int64_t now, const std::string& what) {
-    const nlohmann::json then = from.trainer.value(field, nlohmann::json());
+    const nlohmann::json then = member(from.trainer, field);
     CHECK(then == now, "{}: \"{}\" is {}, but {} in this run: {}", file, field, then, now, what);
   };
   expect("step", from.step, "the directory was renamed");
   const int64_t tokens_per_step = tokens_per_step_before(from, job);
   expect("tokens_per_step", tokens_per_step,
          formatted("resume with --total-batch-size {}, and a --batch-size that divides it",
-                   from.trainer.value("tokens_per_step", nlohmann::json())));
-  if (job.document_begin && !from.trainer.value("document_begin", nlohmann::json()).is_null())
+                   member(from.trainer, "tokens_per_step")));
+  if (job.document_begin && !member(from.trainer, "document_begin").is_null())
     expect("document_begin", *job.document_begin,
            "--mask-documents needs the same end of text: give the same --tokenizer");
   const nlohmann::json before = config_to_hf(
@@ -149,10 +148,9 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
   for (const auto& [field, value] : before.items())
     CHECK(std::ranges::find(special_tokens, field) != std::end(special_tokens) ||
               (changes_positions(job) && std::ranges::find(of_positions, field) != std::end(of_positions)) ||
-              now.value(field, nlohmann::json()) == value,
-          "{}/config.json: \"{}\" is {}, but {} in --model {} now: {}", from.path, field, value,
-          now.value(field, nlohmann::json()), job.options.model,
-          "the model's directory has changed; --resume never and another --out-dir start a new run");
+              member(now, field) == value,
+          "{}/config.json: \"{}\" is {}, but {} in --model {} now: {}", from.path, field, value, member(now, field),
+          job.options.model, "the model's directory has changed; --resume never and another --out-dir start a new run");
   if (!other_files(from, job) && job.course.origin().step != from.step)
     expect("data_samples", job.data->train.samples(),
            "--train-data has changed: use the former shards, or another --out-dir");
@@ -163,14 +161,14 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
 
 // Reports that validation losses before and after the checkpoint are of different data.
 inline void report_changed_validation(Log& log, const ResumePoint& from, const Job& job) {
-  const nlohmann::json then = from.trainer.value("val_checksums", nlohmann::json());
+  const nlohmann::json then = member(from.trainer, "val_checksums");
   if (then.is_array() && !then.empty() && !job.data->val.empty() && then != nlohmann::json(job.data->val_checksums()))
     log.line("notice: --val-data has changed: its losses cannot be compared with the earlier ones");
 }
 
 // How many steps were planned for the run when it wrote the checkpoint.
 inline int64_t recorded_steps(const ResumePoint& from, const Job& job) {
-  if (const nlohmann::json steps = from.trainer.value("max_steps", nlohmann::json()); !steps.is_null()) {
+  if (const nlohmann::json steps = member(from.trainer, "max_steps"); !steps.is_null()) {
     const std::optional<int64_t> number = whole_number(steps);
     CHECK(number && *number > 0,
           "{}/trainer.json: \"max_steps\" is {}, expected a number of steps; the file is damaged", from.path, steps);
@@ -178,7 +176,7 @@ inline int64_t recorded_steps(const ResumePoint& from, const Job& job) {
   }
   // Older versions had only --max-steps.
   const nlohmann::json options = from.trainer.value("options", nlohmann::json::object());
-  const nlohmann::json steps = options.is_object() ? options.value("--max-steps", nlohmann::json()) : nlohmann::json();
+  const nlohmann::json steps = member(options, "--max-steps");
   const std::string text = steps.is_string() ? steps.get<std::string>() : "";
   return text.empty() ? steps_of_an_epoch(job.data->train.samples(), job.samples_per_step)
                       : std::strtoll(text.c_str(), nullptr, 10);
@@ -188,7 +186,7 @@ inline int64_t recorded_steps(const ResumePoint& from, const Job& job) {
 inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job& job) {
   const int64_t before = recorded_steps(from, job);
   if (from.step >= job.max_steps || job.course.recipe().staged) return;
-  const nlohmann::json options = from.trainer.value("options", nlohmann::json());
+  const nlohmann::json options = member(from.trainer, "options");
   if (options.is_object() && options.value("--stages", std::string()) != "") return;
   const LrSchedule then = choose_lr_schedule(options_from_record(from.path + "/trainer.json", options), before);
   const double next = job.course.learning_rate(from.step + 1);
@@ -209,10 +207,9 @@ inline void report_changes(Log& log, const ResumePoint& from, const Job& job) {
 inline Progress progress_at(const ResumePoint& from) {
   Progress progress;
   progress.done = from.step;
-  const nlohmann::json none, detectors = from.trainer.value("detectors", none),
-                             best = from.trainer.value("best_validation", none);
+  const nlohmann::json detectors = member(from.trainer, "detectors"), best = member(from.trainer, "best_validation");
   auto detector = [&](const char* field) {
-    const nlohmann::json values = detectors.is_object() ? detectors.value(field, none) : none;
+    const nlohmann::json values = member(detectors, field);
     CHECK(values.is_array() && values.size() <= OutlierDetector::window &&
               std::all_of(values.begin(), values.end(), [](auto& value) { return value.is_number(); }),
           "{}/trainer.json: \"{}\" of \"detectors\" is {}, expected at most {} numbers; the file is damaged", from.path,
@@ -222,8 +219,8 @@ inline Progress progress_at(const ResumePoint& from) {
   progress.losses = detector("loss");
   progress.norms = detector("grad_norm");
   if (!best.is_null()) {
-    const std::optional<int64_t> step = best.is_object() ? whole_number(best.value("step", none)) : std::nullopt;
-    CHECK(step && best.value("loss", none).is_number(),
+    const std::optional<int64_t> step = whole_number(member(best, "step"));
+    CHECK(step && member(best, "loss").is_number(),
           "{}/trainer.json: \"best_validation\" is {}, expected a step and a loss; the file is damaged", from.path,
           best);
     progress.best_step = *step;
@@ -239,7 +236,7 @@ inline Progress progress_at(const ResumePoint& from) {
         progress.data_changes);
   if (const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object()); choices.is_object())
     for (const auto& [name, choice] : {std::pair{"matmul", &progress.matmul_choices}, {"cpu_isa", &progress.cpu_isa}})
-      if (const nlohmann::json made = choices.value(name, nlohmann::json()); made.is_string()) *choice = made;
+      if (const nlohmann::json made = member(choices, name); made.is_string()) *choice = made;
   return progress;
 }
 

@@ -82,7 +82,7 @@ class RecipeReader {
         recipe_(job.course.recipe()),
         data_(*job.data),
         file_(from.path + "/trainer.json"),
-        json_(from.trainer.value("recipe", nlohmann::json())) {}
+        json_(member(from.trainer, "recipe")) {}
 
   ResumedCourse read() {
     if (json_.is_null()) read_old();
@@ -119,9 +119,9 @@ class RecipeReader {
   using Changes = ResumedCourse::Changes;
 
   int64_t count(const char* field) const {
-    const std::optional<int64_t> n = whole_number(from_.trainer.value(field, nlohmann::json()));
+    const std::optional<int64_t> n = whole_number(member(from_.trainer, field));
     CHECK(n, "{}: \"{}\" is {}, expected a whole number; the file is damaged", file_, field,
-          from_.trainer.value(field, nlohmann::json()));
+          member(from_.trainer, field));
     return *n;
   }
   [[noreturn]] void damaged(const char* what, const nlohmann::json& found) const {
@@ -153,9 +153,9 @@ class RecipeReader {
     files_ = {options.is_object() ? options.value("--train-data", std::string()) : ""};
     positions_ = {{cursor / blocks, cursor % blocks * T, cursor}};
     seeds_ = {{}};
-    const nlohmann::json seeds = from_.trainer.value("seeds", nlohmann::json());
+    const nlohmann::json seeds = member(from_.trainer, "seeds");
     if (seeds.is_null()) {  // one seed from the beginning
-      const auto first = whole_number(from_.trainer.value("seed", nlohmann::json()));
+      const auto first = whole_number(member(from_.trainer, "seed"));
       seeds_[0].push_back({0, 0, static_cast<uint64_t>(first.value_or(o_.seed))});
     } else {
       const auto is_seed = [](const nlohmann::json& seed) {
@@ -174,25 +174,24 @@ class RecipeReader {
 
   void read_recorded() {
     if (!json_.is_object()) damaged("everything", json_);
-    facts_ = json_.value("facts", nlohmann::json());
-    const auto block = whole_number(json_.value("block", nlohmann::json()));
+    facts_ = member(json_, "facts");
+    const auto block = whole_number(member(json_, "block"));
     if (!facts_.is_object() || !block || *block == 0) damaged("\"facts\" or \"block\"", json_);
     block_ = *block;
-    samples_ = whole_number(from_.trainer.value("data_cursor", nlohmann::json())).value_or(0);  // checked later
-    const nlohmann::json sources = json_.value("sources", nlohmann::json()),
-                         origin = json_.value("origin", nlohmann::json());
+    samples_ = whole_number(member(from_.trainer, "data_cursor")).value_or(0);  // checked later
+    const nlohmann::json sources = member(json_, "sources"), origin = member(json_, "origin");
     if (!sources.is_array() || sources.empty()) damaged("\"sources\"", sources);
     for (const nlohmann::json& source : sources) {
       const auto text = [&](const char* field) {
-        const nlohmann::json value = source.is_object() ? source.value(field, nlohmann::json()) : nlohmann::json();
+        const nlohmann::json value = member(source, field);
         if (!value.is_string()) damaged("\"sources\"", source);
         return value.get<std::string>();
       };
       names_.push_back(text("name"));
       files_.push_back(text("files"));
-      positions_.push_back(position("\"position\"", source.value("position", nlohmann::json())));
+      positions_.push_back(position("\"position\"", member(source, "position")));
       seeds_.emplace_back();
-      const nlohmann::json seeds = source.value("seeds", nlohmann::json());
+      const nlohmann::json seeds = member(source, "seeds");
       if (!seeds.is_array() || seeds.empty()) damaged("\"seeds\"", seeds);
       for (const nlohmann::json& seed : seeds) {
         const std::vector<int64_t> three = numbers("\"seeds\"", seed, 3);
@@ -201,10 +200,10 @@ class RecipeReader {
     }
     if (origin.is_null()) return;
     if (!origin.is_object()) damaged("\"origin\"", origin);
-    origin_.step = numbers("\"origin\"", nlohmann::json::array({origin.value("step", nlohmann::json())}), 1)[0];
-    origin_.tokens = numbers("\"origin\"", nlohmann::json::array({origin.value("tokens", nlohmann::json())}), 1)[0];
-    origin_.samples = numbers("\"origin\"", nlohmann::json::array({origin.value("samples", nlohmann::json())}), 1)[0];
-    const nlohmann::json at = origin.value("sources", nlohmann::json());
+    for (const auto& [name, number] :
+         {std::pair{"step", &origin_.step}, {"tokens", &origin_.tokens}, {"samples", &origin_.samples}})
+      *number = numbers("\"origin\"", nlohmann::json::array({member(origin, name)}), 1)[0];
+    const nlohmann::json at = member(origin, "sources");
     if (!at.is_array() || at.size() != names_.size()) damaged("\"sources\" of \"origin\"", at);
     for (const nlohmann::json& one : at) origin_.sources.push_back(position("\"sources\" of \"origin\"", one));
   }
@@ -230,11 +229,8 @@ class RecipeReader {
   // Blocks as before, if all lengths divide them; otherwise a new epoch of every source begins.
   void take_block(Changes& next) {
     const auto divides = [&](const RecipeStage& stage) { return block_ % stage.options.seq_len == 0; };
-    const auto pack_of = [](const nlohmann::json& facts) {
-      return facts.is_object() ? facts.value("pack", nlohmann::json()) : nlohmann::json();
-    };
     const bool packs = recipe_.stages[0].options.pack != Packing::stream,
-               other_rows = pack_of(facts_) != pack_of(recipe_facts(recipe_));
+               other_rows = member(facts_, "pack") != member(recipe_facts(recipe_), "pack");
     if (!other_rows && (packs ? block_ == recipe_.longest() : std::ranges::all_of(recipe_.stages, divides))) return;
     next.block = recipe_.longest();
     bool begun = false;
@@ -278,7 +274,7 @@ class RecipeReader {
   std::string difference() const {
     const nlohmann::json now = recipe_facts(recipe_);
     const auto list = [](const nlohmann::json& facts, const char* name) {
-      const nlohmann::json value = facts.value(name, nlohmann::json());
+      const nlohmann::json value = member(facts, name);
       return value.is_array() ? value : nlohmann::json::array();
     };
     for (const char* name : {"sources", "file", "stages"}) {

@@ -60,8 +60,7 @@ inline std::pair<std::string, int64_t> named_checkpoint(const std::string& optio
 
 // The checkpoint that a run branched from, as run.json and trainer.json record it; null: the run is not a branch.
 inline nlohmann::json parent_of(const ResumePoint& from) {
-  if (from.begin == Begin::resume)
-    return from.trainer.is_object() ? from.trainer.value("parent", nlohmann::json()) : nlohmann::json();
+  if (from.begin == Begin::resume) return member(from.trainer, "parent");
   CHECK(!utf8_fault(from.path), "--branch-from {}: its path is not UTF-8, and is written into JSON: rename it",
         shown(from.path));
   return {{"path", from.path}, {"step", from.step}, {"manifest", checksum(read_text(from.path + "/manifest.json"))}};
@@ -75,14 +74,11 @@ inline void require_parent(const std::string& file, const nlohmann::json& record
   CHECK(!recorded.is_null(),
         "--branch-from {}: --out-dir {} holds a run that is no branch ({} names no parent): choose a new --out-dir",
         branch_from, out_dir, file);
-  const auto field = [&](const char* name) {
-    return recorded.is_object() ? recorded.value(name, nlohmann::json()) : nlohmann::json();
-  };
   const std::string manifest = branch_from + "/manifest.json";
-  CHECK(!path_exists(manifest) || field("manifest") == checksum(read_text(manifest)),
+  CHECK(!path_exists(manifest) || member(recorded, "manifest") == checksum(read_text(manifest)),
         "--branch-from {}: {} says that the run in --out-dir {} is a branch of another checkpoint, {}: name that one, "
         "or choose a new --out-dir",
-        branch_from, file, out_dir, field("path"));
+        branch_from, file, out_dir, member(recorded, "path"));
 }
 
 }  // namespace llmc

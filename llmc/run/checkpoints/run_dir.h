@@ -1,9 +1,8 @@
 // run_dir.h: the directory of one run: the run's options (run.json), its one writer (a lock), the checkpoint to resume
-// from, the checkpoints to keep, and where metrics.jsonl is truncated.
+// from, and where metrics.jsonl is truncated.
 #pragma once
 #include <filesystem>
 #include <limits>
-#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -14,13 +13,13 @@
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/dir_lock.h"
 #include "run/checkpoints/kept_metrics.h"
+#include "run/checkpoints/restart.h"
 #include "run/checkpoints/resume_point.h"
+#include "run/checkpoints/retention.h"
 #include "run/checkpoints/run_record.h"
 #include "run/recipe/sources.h"
 
 namespace llmc {
-
-inline constexpr const char* saved_by_clock = "clock";  // in trainer.json, if saved for --checkpoint-minutes alone
 
 // Files that a start makes before it is sure to begin. They are removed unless it keeps them, so that a rejected start
 // leaves nothing behind.
@@ -61,7 +60,7 @@ class RunDirectory {
               name, path_exists(metrics_file()) ? "; if an older version left it, --restart moves it aside" : "");
     lock();
     if (o.restart && requeued()) log.line("notice: Slurm has started this job again: --restart is left out");
-    else if (o.restart) move_aside(log, o);
+    else if (o.restart && move_aside(o, log)) lock();
     if (has_steps()) {  // a run without a step may have been started with mistyped options
       CHECK(o.resume != "never",
             "--resume never: --out-dir {} already holds a run; choose another one, or move it aside with --restart",
@@ -155,7 +154,7 @@ class RunDirectory {
     }
     write_run_file(o);
     lock_ = std::move(again);
-    by_clock_.clear();
+    retention_.forget();
     return {Fate::made_anew, formatted("WARNING: {}; it is made again, and the run goes on there{}", what,
                                        now.empty() ? "" : formatted(": its checkpoints so far are in {}", now))};
   } catch (const std::exception&) {  // someone may still be deleting it: retried at the next look
@@ -164,32 +163,7 @@ class RunDirectory {
   // Where the directory that this run still holds is now; empty: nowhere.
   std::string moved_to() const { return lock_.directory(); }
 
-  // Deletes all checkpoints except the newest `keep` (0: keeps all), the two newest saved by the clock alone, multiples
-  // of `keep_every`, and the one that OUT/best links to.
-  void prune(int64_t keep, int64_t keep_every) {
-    constexpr size_t keep_by_clock = 2;
-    std::error_code none;
-    const std::optional<int64_t> best = checkpoint_step(std::filesystem::read_symlink(path_ + "/best", none));
-    std::vector<int64_t> by_clock, others;
-    for (const int64_t step : checkpoint_steps(path_)) (saved_by_the_clock(step) ? by_clock : others).push_back(step);
-    const auto remove_older = [&](std::vector<int64_t> steps, size_t most) {
-      steps.resize(steps.size() - std::min(steps.size(), most));
-      for (const int64_t step : steps)
-        if (!(keep_every > 0 && step % keep_every == 0) && step != best) remove(step);
-    };
-    remove_older(std::move(by_clock), keep_by_clock);
-    if (keep > 0) remove_older(std::move(others), static_cast<size_t>(keep));
-  }
-
-  // Makes OUT/best a link to the checkpoint with the best validation loss.
-  void link_best(int64_t step) const {
-    const std::string temporary = path_ + "/.tmp-best";
-    std::error_code error;
-    std::filesystem::remove(temporary, error);
-    std::filesystem::create_symlink(std::filesystem::path(checkpoint_path(path_, step)).filename(), temporary, error);
-    if (!error) std::filesystem::rename(temporary, path_ + "/best", error);
-    CHECK(!error, "cannot link {}/best: {}", path_, error.message());
-  }
+  Retention& retention() { return retention_; }
 
   // Whether metrics.jsonl has the validation of a step.
   bool validated(int64_t step) const { return metrics_until(step).validated; }
@@ -222,8 +196,7 @@ class RunDirectory {
   // Truncates metrics.jsonl after the lines of a checkpoint's step. Damaged lines are moved to a separate file.
   MetricsKept truncate_metrics(Log& log, const ResumePoint& resume) const {
     // In these cases, best_validation does not include the validation of this step.
-    const bool later = resume.begin == Begin::branch ||
-                       (resume.trainer.is_object() && resume.trainer.value("validated", nlohmann::json()) == false);
+    const bool later = resume.begin == Begin::branch || member(resume.trainer, "validated") == false;
     MetricsKept kept = metrics_until(resume.step, later ? OwnValidation::repeat : OwnValidation::keep);
     const std::string copy = path_ + "/metrics-damaged.txt";
     if (!kept.damaged.empty()) {
@@ -231,7 +204,7 @@ class RunDirectory {
       file.write(kept.damaged.data(), std::ssize(kept.damaged));
       file.sync_and_close();
     }
-    const nlohmann::json parent = parent_.is_object() ? parent_.value("step", nlohmann::json()) : parent_;
+    const nlohmann::json parent = parent_.is_object() ? member(parent_, "step") : parent_;
     if (resume.path == checkpoint_path(path_, resume.step))
       if (const auto fault = metrics_fault(kept, resume.step, metrics_file(), copy, whole_number(parent));
           !fault.empty())
@@ -242,7 +215,7 @@ class RunDirectory {
 
   // Takes the options from a checkpoint's trainer.json, which has a checksum, or from run.json if it has none.
   void take_options(Log& log, const ResumePoint& from, const Options& o) {
-    const nlohmann::json options = from.trainer.value("options", nlohmann::json());
+    const nlohmann::json options = member(from.trainer, "options");
     check_resumed_options(log, from.path + "/trainer.json", options, o, from.begin);
     shuffled_before_ = shuffled(options);
     parent_ = parent_of(from);
@@ -258,7 +231,7 @@ class RunDirectory {
   // a checkpoint of its own, the one that it began with.
   ResumePoint branch_point(Log& log, const Options& o) {
     const nlohmann::json recorded = record_ ? record_->parent : nlohmann::json();
-    const nlohmann::json path = recorded.is_object() ? recorded.value("path", nlohmann::json()) : recorded;
+    const nlohmann::json path = recorded.is_object() ? member(recorded, "path") : recorded;
     CHECK(!o.branch_from.empty() || path.is_string(),
           "{}: \"parent\" is {}, expected a checkpoint; the file is damaged", run_file(), recorded);
     const bool given = !o.branch_from.empty();
@@ -276,17 +249,6 @@ class RunDirectory {
     return !checkpoint_steps(path_).empty() || metrics_until(std::numeric_limits<int64_t>::max()).train_lines > 0;
   }
 
-  // Whether trainer.json says that a checkpoint was saved for --checkpoint-minutes alone.
-  bool saved_by_the_clock(int64_t step) {
-    const auto [found, is_new] = by_clock_.try_emplace(step, false);
-    if (is_new) try {
-        found->second = read_json(checkpoint_path(path_, step) + "/trainer.json").value("saved_by", nlohmann::json()) ==
-                        saved_by_clock;
-      } catch (const std::exception&) {  // do not delete a damaged one early
-      }
-    return found->second;
-  }
-
   // Whether this is an empty file, such as the lock, or has disappeared.
   bool nothing_in(const std::string& name) const {
     struct stat info {};
@@ -300,45 +262,6 @@ class RunDirectory {
           "--out-dir {}: another run is writing to it; wait until it ends, or choose another directory", path_);
   }
 
-  // Whether Slurm has started the job again, after exit status 75 or the loss of a node: the command is the same, and
-  // the run must not begin anew.
-  static bool requeued() {
-    const char* restarts = std::getenv("SLURM_RESTART_COUNT");
-    return restarts != nullptr && std::atoi(restarts) > 0;
-  }
-
-  // --restart: renames the whole directory in one step, and creates a new one.
-  void move_aside(Log& log, const Options& o) {
-    const std::vector<std::string> names = names_in(path_);
-    if (std::all_of(names.begin(), names.end(), [](const std::string& name) { return name == ".lock"; })) return;
-    std::error_code error, none;
-    const std::filesystem::path from = std::filesystem::canonical(path_, none);
-    std::vector<std::pair<const char*, std::string>> inputs = {
-        {"--model", model_preset(o.model) ? std::string() : o.model},
-        {"--stages", o.stages},
-        {"--tokenizer", o.tokenizer},
-        {"--eval-choices", o.eval_choices}};
-    for (const SourceText& source : source_texts(o)) inputs.emplace_back("--train-data", source.pattern);
-    for (const ValidationText& set : validation_texts(o)) inputs.emplace_back("--val-data", set.pattern);
-    for (const auto& [option, input] : inputs) {
-      const std::filesystem::path path = std::filesystem::weakly_canonical(input, none);
-      const bool names_files = input.find('/') != std::string::npos || std::filesystem::exists(input, none);
-      CHECK(!names_files || std::mismatch(from.begin(), from.end(), path.begin(), path.end()).first != from.end(),
-            "--restart would move {} {}, which is inside --out-dir {}: choose another --out-dir instead", option, input,
-            path_);
-    }
-    std::string to;
-    for (int i = 1; to.empty() || path_exists(to); ++i) to = formatted("{}.before-{}", from.string(), i);
-    std::filesystem::rename(from, to, error);
-    CHECK(!error, "--restart: cannot rename {} to {}: {}; choose another --out-dir instead", from.string(), to,
-          error.message());
-    fsync_directory(from.parent_path());
-    std::filesystem::create_directories(from, error);
-    CHECK(!error, "cannot create {}: {}", from.string(), error.message());
-    log.line(formatted("--restart: the former contents of {} are now in {}", path_, to));
-    lock();
-  }
-
   // Renames a damaged checkpoint to make room for a new one of the same step.
   void set_aside(Log& log, int64_t step) const {
     const std::string from = checkpoint_path(path_, step);
@@ -350,18 +273,10 @@ class RunDirectory {
     log.line(formatted("WARNING: renamed {} to {}", from, to));
   }
 
-  void remove(int64_t step) const {
-    const std::string path = checkpoint_path(path_, step), gone = formatted("{}/.tmp-removed-{:06}", path_, step);
-    std::error_code error;
-    std::filesystem::rename(path, gone, error);  // first, so that half of it is never taken for a checkpoint
-    if (!error) std::filesystem::remove_all(gone, error);
-    CHECK(!error, "cannot remove {}: {}", path, error.message());
-  }
-
   std::string path_;
-  std::map<int64_t, bool> by_clock_;  // of checkpoints whose trainer.json was read
-  std::optional<RunRecord> record_;   // run.json, if the run has completed a step
-  nlohmann::json parent_;             // a branch's parent
+  Retention retention_{path_};
+  std::optional<RunRecord> record_;  // run.json, if the run has completed a step
+  nlohmann::json parent_;            // a branch's parent
   bool shuffled_before_ = true;
   DirectoryLock lock_;
   NewFiles traces_;                              // removed before the lock is released

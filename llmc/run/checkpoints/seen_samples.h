@@ -12,16 +12,16 @@ namespace llmc {
 // Whether a run mixed sources, had stages, or was a branch with another order.
 inline bool with_several_orders(const nlohmann::json& recipe) {
   if (!recipe.is_object()) return false;
-  const nlohmann::json none, sources = recipe.value("sources", none), facts = recipe.value("facts", none);
+  const nlohmann::json sources = member(recipe, "sources"), facts = member(recipe, "facts");
   return recipe.contains("origin") || !facts.is_object() || facts.contains("file") || !sources.is_array() ||
-         sources.size() != 1 || !sources[0].is_object() || sources[0].value("seeds", none).size() != 1;
+         sources.size() != 1 || member(sources[0], "seeds").size() != 1;
 }
 
 // A notice if the run that wrote this trainer.json took the same samples in the same order as this run will; empty:
 // they are others, or come in another order.
 inline std::string seen_samples(const nlohmann::json& trainer, const Options& o,
                                 const std::vector<std::string>& data_checksums) {
-  auto field = [&](const char* name) { return trainer.is_object() ? trainer.value(name, nlohmann::json()) : trainer; };
+  auto field = [&](const char* name) { return member(trainer, name); };
   const std::optional<int64_t> seen = whole_number(field("data_cursor")), all = whole_number(field("data_samples"));
   const nlohmann::json options = field("options");
   if (!seen || !all || *seen == 0 || *all == 0 || o.overfit_batch || !options.is_object()) return "";

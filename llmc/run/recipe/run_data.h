@@ -39,10 +39,9 @@ inline void pack(Sources& sources, const Options& o, const Notice& notice) {
                notice);
 }
 
-// The samples of a stretch. seeds: see RunData.
-inline DataLoader make_loader(const Sources& sources, const std::vector<std::vector<Reseed>>& seeds,
-                              const Course& course, const Stretch& stretch, bool shuffle, int64_t vocab_size,
-                              std::optional<int32_t> end_of_text = std::nullopt) {
+// The sources as a loader reads them. seeds: see RunData.
+inline std::vector<DataLoader::Source> loader_sources(const Sources& sources,
+                                                      const std::vector<std::vector<Reseed>>& seeds, bool shuffle) {
   std::vector<DataLoader::Source> all;
   for (size_t s = 0; s < sources.size(); ++s) {
     const std::vector<Reseed> later(seeds[s].begin() + 1, seeds[s].end());
@@ -50,7 +49,7 @@ inline DataLoader make_loader(const Sources& sources, const std::vector<std::vec
                    BlockOrder(sources[s].blocks(), shuffle, seeds[s][0].seed, sources[s].name, later), sources[s].name,
                    sources[s].packed.get()});
   }
-  return DataLoader(std::move(all), course.order_of(stretch), stretch.seq_len, vocab_size, end_of_text);
+  return all;
 }
 
 struct RunData {
@@ -76,9 +75,11 @@ struct RunData {
     return all;
   }
 
+  // The samples of a stretch.
   DataLoader loader(const Course& course, const Stretch& stretch, bool shuffle, int64_t vocab_size,
                     std::optional<int32_t> end_of_text) const {
-    return make_loader(train, seeds, course, stretch, shuffle, vocab_size, end_of_text);
+    return DataLoader(loader_sources(train, seeds, shuffle), course.order_of(stretch), stretch.seq_len, vocab_size,
+                      end_of_text);
   }
 };
 

@@ -4,7 +4,6 @@
 #pragma once
 #include <algorithm>
 #include <cctype>
-#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>

@@ -4,11 +4,8 @@
 #if __has_include("build_info.h")
 #include "build_info.h"  // written by the Makefile
 #endif
-#include <unistd.h>
 
-#include <filesystem>
 #include <string>
-#include <tuple>
 
 #include "comm/world.h"
 #include "core/host_name.h"

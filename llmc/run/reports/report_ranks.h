@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/processes.h"
+#include "comm/connected_processes.h"
 #include "core/log.h"
 #include "run/options/options.h"
 

@@ -9,7 +9,6 @@
 // step, and without clipping, for which each stage has a norm of its own.
 #pragma once
 #include <algorithm>
-#include <optional>
 #include <set>
 #include <string>
 #include <string_view>

@@ -166,7 +166,7 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
         const TensorParallel tensor = tensor_parallel(m, tp);
         const int readers = ranks / (cp * tp);
         for (const ContextAttention attention : all_values<ContextAttention>()) {
-          if (attention == ContextAttention::ulysses && !can_share_heads(part_of(m, tensor), cp)) continue;
+          if (attention == ContextAttention::ulysses && !can_share_heads(model_of_rank(m, tensor), cp)) continue;
           for (int replicas = 1; replicas <= readers; ++replicas)
             for (const int stage : {0, 3})
               if (sequences % readers == 0 && readers % replicas == 0)

@@ -174,19 +174,6 @@ inline void merge(Routes& routes, const Processes& processes) {
       routes[{t[0], t[1], t[2], t[3]}].experts = t[4].get<std::vector<int64_t>>();
 }
 
-// The nearest choice of all, compared with rounding.
-struct NearestTie {
-  RoutedToken token;
-  Margin margin;
-};
-inline NearestTie nearest_tie(const Routes& routes) {
-  NearestTie nearest{};
-  for (const auto& [token, route] : routes)
-    if (const Margin m = margin_of(route); m.by * nearest.margin.rounding <= nearest.margin.by * m.rounding)
-      nearest = {token, m};
-  return nearest;
-}
-
 // The tokens that a layout sends to different experts than one rank does.
 struct Rerouted {
   int64_t tokens = 0;

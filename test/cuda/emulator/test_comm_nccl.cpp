@@ -5,6 +5,7 @@
 #include "comm/world.h"
 #include "cuda/emulator/processes.h"
 #include "cuda_on_cpu/nccl/nccl_clique.h"
+#include "parallel/row_blocks.h"
 
 using namespace llmc;
 
@@ -82,9 +83,9 @@ TEST_CASE("process: the trainer's collectives", "[.process]") {
     constexpr int64_t width = 5, rows = 20;
     const Tensor outgoing = m.tensor("outgoing", dtype, rows * width, own).reshaped({rows, width}),
                  incoming = m.tensor("incoming", dtype, rows * width, 99).reshaped({rows, width});
-    m.group->all_to_all_rows(incoming, outgoing, Comm::in_order(send), Comm::in_order(receive), m.stream);
-    if (m.rank == 0) m.group->exchange(1, passed.bytes, passed.size_bytes(), -1, nullptr, 0, m.stream);
-    if (m.rank == 1) m.group->exchange(-1, nullptr, 0, 0, passed.bytes, passed.size_bytes(), m.stream);
+    m.group->all_to_all_rows(incoming, outgoing, in_order(send), in_order(receive), m.stream);
+    if (m.rank == 0) m.group->exchange({1, passed.bytes, passed.size_bytes()}, {}, m.stream);
+    if (m.rank == 1) m.group->exchange({}, {0, passed.bytes, passed.size_bytes()}, m.stream);
     m.stream.synchronize();
     m.group->check();
     with_type(dtype, [&](auto tag) {
@@ -253,11 +254,13 @@ TEST_CASE("sends and receives that NCCL refuses leave no group of calls open", "
   const auto group = make_nccl_group(nccl_unique_id(), 0, 1, 0, 1);
   group->connect(10);
   const int nobody = 7;
-  REQUIRE_THAT(thrown_by([&] { group->exchange(nobody, x.bytes, 16, -1, nullptr, 0, stream); }),
+  REQUIRE_THAT(thrown_by([&] {
+                 group->exchange({nobody, x.bytes, 16}, {}, stream);
+               }),
                ContainsSubstring("an exchange by ncclSend and ncclRecv failed: invalid argument"));
   REQUIRE(ncclGroupEnd() == ncclInvalidUsage);
   group->abort();
-  REQUIRE(thrown_by([&] { group->exchange(0, x.bytes, 8, 0, x.bytes + 8, 8, stream); }) == "peer");
+  REQUIRE(thrown_by([&] { group->exchange({0, x.bytes, 8}, {0, x.bytes + 8, 8}, stream); }) == "peer");
   REQUIRE(ncclGroupEnd() == ncclInvalidUsage);
 }
 

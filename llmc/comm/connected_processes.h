@@ -1,8 +1,6 @@
-// processes.h: the processes of a job: how they meet, and who carries bytes between their ranks.
+// connected_processes.h: the processes of a job: how they meet, and who carries bytes between their ranks.
 #pragma once
 #include <memory>
-#include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>

@@ -1,0 +1,117 @@
+// milestones.h: what is due after some steps of a run: a validation, a sample, a checkpoint.
+#pragma once
+#include <cerrno>  // program_invocation_name, from glibc
+#include <cmath>
+#include <functional>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "run/training_rank.h"
+#include "run/validation.h"
+#include "train/sample.h"
+
+namespace llmc {
+
+// All ranks call its functions together, with no update under way.
+class Milestones {
+ public:
+  struct Hooks {
+    std::function<void()> poll;             // may end the run
+    std::function<HostBatch()> last_batch;  // a micro-batch of the last step
+  };
+  Milestones(TrainingRank& rank, Hooks hooks) : r_(rank), o_(rank.options()), hooks_(std::move(hooks)) {
+    if (!r_.job.data->val.empty()) validation_.emplace(r_.run.trainer, r_.run.groups, r_.job.validation());
+  }
+
+  // Is anything due after this step?
+  bool after(int64_t step) const {
+    return due(step, validation_ ? o_.val_every : 0) || due(step, o_.sample_every) || due(step, o_.checkpoint_every) ||
+           step == r_.job.last_step() || r_.checkpoints.retries_at(step);
+  }
+  // Does what is due after the last update.
+  void reach() {
+    Progress& progress = r_.progress;
+    if (validation_ && due(progress.done, o_.val_every) && !progress.validated)
+      r_.report.timed(Task::validation, [&] { validate(); });
+    if (progress.done == 0) return;
+    if (progress.done > r_.first && due(progress.done, o_.sample_every))
+      r_.report.timed(Task::sample, [&] { sample(); });
+    const bool best = o_.keep_best && progress.best_step == progress.done, last = progress.done == r_.job.last_step();
+    const bool by_rule = last || best || due(progress.done, o_.checkpoint_every);
+    if (!by_rule && !r_.checkpoints.retries_at(progress.done)) return;
+    const Because because = by_rule ? Because::rule : r_.checkpoints.retries_because();
+    const OnFailure on_failure = last ? OnFailure::fail : o_.checkpoint_errors;
+    if (save(on_failure, because)) r_.checkpoints.tidy(progress.done, best);
+    else if (best) std::tie(progress.best_step, progress.best_val) = best_before_;  // the best one was not saved
+  }
+  // Returns whether there is a checkpoint.
+  bool save(OnFailure on_failure, Because because = Because::rule) {
+    require_finite_loss();
+    return r_.checkpoints.save(r_.progress, r_.run, on_failure, because);
+  }
+
+ private:
+  bool due(int64_t step, int64_t every) const { return every > 0 && (step == r_.job.max_steps || step % every == 0); }
+
+  // The loss of a step is computed with the weights before its update. A checkpoint therefore evaluates one more
+  // micro-batch, from the data of its last step: the weights may be finite and their loss not.
+  void require_finite_loss() {
+    if (finite_after_ == r_.progress.done) return;
+    const StepConfig& step = r_.job.step;
+    require_finite(r_.run.trainer.evaluate(1, step.batch.rows() * step.layout.readers(),
+                                           [this](int64_t) { return hooks_.last_batch(); }),
+                   "");
+  }
+  void require_finite(double loss, const char* which) {
+    if (!std::isfinite(loss))
+      throw SharedError(
+          formatted("the last update diverged: with the weights after step {} the {}loss is {}, so they were "
+                    "not saved. Lower --lr, add --warmup-steps or check the data; {}",
+                    r_.progress.done, which, loss, r_.checkpoints.way_back(program_invocation_name)),
+          ExitStatus::diverged);
+    finite_after_ = r_.progress.done;
+  }
+
+  void validate() {
+    Progress& progress = r_.progress;
+    const ValLine found = validation_->line(
+        progress.done,
+        {.poll = hooks_.poll,
+         .micro_batch = [&](const char* what, int64_t done,
+                            int64_t total) { r_.log.progress(formatted("{}: micro-batch", what), done, total); },
+         .cannot_read =
+             [&](const Error& error) {
+               r_.cannot_read(error, formatted("the validation after step {}", progress.done));
+             }});
+    r_.log.val(found);
+    require_finite(found.loss, "validation ");
+    if (found.loss < progress.best_val)
+      best_before_ = {std::exchange(progress.best_step, progress.done), std::exchange(progress.best_val, found.loss)};
+    progress.validated = true;
+  }
+
+  void sample() {
+    const Job& job = r_.job;
+    std::vector<int32_t> made;
+    generate(r_.run.trainer, prompt_tokens(*job.tokenizer, o_.prompt, job.step.model), o_.sample_tokens,
+             sample_options(o_), Philox(static_cast<uint64_t>(o_.seed), formatted("sample {}", r_.progress.done)),
+             [&](int32_t token) {
+               hooks_.poll();
+               made.push_back(token);
+               r_.log.progress("sampling", static_cast<int64_t>(made.size()), o_.sample_tokens);
+               return token != job.tokenizer->end_of_text();
+             });
+    r_.log.line(formatted("sample at step {}: {}{}", r_.progress.done, o_.prompt, job.tokenizer->decode(made)));
+  }
+
+  TrainingRank& r_;
+  const Options& o_;
+  Hooks hooks_;
+  std::optional<Validation> validation_;
+  int64_t finite_after_ = -1;               // the loss after this step was seen to be finite; -1: after none yet
+  std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement
+};
+
+}  // namespace llmc
