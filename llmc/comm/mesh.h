@@ -62,11 +62,16 @@ class Mesh {
 
   // The ranks that differ from `rank` only along these axes, `rank` included, in ascending order.
   std::vector<int> group(int rank, Axes along) const {
-    std::vector<int> members;
-    for (int other = 0; other < size(); ++other) {
-      bool same = true;
-      for (const auto& [axis, n] : order_) same &= along.has(axis) || coordinate(other, axis) == coordinate(rank, axis);
-      if (same) members.push_back(other);
+    std::vector<int> members = {rank};
+    int stride = 1;  // between neighbours along an axis; from the innermost axis out
+    for (size_t i = order_.size(); i-- > 0; stride *= order_[i].second) {
+      const auto& [axis, n] = order_[i];
+      if (!along.has(axis)) continue;
+      const std::vector<int> inner = std::move(members);
+      const int mine = coordinate(rank, axis);
+      members.clear();
+      for (int c = 0; c < n; ++c)
+        for (const int other : inner) members.push_back(other + (c - mine) * stride);
     }
     return members;
   }

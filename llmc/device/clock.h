@@ -33,10 +33,11 @@ class PaperClock {
   PaperClock(std::shared_ptr<const Machine> machine, std::shared_ptr<LinkTimes> links, bool is_side)
       : machine_(std::move(machine)), links_(std::move(links)), is_side_(is_side) {}
 
-  // Returns how long the op takes.
-  double run(const OpCost& cost) {
-    if (!machine_) return 0;
-    const double seconds = machine_->seconds(cost);
+  // How long an op takes, apart from waits.
+  double seconds_of(const OpCost& cost) const { return machine_ ? machine_->seconds(cost) : 0; }
+  // Runs an op that takes this long.
+  void run(const OpCost& cost, double seconds) {
+    if (!machine_) return;
     InUse* const shared = seconds > 0 ? shared_by(cost) : nullptr;
     if (shared != nullptr) wait(shared->until, cost.messages > 0 ? cost.group : shared->group);
     now_ += seconds;
@@ -45,7 +46,6 @@ class PaperClock {
       last_transfer_ = cost.group;
       expose(seconds, cost.group);
     }
-    return seconds;
   }
   // Waits until another stream has reached this time, at the end of a transfer of this group (none: of work).
   void wait(double until, const char* group) {

@@ -91,9 +91,13 @@ enum class Precedence : uint8_t { compute, communication };
 
 // Work that is enqueued repeatedly, on the same tensors, or on paper on equal ones.
 struct Replay {
-  int64_t times = 0;        // times it was enqueued
-  std::vector<OpCost> ops;  // on paper: of which it consists
-  bool is_only_ops = true;  // on paper: no transfer is among it, and no other stream waits for it or it for them
+  int64_t times = 0;  // times it was enqueued
+  struct PaperOp {
+    OpCost cost;
+    double seconds;
+  };
+  std::vector<PaperOp> ops;  // on paper: of which it consists
+  bool is_only_ops = true;   // on paper: no transfer is among it, and no other stream waits for it or it for them
 #ifdef TRAIN_GPT_CUDA
   std::optional<cuda::Graph> graph;
 #endif
@@ -178,7 +182,7 @@ class Stream {
   }
   template <class F>
   void run(const OpCost& cost, std::span<const Tensor> outputs, F&& task) {
-    if (device_.kind == DeviceKind::null) run_on_paper(cost);
+    if (device_.kind == DeviceKind::null) run_on_paper(cost, clock_.seconds_of(cost));
     else if (cpu_) run_task(cost, outputs, std::forward<F>(task));
     else run_task(cost, outputs, std::ref(task));  // called before this returns: no need to copy it
   }
@@ -196,7 +200,7 @@ class Stream {
   void replayed(Replay& replay, F&& enqueue) {
     if (device_.kind == DeviceKind::null && device_.graphs && trace_ == nullptr && replay.is_only_ops &&
         replay.times++ > 0) {
-      for (const OpCost& cost : replay.ops) run_on_paper(cost);
+      for (const auto& [cost, seconds] : replay.ops) run_on_paper(cost, seconds);
       if (!replay.ops.empty()) return;
       noted_ = &replay;
       enqueue();
@@ -315,9 +319,11 @@ class Stream {
  private:
   using Task = std::function<void()>;  // any op's, so that these are compiled once
 
-  void run_on_paper(const OpCost& cost) {
-    if (noted_ != nullptr) noted_->ops.push_back(cost), noted_->is_only_ops &= cost.group == nullptr;
-    const double before = this->seconds(), seconds = clock_.run(cost), begin = this->seconds() - seconds;
+  void run_on_paper(const OpCost& cost, double seconds) {
+    if (noted_ != nullptr) noted_->ops.push_back({cost, seconds}), noted_->is_only_ops &= cost.group == nullptr;
+    const double before = this->seconds();
+    clock_.run(cost, seconds);
+    const double begin = this->seconds() - seconds;
     if (books_.are_open()) books_.book(cost, seconds);
     if (trace_ == nullptr) return;
     if (begin > before) trace_->add(detail::wait_span(cost.group == nullptr ? "" : cost.group), before, begin);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -198,6 +199,12 @@ inline ExpertParallel expert_parallel(const ModelConfig& c, int64_t ranks) {
   return {.ranks = static_cast<int>(ranks), .count = c.experts.count};
 }
 
+// Which parameters a table lists. The units of other layers are there, too, but empty.
+struct WantedParameters {
+  std::function<bool(int64_t layer)> layer = {};  // none: all
+  std::optional<Range> experts = {};              // of each layer; none: all
+};
+
 // The parameters, with GPT-2's initialisation: normal 0.02, projections into the residual stream scaled by
 // 1 / sqrt(2 L) (Radford et al. 2019). A tied token embedding is one parameter, used by the embedding and the head.
 //
@@ -205,7 +212,8 @@ inline ExpertParallel expert_parallel(const ModelConfig& c, int64_t ranks) {
 // layer. It has the gates and ups of all experts, expert by expert, then their downs, without gaps. So a grouped
 // product sees one tensor of each kind, (E, 2 F, C) and (E, C, F), which are also transformers' fused tensors, and the
 // rows of every expert are aligned like those of the first.
-inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimizer::adamw) {
+inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimizer::adamw,
+                                  const WantedParameters& wanted = {}) {
   const int64_t C = c.n_embd, F = c.n_ffn, D = c.head_size, Q = c.q_size(), KV = c.kv_size();
   const float std = c.init_std;
   const float residual_std = std / std::sqrt(2.0f * static_cast<float>(c.n_layer));
@@ -236,6 +244,10 @@ inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimiz
   for (int64_t l = 0; l < c.n_layer; ++l) {
     const std::string block = formatted("blocks.{}", l);
     table.push_back({block, {}});
+    if (wanted.layer && !wanted.layer(l)) {
+      if (c.is_sparse(l)) table.push_back({block + ".experts", {}, Sharing::experts});
+      continue;
+    }
     auto matrix = [&](const std::string& name, int64_t out, int64_t in, TensorSplit tp, float stddev,
                       Placement placement = aligned, int64_t most_parts = 0) {
       table.back().params.push_back({.name = block + name,
@@ -280,12 +292,13 @@ inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimiz
         matrix(formatted(".experts.{}.{}", i, name), out, in, by_row, stddev, placement);
         table.back().params.back().expert = i;
       };
-      for (int64_t i = 0; i < e.count; ++i) {
-        of_expert(i, "gate.weight", e.width, C, std, i == 0 ? aligned : adjacent);
+      const Range experts = wanted.experts.value_or(Range{0, e.count});
+      for (int64_t i = experts.begin; i < experts.end(); ++i) {
+        of_expert(i, "gate.weight", e.width, C, std, i == experts.begin ? aligned : adjacent);
         of_expert(i, "up.weight", e.width, C, std, adjacent);
       }
-      for (int64_t i = 0; i < e.count; ++i)
-        of_expert(i, "down.weight", C, e.width, residual_std, i == 0 ? aligned : adjacent);
+      for (int64_t i = experts.begin; i < experts.end(); ++i)
+        of_expert(i, "down.weight", C, e.width, residual_std, i == experts.begin ? aligned : adjacent);
       continue;
     }
     const bool gated = c.family.mlp == Mlp::swiglu;
@@ -320,8 +333,7 @@ inline std::vector<LayerUnits> layer_units(const ModelConfig& c) {
 
 // Parameters that a token uses: among the experts of a layer only those that the router chooses, and the shared one.
 inline int64_t count_active_parameters(const ModelConfig& c) {
-  const Experts& e = c.experts;
-  return count_parameters(parameter_table(c)) - c.sparse_layers() * (e.count - e.per_token) * 3 * e.width * c.n_embd;
+  return count_parameters(parameter_table(c, Optimizer::adamw, {.experts = Range{0, c.experts.per_token}}));
 }
 
 // Active parameters that multiply activations: a tied table counts once, as the head; lookup tables do not count.

@@ -132,6 +132,8 @@ inline std::vector<Chunk> make_chunks(int64_t n_layer, int chunks) {
 // The most blocks whose gradients are open at the same time, that is, between the first and the last part of a
 // micro-batch's backward: all blocks of a chunk, if its backward has several parts; otherwise one block after another.
 inline int64_t blocks_open(const std::vector<Action>& actions, const std::vector<Chunk>& chunks) {
+  const auto in_parts = [](const Action& a) { return a.kind == ActionKind::backward_weight || a.slice > 0; };
+  if (std::none_of(actions.begin(), actions.end(), in_parts)) return 1;
   std::map<std::pair<int, int64_t>, int64_t> parts;  // still to come, by chunk and micro-batch
   auto key = [](const Action& a) { return std::pair(a.chunk, a.micro_batch); };
   auto is_part = [](const Action& a) { return computes(a.kind) && a.kind != ActionKind::forward; };

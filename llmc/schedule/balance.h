@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <string>
 #include <tuple>
@@ -97,17 +96,23 @@ class Pipedream {
     else
       for (double above = 1.0 / 64; best_.empty() || best_.back().back().replicas == 0; above *= 2)
         pass(least * (1 + above));
-    if (replicate_ == Replicate::yes) pass(floor_ = best_.back().back().order[0]);
+    if (replicate_ == Replicate::yes) pass(floor_ = best_.back().back().slowest);
     return pipeline(workers_);
   }
 
  private:
   static constexpr double infinity = std::numeric_limits<double>::infinity();
 
+  // Descending times, each with how many stages and links take it. Lists of equally many are compared as if each were
+  // listed singly: where one of them has a time less often, a smaller one follows it.
+  using Times = std::vector<std::pair<double, int>>;
+  // Smaller is better: the slowest time, then the other times or, where stages are replicated, the number of stages.
   struct Best {
-    std::vector<double> order;  // smaller is better: the slowest time, then the other times or the number of stages
-    size_t start = 0;           // of the last stage
-    int replicas = 0;           // of the last stage; 0: no such pipeline
+    double slowest = 0;
+    int stages = 0;
+    Times times = {};  // none where stages are replicated
+    size_t start = 0;  // of the last stage
+    int replicas = 0;  // of the last stage; 0: no such pipeline
   };
 
   size_t at(size_t i, size_t j) const { return i * (modules_.size() + 1) + j; }
@@ -122,13 +127,10 @@ class Pipedream {
     return (modules_[s - 1].activation_bytes + modules_[s - 1].gradient_bytes) / link;
   }
 
-  void add_stage(std::vector<double>& order, double link, double stage) const {
-    if (replicate_ == Replicate::yes) {
-      order = {std::max({order[0], link, stage}), order[1] + 1};
-    } else {
-      for (const double t : {link, stage})
-        order.insert(std::upper_bound(order.begin(), order.end(), t, std::greater<>()), t);
-    }
+  static void add(Times& times, double t) {
+    const auto at = std::ranges::find_if(times, [t](const auto& o) { return o.first <= t; });
+    if (at != times.end() && at->first == t) ++at->second;
+    else times.insert(at, {t, 1});
   }
 
   // The least number of workers for modules [i, j); rounding may make it one too low.
@@ -139,7 +141,7 @@ class Pipedream {
   void pass(double limit) {
     limit_ = limit;
     const size_t n = modules_.size();
-    best_.assign(static_cast<size_t>(workers_) + 1, std::vector<Best>(n + 1));
+    best_.assign(n + 1, std::vector<Best>(static_cast<size_t>(workers_) + 1));
     fewest_.assign(n + 1, 1);
     most_.assign(n + 1, workers_);
     for (size_t j = 1; j <= n; ++j) {
@@ -147,22 +149,25 @@ class Pipedream {
       if (j < n) most_[j] = workers_ - std::max(1, needed(j, n));
     }
     for (size_t j = 1; j <= n; ++j)
-      for (int m = fewest_[j]; m <= most_[j]; ++m) best_[static_cast<size_t>(m)][j] = best_of(m, j);
+      for (int m = fewest_[j]; m <= most_[j]; ++m) best_[j][static_cast<size_t>(m)] = best_of(m, j);
   }
 
   // Without replication. The last stage grows as it begins earlier, and from some point on takes longer than the best.
   Best best_of_single(int m, size_t j) const {
-    if (m == 1) return stage_seconds(0, j, 1) > limit_ ? Best{} : Best{{stage_seconds(0, j, 1)}, 0, 1};
+    if (m == 1) {
+      const double all = stage_seconds(0, j, 1);
+      return all > limit_ ? Best{} : Best{all, 1, {{all, 1}}, 0, 1};
+    }
     Best best;
     for (size_t s = j; s-- > 1;) {
       const double stage = stage_seconds(s, j, 1), link = link_seconds(s, m - 2);
-      if (stage > (best.replicas > 0 ? best.order[0] : limit_)) break;
+      if (stage > (best.replicas > 0 ? best.slowest : limit_)) break;
       if (link > limit_) continue;
-      const Best& before = best_[static_cast<size_t>(m - 1)][s];
-      if (before.replicas == 0 || (best.replicas > 0 && std::max(before.order[0], link) > best.order[0])) continue;
-      std::vector<double> order = before.order;
-      add_stage(order, link, stage);
-      if (best.replicas == 0 || order <= best.order) best = {std::move(order), s, 1};
+      const Best& before = best_[s][static_cast<size_t>(m - 1)];
+      if (before.replicas == 0 || (best.replicas > 0 && std::max(before.slowest, link) > best.slowest)) continue;
+      Times times = before.times;
+      add(times, link), add(times, stage);
+      if (best.replicas == 0 || times <= best.times) best = {times[0].first, m, std::move(times), s, 1};
     }
     return best;
   }
@@ -170,22 +175,21 @@ class Pipedream {
   Best best_of(int m, size_t j) const {
     if (replicate_ == Replicate::no) return best_of_single(m, j);
     Best best;
-    std::vector<double> order;
-    if (const double stage = std::max(floor_, stage_seconds(0, j, m)); stage <= limit_) best = {{stage, 1}, 0, m};
+    if (const double stage = std::max(floor_, stage_seconds(0, j, m)); stage <= limit_) best = {stage, 1, {}, 0, m};
     for (size_t s = 1; s < j; ++s) {
       const int first = std::max({1, needed(s, j), m - most_[s]});
       const int last = std::min(m - fewest_[s], m - 1);
       if (first > last) continue;
       const double link = link_seconds(s, m - 2);
       for (int replicas = first; replicas <= last; ++replicas) {
-        const Best& before = best_[static_cast<size_t>(m - replicas)][s];
-        if (before.replicas == 0) continue;
-        const double stage = stage_seconds(s, j, replicas);
-        const double slowest = std::max({before.order[0], link, stage});
-        if (slowest > (best.replicas == 0 ? limit_ : best.order[0])) continue;
-        order = before.order;
-        add_stage(order, link, stage);
-        if (best.replicas == 0 || order < best.order) best = {order, s, replicas};
+        const Best& before = best_[s][static_cast<size_t>(m - replicas)];
+        const double most = best.replicas == 0 ? limit_ : best.slowest, others = std::max(before.slowest, link);
+        if (before.replicas == 0 || others > most) continue;
+        const double slowest = std::max(others, stage_seconds(s, j, replicas));
+        if (slowest > most) continue;
+        const int stages = before.stages + 1;
+        if (best.replicas == 0 || std::pair(slowest, stages) < std::pair(best.slowest, best.stages))
+          best = {slowest, stages, {}, s, replicas};
       }
     }
     return best;
@@ -194,9 +198,9 @@ class Pipedream {
   BalancedPipeline pipeline(int m) const {
     BalancedPipeline made;
     size_t j = modules_.size();
-    made.slowest = best_[static_cast<size_t>(m)][j].order[0];
+    made.slowest = best_[j][static_cast<size_t>(m)].slowest;
     while (j > 0) {
-      const Best& best = best_[static_cast<size_t>(m)][j];
+      const Best& best = best_[j][static_cast<size_t>(m)];
       PipelineStage stage{{}, best.replicas, stage_seconds(best.start, j, best.replicas)};
       stage.chunk.has_embedding = best.start == 0;
       stage.chunk.has_head = j == modules_.size();
@@ -216,7 +220,7 @@ class Pipedream {
   std::vector<int> fewest_, most_;  // workers that the first j modules can have in a pipeline within the limit
   std::vector<ModuleCost> modules_;
   std::vector<double> seconds_, weight_bytes_;  // of modules [i, j), by at(i, j)
-  std::vector<std::vector<Best>> best_;         // A(j, m), by [m][j]
+  std::vector<std::vector<Best>> best_;         // A(j, m), by [j][m]
 };
 
 }  // namespace detail

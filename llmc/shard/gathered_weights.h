@@ -15,6 +15,8 @@ class GatheredWeights {
     if (sharded()) buffers_ = UnitBuffers(units, "gathered weights", units.precision().weights, 2, arena);
   }
 
+  // Whether acquire() must be foretold by start_pass().
+  bool sharded() const { return units_.zero_config().stage == 3; }
   // `order`: the units in the order in which acquire() will be called for them.
   void start_pass(std::vector<size_t> order, Stream& compute) {
     if (!sharded()) return;
@@ -64,7 +66,6 @@ class GatheredWeights {
 
  private:
   using Buffer = UnitBuffers::Buffer;
-  bool sharded() const { return units_.zero_config().stage == 3; }
 
   // Issues the gather of the next unit of order_, if it has not been issued and a buffer is free.
   void gather_ahead() {

@@ -4,6 +4,7 @@
 #pragma once
 #include <algorithm>
 #include <optional>
+#include <span>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -70,7 +71,8 @@ struct Pass {
 // and values; there is one set of their gradients, for the one micro-batch whose backward is in progress.
 class PassMemory {
  public:
-  // period: micro-batch m uses the sets of micro-batch m modulo `period`; 0: the list has all micro-batches
+  // chunks: live as long as this. period: micro-batch m uses the sets of micro-batch m modulo `period`; 0: the list has
+  // all micro-batches
   PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
              const Pass& pass, Arena& arena, int64_t period = 0)
       : config_(config),
@@ -159,6 +161,11 @@ class PassMemory {
     if (period_ > 0) a.micro_batch %= period_;
     return layers(a.chunk) == 0 ? input(a) : output(a, layers(a.chunk) - 1);
   }
+  // (S, C): the input of the first block of the action's chunk.
+  Tensor input_of(Action a) const {
+    if (period_ > 0) a.micro_batch %= period_;
+    return input(a);
+  }
   Slot slot(Action a) const {
     if (period_ > 0) a.micro_batch %= period_;
     Slot slot{inputs(a.micro_batch, a.slice), {}, {}, gradient(a.slice), shapes_[static_cast<size_t>(a.slice)]};
@@ -167,7 +174,7 @@ class PassMemory {
     blocks.resize(static_cast<size_t>(layers(a.chunk)));
     if (a.kind != ActionKind::backward_weight) {
       slot.input = input(a);
-      const auto& sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
+      const auto sets = block_sets_.of(a.chunk, a.micro_batch, a.slice);
       for (size_t l = 0; l < blocks.size(); ++l) {
         blocks[l] = blocks_[set_of(sets, static_cast<int64_t>(l))];
         const bool sent = l + 1 == blocks.size() && sends_output(a.chunk);
@@ -180,10 +187,10 @@ class PassMemory {
                               key_gradients_[static_cast<size_t>(a.chunk)][l]};
     }
     if (gradients_.empty()) return slot;
-    const auto& products = product_sets_.of(a.chunk, a.micro_batch);
+    const auto products = product_sets_.of(a.chunk, a.micro_batch);
     for (size_t l = 0; l < blocks.size(); ++l) blocks[l].take_product_inputs(products_[products[l]]);
     if (a.kind == ActionKind::forward) return slot;
-    const auto& gradients = gradient_sets_.of(a.chunk, a.micro_batch);
+    const auto gradients = gradient_sets_.of(a.chunk, a.micro_batch);
     for (size_t l = 0; l < blocks.size(); ++l) {
       blocks[l].take_product_inputs(recomputed_products_[gradients[l]]);
       slot.output_gradients.push_back(gradients_[gradients[l]]);
@@ -222,7 +229,7 @@ class PassMemory {
     return PassSets(
         actions, [&](int c) { return kinds_of(c); }, from, is_weight_part);
   }
-  static size_t set_of(const std::vector<size_t>& sets, int64_t layer) {
+  static size_t set_of(std::span<const size_t> sets, int64_t layer) {
     return sets[static_cast<size_t>(layer) % sets.size()];
   }
   // (S, C): the output of a block of the action's chunk
@@ -231,7 +238,6 @@ class PassMemory {
     const auto& [tensors, sets] = sent ? std::tie(sent_, sent_sets_) : std::tie(outputs_, output_sets_);
     return tensors[set_of(sets.of(a.chunk, a.micro_batch, a.slice), layer)].slice(0, stream_shape(a.slice));
   }
-  // (S, C): the input of the first block of the action's chunk
   Tensor input(const Action& a) const {
     if (!has_own_input(a.chunk)) return output({a.kind, a.chunk - 1, a.micro_batch, a.slice});
     Tensor input = chunk_inputs_[input_sets_.of(a.chunk, a.micro_batch, a.slice)[0]].slice(0, stream_shape(a.slice));
@@ -271,8 +277,8 @@ class PassMemory {
   const StepConfig& config_;
   Purpose purpose_;
   int64_t period_;
-  std::vector<Chunk> chunks_;  // of the model; those of other stages have no layers
-  ModelConfig model_;          // this rank's part
+  const std::vector<Chunk>& chunks_;  // of the model; those of other stages have no layers
+  ModelConfig model_;                 // this rank's part
   ExpertPlacement placement_;
   PassSets block_sets_, output_sets_, sent_sets_, input_sets_, product_sets_, gradient_sets_;
   std::vector<BatchShape> shapes_;  // by slice
@@ -318,6 +324,7 @@ class Uploads {
   void upload_batch(const MicroBatch& to, HostBatch from, const BatchShape& all, Purpose purpose, int context_rank,
                     const Context& context) {
     const bool on_paper = context.compute.device().kind == DeviceKind::null;
+    if (on_paper && context.copies == nullptr) return;
     const size_t padded = static_cast<size_t>(to.tokens.numel());
     std::vector<int32_t> all_positions;
     if (!to.all_positions.empty()) all_positions = from.positions;

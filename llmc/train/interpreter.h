@@ -2,8 +2,8 @@
 // every micro-batch in flight a slot of activations, uploads inputs, says which units will be needed, and launches
 // repeated work as CUDA graphs. stage.h has the computation of each action.
 #pragma once
+#include <algorithm>
 #include <map>
-#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -21,7 +21,15 @@ namespace llmc {
 class Interpreter {
  public:
   Interpreter(const StepConfig& config, const Context& context, ModelState& state, Stage& stage)
-      : config_(config), context_(context), state_(state), stage_(stage), uploads_(config, context) {}
+      : config_(config),
+        context_(context),
+        state_(state),
+        stage_(stage),
+        chunks_here_(stage.chunks()),
+        uploads_(config, context) {
+    for (size_t c = 0; c < chunks_here_.size(); ++c)
+      if (!stage_.is_here(static_cast<int>(c))) chunks_here_[c] = {};
+  }
 
   // Enqueues all actions on the compute stream, and messages on those of the links. `batches`: the inputs of each
   // micro-batch.
@@ -29,7 +37,7 @@ class Interpreter {
     auto scope = context_.arena.scope();
     OpenPass open = begin(actions, pass);
     const Tensor logits = pass.purpose == Purpose::generate ? stage_.head_pass().logits_room() : Tensor{};
-    state_.weights.start_pass(units_acquired(actions, pass.purpose), context_.compute);
+    if (state_.weights.sharded()) state_.weights.start_pass(units_acquired(actions, pass.purpose), context_.compute);
     for (const Action& action : actions) {
       const double begin = context_.compute.seconds();
       enqueue(action, open, batches, logits);
@@ -54,8 +62,9 @@ class Interpreter {
   // Begins a pass, with room for as many micro-batches in flight as these actions have; the caller opens a scope of the
   // arena. period: after this many micro-batches the use of memory repeats; 0: it does not
   OpenPass begin(const std::vector<Action>& actions, const Pass& pass, int64_t period = 0) {
-    PassMemory memory(config_, chunks_here(), actions, pass, context_.arena, period);
+    PassMemory memory(config_, chunks_here_, actions, pass, context_.arena, period);
     reserve_messages(actions, pass, memory);
+    stage_.begin_pass();
     return {pass, std::move(memory)};
   }
   void enqueue(const Action& action, OpenPass& open, const BatchSource& batches, const Tensor& logits = {}) {
@@ -66,15 +75,16 @@ class Interpreter {
       upload(action.micro_batch, open.memory, pass, batches(action.micro_batch));
       ++open.uploaded;
     }
-    const Slot slot = open.memory.slot(action);
-    take_message(action, slot);
+    take_message(action, open.memory);
     const StreamRange range(context_.compute, [&] { return action_span(action, config_.pipeline()); });
+    if (on_paper() && replayable(action, pass))
+      return context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, nullptr, nullptr}],
+                                       [&] { dispatch(action, open.memory.slot(action), pass, logits); });
+    const Slot slot = open.memory.slot(action);
     auto enqueue_it = [&] { dispatch(action, slot, pass, logits); };
     if (replayable(action, pass))
       context_.compute.replayed(
-          on_paper() ? replays_[{action.kind, action.chunk, action.slice, nullptr, nullptr}]
-                     : replays_[{action.kind, action.chunk, action.slice, slot.inputs.tokens.bytes, slot.input.bytes}],
-          enqueue_it);
+          replays_[{action.kind, action.chunk, action.slice, slot.inputs.tokens.bytes, slot.input.bytes}], enqueue_it);
     else enqueue_it();
   }
 
@@ -121,13 +131,6 @@ class Interpreter {
 
   // ---- Messages between stages -------------------------------------------------------------------------------------
 
-  // The chunks of the model; those of other stages have no layers.
-  std::vector<Chunk> chunks_here() const {
-    std::vector<Chunk> chunks = stage_.chunks();
-    for (size_t c = 0; c < chunks.size(); ++c)
-      if (!stage_.is_here(static_cast<int>(c))) chunks[c] = {};
-    return chunks;
-  }
   int stage_of(int chunk) const { return config_.pipeline().stage_of(chunk); }
   static MessageHeader header_of(int kind, int chunk, const Action& a) {
     return {static_cast<double>(kind), static_cast<double>(chunk), static_cast<double>(a.micro_batch),
@@ -147,22 +150,28 @@ class Interpreter {
     int64_t elements = 0;  // of the largest slice
     for (int k = 0; k < config_.slices_for(pass.purpose); ++k)
       elements = std::max(elements, memory.stream_shape(k).numel());
-    std::map<int, int64_t> waiting, most;  // by stage
-    std::set<int> sent;
+    struct Neighbour {
+      bool sent = false, received = false;
+      int64_t waiting = 0, most = 0;  // messages from it
+    };
+    std::vector<Neighbour> stages(static_cast<size_t>(groups.stages()));
+    const auto with = [&](int stage) -> Neighbour& { return stages[static_cast<size_t>(stage)]; };
     for (const Action& a : actions) {
-      if (a.kind == ActionKind::send_activations) sent.insert(stage_of(a.chunk + 1));
-      if (a.kind == ActionKind::send_gradients) sent.insert(stage_of(a.chunk - 1));
+      if (a.kind == ActionKind::send_activations) with(stage_of(a.chunk + 1)).sent = true;
+      if (a.kind == ActionKind::send_gradients) with(stage_of(a.chunk - 1)).sent = true;
       const int before = comes_from(a);
       if (before < 0) continue;
-      const bool receives = a.kind == ActionKind::receive_activations || a.kind == ActionKind::receive_gradients;
-      waiting[before] += receives ? 1 : -1;
-      most[before] = std::max(most[before], waiting[before]);
+      Neighbour& n = with(before);
+      n.received = true;
+      n.waiting += is_receive(a.kind) ? 1 : -1;
+      n.most = std::max(n.most, n.waiting);
     }
     groups.links.reserve_headers(context_.arena);
-    for (const int stage : sent)
-      groups.links.to(stage).reserve(config_.precision.activations, elements, 2, context_.arena);
-    for (const auto& [stage, count] : most)
-      groups.links.from(stage).reserve(config_.precision.activations, elements, count + 1, context_.arena);
+    for (int s = 0; s < groups.stages(); ++s)
+      if (with(s).sent) groups.links.to(s).reserve(config_.precision.activations, elements, 2, context_.arena);
+    for (int s = 0; s < groups.stages(); ++s)
+      if (with(s).received)
+        groups.links.from(s).reserve(config_.precision.activations, elements, with(s).most + 1, context_.arena);
   }
   // The stage from which an action gets a message, or receives it; -1: none.
   int comes_from(const Action& a) const {
@@ -187,12 +196,13 @@ class Interpreter {
       default: throw Error(formatted("the interpreter runs no {}: pipedream.h makes updates", a.kind));
     }
   }
-  void take_message(const Action& a, const Slot& slot) {
+  void take_message(const Action& a, const PassMemory& memory) {
     const int from = comes_from(a);
     if (from < 0) return;
     StageLinks& links = state_.groups().links;
     if (!links.has_room_for_header()) read_headers();
-    links.take(from, a.kind == ActionKind::forward ? slot.input : slot.gradient, header_of_input(a), context_.compute);
+    links.take(from, a.kind == ActionKind::forward ? memory.input_of(a) : memory.gradient(a.slice), header_of_input(a),
+               context_.compute);
   }
 
   std::vector<size_t> units_acquired(const std::vector<Action>& actions, Purpose purpose) const {
@@ -226,6 +236,7 @@ class Interpreter {
   Context context_;
   ModelState& state_;
   Stage& stage_;
+  std::vector<Chunk> chunks_here_;  // of the model; those of other stages have no layers
   Uploads uploads_;
   // By kind, chunk, slice and, but for paper, the addresses of its inputs.
   std::map<std::tuple<ActionKind, int, int, const std::byte*, const std::byte*>, Replay> replays_;

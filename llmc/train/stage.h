@@ -6,6 +6,7 @@
 // logits then exist for one micro-batch at a time, whatever the schedule, and the gradients of a tied table arrive in
 // the order of the micro-batches (contract 4).
 #pragma once
+#include <array>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,6 +32,11 @@ class HeldLayer {
   const UnitState& experts() {
     if (experts_ == nullptr) experts_ = &state_.weights.acquire(*units_.experts, stream_);
     return *experts_;
+  }
+  // Acquires and releases what a layer does.
+  void pass_by() {
+    if (units_.experts) experts();
+    release();
   }
   void release() {
     if (experts_ != nullptr) state_.weights.release(*units_.experts, stream_);
@@ -96,12 +102,20 @@ class Stage {
     return units;
   }
 
+  // On paper: from here on only memory counts. Equal layers need equal memory, so forwards without backwards enqueue
+  // one of each kind in a pass.
+  void count_memory_alone() { memory_alone_ = true; }
+  void begin_pass() { counted_ = {}; }
+
   // logits: from logits_room(), for Purpose::generate
   void forward(int index, const Slot& slot, const Pass& pass, int64_t micro_batch, const Tensor& logits) {
     const Chunk& c = chunk(index);
     if (c.has_embedding) forward_embedding(slot.input, slot);
     for (size_t l = 0; l < c.layers.size(); ++l)
-      forward_block(c.layers[l], slot.blocks[l], slot.block_input(l), slot, pass);
+      if (memory_alone_ && pass.purpose != Purpose::train &&
+          std::exchange(counted_[model_.is_sparse(c.layers[l])], true))
+        HeldLayer(units_of(c.layers[l]), state_, context_.compute).pass_by();
+      else forward_block(c.layers[l], slot.blocks[l], slot.block_input(l), slot, pass);
     if (!c.has_head || pass.purpose == Purpose::train) return;
     const Tensor& x = slot.output();
     const Head head = acquire_head();
@@ -280,6 +294,8 @@ class Stage {
   std::vector<LayerUnits> layer_units_;
   Tensor rotary_table_;  // (T, D); empty without rotary positions
   std::string current_;
+  bool memory_alone_ = false;
+  std::array<bool, 2> counted_ = {};  // with memory_alone_: dense and sparse layers of this pass
 };
 
 }  // namespace llmc

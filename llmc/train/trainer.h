@@ -26,10 +26,14 @@ namespace detail {
 // The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is
 // counted where the embedding is.
 inline ParamTable table_of_rank(const StepConfig& config, const Groups& groups) {
-  ParamTable table = part_of(
-      part_of(parameter_table(config.model, config.layout.zero.optimizer), config.layout.tensor, groups.me.tensor),
-      config.layout.expert, groups.me.expert);
-  if (config.layout.pipeline.stages > 1 && config.stage_units().copy_of_embedding == groups.me.stage)
+  const StageUnits stages = config.stage_units();
+  const std::vector<LayerUnits> units = layer_units(config.model);
+  WantedParameters wanted{
+      .layer = [&](int64_t l) { return stages.has(units[static_cast<size_t>(l)].block, groups.me.stage); }};
+  if (config.layout.expert.ranks > 1) wanted.experts = config.layout.expert.held_by(groups.me.expert);
+  ParamTable table = part_of(parameter_table(config.model, config.layout.zero.optimizer, wanted), config.layout.tensor,
+                             groups.me.tensor);
+  if (stages.copy_of_embedding == groups.me.stage)
     for (ParamSpec& p : table.front().params) p.first_copy = false;
   return table;
 }
@@ -94,6 +98,7 @@ class Trainer {
   Arena& arena() const { return context_.arena; }
   Interpreter::Place place() const { return interpreter_.place(); }
   void time_actions(std::vector<PassTime>* times) { interpreter_.time_actions(times); }
+  void count_memory_alone() { stage_.count_memory_alone(); }
   // The forwards and backwards of a step; with pipedream those of a single step, without its updates.
   static std::vector<Action> actions_of(const StepConfig& config, int stage) {
     Pipeline pipeline = config.pipeline();

@@ -131,8 +131,9 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
   for (const std::string& notice : detail::plan_notices(o, device, step)) notices.push_back(notice);
   OrderedJson stages = OrderedJson::array();
   const std::vector<OrderedJson> timelines = detail::timelines_json(step, plan, device);
+  const std::vector<Chunk> chunks = step.model_chunks();
   for (int s = 0; s < step.layout.pipeline.stages; ++s) {
-    OrderedJson stage = {{"stage", s}, {"modules", detail::modules_text(step, s)}};
+    OrderedJson stage = {{"stage", s}, {"modules", detail::modules_text(step, chunks, s)}};
     stage.update(detail::rank_json(plan.of_stage(static_cast<size_t>(s))));
     stage["timeline"] = timelines.empty() ? OrderedJson() : timelines[static_cast<size_t>(s)];
     stages.push_back(std::move(stage));

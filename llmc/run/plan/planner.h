@@ -16,6 +16,8 @@ namespace llmc {
 
 // The label, in a plan's memory, of the memory that NCCL takes for a rank's groups.
 inline constexpr const char* nccl_label = "NCCL";
+// That of the work space of ops.
+inline constexpr const char* scratch_label = "op scratch";
 
 struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
@@ -65,36 +67,14 @@ struct Plan {
   }
 };
 
-// Runs on paper: one training step, if the rank trains; one evaluation, unless it only generates; and rank 0's
-// generation at all lengths.
-// `target`: a rank's device.
-inline Plan make_plan(const StepConfig& config, const Device& target, int rank = 0) {
-  std::optional<KeptLists> kept;
-  if (!KeptLists::exist()) kept.emplace();
-  Device device = target.on_paper();
-  device.links = std::make_shared<LinkTimes>();
-  Arena arena(device), scratch(device);
-  Stream stream(device, scratch);
-  Groups groups(config.layout, rank, device, Groups::null_groups(rank));
-  Trainer trainer(config, {arena, stream, &groups});
+// Which passes a plan runs: a search needs them apart.
+enum class Passes : uint8_t { all, step, forwards };
+
+// Evaluation, and rank 0's generation, at all lengths.
+inline void run_forwards(Trainer& trainer) {
+  const StepConfig& config = trainer.config();
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
-  Plan plan;
-  if (config.layout.zero.holds == Holds::training_state) {
-    const double begin = stream.seconds(), exposed_before = stream.exposed_seconds();
-    const std::map<std::string, double> exposed = stream.exposed_by_group();
-    stream.set_ledger(&plan.step_ops);
-    std::vector<PassTime> actions;
-    if (device.machine) trainer.time_actions(&actions);
-    trainer.step(nothing, {}, {.max_norm = 1});
-    trainer.time_actions(nullptr);
-    for (const PassTime& a : actions) plan.action_seconds.push_back(a.end - a.begin);
-    stream.set_ledger(nullptr);
-    plan.step_seconds = stream.seconds() - begin;
-    plan.exposed_seconds = stream.exposed_seconds() - exposed_before;
-    for (const auto& [group, seconds] : stream.exposed_by_group())
-      plan.exposed_by_group[group] = seconds - (exposed.contains(group) ? exposed.at(group) : 0);
-    for (const Comm* comm : groups.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
-  }
+  trainer.count_memory_alone();
   // With several chunks per stage, as many micro-batches are in flight as there are stages (forward_orders).
   const int64_t in_flight = config.layout.pipeline.chunks_per_stage > 1 ? config.layout.pipeline.stages : 1;
   if (config.layout.zero.holds == Holds::training_state || !config.generates) trainer.evaluate(in_flight, 1, nothing);
@@ -112,10 +92,43 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
       sequence.feed(tokens);
     }
   }
+}
+
+// Runs on paper: one training step, if the rank trains; one evaluation, unless it only generates; and rank 0's
+// generation at all lengths.
+// `target`: a rank's device.
+inline Plan make_plan(const StepConfig& config, const Device& target, int rank = 0, Passes passes = Passes::all) {
+  std::optional<KeptLists> kept;
+  if (!KeptLists::exist()) kept.emplace();
+  Device device = target.on_paper();
+  device.links = std::make_shared<LinkTimes>();
+  Arena arena(device), scratch(device);
+  Stream stream(device, scratch);
+  Groups groups(config.layout, rank, device, Groups::null_groups(rank));
+  Trainer trainer(config, {arena, stream, &groups});
+  const BatchSource nothing = [](int64_t) { return HostBatch{}; };
+  Plan plan;
+  if (config.layout.zero.holds == Holds::training_state && passes != Passes::forwards) {
+    const double begin = stream.seconds(), exposed_before = stream.exposed_seconds();
+    const std::map<std::string, double> exposed = stream.exposed_by_group();
+    stream.set_ledger(&plan.step_ops);
+    std::vector<PassTime> actions;
+    if (device.machine) trainer.time_actions(&actions);
+    trainer.step(nothing, {}, {.max_norm = 1});
+    trainer.time_actions(nullptr);
+    for (const PassTime& a : actions) plan.action_seconds.push_back(a.end - a.begin);
+    stream.set_ledger(nullptr);
+    plan.step_seconds = stream.seconds() - begin;
+    plan.exposed_seconds = stream.exposed_seconds() - exposed_before;
+    for (const auto& [group, seconds] : stream.exposed_by_group())
+      plan.exposed_by_group[group] = seconds - (exposed.contains(group) ? exposed.at(group) : 0);
+    for (const Comm* comm : groups.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
+  }
+  if (passes != Passes::step) run_forwards(trainer);
   plan.arena_bytes = arena.high_water();
   plan.scratch_bytes = scratch.high_water();
   plan.memory = arena.table();
-  plan.memory.push_back({"op scratch", plan.scratch_bytes});
+  plan.memory.push_back({scratch_label, plan.scratch_bytes});
   if (groups.ranks() > 1) plan.memory.push_back({"ring chunks", std::ssize(groups.streams()) * Groups::scratch_bytes});
   if (target.collectives == Collectives::library) {
     int64_t bytes = 0;
@@ -124,12 +137,12 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     if (bytes > 0) plan.memory.push_back({nccl_label, bytes});
   }
   if (groups.ranks() > 1 && rank == 0 && config.layout.zero.updates() == ZeroConfig::Updates::server)
-    plan.others = std::make_shared<Plan>(make_plan(config, target, 1));
+    plan.others = std::make_shared<Plan>(make_plan(config, target, 1, passes));
   if (config.layout.pipeline.stages > 1 && rank == 0) {
     plan.ranks_of_stage = groups.ranks_of_stage();
     std::vector<std::shared_ptr<const Plan>> stages = {std::make_shared<Plan>(plan)};
     for (int s = 1; s < config.layout.pipeline.stages; ++s)
-      stages.push_back(std::make_shared<Plan>(make_plan(config, target, s * plan.ranks_of_stage)));
+      stages.push_back(std::make_shared<Plan>(make_plan(config, target, s * plan.ranks_of_stage, passes)));
     plan.stages = std::move(stages);
   }
   return plan;

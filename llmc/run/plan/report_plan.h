@@ -29,10 +29,9 @@ inline Rows memory_rows(const Plan& plan) {
   return rows;
 }
 
-// The part of the model that a stage has: "embedding, 0-7 and 64-71, head".
-inline std::string modules_text(const StepConfig& step, int stage) {
+// The part of the model that a stage has: "embedding, 0-7 and 64-71, head". chunks: step.model_chunks()
+inline std::string modules_text(const StepConfig& step, const std::vector<Chunk>& chunks, int stage) {
   std::string text;
-  const std::vector<Chunk> chunks = step.model_chunks();
   const auto add = [&](const std::string& what) { text += (text.empty() ? "" : ", ") + what; };
   for (int c = 0; c < step.layout.pipeline.chunks(); ++c) {
     if (step.pipeline().stage_of(c) != stage) continue;
@@ -52,6 +51,7 @@ inline Rows stage_rows(const StepConfig& step, const Plan& plan) {
     std::string modules, numbers;
   };
   std::vector<StageRun> runs;
+  const std::vector<Chunk> chunks = step.model_chunks();
   size_t width = 0;
   for (int s = 0; s < step.layout.pipeline.stages; ++s) {
     const Plan& its = plan.of_stage(static_cast<size_t>(s));
@@ -61,10 +61,10 @@ inline Rows stage_rows(const StepConfig& step, const Plan& plan) {
       StageRun& run = runs.back();
       run.modules =
           (run.first == run.last ? run.modules + " to " : run.modules.substr(0, run.modules.find(" to ") + 4)) +
-          modules_text(step, s);
+          modules_text(step, chunks, s);
       run.last = s;
     } else {
-      runs.push_back({s, s, modules_text(step, s), numbers});
+      runs.push_back({s, s, modules_text(step, chunks, s), numbers});
     }
   }
   for (const StageRun& run : runs) width = std::max(width, run.modules.size());

@@ -200,17 +200,22 @@ class LayoutSearch {
     few.model.experts.dense_layers = {};
     const int64_t period = few.model.experts.count > 0 ? few.model.experts.every : 1;
     double seconds[2][2], activations[2], others[2];
-    for (const int layers : {1, 2})
+    for (const int layers : {1, 2}) {
+      few.model.n_layer = layers * period;
+      Plan plan;
       for (const int micro_batches : {1, 2}) {
-        few.model.n_layer = layers * period;
         few.micro_batches = micro_batches;
-        const Plan plan = make_plan(few, what_.device);
+        plan = make_plan(few, what_.device, 0, Passes::step);
         seconds[layers - 1][micro_batches - 1] = plan.step_seconds;
-        activations[layers - 1] = others[layers - 1] = 0;
-        for (const MemoryLine& line : plan.memory)
-          if (line.label == "activations") activations[layers - 1] = static_cast<double>(line.bytes);
-          else if (!is_state(line.label)) others[layers - 1] += static_cast<double>(line.bytes);
       }
+      const Plan& forwards = forwards_of(few);
+      activations[layers - 1] = 0;
+      others[layers - 1] = static_cast<double>(std::max(plan.scratch_bytes, forwards.scratch_bytes));
+      for (const MemoryLine& line : (forwards.arena_bytes > plan.arena_bytes ? forwards : plan).memory)
+        if (line.label == "activations") activations[layers - 1] = static_cast<double>(line.bytes);
+        else if (!is_state(line.label) && line.label != scratch_label)
+          others[layers - 1] += static_cast<double>(line.bytes);
+    }
     const double one = seconds[0][1] - seconds[0][0], two = seconds[1][1] - seconds[1][0],
                  p = static_cast<double>(period);
     Cost& cost = place->second;
@@ -219,6 +224,14 @@ class LayoutSearch {
     cost.layer_bytes = (activations[1] - activations[0]) / p;
     cost.fixed_bytes = std::max(0.0, activations[0] - p * cost.layer_bytes) + others[0];
     return cost;
+  }
+  // The forwards of evaluation and generation, which neither recomputation nor micro-batches change.
+  const Plan& forwards_of(const StepConfig& few) {
+    const Layout& l = few.layout;
+    const auto key = std::tuple(l.tensor.ranks, l.context.ranks, l.expert.ranks, few.batch.B, few.model.n_layer);
+    const auto [place, is_new] = forwards_.try_emplace(key);
+    if (is_new) place->second = make_plan(few, what_.device, 0, Passes::forwards);
+    return place->second;
   }
   static bool is_state(const std::string& label) {
     return label == "weights" || label == "master weights" || label == "gradients" || label.starts_with("AdamW") ||
@@ -233,13 +246,17 @@ class LayoutSearch {
     const auto key = std::pair(step.layout.tensor.ranks, step.layout.expert.ranks);
     auto [place, is_new] = parameters_.try_emplace(key);
     if (is_new) {
-      const ParamTable table = part_of(parameter_table(step.model), step.layout.tensor, 0);
+      ParamTable& table = tables_[step.layout.tensor.ranks];
+      if (table.empty())
+        table = part_of(parameter_table(step.model, step.layout.zero.optimizer, {.experts = Range{0, 1}}),
+                        step.layout.tensor, 0);
       double layers = 0, ends = 0, largest = 0;
       for (size_t u = 0; u < table.size(); ++u) {
         double elements = 0;
         for (const ParamSpec& p : table[u].params) elements += static_cast<double>(p.box().numel());
         if (table[u].sharing == Sharing::experts)
-          elements *= static_cast<double>(step.layout.tensor.ranks) / step.layout.expert.ranks;
+          elements *=
+              static_cast<double>(step.model.experts.count * step.layout.tensor.ranks) / step.layout.expert.ranks;
         (u == 0 || u + 1 == table.size() ? ends : layers) += elements;
         largest = std::max(largest, elements);
       }
@@ -304,19 +321,26 @@ class LayoutSearch {
   }
   double transfer_seconds(const StepConfig& step, double bytes) {
     if (step.layout.zero.shards == 1) return 0;
-    std::vector<int>& members = members_[{step.layout.tensor.ranks, step.layout.zero.shards}];
-    if (members.empty())
+    const auto [path, is_new] = paths_.try_emplace({step.layout.tensor.ranks, step.layout.zero.shards});
+    if (is_new) {
+      std::vector<int> members;
       for (int i = 0; i < step.layout.zero.shards; ++i) members.push_back(i * step.layout.tensor.ranks);
+      path->second = machine_.path_of({.name = "units", .members = &members});
+    }
     const int64_t units = ceil_div(step.model.n_layer, step.layout.pipeline.stages);
-    return machine_.seconds(
-        {.name = "units", .link_bytes = bytes, .messages = units * (step.layout.zero.shards - 1), .members = &members});
+    return machine_.seconds({.name = "units",
+                             .link_bytes = bytes,
+                             .messages = units * (step.layout.zero.shards - 1),
+                             .path = &path->second});
   }
 
   SearchFor what_;
   const Machine& machine_;
   std::map<std::tuple<int, int, int, int64_t, Recompute>, Cost> costs_;
+  std::map<std::tuple<int, int, int, int64_t, int64_t>, Plan> forwards_;
   std::map<std::pair<int, int>, std::array<double, 3>> parameters_;  // of a layer, of the ends, of the largest unit
-  std::map<std::pair<int, int>, std::vector<int>> members_;          // of a shard group
+  std::map<int, ParamTable> tables_;                                 // by --tp, of one expert in each layer
+  std::map<std::pair<int, int>, LinkPath> paths_;                    // between the members of a shard group
   Counts counts_;
 };
 
