@@ -246,7 +246,7 @@ class Comm : public HostGroup {
         transport_->between_two = between_two;
         cost.messages = c.messages.value_or(size() - 1);
         cost.pattern = c.pattern;
-        costs_.add_to(cost, *transport_, stream.device().machine.get(), [&] { through(*transport_, nullptr); });
+        costs_.add_to(cost, *transport_, size(), stream.device().machine.get(), [&] { through(*transport_, nullptr); });
         if (stream.device().kind == DeviceKind::null) return stream.run(cost, {inspected}, [] {});
       }
       const bool units = traffic_of(name_) == Traffic::units;
