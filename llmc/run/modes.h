@@ -123,12 +123,17 @@ inline Course course_on_paper(const Options& o, const Recipe& recipe) {
   return Course(recipe, in_epochs && known ? epoch_tokens_of(o, recipe) : std::vector<int64_t>());
 }
 
-// For --plan of a run of stages: a line for each stretch, and the options of the one whose step needs most memory.
-inline Options largest_stage(const Options& asked, Log* log) {
+// For --plan of a run of stages: the options of the stretch whose step needs most memory, and figures of all stretches,
+// which are printed if there is a log.
+struct PlannedStages {
+  Options largest;
+  OrderedJson stretches;
+};
+inline PlannedStages plan_stages(const Options& asked, Log* log) {
   const Recipe recipe = read_recipe(asked);
   const Course course = course_on_paper(asked, recipe);
   const Device device = choose_device(asked), rank = first_rank_device(device, asked);
-  Options largest;
+  PlannedStages planned{{}, OrderedJson::array()};
   int64_t most = -1;
   Rows rows;
   double seconds_of_run = 0;
@@ -136,9 +141,20 @@ inline Options largest_stage(const Options& asked, Log* log) {
     const Stretch& s = course.stretches()[i];
     const StepConfig step = with_token_slices(choose_step(s.options), s.options, device);
     const Plan plan = make_plan(step, rank);
-    if (plan.total_bytes() > most) most = plan.total_bytes(), largest = s.options;
+    if (plan.total_bytes() > most) most = plan.total_bytes(), planned.largest = s.options;
     const auto time = step_time(step, plan, rank);
     if (time) seconds_of_run += time->step() * static_cast<double>(s.steps);
+    planned.stretches.push_back(
+        {{"stage", recipe.stages[s.stage].name},
+         {"first_step", s.first_step + 1},
+         {"steps", s.steps},
+         {"tokens_per_step", s.tokens_per_step},
+         {"seq_len", s.seq_len},
+         {"batch_size", step.batch.B},
+         {"micro_batches", step.micro_batches},
+         {"memory_bytes", plan.total_bytes()},
+         {"step_seconds", time ? OrderedJson(time->step()) : OrderedJson()},
+         {"seconds", time ? OrderedJson(time->step() * static_cast<double>(s.steps)) : OrderedJson()}});
     rows.emplace_back(recipe.stages[s.stage].name,
                       formatted("{} steps of {} tokens, length {}: {} per rank{}", s.steps,
                                 human_count(s.tokens_per_step), s.seq_len, human_bytes(plan.total_bytes()),
@@ -149,8 +165,8 @@ inline Options largest_stage(const Options& asked, Log* log) {
   rows.emplace_back("all", formatted("{} steps, {} tokens{}", course.steps(), human_count(course.tokens()),
                                      seconds_of_run > 0 ? ", " + human_duration(seconds_of_run) : ""));
   if (log != nullptr) log->table("stages of " + asked.stages, rows);
-  largest.stages.clear();
-  return largest;
+  planned.largest.stages.clear();
+  return planned;
 }
 
 }  // namespace detail
@@ -159,7 +175,10 @@ inline Options largest_stage(const Options& asked, Log* log) {
 // they have datasheets.
 inline void run_plan(const Options& asked) {
   Log plan_log = make_log(asked);
-  const Options o = asked.stages.empty() ? asked : detail::largest_stage(asked, asked.json ? nullptr : &plan_log);
+  const detail::PlannedStages staged = asked.stages.empty()
+                                           ? detail::PlannedStages{asked, {}}
+                                           : detail::plan_stages(asked, asked.json ? nullptr : &plan_log);
+  const Options& o = staged.largest;
   const KeptLists kept;
   const Device device = choose_device(o);
   const StepConfig config = with_token_slices(choose_step(o), o, device);
@@ -194,7 +213,7 @@ inline void run_plan(const Options& asked) {
     Log log = make_log(o);
     return report_plan(log, o, rank, config, plan, steps);
   }
-  std::printf("%s\n", plan_json(o, rank, config, plan, steps).c_str());
+  std::printf("%s\n", plan_json(o, rank, config, plan, steps, staged.stretches).c_str());
   if (o.memory_limit && !fits(plan, memory_limit(o, rank))) throw Error(detail::memory_verdict(o, config, plan, rank));
 }
 

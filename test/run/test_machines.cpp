@@ -37,6 +37,50 @@ TEST_CASE("every machine by name can be planned for, with any number of GPUs per
     REQUIRE_THROWS_AS(choose_machine(name, DType::bf16, false), Error);
 }
 
+TEST_CASE("a plan of a run of stages as JSON has the figures of each, and all else of the largest", "[run][plan]") {
+  const TempDir dir;
+  std::ofstream(dir / "s.toml") << R"(
+[[stage]]
+name = "short"
+steps = 4
+seq-len = 64
+batch-size = 2
+total-batch-size = 128
+
+[[stage]]
+name = "long"
+tokens = 1024
+seq-len = 256
+batch-size = 1
+total-batch-size = 256
+)";
+  const std::string run = "--plan --json --machine a100x8 --model d2 --vocab-size 257 --sample-every 0 ";
+  const auto planned = [&](const std::string& options) {
+    const ProgramResult r = run_program(run + options);
+    INFO(options << ": " << r.err);
+    REQUIRE(r.status == 0);
+    return nlohmann::json::parse(r.out);
+  };
+  const auto staged = planned("--stages " + (dir / "s.toml")), first = planned("-t 64 -b 2 -d 128"),
+             second = planned("-t 256 -b 1 -d 256");
+  REQUIRE(staged["stretches"].size() == 2);
+  REQUIRE_FALSE(first.contains("stretches"));
+  int64_t next_step = 1;
+  for (const auto& [name, alone, stretch] :
+       {std::tuple("short", first, staged["stretches"][0]), {"long", second, staged["stretches"][1]}}) {
+    REQUIRE(stretch["stage"] == name);
+    REQUIRE((stretch["first_step"] == next_step && stretch["steps"] == 4));
+    next_step += 4;
+    REQUIRE(stretch["seq_len"] == alone["batch"]["seq_len"]);
+    REQUIRE(stretch["tokens_per_step"] == alone["batch"]["tokens_per_step"]);
+    REQUIRE(stretch["memory_bytes"] == alone["memory_bytes"]);
+    REQUIRE(stretch["step_seconds"] == alone["step_seconds"]);
+    REQUIRE(stretch["seconds"].get<double>() == Catch::Approx(4 * alone["step_seconds"].get<double>()));
+  }
+  REQUIRE(staged["memory_bytes"] == second["memory_bytes"]);
+  REQUIRE(staged["stages"] == second["stages"]);
+}
+
 TEST_CASE("a machine's file is refused with the member that is wrong", "[run][plan]") {
   refused(R"({"like": "z80"})", "like \"z80\": use one of a100-40x8, ");
   refused(R"({"like": "h100x8", "watt": 3})", "watt is no member of a machine: use source, ");

@@ -117,9 +117,11 @@ inline OrderedJson layout_json(const StepConfig& step) {
 
 }  // namespace detail
 
-// max_steps: the run's, if known. Fields that are not known are null.
+// max_steps: the run's, if known. stretches: of a run of stages, whose step with most memory is planned. Fields that
+// are not known are null.
 inline std::string plan_json(const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
-                             std::optional<int64_t> max_steps = std::nullopt) {
+                             std::optional<int64_t> max_steps = std::nullopt,
+                             const detail::OrderedJson& stretches = {}) {
   using detail::OrderedJson;
   const auto known = [](const auto& value) { return value ? OrderedJson(*value) : OrderedJson(); };
   const auto time = detail::step_time(step, plan, device);
@@ -146,7 +148,7 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
           (device.machine->flops_per_s * step.layout.ranks());
     hfu = detail::flops_of_step(plan, step) / (device.machine->flops_per_s * step.layout.ranks() * *seconds);
   }
-  const OrderedJson json = {
+  OrderedJson json = {
       {"step_seconds", known(seconds)},
       {"tokens_per_second", known(per_second)},
       {"mfu", known(mfu)},
@@ -170,6 +172,7 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
       {"notices", notices},
       {"stages", stages},
       {"other_ranks", plan.others ? detail::rank_json(*plan.others) : OrderedJson()}};
+  if (!stretches.is_null()) json["stretches"] = stretches;
   return json.dump(2);
 }
 
