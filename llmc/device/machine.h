@@ -73,7 +73,8 @@ struct Machine {
   std::string source = {};                     // of the figures
   double flops_per_s = 0;                      // of products, in the dtype of a run
   double bytes_per_s = 0;                      // of memory: reads and writes
-  double memory_bytes = 0;                     // of each rank; 0: unknown
+  double memory_bytes = 0;                     // of each GPU, or of a server without; 0: unknown
+  int64_t cores = 0;                           // of a server without GPUs; 0: it has GPUs
   std::vector<LinkTier> links = {LinkTier{}};  // by growing number of ranks; the last one joins all
   // Does a ring go through the cards of all its members in a server at once, as NCCL's do, or through one?
   bool rails = true;

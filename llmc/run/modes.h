@@ -223,6 +223,10 @@ inline void run_plan_auto(const Options& asked) {
   std::vector<SearchFor> precisions;
   const auto add = [&](const Options& o) {
     const Device device = first_rank_device(choose_device(o), o);
+    CHECK(device.kind == DeviceKind::cuda,
+          "--plan-auto searches the layouts of a machine with GPUs, and --machine {} has none: use --plan, or another "
+          "machine",
+          shown(o.machine));
     SearchFor what;
     what.step.model = choose_model(o);
     what.step.precision = choose_precision(o);

@@ -16,6 +16,14 @@ inline bool is_gpu_elsewhere(const Device& device) {
   return device.computes_as() == DeviceKind::cuda && (device.elsewhere || visible_gpus().count == 0);
 }
 
+// Is the device the processors of a server of its own for each process, in a plan for another machine?
+inline bool has_server(const Device& device) { return device.computes_as() != DeviceKind::cuda && device.elsewhere; }
+
+// The processors of the host, here or in a plan for another machine.
+inline int64_t processors_of(const Device& device) {
+  return has_server(device) ? device.machine->cores : available_processors();
+}
+
 // The GPU, among those this process sees, of its rank with this number: round-robin over the host's ranks.
 inline int gpu_of_thread(const Place& place, int64_t thread, int64_t gpus) {
   return static_cast<int>(((place.own_gpus ? 0 : place.rank_on_host) + thread) % gpus);
@@ -25,7 +33,7 @@ inline int gpu_of_thread(const Place& place, int64_t thread, int64_t gpus) {
 // a host without GPUs, each rank has its own. thread: the rank's number in this process.
 inline Device rank_device(Device device, const Place& place, int64_t thread = 0) {
   const int64_t gpus = is_gpu_elsewhere(device) ? 0 : visible_gpus().count,
-                ranks = place.own_gpus ? place.local_ranks : place.ranks_on_host,
+                ranks = place.own_gpus || has_server(device) ? place.local_ranks : place.ranks_on_host,
                 parts = device.kind != DeviceKind::cuda ? 1
                         : gpus > 0                      ? gpus
                                                         : ranks;

@@ -38,13 +38,21 @@ inline Device choose_device(const Options& o) {
   CHECK(built_with_cudnn || !device.cudnn,
         "--attention cudnn: this train_gpt was built without cuDNN; build with `make USE_CUDNN=1`, or use --attention "
         "own");
-  if (o.device == DeviceChoice::cpu || o.machine == local_machine) return device;
+  if (o.machine == local_machine) return device;
   if (!o.machine.empty()) {
-    device.kind = DeviceKind::cuda;
     device.elsewhere = true;
-    device.machine = choose_machine(o.machine, o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32, o.tf32);
+    device.machine = choose_machine(o.machine, o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32, o.tf32,
+                                    {.ranks = o.place.local_ranks, .threads = o.threads});
+    const int64_t cores = device.machine->cores;
+    CHECK(cores > 0 || o.device != DeviceChoice::cpu,
+          "--machine {} has GPUs, and --device is cpu: leave out one of them", shown(o.machine));
+    CHECK(cores == 0 || o.device != DeviceChoice::cuda,
+          "--machine {} has processors and no GPUs, and --device is cuda: leave out one of them", shown(o.machine));
+    if (cores == 0) device.kind = DeviceKind::cuda;
+    else if (o.threads == 0) device.threads = static_cast<int>(cores);
     return device;
   }
+  if (o.device == DeviceChoice::cpu) return device;
   const VisibleGpus gpus = visible_gpus();
   const bool elsewhere = o.device == DeviceChoice::cuda && o.plan && gpus.count == 0;  // a plan for a GPU needs no GPU
   CHECK(gpus.count > 0 || o.device == DeviceChoice::automatic || elsewhere, "--device cuda: {}", gpus.why_none);

@@ -21,6 +21,7 @@ void refused(const std::string& json, const std::string& why) {
 
 TEST_CASE("every machine by name can be planned for, with any number of GPUs per server", "[run][plan]") {
   for (const std::string& name : detail::machine_names()) {
+    if (name.starts_with("cpu")) continue;
     INFO(name);
     const auto fp32 = choose_machine(name, DType::fp32, false);
     REQUIRE((fp32->flops_per_s > 1e12 && fp32->bytes_per_s > 1e11 && fp32->memory_bytes > 1e10));
@@ -35,6 +36,75 @@ TEST_CASE("every machine by name can be planned for, with any number of GPUs per
           choose_machine("h100x8", DType::bf16, false)->product_share);
   for (const char* name : {"", "h100", "h100x", "h100x0", "x8", "h100x8x", "H100x8", "h100x-8", "h100x99999"})
     REQUIRE_THROWS_AS(choose_machine(name, DType::bf16, false), Error);
+}
+
+TEST_CASE("the ranks of a process share the cores, memory and network card of a server", "[run][plan]") {
+  const auto machine = [](const std::string& name, int64_t ranks, int64_t threads = 0, DType dtype = DType::fp32) {
+    return choose_machine(name, dtype, false, {.ranks = ranks, .threads = threads});
+  };
+  for (const char* name : {"cpu", "cpu-avx2", "cpu-amx"}) {
+    INFO(name);
+    const auto whole = machine(name, 1), quarter = machine(name, 4), one_core = machine(name, 1, 1);
+    REQUIRE((whole->cores >= 56 && whole->one_at_a_time && whole->op_s == 0));
+    REQUIRE(whole->flops_per_s == Catch::Approx(4 * quarter->flops_per_s));
+    REQUIRE(whole->flops_per_s == Catch::Approx(static_cast<double>(whole->cores) * one_core->flops_per_s));
+    REQUIRE(whole->bytes_per_s == Catch::Approx(4 * quarter->bytes_per_s));
+    REQUIRE(whole->links[1].bytes_per_s == Catch::Approx(4 * quarter->links[1].bytes_per_s));
+    REQUIRE((whole->links[0].ranks == 1 && quarter->links[0].ranks == 4));
+    REQUIRE(whole->memory_bytes == quarter->memory_bytes);  // a rank's limit is its share: Device::sharers
+    // Memory bounds all cores together, and the core one alone.
+    const OpCost update{.name = "adamw_update", .bytes = 1e9}, gelu{.name = "gelu_forward", .bytes = 1e9};
+    REQUIRE(whole->seconds(update) >= 1e9 / whole->bytes_per_s);
+    REQUIRE(one_core->seconds(gelu) > 3 * one_core->seconds(update));
+    // Half as many cores are half of the server.
+    const auto half = machine(formatted("{}x{}", name, whole->cores / 2), 1);
+    REQUIRE(whole->memory_bytes == Catch::Approx(2 * half->memory_bytes));
+    REQUIRE(whole->flops_per_s == Catch::Approx(2 * half->flops_per_s));
+    REQUIRE(whole->links[1].bytes_per_s == half->links[1].bytes_per_s);
+  }
+  REQUIRE(machine("cpu", 1, 0, DType::bf16)->flops_per_s == Catch::Approx(2 * machine("cpu", 1)->flops_per_s));
+  REQUIRE(machine("cpu-avx2", 1, 0, DType::bf16)->flops_per_s == machine("cpu-avx2", 1)->flops_per_s);
+  REQUIRE_THROWS_WITH(machine("cpux16", 1, 17),
+                      Catch::Matchers::ContainsSubstring("has 16 cores: use at most that many"));
+  REQUIRE_THROWS_WITH(choose_machine("cpu", DType::fp32, true),
+                      Catch::Matchers::ContainsSubstring("tflops has no tf32"));
+}
+
+TEST_CASE("a plan for servers without GPUs is one for their processors, and needs no measuring", "[run][plan]") {
+  const std::string run = "--plan --model gpt2:124M -t 256 -b 4 -d 8192 --sample-every 0 --tokens 1e8 ";
+  const auto planned = [&](const std::string& options) {
+    const ProgramResult r = run_program(run + options + " --json");
+    INFO(options << ": " << r.err);
+    REQUIRE(r.status == 0);
+    return nlohmann::json::parse(r.out);
+  };
+  const auto one = planned("--machine cpu"), four = planned("--machine cpu --local-ranks 4"),
+             servers = planned("--machine cpu --device cpu --world-size 4 --local-ranks 1");
+  REQUIRE(one["device"].get<std::string>().find("AMD EPYC 9554") != std::string::npos);
+  REQUIRE(one["memory_limit_bytes"] == int64_t{384} << 30);
+  REQUIRE(four["memory_limit_bytes"] == int64_t{96} << 30);
+  REQUIRE(servers["memory_limit_bytes"] == one["memory_limit_bytes"]);
+  REQUIRE((one["run"]["seconds"] > 0 && one["run"]["gpu_hours"].is_null()));
+  const double alone = one["step_seconds"], together = four["step_seconds"], apart = servers["step_seconds"];
+  REQUIRE(together > 0.9 * alone);  // four ranks of one server have what one has
+  REQUIRE(apart < alone);           // four servers have more
+  REQUIRE(apart > alone / 4);
+  const ProgramResult text = run_program(run + "--machine cpux2 --local-ranks 2 --threads 2");
+  INFO(text.out << text.err);
+  for (const char* part : {"plan for cpux2 (AMD EPYC 9554", "1 thread of a rank", "time of a step on paper, by cpux2",
+                           "=> fits into a rank's share of a server of cpux2, 6.00 GiB", "no time for launches"})
+    REQUIRE(text.out.find(part) != std::string::npos);
+  const ProgramResult large = run_program("--plan --machine cpux2 --model llama3:8B -b 1 -t 1024");
+  REQUIRE(large.out.find("does not fit into a rank's share of a server of cpux2, 12.00 GiB") != std::string::npos);
+  for (const auto& [options, why] : {std::pair("--plan --machine cpu --device cuda", "has processors and no GPUs"),
+                                     {"--plan-auto --machine cpu --ranks 4", "--machine cpu has none: use --plan"},
+                                     {"--plan --machine cpux4 --threads 8", "has 4 cores: use at most that many"},
+                                     {"--plan --machine cpux0", "use one of "}}) {
+    const ProgramResult r = run_program(std::string("--model d2 ") + options);
+    INFO(options << ": " << r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(why) != std::string::npos);
+  }
 }
 
 TEST_CASE("a plan of a run of stages as JSON has the figures of each, and all else of the largest", "[run][plan]") {
@@ -93,6 +163,9 @@ TEST_CASE("a machine's file is refused with the member that is wrong", "[run][pl
   refused(R"({"memory_gb_per_s": 1})", "tflops is missing");
   refused(R"({"tflops": {"bf16": 1}})", "memory_gb_per_s is missing");
   refused(R"({"tflops": {"fp32": 1}})", "tflops has no bf16");
+  refused(R"({"like": "cpux64", "cores": 0})", "cores is 0: use a number above 0");
+  refused(R"({"like": "cpux64", "core_gb_per_s": 7})", "core_gb_per_s is not an object");
+  refused(R"({"like": "cpux64", "core_gb_per_s": {"others": 0}})", "others is 0: use a number above 0");
   refused("[]", "expected a JSON object");
   refused("{", "not JSON");
   for (const char* options : {"--machine h100x8", "--plan --machine h100x8 --device cpu"}) {

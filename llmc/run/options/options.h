@@ -482,9 +482,9 @@ void visit_options(O& o, Visitor&& visit) {
         "published ones");
   visit("--machine", "", o.machine, Limits{}, free,
         "with --plan and --plan-auto, the machine to plan for, which need not be here: h100x8, h200x8, b200x8, "
-        "gb200x72, a100x8, "
-        "a100-40x8, l40sx8, rtx4090x8 or v100x8, with any number of GPUs per server, or a FILE.json "
-        "(llmc/run/README.md); local: the processors of this machine, measured for some seconds; default: the GPUs of "
+        "gb200x72, a100x8, a100-40x8, l40sx8, rtx4090x8 or v100x8, with any number of GPUs per server, or a FILE.json "
+        "(llmc/run/README.md); with --plan also servers without GPUs: cpu, cpu-avx2 or cpu-amx, with any number of "
+        "cores, as in cpux16; local: the processors of this machine, measured for some seconds; default: the GPUs of "
         "this machine, by their datasheet");
   visit("--price", "", o.price, between(0, 1e6), free,
         "with --plan, the price of a GPU for an hour, for that of the run");

@@ -309,8 +309,6 @@ inline void validate(const Options& o) {
         "--machine {} measures processors, and --device is cuda: leave out one of them; a plan for a GPU that is here "
         "has the times of its datasheet",
         local_machine);
-  CHECK(o.machine.empty() || o.machine == local_machine || o.device != DeviceChoice::cpu,
-        "--machine {} has GPUs, and --device is cpu: leave out one of them", shown(o.machine));
   if (o.print_schedule || o.plan_auto || o.plan_examples) return;
   validate_pipeline(o);
   if (o.selftest) return;

@@ -15,8 +15,10 @@ namespace llmc {
 
 // The device: "NVIDIA H200 (sm_90, 139.8 GiB)".
 inline std::string describe(const Device& device) {
-  if (device.computes_as() != DeviceKind::cuda)
-    return formatted("{}, {} thread{}", processor_name(), device.threads, device.threads == 1 ? "" : "s");
+  const std::string threads = formatted("{} thread{}", device.threads, device.threads == 1 ? "" : "s");
+  if (has_server(device))
+    return formatted("{} ({}), {} of a rank", device.machine->name, device.machine->source, threads);
+  if (device.computes_as() != DeviceKind::cuda) return formatted("{}, {}", processor_name(), threads);
   if (device.elsewhere) return formatted("{} ({})", device.machine->name, device.machine->source);
   if (is_gpu_elsewhere(device)) return "a GPU that is not in this machine";
   const GpuInfo gpu = gpu_info(device.gpu);

@@ -278,6 +278,7 @@ inline std::shared_ptr<const Machine> measured_machine(const StepConfig& step, c
   machine.name = local_machine;
   machine.source = "measured; " + cache.file();
   machine.one_at_a_time = true;
+  machine.cores = available_processors();
   return std::make_shared<const Machine>(std::move(machine));
 }
 

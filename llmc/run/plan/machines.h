@@ -13,6 +13,12 @@
 
 namespace llmc {
 
+// How a run uses each server of a machine without GPUs: its ranks are threads of one process.
+struct ServerUse {
+  int64_t ranks = 1;
+  int64_t threads = 0;  // of all of them together; 0: one for each core
+};
+
 namespace detail {
 
 // Peaks, memory and links are the datasheets'; memory_gib is what the driver reports as total. Then what is reached of
@@ -29,6 +35,17 @@ namespace detail {
 //     TFLOP/s) and an H100 (up to 335), by sequence length and channels of a head (Dao 2023, figures 4 to 7).
 //   memory_share, op_us, tile_fill: usual values, which no paper prints.
 //   watts: of a server at full load, by its datasheet, over its GPUs.
+//
+// Machines with `cores` have no GPUs: their figures are those of a server, which its ranks share (share_out()). A peak
+// is cores x clock x operations of a cycle: fp32 32 with AVX2 or Zen 4, 64 with two units of 512 bits; bf16 twice that
+// with AVX-512-BF16, 2,048 with AMX, and as fp32 without either, since it is then multiplied as such. The clock is that
+// of all cores where the datasheet has one, otherwise the base. Shares and rates are those of this program's own ops,
+// measured on two cores of a Zen 4 (dev/results/cpu-products.md, bench-cpu.md, comm-threads.md) and one with AMX
+// (plans.md):
+//   product_share: products in steps; with AMX they wait for memory.
+//   attention_share, half_keys: a third of the peak at 256 tokens, half at 2,048.
+//   core_gb_per_s: the bytes that a core goes through in an op; other ops, those with exponentials or roots, reach 7.
+//   links: between threads of a process, one core copies; between servers, TCP over 25 Gb/s Ethernet.
 inline constexpr const char* machines_text = R"({
 "a100x8": {
   "source": "NVIDIA A100 80GB datasheet, SXM; DGX A100: HDR InfiniBand, 200 Gb/s for each GPU",
@@ -73,7 +90,21 @@ inline constexpr const char* machines_text = R"({
   "like": "a100x8", "source": "NVIDIA V100 datasheet, SXM2 32GB; DGX-1: EDR InfiniBand, 50 Gb/s for each GPU",
   "tflops": {"fp32": 15.7}, "memory_gib": 32, "memory_gb_per_s": 900,
   "links": [{"ranks": 8, "gb_per_s": 150, "share": 0.8, "us": 1.9}, {"gb_per_s": 6.25, "share": 0.85, "us": 4}],
-  "multiprocessors": 80, "watts": 437}
+  "multiprocessors": 80, "watts": 437},
+"cpux64": {
+  "source": "AMD EPYC 9554 datasheet: 64 cores, 3.75 GHz together, AVX-512, 12 channels of DDR5-4800; 25 Gb/s Ethernet",
+  "cores": 64, "tflops": {"bf16": 15.4, "fp32": 7.7}, "memory_gib": 384, "memory_gb_per_s": 460.8,
+  "links": [{"ranks": 1, "gb_per_s": 3, "us": 30}, {"gb_per_s": 3.125, "share": 0.9, "us": 50}],
+  "product_share": 0.8, "attention_share": 0.55, "half_keys": 140, "memory_share": 0.8,
+  "core_gb_per_s": {"others": 7, "adamw_update": 30, "zero": 17, "square_sum": 17, "copy": 17, "add_to": 17,
+                    "residual_forward": 14}},
+"cpu-avx2x64": {
+  "like": "cpux64", "source": "AMD EPYC 7763 datasheet: 64 cores, 2.45 GHz, AVX2, 8 channels of DDR4-3200; 25 Gb/s Ethernet",
+  "tflops": {"bf16": 5, "fp32": 5}, "memory_gib": 256, "memory_gb_per_s": 204.8},
+"cpu-amxx56": {
+  "like": "cpux64", "source": "Intel Xeon Platinum 8480+ datasheet: 56 cores, 2 GHz, AVX-512 and AMX, 8 channels of DDR5-4800; 25 Gb/s Ethernet",
+  "cores": 56, "tflops": {"bf16": 229, "fp32": 7.17}, "memory_gib": 256, "memory_gb_per_s": 307.2,
+  "product_share": {"bf16": 0.1, "fp32": 0.8}, "attention_share": {"bf16": 0.06, "fp32": 0.55}}
 })";
 
 inline const nlohmann::json& known_machines() {
@@ -104,7 +135,8 @@ class MachineReader {
  public:
   MachineReader(std::string where, const nlohmann::json& json) : where_(std::move(where)), json_(json) {}
 
-  Machine read(DType dtype, bool tf32) {
+  // use: of each server, if the machine has no GPUs
+  Machine read(DType dtype, bool tf32, const ServerUse& use = {}) {
     Machine m;
     m.name = where_;
     if (json_.contains("source")) {
@@ -122,19 +154,20 @@ class MachineReader {
             shown(json_["rails"].dump()));
       m.rails = json_["rails"];
     }
-    m.product_share = number(json_, "product_share", positive, 1);
+    m.product_share = share("product_share", dtype);
     m.units = static_cast<int64_t>(number(json_, "multiprocessors", 0, 0));
     m.tile_fill = number(json_, "tile_fill", 0, 0);
-    m.attention_share = number(json_, "attention_share", positive, 1);
+    m.attention_share = share("attention_share", dtype);
     m.half_keys = number(json_, "half_keys", 0, 0);
     m.half_channels = number(json_, "half_channels", 0, 0);
     m.score_bytes = number(json_, "score_bytes", 0, 0);
     m.memory_share = number(json_, "memory_share", positive, 1);
     m.op_s = number(json_, "op_us", 0, 0) * 1e-6;
     m.watts = number(json_, "watts", 0, 0);
-    require_known(json_, {"source", "tflops", "memory_gib", "memory_gb_per_s", "links", "rails", "product_share",
-                          "multiprocessors", "tile_fill", "attention_share", "half_keys", "half_channels",
-                          "score_bytes", "memory_share", "op_us", "watts"});
+    require_known(json_, {"source", "cores", "tflops", "memory_gib", "memory_gb_per_s", "links", "rails",
+                          "product_share", "multiprocessors", "tile_fill", "attention_share", "half_keys",
+                          "half_channels", "score_bytes", "memory_share", "op_us", "core_gb_per_s", "watts"});
+    if (json_.contains("cores")) share_out(m, use);
     return m;
   }
 
@@ -151,10 +184,38 @@ class MachineReader {
           least > 0 ? " above 0" : " of at least 0");
     return value.get<double>();
   }
+  // A share of the peak: a number, or one for each dtype.
+  double share(const char* name, DType dtype) const {
+    if (!json_.contains(name) || !json_[name].is_object()) return number(json_, name, positive, 1);
+    require_known(json_[name], {"bf16", "fp32"});
+    return number(json_[name], dtype == DType::bf16 ? "bf16" : "fp32", positive);
+  }
   void require_known(const nlohmann::json& of, const std::vector<std::string>& known) const {
     for (const auto& [name, value] : of.items())
       CHECK(std::ranges::find(known, name) != known.end(), "--machine {}: {} is no member of a machine: use {}",
             shown(where_), shown(name), known);
+  }
+  // Makes the figures of a server those of one of its ranks. Its memory stays whole.
+  void share_out(Machine& m, const ServerUse& use) const {
+    m.cores = static_cast<int64_t>(number(json_, "cores", 1));
+    CHECK(use.threads <= m.cores, "--threads {}: a server of --machine {} has {} cores: use at most that many",
+          use.threads, shown(where_), m.cores);
+    const double ranks = static_cast<double>(use.ranks),
+                 cores = static_cast<double>(use.threads > 0 ? use.threads : m.cores) / ranks;  // of a rank
+    m.flops_per_s *= cores / static_cast<double>(m.cores);
+    m.bytes_per_s /= ranks;
+    m.watts /= ranks;
+    m.one_at_a_time = true;
+    if (m.links.size() > 1) m.links.front().ranks = use.ranks;
+    for (size_t t = 1; t < m.links.size(); ++t) m.links[t].bytes_per_s /= ranks;
+    const double of_memory = m.bytes_per_s * m.memory_share;
+    const nlohmann::json rates = json_.value("core_gb_per_s", nlohmann::json::object());
+    CHECK(rates.is_object(), "--machine {}: core_gb_per_s is not an object of ops and their rates", shown(where_));
+    for (const auto& [op, rate] : rates.items()) {
+      const double of_cores = number(rates, op.c_str(), positive) * 1e9 * cores;
+      if (op == "others") m.memory_share *= std::min(1.0, of_cores / of_memory);
+      else m.measured[op] = {.call = m.op_s, .byte = 1 / std::min(of_cores, of_memory)};
+    }
   }
   void read_peak(Machine& m, DType dtype, bool tf32) const {
     CHECK(json_.contains("tflops") && json_["tflops"].is_object(),
@@ -194,9 +255,21 @@ class MachineReader {
   const nlohmann::json& json_;
 };
 
-// Of the table, with any number of GPUs per server (h100x4), or from a file.
+// A machine of the table with processors, with another number of cores: a larger or smaller part of the same server.
+inline void set_cores(nlohmann::json& machine, int cores) {
+  const double times = cores / machine["cores"].get<double>();
+  machine["cores"] = cores;
+  for (auto& peak : machine["tflops"]) peak = peak.get<double>() * times;
+  for (const char* member : {"memory_gib", "memory_gb_per_s"}) machine[member] = machine[member].get<double>() * times;
+}
+
+// Of the table, with any number of GPUs (h100x4) or cores (cpux16; cpu: as many as in the table) per server, or from a
+// file.
 inline nlohmann::json machine_json(const std::string& name) {
   if (name.ends_with(".json")) return whole_machine(name, read_json(name));
+  for (const std::string& row : machine_names())
+    if (row.substr(0, row.rfind('x')) == name)
+      if (nlohmann::json machine = whole_machine(row, known_machines()[row]); machine.contains("cores")) return machine;
   const size_t x = name.rfind('x');
   const std::string count = x == name.npos ? "" : name.substr(x + 1);
   const bool counted = !count.empty() && count.size() <= 4 && count.find_first_not_of("0123456789") == count.npos &&
@@ -204,19 +277,21 @@ inline nlohmann::json machine_json(const std::string& name) {
   std::string known;
   for (const std::string& row : machine_names())
     if (counted && row.substr(0, row.rfind('x')) == name.substr(0, x)) known = row;
-  CHECK(!known.empty(), "--machine {}: use one of {}, with any number of GPUs per server, or a FILE.json", shown(name),
-        machine_names());
+  CHECK(!known.empty(), "--machine {}: use one of {}, with any number of GPUs or cores per server, or a FILE.json",
+        shown(name), machine_names());
   nlohmann::json json = whole_machine(known, known_machines()[known]);
-  json["links"][0]["ranks"] = std::stoi(count);
+  if (json.contains("cores")) set_cores(json, std::stoi(count));
+  else json["links"][0]["ranks"] = std::stoi(count);
   return json;
 }
 
 }  // namespace detail
 
 // The machine that --machine names, for a run in this dtype. Throws Error that names what is wrong.
-inline std::shared_ptr<const Machine> choose_machine(const std::string& name, DType dtype, bool tf32) {
+inline std::shared_ptr<const Machine> choose_machine(const std::string& name, DType dtype, bool tf32,
+                                                     const ServerUse& use = {}) {
   const nlohmann::json json = detail::machine_json(name);
-  return std::make_shared<const Machine>(detail::MachineReader(name, json).read(dtype, tf32));
+  return std::make_shared<const Machine>(detail::MachineReader(name, json).read(dtype, tf32, use));
 }
 // Can it compute in bf16? Older GPUs cannot.
 inline bool has_bf16(const std::string& name) { return detail::machine_json(name)["tflops"].contains("bf16"); }

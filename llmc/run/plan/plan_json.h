@@ -69,7 +69,7 @@ inline OrderedJson time_json(const StepConfig& step, const Plan& whole, const St
 // What a run of these steps costs; null where it is unknown.
 inline OrderedJson run_json(const Options& o, const StepConfig& step, const Machine& machine, double seconds) {
   const RunCost cost = run_cost(o, step, machine, seconds);
-  const bool gpus = o.machine != local_machine;
+  const bool gpus = machine.cores == 0;
   const auto if_known = [&](double value) { return gpus && value > 0 ? OrderedJson(value) : OrderedJson(); };
   return {{"seconds", cost.seconds},
           {"least_seconds", if_known(seconds * published_runs_took.least)},

@@ -24,9 +24,10 @@ inline int64_t reserve_of(const Device& device) { return device.computes_as() ==
 // Bytes that a rank may use.
 inline int64_t memory_limit(const Options& o, const Device& device) {
   if (o.memory_limit) return given_limit(o) - reserve_of(device);
-  if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
   if (device.elsewhere && device.machine->memory_bytes > 0)
-    return static_cast<int64_t>(device.machine->memory_bytes) - reserve_of(device);
+    return static_cast<int64_t>(device.machine->memory_bytes) / device.sharers - reserve_of(device);
+  if (has_server(device)) return std::numeric_limits<int64_t>::max();  // unknown
+  if (device.computes_as() != DeviceKind::cuda) return host_memory() / device.sharers;
   if (is_gpu_elsewhere(device)) return std::numeric_limits<int64_t>::max();  // unknown
   const std::vector<int> own = gpus_of_process(o.place);
   const int64_t of_process = ceil_div(o.place.local_ranks, std::ssize(own));  // ranks of a process on one of its GPUs

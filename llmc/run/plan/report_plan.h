@@ -206,11 +206,11 @@ inline std::string too_many_ranks_notice(const Options& o, const Device& device)
   constexpr int largest_server = 16;  // in GPUs
   const bool elsewhere = is_gpu_elsewhere(device);
   const bool gpus = device.computes_as() == DeviceKind::cuda;
-  if (elsewhere ? ranks <= largest_server : gpus ? device.sharers <= 1 : ranks <= available_processors()) return "";
+  if (elsewhere ? ranks <= largest_server : gpus ? device.sharers <= 1 : ranks <= processors_of(device)) return "";
   const std::string shared = elsewhere ? formatted("each with a GPU of its own in one machine")
                              : device.computes_as() == DeviceKind::cuda
                                  ? formatted("which share {} GPU(s)", visible_gpus().count)
-                                 : formatted("which share {} processor(s)", available_processors());
+                                 : formatted("which share {} processor(s)", processors_of(device));
   return formatted(
       "notice: {} ranks would be threads of one process, {}; scripts/multi_node/ starts processes on several hosts",
       ranks, shared);
@@ -233,7 +233,7 @@ inline std::vector<std::string> plan_notices(const Options& o, const Device& dev
   if (device.machine) notices.push_back(topology_notice(step, *device.machine));
   std::string threads;
   if (device.computes_as() != DeviceKind::cuda)
-    threads = crowded_notice(o.place, o.place.local_ranks * device.threads, available_processors());
+    threads = crowded_notice(o.place, o.place.local_ranks * device.threads, processors_of(device));
   notices.push_back(threads.empty() ? too_many_ranks_notice(o, device) : threads);
   std::erase(notices, "");
   return notices;

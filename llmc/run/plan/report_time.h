@@ -171,9 +171,9 @@ inline RunCost run_cost(const Options& o, const StepConfig& step, const Machine&
   const double gpu_hours = seconds * step.layout.ranks() / 3600, kwh = gpu_hours * machine.watts * 1e-3;
   return {seconds, gpu_hours, kwh, kwh * kg_per_kwh, gpu_hours * o.price.value_or(0)};
 }
-inline Rows run_cost_rows(const Options& o, const RunCost& cost) {
+inline Rows run_cost_rows(const Options& o, const Machine& machine, const RunCost& cost) {
   const double seconds = cost.seconds;
-  if (o.machine == local_machine) return {{"run", human_duration(seconds)}};
+  if (machine.cores > 0) return {{"run", human_duration(seconds)}};
   Rows rows = {
       {"run", formatted("{}, {:.0f} GPU-hours; {} to {}, if it is as far off as plans of published runs",
                         human_duration(seconds), cost.gpu_hours, human_duration(seconds * published_runs_took.least),
@@ -214,7 +214,7 @@ inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whol
       rows.emplace_back(formatted("loss {}", count), share(loss.seconds) + " " + loss.what + ": " + loss.remedy);
   if (max_steps) {
     const double seconds = ms * 1e-3 * static_cast<double>(*max_steps);
-    for (auto& row : run_cost_rows(o, run_cost(o, step, machine, seconds))) rows.push_back(std::move(row));
+    for (auto& row : run_cost_rows(o, machine, run_cost(o, step, machine, seconds))) rows.push_back(std::move(row));
   }
   std::string links;
   for (const LinkTier& tier : machine.links)

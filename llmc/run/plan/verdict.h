@@ -103,12 +103,15 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
                                   Begun begun = Begun::no) {
   const int64_t limit = memory_limit(o, device);
   if (limit == std::numeric_limits<int64_t>::max())
-    return "there is no GPU here to compare with: --memory-limit says how many GiB of memory a rank's GPU has";
+    return has_server(device)
+               ? "--machine does not say how much memory a server has: --memory-limit says how many GiB a rank may use"
+               : "there is no GPU here to compare with: --memory-limit says how many GiB of memory a rank's GPU has";
   const std::string where = device.computes_as() == DeviceKind::cuda ? "GPU" : "machine";
   const std::string what =
-      o.memory_limit             ? formatted("--memory-limit {}{}", human_bytes(given_limit(o)),
+      o.memory_limit       ? formatted("--memory-limit {}{}", human_bytes(given_limit(o)),
                                  reserve_of(device) == 0 ? "" : " less " + human_bytes(gpu_reserve) + " for CUDA")
-      : device.elsewhere         ? formatted("a GPU of {}, {}", shown(o.machine), human_bytes(limit))
+      : has_server(device) ? formatted("a rank's share of a server of {}, {}", shown(o.machine), human_bytes(limit))
+      : device.elsewhere   ? formatted("a GPU of {}, {}", shown(o.machine), human_bytes(limit))
       : step.layout.ranks() == 1 ? formatted("this {}'s {}", where, human_bytes(limit))
                                  : formatted("a rank's share of this {}, {}", where, human_bytes(limit));
   if (fits(plan, limit)) return "fits into " + what;
