@@ -1,5 +1,8 @@
 // utf8.h: UTF-8: reading and writing characters, and finding invalid bytes.
 #pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -10,6 +13,12 @@ struct Utf8Character {
   char32_t code;
   size_t width;  // bytes
 };
+
+// The width of the character that begins with this byte; 1 for a byte that none begins with.
+inline size_t utf8_width(char lead) {
+  const unsigned char byte = static_cast<unsigned char>(lead);
+  return byte < 0xc0 ? 1 : byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
+}
 
 // The character at `at` of valid UTF-8.
 inline Utf8Character utf8_at(std::string_view text, size_t at) {
@@ -40,7 +49,15 @@ inline void append_utf8(std::string& text, char32_t code) {
 
 // The first byte that is not well-formed UTF-8 (surrogates and overlong forms are not); none: all of it is.
 inline std::optional<size_t> utf8_fault(std::string_view text) {
+  constexpr uint64_t not_ascii = 0x8080808080808080;
   for (size_t at = 0; at < text.size();) {
+    if (uint64_t eight; text.size() - at >= sizeof eight) {
+      std::memcpy(&eight, text.data() + at, sizeof eight);
+      if ((eight & not_ascii) == 0) {
+        at += sizeof eight;
+        continue;
+      }
+    }
     const unsigned char lead = static_cast<unsigned char>(text[at]);
     const size_t width = lead < 0x80 ? 1 : lead < 0xc2 ? 0 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : lead < 0xf5 ? 4 : 0;
     if (width == 0 || at + width > text.size()) return at;

@@ -3,7 +3,6 @@
 #pragma once
 #include <algorithm>
 #include <functional>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -11,8 +10,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/escape.h"
-#include "core/utf8.h"
+#include "data/json_line.h"
 #include "data/text_file.h"
 
 namespace llmc {
@@ -145,96 +143,19 @@ class ChunkReader {
   int64_t bytes_before_ = 0;
 };
 
-namespace detail {
-
-// Takes one field of an object; knows its faults.
-class FieldReader {
- public:
-  explicit FieldReader(const std::string& field) : field_(field) {}
-  std::optional<std::string> text;
-  std::string fault;
-
-  bool null() { return scalar("null"); }
-  bool boolean(bool) { return scalar("true or false"); }
-  bool number_integer(int64_t) { return scalar("a number"); }
-  bool number_unsigned(uint64_t) { return scalar("a number"); }
-  bool number_float(double, const std::string&) { return scalar("a number"); }
-  bool string(std::string& value) {
-    if (depth_ == 0) return fail("not a JSON object");
-    if (wanted()) text = std::move(value);
-    return true;
-  }
-  bool binary(nlohmann::json::binary_t&) { return false; }  // does not occur in text
-  bool start_object(size_t) { return open("an object"); }
-  bool start_array(size_t) { return depth_ == 0 ? fail("not a JSON object") : open("a list"); }
-  bool end_object() { return close(); }
-  bool end_array() { return close(); }
-  bool key(const std::string& name) {
-    if (depth_ != 1) return true;
-    if (names_.size() < 100) names_ += (names_.empty() ? "" : ", ") + shown(name, 40);
-    here_ = name == field_;
-    return !here_ || !text || fail(formatted("names {} twice", shown(name)));
-  }
-  bool parse_error(size_t, const std::string&, const nlohmann::json::exception& error) {
-    const std::string why = error.what();  // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
-    return fail("not JSON: " + shown(why.substr(why.find("] ") + 2), 200));
-  }
-  const std::string& names() const { return names_; }
-
- private:
-  bool wanted() const { return depth_ == 1 && here_; }
-  bool scalar(const char* kind) {
-    if (depth_ == 0) return fail("not a JSON object");
-    return !wanted() || fail(formatted("field '{}' holds {}, expected a string", shown(field_), kind));
-  }
-  bool open(const char* kind) {
-    if (wanted()) return fail(formatted("field '{}' holds {}, expected a string", shown(field_), kind));
-    return ++depth_ <= 512 || fail("nested more than 512 deep");
-  }
-  bool close() {
-    --depth_;
-    return true;
-  }
-  bool fail(std::string why) {
-    if (fault.empty()) fault = std::move(why);
-    return false;
-  }
-
-  const std::string& field_;
-  std::string names_;
-  int depth_ = 0;
-  bool here_ = false;  // the key just read is the field's
-};
-
-// The text in a line of JSON; errors begin with `where`.
-inline std::string text_in_line(std::string_view line, const std::string& field, const std::string& where) {
-  constexpr std::string_view mark = "\xef\xbb\xbf";
-  if (line.starts_with(mark)) line.remove_prefix(mark.size());
-  FieldReader reader(field);
-  if (line.find('\0') != line.npos) reader.fault = "not JSON: it has a NUL";  // the library takes it for the end
-  else if (!nlohmann::json::sax_parse(line.begin(), line.end(), &reader) && reader.fault.empty())
-    reader.fault = "not JSON";
-  CHECK(reader.fault.empty(), "{}: {}; expected an object with a \"{}\" on each line, found {}", where, reader.fault,
-        shown(field), shown(line, 60));
-  CHECK(reader.text, "{}: no field '{}', only {}: name the text's with --tokenize-field", where, shown(field),
-        reader.names().empty() ? "none" : reader.names());
-  return std::move(*reader.text);
-}
-
-}  // namespace detail
-
-// Passes on the documents of a chunk, or the part of one, that are not empty: on_document(text, line, begins). Errors
-// name the file and the line.
+// Passes on the documents of a chunk, or the part of one, that are not empty: on_document(text, line, begins). Those of
+// JSON lines are UTF-8. Errors name the file and the line.
 template <class F>
 void for_each_document(const TextChunk& chunk, const std::string& field, F&& on_document) {
   int64_t line = chunk.begin.line;
   if (chunk.format == TextFormat::text) return on_document(std::string_view(chunk.text), line, !chunk.begin.within);
+  std::string text;
   for (size_t at = 0; at < chunk.text.size(); ++line) {
     const size_t end = std::min(chunk.text.find('\n', at), chunk.text.size());
     const std::string_view row = std::string_view(chunk.text).substr(at, end - at);
     at = end + 1;
     if (row.find_first_not_of(" \t\r") == row.npos) continue;
-    const std::string text = detail::text_in_line(row, field, formatted("{}:{}", chunk.path, line));
+    text_in_line(text, row, field, formatted("{}:{}", chunk.path, line));
     if (!text.empty()) on_document(std::string_view(text), line, true);
   }
 }

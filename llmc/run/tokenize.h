@@ -260,13 +260,14 @@ class Tokenization {
   // What each thread does.
   void work() {
     const std::unique_ptr<DocumentEncoder> encoder = tokenizer_.document_encoder();
+    std::vector<int32_t> ids;
     for (;;) {
       int64_t number = 0;
       Encoded encoded;
       try {
         std::optional<TextChunk> chunk = take(number, encoded);
         if (!chunk) return;
-        encode(*chunk, *encoder, encoded);
+        encode(*chunk, *encoder, ids, encoded);
       } catch (...) {
         encoded.fault = std::current_exception();
       }
@@ -296,15 +297,15 @@ class Tokenization {
     return chunk;
   }
 
-  void encode(const TextChunk& chunk, DocumentEncoder& encoder, Encoded& encoded) const {
-    std::vector<int32_t> ids;
+  // ids: a buffer.
+  void encode(const TextChunk& chunk, DocumentEncoder& encoder, std::vector<int32_t>& ids, Encoded& encoded) const {
+    ids.clear();
     for_each_document(chunk, job_.field, [&](std::string_view text, int64_t line, bool begins) {
-      if (tokenizer_.needs_utf8())
+      if (tokenizer_.needs_utf8() && chunk.format == TextFormat::text)
         if (const std::optional<size_t> fault = utf8_fault(text))
-          throw Error(
-              formatted("{}:{}: byte {} of the {} is not UTF-8: convert the file, or use --tokenizer bytes", chunk.path,
-                        line + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(*fault), '\n'),
-                        *fault + 1, chunk.format == TextFormat::text ? "part" : "text"));
+          throw Error(formatted(
+              "{}:{}: byte {} of the part is not UTF-8: convert the file, or use --tokenizer bytes", chunk.path,
+              line + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(*fault), '\n'), *fault + 1));
       if (begins) ids.push_back(tokenizer_.end_of_text());
       encoded.documents += begins;
       encoded.text_bytes += std::ssize(text);

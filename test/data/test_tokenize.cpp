@@ -2,6 +2,7 @@
 // work.
 #include <algorithm>
 #include <fstream>
+#include <random>
 
 #include "catch2.h"
 #include "data/dataloader.h"
@@ -137,6 +138,43 @@ TEST_CASE("reading goes on at any chunk, also within a document", "[tokenize]") 
     chunks += !rest.empty();
   }
   REQUIRE(chunks >= 10);
+}
+
+TEST_CASE("a line is read as the JSON library reads it, or left to it", "[tokenize]") {
+  const std::vector<std::string> lines = {
+      R"({"text": "plain"})",
+      R"( {"id" : -1.25,"text":"a\"\\\/\b\f\n\r\t\u00e9\uD83D\ude00\u0000 é 日本 😀 and more","n":[0,[],{},true,{"text":null}]} )",
+      R"({"meta": {"text": "not this", "a": [false, 10, "x\ny"]}, "t\u0065xt": "named by an escape", "e": ""})",
+      R"({"a": 1e5, "text": "left to the library", "b": 123456789012345678901234567890})",
+  };
+  auto theirs = [](const std::string& line) -> std::optional<std::string> {
+    const auto json = nlohmann::json::parse(line, nullptr, false);
+    if (!json.is_object() || !json.contains("text") || !json["text"].is_string()) return std::nullopt;
+    return json["text"].get<std::string>();
+  };
+  const std::string field = "text";
+  int taken = 0;
+  auto check = [&](const std::string& line) {
+    std::string text = "before";
+    if (!detail::LineReader(line, field).read(text)) return false;
+    INFO(shown(line, 400));
+    REQUIRE(theirs(line) == text);
+    return true;
+  };
+  for (size_t i = 0; i < lines.size(); ++i) REQUIRE(check(lines[i]) == (i < 3));
+  std::mt19937 random(5);
+  const std::string_view bytes = "\"\\{}[]:,0129-+.eEtruflsn \t\n\x1f\x7f\x80\xc3\xed\xf4u/dD8";
+  for (int i = 0; i < 30'000; ++i) {
+    std::string line = lines[random() % lines.size()];
+    for (unsigned n = random() % 3; n < 3; ++n) {
+      const size_t at = random() % line.size();
+      if (random() % 3 == 0) line.erase(at, 1 + random() % 3);
+      else if (random() % 2 == 0) line.insert(at, 1, bytes[random() % bytes.size()]);
+      else line[at] = bytes[random() % bytes.size()];
+    }
+    taken += check(line);
+  }
+  REQUIRE(taken > 3000);
 }
 
 TEST_CASE("a line that holds no document is refused with file and line", "[tokenize]") {
