@@ -64,7 +64,7 @@ class Bpe {
             bpe_.normalizer_.apply(between, begins ? part : TextPart::beginning, normalised_);
         bpe_.added_normalised_.split(normal, specials_, on_token, [&](std::string_view rest) {
           bpe_.pre_tokenizer_.split(rest, part, begins && rest.data() == normal.data(),
-                                    [&](std::string_view piece) { words_.append(piece, ids); });
+                                    [&](Pieces pieces) { words_.append(pieces, ids); });
         });
       });
     }
@@ -141,8 +141,10 @@ class Bpe {
     b = utf8_at(after, 0).code;
     const SplitAutomaton::Place place = pre_tokenizer_.between(a, b);
     if (place != SplitAutomaton::Place::independent) return place == SplitAutomaton::Place::boundary;
-    if (!of_bytes()) return !vocabulary_.joins(a, b);
-    return !vocabulary_.joins(static_cast<unsigned char>(before.back()), static_cast<unsigned char>(after.front()));
+    std::string last, first;
+    append_utf8(last, a);
+    append_utf8(first, b);
+    return !vocabulary_.joins(last, first);
   }
 
   // The text that a token of the vocabulary stands for.
@@ -174,8 +176,8 @@ class Bpe {
   void read_added_token(const nlohmann::json& json, size_t most) {
     const bool normalised = json.value("normalized", !json.value("special", false));
     const std::string content = json.at("content");
-    const int32_t id =
-        BpeVocabulary::id_of(json.at("id"), most, formatted("{}: added token '{}'", where_, shown(content)));
+    const int32_t id = BpeVocabulary::id_of(json.at("id"), most,
+                                            [&] { return formatted("{}: added token '{}'", where_, shown(content)); });
     std::string buffer;
     const AddedTokens::Token token{
         normalised ? std::string(normalizer_.apply(content, TextPart::beginning, buffer)) : content, id,
@@ -205,8 +207,8 @@ class Bpe {
         }
         const std::string& name = part.at("SpecialToken").at("id").get_ref<const std::string&>();
         for (const nlohmann::json& id : json.at("special_tokens").at(name).at("ids"))
-          side->push_back(BpeVocabulary::id_of(id, tokens_.size(),
-                                               formatted("{}: the template's token '{}'", where_, shown(name))));
+          side->push_back(BpeVocabulary::id_of(
+              id, tokens_.size(), [&] { return formatted("{}: the template's token '{}'", where_, shown(name)); }));
       }
     } else if (type != "null" && type != "ByteLevel") {  // which only trims offsets; unused here
       refuse("\"post_processor\" " + type);

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -17,6 +16,8 @@
 #include "core/check.h"
 #include "core/json.h"
 #include "core/shape.h"
+#include "text/merge_table.h"
+#include "text/token_table.h"
 #include "text/unicode.h"
 
 namespace llmc {
@@ -63,19 +64,18 @@ inline std::optional<std::string> bytes_of_byte_level(std::string_view token) {
 class BpeVocabulary {
  public:
   enum class Symbols : uint8_t { bytes, characters };
-  struct Merge {
-    uint64_t ids;
-    int32_t rank, id;  // of the merged token
-  };
 
   // `model`: "model" of a tokenizer.json; errors begin with `where`.
   BpeVocabulary(const nlohmann::json& model, const std::string& where) : where_(where) {
     check_kind(model);
+    id_of_ = TokenTable(model.at("vocab").size());
     symbols_ = model.value("byte_fallback", false) ? Symbols::characters : Symbols::bytes;
     std::unordered_map<std::string, int32_t> ids;
     const size_t most = most_ids(model.at("vocab").size());
     for (const auto& [token, json] : model.at("vocab").items()) {
-      const int32_t id = id_of(json, most, formatted("{}: token '{}' of the vocabulary", where_, shown(token)));
+      const int32_t id = id_of(json, most, [&, &token = token] {
+        return formatted("{}: token '{}' of the vocabulary", where_, shown(token));
+      });
       ids[token] = id;
       if (static_cast<size_t>(id) >= tokens_.size()) tokens_.resize(static_cast<size_t>(id) + 1);
       add(token, id);
@@ -84,15 +84,17 @@ class BpeVocabulary {
       CHECK(id_of_byte_[byte] >= 0, "{}: \"byte_fallback\" needs a token for every byte, and there is no {}", where_,
             byte_name(byte));
     read_merges(model.at("merges"), ids);
+    find_ranks_of_bytes();
     whole_pieces_first_ = model.value("ignore_merges", false);
   }
 
   // The most ids that `tokens` tokens may use: ids may have gaps, but a table of all of them must fit into memory.
   static size_t most_ids(size_t tokens) { return tokens + (1 << 16); }
-  // An id below `most`; errors begin with `what`.
-  static int32_t id_of(const nlohmann::json& json, size_t most, const std::string& what) {
+  // An id below `most`; errors begin with what().
+  template <class What>
+  static int32_t id_of(const nlohmann::json& json, size_t most, What&& what) {
     const std::optional<int64_t> id = whole_number(json);
-    CHECK(id && static_cast<size_t>(*id) < most, "{} has the id {}, expected a whole number below {}", what, json,
+    CHECK(id && static_cast<size_t>(*id) < most, "{} has the id {}, expected a whole number below {}", what(), json,
           most);
     return narrow<int32_t>(*id);
   }
@@ -109,20 +111,17 @@ class BpeVocabulary {
                : std::optional(static_cast<char>(found - id_of_byte_.begin()));
   }
 
-  // Null: the pair does not merge.
-  const Merge* merge_of(int32_t left, int32_t right) const {
-    const uint64_t ids = pair(left, right);
-    for (size_t i = place_of(ids);; i = (i + 1) & (merges_.size() - 1))
-      if (merges_[i].ids == ids) return &merges_[i];
-      else if (merges_[i].rank < 0) return nullptr;
+  const MergeTable& merges() const { return merges_; }
+  // The rank of the merge of two bytes' tokens, in a vocabulary of bytes.
+  int32_t rank_of_bytes(char left, char right) const {
+    return rank_of_bytes_[static_cast<size_t>(static_cast<unsigned char>(left)) << 8 |
+                          static_cast<unsigned char>(right)];
   }
-
   // The token that a whole piece is at once, whatever the merges (Llama 3).
   std::optional<int32_t> whole(std::string_view piece) const {
-    if (!whole_pieces_first_) return std::nullopt;
-    const auto found = id_of_.find(piece);
-    return found == id_of_.end() ? std::nullopt : std::optional(found->second);
+    return whole_pieces_first_ ? id_of_.find(piece) : std::nullopt;
   }
+  bool whole_pieces_first() const { return whole_pieces_first_; }
 
   // Passes on the symbols of a piece.
   template <class F>
@@ -131,25 +130,25 @@ class BpeVocabulary {
       const size_t width = symbols_ == Symbols::bytes ? 1 : utf8_at(piece, at).width;
       const int32_t known = width == 1 ? id_of_ascii_[static_cast<unsigned char>(piece[at])] : -1;
       if (known >= 0) f(known);
-      else if (const auto found = id_of_.find(piece.substr(at, width)); width > 1 && found != id_of_.end())
-        f(found->second);
+      else if (const auto id = width > 1 ? id_of_.find(piece.substr(at, width)) : std::nullopt) f(*id);
       else
         for (size_t i = at; i < at + width; ++i) f(id_of_byte(piece[i]));
       at += width;
     }
   }
 
-  // May a merge join texts of which one ends in `a` and the other begins with `b`, bytes or characters? If not, the
-  // text on either side of their border can be encoded for itself.
-  bool joins(char32_t a, char32_t b) const { return joins_all_ || whole_pieces_first_ || joins_[bit_of(a, b)]; }
+  // May a merge join texts of which one ends in the character `a` and the other begins with `b`? If not, merges on
+  // either side of their border do not depend on each other.
+  bool merges_join(std::string_view a, std::string_view b) const {
+    for (size_t first = a.size(); first-- > 0;)
+      for (size_t n = 1; n <= b.size(); ++n)
+        if (joins_[bit_of(number_of(a.substr(first)), number_of(b.substr(0, n)))]) return true;
+    return joins_all_;
+  }
+  // The same for tokens, which may be whole pieces without merges.
+  bool joins(std::string_view a, std::string_view b) const { return whole_pieces_first_ || merges_join(a, b); }
 
  private:
-  struct Hash : std::hash<std::string_view> {
-    using is_transparent = void;  // lookup by std::string_view
-  };
-  static uint64_t pair(int32_t a, int32_t b) {
-    return uint64_t{static_cast<uint32_t>(a)} << 32 | static_cast<uint32_t>(b);
-  }
   static std::string byte_name(size_t byte) { return detail::printf_string("<0x%02X>", static_cast<unsigned>(byte)); }
 
   void check_kind(const nlohmann::json& model) const {
@@ -173,13 +172,13 @@ class BpeVocabulary {
       const std::optional<std::string> bytes = bytes_of_byte_level(token);
       tokens_[static_cast<size_t>(id)] = bytes.value_or(token);  // none: the text stands for itself
       if (!bytes) return;
-      id_of_[*bytes] = id;
+      id_of_.add(*bytes, id);
       if (bytes->size() != 1) return;
       const auto byte = static_cast<unsigned char>((*bytes)[0]);
       id_of_ascii_[byte] = id_of_byte_[byte] = id;
     } else {
       tokens_[static_cast<size_t>(id)] = token;
-      id_of_[token] = id;
+      id_of_.add(token, id);
       if (token.size() == 1) id_of_ascii_[static_cast<unsigned char>(token[0])] = id;
       for (size_t byte = 0; token.size() == 6 && token.starts_with("<0x") && byte < 256; ++byte)
         if (token == byte_name(byte)) id_of_byte_[byte] = id;
@@ -188,11 +187,9 @@ class BpeVocabulary {
 
   // Two forms: "a b", and ["a", "b"].
   void read_merges(const nlohmann::json& merges, const std::unordered_map<std::string, int32_t>& ids) {
-    size_t size = 16;
-    while (size < 2 * merges.size()) size *= 2;
-    merges_.assign(size, {pair(-1, -1), -1, -1});
-    for (shift_ = 64; size > 1; size /= 2) --shift_;
-    int32_t rank = 0;
+    CHECK(merges.size() <= size_t{MergeTable::no_rank}, "{}: {} merges, expected at most {}", where_, merges.size(),
+          MergeTable::no_rank);
+    std::vector<MergeTable::Merge> all;
     for (const nlohmann::json& merge : merges) {
       std::string a, b;
       if (merge.is_string()) {
@@ -206,31 +203,49 @@ class BpeVocabulary {
         b = merge[1];
       }
       CHECK(!a.empty() && !b.empty() && (merge.is_array() || b.find(' ') == b.npos),
-            "{}: merge {} is {}, expected \"a b\" or [\"a\", \"b\"]", where_, rank, merge);
+            "{}: merge {} is {}, expected \"a b\" or [\"a\", \"b\"]", where_, all.size(), merge);
       auto id = [&](const std::string& token) {
         const auto found = ids.find(token);
         CHECK(found != ids.end(), "{}: merge {}, {}: the token '{}' is not in the vocabulary; the file is damaged",
-              where_, rank, merge, shown(token));
+              where_, all.size(), merge, shown(token));
         return found->second;
       };
       const int32_t left = id(a), right = id(b);
-      add_merge(left, right, rank++, id(a + b));
+      all.push_back({left, right, id(a + b)});
+      note_join(left, right);
     }
+    merges_ = MergeTable(std::move(all));
   }
-  void add_merge(int32_t left, int32_t right, int32_t rank, int32_t merged) {
-    size_t i = place_of(pair(left, right));
-    while (merges_[i].rank >= 0 && merges_[i].ids != pair(left, right)) i = (i + 1) & (merges_.size() - 1);
-    merges_[i] = {pair(left, right), rank, merged};
+
+  // What a merge joins is known as far as it is in the two characters at the border: a token may also be the last bytes
+  // of one, or the first bytes of the other.
+  void note_join(int32_t left, int32_t right) {
+    if (byte_of(left) || byte_of(right)) joins_all_ = true;
     const std::string_view a = tokens_[static_cast<size_t>(left)], b = tokens_[static_cast<size_t>(right)];
-    if (symbols_ == Symbols::bytes) join(static_cast<unsigned char>(a.back()), static_cast<unsigned char>(b.front()));
-    else if (byte_of(left) || byte_of(right)) joins_all_ = true;
-    else join(utf8_at(a, utf8_before(a, a.size())).code, utf8_at(b, 0).code);
+    size_t last = a.size() - 1;
+    while (last > 0 && continues(a[last]) && a.size() - last < 4) --last;
+    if (a.size() - last < utf8_width(a[last]) || continues(b[0])) return;  // only within characters
+    joins_[bit_of(number_of(a.substr(last)), number_of(b.substr(0, utf8_width(b[0]))))] = true;
   }
-  void join(char32_t a, char32_t b) { joins_[bit_of(a, b)] = true; }
-  static size_t bit_of(char32_t a, char32_t b) {
+  static bool continues(char byte) { return (static_cast<unsigned char>(byte) & 0xc0) == 0x80; }
+  static uint32_t number_of(std::string_view bytes) {
+    uint32_t number = 0;
+    for (const char byte : bytes) number = number << 8 | static_cast<unsigned char>(byte);
+    return number;
+  }
+  static size_t bit_of(uint32_t a, uint32_t b) {
     return static_cast<size_t>(((uint64_t{a} << 32 | b) * 0x9e3779b97f4a7c15) >> (64 - joins_bits));
   }
-  size_t place_of(uint64_t ids) const { return static_cast<size_t>((ids * 0x9e3779b97f4a7c15) >> shift_); }
+
+  void find_ranks_of_bytes() {
+    if (symbols_ != Symbols::bytes) return;
+    rank_of_bytes_.assign(size_t{1} << 16, MergeTable::no_rank);
+    for (size_t a = 0; a < 256; ++a)
+      for (size_t b = 0; b < 256; ++b) {
+        const int32_t left = id_of_byte_[a], right = id_of_byte_[b], rank = merges_.rank_of(left, right);
+        if (rank != MergeTable::no_rank && merges_.is(rank, left, right)) rank_of_bytes_[a << 8 | b] = rank;
+      }
+  }
 
   int32_t id_of_byte(char byte) const {
     const int32_t id = id_of_byte_[static_cast<unsigned char>(byte)];
@@ -247,10 +262,10 @@ class BpeVocabulary {
   std::string where_;
   Symbols symbols_ = Symbols::bytes;
   std::vector<std::string> tokens_;
-  std::unordered_map<std::string, int32_t, Hash, std::equal_to<>> id_of_;    // by text
+  TokenTable id_of_;
   std::array<int32_t, 256> id_of_ascii_ = no_ids(), id_of_byte_ = no_ids();  // of symbols of one byte, of bytes
-  std::vector<Merge> merges_;  // a hash table with open addressing; rank -1: empty
-  int shift_ = 0;
+  MergeTable merges_;
+  std::vector<int32_t> rank_of_bytes_;  // 256 x 256
   bool whole_pieces_first_ = false;
   // By a hash of the two: another pair's bit may stand for this one, which is a border less.
   static constexpr int joins_bits = 20;

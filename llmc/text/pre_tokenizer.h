@@ -46,12 +46,13 @@ class PreTokenizer {
 
   bool is_byte_level() const { return byte_level_; }
 
-  // Passes on the pieces of a text. `part`: whether this is where a document begins; `first`: whether the text is the
-  // first between added tokens.
+  // Passes on the pieces of a text, some at a time. `part`: whether this is where a document begins; `first`: whether
+  // the text is the first between added tokens.
   template <class F>
-  void split(std::string_view text, TextPart part, bool first, F&& on_piece) const {
+  void split(std::string_view text, TextPart part, bool first, F&& on_pieces) const {
     if (steps_.size() == 1 && steps_[0].splitter && steps_[0].prefix == Prefix::none)
-      return steps_[0].splitter->split(text, on_piece);
+      return steps_[0].splitter->split(text, on_pieces);
+    auto on_piece = [&](std::string_view piece) { on_pieces(Pieces(&piece, 1)); };
     split_by(0, text, {part, first}, on_piece);
   }
 
@@ -144,7 +145,10 @@ class PreTokenizer {
     auto next = [&](std::string_view piece) {
       split_by(s + 1, piece, {context.part, context.first && piece.data() == text.data()}, on_piece);
     };
-    if (step.splitter) step.splitter->split(text, next);
+    auto each = [&](Pieces pieces) {
+      for (const std::string_view piece : pieces) next(piece);
+    };
+    if (step.splitter) step.splitter->split(text, each);
     else if (step.literal.empty()) next(text);
     else split_at(step, text, next);
   }

@@ -1,7 +1,8 @@
 // split_automaton.h: a split pattern as a deterministic automaton over classes of characters: one look into a table for
 // each character, where backtracking would try one alternative after the other. Its states are the lists of places in
 // the pattern where backtracking may be, in the order in which it would try them (Cox 2010, "Regular Expression
-// Matching in the Wild"). Since every match ends one character late, what follows a match, as in (?!\S), is known.
+// Matching in the Wild"). Since every match ends one character late, what follows a match, as in (?!\S), is known; and
+// the character after most matches is read once, as the end of one piece and the beginning of the next.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -9,6 +10,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -18,8 +20,13 @@
 
 namespace llmc {
 
+// Adjacent pieces of a text, in their order.
+using Pieces = std::span<const std::string_view>;
+
 class SplitAutomaton {
  public:
+  static constexpr size_t most_pieces = 128;  // at a time
+
   // None: the pattern has lookahead over more than one character, or too many states.
   static std::optional<SplitAutomaton> compile(const SplitPattern& pattern) {
     SplitAutomaton made;
@@ -27,36 +34,42 @@ class SplitAutomaton {
     return made;
   }
 
-  // As SplitPattern::split().
+  // As SplitPattern::split(), up to most_pieces at a time.
   template <class F>
   void split(std::string_view text, F&& emit) const {
     const auto* const begin = reinterpret_cast<const unsigned char*>(text.data());
     const auto* const end = begin + text.size();
-    auto pass_on = [&](const unsigned char* from, const unsigned char* to) {
-      emit(std::string_view(reinterpret_cast<const char*>(from), static_cast<size_t>(to - from)));
-    };
-    const unsigned char* cut = begin;
-    for (const unsigned char* at = begin; at < end;) {
-      const unsigned char *matched = nullptr, *here = at;
-      for (uint32_t state = start;;) {
+    std::array<const unsigned char*, most_pieces + 1> cuts;  // where pieces begin, and the last one ends
+    std::array<std::string_view, most_pieces> pieces;
+    const auto full = cuts.end() - 2;  // room for two
+    auto last = cuts.begin();
+    *last = begin;
+    const unsigned char* here = begin;
+    for (uint32_t state = start * narrow_classes(); *last < end;) {
+      while (here < end && last < full) {
         size_t width = 1;
-        const Step step = step_at(state, here < end ? class_at(here, width) : end_class);
-        if (step.match) matched = here;
-        if (step.next == dead) break;
-        state = step.next;
+        const uint32_t step = steps_on_[state + class_at(here, width)];
+        if ((step & stops) != 0) break;
+        last[1] = here;
+        last += step & cuts_here;
+        state = step >> 2;
         here += width;
       }
-      if (matched == nullptr) {
-        size_t width = 1;
-        class_at(at, width);
-        at += width;
-        continue;
+      if (last < full) {  // the slow way from the beginning of this piece
+        const auto [from, to] = next_match(*last, end);
+        if (*last < from) *++last = from;
+        if (from < to) *++last = to;
+        here = to;
+        state = start * narrow_classes();
       }
-      if (cut < at) pass_on(cut, at);
-      pass_on(at, matched);
-      cut = at = matched;
+      if (last < full && *last < end) continue;
+      const size_t n = static_cast<size_t>(last - cuts.begin());
+      for (size_t i = 0; i < n; ++i)
+        pieces[i] = {reinterpret_cast<const char*>(cuts[i]), static_cast<size_t>(cuts[i + 1] - cuts[i])};
+      emit(Pieces(pieces.data(), n));
+      cuts[0] = *last;
+      last = cuts.begin();
     }
-    if (cut < end) pass_on(cut, end);
   }
 
   // What is known of the place between two characters, whatever the rest of the text: a piece always ends there, and
@@ -76,6 +89,28 @@ class SplitAutomaton {
   using Kind = SplitPattern::Kind;
 
   Step step_at(uint32_t state, size_t c) const { return steps_[state * classes_ + c]; }
+  uint32_t narrow_classes() const { return static_cast<uint32_t>(classes_); }
+
+  // The first match that begins at `at` or later; nothing at the end: there is none.
+  std::pair<const unsigned char*, const unsigned char*> next_match(const unsigned char* at,
+                                                                   const unsigned char* end) const {
+    while (at < end) {
+      const unsigned char *matched = nullptr, *here = at;
+      for (uint32_t state = start;;) {
+        size_t width = 1;
+        const Step step = step_at(state, here < end ? class_at(here, width) : end_class);
+        if (step.match) matched = here;
+        if (step.next == dead) break;
+        state = step.next;
+        here += width;
+      }
+      if (matched != nullptr) return {at, matched};
+      size_t width = 1;
+      class_at(at, width);
+      at += width;
+    }
+    return {end, end};
+  }
   size_t class_of(char32_t c) const { return class_in_page_[page_[c >> 8] | (c & 0xff)]; }
   size_t class_at(const unsigned char* at, size_t& width) const {
     if (*at < 0x80) return ascii_[*at];
@@ -88,6 +123,7 @@ class SplitAutomaton {
     nodes_ = &pattern.nodes();
     if (!classify() || !number_states(pattern.start())) return false;
     find_places();
+    make_steps_on();
     nodes_ = nullptr;
     return true;
   }
@@ -102,9 +138,14 @@ class SplitAutomaton {
     std::map<std::pair<char32_t, uint8_t>, uint8_t> known;
     std::vector<uint8_t> all(0x110000);
     auto bound = bounds.begin();
+    const std::vector<uint8_t>& traits = detail::unicode_tables().traits;
     for (char32_t c = 0; c < all.size(); ++c) {
       if (c >= *bound) ++bound;
-      const auto [found, is_new] = known.try_emplace({*bound, detail::unicode_tables().traits[c]}, 0);
+      else if (c > 0 && traits[c] == traits[c - 1]) {
+        all[c] = all[c - 1];
+        continue;
+      }
+      const auto [found, is_new] = known.try_emplace({*bound, traits[c]}, 0);
       if (is_new) {
         std::vector<bool> in(sets.size());
         for (size_t i = 0; i < sets.size(); ++i) in[i] = sets[i]->contains(c);
@@ -186,6 +227,17 @@ class SplitAutomaton {
     return c != end_class && node.set.contains(members_[c]);
   }
 
+  // steps_, with those that begin the next piece where one ends.
+  void make_steps_on() {
+    for (uint32_t s = dead; s < steps_.size() / classes_; ++s)
+      for (size_t c = 0; c < classes_; ++c) {
+        const Step step = step_at(s, c);
+        const bool ends = step.next == dead && step.match;
+        const uint32_t next = ends ? step_at(start, c).next : step.next;
+        steps_on_.push_back(next == dead ? stops : next * narrow_classes() << 2 | (ends ? cuts_here : 0));
+      }
+  }
+
   void find_places() {
     places_.resize(classes_ * classes_, Place::anything);
     for (size_t a = 1; a < classes_; ++a) {
@@ -211,6 +263,10 @@ class SplitAutomaton {
   std::array<uint32_t, 0x1100> page_{};  // where the classes of 256 characters are
   std::vector<uint8_t> class_in_page_;
   std::vector<Step> steps_;  // (states, classes)
+  // The same, of a text rather than of one match: the next state's place, and what the character does: it begins a
+  // piece, or the match must be sought the slow way.
+  static constexpr uint32_t cuts_here = 1, stops = 2;
+  std::vector<uint32_t> steps_on_;
   std::vector<Place> places_;
 };
 
@@ -222,7 +278,7 @@ class Splitter {
   template <class F>
   void split(std::string_view text, F&& emit) const {
     if (automaton_) automaton_->split(text, emit);
-    else pattern_.split(text, emit);
+    else pattern_.split(text, [&](std::string_view piece) { emit(Pieces(&piece, 1)); });
   }
   SplitAutomaton::Place between(char32_t a, char32_t b) const {
     return automaton_ ? automaton_->between(a, b) : SplitAutomaton::Place::anything;

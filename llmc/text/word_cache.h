@@ -1,6 +1,7 @@
 // word_cache.h: the tokens of words that were encoded before, because a text has few distinct words. A word has two
-// places, in one cache line or two, and the word looked up longest ago gives way; so lookups touch little memory, and
-// the cache never grows.
+// places beside each other: new words take the second one, and those that come again move to the first, so that words
+// that come once displace no others. The cache never grows. Where a word would be is known before it is looked up, so
+// that its cache lines can be fetched while other words are encoded.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -13,65 +14,79 @@
 
 namespace llmc {
 
-// 64-bit words that hold a text of at most 8 * Words bytes; with its length they determine it.
 template <size_t Words>
-std::array<uint64_t, Words> packed_text(std::string_view text) {
-  std::array<uint64_t, Words> key{};
-  const char* const at = text.data();
-  const size_t n = text.size();
-  auto load = [&](size_t from, auto value) {
-    std::memcpy(&value, at + from, sizeof value);
-    return uint64_t{value};
-  };
-  if (n >= 8) {  // the last 8 bytes may be in two of them
-    for (size_t i = 0; i < Words && 8 * i < n; ++i) key[i] = load(std::min(8 * i, n - 8), uint64_t{});
-  } else if (n >= 4) {
-    key[0] = load(0, uint32_t{}) | load(n - 4, uint32_t{}) << 32;
-  } else if (n > 0) {
-    key[0] = load(0, uint8_t{}) | load(n / 2, uint8_t{}) << 8 | load(n - 1, uint8_t{}) << 16;
-  }
-  return key;
-}
-
-template <size_t Words, size_t Ids>
 class WordCache {
  public:
-  static constexpr size_t longest = 8 * Words, most_ids = Ids;
+  static constexpr size_t longest = 8 * Words - 1, most_ids = 2 * Words - 1;
+  using Key = std::array<uint64_t, Words>;  // the bytes of a word, zeros, and in the last byte its length
   struct Entry {
-    std::array<uint64_t, Words> key;
-    uint8_t length = 0, count = 0;  // length 0: empty
-    std::array<int32_t, Ids> ids;
+    Key key{};                                // length 0: empty
+    std::array<int32_t, most_ids + 1> ids{};  // the last one is their number
+  };
+  struct alignas(64) Set {
+    std::array<Entry, 2> entries{};
+  };
+  struct Place {
+    Key key;
+    Set* set;
   };
 
-  explicit WordCache(int bits) : shift_(64 - bits), entries_(size_t{2} << bits) {}
+  explicit WordCache(int bits) : shift_(64 - bits), sets_(size_t{1} << bits) {}
 
-  // The entry of a word of 1 to `longest` bytes; null: it is not there.
-  const Entry* find(std::string_view word) {
-    const auto key = packed_text<Words>(word);
-    Entry* const set = set_of(key, word.size());
-    for (Entry* entry : {set, set + 1})
-      if (entry->length == word.size() && entry->key == key) return entry;
-    return nullptr;
+  // Where a word of 1 to `longest` bytes would be. `end`: the bytes before it can be read; `kind`: 0, or 1 for words
+  // that have other tokens than the same words of kind 0.
+  Place place_of(std::string_view word, const char* end, uint64_t kind = 0) {
+    Key key;
+    if (static_cast<size_t>(end - word.data()) >= sizeof key) {
+      Key mask;
+      std::memcpy(&key, word.data(), sizeof key);
+      std::memcpy(&mask, ones_then_zeros.data() + sizeof key - word.size(), sizeof mask);
+      for (size_t i = 0; i < Words; ++i) key[i] &= mask[i];
+    } else {
+      key = {};
+      std::memcpy(&key, word.data(), word.size());
+    }
+    key.back() |= uint64_t{word.size()} << 56 | kind << 63;
+    uint64_t hash = 0;
+    for (size_t i = 0; i < Words; ++i) hash ^= key[i] * multipliers[i];
+    return {key, &sets_[((hash ^ hash >> 32) * 0x9e3779b97f4a7c15) >> shift_]};
+  }
+  static void prefetch(const Place& place) {
+    for (size_t at = 0; at < sizeof(Set); at += 64) __builtin_prefetch(reinterpret_cast<const char*>(place.set) + at);
+  }
+
+  // Null: the word is not there.
+  static const Entry* find(const Place& place) {
+    auto& [first, second] = place.set->entries;
+    if (same(first.key, place.key)) return &first;
+    if (!same(second.key, place.key)) return nullptr;
+    std::swap(first, second);
+    return &first;
   }
   // ids: at most most_ids.
-  void add(std::string_view word, const int32_t* ids, size_t count) {
-    const auto key = packed_text<Words>(word);
-    Entry* const set = set_of(key, word.size());
-    set[1] = set[0];
-    set[0].key = key;
-    set[0].length = static_cast<uint8_t>(word.size());
-    set[0].count = static_cast<uint8_t>(count);
-    std::copy_n(ids, count, set[0].ids.begin());
+  static void add(const Place& place, const int32_t* ids, size_t count) {
+    Entry& entry = place.set->entries[1];
+    entry.key = place.key;
+    std::copy_n(ids, count, entry.ids.begin());
+    entry.ids.back() = static_cast<int32_t>(count);
   }
 
  private:
-  Entry* set_of(const std::array<uint64_t, Words>& key, size_t length) {
-    uint64_t hash = length;
-    for (const uint64_t word : key) hash = ((hash ^ word) * 0x9e3779b97f4a7c15) ^ (hash >> 29);
-    return &entries_[2 * ((hash * 0xd6e8feb86659fd93) >> shift_)];
+  // Without the call that == is.
+  static bool same(const Key& a, const Key& b) {
+    uint64_t differences = 0;
+    for (size_t i = 0; i < Words; ++i) differences |= a[i] ^ b[i];
+    return differences == 0;
   }
+  static constexpr std::array<uint64_t, 4> multipliers = {0x9e3779b97f4a7c15, 0xd6e8feb86659fd93, 0xa0761d6478bd642f,
+                                                          0xe7037ed1a0b428db};
+  static constexpr std::array<unsigned char, 2 * sizeof(Key)> ones_then_zeros = [] {
+    std::array<unsigned char, 2 * sizeof(Key)> bytes{};
+    std::fill_n(bytes.begin(), sizeof(Key), static_cast<unsigned char>(0xff));
+    return bytes;
+  }();
   int shift_;
-  std::vector<Entry> entries_;
+  std::vector<Set> sets_;
 };
 
 }  // namespace llmc

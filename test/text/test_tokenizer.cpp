@@ -1,4 +1,8 @@
 // Tokenizers from tokenizer.json: ids and text compared with Hugging Face's library, Unicode, patterns, refusals.
+#include <limits>
+#include <map>
+#include <random>
+
 #include "catch2.h"
 #include "helpers.h"
 #include "text/tokenizer.h"
@@ -81,6 +85,7 @@ TEST_CASE("bytes that are not UTF-8 are detected", "[text]") {
                           "\xf4\x90\x80\x80", "\xff", "\xe4\xb8"}) {
     REQUIRE(utf8_fault(std::string("ab") + bad) == 2);
     REQUIRE(utf8_fault(std::string("ab") + bad + "c") == 2);
+    for (size_t n = 0; n < 20; ++n) REQUIRE(utf8_fault(std::string(n, 'a') + bad + std::string(n, 'c')) == n);
   }
   const HuggingFaceTokenizer tokenizer(golden + "gpt2.json");
   REQUIRE_ERROR(tokenizer.encode("ab\xff"), "byte 3");
@@ -131,8 +136,9 @@ TEST_CASE("an automaton splits as backtracking does, and knows where a text may 
     slow.split(all, [&](std::string_view piece) {
       ends.push_back(static_cast<size_t>(piece.data() + piece.size() - all.data()));
     });
-    fast->split(all, [&](std::string_view piece) {
-      fast_ends.push_back(static_cast<size_t>(piece.data() + piece.size() - all.data()));
+    fast->split(all, [&](Pieces some) {
+      for (const std::string_view piece : some)
+        fast_ends.push_back(static_cast<size_t>(piece.data() + piece.size() - all.data()));
     });
     REQUIRE(ends == fast_ends);
     for (size_t at = 1; at < all.size(); at += utf8_at(all, at).width) {
@@ -360,6 +366,62 @@ TEST_CASE("a checkpoint of a byte-level model has a tokenizer.json; one of anoth
   REQUIRE(found.out == bytes.out);
   // And so has one that is trained further from it.
   REQUIRE(train("more", "--n-embd 16 --model " + (dir / "bytes/step-000001")));
+}
+
+TEST_CASE("tokens are those of merging pair after pair, whatever the length and what is remembered", "[text]") {
+  for (const std::string file : {"gpt2.json", "llama3.json"}) {
+    Json json = read_golden(file);
+    json["pre_tokenizer"] = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}};
+    json["model"]["vocab"]["zq"] = 5000;  // no merge makes it
+    const bool whole_first = json["model"].value("ignore_merges", false);
+    const Bpe bpe(json, "test");
+    std::map<std::string, int32_t> id_of, rank_of;
+    for (const auto& [token, id] : json["model"]["vocab"].items()) id_of[token] = id;
+    for (const Json& merge : json["model"]["merges"])
+      rank_of[merge.is_string() ? merge.get<std::string>()
+                                : merge[0].get<std::string>() + " " + merge[1].get<std::string>()] =
+          static_cast<int32_t>(rank_of.size());
+    auto merged = [&](const std::string& text) -> std::vector<int32_t> {
+      if (whole_first && id_of.contains(byte_level_text(text))) return {id_of.at(byte_level_text(text))};
+      std::vector<std::string> symbols;
+      for (const char byte : text) symbols.push_back(byte_level_text({&byte, 1}));
+      for (;;) {
+        size_t best = symbols.size();
+        int32_t lowest = std::numeric_limits<int32_t>::max();
+        for (size_t i = 0; i + 1 < symbols.size(); ++i) {
+          const auto found = rank_of.find(symbols[i] + " " + symbols[i + 1]);
+          if (found != rank_of.end() && found->second < lowest) lowest = found->second, best = i;
+        }
+        if (best == symbols.size()) break;
+        symbols[best] += symbols[best + 1];
+        symbols.erase(symbols.begin() + static_cast<std::ptrdiff_t>(best) + 1);
+      }
+      std::vector<int32_t> ids;
+      for (const std::string& symbol : symbols) ids.push_back(id_of.at(symbol));
+      return ids;
+    };
+    Bpe::Encoder encoder(bpe, Specials::as_text, 5);
+    std::mt19937 random(17);
+    const std::vector<std::string> alphabets[] = {{"t", "h", "e", " ", "an", "d"},
+                                                  {"z", "q"},
+                                                  {"a", "e", "i", "o", "n", "r", "s", " "},
+                                                  {std::string(1, '\0'), "a"},
+                                                  {"\u65e5", "\u672c", "\u306e", "\u00e9", "\U0001f600"}};
+    std::vector<std::string> texts;
+    for (size_t n = 1; n < 420; n += n < 140 ? 1 : 40)
+      for (const std::vector<std::string>& alphabet : alphabets) {
+        std::string text;
+        while (text.size() < n) text += alphabet[random() % alphabet.size()];
+        texts.push_back(text);
+        if (n < 40) texts.push_back(texts[random() % texts.size()]);  // seen before
+      }
+    for (const std::string& text : texts) {
+      std::vector<int32_t> ids;
+      encoder.append(text, TextPart::beginning, ids);
+      INFO(file << ": " << Json(text).dump(-1, ' ', true, Json::error_handler_t::replace));
+      REQUIRE(ids == merged(text));
+    }
+  }
 }
 
 TEST_CASE("a long piece is encoded in n log n", "[text]") {
