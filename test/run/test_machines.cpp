@@ -91,8 +91,9 @@ TEST_CASE("a plan for servers without GPUs is one for their processors, and need
   REQUIRE(apart > alone / 4);
   const ProgramResult text = run_program(run + "--machine cpux2 --local-ranks 2 --threads 2");
   INFO(text.out << text.err);
-  for (const char* part : {"plan for cpux2 (AMD EPYC 9554", "1 thread of a rank", "time of a step on paper, by cpux2",
-                           "=> fits into a rank's share of a server of cpux2, 6.00 GiB", "no time for launches"})
+  for (const char* part :
+       {"plan for cpux2 (AMD EPYC 9554", "1 thread for each rank", "time of a step on paper, by cpux2",
+        "=> fits into a rank's share of a server of cpux2, 6.00 GiB", "no time for launches"})
     REQUIRE(text.out.find(part) != std::string::npos);
   const ProgramResult large = run_program("--plan --machine cpux2 --model llama3:8B -b 1 -t 1024");
   REQUIRE(large.out.find("does not fit into a rank's share of a server of cpux2, 12.00 GiB") != std::string::npos);

@@ -17,7 +17,7 @@ namespace llmc {
 inline std::string describe(const Device& device) {
   const std::string threads = formatted("{} thread{}", device.threads, device.threads == 1 ? "" : "s");
   if (has_server(device))
-    return formatted("{} ({}), {} of a rank", device.machine->name, device.machine->source, threads);
+    return formatted("{} ({}), {} for each rank", device.machine->name, device.machine->source, threads);
   if (device.computes_as() != DeviceKind::cuda) return formatted("{}, {}", processor_name(), threads);
   if (device.elsewhere) return formatted("{} ({})", device.machine->name, device.machine->source);
   if (is_gpu_elsewhere(device)) return "a GPU that is not in this machine";
