@@ -166,6 +166,7 @@ class Updates {
   // Repeats the step with a check of every tensor, to find where the first non-finite number came from.
   [[noreturn]] void diverged(int64_t step, const StepResult& result) {
     r_.run.trainer.flush();
+    r_.checkpoints.settle(r_.progress, r_.run);
     r_.log.line("searching for the first non-finite number ...");
     const std::string where = where_not_finite(r_.run.trainer, batches_of(step), [&](int64_t micro_batch, int64_t b) {
       return batches_.name_of_sample(cursor(step), micro_batch, b);
@@ -232,7 +233,9 @@ class Training {
         r_.trace.begin(updates_.begun() + 1);
         r_.trace.timed("read the batches", [&] { updates_.take_batches(); });
         directory_ = r_.checkpoints.look_at_directory();
-        if (r_.trace.timed("agree to go on", [&] { return poll(); }) == NewsKind::save) save_by_clock();
+        const NewsKind news = r_.trace.timed("agree to go on", [&] { return poll(); });
+        if (news == NewsKind::none) r_.checkpoints.settle(progress_, r_.run);
+        if (news == NewsKind::save) save_by_clock();
         r_.trace.begin_streams(r_.run);
         updates_.begin();
         r_.trace.end_of_step();
@@ -285,6 +288,7 @@ class Training {
     else if (!stop.empty()) mine = {NewsKind::stop, stop};
     else if (r_.number == 0 && r_.checkpoints.clock_says()) mine = {NewsKind::save};
     else mine = directory_;
+    if (mine.kind == NewsKind::none && r_.checkpoints.is_writing()) mine = {NewsKind::writing};
     const News all = most_urgent(r_.control().all_gather_text("time to stop", mine.message()));
     if (all.kind >= NewsKind::stop) throw EndsEarly{all};
     return all.kind;
@@ -294,7 +298,7 @@ class Training {
   void save_by_clock() {
     updates_.finish();
     if (progress_.done == 0) return;
-    if (milestones_.save(o_.checkpoint_errors, Because::clock)) r_.checkpoints.tidy(progress_.done, false);
+    milestones_.save({.on_failure = o_.checkpoint_errors, .because = Because::clock, .wait = false});
     r_.report.start_clock();  // for the next update
   }
 
@@ -314,7 +318,7 @@ class Training {
     r_.trace.report_missing();
     if (early.kind == NewsKind::lost) end_lost(early.reason);
     if (early.kind == NewsKind::unreadable) end_unreadable(early.reason);
-    if (progress_.done > 0) milestones_.save(OnFailure::fail);
+    if (progress_.done > 0) milestones_.save({});
     throw SharedError(
         formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", early.reason,
                   progress_.done, job_.max_steps, r_.saved_to(), o_.restart ? ", without --restart," : "",
@@ -328,7 +332,7 @@ class Training {
   // if it still exists.
   [[noreturn]] void end_lost(const std::string& how) {
     const bool follows = r_.checkpoints.follow_directory(r_.run) && progress_.done > 0;
-    if (follows) milestones_.save(OnFailure::fail);
+    if (follows) milestones_.save({});
     throw SharedError(formatted("{}; the run ended after step {} of {}{}", how, progress_.done, job_.max_steps,
                                 follows ? r_.saved_to() : ", and saved nothing more"));
   }
@@ -337,7 +341,7 @@ class Training {
   [[noreturn]] void end_unreadable(const std::string& why) {
     std::string saved;
     try {
-      if (progress_.done > 0) milestones_.save(OnFailure::fail);
+      if (progress_.done > 0) milestones_.save({});
       saved = r_.saved_to();
     } catch (const SharedError& error) {
       saved = formatted("; {}", error.what());

@@ -23,6 +23,7 @@ class Milestones {
   };
   Milestones(TrainingRank& rank, Hooks hooks) : r_(rank), o_(rank.options()), hooks_(std::move(hooks)) {
     if (!r_.job.data->val.empty()) validation_.emplace(r_.run.trainer, r_.run.groups, r_.job.validation());
+    r_.checkpoints.when_best_is_lost([this] { std::tie(r_.progress.best_step, r_.progress.best_val) = best_before_; });
   }
 
   // Is anything due after this step?
@@ -42,14 +43,11 @@ class Milestones {
     const bool by_rule = last || best || due(progress.done, o_.checkpoint_every);
     if (!by_rule && !r_.checkpoints.retries_at(progress.done)) return;
     const Because because = by_rule ? Because::rule : r_.checkpoints.retries_because();
-    const OnFailure on_failure = last ? OnFailure::fail : o_.checkpoint_errors;
-    if (save(on_failure, because)) r_.checkpoints.tidy(progress.done, best);
-    else if (best) std::tie(progress.best_step, progress.best_val) = best_before_;  // the best one was not saved
+    save({.on_failure = last ? OnFailure::fail : o_.checkpoint_errors, .because = because, .best = best, .wait = last});
   }
-  // Returns whether there is a checkpoint.
-  bool save(OnFailure on_failure, Because because = Because::rule) {
+  void save(const Save& how) {
     require_finite_loss();
-    return r_.checkpoints.save(r_.progress, r_.run, on_failure, because);
+    r_.checkpoints.save(r_.progress, r_.run, how);
   }
 
  private:
@@ -65,12 +63,14 @@ class Milestones {
                    "");
   }
   void require_finite(double loss, const char* which) {
-    if (!std::isfinite(loss))
+    if (!std::isfinite(loss)) {
+      r_.checkpoints.settle(r_.progress, r_.run);
       throw SharedError(
           formatted("the last update diverged: with the weights after step {} the {}loss is {}, so they were "
                     "not saved. Lower --lr, add --warmup-steps or check the data; {}",
                     r_.progress.done, which, loss, r_.checkpoints.way_back(program_invocation_name)),
           ExitStatus::diverged);
+    }
     finite_after_ = r_.progress.done;
   }
 

@@ -11,6 +11,7 @@ namespace llmc {
 // In order of urgency, the most urgent last.
 enum class NewsKind : char {
   none = '0',
+  writing,     // a checkpoint: this rank's part is not there yet
   save,        // rank 0: it is time, or the out directory is a new one
   stop,        // a signal or the time limit; text: which
   unreadable,  // text: the error of a rank that cannot read its samples

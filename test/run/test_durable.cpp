@@ -54,9 +54,10 @@ TEST_CASE("a run stopped by signals at arbitrary moments and resumed is bitwise 
 
 namespace {
 
-void kill_everywhere(int kills, uint64_t seed) {
+void kill_everywhere(int kills, uint64_t seed, const std::string& mode) {
   const TempDir dir;
-  const std::string options = "--max-steps 12 --checkpoint-every 3 --keep-checkpoints 1 --keep-every 6 ";
+  const std::string options =
+      "--max-steps 12 --checkpoint-every 3 --keep-checkpoints 1 --keep-every 6 --checkpoint-mode " + mode;
   const std::string shim = "FILE_OPS_ROOT=" + dir.path() + " LD_PRELOAD=build/file_ops.so ";
   REQUIRE(run_program(tiny(dir / "whole", options), shim + "FILE_OPS_LOG=" + (dir / "log")).status == 0);
   const int64_t operations = std::ssize(file_operations(read_whole(dir / "log")));
@@ -85,9 +86,10 @@ void kill_everywhere(int kills, uint64_t seed) {
 
 TEST_CASE("kill -9 in the middle of any file operation loses only the steps since the last checkpoint",
           "[run][checkpoint]") {
-  kill_everywhere(12, 1);
+  kill_everywhere(6, 1, "sync");
+  kill_everywhere(8, 3, "async");
 }
-TEST_CASE("kill -9 at fifty places", "[run][checkpoint][long]") { kill_everywhere(50, 2); }
+TEST_CASE("kill -9 at fifty places", "[run][checkpoint][long]") { kill_everywhere(50, 2, GENERATE("sync", "async")); }
 
 // ---- Crashes of the machine: unsynced data is lost ------------------------------------------------------------------
 

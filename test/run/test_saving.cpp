@@ -143,3 +143,67 @@ TEST_CASE("weights whose loss is not finite are not saved, also where the very l
     REQUIRE(r.err.find(more.starts_with("--val") ? "the validation loss is " : "the loss is ") != std::string::npos);
   }
 }
+
+TEST_CASE("checkpoints written while training goes on have the same bytes, and a run resumes from them",
+          "[run][checkpoint]") {
+  const TempDir dir;
+  const std::string async = "--checkpoint-mode async ";
+  for (const std::string layout :
+       {"", "--local-ranks 2 --zero-stage 2 --dtype bf16 ", "--pp 2 --n-layer 2 --local-ranks 2 "}) {
+    for (const char* run : {"sync", "async"}) fs::remove_all(dir / run);
+    const std::string options = layout + "--max-steps 9 --checkpoint-every 2 ";
+    run_well(tiny(dir / "sync", options));
+    const ProgramResult r = run_program(tiny(dir / "async", options + async));
+    INFO(layout << r.out << r.err);
+    REQUIRE(r.status == 0);
+    REQUIRE(losses(dir / "async") == losses(dir / "sync"));
+    REQUIRE(checkpoints_in(dir / "async") == checkpoints_in(dir / "sync"));
+    for (const std::string& name : checkpoints_in(dir / "sync"))
+      REQUIRE((state_of(dir / "async/" + name) == state_of(dir / "sync/" + name)));
+    REQUIRE(r.out.find("step-000002, for which training stood still for ") != std::string::npos);
+    REQUIRE(r.out.find("step-000009, for") == std::string::npos);  // the last one is waited for
+    for (const char* later : {"step-000008", "step-000009"}) fs::remove_all(dir / "async/" + later);
+    run_well(tiny(dir / "async", options + async));
+    REQUIRE(losses(dir / "async") == losses(dir / "sync"));
+    REQUIRE((state_of(dir / "async/step-000009") == state_of(dir / "sync/step-000009")));
+  }
+}
+
+TEST_CASE("a checkpoint that cannot be written while training goes on is tried again, or ends the run",
+          "[run][checkpoint]") {
+  const TempDir dir;
+  const std::string full = "FILE_OPS_FULL_WRITES=1 FILE_OPS_ROOT=" + dir.path() + " LD_PRELOAD=build/file_ops.so ";
+  for (const std::string what : {"optimizer-", "manifest"}) {
+    const std::string options = "--checkpoint-mode async --max-steps 9 --checkpoint-every 3 ";
+    for (const char* run : {"retries", "fails"}) fs::remove_all(dir / run);
+    const ProgramResult r = run_program(tiny(dir / "retries", options), full + "FILE_OPS_FULL=" + what);
+    INFO(what << ": " << r.out << r.err);
+    REQUIRE(r.status == 0);
+    REQUIRE(r.out.find("WARNING: no checkpoint after step 3: ") != std::string::npos);
+    REQUIRE(checkpoints_in(dir / "retries").count("step-000003") == 0);
+    REQUIRE(checkpoints_in(dir / "retries").count("step-000009") == 1);
+    const ProgramResult fails =
+        refused(tiny(dir / "fails", options + "--checkpoint-errors fail"), full + "FILE_OPS_FULL=" + what);
+    INFO(fails.err);
+    REQUIRE(fails.err.find("no checkpoint after step 3: ") != std::string::npos);
+    REQUIRE(fails.err.find("there is none; the weights alone are saved in ") != std::string::npos);
+  }
+}
+
+TEST_CASE("a run that diverges or is stopped while a checkpoint is written keeps that checkpoint",
+          "[run][checkpoint]") {
+  const TempDir dir;
+  const ProgramResult r =
+      run_program(tiny(dir / "run",
+                       "--lr 100 --grad-clip 0 --lr-schedule constant --warmup-steps 0 --batch-size 8 --max-steps 40 "
+                       "--checkpoint-every 1 --checkpoint-mode async"));
+  INFO(r.out << r.err);
+  REQUIRE(r.status == 2);
+  const std::vector<int64_t> saved = checkpoint_steps(dir / "run");
+  REQUIRE(!saved.empty());
+  REQUIRE(r.err.find("the last checkpoint is " + checkpoint_path(dir / "run", saved.back())) != std::string::npos);
+  // All updates before the one that diverged were saved, also the last of them.
+  REQUIRE(saved.size() == static_cast<size_t>(saved.back()));
+  REQUIRE(r.err.find(formatted("with the weights after step {} the loss is nan", saved.back() + 1)) !=
+          std::string::npos);
+}

@@ -2,7 +2,11 @@
 #pragma once
 #include <algorithm>
 #include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "run/checkpoints/checkpoint_write.h"
 #include "run/checkpoints/progress.h"
@@ -17,7 +21,14 @@ namespace llmc {
 
 enum class Because : uint8_t { rule, clock };  // clock: for --checkpoint-minutes alone
 
-// One per rank; all ranks call save() together.
+struct Save {
+  OnFailure on_failure = OnFailure::fail;
+  Because because = Because::rule;
+  bool best = false;  // it has the best validation loss so far
+  bool wait = true;   // until it is written
+};
+
+// One per rank; all ranks call save() and settle() together.
 class CheckpointSaver {
  public:
   // directory: rank 0's out directory; null on the other ranks.
@@ -33,13 +44,15 @@ class CheckpointSaver {
     return formatted("the last checkpoint is {}; this continues from it with half the --lr:\n{}", last,
                      branch_command(job_.asked, last, program));
   }
+  // on_lost(): the checkpoint with the best validation loss could not be written.
+  void when_best_is_lost(std::function<void()> on_lost) { best_is_lost_ = std::move(on_lost); }
   bool retries_at(int64_t step) const { return step == retry_.at; }
   Because retries_because() const { return retry_.because; }
 
   // Is it time to save, by this rank's clock? Rank 0 asks, and tells the others.
   bool clock_says() const {
     const double minutes = o_.minutes_between_checkpoints();
-    return minutes > 0 && retry_.at == 0 && seconds_since(saved_at_) >= 60 * minutes;
+    return minutes > 0 && retry_.at == 0 && !pending_ && seconds_since(saved_at_) >= 60 * minutes;
   }
 
   // Rank 0 checks whether the out directory is still the run's.
@@ -58,59 +71,53 @@ class CheckpointSaver {
     return !out_dir_.empty();
   }
 
-  // Writes the checkpoint of step progress.done, unless it exists already; returns whether there is one. If it cannot
-  // be written, for example on a full disk, training may go on and the save is retried after 1, 2, 4 ... more updates.
-  // If the run ends instead, the weights alone are saved if possible. Non-finite weights end the run, and so do copies
-  // that differ.
-  bool save(const Progress& progress, Run& run, OnFailure on_failure, Because because = Because::rule) {
+  // Saves the checkpoint of step progress.done, unless it exists already. With --checkpoint-mode async it is written
+  // while training goes on, unless `wait`; the next save, or a settle(), makes it visible. If it cannot be written, for
+  // example on a full disk, training may go on and the save is retried after 1, 2, 4 ... more updates. If the run ends
+  // instead, the weights alone are saved if possible. Non-finite weights end the run, and so do copies that differ.
+  void save(const Progress& progress, Run& run, const Save& how) {
+    settle(progress, run);
     if (directory_is_new(run)) last_.clear();
-    if (last_ == checkpoint_path(out_dir_, progress.done)) return true;
+    if (last_ == checkpoint_path(out_dir_, progress.done)) return tidy(progress.done, how.best);
     report_.timed(Task::checkpoint, [&] { require_equal_copies(run, o_.place, progress.done, last_); });
-    const auto begin = std::chrono::steady_clock::now();
     log_.progress("writing checkpoint", 0, 1);
     nlohmann::ordered_json trainer = to_json_object(progress, job_, run.trainer.expert_biases());
-    if (because == Because::clock) trainer["saved_by"] = saved_by_clock;
+    if (how.because == Because::clock) trainer["saved_by"] = saved_by_clock;
+    const CheckpointMode mode = how.wait ? CheckpointMode::sync : o_.checkpoint_mode;
+    Pending pending{.how = how, .trainer = std::move(trainer)};
     try {
-      report_.timed(Task::checkpoint, [&] {
-        last_ = write(progress.done, run, trainer, Part::all, [&] {
-          log_.sync_metrics();  // a resumed run appends to them
-          if (out_dir_ == o_.out_dir) directory_->ensure_run_file(job_.asked);
-        });
-      });
+      report_.timed(Task::checkpoint,
+                    [&] { pending.write = begin_write(progress.done, run, pending.trainer, Part::all, mode); });
     } catch (const CheckpointError& error) {
-      if (error.status() != ExitStatus::diverged && directory_is_new(run)) {  // moved or deleted while this was written
-        last_.clear();
-        return save(progress, run, on_failure, because);
-      }
-      const std::string last = last_.empty() ? "there is none" : "the last one is " + last_;
-      if (on_failure == OnFailure::fail || error.status() == ExitStatus::diverged)
-        throw SharedError(
-            formatted("no checkpoint after step {}: {}; {}{}", progress.done, error.what(), last,
-                      error.status() == ExitStatus::diverged ? "" : save_weights(progress.done, run, trainer)),
-            error.status());
-      retry_.because = because;
-      retry_.at = progress.done + retry_.pause;
-      retry_.pause *= 2;
-      log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again by step {}", progress.done,
-                          error.what(), last, std::min(retry_.at, job_.max_steps)));
-      return false;
+      return failed(error, pending, progress, run);
     }
-    retry_ = {};
-    saved_at_ = std::chrono::steady_clock::now();
-    stop_.saved(seconds_since(begin));
-    log_.line("checkpoint: " + last_);
-    return true;
+    pending.stalled = seconds_since(pending.begin);
+    pending_ = std::move(pending);
+    if (mode == CheckpointMode::sync) settle(progress, run);
   }
 
-  // Called after a checkpoint was saved. best: it has the best validation loss so far.
-  void tidy(int64_t step, bool best) const {
-    if (directory_ == nullptr) return;
+  // Whether this rank's part of a checkpoint is being written.
+  bool is_writing() const { return pending_ && !pending_->write->written(); }
+  // All ranks together: waits for the checkpoint that is being written, if there is one, and makes it visible.
+  void settle(const Progress& progress, Run& run) {
+    if (!pending_) return;
+    Pending pending = std::move(*std::exchange(pending_, std::nullopt));
+    const auto begin = std::chrono::steady_clock::now();
     try {
-      if (best) directory_->retention().link_best(step);
-      directory_->retention().prune(o_.keep_checkpoints, o_.keep_every);
-    } catch (const Error& error) {  // the checkpoint itself is safe
-      log_.line(formatted("WARNING: {}", error.what()));
+      last_ = pending.write->publish();
+    } catch (const CheckpointError& error) {
+      return failed(error, pending, progress, run);
     }
+    retry_ = {};
+    saved_at_ = pending.begin;
+    const double seconds = seconds_since(pending.begin), stalled = pending.stalled + seconds_since(begin);
+    stop_.saved(seconds);
+    log_.line("checkpoint: " + last_ +
+              (o_.checkpoint_mode == CheckpointMode::sync || pending.how.wait
+                   ? ""
+                   : formatted(", for which training stood still for {:.2f} s; written in {:.1f} s, {:.0f} MB/s",
+                               stalled, seconds, static_cast<double>(job_.checkpoint_bytes()) / seconds / 1e6)));
+    tidy(pending.write->step(), pending.how.best);
   }
 
  private:
@@ -125,11 +132,57 @@ class CheckpointSaver {
     return found.kind == NewsKind::save;
   }
 
-  std::string write(int64_t step, Run& run, const nlohmann::ordered_json& trainer, Part part,
-                    const std::function<void()>& before_visible = {}) const {
-    return write_checkpoint(
-        out_dir_, step, job_.step.model, run.trainer.state(), run.stream,
-        {.trainer = trainer, .more = job_.tokenizer_files, .before_visible = before_visible, .part = part});
+  struct Pending {
+    Save how;
+    nlohmann::ordered_json trainer;
+    std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+    double stalled = 0;  // seconds
+    std::unique_ptr<CheckpointWrite> write = nullptr;
+  };
+
+  std::unique_ptr<CheckpointWrite> begin_write(int64_t step, Run& run, const nlohmann::ordered_json& trainer, Part part,
+                                               CheckpointMode mode) const {
+    CheckpointContents contents{.trainer = trainer, .more = job_.tokenizer_files, .part = part};
+    if (part == Part::all)
+      contents.before_visible = [this] {
+        log_.sync_metrics();  // a resumed run appends to them
+        if (out_dir_ == o_.out_dir) directory_->ensure_run_file(job_.asked);
+      };
+    return std::make_unique<CheckpointWrite>(out_dir_, step, job_.step.model, run.trainer.state(), run.stream,
+                                             std::move(contents), mode);
+  }
+
+  void failed(const CheckpointError& error, const Pending& pending, const Progress& progress, Run& run) {
+    const bool diverged = error.status() == ExitStatus::diverged;
+    if (!diverged && directory_is_new(run)) {  // moved or deleted while this was written
+      last_.clear();
+      Save again = pending.how;
+      again.wait = true;
+      return save(progress, run, again);
+    }
+    const std::string last = last_.empty() ? "there is none" : "the last one is " + last_;
+    const int64_t step = pending.write ? pending.write->step() : progress.done;
+    if (pending.how.on_failure == OnFailure::fail || diverged)
+      throw SharedError(formatted("no checkpoint after step {}: {}; {}{}", step, error.what(), last,
+                                  diverged ? "" : save_weights(progress.done, run, pending.trainer)),
+                        error.status());
+    if (pending.how.best && best_is_lost_) best_is_lost_();
+    retry_.because = pending.how.because;
+    retry_.at = progress.done + retry_.pause;
+    retry_.pause *= 2;
+    log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again by step {}", step, error.what(),
+                        last, std::min(retry_.at, job_.max_steps)));
+  }
+
+  // Deletes old checkpoints.
+  void tidy(int64_t step, bool best) const {
+    if (directory_ == nullptr) return;
+    try {
+      if (best) directory_->retention().link_best(step);
+      directory_->retention().prune(o_.keep_checkpoints, o_.keep_every);
+    } catch (const Error& error) {  // the checkpoint itself is safe
+      log_.line(formatted("WARNING: {}", error.what()));
+    }
   }
 
   // The last resort of a run that ends without a checkpoint; returns a text for the user.
@@ -137,7 +190,7 @@ class CheckpointSaver {
     return formatted(
         "; the weights alone are saved in {}: a model for --model or --generate, without the optimizer's "
         "state, so that no run can resume from it",
-        write(step, run, trainer, Part::model));
+        begin_write(step, run, trainer, Part::model, CheckpointMode::sync)->publish());
   } catch (const CheckpointError& error) {
     return formatted("; nor could the weights alone be saved: {}", error.what());
   }
@@ -155,6 +208,8 @@ class CheckpointSaver {
     int64_t pause = 1;  // updates until the retry after that
     Because because = Because::rule;
   } retry_;
+  std::function<void()> best_is_lost_;
+  std::optional<Pending> pending_;
 };
 
 }  // namespace llmc

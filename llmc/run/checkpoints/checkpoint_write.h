@@ -1,19 +1,29 @@
 // checkpoint_write.h: all ranks write a checkpoint (checkpoint.h) together. Each rank writes its share of the weights,
 // which are gathered tensor by tensor, and the optimizer slices that it owns; rank 0 also writes the rest and renames.
 // Ranks fail together, and can try again.
+//
+//   capture   all ranks: gathers this rank's tensors, and writes them, or copies them to memory
+//   write     each rank for itself, in the background if they were copied
+//   publish   all ranks: are all files there? then rank 0 writes the manifest and renames
 #pragma once
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <filesystem>
 #include <functional>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "run/checkpoints/checkpoint.h"
+#include "run/options/option_values.h"
 
 namespace llmc {
 
@@ -91,6 +101,55 @@ struct WritePlan {
   }
 };
 
+// A file of tensors, which come one after the other. In the background: they are copied to memory, and write() writes
+// them; else each is written when it comes.
+class TensorFile {
+ public:
+  TensorFile(std::string path, std::vector<TensorInfo> tensors, bool background)
+      : path_(std::move(path)), tensors_(std::move(tensors)) {
+    for (const TensorInfo& t : tensors_) bytes_ += t.bytes();
+    if (background) copies_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(bytes_));
+    else writer_.emplace(path_, tensors_);
+  }
+  int64_t bytes() const { return bytes_; }
+
+  // The next tensor, in host memory.
+  void add(const std::byte* bytes) {
+    const TensorInfo& t = tensors_[added_++];
+    if (writer_) return write_one(t, bytes);
+    std::memcpy(copies_.get() + copied_, bytes, static_cast<size_t>(t.bytes()));
+    copied_ += t.bytes();
+  }
+  // Returns the record of the file and its name.
+  std::pair<std::string, nlohmann::ordered_json> write() {
+    if (copies_) {
+      writer_.emplace(path_, tensors_);
+      const std::byte* from = copies_.get();
+      for (const TensorInfo& t : tensors_) write_one(t, from), from += t.bytes();
+      copies_ = nullptr;
+    }
+    return {std::filesystem::path(path_).filename(), writer_->finish().to_json()};
+  }
+
+ private:
+  void write_one(const TensorInfo& t, const std::byte* bytes) {
+    const Tensor tensor{.dtype = t.dtype, .shape = {t.numel()}, .bytes = const_cast<std::byte*>(bytes)};
+    if (!all_finite(tensor))
+      throw Error(formatted("{} contains a non-finite number: the step diverged in its update; lower --lr, clip "
+                            "gradients (--grad-clip) or raise --adam-eps",
+                            t.name),
+                  ExitStatus::diverged);
+    writer_->write(bytes, t.bytes());
+  }
+
+  std::string path_;
+  std::vector<TensorInfo> tensors_;
+  int64_t bytes_ = 0, copied_ = 0;
+  size_t added_ = 0;
+  std::unique_ptr<std::byte[]> copies_;
+  std::optional<SafetensorsWriter> writer_;
+};
+
 }  // namespace detail
 
 // Thrown by all ranks if one of them could not write its part of a checkpoint. Earlier checkpoints are untouched. The
@@ -108,38 +167,78 @@ struct CheckpointContents {
   Part part = Part::all;  // model: without the optimizer's slices, under a name that no run resumes from
 };
 
-// Writes the checkpoint of `step` and returns its path; called by all ranks. Each writes some of the weights and the
-// optimizer slices that it owns; rank 0 writes the rest.
-inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
-                                    ModelState& state, Stream& stream, const CheckpointContents& contents = {}) {
-  const auto& [trainer, more, before_visible, part] = contents;
-  const DType dtype = state.precision().weights;
-  stream.synchronize();
-  Groups& groups = state.groups();
-  const std::string path = part == Part::all ? checkpoint_path(out_dir, step) : weights_path(out_dir, step),
-                    temporary = formatted("{}/.tmp-step-{:06}", out_dir, step);
-  CHECK(part == Part::model || !path_exists(path), "{} already exists: remove it, or choose another --out-dir", path);
-  // A rank that cannot write still takes part in every exchange; then all ranks give up together.
-  std::string fault;
-  ExitStatus status = ExitStatus::refused;
-  auto attempt = [&](auto&& write) {
-    if (fault.empty()) try {
+// A checkpoint of `step` that is being written. All ranks construct it together, and call publish() together; each
+// writes some of the weights and the optimizer slices that it owns, and rank 0 the rest.
+class CheckpointWrite {
+ public:
+  CheckpointWrite(const std::string& out_dir, int64_t step, const ModelConfig& config, ModelState& state,
+                  Stream& stream, CheckpointContents contents, CheckpointMode mode)
+      : out_dir_(out_dir),
+        path_(contents.part == Part::all ? checkpoint_path(out_dir, step) : weights_path(out_dir, step)),
+        temporary_(formatted("{}/.tmp-step-{:06}", out_dir, step)),
+        step_(step),
+        config_(config),
+        dtype_(state.precision().weights),
+        contents_(std::move(contents)),
+        groups_(state.groups()),
+        plan_(config, state),
+        background_(mode == CheckpointMode::async) {
+    stream.synchronize();
+    CHECK(contents_.part == Part::model || !path_exists(path_),
+          "{} already exists: remove it, or choose another --out-dir", path_);
+    attempt([&] {
+      if (groups_.first()) make_directory(state);
+    });
+    agree();
+    capture_weights(state, stream);
+    capture_slices(state, stream);
+    if (background_)
+      writer_ = std::thread([this] {
         write();
+        written_ = true;
+      });
+    else write();
+  }
+  CheckpointWrite(const CheckpointWrite&) = delete;
+  CheckpointWrite& operator=(const CheckpointWrite&) = delete;
+  ~CheckpointWrite() {
+    if (writer_.joinable()) writer_.join();
+  }
+
+  int64_t step() const { return step_; }
+  int64_t bytes() const { return bytes_; }  // that this rank writes
+  // Whether publish() would not wait for this rank.
+  bool written() const { return !background_ || written_; }
+
+  // Once the files of all ranks are there, makes them the checkpoint, and returns its path. Throws CheckpointError.
+  std::string publish() {
+    if (writer_.joinable()) writer_.join();
+    agree();
+    const std::vector<std::string> files =
+        groups_[GroupName::control].all_gather_text("checkpoint files", records_.dump());
+    attempt([&] {
+      if (groups_.first()) make_visible(files);
+    });
+    agree();
+    return path_;
+  }
+
+ private:
+  // A rank that cannot write still takes part in every exchange; then all ranks give up together.
+  template <class F>
+  void attempt(F&& work) {
+    if (fault_.empty()) try {
+        work();
       } catch (const Error& error) {
-        fault = error.what(), status = error.status();
+        fault_ = error.what(), status_ = error.status();
       }
-  };
-  auto require_finite = [](const std::string& name, const Tensor& t) {
-    if (!all_finite(t))
-      throw Error(formatted("{} contains a non-finite number: the step diverged in its update; lower --lr, clip "
-                            "gradients (--grad-clip) or raise --adam-eps",
-                            name),
-                  ExitStatus::diverged);
-  };
-  auto agree = [&] {
-    const std::string mine = nlohmann::json{fault, status}.dump();
-    const std::vector<std::string> all = groups[GroupName::control].all_gather_text("checkpoint faults", mine);
+  }
+  void agree() {
+    Comm& control = groups_[GroupName::control];
+    const std::vector<std::string> all =
+        control.all_gather_text("checkpoint faults", nlohmann::json{fault_, status_}.dump());
     std::string first;
+    ExitStatus status = ExitStatus::refused;
     for (size_t rank = 0; rank < all.size() && first.empty(); ++rank) {
       const nlohmann::json theirs = parse_json(all[rank], "another rank's fault");
       if (theirs[0] == "") continue;
@@ -148,120 +247,146 @@ inline std::string write_checkpoint(const std::string& out_dir, int64_t step, co
     }
     if (first.empty()) return;
     std::error_code ignored;
-    if (groups.first()) std::filesystem::remove_all(temporary, ignored);
-    groups[GroupName::control].barrier();  // a rank that throws ends the others, even before they have removed it
+    if (groups_.first()) std::filesystem::remove_all(temporary_, ignored);
+    control.barrier();  // a rank that throws ends the others, even before they have removed it
     throw CheckpointError(first, status);
-  };
-  std::error_code error;
-  attempt([&] {
-    if (!groups.first()) return;
-    if (part == Part::model) std::filesystem::remove_all(path, error);  // left by an earlier attempt
-    detail::require_space(out_dir, part == Part::all ? checkpoint_bytes(config, dtype, state.zero_config())
-                                                     : weights_bytes(config, dtype));
-    std::filesystem::remove_all(temporary, error);
-    if (!error) std::filesystem::create_directory(temporary, error);  // but not OUT: it would have no lock
-    CHECK(!error, "cannot create {}: {}", temporary, error.message());
-  });
-  agree();
-  nlohmann::ordered_json files = nlohmann::ordered_json::object();  // those written by this rank
+  }
 
-  const detail::WritePlan plan(config, state);
-  std::vector<TensorInfo> infos;
-  for (size_t i = 0; i < plan.tensors.size(); ++i)
-    if (plan.writer[plan.unit[i]] == groups.rank())
-      infos.push_back({plan.tensors[i].name, dtype, plan.tensors[i].shape});
-  std::optional<SafetensorsWriter> model;
-  attempt([&] {
-    if (!infos.empty()) model.emplace(temporary + "/" + plan.file(groups.rank()), infos);
-  });
-  const ParamTable parameters = parameter_table(config);
-  for (size_t u = 0; u < state.size(); ++u)  // one unit gathered, one tensor in host memory at a time
-    if (state.stage_of(u) == groups.me.stage)
-      state.weights.with_whole_unit(u, stream, [&](const UnitState& unit) {
-        const bool experts = state.sharing_of(u) == Sharing::experts;
-        Comm& group = experts ? groups[GroupName::expert_control] : groups[GroupName::tensor_control];
-        const int writer = plan.writer[u], n = group.size();
-        if (writer / n != groups.rank() / n) return;  // the ranks of either group are adjacent
-        const HostView whole(unit.weights(), stream);
-        std::vector<UnitSpec> held;
-        for (int rank = 0; rank < n; ++rank) {
-          const ParamTable all = {parameters[u]};
-          held.push_back(experts ? part_of(all, groups.layout.expert, rank)[0]
-                                 : part_of(all, groups.layout.tensor, rank)[0]);
-        }
-        for (size_t i = 0; i < plan.tensors.size(); ++i) {
-          if (plan.unit[i] != u) continue;
-          std::vector<std::byte> bytes =
-              detail::gather_boxes(plan.tensors[i], unit.whole_weights(whole.tensor()), held, dtype, writer % n, group);
-          if (writer != groups.rank()) continue;
-          attempt([&] {
-            require_finite(plan.tensors[i].name,
-                           {.dtype = dtype, .shape = {std::ssize(bytes) / size_of(dtype)}, .bytes = bytes.data()});
-            model->write(bytes.data(), std::ssize(bytes));
-          });
-        }
-      });
-  attempt([&] {
-    if (model) files[plan.file(groups.rank())] = model->finish().to_json();
-  });
+  void make_directory(const ModelState& state) const {
+    std::error_code error;
+    if (contents_.part == Part::model) std::filesystem::remove_all(path_, error);  // left by an earlier attempt
+    detail::require_space(out_dir_, contents_.part == Part::all ? checkpoint_bytes(config_, dtype_, state.zero_config())
+                                                                : weights_bytes(config_, dtype_));
+    std::filesystem::remove_all(temporary_, error);
+    if (!error) std::filesystem::create_directory(temporary_, error);  // but not OUT: it would have no lock
+    CHECK(!error, "cannot create {}: {}", temporary_, error.message());
+  }
+  detail::TensorFile& begin_file(const std::string& name, const std::vector<TensorInfo>& tensors) {
+    files_.push_back(std::make_unique<detail::TensorFile>(temporary_ + "/" + name, tensors, background_));
+    bytes_ += files_.back()->bytes();
+    return *files_.back();
+  }
+
+  // One unit is gathered, and one tensor is in host memory, at a time.
+  void capture_weights(ModelState& state, Stream& stream) {
+    std::vector<TensorInfo> mine;
+    for (size_t i = 0; i < plan_.tensors.size(); ++i)
+      if (plan_.writer[plan_.unit[i]] == groups_.rank())
+        mine.push_back({plan_.tensors[i].name, dtype_, plan_.tensors[i].shape});
+    detail::TensorFile* file = nullptr;
+    attempt([&] {
+      if (!mine.empty()) file = &begin_file(plan_.file(groups_.rank()), mine);
+    });
+    const ParamTable parameters = parameter_table(config_);
+    for (size_t u = 0; u < state.size(); ++u)
+      if (state.stage_of(u) == groups_.me.stage)
+        state.weights.with_whole_unit(u, stream, [&](const UnitState& unit) {
+          const bool experts = state.sharing_of(u) == Sharing::experts;
+          Comm& group = experts ? groups_[GroupName::expert_control] : groups_[GroupName::tensor_control];
+          const int writer = plan_.writer[u], n = group.size();
+          if (writer / n != groups_.rank() / n) return;  // the ranks of either group are adjacent
+          const HostView whole(unit.weights(), stream);
+          std::vector<UnitSpec> held;
+          for (int rank = 0; rank < n; ++rank) {
+            const ParamTable all = {parameters[u]};
+            held.push_back(experts ? part_of(all, groups_.layout.expert, rank)[0]
+                                   : part_of(all, groups_.layout.tensor, rank)[0]);
+          }
+          for (size_t i = 0; i < plan_.tensors.size(); ++i) {
+            if (plan_.unit[i] != u) continue;
+            const std::vector<std::byte> bytes = detail::gather_boxes(
+                plan_.tensors[i], unit.whole_weights(whole.tensor()), held, dtype_, writer % n, group);
+            if (writer == groups_.rank()) attempt([&] { file->add(bytes.data()); });
+          }
+        });
+  }
 
   // A rank owns slices of state that the rest of its replica does not hold, or holds and updates alike (stage 0).
-  StateTable table;
-  int owners = 0;  // ranks of a replica that own any slices
-  for (size_t u = 0; u < state.size(); ++u) {
-    const Sharing sharing = state.sharing_of(u);
-    const int shards = state.zero_config(sharing).owners();
-    owners = std::max(owners,
-                      shards * (sharing == Sharing::experts ? groups.layout.expert.ranks : groups.layout.tensor.ranks));
-    if (state.has(u) && groups.sharers(sharing).shard < shards) state.unit(u).append_to(table);
-  }
-  std::erase_if(table, [](const StateEntry& e) { return e.kind == StateKind::weight || !e.param->first_copy; });
-  const int place = groups.me.shard * groups.layout.tensor.ranks + groups.me.tensor;  // of this rank in the replica
-  attempt([&] {
-    if (part == Part::model || groups.me.replica > 0 || place >= owners) return;
-    infos.clear();
-    for (const StateEntry& e : table)
-      infos.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});
-    const std::string name = formatted("optimizer-{:05}-of-{:05}.safetensors", groups.me.stage * owners + place + 1,
-                                       groups.stages() * owners);
-    SafetensorsWriter optimizer(temporary + "/" + name, infos);
-    for (size_t i = 0; i < table.size(); ++i) {
-      const HostView view(table[i].tensor, stream);
-      require_finite(infos[i].name, view.tensor());
-      optimizer.write(view.tensor().bytes, view.tensor().size_bytes());
+  void capture_slices(ModelState& state, Stream& stream) {
+    StateTable table;
+    int owners = 0;  // ranks of a replica that own any slices
+    const Layout& layout = groups_.layout;
+    for (size_t u = 0; u < state.size(); ++u) {
+      const Sharing sharing = state.sharing_of(u);
+      const int shards = state.zero_config(sharing).owners();
+      owners = std::max(owners, shards * (sharing == Sharing::experts ? layout.expert.ranks : layout.tensor.ranks));
+      if (state.has(u) && groups_.sharers(sharing).shard < shards) state.unit(u).append_to(table);
     }
-    files[name] = optimizer.finish().to_json();
-  });
-  agree();
+    std::erase_if(table, [](const StateEntry& e) { return e.kind == StateKind::weight || !e.param->first_copy; });
+    const int place = groups_.me.shard * layout.tensor.ranks + groups_.me.tensor;  // of this rank in the replica
+    attempt([&] {
+      if (contents_.part == Part::model || groups_.me.replica > 0 || place >= owners) return;
+      std::vector<TensorInfo> slices;
+      for (const StateEntry& e : table)
+        slices.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});
+      detail::TensorFile& file = begin_file(formatted("optimizer-{:05}-of-{:05}.safetensors",
+                                                      groups_.me.stage * owners + place + 1, groups_.stages() * owners),
+                                            slices);
+      for (const StateEntry& e : table) file.add(HostView(e.tensor, stream).tensor().bytes);
+    });
+  }
 
-  const std::vector<std::string> written = groups[GroupName::control].all_gather_text("checkpoint files", files.dump());
-  attempt([&] {
-    if (!groups.first()) return;
+  // This rank's files, in this thread or in writer_.
+  void write() {
+    attempt([&] {
+      for (const auto& file : files_) {
+        const auto [name, record] = file->write();
+        records_[name] = record;
+      }
+    });
+    files_.clear();
+  }
+
+  // On rank 0. files: the records of all ranks
+  void make_visible(const std::vector<std::string>& files) const {
     nlohmann::ordered_json all;
     auto record_text = [&](const std::string& name, const std::string& text) {
-      all[name] = write_recorded_text(temporary + "/" + name, text).to_json();
+      all[name] = write_recorded_text(temporary_ + "/" + name, text).to_json();
     };
-    for (const auto& [name, text] : more) record_text(name, text);
-    record_text("config.json", config_to_hf(config, dtype).dump(2) + "\n");
-    record_text("trainer.json", trainer.dump(2) + "\n");
-    if (plan.writers.size() > 1) record_text("model.safetensors.index.json", plan.index(dtype));
-    for (const std::string& text : written)
+    for (const auto& [name, text] : contents_.more) record_text(name, text);
+    record_text("config.json", config_to_hf(config_, dtype_).dump(2) + "\n");
+    record_text("trainer.json", contents_.trainer.dump(2) + "\n");
+    if (plan_.writers.size() > 1) record_text("model.safetensors.index.json", plan_.index(dtype_));
+    for (const std::string& text : files)
       all.update(nlohmann::ordered_json(parse_json(text, "a rank's list of files")));
-    write_text_durably(temporary + "/manifest.json",
-                       nlohmann::ordered_json{{"format", 1}, {"step", step}, {"files", all}}.dump(1) + "\n");
-    fsync_directory(temporary);
-    if (before_visible) before_visible();
-    std::filesystem::rename(temporary, path, error);
-    CHECK(!error, "cannot rename {} to {}: {}", temporary, path, error.message());
+    write_text_durably(temporary_ + "/manifest.json",
+                       nlohmann::ordered_json{{"format", 1}, {"step", step_}, {"files", all}}.dump(1) + "\n");
+    fsync_directory(temporary_);
+    if (contents_.before_visible) contents_.before_visible();
+    std::error_code error;
+    std::filesystem::rename(temporary_, path_, error);
+    CHECK(!error, "cannot rename {} to {}: {}", temporary_, path_, error.message());
     try {
-      fsync_directory(out_dir);
+      fsync_directory(out_dir_);
     } catch (const Error&) {  // a crash could undo the rename, so undo it now
-      std::filesystem::rename(path, temporary, error);
+      std::filesystem::rename(path_, temporary_, error);
       throw;
     }
-  });
-  agree();
-  return path;
+  }
+
+  const std::string out_dir_, path_, temporary_;
+  const int64_t step_;
+  const ModelConfig config_;
+  const DType dtype_;
+  const CheckpointContents contents_;
+  Groups& groups_;
+  const detail::WritePlan plan_;
+  const bool background_;
+  // While writer_ runs, only it uses these.
+  std::vector<std::unique_ptr<detail::TensorFile>> files_;
+  nlohmann::ordered_json records_ = nlohmann::ordered_json::object();  // of the files that this rank has written
+  std::string fault_;
+  ExitStatus status_ = ExitStatus::refused;
+
+  int64_t bytes_ = 0;
+  std::atomic<bool> written_ = false;
+  std::thread writer_;
+};
+
+// Writes the checkpoint of `step` and returns its path; called by all ranks.
+inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
+                                    ModelState& state, Stream& stream, CheckpointContents contents = {}) {
+  return CheckpointWrite(out_dir, step, config, state, stream, std::move(contents), CheckpointMode::sync).publish();
 }
 
 }  // namespace llmc

@@ -16,6 +16,9 @@ enum class DataChanged : uint8_t { refuse, accept };
 constexpr auto names_of_values(DataChanged) { return std::array{"refuse", "accept"}; }
 enum class OnFailure : uint8_t { retry, fail };
 constexpr auto names_of_values(OnFailure) { return std::array{"retry", "fail"}; }
+// Whether training waits until a checkpoint is written, or only until it is copied to host memory.
+enum class CheckpointMode : uint8_t { sync, async };
+constexpr auto names_of_values(CheckpointMode) { return std::array{"sync", "async"}; }
 enum class WeightType : uint8_t { fp32, bf16 };
 constexpr auto names_of_values(WeightType) { return std::array{"fp32", "bf16"}; }
 enum class MasterWeights : uint8_t { fp32, none };
