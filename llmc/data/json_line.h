@@ -1,5 +1,5 @@
-// json_line.h: the text in a line of JSON. Lines as most writers make them are read here, more than ten times as fast
-// as by the library; the library reads all others and says what is wrong with them.
+// json_line.h: the text in a line of JSON. Lines as most writers make them are read here, several times as fast as by
+// the library; the library reads all others and says what is wrong with them.
 #pragma once
 #include <cstdint>
 #include <cstring>

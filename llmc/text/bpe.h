@@ -149,6 +149,7 @@ class Bpe {
 
   // The text that a token of the vocabulary stands for.
   std::string decoded(std::string token, int32_t id) const {
+    if (of_bytes()) return token;
     if (const std::optional<char> byte = vocabulary_.byte_of(id)) return std::string(1, *byte);
     for (const auto& [from, to] : replaced_) replace_all(token, from, to);
     return token;

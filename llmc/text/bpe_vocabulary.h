@@ -70,13 +70,13 @@ class BpeVocabulary {
     check_kind(model);
     id_of_ = TokenTable(model.at("vocab").size());
     symbols_ = model.value("byte_fallback", false) ? Symbols::characters : Symbols::bytes;
-    std::unordered_map<std::string, int32_t> ids;
+    TokenTable ids(model.at("vocab").size());  // as the file writes them
     const size_t most = most_ids(model.at("vocab").size());
     for (const auto& [token, json] : model.at("vocab").items()) {
       const int32_t id = id_of(json, most, [&, &token = token] {
         return formatted("{}: token '{}' of the vocabulary", where_, shown(token));
       });
-      ids[token] = id;
+      ids.add(token, id);
       if (static_cast<size_t>(id) >= tokens_.size()) tokens_.resize(static_cast<size_t>(id) + 1);
       add(token, id);
     }
@@ -186,32 +186,32 @@ class BpeVocabulary {
   }
 
   // Two forms: "a b", and ["a", "b"].
-  void read_merges(const nlohmann::json& merges, const std::unordered_map<std::string, int32_t>& ids) {
+  void read_merges(const nlohmann::json& merges, const TokenTable& ids) {
     CHECK(merges.size() <= size_t{MergeTable::no_rank}, "{}: {} merges, expected at most {}", where_, merges.size(),
           MergeTable::no_rank);
     std::vector<MergeTable::Merge> all;
     for (const nlohmann::json& merge : merges) {
-      std::string a, b;
+      std::string_view a, b;
       if (merge.is_string()) {
-        const std::string& text = merge.get_ref<const std::string&>();
+        const std::string_view text = merge.get_ref<const std::string&>();
         if (text.starts_with("#version")) continue;
         const size_t space = std::min(text.find(' '), text.size());
         a = text.substr(0, space);
         b = text.substr(std::min(space + 1, text.size()));
       } else if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
-        a = merge[0];
-        b = merge[1];
+        a = merge[0].get_ref<const std::string&>();
+        b = merge[1].get_ref<const std::string&>();
       }
       CHECK(!a.empty() && !b.empty() && (merge.is_array() || b.find(' ') == b.npos),
             "{}: merge {} is {}, expected \"a b\" or [\"a\", \"b\"]", where_, all.size(), merge);
-      auto id = [&](const std::string& token) {
-        const auto found = ids.find(token);
-        CHECK(found != ids.end(), "{}: merge {}, {}: the token '{}' is not in the vocabulary; the file is damaged",
-              where_, all.size(), merge, shown(token));
-        return found->second;
+      auto id = [&](std::string_view token) {
+        const std::optional<int32_t> found = ids.find(token);
+        CHECK(found, "{}: merge {}, {}: the token '{}' is not in the vocabulary; the file is damaged", where_,
+              all.size(), merge, shown(token));
+        return *found;
       };
       const int32_t left = id(a), right = id(b);
-      all.push_back({left, right, id(a + b)});
+      all.push_back({left, right, id(std::string(a) += b)});
       note_join(left, right);
     }
     merges_ = MergeTable(std::move(all));
