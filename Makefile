@@ -173,8 +173,10 @@ SOURCE_FLAGS = -std=c++20 $1 -Illmc $(DEFINES) $(CPPFLAGS)
 FLAGS_cpu = $(SOURCE_FLAGS) $(HOST_FLAGS) $(CXXFLAGS)
 # Kernels call constexpr functions of the host's code, such as Philox.
 CUDA_DEFINES = -DTRAIN_GPT_CUDA $(if $(NCCL_VERSION),-DTRAIN_GPT_NCCL) $(if $(CUDNN),-DTRAIN_GPT_CUDNN $(CUDNN_FLAGS))
-FLAGS_cuda = $(SOURCE_FLAGS) $(CUDA_DEFINES) --expt-relaxed-constexpr -arch=$(or $2,$(ARCH)) -ccbin $(lastword $(CXX)) \
+FLAGS_cuda = $(SOURCE_FLAGS) $(CUDA_DEFINES) --expt-relaxed-constexpr $(call arch_flags,$(or $2,$(ARCH))) -ccbin $(lastword $(CXX)) \
              $(call to_host,$(HOST_FLAGS) $(CXXFLAGS)) $(NVCCFLAGS)
+# Hopper's instructions for warpgroups are those of sm_90a, which runs on GPUs of compute capability 9.0 alone.
+arch_flags = $(if $(filter sm_90 sm_90a,$1),-gencode=arch=compute_90a$(comma)code=sm_90a -DTRAIN_GPT_WGMMA,-arch=$1)
 LINK_cpu = $(LDFLAGS) $(LIBS)
 CUDA_LIBS = -lcublasLt $(if $(NCCL_VERSION),-lnccl) $(if $(CUDNN),$(CUDNN_LIBS))
 LINK_cuda = $(if $(LDFLAGS),$(call to_host,$(LDFLAGS))) $(LIBS) $(CUDA_LIBS)

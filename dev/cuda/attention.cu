@@ -1,10 +1,11 @@
-// attention.cu: the forward of causal attention in five versions. See cuda/ladder.h.
+// attention.cu: the forward of causal attention in six versions. See cuda/ladder.h.
 //
 //   1  three kernels, with the T x T scores of every head in memory: memory and traffic grow with T^2
 //   2  a running maximum and sum per row: scores stay in registers, but every row reads all keys on its own
 //   3  rows share tiles of keys and values in shared memory: read T / 64 times instead of T times
 //   4  tensor cores, 16 rows per warp; they wait while a tile is loaded
 //   5  llmc's: the next tile is loaded meanwhile, and a warp has 32 rows per read of a tile instead of 16
+//   6  llmc's on Hopper: a warpgroup's tensor-core instructions read tiles from shared memory (elsewhere: as 5)
 #include <memory>
 
 #include "cuda/ladder.h"
@@ -257,6 +258,11 @@ Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
                      p->lse, p->qkvs, s);
             }},
            {"llmc/ops/cuda/attention_forward.cuh: the next tile is loaded meanwhile; 32 rows per warp",
+            [=] {
+              attention_forward<bf16>({{p->out, H * head_size}, p->lse}, inputs(p->qkvs, s), nullptr, block, nullptr,
+                                      TensorCores::of_warp);
+            }},
+           {"llmc/ops/cuda/attention_wgmma.cuh: tensor-core instructions of a warpgroup, where the GPU has them",
             [=] {
               attention_forward<bf16>({{p->out, H * head_size}, p->lse}, inputs(p->qkvs, s), nullptr, block, nullptr);
             }}},

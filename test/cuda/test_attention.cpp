@@ -9,6 +9,16 @@ namespace {
 
 enum class Documents : uint8_t { no, yes };
 
+// The tensor-core instructions that this GPU has; the emulator has all.
+std::vector<cuda::TensorCores> all_tensor_cores() {
+  std::vector<cuda::TensorCores> all{cuda::TensorCores::of_warp};
+#ifdef __CUDACC__
+  if (cuda::tensor_cores() == cuda::TensorCores::of_warp) return all;
+#endif
+  if (cuda::compiled_for_warpgroups) all.push_back(cuda::TensorCores::of_warpgroup);
+  return all;
+}
+
 // Positions of packed documents of uneven lengths: of one row, of less than a tile, of several tiles.
 std::vector<int32_t> document_positions(const AttentionShape& s) {
   std::vector<int32_t> positions;
@@ -29,6 +39,7 @@ struct Case {
   AttentionShape s;
   Documents documents = Documents::no;
   float size = 1;  // of queries, keys and values
+  cuda::TensorCores instructions = cuda::TensorCores::of_warp;
   std::vector<T> qkv = normal_values<T>(s.B * s.T * (s.Hq + 2 * s.Hkv) * s.D, 1, 0, size),
                  dout = normal_values<T>(s.B * s.T * s.Hq * s.D, 2);
   std::vector<int32_t> positions = document_positions(s);
@@ -83,7 +94,7 @@ struct Case {
     cuda::attention_forward<T>(
         {heads<T>(out, s.Hq, 0), lse},
         inputs(in, documents == Documents::yes ? static_cast<int32_t*>(device_positions) : nullptr), nullptr, block,
-        nullptr);
+        nullptr, instructions);
     return {{"out", out.host()}, {"lse", lse.host()}};
   }
   // From the CPU's outputs.
@@ -94,7 +105,7 @@ struct Case {
     cuda::attention_backward<T>(
         outputs_in(dqkv), douts, out, lse,
         inputs(in, documents == Documents::yes ? static_cast<int32_t*>(device_positions) : nullptr), scratch, block,
-        nullptr);
+        nullptr, instructions);
     return gradients(dqkv.host());
   }
 
@@ -167,6 +178,22 @@ TEMPLATE_TEST_CASE("attention kernels match the CPU", "[cuda]", float, bf16) {
   check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
 }
 
+TEST_CASE("attention kernels of warpgroups match the CPU", "[cuda]") {
+  if (all_tensor_cores().size() == 1) return;
+  // Heads that fill their panels and others, both sizes; a row more than a tile; one and several blocks and warpgroups;
+  // heads that share keys; documents that end within tiles and skip some.
+  const auto [s, documents] = GENERATE(table<AttentionShape, Documents>({
+      {{1, 65, 2, 1, 64}, Documents::no},
+      {{2, 33, 1, 1, 16}, Documents::yes},
+      {{1, 130, 1, 1, 128}, Documents::no},
+      {{1, 200, 1, 1, 72}, Documents::yes},
+      {{1, 200, 1, 1, 64}, Documents::yes},
+  }));
+  INFO("B = " << s.B << ", T = " << s.T << ", Hq = " << s.Hq << ", Hkv = " << s.Hkv << ", D = " << s.D);
+  const Case<bf16> c{s, documents, 1, cuda::TensorCores::of_warpgroup};
+  check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<bf16>);
+}
+
 TEST_CASE("attention kernels match the CPU with the largest heads", "[attention][cuda]") {
   const int64_t D = GENERATE(256, 129);
   INFO("D = " << D);
@@ -177,7 +204,9 @@ TEST_CASE("attention kernels match the CPU with the largest heads", "[attention]
 }
 
 TEMPLATE_TEST_CASE("attention kernels need every barrier", "[cuda]", float, bf16) {
-  const Case<TestType> c{{1, 130, 1, 1, 16}};  // three tiles
+  const auto instructions = GENERATE(from_range(all_tensor_cores()));
+  if (sizeof(TestType) != 2 && instructions == cuda::TensorCores::of_warpgroup) return;
+  const Case<TestType> c{{1, 130, 1, 1, 16}, Documents::no, 1, instructions};  // three tiles
   // The kernels share their pipeline; each of them must fail without its barriers.
   check_barriers([&] { return c.cuda_forward(); });
   for (const bool of_queries : {true, false}) {

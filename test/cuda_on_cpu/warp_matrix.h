@@ -1,5 +1,5 @@
-// warp_matrix.h: the tensor-core instructions of a warp, as ops/cuda/mma.cuh names them. The layouts of the fragments
-// are those of the PTX manual, "Matrix Fragments for mma.m16n8k16" and "ldmatrix".
+// warp_matrix.h: the tensor-core instructions of a warp and of a warpgroup, as ops/cuda/mma.cuh names them. The layouts
+// of the fragments are those of the PTX manual, "Matrix Fragments for mma.m16n8k16" and "ldmatrix".
 #pragma once
 #include <bit>
 #include <cstring>
@@ -68,6 +68,56 @@ void ldmatrix_x4(uint32_t (&r)[4], const void* row, const Location& where) {
   };
   meet_warp("ldmatrix", ~0u, record, distribute, where);
   for (int i = 0; i < 4; ++i) r[i] = record.result[i];
+}
+
+// A tile of a warpgroup's product: rows of 128 bytes; bits 4 to 6 of an address in shared memory are swizzled by bits 7
+// to 9.
+struct WgmmaTile {
+  size_t start;  // in the block's dynamic shared memory, in bytes
+  int panel_bytes;
+  WgmmaTile(const void* first, int bytes)
+      : start(static_cast<size_t>(static_cast<const std::byte*>(first) -
+                                  static_cast<const std::byte*>(dynamic_shared_memory()))),
+        panel_bytes(bytes) {}
+  // Two elements of one column in rows `row` and row + rows_apart, or of one row in columns `column` and the next.
+  uint32_t pair(int row, int column, int rows_apart) const {
+    return static_cast<uint32_t>(bits(row, column)) |
+           static_cast<uint32_t>(bits(row + rows_apart, column + 1 - rows_apart)) << 16;
+  }
+
+ private:
+  uint16_t bits(int row, int column) const {
+    size_t at = start + static_cast<size_t>(row * 128 + column / 64 * panel_bytes + column % 64 * 2);
+    at ^= at >> 3 & 0x70;
+    uint16_t element;
+    std::memcpy(&element, static_cast<const std::byte*>(dynamic_shared_memory()) + at, sizeof element);
+    return element;
+  }
+};
+
+// A warp's part: 16 rows of sums, of the 64 of its warpgroup.
+template <int N>
+void wgmma(float (&sums)[N][4], const uint32_t (&a)[4], const WgmmaTile& b, const Location& where) {
+  const int lane = static_cast<int>(thread_index().x) % 32;
+  for (int n = 0; n < N; ++n) {
+    uint32_t bs[2];
+    for (int r = 0; r < 2; ++r) bs[r] = b.pair(lane % 4 * 2 + 8 * r, 8 * n + lane / 4, 1);
+    mma_m16n8k16_bf16(sums[n], a, bs, where);
+  }
+}
+template <int N>
+void wgmma_transposed(float (&sums)[N][4], const WgmmaTile& a, const WgmmaTile& b, bool accumulate,
+                      const Location& where) {
+  const int lane = static_cast<int>(thread_index().x) % 32, first = static_cast<int>(thread_index().x) / 32 % 4 * 16;
+  uint32_t as[4];
+  for (int r = 0; r < 4; ++r) as[r] = a.pair(first + lane / 4 + r % 2 * 8, lane % 4 * 2 + r / 2 * 8, 0);
+  for (int n = 0; n < N; ++n) {
+    uint32_t bs[2];
+    for (int r = 0; r < 2; ++r) bs[r] = b.pair(8 * n + lane / 4, lane % 4 * 2 + 8 * r, 0);
+    if (!accumulate)
+      for (float& sum : sums[n]) sum = 0;
+    mma_m16n8k16_bf16(sums[n], as, bs, where);
+  }
 }
 
 }  // namespace cuda_on_cpu

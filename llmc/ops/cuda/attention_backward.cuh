@@ -8,21 +8,9 @@
 #include <algorithm>
 #include <bit>
 
-#include "ops/cuda/attention_keys.cuh"
+#include "ops/cuda/attention_wgmma.cuh"
 
 namespace llmc::cuda {
-
-// Per query row: P = 2^(S scale - lse_log2).
-struct alignas(8) RowTerms {
-  float lse_log2, delta;
-};
-
-namespace detail {
-
-// Rows of terms per head: whole tiles of every kernel. Those past the block's are {infinity, 0}, so P and dS are 0.
-__host__ __device__ constexpr int64_t terms_rows(int64_t rows) { return (rows + 127) / 128 * 128; }
-
-}  // namespace detail
 
 // terms (B, Hq, terms_rows(queries.rows)); dout, out (B queries.length, Hq D). Grid (rows of (terms_rows, Hq), B);
 // blockDim.x, a power of two up to a warp, is the number of threads per row.
@@ -174,6 +162,10 @@ template <>
 struct BackwardQueriesBlock<bf16, 64> : BlockSize<2, 4, 64, 64, bf16> {};
 template <>
 struct BackwardQueriesBlock<bf16, 128> : BlockSize<2, 4, 32, 128, bf16> {};
+template <int DP>
+using BackwardKeysWarpgroups = WarpgroupBlock<1, 64, DP, DP == 64 ? 3 : 2>;
+template <int DP>
+using BackwardQueriesWarpgroups = WarpgroupBlock<DP == 64 ? 2 : 1, 64, DP, 2>;
 // Including the terms of two tiles of rows.
 template <class Block>
 inline constexpr int64_t backward_keys_shared_bytes = Block::shared_bytes(2) +
@@ -191,7 +183,8 @@ inline int64_t attention_backward_scratch(const AttentionBlock& s) {
 // dout, out (B queries.length, Hq D)
 template <class T>
 void attention_backward(const AttentionGradients<T, float>& to, const T* dout, const T* out, const float* lse,
-                        const AttentionInputs<T>& from, float* scratch, const AttentionBlock& s, cudaStream_t stream) {
+                        const AttentionInputs<T>& from, float* scratch, const AttentionBlock& s, cudaStream_t stream,
+                        TensorCores instructions = tensor_cores()) {
   CHECK(from.values.data == from.keys.data + s.Hkv * s.D && from.values.stride == from.keys.stride,
         "attention_backward: the values are not next to the keys");
   RowTerms* terms = reinterpret_cast<RowTerms*>(scratch);
@@ -210,16 +203,29 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
     const dim3 threads(lanes, 256 / lanes);
     const Grid terms_grid(ceil_div(detail::terms_rows(s.queries.rows) * s.Hq, threads.y), s.B);
     launch(attention_row_terms_kernel<T, pack>, terms_grid, threads, 0, stream, terms, dout, out, lse, s);
+    const auto start_keys = [&]<class Block>(auto* kernel) {
+      const Grid grid(s.B * s.Hkv, ceil_div(s.keys.rows, Block::rows));
+      launch(kernel, grid, Block::threads, detail::backward_keys_shared_bytes<Block>, stream, dkeys, dvalues, dkey_sums,
+             dvalue_sums, douts, queries, keys, values, terms, positions, block);
+    };
+    const auto start_queries = [&]<class Block>(auto* kernel, const auto&... keys_and_values) {
+      const Grid grid(s.B * s.Hq, ceil_div(s.queries.rows, Block::rows));
+      launch(kernel, grid, Block::threads, Block::shared_bytes(2), stream, dqueries, dquery_sums, douts, queries,
+             keys_and_values..., terms - s.offset, positions, block);
+    };
+    if constexpr (fits_warpgroups<T, copy>) {
+      if (instructions == TensorCores::of_warpgroup) {
+        using Keys = detail::BackwardKeysWarpgroups<DP>;
+        using Queries = detail::BackwardQueriesWarpgroups<DP>;
+        start_keys.template operator()<Keys>(attention_backward_keys_wgmma_kernel<Keys>);
+        start_queries.template operator()<Queries>(attention_backward_queries_wgmma_kernel<Queries>, keys, values);
+        return;
+      }
+    }
     using Keys = detail::BackwardKeysBlock<T, DP>;
-    const Grid keys_grid(s.B * s.Hkv, ceil_div(s.keys.rows, Keys::rows));
-    launch(attention_backward_keys_kernel<T, Keys, DP, copy>, keys_grid, Keys::threads,
-           detail::backward_keys_shared_bytes<Keys>, stream, dkeys, dvalues, dkey_sums, dvalue_sums, douts, queries,
-           keys, values, terms, positions, block);
     using Queries = detail::BackwardQueriesBlock<T, DP>;
-    const Grid queries_grid(s.B * s.Hq, ceil_div(s.queries.rows, Queries::rows));
-    launch(attention_backward_queries_kernel<T, Queries, DP, copy>, queries_grid, Queries::threads,
-           Queries::shared_bytes(2), stream, dqueries, dquery_sums, douts, queries, keys, terms - s.offset, positions,
-           block);
+    start_keys.template operator()<Keys>(attention_backward_keys_kernel<T, Keys, DP, copy>);
+    start_queries.template operator()<Queries>(attention_backward_queries_kernel<T, Queries, DP, copy>, keys);
   };
   with_head_size<T>(s.D, run, to.queries, to.keys, to.values, dout_rows, out_rows, from.queries, from.keys,
                     from.values);

@@ -3,99 +3,10 @@
 // Contracts: ops/ops_attention.h.
 #pragma once
 #include "ops/cuda/attention_cached.cuh"
-#include "ops/cuda/attention_keys.cuh"
+#include "ops/cuda/attention_wgmma.cuh"
 #include "ops/cuda/elementwise.cuh"
 
 namespace llmc::cuda {
-
-// For the rows that a lane holds: the maximum score so far, and this lane's part of the sum of exponentials.
-template <int M>
-struct OnlineSoftmax {
-  float largest[M][2], sum[M][2];
-
-  __device__ OnlineSoftmax() {
-#pragma unroll
-    for (int i = 0; i < 2 * M; ++i) {
-      largest[i / 2][i % 2] = -INFINITY;
-      sum[i / 2][i % 2] = 0;
-    }
-  }
-  // scores = 2^(scores scale - maximum); rescales outs, accumulated with an earlier maximum, to the new one.
-  template <int N, int ND>
-  __device__ void update(Accumulators<M, N>& scores, Accumulators<M, ND>& outs, int m, int half, float scale) {
-    float most = -INFINITY;
-#pragma unroll
-    for (int n = 0; n < N; ++n) most = fmaxf(most, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-    most = fmaxf(largest[m][half], quad_reduce(most, Max{}));
-    const float shift = most == -INFINITY ? 0 : most * scale;  // a row may have seen no key yet
-    const float correction = fast_exp2(largest[m][half] * scale - shift);
-    largest[m][half] = most;
-    sum[m][half] *= correction;
-    scale_row(outs, m, half, correction);
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int i = 2 * half; i < 2 * half + 2; ++i) {
-        scores[m][n][i] = fast_exp2(scores[m][n][i] * scale - shift);
-        sum[m][half] += scores[m][n][i];
-      }
-  }
-};
-
-// Where the forward writes; see AttentionOutputs. Rows are counted like the keys.
-template <class T>
-struct KernelOutputs {
-  Heads<T> out;
-  Heads<float> sums;
-  float *lse, *largest, *total;  // from row 0 on
-};
-
-// out = outs / softmax's sums, and lse.
-template <Copy copy, int M, int ND, class T>
-__device__ void store_outputs(const KernelOutputs<T>& to, const KernelBlock& s, const BlockOfQueries& at, int first,
-                              const OnlineSoftmax<M>& softmax, Accumulators<M, ND>& outs, float scale) {
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float total = quad_reduce(softmax.sum[m][half], Sum{});
-      scale_row(outs, m, half, 1.0f / total);
-      const int row = first + 16 * m + fragment_row(2 * half);
-      if (to.lse != nullptr && row < s.offset + s.rows && fragment_column(0) == 0)
-        s.statistic(to.lse, at.b, at.h)[row] = softmax.largest[m][half] * scale * ln_2 + logf(total);
-    }
-  store_rows<copy>(to.out.of(at.b, at.h), first, outs);
-}
-
-// Adds the block to the running sums, each weighted by the exponential of its largest score minus the larger of both.
-template <int M, int ND, class T>
-__device__ void merge_outputs(const KernelOutputs<T>& to, const KernelBlock& s, const BlockOfQueries& at, int first,
-                              const OnlineSoftmax<M>& softmax, Accumulators<M, ND>& outs, float scale) {
-  float kept[M][2];  // weights of the running sums
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float total = quad_reduce(softmax.sum[m][half], Sum{});
-      const int row = first + 16 * m + fragment_row(2 * half);
-      float weight = 0;
-      kept[m][half] = 1;
-      // Rows that see no key have a total of 0; rows with NaNs a total of NaN. The first lane of a quad reads and
-      // writes the row's statistics for all four.
-      if (total != 0 && row < s.offset + s.rows && fragment_column(0) == 0) {
-        float &before = s.statistic(to.largest, at.b, at.h)[row], &sum = s.statistic(to.total, at.b, at.h)[row];
-        const float added = softmax.largest[m][half] * scale * ln_2, largest = fmaxf(before, added);
-        kept[m][half] = fast_exp2((before - largest) * log2_e);
-        weight = fast_exp2((added - largest) * log2_e);
-        before = largest;
-        sum = sum * kept[m][half] + total * weight;
-      }
-      kept[m][half] = __shfl_sync(all_lanes, kept[m][half], 0, 4);
-      scale_row(outs, m, half, __shfl_sync(all_lanes, weight, 0, 4));
-    }
-  update_rows(to.sums.of(at.b, at.h), first, outs,
-              [&](int m, int half, float sum, float x) { return sum * kept[m][half] + x; });
-}
 
 // Grid (B Hq, blocks of rows).
 template <class T, class Block, int DP, Copy copy>
@@ -159,6 +70,8 @@ template <>
 struct ForwardBlock<bf16, 64> : BlockSize<2, 4, 64, 64, bf16> {};
 template <>
 struct ForwardBlock<bf16, 128> : BlockSize<2, 4, 32, 128, bf16> {};
+template <int DP>
+using ForwardWarpgroups = WarpgroupBlock<2, DP == 64 ? 64 : 128, DP, DP == 64 ? 2 : 1>;
 
 }  // namespace detail
 
@@ -170,7 +83,7 @@ inline int64_t attention_forward_scratch(const AttentionBlock& s) {
 // scratch may be nullptr if `to` has sums
 template <class T>
 void attention_forward(const AttentionOutputs<T, float>& to, const AttentionInputs<T>& from, float* scratch,
-                       const AttentionBlock& s, cudaStream_t stream) {
+                       const AttentionBlock& s, cudaStream_t stream, TensorCores instructions = tensor_cores()) {
   if (detail::few_rows(s) && to.sums.data == nullptr && to.lse == nullptr && from.positions == nullptr)
     return detail::attention_cached(to.out, from, scratch, s, stream);
   const KernelOutputs<T> outputs = {Heads<T>(to.out, s.queries, s.D, s.offset),
@@ -179,10 +92,18 @@ void attention_forward(const AttentionOutputs<T, float>& to, const AttentionInpu
   const Heads<const T> queries(from.queries, s.queries, s.D), keys(from.keys, s.keys, s.D),
       values(from.values, s.keys, s.D);
   const auto run = [&]<int DP, Copy copy>() {
+    const auto start = [&]<class Block>(auto* kernel) {
+      const Grid grid(s.B * s.Hq, ceil_div(s.queries.rows, Block::rows));
+      launch(kernel, grid, Block::threads, Block::shared_bytes(1), stream, outputs, queries, keys, values,
+             from_row_0(from.positions, s), KernelBlock(s));
+    };
+    if constexpr (fits_warpgroups<T, copy>) {
+      using Block = detail::ForwardWarpgroups<DP>;
+      if (instructions == TensorCores::of_warpgroup)
+        return start.template operator()<Block>(attention_forward_wgmma_kernel<Block>);
+    }
     using Block = detail::ForwardBlock<T, DP>;
-    const Grid grid(s.B * s.Hq, ceil_div(s.queries.rows, Block::rows));
-    launch(attention_forward_kernel<T, Block, DP, copy>, grid, Block::threads, Block::shared_bytes(1), stream, outputs,
-           queries, keys, values, from_row_0(from.positions, s), KernelBlock(s));
+    start.template operator()<Block>(attention_forward_kernel<T, Block, DP, copy>);
   };
   with_head_size<T>(s.D, run, to.out, from.queries, from.keys, from.values);
 }

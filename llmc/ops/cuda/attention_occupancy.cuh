@@ -16,18 +16,37 @@ struct KernelSize {
   const void* kernel;
   int threads;
   int64_t shared_bytes;  // dynamic
+  int blocks;            // meant to share a multiprocessor
 };
 
 // The kernels for heads of D channels.
 template <class T>
-std::vector<KernelSize> attention_kernels(int64_t D) {
+std::vector<KernelSize> attention_kernels(int64_t D, TensorCores instructions = tensor_cores()) {
   std::vector<KernelSize> all;
   const auto list = [&]<int DP, Copy copy>() {
+    if constexpr (fits_warpgroups<T, copy>) {
+      using Forward = detail::ForwardWarpgroups<DP>;
+      using Keys = detail::BackwardKeysWarpgroups<DP>;
+      using Queries = detail::BackwardQueriesWarpgroups<DP>;
+      const auto add = [&]<class Block>(const char* name, auto* kernel, int64_t shared_bytes) {
+        all.push_back({name, reinterpret_cast<const void*>(kernel), Block::threads, shared_bytes, Block::blocks});
+      };
+      if (instructions == TensorCores::of_warpgroup) {
+        add.template operator()<Forward>("attention_forward_wgmma_kernel", attention_forward_wgmma_kernel<Forward>,
+                                         Forward::shared_bytes(1));
+        add.template operator()<Keys>("attention_backward_keys_wgmma_kernel",
+                                      attention_backward_keys_wgmma_kernel<Keys>,
+                                      detail::backward_keys_shared_bytes<Keys>);
+        add.template operator()<Queries>("attention_backward_queries_wgmma_kernel",
+                                         attention_backward_queries_wgmma_kernel<Queries>, Queries::shared_bytes(2));
+        return;
+      }
+    }
     using Forward = detail::ForwardBlock<T, DP>;
     using Keys = detail::BackwardKeysBlock<T, DP>;
     using Queries = detail::BackwardQueriesBlock<T, DP>;
     const auto add = [&](const char* name, auto* kernel, int threads, int64_t shared_bytes) {
-      all.push_back({name, reinterpret_cast<const void*>(kernel), threads, shared_bytes});
+      all.push_back({name, reinterpret_cast<const void*>(kernel), threads, shared_bytes, attention_blocks});
     };
     add("attention_forward_kernel", attention_forward_kernel<T, Forward, DP, copy>, Forward::threads,
         Forward::shared_bytes(1));
@@ -64,7 +83,7 @@ std::vector<std::string> attention_occupancy_notices(int64_t D) {
     cudaFuncAttributes compiled{};
     CUDA_CHECK(cudaFuncGetAttributes(&compiled, k.kernel));
     const int64_t of_block = k.shared_bytes + static_cast<int64_t>(compiled.sharedSizeBytes) + reserved,
-                  meant = std::min<int64_t>(attention_blocks, shared / of_block);
+                  meant = std::min<int64_t>(k.blocks, shared / of_block);
     if (const int blocks = blocks_of(k); blocks < meant)
       notices.push_back(
           formatted("notice: {} for heads of {} channels in {} has {} of {} blocks on a multiprocessor of this GPU, "

@@ -196,18 +196,24 @@ __device__ void load_rows(const Tile<T, DP>& tile, const Head<const T>& from, in
 }
 
 // Calls load(i) and use(i) for i from `begin` to `end`; load(i + 1) fills one of two buffers while use(i) reads the
-// other. Copies issued before the call are also complete at the first use.
-template <class Load, class Use>
-__device__ void double_buffered(int begin, int end, Load load, Use use) {
+// other. Copies issued before the call are also complete at the first use. arrived(): after the copies of a thread have
+// arrived, before others use them.
+template <class Load, class Use, class Arrived>
+__device__ void double_buffered(int begin, int end, Load load, Use use, Arrived arrived) {
   if (begin < end) load(begin);
   cp_async_commit();
   for (int i = begin; i < end; ++i) {
     cp_async_wait<0>();  // this thread's copies of i have arrived
-    __syncthreads();     // so have everyone's; and nobody reads the other buffer any more
+    arrived();
+    __syncthreads();  // so have everyone's; and nobody reads the other buffer any more
     if (i + 1 < end) load(i + 1);
     cp_async_commit();
     use(i);
   }
+}
+template <class Load, class Use>
+__device__ void double_buffered(int begin, int end, Load load, Use use) {
+  double_buffered(begin, end, load, use, [] {});
 }
 
 // ---- Products -------------------------------------------------------------------------------------------------------

@@ -21,13 +21,17 @@ namespace llmc::cuda {
 #define SHARED(T, name, N) T(&name)[N] = ::cuda_on_cpu::shared_array<T, (N), decltype([] {})>()
 #endif
 
-// `name`: a pointer of type T* to the dynamic shared memory; aligned to 128 bytes.
+// `name`: a pointer of type T* to the dynamic shared memory; aligned to 128 bytes, or to 1024 for tiles of a warpgroup.
 #ifdef __CUDACC__
 #define DYN_SHARED(T, name)                                        \
   extern __shared__ __align__(128) unsigned char dynamic_shared[]; \
   T* name = reinterpret_cast<T*>(dynamic_shared)
+#define DYN_SHARED_TILES(T, name)                                         \
+  extern __shared__ __align__(1024) unsigned char dynamic_shared_tiles[]; \
+  T* name = reinterpret_cast<T*>(dynamic_shared_tiles)
 #else
 #define DYN_SHARED(T, name) T* name = static_cast<T*>(::cuda_on_cpu::dynamic_shared_memory())
+#define DYN_SHARED_TILES DYN_SHARED
 #endif
 
 inline constexpr int warp_size = 32;

@@ -1,5 +1,6 @@
-// mma.cuh: PTX instructions: warp-level matrix products, loads of their operands, asynchronous copies to shared memory,
-// and a fast power of two. No other file contains PTX. Operand layouts: PTX manual, "Warp-level matrix instructions".
+// mma.cuh: PTX instructions: matrix products of a warp and, on Hopper, of a warpgroup; loads of their operands;
+// asynchronous copies to shared memory; a fast power of two. No other file contains PTX. Operand layouts: PTX manual,
+// "Warp-level matrix instructions" and "Asynchronous warpgroup-level matrix instructions".
 #pragma once
 #include <cuda_runtime.h>
 
@@ -67,6 +68,86 @@ __device__ inline float fast_exp2(float x) {
   return y;
 }
 
+// ---- Hopper: products of a warpgroup, 4 consecutive warps, from a multiple of 4 on ----
+// They read tiles in shared memory through the asynchronous proxy: stores and cp.async copies to them are followed by
+// fence_async_proxy() in the threads that made them, then by a barrier. Issued products run on; their sums and operands
+// may not be touched before a wait. Instructions of sm_90a, which no other architecture has.
+
+__device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Before the first product after other instructions wrote its sums or its operands in registers.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Commits a group: the products issued since the last one.
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most `groups` groups are pending, of which none adds to `sums`.
+template <int groups, int N>
+__device__ void wgmma_wait(float (&sums)[N][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory");
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(sums[n][i])::"memory");  // no read of sums moves before the wait
+}
+
+// A tile of bf16 whose rows are 128 bytes, in order; chunk c (16 bytes) of row r is stored at position c ^ (r % 8) of
+// the row. `start` is in the tile's first row or in one that is a multiple of 8 further; rows begin at multiples of
+// 1024 bytes. panel_bytes: from 64 columns to the next 64, where a product's sums have more.
+struct WgmmaTile {
+  uint64_t descriptor;
+  __device__ WgmmaTile(const void* start, int panel_bytes)
+      : descriptor((static_cast<uint32_t>(__cvta_generic_to_shared(start)) & 0x3ffff) >> 4 |
+                   static_cast<uint64_t>(panel_bytes >> 4) << 16 | uint64_t{1024 >> 4} << 32 |  // 8 rows
+                   uint64_t{1} << 62) {}                                                        // swizzled by 128 bytes
+};
+
+#define LLMC_SUMS_4(n) "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])
+#define LLMC_SUMS_16(n) LLMC_SUMS_4(n), LLMC_SUMS_4(n + 1), LLMC_SUMS_4(n + 2), LLMC_SUMS_4(n + 3)
+#define LLMC_SUMS_32 LLMC_SUMS_16(0), LLMC_SUMS_16(4)
+#define LLMC_SUMS_64 LLMC_SUMS_32, LLMC_SUMS_16(8), LLMC_SUMS_16(12)
+#define LLMC_REGISTERS_32                                                                                              \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30," \
+  "%31"
+#define LLMC_REGISTERS_64                                                                                             \
+  LLMC_REGISTERS_32                                                                                                   \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
+  "%60,%61,%62,%63"
+
+// sums (64 x 8 N, fp32) = or, to accumulate, += 16 columns of a (64 rows) times 16 columns of b (8 N rows), transposed.
+// A warp has 16 rows of sums and a, sums[n] are 8 columns in mma's layout.
+__device__ inline void wgmma_transposed(float (&sums)[8][4], WgmmaTile a, WgmmaTile b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0;"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" LLMC_REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0;}"
+      : LLMC_SUMS_32
+      : "l"(a.descriptor), "l"(b.descriptor), "r"(static_cast<int>(accumulate)));
+}
+__device__ inline void wgmma_transposed(float (&sums)[16][4], WgmmaTile a, WgmmaTile b, bool accumulate) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %66, 0;"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" LLMC_REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0;}"
+      : LLMC_SUMS_64
+      : "l"(a.descriptor), "l"(b.descriptor), "r"(static_cast<int>(accumulate)));
+}
+// sums (64 x 8 N, fp32) += a (64 x 16, in registers as for mma_m16n8k16_bf16) times 16 rows of b (8 N columns).
+__device__ inline void wgmma(float (&sums)[8][4], const uint32_t (&a)[4], WgmmaTile b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" LLMC_REGISTERS_32
+               "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
+               : LLMC_SUMS_32
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor));
+}
+__device__ inline void wgmma(float (&sums)[16][4], const uint32_t (&a)[4], WgmmaTile b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" LLMC_REGISTERS_64
+               "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
+               : LLMC_SUMS_64
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor));
+}
+
+#undef LLMC_SUMS_4
+#undef LLMC_SUMS_16
+#undef LLMC_SUMS_32
+#undef LLMC_SUMS_64
+#undef LLMC_REGISTERS_32
+#undef LLMC_REGISTERS_64
+
 #else  // the same on a CPU
 
 using Location = cuda_on_cpu::Location;
@@ -95,6 +176,23 @@ void cp_async_wait(const Location& where = Location::current()) {
   if (!cuda_on_cpu::is_switched_off("cp_async_wait", where)) cuda_on_cpu::async_wait(N);
 }
 inline float fast_exp2(float x) { return std::exp2(x); }
+
+// Products are finished when they are issued.
+inline void fence_async_proxy() {}
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int groups, int N>
+void wgmma_wait(float (&)[N][4]) {}
+using WgmmaTile = cuda_on_cpu::WgmmaTile;
+template <int N>
+void wgmma_transposed(float (&sums)[N][4], WgmmaTile a, WgmmaTile b, bool accumulate,
+                      const Location& where = Location::current()) {
+  cuda_on_cpu::wgmma_transposed(sums, a, b, accumulate, where);
+}
+template <int N>
+void wgmma(float (&sums)[N][4], const uint32_t (&a)[4], WgmmaTile b, const Location& where = Location::current()) {
+  cuda_on_cpu::wgmma(sums, a, b, where);
+}
 
 #endif
 

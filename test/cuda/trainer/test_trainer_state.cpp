@@ -345,7 +345,7 @@ TEST_CASE("a program without code for the GPU says so before it starts", "[cuda]
   REQUIRE_NOTHROW(require_code_for_gpus({0}));
   cuda_on_cpu::set_code(false);
   REQUIRE_THROWS_WITH(require_code_for_gpus({0}), Catch::Matchers::ContainsSubstring("no code for GPU 0, ") &&
-                                                      Catch::Matchers::ContainsSubstring("ARCH=sm_90"));
+                                                      Catch::Matchers::ContainsSubstring("ARCH=sm_80"));
   cuda_on_cpu::set_code(true);
 }
 

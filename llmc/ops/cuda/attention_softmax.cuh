@@ -1,0 +1,109 @@
+// attention_softmax.cuh: what the kernels for a warp's and for a warpgroup's products share: the running softmax of the
+// forward and what it writes, and the terms from which the backward recomputes probabilities.
+#pragma once
+#include "ops/cuda/attention_keys.cuh"
+
+namespace llmc::cuda {
+
+// For the rows that a lane holds: the maximum score so far, and this lane's part of the sum of exponentials.
+template <int M>
+struct OnlineSoftmax {
+  float largest[M][2], sum[M][2];
+
+  __device__ OnlineSoftmax() {
+#pragma unroll
+    for (int i = 0; i < 2 * M; ++i) {
+      largest[i / 2][i % 2] = -INFINITY;
+      sum[i / 2][i % 2] = 0;
+    }
+  }
+  // scores = 2^(scores scale - maximum); rescales outs, accumulated with an earlier maximum, to the new one.
+  template <int N, int ND>
+  __device__ void update(Accumulators<M, N>& scores, Accumulators<M, ND>& outs, int m, int half, float scale) {
+    float most = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < N; ++n) most = fmaxf(most, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+    most = fmaxf(largest[m][half], quad_reduce(most, Max{}));
+    const float shift = most == -INFINITY ? 0 : most * scale;  // a row may have seen no key yet
+    const float correction = fast_exp2(largest[m][half] * scale - shift);
+    largest[m][half] = most;
+    sum[m][half] *= correction;
+    scale_row(outs, m, half, correction);
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 2 * half; i < 2 * half + 2; ++i) {
+        scores[m][n][i] = fast_exp2(scores[m][n][i] * scale - shift);
+        sum[m][half] += scores[m][n][i];
+      }
+  }
+};
+
+// Where the forward writes; see AttentionOutputs. Rows are counted like the keys.
+template <class T>
+struct KernelOutputs {
+  Heads<T> out;
+  Heads<float> sums;
+  float *lse, *largest, *total;  // from row 0 on
+};
+
+// out = outs / softmax's sums, and lse.
+template <Copy copy, int M, int ND, class T>
+__device__ void store_outputs(const KernelOutputs<T>& to, const KernelBlock& s, const BlockOfQueries& at, int first,
+                              const OnlineSoftmax<M>& softmax, Accumulators<M, ND>& outs, float scale) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float total = quad_reduce(softmax.sum[m][half], Sum{});
+      scale_row(outs, m, half, 1.0f / total);
+      const int row = first + 16 * m + fragment_row(2 * half);
+      if (to.lse != nullptr && row < s.offset + s.rows && fragment_column(0) == 0)
+        s.statistic(to.lse, at.b, at.h)[row] = softmax.largest[m][half] * scale * ln_2 + logf(total);
+    }
+  store_rows<copy>(to.out.of(at.b, at.h), first, outs);
+}
+
+// Adds the block to the running sums, each weighted by the exponential of its largest score minus the larger of both.
+template <int M, int ND, class T>
+__device__ void merge_outputs(const KernelOutputs<T>& to, const KernelBlock& s, const BlockOfQueries& at, int first,
+                              const OnlineSoftmax<M>& softmax, Accumulators<M, ND>& outs, float scale) {
+  float kept[M][2];  // weights of the running sums
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float total = quad_reduce(softmax.sum[m][half], Sum{});
+      const int row = first + 16 * m + fragment_row(2 * half);
+      float weight = 0;
+      kept[m][half] = 1;
+      // Rows that see no key have a total of 0; rows with NaNs a total of NaN. The first lane of a quad reads and
+      // writes the row's statistics for all four.
+      if (total != 0 && row < s.offset + s.rows && fragment_column(0) == 0) {
+        float &before = s.statistic(to.largest, at.b, at.h)[row], &sum = s.statistic(to.total, at.b, at.h)[row];
+        const float added = softmax.largest[m][half] * scale * ln_2, largest = fmaxf(before, added);
+        kept[m][half] = fast_exp2((before - largest) * log2_e);
+        weight = fast_exp2((added - largest) * log2_e);
+        before = largest;
+        sum = sum * kept[m][half] + total * weight;
+      }
+      kept[m][half] = __shfl_sync(all_lanes, kept[m][half], 0, 4);
+      scale_row(outs, m, half, __shfl_sync(all_lanes, weight, 0, 4));
+    }
+  update_rows(to.sums.of(at.b, at.h), first, outs,
+              [&](int m, int half, float sum, float x) { return sum * kept[m][half] + x; });
+}
+
+// Per query row: P = 2^(S scale - lse_log2).
+struct alignas(8) RowTerms {
+  float lse_log2, delta;
+};
+
+namespace detail {
+
+// Rows of terms per head: whole tiles of every kernel. Those past the block's are {infinity, 0}, so P and dS are 0.
+__host__ __device__ constexpr int64_t terms_rows(int64_t rows) { return (rows + 127) / 128 * 128; }
+
+}  // namespace detail
+
+}  // namespace llmc::cuda
