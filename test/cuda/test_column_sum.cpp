@@ -30,8 +30,8 @@ struct Case {
 
 TEMPLATE_TEST_CASE("column sums match the CPU", "[cuda]", float, bf16) {
   // One column, ragged, several blocks of columns, many parts of the rows, parts of more rows than a block has threads.
-  const auto [N, C] =
-      GENERATE(std::pair{1, 1}, std::pair{7, 40}, std::pair{50, 333}, std::pair{130, 520}, std::pair{9000, 3});
+  const auto [N, C] = GENERATE(std::pair{1, 1}, std::pair{7, 40}, std::pair{50, 333}, std::pair{130, 520},
+                               std::pair{9000, 3}, std::pair{700, 24});
   const Case<TestType> c{N, C};
   check_kernel([&] { return c.cuda(); }, c.cpu(), 1e-6);
 }

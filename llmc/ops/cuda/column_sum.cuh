@@ -15,18 +15,28 @@ __device__ inline int64_t row_part_begin(int64_t N, int64_t part, int64_t parts)
 // first (C) += the sums of partials (parts, width) over the parts; where width is larger than C, the rest goes to
 // `second`. A block of (warp_size, rows) threads takes warp_size columns.
 template <int rows>
-__global__ void add_partials_kernel(float* __restrict__ first, float* __restrict__ second,
-                                    const float* __restrict__ partials, int64_t parts, int64_t C, int64_t width) {
-  constexpr int size = rows * warp_size;
+__global__ void __launch_bounds__(rows* warp_size)
+    add_partials_kernel(float* __restrict__ first, float* __restrict__ second, const float* __restrict__ partials,
+                        int64_t parts, int64_t C, int64_t width) {
+  constexpr int size = rows * warp_size, in_flight = 16;
   SHARED(float, sums, size);  // (rows, warp_size)
   const int64_t column = static_cast<int64_t>(blockIdx.x) * warp_size + threadIdx.x;
   float sum = 0;
   if (column < width)
-    for (int64_t part = threadIdx.y; part < parts; part += rows) sum += partials[part * width + column];
+    for (int64_t part = threadIdx.y; part < parts; part += in_flight * rows) {
+      const float* from = partials + part * width + column;
+      const int left = static_cast<int>(parts - part);
+      float values[in_flight];
+#pragma unroll
+      for (int i = 0; i < in_flight; ++i, from += rows * width) values[i] = i * rows < left ? *from : 0;
+#pragma unroll
+      for (int i = 0; i < in_flight; ++i) sum += values[i];
+    }
   sums[threadIdx.y * warp_size + threadIdx.x] = sum;
   __syncthreads();  // all rows of sums are written
   if (threadIdx.y != 0 || column >= width) return;
   float total = 0;
+#pragma unroll
   for (int row = 0; row < rows; ++row) total += sums[row * warp_size + threadIdx.x];
   if (column < C) first[column] += total;
   else second[column - C] += total;
@@ -35,9 +45,12 @@ __global__ void add_partials_kernel(float* __restrict__ first, float* __restrict
 // first (C), second (width - C) += the sums of partials (parts, width).
 inline void add_partials(float* first, float* second, const float* partials, int64_t parts, int64_t C, int64_t width,
                          cudaStream_t stream) {
-  constexpr int rows = 8;
-  launch(add_partials_kernel<rows>, ceil_div(width, warp_size), dim3(warp_size, rows), 0, stream, first, second,
-         partials, parts, C, width);
+  const auto run = [&]<int rows>() {
+    launch(add_partials_kernel<rows>, ceil_div(width, warp_size), dim3(warp_size, rows), 0, stream, first, second,
+           partials, parts, C, width);
+  };
+  if (parts <= 64) run.template operator()<8>();
+  else run.template operator()<32>();
 }
 // The same with C columns in each; without a second one, partials (parts, C).
 inline void add_partials(float* first, float* second, const float* partials, int64_t parts, int64_t C,
@@ -46,21 +59,30 @@ inline void add_partials(float* first, float* second, const float* partials, int
 }
 
 // partials (parts, C) = the sums of the rows of each part. Blocks of (warp_size, rows) threads; each lane sums one pack
-// of columns over part blockIdx.y.
+// of columns over part blockIdx.y, with the loads of several rows in flight.
 template <class T, int pack, int rows>
-__global__ void column_sum_kernel(float* __restrict__ partials, const T* __restrict__ x, int64_t N, int64_t C) {
-  constexpr int size = rows * pack * warp_size;
+__global__ void __launch_bounds__(rows* warp_size, 4)
+    column_sum_kernel(float* __restrict__ partials, const T* __restrict__ x, int64_t N, int64_t C) {
+  using Pack = Packed<T, pack>;
+  constexpr int size = rows * pack * warp_size, in_flight = 8;
   SHARED(float, sums, size);  // (rows, pack, warp_size)
   const int64_t part = blockIdx.y, end = row_part_begin(N, part + 1, gridDim.y);
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * warp_size + threadIdx.x) * pack;
   float sum[pack] = {};
-  if (column < C) {
-#pragma unroll 4
-    for (int64_t n = row_part_begin(N, part, gridDim.y) + threadIdx.y; n < end; n += rows) {
-      const auto xs = Packed<T, pack>::load(x + n * C + column);
-      for (int i = 0; i < pack; ++i) sum[i] += xs[i];
+  if (column < C)
+    for (int64_t n = row_part_begin(N, part, gridDim.y) + threadIdx.y; n < end; n += in_flight * rows) {
+      const T* from = x + n * C + column;
+      const int left = static_cast<int>(end - n);
+      Kept<Pack> packs[in_flight];
+#pragma unroll
+      for (int j = 0; j < in_flight; ++j, from += rows * C)
+        if (j * rows < left) packs[j] = Pack::load(from);
+#pragma unroll
+      for (int j = 0; j < in_flight; ++j) {
+        const Pack xs = packs[j].get();  // zeros after the last row
+        for (int i = 0; i < pack; ++i) sum[i] += xs[i];
+      }
     }
-  }
   for (int i = 0; i < pack; ++i) sums[(threadIdx.y * pack + i) * warp_size + threadIdx.x] = sum[i];
   __syncthreads();  // all rows of sums are written
   if (threadIdx.y != 0 || column >= C) return;
@@ -69,14 +91,19 @@ __global__ void column_sum_kernel(float* __restrict__ partials, const T* __restr
   for (int i = 0; i < pack; ++i) partials[part * C + column + i] = sum[i];
 }
 
+// Parts of the rows: four blocks for each of the 132 multiprocessors of an H100, all at once.
+inline int64_t column_sum_parts(int64_t N, int64_t C) {
+  return std::clamp<int64_t>(4 * 132 / ceil_div(C, full_pack<bf16> * warp_size), 1, row_parts(N));
+}
+
 // Size of column_sum's `partials` in floats.
-inline int64_t column_sum_scratch(int64_t N, int64_t C) { return row_parts(N) * C; }
+inline int64_t column_sum_scratch(int64_t N, int64_t C) { return column_sum_parts(N, C) * C; }
 
 // out (C) += the column sums of x (N, C); partials: scratch
 template <class T>
 void column_sum(float* out, float* partials, const T* x, int64_t N, int64_t C, cudaStream_t stream) {
   constexpr int rows = 8;
-  const int64_t parts = row_parts(N);
+  const int64_t parts = column_sum_parts(N, C);
   with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, x), [&]<int pack>() {
     const Grid grid(ceil_div(C, pack * warp_size), parts);
     launch(column_sum_kernel<T, pack, rows>, grid, dim3(warp_size, rows), 0, stream, partials, x, N, C);

@@ -92,6 +92,26 @@ struct alignas(sizeof(T) * N) Packed {
   }
 };
 
+// A pack kept in whole registers until it is used. A compiler may hold each bf16 of a Packed in a register of its own,
+// and its fp32 value as well.
+template <class Pack>
+struct Kept {
+  uint32_t words[(Pack::bytes + 3) / 4] = {};
+
+  Kept() = default;
+  __device__ Kept(const Pack& pack) { memcpy(words, &pack, Pack::bytes); }
+  __device__ Pack get() const {
+    Pack pack;
+    uint32_t now[sizeof words / 4];
+    for (unsigned i = 0; i < sizeof words / 4; ++i) {
+      now[i] = words[i];
+      asm volatile("" : "+r"(now[i]));  // unpacked anew by every call
+    }
+    memcpy(static_cast<void*>(&pack), now, Pack::bytes);
+    return pack;
+  }
+};
+
 // Elements per pack: 16 bytes of the widest type; 1 if an array, or a row of C in it, is not 16-byte aligned.
 template <class... T>
 inline constexpr int full_pack = 16 / std::max({sizeof(T)...});
@@ -109,6 +129,14 @@ template <int pack, class F>
 void with_packs(bool fit, F&& f) {
   if (fit) f.template operator()<pack>();
   else f.template operator()<1>();
+}
+
+// Calls f<n>(), where n is from 1 to most.
+template <int most, class F>
+void with_constant(int64_t n, F&& f) {
+  if constexpr (most > 1)
+    if (n < most) return with_constant<most - 1>(n, f);
+  f.template operator()<most>();
 }
 
 }  // namespace llmc::cuda
