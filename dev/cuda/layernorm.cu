@@ -120,7 +120,7 @@ Ladder layernorm_ladder(int64_t N, int64_t C) {
                    {"one warp per row; sums by shuffles, without barriers",
                     [=] { with_warps.template operator()<1>(); }},
                    {"the same with 16-byte accesses", [=] { with_warps.template operator()<full_pack<bf16>>(); }},
-                   {"llmc/ops/cuda/layernorm.cuh: one block per row, which it keeps in shared memory: x is read once",
+                   {"llmc/ops/cuda/layernorm.cuh: the warp keeps its row in registers, so that x is read once",
                     [=] {
                       layernorm_forward<bf16>(p->out, p->mean, p->rstd, p->xs, p->weights, p->biases, eps, N, C,
                                               nullptr);

@@ -44,6 +44,12 @@ inline Outputs check_kernel(const std::function<Outputs()>& run, const Outputs& 
   return first;
 }
 
+// The outputs of two runs.
+inline Outputs joined(Outputs a, const Outputs& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
 // Disables each barrier and wait that `run` executes, one by one; the outputs must then change under some schedule.
 // `expected_survivors`: those that may be missing, in the form of Site::source(); the list must be exact.
 inline void check_barriers(const std::function<Outputs()>& run, std::vector<std::string> expected_survivors = {}) {

@@ -46,7 +46,7 @@ constexpr double tolerance = sizeof(T) == 2 ? 2e-3 : 2e-6;
 TEMPLATE_TEST_CASE("rmsnorm kernels match the CPU", "[cuda]", float, bf16) {
   // Rows of one thread, of less than a warp, ragged, of several warps, and of more packs than a block has threads.
   const auto [N, C] = GENERATE(std::pair{1, 1}, std::pair{3, 24}, std::pair{9, 333}, std::pair{17, 768},
-                               std::pair{2, 4096}, std::pair{1, 8208});
+                               std::pair{2, 4096}, std::pair{1, 8208}, std::pair{35, 1400});
   const Accumulate accumulate_dx = GENERATE(Accumulate::no, Accumulate::yes);
   INFO("N = " << N << ", C = " << C);
   const Case<TestType> c{N, C, accumulate_dx};
@@ -54,8 +54,8 @@ TEMPLATE_TEST_CASE("rmsnorm kernels match the CPU", "[cuda]", float, bf16) {
 }
 
 TEMPLATE_TEST_CASE("rmsnorm kernels need every barrier", "[cuda]", float, bf16) {
-  const Case<TestType> c{10, 520, Accumulate::no};
-  check_barriers([&] { return c.cuda(); });
+  const Case<TestType> in_registers{10, 1032, Accumulate::no}, in_shared_memory{10, 333, Accumulate::no};
+  check_barriers([&] { return joined(in_registers.cuda(), in_shared_memory.cuda()); });
 }
 
 TEMPLATE_TEST_CASE("fused residual addition and norm have the bits of the two ops", "[cuda]", float, bf16) {

@@ -1,96 +1,45 @@
-// rmsnorm.cuh: Zhang & Sennrich 2019, on whole rows. One block per row: x is read once and kept in shared memory, each
-// thread owning its packs. Statistics in fp32. Contracts: ops/ops.h.
+// rmsnorm.cuh: Zhang & Sennrich 2019, on whole rows. Each row is read once; statistics in fp32. Contracts: ops/ops.h.
 #pragma once
-#include "ops/cuda/column_sum.cuh"
+#include "ops/cuda/norm_backward.cuh"
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/rows.cuh"
 #include "ops/types.h"
 
 namespace llmc::cuda {
 
-// Grid N; dynamic shared memory: a row of x. Each thread reads only what it stored itself: no barrier needed.
-template <class T, int pack, class Row>
-__global__ void rmsnorm_forward_kernel(T* __restrict__ out, float* __restrict__ rstd, Row x,
-                                       const T* __restrict__ weight, float eps, int64_t C) {
-  using Pack = Packed<T, pack>;
-  DYN_SHARED(T, row);  // (C)
-  const int64_t begin = blockIdx.x * C, first = threadIdx.x * pack, step = blockDim.x * pack;
+template <class Held, class Input, class T>
+__global__ void __launch_bounds__(Held::threads)
+    rmsnorm_forward_kernel(T* __restrict__ out, float* __restrict__ rstd, Input x, const T* __restrict__ weight,
+                           float eps, int64_t N, int64_t C) {
+  using Pack = typename Held::Pack;
+  Held row(C);
+  const int64_t n = row.index();
+  if (n >= N) return;
+  row.fill(x, n);
 
   float squares = 0;
-  for (int64_t c = first; c < C; c += step) {
-    const Pack xs = x.template load<pack>(begin + c);
-    xs.store(row + c);
-    for (int i = 0; i < pack; ++i) squares += xs[i] * xs[i];
-  }
-  const float r = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(C) + eps);
+  row.each([&](const Pack& xs, int64_t) {
+    for (int i = 0; i < Pack::size; ++i) squares += xs[i] * xs[i];
+  });
+  const float r = rsqrtf(row.sum(squares) / static_cast<float>(C) + eps);
 
-  for (int64_t c = first; c < C; c += step) {
-    const Pack xs = Pack::load(row + c), ws = Pack::load(weight + c);
+  row.each([&](const Pack& xs, int64_t c) {
+    const Pack ws = Pack::load(weight + c);
     Pack outs;
-    for (int i = 0; i < pack; ++i) outs.set(i, xs[i] * r * ws[i]);
-    outs.store(out + begin + c);  // kept in the cache: the next op reads it
-  }
-  if (threadIdx.x == 0) rstd[blockIdx.x] = r;
-}
-
-// Each block sums dweight over a contiguous part of the rows, each thread over its own columns. partials (parts, C).
-// Dynamic shared memory: the block's sums, a row of x and one of dout. The sums are laid out as (pack, C / pack), to
-// avoid bank conflicts.
-template <class T, int pack, Accumulate accumulate_dx>
-__global__ void rmsnorm_backward_kernel(T* __restrict__ dx, float* __restrict__ partials, const T* __restrict__ dout,
-                                        const T* __restrict__ x, const T* __restrict__ weight,
-                                        const float* __restrict__ rstd, int64_t N, int64_t C) {
-  using Pack = Packed<T, pack>;
-  const int64_t packs = C / pack, first = threadIdx.x, step = blockDim.x;
-  DYN_SHARED(float, dweight);  // (pack, packs)
-  T* x_row = reinterpret_cast<T*>(dweight + C);
-  T* g_row = x_row + C;
-  for (int64_t p = first; p < packs; p += step)
-    for (int i = 0; i < pack; ++i) dweight[i * packs + p] = 0;
-
-  const int64_t end = row_part_begin(N, blockIdx.x + 1, gridDim.x);
-  for (int64_t n = row_part_begin(N, blockIdx.x, gridDim.x); n < end; ++n) {
-    const float r = rstd[n];
-    float sum = 0;  // of g w normalised
-    for (int64_t p = first; p < packs; p += step) {
-      const int64_t c = p * pack;
-      const Pack xs = Pack::load_streaming(x + n * C + c), gs = Pack::load_streaming(dout + n * C + c),
-                 ws = Pack::load(weight + c);
-      xs.store(x_row + c);
-      gs.store(g_row + c);
-      for (int i = 0; i < pack; ++i) {
-        dweight[i * packs + p] += gs[i] * (xs[i] * r);
-        sum += gs[i] * ws[i] * (xs[i] * r);
-      }
-    }
-    const float mean = block_sum(sum) / static_cast<float>(C);
-    for (int64_t p = first; p < packs; p += step) {
-      const int64_t c = p * pack;
-      const Pack xs = Pack::load(x_row + c), gs = Pack::load(g_row + c), ws = Pack::load(weight + c);
-      Pack dxs;
-      if constexpr (accumulate_dx == Accumulate::yes) dxs = Pack::load(dx + n * C + c);
-      for (int i = 0; i < pack; ++i) {
-        const float d = (gs[i] * ws[i] - xs[i] * r * mean) * r;
-        if constexpr (accumulate_dx == Accumulate::yes) dxs.set(i, dxs[i] + d);
-        else dxs.set(i, d);
-      }
-      dxs.store(dx + n * C + c);
-    }
-  }
-
-  for (int64_t p = first; p < packs; p += step)
-    for (int i = 0; i < pack; ++i) partials[blockIdx.x * C + p * pack + i] = dweight[i * packs + p];
+    for (int i = 0; i < Pack::size; ++i) outs.set(i, xs[i] * r * ws[i]);
+    outs.store(out + n * C + c);  // kept in the cache: the next op reads it
+  });
+  if (row.leads()) rstd[n] = r;
 }
 
 namespace detail {
 
-template <class T, class Row>
-void rmsnorm_forward(T* out, float* rstd, Row x, const T* weight, float eps, int64_t N, int64_t C,
+template <class T, class Input>
+void rmsnorm_forward(T* out, float* rstd, Input x, const T* weight, float eps, int64_t N, int64_t C,
                      cudaStream_t stream) {
-  const int64_t shared = C * static_cast<int64_t>(sizeof(T));
-  check_row_fits("rmsnorm_forward", C, shared);
-  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, weight) && x.fits_packs(), [&]<int pack>() {
-    launch(rmsnorm_forward_kernel<T, pack, Row>, N, row_threads(C, pack), shared, stream, out, rstd, x, weight, eps, C);
+  const bool fit = rows_fit_packs(C, full_pack<T>, out, weight) && x.fits_packs();
+  with_held_row<T>("rmsnorm_forward", N, C, fit, [&]<class Held>(int64_t blocks, int64_t threads, int64_t shared) {
+    launch(rmsnorm_forward_kernel<Held, Input, T>, blocks, threads, shared, stream, out, rstd, x, weight, eps, N, C);
   });
 }
 
@@ -112,23 +61,16 @@ void residual_rmsnorm_forward(T* out, float* rstd, T* sum, const T* a, const T* 
 }
 
 // Size of rmsnorm_backward's `partials` in floats.
-inline int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) { return row_parts(N) * C; }
+inline int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) {
+  return detail::norm_backward_scratch(Centred::no, N, C);
+}
 
 // dx (N, C) = or += ; dweight (C) += ; partials: scratch
 template <class T>
 void rmsnorm_backward(T* dx, float* dweight, float* partials, const T* dout, const T* x, const T* weight,
                       const float* rstd, int64_t N, int64_t C, Accumulate accumulate_dx, cudaStream_t stream) {
-  const int64_t parts = row_parts(N), shared = C * static_cast<int64_t>(sizeof(float) + 2 * sizeof(T));
-  check_row_fits("rmsnorm_backward", C, shared);
-  const auto run = [&]<int pack, Accumulate accumulate>() {
-    launch(rmsnorm_backward_kernel<T, pack, accumulate>, parts, row_threads(C, pack), shared, stream, dx, partials,
-           dout, x, weight, rstd, N, C);
-  };
-  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, dx, dout, x, weight), [&]<int pack>() {
-    if (accumulate_dx == Accumulate::yes) run.template operator()<pack, Accumulate::yes>();
-    else run.template operator()<pack, Accumulate::no>();
-  });
-  add_partials(dweight, nullptr, partials, parts, C, stream);
+  detail::norm_backward<Centred::no>("rmsnorm_backward", dx, dweight, nullptr, partials, dout, x, weight, nullptr, rstd,
+                                     N, C, accumulate_dx, stream);
 }
 
 }  // namespace llmc::cuda

@@ -1,36 +1,115 @@
-// rows.cuh: shared by the norms of whole rows. A block takes one row at a time, each thread owning some of its packs.
+// rows.cuh: shared by the norms of whole rows. A warp or a block takes a row, each thread owning some of its packs.
 #pragma once
 #include <algorithm>
 
 #include "ops/cuda/launch.cuh"
+#include "ops/cuda/reduce.cuh"
 #include "ops/cuda/vec.cuh"
 
 namespace llmc::cuda {
 
-// The input of a norm. Each element is requested once.
+// The input of a norm: fetch() starts a load, take() returns its elements. Each element is requested once.
 template <class T>
 struct PlainRows {
   const T* x;
-  template <int pack>
-  __device__ Packed<T, pack> load(int64_t at) const {
-    return Packed<T, pack>::load_streaming(x + at);
+  template <class Pack>
+  __device__ Kept<Pack> fetch(int64_t at) const {
+    return Pack::load_streaming(x + at);
+  }
+  template <class Pack>
+  __device__ Pack take(const Kept<Pack>& fetched, int64_t) const {
+    return fetched.get();
   }
   bool fits_packs() const { return fit_packs(x); }
 };
 // a + b, which is also stored. Rounded to T before normalising, as later readers see it.
 template <class T>
 struct SummedRows {
+  template <class Pack>
+  struct Fetched {
+    Kept<Pack> a, b;
+  };
   T* sum;
   const T *a, *b;
-  template <int pack>
-  __device__ Packed<T, pack> load(int64_t at) const {
-    const auto as = Packed<T, pack>::load_streaming(a + at), bs = Packed<T, pack>::load_streaming(b + at);
-    Packed<T, pack> sums;
-    for (int i = 0; i < pack; ++i) sums.set(i, as[i] + bs[i]);
+  template <class Pack>
+  __device__ Fetched<Pack> fetch(int64_t at) const {
+    return {Pack::load_streaming(a + at), Pack::load_streaming(b + at)};
+  }
+  template <class Pack>
+  __device__ Pack take(const Fetched<Pack>& fetched, int64_t at) const {
+    const Pack as = fetched.a.get(), bs = fetched.b.get();
+    Pack sums;
+    for (int i = 0; i < Pack::size; ++i) sums.set(i, as[i] + bs[i]);
     sums.store(sum + at);
     return sums;
   }
   bool fits_packs() const { return fit_packs(sum, a, b); }
+};
+
+// A row that a warp holds in registers; all its loads are in flight at once.
+template <class T, int packs>
+struct WarpRow {
+  using Pack = Packed<T>;
+  static constexpr int threads = 128;
+  const int C, lane = threadIdx.x % warp_size;
+  Pack held[packs];
+
+  __device__ explicit WarpRow(int64_t C_) : C(static_cast<int>(C_)) {}
+  __device__ int64_t index() const {
+    return static_cast<int64_t>(blockIdx.x) * (threads / warp_size) + threadIdx.x / warp_size;
+  }
+  __device__ bool leads() const { return lane == 0; }
+  __device__ static float sum(float x) { return warp_sum(x); }
+
+  // Row n of x.
+  template <class Input>
+  __device__ void fill(const Input& x, int64_t n) {
+    decltype(x.template fetch<Pack>(0)) fetched[packs];
+    each_pack([&](int j, int c) { fetched[j] = x.template fetch<Pack>(n * C + c); });
+    each_pack([&](int j, int c) { held[j] = x.template take<Pack>(fetched[j], n * C + c); });
+  }
+  // f(pack, its first column) for each of this thread's packs
+  template <class F>
+  __device__ void each(F f) const {
+    each_pack([&](int j, int c) { f(held[j], c); });
+  }
+
+ private:
+  template <class F>
+  __device__ void each_pack(F f) const {
+#pragma unroll
+    for (int j = 0; j < packs; ++j) {
+      const int c = (lane + j * warp_size) * Pack::size;
+      if (j < packs - 1 || c < C) f(j, c);
+    }
+  }
+};
+
+// A row that a block holds in dynamic shared memory. Each thread reads only what it stored itself: no barrier needed.
+template <class T, int pack>
+struct BlockRow {
+  using Pack = Packed<T, pack>;
+  static constexpr int threads = 1024;
+  const int64_t C;
+  T* held;
+
+  __device__ explicit BlockRow(int64_t C_) : C(C_) {
+    DYN_SHARED(T, row);  // (C)
+    held = row;
+  }
+  __device__ int64_t index() const { return blockIdx.x; }
+  __device__ bool leads() const { return threadIdx.x == 0; }
+  __device__ static float sum(float x) { return block_sum(x); }
+
+  template <class Input>
+  __device__ void fill(const Input& x, int64_t n) {
+    for (int64_t c = threadIdx.x * pack; c < C; c += blockDim.x * pack)
+      x.template take<Pack>(x.template fetch<Pack>(n * C + c), n * C + c).store(held + c);
+  }
+  template <class F>
+  __device__ void each(F f) const {
+    for (int64_t c = threadIdx.x * pack; c < C; c += blockDim.x * pack) f(Pack::load(held + c), c);
+  }
 };
 
 // Whole warps, up to one thread per pack of a row.
@@ -45,6 +124,25 @@ inline Grid row_grid(int64_t rows, int64_t C, int pack, int64_t most) {
 inline void check_row_fits(const char* op, int64_t C, int64_t bytes) {
   CHECK(bytes <= max_shared_bytes, "{}: {} channels need {} bytes of shared memory, a block has {}; use fewer channels",
         op, C, bytes, max_shared_bytes);
+}
+
+// Calls run.operator()<Held>(blocks, threads, bytes of shared memory) with the form in which a row of C elements of T
+// is held: WarpRow if it fits into a warp's registers and its packs are aligned, else BlockRow.
+template <class T, class Run>
+void with_held_row(const char* op, int64_t N, int64_t C, bool fit, Run run) {
+  constexpr int most = 8, pack = full_pack<T>;
+  const int64_t packs = ceil_div(C, pack * warp_size);
+  if (fit && packs <= most) {
+    with_constant<most>(packs, [&]<int each>() {
+      using Held = WarpRow<T, each>;
+      run.template operator()<Held>(ceil_div(N, Held::threads / warp_size), Held::threads, 0);
+    });
+    return;
+  }
+  const int64_t shared = C * static_cast<int64_t>(sizeof(T));
+  check_row_fits(op, C, shared);
+  with_packs<pack>(fit,
+                   [&]<int each>() { run.template operator()<BlockRow<T, each>>(N, row_threads(C, each), shared); });
 }
 
 }  // namespace llmc::cuda
