@@ -66,6 +66,15 @@ inline void residual_layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Ten
          N, C);
 }
 
+namespace detail {
+
+// dx is read too if it is added to.
+inline double norm_backward_bytes(const Tensor& dx, const Tensor& dout, const Tensor& x, Accumulate accumulate_dx) {
+  return bytes_of({dx, dout, x}) + (accumulate_dx == Accumulate::yes ? bytes_of({dx}) : 0);
+}
+
+}  // namespace detail
+
 // dx = or += (as requested), dweight +=, dbias +=.
 inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
                                Tensor mean, Tensor rstd, Accumulate accumulate_dx, Stream& stream) {
@@ -81,9 +90,9 @@ inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor d
   auto scope = stream.scratch().scope();
   const Tensor partials = detail::scratch(stream, "layernorm partial sums", stat, cpu::row_partitions * 2 * C,
                                           ON_GPU(cuda::layernorm_backward_scratch(N, C)));
-  RUN_OP(layernorm_backward, x.dtype, detail::bytes_of({dx, dout, x}), (dx, dweight, dbias), dx.data<X>(),
-         dweight.data<A>(), dbias.data<A>(), partials.data<A>(), dout.data<X>(), x.data<X>(), weight.data<X>(),
-         mean.data<A>(), rstd.data<A>(), N, C, accumulate_dx);
+  RUN_OP(layernorm_backward, x.dtype, detail::norm_backward_bytes(dx, dout, x, accumulate_dx), (dx, dweight, dbias),
+         dx.data<X>(), dweight.data<A>(), dbias.data<A>(), partials.data<A>(), dout.data<X>(), x.data<X>(),
+         weight.data<X>(), mean.data<A>(), rstd.data<A>(), N, C, accumulate_dx);
 }
 
 // out = x rstd weight over the last axis, rstd = 1 / sqrt(mean of x^2 + eps).   x, out (N, C); rstd (N); weight (C)
@@ -122,8 +131,9 @@ inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, T
   auto scope = stream.scratch().scope();
   const Tensor partials = detail::scratch(stream, "rmsnorm partial sums", stat, cpu::row_partitions * C,
                                           ON_GPU(cuda::rmsnorm_backward_scratch(N, C)));
-  RUN_OP(rmsnorm_backward, x.dtype, detail::bytes_of({dx, dout, x}), (dx, dweight), dx.data<X>(), dweight.data<A>(),
-         partials.data<A>(), dout.data<X>(), x.data<X>(), weight.data<X>(), rstd.data<A>(), N, C, accumulate_dx);
+  RUN_OP(rmsnorm_backward, x.dtype, detail::norm_backward_bytes(dx, dout, x, accumulate_dx), (dx, dweight),
+         dx.data<X>(), dweight.data<A>(), partials.data<A>(), dout.data<X>(), x.data<X>(), weight.data<X>(),
+         rstd.data<A>(), N, C, accumulate_dx);
 }
 
 namespace detail {
