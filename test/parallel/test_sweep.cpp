@@ -200,31 +200,52 @@ TEST_CASE("the experts of a token are found in slices of its sequence too", "[pa
   REQUIRE(selftest::rerouted(selftest::on_one_rank(step), step, {}, {.read = first_sample}).tokens > 0);
 }
 
-TEST_CASE("the sign of a direction that is mere rounding is not compared with Lion, and all others are",
+TEST_CASE("with Lion, weights are not compared where a sign is mere rounding, nor steps after one that was the other",
           "[parallel][selftest][optimizer]") {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     INFO(name_of(dtype));
     StepConfig step = selftest::step_config(selftest::awkward_model("llama", false), dtype, 1, Layout{});
     step.layout.zero.optimizer = Optimizer::lion;
     const selftest::Reference reference(step, {});
-    const selftest::Outcome& one = reference.alone();
-    int64_t unsure = 0, all = 0, unmoved = 0;
-    for (const auto& [name, whole] : one.weights) {
-      const std::vector<float>* const of_tensor = one.directions.of(name);
-      REQUIRE((of_tensor != nullptr && of_tensor->size() == whole.values.size()));
-      for (size_t i = 0; i < whole.values.size(); ++i)
-        ++all, unsure += one.directions.unsure(of_tensor, i), unmoved += (*of_tensor)[i] == 0;
+    selftest::Outcome one = reference.alone();
+    REQUIRE(one.losses.size() == 2);
+    REQUIRE(one.earlier_weights.size() == 1);
+    for (const size_t s : {0, 1}) {
+      int64_t unsure = 0, all = 0, unmoved = 0;
+      for (const auto& [name, whole] : one.weights_after(s)) {
+        const std::vector<float>* const sizes = one.directions.sizes(s, name);
+        REQUIRE((sizes != nullptr && sizes->size() == whole.values.size()));
+        for (size_t i = 0; i < whole.values.size(); ++i)
+          ++all, unsure += one.directions.unsure(sizes, i), unmoved += (*sizes)[i] == 0;
+      }
+      INFO(unsure << " of " << all << " not compared, " << unmoved << " have no gradient");
+      REQUIRE(unsure - unmoved < all / (dtype == DType::fp32 ? 1000 : 2));
     }
-    INFO(unsure << " of " << all << " not compared, " << unmoved << " have no gradient");
-    REQUIRE(unsure - unmoved < all / (dtype == DType::fp32 ? 500 : 2));
     // Another sign of a weight that is compared counts, of one that is not, it does not.
-    for (const bool sure : {true, false}) {
+    one.directions.rounding = 0.1;  // so that a tensor has both
+    const auto with_other_signs = [&](size_t s, bool sure) {
       selftest::Outcome other = one;
-      auto& [name, whole] = *other.weights.find("blocks.1.attn.q.weight");
-      const std::vector<float>* const of_tensor = one.directions.of(name);
+      selftest::Wholes& weights = s == 0 ? other.earlier_weights[0] : other.weights;
+      auto& [name, whole] = *weights.find("blocks.1.attn.q.weight");
       for (size_t i = 0; i < whole.values.size(); ++i)
-        if (one.directions.unsure(of_tensor, i) != sure) whole.values[i] += 2e-3f;
-      REQUIRE((selftest::Distances(other, one).weights > reference.near().weights) == sure);
+        if (one.directions.unsure(one.directions.sizes(s, name), i) != sure) whole.values[i] += 2e-3f;
+      return other;
+    };
+    for (const size_t s : {0, 1})
+      for (const bool sure : {true, false}) {
+        const selftest::Distances d(with_other_signs(s, sure), one);
+        REQUIRE((d.weights > reference.near().weights) == sure);
+      }
+    // What comes after it does not count either, but all that came before.
+    for (const size_t s : {0, 1}) {
+      selftest::Outcome other = with_other_signs(s, false);
+      other.losses[1] *= 2, other.norms[1] *= 2;
+      for (float& weight : other.weights.at("lm_head.weight").values) weight += 1;
+      const selftest::Distances d(other, one);
+      REQUIRE((d.loss > 0.9 && d.norm > 0.9 && d.weights > 0.01) == (s == 1));
+      REQUIRE((d.loss == 0 && d.norm == 0 && d.weights == 0) == (s == 0));
+      other.losses[0] *= 2;
+      REQUIRE(selftest::Distances(other, one).loss > 0.9);
     }
   }
 }

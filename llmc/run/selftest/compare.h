@@ -19,7 +19,7 @@ class Reference {
     near_ = farther_ = Distances(1e-6, 1e-5, 1e-5, 1e-5);
     if (!fp32_) measure_bounds();
     alone_.directions.rounding = roundings * farther_.gradients;
-    if (!fp32_ && !alone_.directions.smallest.empty()) measure_bounds();  // again, of the weights that are compared
+    if (!fp32_ && !alone_.directions.of_steps.empty()) measure_bounds();  // again, of the weights that are compared
   }
 
   const StepConfig& one() const { return one_; }

@@ -25,15 +25,17 @@ struct Whole {
 using Wholes = std::map<std::string, Whole>;
 
 // Lion moves a weight by the sign of a direction. Where that direction is little more than rounding, a layout may
-// choose the other sign, and the weight is not compared.
+// choose the other sign. The weight is not compared after that step; and if the sign really was another one, later
+// steps are not compared at all, because they begin with other weights.
 struct Directions {
-  std::map<std::string, std::vector<float>> smallest;  // of a weight's |directions|, divided by the tensor's root mean
-                                                       // square; empty: another optimizer
-  double rounding = 0;                                 // how large a direction may be that is not compared
-  bool unsure(const std::vector<float>* of_tensor, size_t i) const { return of_tensor && (*of_tensor)[i] <= rounding; }
-  const std::vector<float>* of(const std::string& name) const {
-    const auto found = smallest.find(name);
-    return found == smallest.end() ? nullptr : &found->second;
+  using Sizes = std::map<std::string, std::vector<float>>;  // |direction| of each weight, divided by the tensor's root
+                                                            // mean square
+  std::vector<Sizes> of_steps;                              // empty: another optimizer
+  double rounding = 0;                                      // how large a direction may be that is not compared
+  double lr = 0;                                            // by which a sign moves a weight
+  bool unsure(const std::vector<float>* sizes, size_t i) const { return sizes && (*sizes)[i] <= rounding; }
+  const std::vector<float>* sizes(size_t step, const std::string& name) const {
+    return of_steps.empty() ? nullptr : &of_steps[step].at(name);
   }
 };
 
@@ -41,10 +43,15 @@ struct Directions {
 struct Outcome {
   std::vector<double> losses, norms;
   Wholes gradients, weights, optimizer_state;  // the last two after the last step
+  std::vector<Wholes> earlier_weights;         // after each step before the last; empty but with Lion
   bool key_biases = false;                     // are their gradients more than rounding errors?
   Directions directions = {};                  // of one rank
   std::string fault;                           // copies that differ between ranks, or faults that ranks report
 
+  // Counted from 0.
+  const Wholes& weights_after(size_t step) const {
+    return step < earlier_weights.size() ? earlier_weights[step] : weights;
+  }
   bool same_bits(const Outcome& other) const {
     return losses == other.losses && norms == other.norms && weights == other.weights;
   }
@@ -53,15 +60,13 @@ struct Outcome {
 // The directions of Lion, from its momentum after each step: with gradients g of a step and the momentum m before it,
 // the direction is beta1 m + (1 - beta1) g, and the momentum becomes beta2 m + (1 - beta2) g.
 inline Directions lion_directions(const std::vector<Outcome>& after, const OptimizerOptions& o) {
-  Directions all;
+  Directions all{.of_steps = std::vector<Directions::Sizes>(after.size()), .lr = o.lr};
   const std::string slot = formatted(":{}", rule_of(Optimizer::lion).slots[0].name);
   for (const auto& [name, last] : after.back().optimizer_state) {
     if (!name.ends_with(slot)) continue;
     std::vector<double> momentum(last.values.size()), direction(last.values.size());
-    std::vector<float>& smallest = all.smallest[name.substr(0, name.find(':'))];
-    smallest.resize(last.values.size(), std::numeric_limits<float>::infinity());
-    for (const Outcome& state : after) {
-      const std::vector<float>& now = state.optimizer_state.at(name).values;
+    for (size_t s = 0; s < after.size(); ++s) {
+      const std::vector<float>& now = after[s].optimizer_state.at(name).values;
       double squares = 0;
       for (size_t i = 0; i < now.size(); ++i) {
         const double gradient = (now[i] - o.beta2 * momentum[i]) / (1 - o.beta2);
@@ -70,8 +75,8 @@ inline Directions lion_directions(const std::vector<Outcome>& after, const Optim
         momentum[i] = now[i];
       }
       const double mean = std::sqrt(squares / static_cast<double>(now.size()));
-      for (size_t i = 0; i < now.size(); ++i)
-        smallest[i] = std::min(smallest[i], mean > 0 ? static_cast<float>(std::abs(direction[i]) / mean) : 0.0f);
+      std::vector<float>& sizes = all.of_steps[s][name.substr(0, name.find(':'))];
+      for (const double d : direction) sizes.push_back(mean > 0 ? static_cast<float>(std::abs(d) / mean) : 0.0f);
     }
   }
   return all;
@@ -178,6 +183,7 @@ inline void merge(Wholes& whole, std::string& fault, const Processes& processes)
 // The same results on all processes; losses and norms are those of rank 0.
 inline void merge(Outcome& outcome, const Processes& processes, size_t steps) {
   merge(outcome.gradients, outcome.fault, processes);
+  for (Wholes& weights : outcome.earlier_weights) merge(weights, outcome.fault, processes);
   merge(outcome.weights, outcome.fault, processes);
   merge(outcome.optimizer_state, outcome.fault, processes);
   std::vector<double> scalars = outcome.losses;
@@ -195,16 +201,17 @@ inline void merge(Outcome& outcome, const Processes& processes, size_t steps) {
 }
 
 // The largest ||a - b|| / ||b|| over all tensors; NaN counts as infinite.
-inline double distance(const Wholes& a, const Wholes& b, bool key_biases = false, const Directions& directions = {}) {
+inline double distance(const Wholes& a, const Wholes& b, bool key_biases = false, const Directions& directions = {},
+                       size_t step = 0) {
   double largest = 0;
   for (const auto& [name, whole] : b) {
     const auto other = a.find(name);
     double difference = 0, size = 0;
     if (other == a.end() || other->second.values.size() != whole.values.size())
       return std::numeric_limits<double>::infinity();
-    const std::vector<float>* const of_tensor = directions.of(name);
+    const std::vector<float>* const sizes = directions.sizes(step, name);
     for (size_t i = 0; i < whole.values.size(); ++i) {
-      if (directions.unsure(of_tensor, i)) continue;
+      if (directions.unsure(sizes, i)) continue;
       const double of_a = other->second.values[i], of_b = whole.values[i];
       difference += (of_a - of_b) * (of_a - of_b);
       size += of_b * of_b;
@@ -215,13 +222,26 @@ inline double distance(const Wholes& a, const Wholes& b, bool key_biases = false
   }
   return largest;
 }
-inline double distance(const std::vector<double>& a, const std::vector<double>& b) {
+inline double distance(const std::vector<double>& a, const std::vector<double>& b, size_t steps) {
   double largest = 0;
-  for (size_t i = 0; i < b.size(); ++i) {
+  for (size_t i = 0; i < steps; ++i) {
     const double d = std::abs(a[i] / b[i] - 1);
     largest = std::isnan(d) ? std::numeric_limits<double>::infinity() : std::max(largest, d);
   }
   return largest;
+}
+
+// Did one of two outcomes move a weight by the other sign of a direction that is little more than rounding? Signs
+// differ by lr where one is 0. Key biases, if they do not count, change nothing else.
+inline bool other_sign(const Wholes& a, const Wholes& b, bool key_biases, const Directions& directions, size_t step) {
+  for (const auto& [name, whole] : b) {
+    const std::vector<float>* const sizes = directions.sizes(step, name);
+    if (sizes == nullptr || (!key_biases && name.ends_with("attn.k.bias"))) continue;
+    const std::vector<float>& of_a = a.at(name).values;
+    for (size_t i = 0; i < whole.values.size(); ++i)
+      if (directions.unsure(sizes, i) && std::abs(of_a[i] - whole.values[i]) > directions.lr / 2) return true;
+  }
+  return false;
 }
 
 // The distances of one outcome from another. A key bias shifts all scores of a query alike, except for the rotation of
@@ -232,11 +252,19 @@ struct Distances {
   Distances() = default;
   Distances(double loss, double norm, double gradients, double weights)
       : loss(loss), norm(norm), gradients(gradients), weights(weights) {}
-  Distances(const Outcome& a, const Outcome& b)
-      : loss(distance(a.losses, b.losses)),
-        norm(distance(a.norms, b.norms)),
-        gradients(distance(a.gradients, b.gradients, b.key_biases)),
-        weights(distance(a.weights, b.weights, b.key_biases, b.directions)) {}
+  Distances(const Outcome& a, const Outcome& b) : gradients(distance(a.gradients, b.gradients, b.key_biases)) {
+    size_t steps = b.losses.size();  // that begin with the same weights
+    for (size_t s = 0; s <= b.earlier_weights.size(); ++s) {
+      const Wholes &of_a = a.weights_after(s), &of_b = b.weights_after(s);
+      weights = std::max(weights, distance(of_a, of_b, b.key_biases, b.directions, s));
+      if (std::isfinite(weights) && other_sign(of_a, of_b, b.key_biases, b.directions, s)) {
+        steps = s + 1;
+        break;
+      }
+    }
+    loss = distance(a.losses, b.losses, steps);
+    norm = distance(a.norms, b.norms, steps);
+  }
   bool within(const Distances& bound) const {
     return loss <= bound.loss && norm <= bound.norm && gradients <= bound.gradients && weights <= bound.weights;
   }

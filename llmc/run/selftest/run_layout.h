@@ -107,8 +107,10 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
     if (outcome.fault.empty()) outcome.fault = state.fault;
   }
   if (outcome.fault.empty()) outcome.fault = copies;
-  if (step.layout.zero.optimizer == Optimizer::lion && !machine.processes)
-    outcome.directions = lion_directions(after, update_options(Optimizer::lion, steps));
+  if (step.layout.zero.optimizer == Optimizer::lion) {
+    if (!machine.processes) outcome.directions = lion_directions(after, update_options(Optimizer::lion, steps));
+    for (size_t s = 0; s + 1 < after.size(); ++s) outcome.earlier_weights.push_back(std::move(after[s].weights));
+  }
   outcome.weights = std::move(after.back().weights);
   outcome.optimizer_state = std::move(after.back().optimizer_state);
   if (machine.processes) {
