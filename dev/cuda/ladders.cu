@@ -61,6 +61,7 @@ int time_versions(const Ladder& ladder) {
 
 int main(int argc, char** argv) try {
   const bool small = argc > 1 && std::strcmp(argv[1], "--small") == 0;
+  std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // each row is seen as soon as it is measured
   cudaDeviceProp properties;
   CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
   std::printf("%s\n", properties.name);
