@@ -153,7 +153,10 @@ class Bench:
             ("autocast", "master")
         for compiled in (False, True) if self.o.device == "cpu" or case.needs else (True,):
             ways |= {f"{'compiled' if compiled else 'eager'} {p}": (p, compiled) for p in precisions}
-        return ways
+        chosen = {way: options for way, options in ways.items() if way in (self.o.ways or ways)}
+        if len({kind_of(way) == "ours" for way in chosen}) < 2:
+            raise Failed(f"--ways must name one of ours and one of PyTorch's: {', '.join(ways)}")
+        return chosen
 
     def in_time(self, longest):
         return time.monotonic() + longest < self.o.deadline
@@ -269,6 +272,7 @@ def main():
                         help="also drawn:SEED; default: " +
                         "; ".join(f"on {device} {' '.join(c)}" for device, c in CASES.items()))
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), help="default: both on a CPU, bf16 on a GPU")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these variants, such as 'compiled autocast'")
     parser.add_argument("--batch-size", type=int, help="sequences, instead of the case's")
     parser.add_argument("--steps", type=int, help="timed steps per run, instead of the case's")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
