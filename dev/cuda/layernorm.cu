@@ -105,38 +105,37 @@ Ladder layernorm_ladder(int64_t N, int64_t C) {
     launch(layernorm3<pack>, blocks(threads / warp_size), threads, 0, nullptr, p->out, p->mean, p->rstd, p->xs,
            p->weights, p->biases, N, C);
   };
-  return {
-      .op = "layernorm",
-      .versions = {{"one thread per row: uncoalesced reads",
-                    [=] {
-                      launch(layernorm1, blocks(threads), threads, 0, nullptr, p->out, p->mean, p->rstd, p->xs,
-                             p->weights, p->biases, N, C);
-                    }},
-                   {"one block per row: coalesced reads; tree sums in shared memory",
-                    [=] {
-                      launch(layernorm2<threads>, blocks(1), threads, 0, nullptr, p->out, p->mean, p->rstd, p->xs,
-                             p->weights, p->biases, C);
-                    }},
-                   {"one warp per row; sums by shuffles, without barriers",
-                    [=] { with_warps.template operator()<1>(); }},
-                   {"the same with 16-byte accesses", [=] { with_warps.template operator()<full_pack<bf16>>(); }},
-                   {"llmc/ops/cuda/layernorm.cuh: the warp keeps its row in registers, so that x is read once",
-                    [=] {
-                      layernorm_forward<bf16>(p->out, p->mean, p->rstd, p->xs, p->weights, p->biases, eps, N, C,
-                                              nullptr);
-                    }}},
-      .prepare =
-          [=] {
-            CUDA_CHECK(cudaMemset(p->out, 0xff, p->out.bytes()));
-            CUDA_CHECK(cudaMemset(p->mean, 0xff, p->mean.bytes()));
-            CUDA_CHECK(cudaMemset(p->rstd, 0xff, p->rstd.bytes()));
+  return {.op = "layernorm",
+          .versions = {{"one thread per row: uncoalesced reads",
+                        [=] {
+                          launch(layernorm1, blocks(threads), threads, 0, nullptr, p->out, p->mean, p->rstd, p->xs,
+                                 p->weights, p->biases, N, C);
+                        }},
+                       {"one block per row: coalesced reads; tree sums in shared memory",
+                        [=] {
+                          launch(layernorm2<threads>, blocks(1), threads, 0, nullptr, p->out, p->mean, p->rstd, p->xs,
+                                 p->weights, p->biases, C);
+                        }},
+                       {"one warp per row; sums by shuffles, without barriers",
+                        [=] { with_warps.template operator()<1>(); }},
+                       {"the same with 16-byte accesses", [=] { with_warps.template operator()<full_pack<bf16>>(); }},
+                       {"llmc/ops/cuda/layernorm.cuh: the warp keeps its row in registers, so that x is read once",
+                        [=] {
+                          layernorm_forward<bf16>(p->out, p->mean, p->rstd, p->xs, p->weights, p->biases, eps, N, C,
+                                                  nullptr);
+                        }}},
+          .prepare =
+              [=] {
+                CUDA_CHECK(cudaMemset(p->out, 0xff, p->out.bytes()));
+                CUDA_CHECK(cudaMemset(p->mean, 0xff, p->mean.bytes()));
+                CUDA_CHECK(cudaMemset(p->rstd, 0xff, p->rstd.bytes()));
+              },
+          .outputs = [=]() -> Outputs {
+            return {{"out", p->out.host()}, {"mean", p->mean.host()}, {"rstd", p->rstd.host()}};
           },
-      .outputs = [=]() -> Outputs {
-        return {{"out", p->out.host()}, {"mean", p->mean.host()}, {"rstd", p->rstd.host()}};
-      },
-      .reference = {{"out", out}, {"mean", mean}, {"rstd", rstd}},
-      .tolerance = 2e-3,
-      .bytes = 2.0 * sizeof(bf16) * static_cast<double>(N * C)};
+          .reference = {{"out", out}, {"mean", mean}, {"rstd", rstd}},
+          .tolerance = 2e-3,
+          .bytes = 2.0 * sizeof(bf16) * static_cast<double>(N * C)};
 }
 
 }  // namespace llmc::cuda
