@@ -155,7 +155,7 @@ TEMPLATE_TEST_CASE("the cross-entropy kernels match the CPU", "[cuda]", float, b
   check_kernel([&] { return c.cuda(); }, c.cpu(), tolerance<TestType>);
 }
 
-TEST_CASE("a row of logits that does not fit into shared memory is read twice", "[cuda]") {
+TEST_CASE("the end of a row of logits that does not fit into shared memory is read twice", "[cuda]") {
   const Case<float> c(1, 58501, 58624, Gradient::yes);
   REQUIRE(c.V_padded * 4 > cuda::device_shared_bytes());
   check_kernel([&] { return c.cuda(); }, c.cpu<double>(), 1e-6);  // in fp32, the CPU's long sum is less exact

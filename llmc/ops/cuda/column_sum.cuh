@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(rows* warp_size, 4)
         if (j * rows < left) packs[j] = Pack::load(from);
 #pragma unroll
       for (int j = 0; j < in_flight; ++j) {
-        const Pack xs = packs[j].get();  // zeros after the last row
+        const Floats<pack> xs = packs[j].fp32();  // zeros after the last row
         for (int i = 0; i < pack; ++i) sum[i] += xs[i];
       }
     }

@@ -1,6 +1,6 @@
 // cross_entropy.cuh: softmax, cross-entropy and its gradient in one kernel, in place on the logits. One block per row,
-// which it keeps in shared memory, so that the row is read and written once; a row that does not fit is read a second
-// time, from L2 if still there. For a vocabulary in parts on several ranks there are two kernels, between which the
+// which it keeps in shared memory, so that the row is read and written once; of a row that does not fit, the end is
+// read a second time, from L2. For a vocabulary in parts on several ranks there are two kernels, between which the
 // ranks exchange three numbers per row. Contracts: ops/ops.h.
 #pragma once
 #include <limits>
@@ -13,12 +13,31 @@ namespace llmc::cuda {
 
 namespace detail {
 
-enum class KeepRow : uint8_t { no, yes };
+// f(pack, its first column) for the columns in [begin, end): thread by thread, each with several loads in flight.
+// load(column) starts one.
+template <class Pack, class Load, class F>
+__device__ void for_packs(int begin, int end, Load load, F f) {
+  constexpr int in_flight = 8;
+  const int step = static_cast<int>(blockDim.x) * Pack::size;
+  for (int v = begin + static_cast<int>(threadIdx.x) * Pack::size; v < end; v += in_flight * step) {
+    Kept<Pack> packs[in_flight];
+#pragma unroll
+    for (int j = 0; j < in_flight; ++j)
+      if (v + j * step < end) packs[j] = load(v + j * step);
+#pragma unroll
+    for (int j = 0; j < in_flight; ++j)
+      if (v + j * step < end) f(packs[j], v + j * step);
+  }
+}
 
-// Element i of a pack that begins at column v; the padding from V on counts as minus infinity.
+// The logits from column v on. Columns from V on are padding, which counts as minus infinity.
 template <class Pack>
-__device__ float logit(const Pack& xs, int64_t v, int i, int64_t V) {
-  return v + i < V ? xs[i] : -INFINITY;
+__device__ Floats<Pack::size> logits_of(const Kept<Pack>& packed, int v, int V) {
+  Floats<Pack::size> xs = packed.fp32();
+  if (v + Pack::size > V)
+    for (int i = 0; i < Pack::size; ++i)
+      if (v + i >= V) xs[i] = -INFINITY;
+  return xs;
 }
 
 // Milakov & Gimelshein 2018: the sum of exponentials, rescaled whenever a larger logit appears.
@@ -26,12 +45,12 @@ template <class T>
 struct SoftmaxSum {
   float largest = std::numeric_limits<float>::lowest(), sum = 0;
 
-  template <class Pack>
-  __device__ void add(const Pack& xs, int64_t v, int64_t V) {
+  template <int pack>
+  __device__ void add(const Floats<pack>& xs) {
     const float before = largest;
-    for (int i = 0; i < Pack::size; ++i) largest = fmaxf(largest, logit(xs, v, i, V));
+    for (int i = 0; i < pack; ++i) largest = fmaxf(largest, xs[i]);
     sum *= exponential<T>(before - largest);
-    for (int i = 0; i < Pack::size; ++i) sum += exponential<T>(logit(xs, v, i, V) - largest);
+    for (int i = 0; i < pack; ++i) sum += exponential<T>(xs[i] - largest);
   }
   // Combines all threads of the block.
   __device__ void reduce() {
@@ -41,69 +60,76 @@ struct SoftmaxSum {
   }
 };
 
-// The gradients of a pack of logits, which may include column `target`: scale (softmax - 1 at the target), 0 in the
-// padding. factor: scale / sum
-template <class T, class Pack>
-__device__ Pack softmax_gradient(const Pack& xs, int64_t v, int64_t V, float largest, float factor, int64_t target,
-                                 float scale) {
-  Pack ds;
-  for (int i = 0; i < Pack::size; ++i) {
-    const float probability_scaled = exponential<T>(logit(xs, v, i, V) - largest) * factor;
-    ds.set(i, v + i == target ? probability_scaled - scale : probability_scaled);
-  }
-  return ds;
+// The gradients of a pack of logits, which may include column `target`: scale (softmax - 1 at the target). factor:
+// scale / sum
+template <class T, int pack>
+__device__ Packed<T, pack> softmax_gradient(Floats<pack> xs, int v, float largest, float factor, int target,
+                                            float scale) {
+  for (int i = 0; i < pack; ++i) xs[i] = exponential<T>(xs[i] - largest) * factor;
+  if (target >= v && target < v + pack)
+    for (int i = 0; i < pack; ++i)
+      if (v + i == target) xs[i] -= scale;
+  return Packed<T, pack>::of(xs);
 }
 
-// This thread's part of row (V_padded) = 0
+// This thread's part of the columns in [begin, V_padded) = 0
 template <class T, int pack>
-__device__ void zero_row(T* row, int64_t V_padded) {
-  Packed<T, pack> zeros;
-  for (int i = 0; i < pack; ++i) zeros.set(i, 0);
-  for (int64_t v = threadIdx.x * pack; v < V_padded; v += blockDim.x * pack) zeros.store_streaming(row + v);
+__device__ void zero_row(T* row, int begin, int V_padded) {
+  const auto zeros = Packed<T, pack>::of({});
+  for (int v = begin + static_cast<int>(threadIdx.x) * pack; v < V_padded; v += static_cast<int>(blockDim.x) * pack)
+    zeros.store_streaming(row + v);
 }
+
+inline constexpr int64_t row_softmax_threads = 512;  // two blocks on each multiprocessor
 
 }  // namespace detail
 
-// Grid N. Dynamic shared memory with KeepRow::yes: a row; each thread reads only what it stored itself.
-template <class T, int pack, Gradient gradient, detail::KeepRow keep>
-__global__ void cross_entropy_kernel(float* __restrict__ losses, T* logits, const int32_t* __restrict__ targets,
-                                     int64_t V, int64_t V_padded, float scale) {
+// Grid N. Dynamic shared memory: the first `kept` columns, none without a gradient; each thread reads only what it
+// stored itself.
+template <class T, int pack, Gradient gradient>
+__global__ void __launch_bounds__(1024)
+    cross_entropy_kernel(float* __restrict__ losses, T* logits, const int32_t* __restrict__ targets, int V,
+                         int V_padded, int kept, float scale) {
   using Pack = Packed<T, pack>;
-  T* kept = nullptr;  // (V_padded)
-  if constexpr (keep == detail::KeepRow::yes) {
+  T* kept_row = nullptr;  // (kept)
+  if constexpr (gradient == Gradient::yes) {
     DYN_SHARED(T, shared);
-    kept = shared;
+    kept_row = shared;
   }
-  T* row = logits + blockIdx.x * V_padded;
-  const int64_t first = threadIdx.x * pack, step = blockDim.x * pack, target = targets[blockIdx.x];
+  T* row = logits + static_cast<int64_t>(blockIdx.x) * V_padded;
+  const int target = targets[blockIdx.x];
   if (target < 0) {
     if (threadIdx.x == 0) losses[blockIdx.x] = 0;
-    if constexpr (gradient == Gradient::yes) detail::zero_row<T, pack>(row, V_padded);
+    if constexpr (gradient == Gradient::yes) detail::zero_row<T, pack>(row, 0, V_padded);
     return;
   }
 
   detail::SoftmaxSum<T> softmax;
-  for (int64_t v = first; v < V; v += step) {
-    Pack xs;
-    if constexpr (keep == detail::KeepRow::yes) {
-      xs = Pack::load_streaming(row + v);
-      xs.store(kept + v);
-    } else {
-      xs = Pack::load(row + v);
-    }
-    softmax.add(xs, v, V);
-  }
+  const int in_kept = std::min(kept, V);
+  detail::for_packs<Pack>(
+      0, in_kept, [&](int v) { return Pack::load_streaming(row + v); },
+      [&](const Kept<Pack>& packed, int v) {
+        packed.store(kept_row + v);
+        softmax.add(detail::logits_of(packed, v, V));
+      });
+  detail::for_packs<Pack>(
+      in_kept, V, [&](int v) { return Pack::load(row + v); },
+      [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
   const float target_logit = to_float(row[target]);  // before the barriers after which the row is written
   softmax.reduce();
   if (threadIdx.x == 0) losses[blockIdx.x] = logf(softmax.sum) + softmax.largest - target_logit;
 
   if constexpr (gradient == Gradient::yes) {
     const float factor = scale / softmax.sum;
-    for (int64_t v = first; v < V_padded; v += step) {
-      Pack xs;
-      if (v < V) xs = Pack::load((keep == detail::KeepRow::yes ? kept : row) + v);
-      detail::softmax_gradient<T>(xs, v, V, softmax.largest, factor, target, scale).store_streaming(row + v);
-    }
+    const auto store = [&](const Kept<Pack>& packed, int v) {
+      detail::softmax_gradient<T>(detail::logits_of(packed, v, V), v, softmax.largest, factor, target, scale)
+          .store_streaming(row + v);
+    };
+    detail::for_packs<Pack>(
+        in_kept, V, [&](int v) { return Pack::load(row + v); }, store);
+    detail::for_packs<Pack>(
+        0, in_kept, [&](int v) { return Pack::load(kept_row + v); }, store);
+    detail::zero_row<T, pack>(row, static_cast<int>(round_up(V, pack)), V_padded);
   }
 }
 
@@ -112,27 +138,36 @@ template <class T>
 void cross_entropy(float* losses, T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t V_padded,
                    float scale, Gradient gradient, cudaStream_t stream) {
   constexpr int64_t static_shared = 1 << 10;  // upper bound for the reductions' arrays
-  const int64_t bytes = V_padded * static_cast<int64_t>(sizeof(T));
-  const bool fits = bytes + static_shared <= device_shared_bytes();
-  const auto run = [&]<int pack, Gradient wanted, detail::KeepRow keep>() {
-    launch(cross_entropy_kernel<T, pack, wanted, keep>, N, row_threads(V_padded, pack),
-           keep == detail::KeepRow::yes ? bytes : 0, stream, losses, logits, targets, V, V_padded, scale);
+  constexpr int64_t element = sizeof(T);
+  const auto run = [&]<int pack, Gradient wanted>() {
+    // Two blocks on each multiprocessor, one reading while the other one writes, if the rows of both fit.
+    const bool two = wanted == Gradient::no || 2 * (V_padded * element + static_shared) <= max_shared_bytes;
+    const int64_t threads = row_threads(V_padded, pack, two ? detail::row_softmax_threads : 1024),
+                  step = threads * pack;
+    // Whole steps, so that each thread has the same columns whatever fits.
+    const int64_t fits = (device_shared_bytes() - static_shared) / (step * element) * step;
+    const int64_t kept = wanted == Gradient::no ? 0 : std::min(round_up(V, step), fits);
+    launch(cross_entropy_kernel<T, pack, wanted>, N, threads, std::min(kept, V_padded) * element, stream, losses,
+           logits, targets, static_cast<int>(V), static_cast<int>(V_padded), static_cast<int>(kept), scale);
   };
   with_packs<full_pack<T>>(rows_fit_packs(V_padded, full_pack<T>, logits), [&]<int pack>() {
-    if (gradient == Gradient::no) run.template operator()<pack, Gradient::no, detail::KeepRow::no>();
-    else if (fits) run.template operator()<pack, Gradient::yes, detail::KeepRow::yes>();
-    else run.template operator()<pack, Gradient::yes, detail::KeepRow::no>();
+    if (gradient == Gradient::no) run.template operator()<pack, Gradient::no>();
+    else run.template operator()<pack, Gradient::yes>();
   });
 }
 
 // stats (N, 3) = {largest logit, sum of exp(logit - largest), the target's logit} of the columns of `part`. Grid N.
 template <class T, int pack>
-__global__ void cross_entropy_stats_kernel(float* __restrict__ stats, const T* __restrict__ logits,
-                                           const int32_t* __restrict__ targets, int64_t V_padded, Vocabulary part) {
+__global__ void __launch_bounds__(detail::row_softmax_threads)
+    cross_entropy_stats_kernel(float* __restrict__ stats, const T* __restrict__ logits,
+                               const int32_t* __restrict__ targets, int64_t V_padded, Vocabulary part) {
+  using Pack = Packed<T, pack>;
   const T* row = logits + blockIdx.x * V_padded;
+  const int V = static_cast<int>(part.size);
   detail::SoftmaxSum<T> softmax;
-  for (int64_t v = threadIdx.x * pack; v < part.size; v += blockDim.x * pack)
-    softmax.add(Packed<T, pack>::load(row + v), v, part.size);
+  detail::for_packs<Pack>(
+      0, V, [&](int v) { return Pack::load(row + v); },
+      [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
   softmax.reduce();
   if (threadIdx.x != 0) return;
   const int64_t target = targets[blockIdx.x];
@@ -144,15 +179,16 @@ __global__ void cross_entropy_stats_kernel(float* __restrict__ stats, const T* _
 
 // Grid N. stats (P, N, 3): every thread merges the parts of its row, in order.
 template <class T, int pack, Gradient gradient>
-__global__ void cross_entropy_merge_kernel(float* __restrict__ losses, T* __restrict__ logits,
-                                           const float* __restrict__ stats, const int32_t* __restrict__ targets,
-                                           int64_t P, int64_t V_padded, Vocabulary part, float scale) {
+__global__ void __launch_bounds__(detail::row_softmax_threads)
+    cross_entropy_merge_kernel(float* __restrict__ losses, T* __restrict__ logits, const float* __restrict__ stats,
+                               const int32_t* __restrict__ targets, int64_t P, int64_t V_padded, Vocabulary part,
+                               float scale) {
   using Pack = Packed<T, pack>;
   T* row = logits + blockIdx.x * V_padded;
   const int64_t target = targets[blockIdx.x];
   if (target < 0) {
     if (threadIdx.x == 0) losses[blockIdx.x] = 0;
-    if constexpr (gradient == Gradient::yes) detail::zero_row<T, pack>(row, V_padded);
+    if constexpr (gradient == Gradient::yes) detail::zero_row<T, pack>(row, 0, static_cast<int>(V_padded));
     return;
   }
   const int64_t next_part = 3 * static_cast<int64_t>(gridDim.x);
@@ -168,12 +204,14 @@ __global__ void cross_entropy_merge_kernel(float* __restrict__ losses, T* __rest
 
   if constexpr (gradient == Gradient::yes) {
     const float factor = scale / sum;
-    const int64_t column = part.has(target) ? target - part.first : -1;
-    for (int64_t v = threadIdx.x * pack; v < V_padded; v += blockDim.x * pack) {
-      Pack xs;
-      if (v < part.size) xs = Pack::load_streaming(row + v);
-      detail::softmax_gradient<T>(xs, v, part.size, largest, factor, column, scale).store_streaming(row + v);
-    }
+    const int V = static_cast<int>(part.size), column = static_cast<int>(part.has(target) ? target - part.first : -1);
+    detail::for_packs<Pack>(
+        0, V, [&](int v) { return Pack::load_streaming(row + v); },
+        [&](const Kept<Pack>& packed, int v) {
+          detail::softmax_gradient<T>(detail::logits_of(packed, v, V), v, largest, factor, column, scale)
+              .store_streaming(row + v);
+        });
+    detail::zero_row<T, pack>(row, static_cast<int>(round_up(V, pack)), static_cast<int>(V_padded));
   }
 }
 
@@ -182,8 +220,8 @@ template <class T>
 void cross_entropy_stats(float* stats, const T* logits, const int32_t* targets, int64_t N, int64_t V_padded,
                          const Vocabulary& part, cudaStream_t stream) {
   with_packs<full_pack<T>>(rows_fit_packs(V_padded, full_pack<T>, logits), [&]<int pack>() {
-    launch(cross_entropy_stats_kernel<T, pack>, N, row_threads(V_padded, pack), 0, stream, stats, logits, targets,
-           V_padded, part);
+    launch(cross_entropy_stats_kernel<T, pack>, N, row_threads(V_padded, pack, detail::row_softmax_threads), 0, stream,
+           stats, logits, targets, V_padded, part);
   });
 }
 
@@ -194,7 +232,8 @@ void cross_entropy_merge(float* losses, T* logits, const float* stats, const int
                          int64_t V_padded, const Vocabulary& part, float scale, Gradient gradient,
                          cudaStream_t stream) {
   const auto run = [&]<int pack, Gradient wanted>() {
-    const unsigned threads = wanted == Gradient::yes ? row_threads(V_padded, pack) : warp_size;
+    const unsigned threads =
+        wanted == Gradient::yes ? row_threads(V_padded, pack, detail::row_softmax_threads) : warp_size;
     launch(cross_entropy_merge_kernel<T, pack, wanted>, N, threads, 0, stream, losses, logits, stats, targets, P,
            V_padded, part, scale);
   };

@@ -19,22 +19,23 @@ __global__ void __launch_bounds__(Held::threads)
   row.fill(x, n);
 
   float sum = 0;
-  row.each([&](const Pack& xs, int64_t) {
+  row.each([&](const auto& xs, int64_t) {
     for (int i = 0; i < Pack::size; ++i) sum += xs[i];
   });
   const float per_channel = 1.0f / static_cast<float>(C), m = row.sum(sum) * per_channel;
 
   float squares = 0;  // centred first, to avoid cancellation
-  row.each([&](const Pack& xs, int64_t) {
+  row.each([&](const auto& xs, int64_t) {
     for (int i = 0; i < Pack::size; ++i) squares += (xs[i] - m) * (xs[i] - m);
   });
   const float r = rsqrtf(row.sum(squares) * per_channel + eps);
 
-  row.each([&](const Pack& xs, int64_t c) {
-    const Pack ws = Pack::load(weight + c), bs = Pack::load(bias + c);
-    Pack outs;
-    for (int i = 0; i < Pack::size; ++i) outs.set(i, (xs[i] - m) * r * ws[i] + bs[i]);
-    outs.store(out + n * C + c);  // kept in the cache: the next op reads it
+  row.each([&](const auto& xs, int64_t c) {
+    const Kept<Pack> weights = Pack::load(weight + c), biases = Pack::load(bias + c);
+    const auto ws = weights.fp32(), bs = biases.fp32();
+    Floats<Pack::size> outs;
+    for (int i = 0; i < Pack::size; ++i) outs[i] = (xs[i] - m) * r * ws[i] + bs[i];
+    Pack::of(outs).store(out + n * C + c);  // kept in the cache: the next op reads it
   });
   if (row.leads()) {
     mean[n] = m;

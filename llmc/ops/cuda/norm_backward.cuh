@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
     float sums[2] = {0, 0};  // of g w normalised and of g w
     if (n < end)
       each([&](int j, int) {
-        const Pack xs = row.xs[j].get(), gs = row.gs[j].get(), ws = weights[j].get();
+        const auto xs = row.xs[j].fp32(), gs = row.gs[j].fp32(), ws = weights[j].fp32();
         for (int i = 0; i < Pack::size; ++i) {
           const float normalised = (xs[i] - row.m) * row.r;
           dweights[j][i] += gs[i] * normalised;
@@ -128,15 +128,11 @@ __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
     const float slope = sums[0] * per_channel * row.r * row.r, shift = sums[1] * per_channel * row.r;
     if (n < end)
       each([&](int j, int c) {
-        const Pack xs = row.xs[j].get(), gs = row.gs[j].get(), ws = weights[j].get();
-        Pack dxs;
-        if constexpr (accumulate_dx == Accumulate::yes) dxs = before[j].get();
-        for (int i = 0; i < Pack::size; ++i) {
-          const float d = gs[i] * ws[i] * row.r - shift - (xs[i] - row.m) * slope;
-          if constexpr (accumulate_dx == Accumulate::yes) dxs.set(i, dxs[i] + d);
-          else dxs.set(i, d);
-        }
-        dxs.store(dx + n * C + c);
+        const auto xs = row.xs[j].fp32(), gs = row.gs[j].fp32(), ws = weights[j].fp32();
+        Floats<Pack::size> dxs = {};
+        if constexpr (accumulate_dx == Accumulate::yes) dxs = before[j].fp32();
+        for (int i = 0; i < Pack::size; ++i) dxs[i] += gs[i] * ws[i] * row.r - shift - (xs[i] - row.m) * slope;
+        Pack::of(dxs).store(dx + n * C + c);
       });
   }
 

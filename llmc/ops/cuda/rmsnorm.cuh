@@ -18,16 +18,16 @@ __global__ void __launch_bounds__(Held::threads)
   row.fill(x, n);
 
   float squares = 0;
-  row.each([&](const Pack& xs, int64_t) {
+  row.each([&](const auto& xs, int64_t) {
     for (int i = 0; i < Pack::size; ++i) squares += xs[i] * xs[i];
   });
   const float r = rsqrtf(row.sum(squares) / static_cast<float>(C) + eps);
 
-  row.each([&](const Pack& xs, int64_t c) {
-    const Pack ws = Pack::load(weight + c);
-    Pack outs;
-    for (int i = 0; i < Pack::size; ++i) outs.set(i, xs[i] * r * ws[i]);
-    outs.store(out + n * C + c);  // kept in the cache: the next op reads it
+  row.each([&](const auto& xs, int64_t c) {
+    const auto ws = Kept<Pack>(Pack::load(weight + c)).fp32();
+    Floats<Pack::size> outs;
+    for (int i = 0; i < Pack::size; ++i) outs[i] = xs[i] * r * ws[i];
+    Pack::of(outs).store(out + n * C + c);  // kept in the cache: the next op reads it
   });
   if (row.leads()) rstd[n] = r;
 }

@@ -17,8 +17,8 @@ struct PlainRows {
     return Pack::load_streaming(x + at);
   }
   template <class Pack>
-  __device__ Pack take(const Kept<Pack>& fetched, int64_t) const {
-    return fetched.get();
+  __device__ Floats<Pack::size> take(const Kept<Pack>& fetched, int64_t) const {
+    return fetched.fp32();
   }
   bool fits_packs() const { return fit_packs(x); }
 };
@@ -36,12 +36,13 @@ struct SummedRows {
     return {Pack::load_streaming(a + at), Pack::load_streaming(b + at)};
   }
   template <class Pack>
-  __device__ Pack take(const Fetched<Pack>& fetched, int64_t at) const {
-    const Pack as = fetched.a.get(), bs = fetched.b.get();
-    Pack sums;
-    for (int i = 0; i < Pack::size; ++i) sums.set(i, as[i] + bs[i]);
-    sums.store(sum + at);
-    return sums;
+  __device__ Floats<Pack::size> take(const Fetched<Pack>& fetched, int64_t at) const {
+    Floats<Pack::size> sums = fetched.a.fp32();
+    const Floats<Pack::size> bs = fetched.b.fp32();
+    for (int i = 0; i < Pack::size; ++i) sums[i] += bs[i];
+    const Kept<Pack> rounded = Pack::of(sums);
+    rounded.store(sum + at);
+    return rounded.fp32();
   }
   bool fits_packs() const { return fit_packs(sum, a, b); }
 };
@@ -52,7 +53,7 @@ struct WarpRow {
   using Pack = Packed<T>;
   static constexpr int threads = 128;
   const int C, lane = threadIdx.x % warp_size;
-  Pack held[packs];
+  Floats<Pack::size> held[packs];
 
   __device__ explicit WarpRow(int64_t C_) : C(static_cast<int>(C_)) {}
   __device__ int64_t index() const {
@@ -68,7 +69,7 @@ struct WarpRow {
     each_pack([&](int j, int c) { fetched[j] = x.template fetch<Pack>(n * C + c); });
     each_pack([&](int j, int c) { held[j] = x.template take<Pack>(fetched[j], n * C + c); });
   }
-  // f(pack, its first column) for each of this thread's packs
+  // f(elements of a pack, its first column) for each of this thread's packs
   template <class F>
   __device__ void each(F f) const {
     each_pack([&](int j, int c) { f(held[j], c); });
@@ -104,11 +105,11 @@ struct BlockRow {
   template <class Input>
   __device__ void fill(const Input& x, int64_t n) {
     for (int64_t c = threadIdx.x * pack; c < C; c += blockDim.x * pack)
-      x.template take<Pack>(x.template fetch<Pack>(n * C + c), n * C + c).store(held + c);
+      Pack::of(x.template take<Pack>(x.template fetch<Pack>(n * C + c), n * C + c)).store(held + c);
   }
   template <class F>
   __device__ void each(F f) const {
-    for (int64_t c = threadIdx.x * pack; c < C; c += blockDim.x * pack) f(Pack::load(held + c), c);
+    for (int64_t c = threadIdx.x * pack; c < C; c += blockDim.x * pack) f(Kept<Pack>(Pack::load(held + c)).fp32(), c);
   }
 };
 

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "core/dtype.h"
+#include "ops/cuda/mma.cuh"
 
 namespace llmc::cuda {
 
@@ -47,7 +48,7 @@ __device__ inline uint32_t bf16_pair(float first, float second) {
 // exp x and 1 / (1 + exp -x), to the precision of T: bf16 has 8 bits, the fast instructions about 21.
 template <class T>
 __device__ float exponential(float x) {
-  if constexpr (sizeof(T) == sizeof(bf16)) return __expf(x);
+  if constexpr (sizeof(T) == sizeof(bf16)) return fast_exp2(x * 1.44269504f);  // log2(e)
   else return expf(x);
 }
 template <class T>
@@ -56,6 +57,13 @@ __device__ float sigmoid(float x) {
   if constexpr (sizeof(T) == sizeof(bf16)) return __fdividef(1.0f, y);
   else return 1.0f / y;
 }
+
+template <int N>
+struct Floats {
+  float values[N];
+  __device__ float operator[](int i) const { return values[i]; }
+  __device__ float& operator[](int i) { return values[i]; }
+};
 
 // N consecutive array elements, in registers. The arrays must be aligned to the pack's size.
 template <class T, int N = 16 / sizeof(T)>
@@ -66,6 +74,18 @@ struct alignas(sizeof(T) * N) Packed {
 
   __device__ float operator[](int i) const { return to_float(elements[i]); }
   __device__ void set(int i, float x) { elements[i] = from_float<T>(x); }
+  // Sets all elements; bf16 two at a time.
+  __device__ static Packed of(const Floats<N>& values) {
+    Packed pack;
+    if constexpr (sizeof(T) == sizeof(bf16) && N % 2 == 0) {
+      uint32_t words[N / 2];
+      for (int i = 0; i < N; i += 2) words[i / 2] = bf16_pair(values[i], values[i + 1]);
+      memcpy(static_cast<void*>(&pack), words, sizeof words);
+    } else {
+      for (int i = 0; i < N; ++i) pack.set(i, values[i]);
+    }
+    return pack;
+  }
 
   __device__ static Packed load(const T* from) { return *reinterpret_cast<const Packed*>(from); }
   __device__ void store(T* to) const { *reinterpret_cast<Packed*>(to) = *this; }
@@ -96,18 +116,40 @@ struct alignas(sizeof(T) * N) Packed {
 // and its fp32 value as well.
 template <class Pack>
 struct Kept {
-  uint32_t words[(Pack::bytes + 3) / 4] = {};
+  static constexpr int count = (Pack::bytes + 3) / 4;
+  uint32_t words[count] = {};
 
   Kept() = default;
   __device__ Kept(const Pack& pack) { memcpy(words, &pack, Pack::bytes); }
-  __device__ Pack get() const {
-    Pack pack;
-    uint32_t now[sizeof words / 4];
-    for (unsigned i = 0; i < sizeof words / 4; ++i) {
+  template <class T>
+  __device__ void store(T* to) const {
+    if constexpr (count == 4) *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+    else pack(words).store(to);
+  }
+  // The elements as fp32, converted anew by every call.
+  __device__ Floats<Pack::size> fp32() const {
+    Floats<Pack::size> all;
+    uint32_t now[count];
+    for (int i = 0; i < count; ++i) {
       now[i] = words[i];
-      asm volatile("" : "+r"(now[i]));  // unpacked anew by every call
+      asm volatile("" : "+r"(now[i]));
     }
-    memcpy(static_cast<void*>(&pack), now, Pack::bytes);
+    if constexpr (2 * count == Pack::size) {  // pairs of bf16
+      for (int i = 0; i < count; ++i) {
+        all[2 * i] = __uint_as_float(now[i] << 16);
+        all[2 * i + 1] = __uint_as_float(now[i] & 0xffff0000u);
+      }
+    } else {
+      const Pack elements = pack(now);
+      for (int i = 0; i < Pack::size; ++i) all[i] = elements[i];
+    }
+    return all;
+  }
+
+ private:
+  __device__ static Pack pack(const uint32_t (&from)[count]) {
+    Pack pack;
+    memcpy(static_cast<void*>(&pack), from, Pack::bytes);
     return pack;
   }
 };
