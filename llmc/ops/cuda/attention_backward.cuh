@@ -79,11 +79,14 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
     const bool all_seen = last <= rows.begin && first >= rows.largest;  // or past the last: not stored
     Accumulators<M, N> p = {}, ds = {};                                 // transposed: the keys are the rows
     multiply_transposed(p, key_tile, warp_row, query_tile);
-    for_each(p, [&](float& x, int m, int j, int i) {
-      const int column = 8 * j + fragment_column(i), key = first + 16 * m + fragment_row(i);
-      x = fast_exp2(x * (scale * log2_e) - row_terms[column].lse_log2);
-      if (!all_seen && (key > row + column || key < seen.first(row + column))) x = 0;
+    for_each(p, [&](float& x, int, int j, int i) {
+      x = fast_exp2(x * (scale * log2_e) - row_terms[8 * j + fragment_column(i)].lse_log2);
     });
+    if (!all_seen)  // by itself: as a condition of each element it took half of the loop's instructions
+      for_each(p, [&](float& x, int m, int j, int i) {
+        const int row_of_x = row + 8 * j + fragment_column(i), key = first + 16 * m + fragment_row(i);
+        if (key > row_of_x || key < seen.first(row_of_x)) x = 0;
+      });
     multiply(dv, p, dout_tile);
     multiply_transposed(ds, value_tile, warp_row, dout_tile);
     for_each(
