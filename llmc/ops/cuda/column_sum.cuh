@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(rows* warp_size, 4)
 
 // Parts of the rows: four blocks for each of the 132 multiprocessors of an H100, all at once.
 inline int64_t column_sum_parts(int64_t N, int64_t C) {
-  return std::clamp<int64_t>(4 * 132 / ceil_div(C, full_pack<bf16> * warp_size), 1, row_parts(N));
+  return std::min(std::max<int64_t>(4 * 132 / ceil_div(C, full_pack<bf16> * warp_size), 1), row_parts(N));
 }
 
 // Size of column_sum's `partials` in floats.

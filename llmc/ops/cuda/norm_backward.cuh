@@ -18,8 +18,9 @@ namespace detail {
 constexpr int norm_sums(Centred centred) { return centred == Centred::yes ? 2 : 1; }
 
 // Warps of a multiprocessor whose registers hold, per thread, that many packs of a row: sums, weight, this row, the
-// next.
-constexpr int norm_warps(int packs) { return packs == 1 ? 32 : packs == 2 ? 16 : packs == 3 ? 12 : 8; }
+// next. They are in two or three blocks, each with as many warps on all four schedulers.
+constexpr int64_t norm_warps(int64_t packs) { return packs == 1 ? 32 : packs == 2 ? 16 : packs == 3 ? 12 : 8; }
+constexpr int64_t norm_block_warps(int64_t packs) { return packs == 3 ? 4 : norm_warps(packs) / 2; }
 inline constexpr int most_norm_packs = 4;
 
 // Who takes which rows: a function of the shape alone, so that sums do not depend on the GPU.
@@ -34,11 +35,10 @@ struct NormShares {
     const int64_t in_row = ceil_div(C, pack);
     warps = ceil_div(in_row, most_norm_packs * warp_size);
     packs = ceil_div(in_row, warps * warp_size);
-    const int64_t resident = norm_warps(static_cast<int>(packs));
+    const int64_t resident = norm_warps(packs), most_groups = std::max<int64_t>(norm_block_warps(packs) / warps, 1);
     in_registers = warps <= resident;
-    const int64_t most_groups = std::max<int64_t>(resident / 2 / warps, 1);
     const int64_t blocks = std::max<int64_t>(resident / (most_groups * warps), 1);
-    parts = std::min(ceil_div(N, 8), 132 * blocks);  // all at once on the 132 multiprocessors of an H100
+    parts = std::min(row_parts(N), 132 * blocks);  // all at once on the 132 multiprocessors of an H100
     groups = std::clamp<int64_t>(N / (2 * std::max<int64_t>(parts, 1)), 1, most_groups);
   }
 };
