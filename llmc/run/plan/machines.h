@@ -26,7 +26,7 @@ namespace detail {
 //   product_share: of the best product that anybody found (A100 271, H100 792, B200 1745 TFLOP/s: Bekman, "Machine
 //     Learning Engineering", maximum achievable matmul FLOPS), 83%, which was fitted: with it the plans of
 //     Megatron-LM's Table 1 take as long as published, but for a few percent (dev/results/plans.md). Clocks sink under
-//     load.
+//     load. Of the H200: fitted to three models on one of them (dev/results/gpu-h200.md).
 //   share of a link: NCCL's bus bandwidth in all-reduces of 1 GiB and more, about 230 GB/s with NVLink 3 and 360 with
 //     NVLink 4; between servers, 85%.
 //   us of a link: a step of NCCL's rings by the protocol LL128, from the tables by which NCCL chooses
@@ -65,7 +65,7 @@ inline constexpr const char* machines_text = R"({
   "memory_share": 0.85, "op_us": 3, "watts": 1275},
 "h200x8": {
   "like": "h100x8", "source": "NVIDIA H200 datasheet, SXM; DGX H200: NDR InfiniBand, 400 Gb/s for each GPU",
-  "memory_gib": 140.4, "memory_gb_per_s": 4800},
+  "memory_gib": 140.4, "memory_gb_per_s": 4800, "product_share": 0.76},
 "b200x8": {
   "like": "h100x8", "source": "NVIDIA DGX B200 datasheet: NDR InfiniBand, 400 Gb/s for each GPU",
   "tflops": {"bf16": 2250, "tf32": 1125, "fp32": 75}, "memory_gib": 179, "memory_gb_per_s": 8000,
