@@ -12,6 +12,8 @@ namespace detail {
 // Rows per tile (one tile per warp), and bits per digit.
 inline constexpr int64_t sort_tile = 1024;
 inline constexpr int max_digit_bits = 9, max_digits = 1 << max_digit_bits, sort_warps = 4;
+// Rows per lane whose loads are in flight together.
+inline constexpr int sort_batch = 8;
 
 // ids, and the row of each; rows == nullptr: still in row order.
 struct RowIds {
@@ -39,8 +41,15 @@ __global__ void count_digits_kernel(int32_t* __restrict__ counts, const int32_t*
   int32_t* count = shared + tile.warp * detail::max_digits;
   for (int digit = tile.lane; digit < digits; digit += warp_size) count[digit] = 0;
   __syncwarp();  // all counts begin at zero
-  for (int64_t i = tile.begin + tile.lane; i < tile.end; i += warp_size)
-    atomicAdd(&count[ids[i] >> shift & (digits - 1)], 1);
+  for (int64_t begin = tile.begin + tile.lane; begin < tile.end; begin += detail::sort_batch * warp_size) {
+    int32_t some[detail::sort_batch];
+#pragma unroll
+    for (int j = 0; j < detail::sort_batch; ++j)
+      if (begin + j * warp_size < tile.end) some[j] = ids[begin + j * warp_size];
+#pragma unroll
+    for (int j = 0; j < detail::sort_batch; ++j)
+      if (begin + j * warp_size < tile.end) atomicAdd(&count[some[j] >> shift & (digits - 1)], 1);
+  }
   __syncwarp();  // the tile is counted
   if (tile.begin == tile.end) return;
   for (int digit = tile.lane; digit < digits; digit += warp_size) counts[digit * tiles + tile.index] = count[digit];
@@ -84,25 +93,34 @@ __global__ void place_rows_kernel(int32_t* __restrict__ sorted_ids, int32_t* __r
   int32_t* place = shared + tile.warp * detail::max_digits;
   for (int digit = tile.lane; digit < digits; digit += warp_size) place[digit] = places[digit * tiles + tile.index];
   __syncwarp();  // all places are written
-  for (int64_t begin = tile.begin; begin < tile.end; begin += warp_size) {
-    const int64_t i = begin + tile.lane;
-    const bool valid = i < tile.end;
-    const int32_t id = valid ? from.ids[i] : 0;
-    const int digit = id >> shift & (digits - 1);
-    unsigned same = __ballot_sync(all_lanes, valid);  // lanes with my digit
-    for (int bit = 0; bit < digit_bits; ++bit) {
-      const unsigned set = __ballot_sync(all_lanes, digit >> bit & 1);
-      same &= digit >> bit & 1 ? set : ~set;
+  for (int64_t begin = tile.begin; begin < tile.end; begin += detail::sort_batch * warp_size) {
+    int32_t ids[detail::sort_batch], rows[detail::sort_batch];
+#pragma unroll
+    for (int j = 0; j < detail::sort_batch; ++j) {
+      const int64_t i = begin + j * warp_size + tile.lane;
+      const bool valid = i < tile.end;
+      ids[j] = valid ? from.ids[i] : 0;
+      rows[j] = valid && from.rows != nullptr ? from.rows[i] : static_cast<int32_t>(i);
     }
-    const int before = __popc(same & ((1u << tile.lane) - 1));
-    const int32_t to = place[digit] + before;
-    __syncwarp();  // all lanes have read their places
-    if (valid) {
-      sorted_ids[to] = id;
-      sorted_rows[to] = from.rows == nullptr ? static_cast<int32_t>(i) : from.rows[i];
-      if (before == 0) place[digit] += __popc(same);
+#pragma unroll
+    for (int j = 0; j < detail::sort_batch; ++j) {
+      const bool valid = begin + j * warp_size + tile.lane < tile.end;
+      const int digit = ids[j] >> shift & (digits - 1);
+      unsigned same = __ballot_sync(all_lanes, valid);  // lanes with my digit
+      for (int bit = 0; bit < digit_bits; ++bit) {
+        const unsigned set = __ballot_sync(all_lanes, digit >> bit & 1);
+        same &= digit >> bit & 1 ? set : ~set;
+      }
+      const int before = __popc(same & ((1u << tile.lane) - 1));
+      const int32_t to = place[digit] + before;
+      __syncwarp();  // all lanes have read their places
+      if (valid) {
+        sorted_ids[to] = ids[j];
+        sorted_rows[to] = rows[j];
+        if (before == 0) place[digit] += __popc(same);
+      }
+      __syncwarp();  // the places are those after these rows
     }
-    __syncwarp();  // the places are those after these rows
   }
 }
 
