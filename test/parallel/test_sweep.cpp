@@ -250,6 +250,23 @@ TEST_CASE("with Lion, weights are not compared where a sign is mere rounding, no
   }
 }
 
+TEST_CASE("the gradient of a key bias counts relative to that of the key weights, and only with rotary positions",
+          "[parallel][selftest]") {
+  for (const auto& [family, least] : {std::pair{"gpt2", 0.0}, {"qwen2", 1e-3}}) {
+    INFO(family);
+    const StepConfig step = selftest::step_config(selftest::awkward_model(family), DType::fp32, 1, Layout{});
+    const selftest::Outcome one = selftest::run_layout(step);
+    selftest::Outcome other = one;
+    double size = 0, of_weights = 0;  // squares
+    for (float& x : other.gradients.at("blocks.1.attn.k.bias").values) size += x * x, x *= 2;
+    for (const float x : one.gradients.at("blocks.1.attn.k.weight").values) of_weights += x * x;
+    of_weights /= static_cast<double>(step.model.n_embd);
+    const double found = selftest::Distances(other, one).gradients;
+    REQUIRE(found >= least);
+    REQUIRE(found == Catch::Approx(least == 0 ? 0 : std::min(1.0, std::sqrt(size / of_weights))));
+  }
+}
+
 TEST_CASE("the printed command repeats a draw", "[parallel][selftest]") {
   Options o;
   o.selftest = true;

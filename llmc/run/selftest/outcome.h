@@ -7,6 +7,7 @@
 #include <limits>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "device/host_copy.h"
@@ -15,6 +16,12 @@
 #include "train/step_config.h"
 
 namespace llmc::selftest {
+
+inline double root_mean_square(const auto& values) {
+  double squares = 0;
+  for (const double x : values) squares += x * x;
+  return std::sqrt(squares / static_cast<double>(values.size()));
+}
 
 // Whole tensors, and how many ranks hold each element.
 struct Whole {
@@ -33,7 +40,10 @@ struct Directions {
   std::vector<Sizes> of_steps;                              // empty: another optimizer
   double rounding = 0;                                      // how large a direction may be that is not compared
   double lr = 0;                                            // by which a sign moves a weight
-  bool unsure(const std::vector<float>* sizes, size_t i) const { return sizes && (*sizes)[i] <= rounding; }
+  // share: how much the tensor counts
+  bool unsure(const std::vector<float>* sizes, size_t i, double share = 1) const {
+    return sizes && share * (*sizes)[i] <= rounding;
+  }
   const std::vector<float>* sizes(size_t step, const std::string& name) const {
     return of_steps.empty() ? nullptr : &of_steps[step].at(name);
   }
@@ -67,14 +77,12 @@ inline Directions lion_directions(const std::vector<Outcome>& after, const Optim
     std::vector<double> momentum(last.values.size()), direction(last.values.size());
     for (size_t s = 0; s < after.size(); ++s) {
       const std::vector<float>& now = after[s].optimizer_state.at(name).values;
-      double squares = 0;
       for (size_t i = 0; i < now.size(); ++i) {
         const double gradient = (now[i] - o.beta2 * momentum[i]) / (1 - o.beta2);
         direction[i] = o.beta1 * momentum[i] + (1 - o.beta1) * gradient;
-        squares += direction[i] * direction[i];
         momentum[i] = now[i];
       }
-      const double mean = std::sqrt(squares / static_cast<double>(now.size()));
+      const double mean = root_mean_square(direction);
       std::vector<float>& sizes = all.of_steps[s][name.substr(0, name.find(':'))];
       for (const double d : direction) sizes.push_back(mean > 0 ? static_cast<float>(std::abs(d) / mean) : 0.0f);
     }
@@ -200,8 +208,21 @@ inline void merge(Outcome& outcome, const Processes& processes, size_t steps) {
     if (text.size() > bytes) outcome.fault = text.substr(bytes);
 }
 
-// The largest ||a - b|| / ||b|| over all tensors; NaN counts as infinite.
-inline double distance(const Wholes& a, const Wholes& b, bool key_biases = false, const Directions& directions = {},
+// How much the distance of a tensor counts. A key bias shifts all scores of a query alike, except for the rotation of
+// rotary positions: its gradient is a sum of which most cancels, but whose rounding error is in proportion to the
+// gradient of the key weights, and so it counts in proportion. Without rotary positions all of it cancels, and in bf16
+// what is left is mostly rounding error: then it does not count.
+inline double share(const std::string& name, const Outcome& one) {
+  constexpr std::string_view bias = "attn.k.bias";
+  if (!name.ends_with(bias)) return 1;
+  if (!one.key_biases) return 0;
+  const std::string weights = name.substr(0, name.size() - bias.size()) + "attn.k.weight";
+  const auto size = [&](const std::string& of) { return root_mean_square(one.gradients.at(of).values); };
+  return std::min(1.0, size(name) / size(weights));
+}
+
+// The largest ||a - b|| / ||b|| over all tensors, as far as they count; NaN counts as infinite.
+inline double distance(const Wholes& a, const Wholes& b, const Outcome& one = {}, const Directions& directions = {},
                        size_t step = 0) {
   double largest = 0;
   for (const auto& [name, whole] : b) {
@@ -209,15 +230,16 @@ inline double distance(const Wholes& a, const Wholes& b, bool key_biases = false
     double difference = 0, size = 0;
     if (other == a.end() || other->second.values.size() != whole.values.size())
       return std::numeric_limits<double>::infinity();
+    const double counts = share(name, one);
+    if (counts == 0) continue;
     const std::vector<float>* const sizes = directions.sizes(step, name);
     for (size_t i = 0; i < whole.values.size(); ++i) {
-      if (directions.unsure(sizes, i)) continue;
+      if (directions.unsure(sizes, i, counts)) continue;
       const double of_a = other->second.values[i], of_b = whole.values[i];
       difference += (of_a - of_b) * (of_a - of_b);
       size += of_b * of_b;
     }
-    if (!key_biases && name.ends_with("attn.k.bias")) continue;
-    const double d = size > 0 ? std::sqrt(difference / size) : std::sqrt(difference);
+    const double d = counts * (size > 0 ? std::sqrt(difference / size) : std::sqrt(difference));
     largest = std::isnan(d) ? std::numeric_limits<double>::infinity() : std::max(largest, d);
   }
   return largest;
@@ -232,32 +254,31 @@ inline double distance(const std::vector<double>& a, const std::vector<double>& 
 }
 
 // Did one of two outcomes move a weight by the other sign of a direction that is little more than rounding? Signs
-// differ by lr where one is 0. Key biases, if they do not count, change nothing else.
-inline bool other_sign(const Wholes& a, const Wholes& b, bool key_biases, const Directions& directions, size_t step) {
+// differ by lr where one is 0.
+inline bool other_sign(const Wholes& a, const Wholes& b, const Outcome& one, size_t step) {
+  const Directions& directions = one.directions;
   for (const auto& [name, whole] : b) {
     const std::vector<float>* const sizes = directions.sizes(step, name);
-    if (sizes == nullptr || (!key_biases && name.ends_with("attn.k.bias"))) continue;
     const std::vector<float>& of_a = a.at(name).values;
-    for (size_t i = 0; i < whole.values.size(); ++i)
-      if (directions.unsure(sizes, i) && std::abs(of_a[i] - whole.values[i]) > directions.lr / 2) return true;
+    const double counts = share(name, one);
+    for (size_t i = 0; counts > 0 && i < whole.values.size(); ++i)
+      if (directions.unsure(sizes, i, counts) && std::abs(of_a[i] - whole.values[i]) > directions.lr / 2) return true;
   }
   return false;
 }
 
-// The distances of one outcome from another. A key bias shifts all scores of a query alike, except for the rotation of
-// rotary positions. Without rotary positions its true gradient is zero; with them it is, in bf16, mostly rounding
-// error. In both cases key biases are left out.
+// The distances of one outcome from another.
 struct Distances {
   double loss = 0, norm = 0, gradients = 0, weights = 0;
   Distances() = default;
   Distances(double loss, double norm, double gradients, double weights)
       : loss(loss), norm(norm), gradients(gradients), weights(weights) {}
-  Distances(const Outcome& a, const Outcome& b) : gradients(distance(a.gradients, b.gradients, b.key_biases)) {
+  Distances(const Outcome& a, const Outcome& b) : gradients(distance(a.gradients, b.gradients, b)) {
     size_t steps = b.losses.size();  // that begin with the same weights
     for (size_t s = 0; s <= b.earlier_weights.size(); ++s) {
       const Wholes &of_a = a.weights_after(s), &of_b = b.weights_after(s);
-      weights = std::max(weights, distance(of_a, of_b, b.key_biases, b.directions, s));
-      if (std::isfinite(weights) && other_sign(of_a, of_b, b.key_biases, b.directions, s)) {
+      weights = std::max(weights, distance(of_a, of_b, b, b.directions, s));
+      if (std::isfinite(weights) && other_sign(of_a, of_b, b, s)) {
         steps = s + 1;
         break;
       }
