@@ -12,7 +12,7 @@ arch=${ARCH:-sm_90} nvcc=${NVCC:-nvcc} output=${1:-}
 : "${output:=dev/results/kernel-resources-$arch.md}"
 
 case $arch in
-  sm_90) flags=(-gencode=arch=compute_90a,code=sm_90a -DTRAIN_GPT_WGMMA) ;;   # as in the Makefile
+  sm_90) flags=('-gencode=arch=compute_90a,code=sm_90a' -DTRAIN_GPT_WGMMA) ;;   # as in the Makefile
   *) flags=(-arch="$arch") ;;
 esac
 dir=$(mktemp -d)
