@@ -244,9 +244,10 @@ inline double distance(const Wholes& a, const Wholes& b, const Outcome& one = {}
   }
   return largest;
 }
+// Of the first `steps` at most.
 inline double distance(const std::vector<double>& a, const std::vector<double>& b, size_t steps) {
   double largest = 0;
-  for (size_t i = 0; i < steps; ++i) {
+  for (size_t i = 0; i < std::min(steps, b.size()); ++i) {
     const double d = std::abs(a[i] / b[i] - 1);
     largest = std::isnan(d) ? std::numeric_limits<double>::infinity() : std::max(largest, d);
   }
