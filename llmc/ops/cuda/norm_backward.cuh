@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
   constexpr int kinds = detail::norm_sums(centred), most_partial = 2 * kinds * warp_size;
   SHARED(float, partial, most_partial);  // (2, kinds, warps of a block): those of successive rows alternate
   const int lane = threadIdx.x % row_threads, group = threadIdx.x / row_threads, groups = blockDim.x / row_threads;
-  const int in_row = static_cast<int>(C / Pack::size);
+  const int in_row = static_cast<int>(C / Pack::size), row_warps = row_threads / warp_size;
   // f(index of the pack, its first column) for each of this thread's packs
   const auto each = [&](auto f) {
 #pragma unroll
@@ -112,15 +112,14 @@ __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
         }
       });
     for (int k = 0; k < kinds; ++k) sums[k] = warp_sum(sums[k]);
-    if (row_threads > warp_size) {
+    if (row_warps > 1) {
       float* of_turn = partial + turn * kinds * warp_size;
       if (threadIdx.x % warp_size == 0)
         for (int k = 0; k < kinds; ++k) of_turn[k * warp_size + threadIdx.x / warp_size] = sums[k];
       __syncthreads();  // of_turn is complete; all have read the other one, which is written next
       for (int k = 0; k < kinds; ++k) {
         sums[k] = 0;
-        for (int w = group * row_threads / warp_size; w < (group + 1) * row_threads / warp_size; ++w)
-          sums[k] += of_turn[k * warp_size + w];
+        for (int w = 0; w < row_warps; ++w) sums[k] += of_turn[k * warp_size + group * row_warps + w];
       }
       turn = 1 - turn;
     }
