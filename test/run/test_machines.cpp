@@ -32,8 +32,8 @@ TEST_CASE("every machine by name can be planned for, with any number of GPUs per
   }
   REQUIRE(choose_machine("h100x4", DType::bf16, false)->links[0].ranks == 4);
   REQUIRE(choose_machine("a100-40x16", DType::bf16, false)->memory_bytes == 40.0 * (1 << 30));
-  REQUIRE(choose_machine("h200x8", DType::bf16, false)->product_share ==
-          choose_machine("h100x8", DType::bf16, false)->product_share);
+  REQUIRE(choose_machine("h200x8", DType::bf16, false)->attention_share ==
+          choose_machine("h100x8", DType::bf16, false)->attention_share);
   for (const char* name : {"", "h100", "h100x", "h100x0", "x8", "h100x8x", "H100x8", "h100x-8", "h100x99999"})
     REQUIRE_THROWS_AS(choose_machine(name, DType::bf16, false), Error);
 }
