@@ -16,9 +16,10 @@
 #   racecheck    the same, for races
 #   kernels      the kernel ladders
 #   ops          each op of a training step against the GPU's measured roofline
+#   stalls       Nsight Compute on kernels below the roofline: what their warps wait for
 #   e2e          training steps compared with PyTorch: parts e2e-124M, e2e-1558M, e2e-qwen and e2e-experts
 #
-# --sitting 1 checks correctness: all parts but the last three lines, at the same time where possible. --sitting 2
+# --sitting 1 checks correctness: all parts but the last four lines, at the same time where possible. --sitting 2
 # measures speed, one part after the other. Each takes at most SITTING_SECONDS=570, the build included.
 #
 # Programs are built in the background, and a part begins when its own are ready. A check that fails, or takes too long,
@@ -56,7 +57,7 @@ limit_of() {
     nccl) echo 200 ;;
     test) echo 150 ;;
     ranks | sanitize | racecheck) echo 240 ;;
-    kernels) echo 90 ;;
+    kernels | stalls) echo 90 ;;
     ops | e2e-124M) echo 120 ;;
     e2e-*) echo 150 ;;
   esac
@@ -160,7 +161,7 @@ programs_of() {
     test | racecheck) echo build/test_cuda_on_gpu ;;
     sanitize) echo train_gpt build/test_cuda_on_gpu ;;
     kernels) echo build/ladders ;;
-    ops) echo build/op_table ;;
+    ops | stalls) echo build/op_table ;;
     *) echo train_gpt ;;
   esac
 }
@@ -265,6 +266,18 @@ ops() {
   grep -a '^A step of these ops' "$RUNS/ops.output"
 }
 
+stalls() {
+  if [ -n "${SMALL:-}" ] || ! command -v ncu >/dev/null; then
+    row skipped 0 'what warps wait for' 'it takes ncu, from Nsight Compute, and a GPU'
+    return
+  fi
+  check 'what warps wait for' 90 ncu --clock-control none --launch-count 24 \
+    --kernel-name 'regex:attention_|cross_entropy|norm_backward|column_sum' --section SpeedOfLight \
+    --section WarpStateStats --section SchedulerStats --section SourceCounters --print-details all \
+    build/op_table --models gpt2:124M --repeats 1 --long-sequence 0
+  cp "$RUNS/stalls.output" "$OUT/stalls.txt"
+}
+
 # beside_pytorch CASE
 beside_pytorch() {
   local modules=torch
@@ -281,12 +294,12 @@ beside_pytorch() {
 
 run_part() {
   local part=$1 part_end=$sitting_end
-  case $part in build | kernels | ops | e2e-*) wait ;; esac   # nothing else is to run while something is timed
+  case $part in build | kernels | ops | stalls | e2e-*) wait ;; esac   # nothing else is to run while something is timed
   # shellcheck disable=SC2046    # words
   [ "$part" = build ] || built $(programs_of "$part") || return
   case $part in
     build) ;;
-    memory | train | nccl | ranks | sanitize | racecheck | kernels | ops) $part ;;
+    memory | train | nccl | ranks | sanitize | racecheck | kernels | ops | stalls) $part ;;
     determinism) every_model repeat ;;
     resume | graphs) every_model "$part" ;;
     test) test_ops ;;
@@ -303,15 +316,15 @@ refuse() {
   echo "check.sh: $*" >&2
   exit 1
 }
-all=(build memory train determinism resume graphs ranks nccl 'test' sanitize racecheck kernels ops e2e-124M e2e-1558M e2e-qwen
-  e2e-experts)
+all=(build memory train determinism resume graphs ranks nccl 'test' sanitize racecheck kernels ops stalls e2e-124M
+  e2e-1558M e2e-qwen e2e-experts)
 lanes=() parts=() sitting_end=1000000
 if [ "${1:-}" = --sitting ]; then
   sitting_end=$SITTING_SECONDS
   case ${2:-} in
     # memory runs by itself, since it looks at free memory; then the parts that share the GPU.
     1) parts=(memory) lanes=('train determinism resume graphs' 'ranks nccl' 'test sanitize racecheck') ;;
-    2) parts=(e2e-124M ops kernels e2e-1558M e2e-qwen e2e-experts) ;;
+    2) parts=(e2e-124M ops stalls kernels e2e-1558M e2e-qwen e2e-experts) ;;
     *) refuse "--sitting '${2:-}' is unknown; use 1 or 2" ;;
   esac
   [ $# -eq 2 ] || refuse "--sitting has its own parts: leave out '${*:3}'"
