@@ -45,7 +45,8 @@ endif
 DEVICE ?= $(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION),$(GPU)),cuda,cpu)
 ##   ARCH_FLAGS=                the processors that all but the CPU's ops are compiled for; default: any. The ops are
 ##                              compiled for several instruction sets, of which a run takes the best that is there
-##   ARCH=sm_90                 the GPUs that it will run on; default: the architecture of the GPU found, else sm_90
+##   ARCH=sm_90                 the GPUs that it will run on; default: the architecture of the GPU found, else sm_90,
+##                              which is Hopper alone; a program for another one also runs on newer GPUs
 ARCH ?= $(or $(GPU_ARCH),sm_90)
 ##   CXX=g++                    the C++ compiler, also nvcc's host compiler
 ifeq ($(origin CXX),default)

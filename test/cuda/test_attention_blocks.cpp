@@ -106,7 +106,8 @@ std::vector<AttentionBlock> random_blocks(const Whole<T>& w, uint64_t seed) {
 // The forward, from the blocks merged in their order; the backward, added to numbers that are there already, from the
 // CPU's outputs.
 template <class T>
-Outputs merged(const Whole<T>& w, const std::vector<AttentionBlock>& blocks) {
+Outputs merged(const Whole<T>& w, const std::vector<AttentionBlock>& blocks,
+               cuda::TensorCores instructions = cuda::tensor_cores()) {
   DeviceArray<T> q(w.q), kv(w.kv), dout(w.dout), w_out(w.out), out(static_cast<int64_t>(w.out.size()));
   const std::vector<float> nothing(w.lse.size());
   DeviceArray<float> sums(std::vector<float>(w.out.size())), total(nothing), lse(static_cast<int64_t>(w.lse.size())),
@@ -115,10 +116,10 @@ Outputs merged(const Whole<T>& w, const std::vector<AttentionBlock>& blocks) {
   DeviceArray<int32_t> positions(w.positions);
   const AttentionInputs<T> from = w.inputs(q, kv, positions);
   for (const AttentionBlock& block : blocks) {
-    cuda::attention_forward<T>({{}, nullptr, {sums, w.C}, largest, total}, from, nullptr, block, nullptr);
+    cuda::attention_forward<T>({{}, nullptr, {sums, w.C}, largest, total}, from, nullptr, block, nullptr, instructions);
     DeviceArray<float> scratch(cuda::attention_backward_scratch(block));
     cuda::attention_backward<T>(w.sums(dq, dkv, w.q_width, w.kv_width), dout, w_out, w_lse, from, scratch, block,
-                                nullptr);
+                                nullptr, instructions);
     CUDA_CHECK(cudaDeviceSynchronize());  // scratch goes
   }
   cuda::attention_finish<T>(out, lse, sums, largest, total, w.s.B, w.s.T, w.s.Hq, w.s.D, nullptr);
@@ -176,11 +177,17 @@ TEMPLATE_TEST_CASE("attention by blocks, merged in any order, is whole attention
   }));
   INFO("B = " << s.B << ", T = " << s.T << ", Hq = " << s.Hq << ", Hkv = " << s.Hkv << ", D = " << s.D);
   const Whole<TestType> w(s, documents, size, padding);
-  const Outputs got = merged(w, random_blocks(w, static_cast<uint64_t>(s.T))), wanted = expected(w);
-  for (size_t i = 0; i < got.size(); ++i) {
-    INFO(got[i].name);
-    // With probabilities near 1 the gradients are small differences from sums over the rounded output.
-    REQUIRE(relative_error(got[i].values, wanted[i].values) < (size > 1 ? 0x1p-6 : tolerance<TestType>));
+  std::vector<cuda::TensorCores> all{cuda::tensor_cores()};
+#ifndef __CUDACC__
+  if (sizeof(TestType) == 2 && (s.T == 66 || s.T == 70)) all.push_back(cuda::TensorCores::of_warpgroup);
+#endif
+  for (const cuda::TensorCores instructions : all) {
+    const Outputs got = merged(w, random_blocks(w, static_cast<uint64_t>(s.T)), instructions), wanted = expected(w);
+    for (size_t i = 0; i < got.size(); ++i) {
+      INFO(got[i].name);
+      // With probabilities near 1 the gradients are small differences from sums over the rounded output.
+      REQUIRE(relative_error(got[i].values, wanted[i].values) < (size > 1 ? 0x1p-6 : tolerance<TestType>));
+    }
   }
 }
 

@@ -1,7 +1,7 @@
 // attention_wgmma.cuh: the attention kernels for Hopper's tensor cores, in bf16. They do what the kernels of
-// attention_forward.cuh and attention_backward.cuh do, with the same sums in the same order, but a warpgroup multiplies
-// tiles that it reads from shared memory, where a warp loads its operands into registers first: 1.3 to 1.8 times as
-// fast. Contracts: ops/ops_attention.h.
+// attention_forward.cuh and attention_backward.cuh do (for heads of up to 64, with the same sums in the same order),
+// but a warpgroup multiplies tiles that it reads from shared memory, where a warp loads its operands into registers
+// first: 1.3 to 1.7 times as fast on an H200. Contracts: ops/ops_attention.h.
 #pragma once
 #include "ops/cuda/attention_softmax.cuh"
 
@@ -119,9 +119,7 @@ __device__ void for_panels_of_keys(const PanelBuffers<Block>& buffers, const Hea
       [&](int i) { use(buffers.tile(i, 0), buffers.tile(i, 1), i * n); });
 }
 
-// ---- Kernels
-// ---------------------------------------------------------------------------------------------------------
-#if !defined(__CUDACC__) || defined(TRAIN_GPT_WGMMA)
+// ---- Kernels --------------------------------------------------------------------------------------------------------
 
 // Grid (B Hq, blocks of rows).
 template <class Block>
@@ -299,7 +297,5 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   for_each(dq, [&](float& x, int, int, int) { x *= scale; });
   store_or_add_rows<Copy::packs>(dqueries, dquery_sums, at.b, at.h, first, dq);
 }
-
-#endif
 
 }  // namespace llmc::cuda

@@ -1,6 +1,6 @@
 // launch.cuh: launching kernels and declaring shared memory.
 // Kernel sources compile with nvcc, and with a C++ compiler against test/cuda_on_cpu/, which runs them on a CPU. The
-// differences are confined to this file, vec.cuh and mma.cuh, chosen by __CUDACC__.
+// differences are confined to this file, vec.cuh, mma.cuh and compiled_for_warpgroups, chosen by __CUDACC__.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -89,8 +89,8 @@ __device__ void wgmma_wait(float (&sums)[N][4]) {
 }
 
 // A tile of bf16 whose rows are 128 bytes, in order; chunk c (16 bytes) of row r is stored at position c ^ (r % 8) of
-// the row. `start` is in the tile's first row or in one that is a multiple of 8 further; rows begin at multiples of
-// 1024 bytes. panel_bytes: from 64 columns to the next 64, where a product's sums have more.
+// the row. `start` is in the tile's first row or in one that is a multiple of 8 further; these begin at multiples
+// of 1024 bytes. panel_bytes: from 64 columns to the next 64, where a product's sums have more.
 struct WgmmaTile {
   uint64_t descriptor;
   __device__ WgmmaTile(const void* start, int panel_bytes)

@@ -231,7 +231,7 @@ inline double distance(const Wholes& a, const Wholes& b, const Outcome& one = {}
     if (other == a.end() || other->second.values.size() != whole.values.size())
       return std::numeric_limits<double>::infinity();
     const double counts = share(name, one);
-    if (counts == 0) continue;
+    if (counts == 0 && !one.key_biases) continue;
     const std::vector<float>* const sizes = directions.sizes(step, name);
     for (size_t i = 0; i < whole.values.size(); ++i) {
       if (directions.unsure(sizes, i, counts)) continue;
