@@ -93,6 +93,17 @@ __device__ inline int end_of_rows_that_see(const SeenKeys& seen, int begin, int 
   return end;
 }
 
+// The tiles of n rows of queries, of one head, that see any of the keys [begin, begin + keys); maybe none. All lanes of
+// a warp construct it together.
+struct TilesOfQueries {
+  int first, count;
+  __device__ TilesOfQueries(const SeenKeys& seen, const KernelBlock& s, int begin, int keys, int n) {
+    const int first_row = max(begin - s.offset, 0);
+    first = first_row / n;
+    count = (end_of_rows_that_see(seen, s.offset + first_row, begin + keys - 1) - s.offset + n - 1) / n - first;
+  }
+};
+
 // A block of queries: blockIdx.x counts (sequence, query head), so that heads that share keys run together; blockIdx.y
 // counts backward from the last rows, which have the most keys, so that short blocks fill the gaps at the end.
 struct BlockOfQueries {

@@ -2,8 +2,6 @@
 // products of tiles, and the pipeline that fills them. fp32 and bf16 share the kernels: only the products differ,
 // tensor cores for bf16 and FMAs for fp32, with the same accumulator layout.
 #pragma once
-#include <numbers>
-
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/mma.cuh"
 #include "ops/cuda/reduce.cuh"
@@ -11,8 +9,6 @@
 #include "ops/types.h"
 
 namespace llmc::cuda {
-
-inline constexpr float log2_e = std::numbers::log2e_v<float>, ln_2 = std::numbers::ln2_v<float>;
 
 // How heads are read: 16 bytes per access where rows are whole packs, else element by element. fp32 always goes element
 // by element: loads do not dominate there, and it halves the kernels to compile.

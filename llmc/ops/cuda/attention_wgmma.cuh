@@ -191,9 +191,8 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   Accumulators<1, Block::ND> dk = {}, dv = {};
   const float scale = s.scale;
   // Tiles of queries of the first head, then of the second, ...
-  const int first_row = max(begin - s.offset, 0), first_tile = first_row / n,
-            tiles = (end_of_rows_that_see(seen, s.offset + first_row, begin + Block::rows - 1) - s.offset + n - 1) / n -
-                    first_tile;
+  const TilesOfQueries of_head(seen, s, begin, Block::rows, n);
+  const int first_tile = of_head.first, tiles = of_head.count;
   const auto load = [&](int i) {
     const int h = static_cast<int>(kv) * group + i / tiles, row = (first_tile + i % tiles) * n;
     load_panels<Block>(buffers.tile(i, 0), queries.of(b, h), row);

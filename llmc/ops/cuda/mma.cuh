@@ -6,8 +6,11 @@
 
 #include <cmath>
 #include <cstdint>
+#include <numbers>
 
 namespace llmc::cuda {
+
+inline constexpr float log2_e = std::numbers::log2e_v<float>, ln_2 = std::numbers::ln2_v<float>;
 
 #ifdef __CUDACC__
 

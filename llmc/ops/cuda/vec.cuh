@@ -48,7 +48,7 @@ __device__ inline uint32_t bf16_pair(float first, float second) {
 // exp x and 1 / (1 + exp -x), to the precision of T: bf16 has 8 bits, the fast instructions about 21.
 template <class T>
 __device__ float exponential(float x) {
-  if constexpr (sizeof(T) == sizeof(bf16)) return fast_exp2(x * 1.44269504f);  // log2(e)
+  if constexpr (sizeof(T) == sizeof(bf16)) return fast_exp2(x * log2_e);
   else return expf(x);
 }
 template <class T>
