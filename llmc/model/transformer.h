@@ -112,7 +112,8 @@ class FeedForward : Layer {
     const Tensor dup = !whole ? later->up : gated() ? like("gradient of up", a.up) : dactivated;
     Layer::backward(down(), dactivated, dout, a.activated, &OutputGradients::out);
     if (gated()) swiglu_backward(dup, dactivated, a.up, stream());
-    else gelu_backward(dup, dactivated, a.up, stream());
+    else if (const Tensor dbias = up().p.dbias(); dbias.empty()) gelu_backward(dup, dactivated, a.up, stream());
+    else gelu_backward_with_bias(dup, dbias, dactivated, a.up, stream());
     Layer::backward(up(), dx, dup, a.norm2, gathered.norm2);
   }
   void backward_weight() const {
@@ -122,7 +123,11 @@ class FeedForward : Layer {
 
  private:
   bool gated() const { return config.family.mlp == Mlp::swiglu; }
-  parallel::ColumnLinear up() const { return gated() ? column("mlp.gate", 2) : column("mlp.up"); }
+  parallel::ColumnLinear up() const {
+    parallel::ColumnLinear linear = gated() ? column("mlp.gate", 2) : column("mlp.up");
+    linear.p.bias_apart = !gated();  // with GELU's backward
+    return linear;
+  }
   parallel::RowLinear down() const { return row("mlp.down"); }
   void activation() const {
     if (gated()) swiglu_forward(a.activated, a.up, stream());

@@ -196,14 +196,22 @@ inline void linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Stream&
                  stream);
 }
 
+namespace detail {
+
+// Scratch of sums over the rows of (N, O).
+inline Tensor column_sum_scratch(DType sum, [[maybe_unused]] int64_t N, int64_t O, Stream& stream) {
+  return scratch(stream, "bias partial sums", sum, cpu::row_partitions * O, ON_GPU(cuda::column_sum_scratch(N, O)));
+}
+
+}  // namespace detail
+
 // dbias += column sums of dout.   dbias (O), dout (N, O)
 inline void linear_backward_bias(Tensor dbias, Tensor dout, Stream& stream) {
   const int64_t N = dout.shape[0], O = dout.shape[1];
   const DType grad = accumulator_of(dout.dtype);
   CHECK_TENSOR(dbias, grad, O);
   auto scope = stream.scratch().scope();
-  const Tensor partials = detail::scratch(stream, "bias partial sums", grad, cpu::row_partitions * O,
-                                          ON_GPU(cuda::column_sum_scratch(N, O)));
+  const Tensor partials = detail::column_sum_scratch(grad, N, O, stream);
   RUN_OP(column_sum, dout.dtype, detail::bytes_of({dout}), (dbias), dbias.data<A>(), partials.data<A>(), dout.data<X>(),
          N, O);
 }
@@ -228,6 +236,18 @@ inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
   detail::check_tensor("gelu_backward", "dout", dout, x.dtype, x.shape);
   RUN_OP(gelu_backward, x.dtype, detail::bytes_of({dx, dout, x}), (dx), dx.data<X>(), dout.data<X>(), x.data<X>(),
          x.numel());
+}
+// And dbias (C) += the column sums of dx (N, C), with the bits of linear_backward_bias(), which would read dx again.
+inline void gelu_backward_with_bias(Tensor dx, Tensor dbias, Tensor dout, Tensor x, Stream& stream) {
+  const int64_t N = x.shape[0], C = x.shape[1];
+  const DType grad = accumulator_of(x.dtype);
+  CHECK_TENSOR(dx, x.dtype, N, C);
+  CHECK_TENSOR(dbias, grad, C);
+  CHECK_TENSOR(dout, x.dtype, N, C);
+  auto scope = stream.scratch().scope();
+  const Tensor partials = detail::column_sum_scratch(grad, N, C, stream);
+  RUN_OP(gelu_backward_with_bias, x.dtype, detail::bytes_of({dx, dout, x}), (dx, dbias), dx.data<X>(), dbias.data<A>(),
+         partials.data<A>(), dout.data<X>(), x.data<X>(), N, C);
 }
 
 namespace detail {

@@ -38,6 +38,7 @@ struct Parameters {
   const UnitState& unit;
   const char* name;
   int fused = 1;
+  bool bias_apart = false;  // another op adds to the bias's gradient
 
   Tensor weight() const { return unit.weight(full(".weight"), fused); }
   Tensor dweight() const { return unit.gradient(full(".weight"), fused); }
@@ -72,7 +73,8 @@ struct ColumnLinear {
   void backward_weight(Tensor dout, Tensor x, Tensor gathered = {}) const {
     auto scope = g.arena.scope();
     if (gathered.empty()) gathered = all_rows("gathered again", x, g);
-    linear_backward_weight(p.dweight(), p.dbias(), dout, rows_of(gathered, {0, dout.shape[0]}), g.compute);
+    linear_backward_weight(p.dweight(), p.bias_apart ? Tensor{} : p.dbias(), dout,
+                           rows_of(gathered, {0, dout.shape[0]}), g.compute);
   }
   // Both at once: x travels while dx is computed, and dx while dweight is.
   void backward(Tensor dx, Tensor dout, Tensor x, Tensor gathered = {}) const {

@@ -28,6 +28,7 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   const Philox rng(0, "");
   gelu_forward(x, x, N, stream);
   gelu_backward(x, x, x, N, stream);
+  gelu_backward_with_bias(x, f, f, x, x, N, C, stream);
   residual_forward(x, x, x, N, stream);
   convert(x, f, N, stream);
   convert(f, x, N, stream);

@@ -54,6 +54,26 @@ TEMPLATE_TEST_CASE("GELU kernels match the CPU", "[cuda]", float, bf16) {
   check_kernel(run, {{"out", out}, {"dx", dx}}, tolerance<T>);
 }
 
+TEMPLATE_TEST_CASE("GELU's backward with the bias's gradient has the bits of the two ops", "[cuda]", float, bf16) {
+  using T = TestType;
+  // Ragged rows, rows of whole packs, several rows for a thread, several blocks of columns.
+  const auto [N, C] = GENERATE(std::pair{7, 5}, std::pair{100, 24}, std::pair{700, 40}, std::pair{130, 520});
+  const auto x = normal_values<T>(N * C, 1, 0, 3), dout = normal_values<T>(N * C, 2);
+  const auto before = normal_values<float>(C, 3);
+  const auto run = [&, N = N, C = C](bool at_once) -> Outputs {
+    DeviceArray<T> xs(x), gradient(dout);
+    DeviceArray<float> dbias(before), partials(cuda::column_sum_scratch(N, C));
+    if (at_once) {
+      cuda::gelu_backward_with_bias<T>(gradient, dbias, partials, gradient, xs, N, C, nullptr);
+    } else {
+      cuda::gelu_backward<T>(gradient, gradient, xs, N * C, nullptr);
+      cuda::column_sum<T>(dbias, partials, gradient, N, C, nullptr);
+    }
+    return {{"dx", gradient.host()}, {"dbias", dbias.host()}};
+  };
+  check_kernel([&] { return run(true); }, run(false), 1e-300);
+}
+
 TEMPLATE_TEST_CASE("residual addition, scaling and filling round like the CPU", "[cuda]", float, bf16) {
   using T = TestType;
   const auto [n, shift] = size_of_array();

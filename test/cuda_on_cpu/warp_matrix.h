@@ -79,6 +79,11 @@ struct WgmmaTile {
       : start(static_cast<size_t>(static_cast<const std::byte*>(first) -
                                   static_cast<const std::byte*>(dynamic_shared_memory()))),
         panel_bytes(bytes) {}
+  WgmmaTile after(int bytes) const {
+    WgmmaTile tile = *this;
+    tile.start += static_cast<size_t>(bytes);
+    return tile;
+  }
   // Two elements of one column in rows `row` and row + rows_apart, or of one row in columns `column` and the next.
   uint32_t pair(int row, int column, int rows_apart) const {
     return static_cast<uint32_t>(bits(row, column)) |

@@ -91,6 +91,21 @@ TEST_CASE("gelu: finite differences; the gradient may be computed in place", "[o
   REQUIRE(relative_distance(dout.data<double>(), dx.data<double>(), dx.numel()) == 0);
 }
 
+TEST_CASE("gelu with the gradient of the bias before it has the bits of the two ops", "[ops]") {
+  Bench b;
+  const Tensor x = b.normal({40, 12}, 3), dout = b.normal({40, 12}), dx = b.poisoned(DType::fp64, {40, 12}),
+               dbias = b.zeros(DType::fp64, {12}), summed = b.zeros(DType::fp64, {12});
+  gelu_backward(dx, dout, x, b.stream);
+  for (int micro_batch = 0; micro_batch < 2; ++micro_batch) linear_backward_bias(dbias, dx, b.stream);
+  const Tensor again = b.poisoned(DType::fp64, {40, 12});
+  gelu_backward_with_bias(again, summed, dout, x, b.stream);
+  gelu_backward_with_bias(dout, summed, dout, x, b.stream);  // in place
+  b.stream.synchronize();
+  for (const Tensor& t : {again, dout})
+    REQUIRE(relative_distance(t.data<double>(), dx.data<double>(), dx.numel()) == 0);
+  REQUIRE(relative_distance(summed.data<double>(), dbias.data<double>(), 12) == 0);
+}
+
 TEST_CASE("attention: finite differences, plain and grouped heads, sequences around the block size", "[ops]") {
   for (const AttentionShape s : {AttentionShape{2, 13, 3, 3, 5}, AttentionShape{1, 7, 4, 2, 3},
                                  AttentionShape{1, 1, 1, 1, 2}, AttentionShape{1, 33, 2, 1, 3}}) {

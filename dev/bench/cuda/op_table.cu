@@ -57,13 +57,16 @@ void measure_attention(OpTimer& timer, const AttentionShape& s, double calls) {
 }
 
 // out (N, O) = x (N, I) weight^T, and its backward.
-void measure_linear(OpTimer& timer, const char* name, int64_t N, int64_t O, int64_t I, Bias with_bias, double calls) {
+// with_dbias: unless another op adds to the bias's gradient.
+void measure_linear(OpTimer& timer, const char* name, int64_t N, int64_t O, int64_t I, Bias with_bias, double calls,
+                    Bias with_dbias = Bias::yes) {
   const auto scope = timer.scope();
   Stream& stream = timer.stream();
   const Tensor x = timer.normal({N, I}), weight = timer.normal({O, I}, 0.02f), out = timer.normal({N, O});
   const Tensor dweight = timer.filled(0, {O, I});
   Tensor bias, dbias;
-  if (with_bias == Bias::yes) bias = timer.normal({O}), dbias = timer.filled(0, {O});
+  if (with_bias == Bias::yes) bias = timer.normal({O});
+  if (with_bias == Bias::yes && with_dbias == Bias::yes) dbias = timer.filled(0, {O});
   const std::string shape = formatted("{} {} x {} x {}", name, N, O, I);
   timer.measure(shape, calls, [&] { linear_forward(out, x, weight, bias, stream); });
   timer.measure(shape, calls, [&] { linear_backward_input(x, out, weight, stream); });
@@ -144,7 +147,11 @@ void measure_activation(OpTimer& timer, const ModelConfig& c, int64_t N, int64_t
     timer.measure(shape, calls, [&] { swiglu_backward(dup, out, up, stream, rows); });
     timer.measure(shape, calls, [&] { swiglu_forward(out, up, stream, rows); });
   } else {
-    timer.measure(shape, calls, [&] { gelu_backward(dup, out, up, stream); });
+    const Tensor dbias = timer.filled(0, {F});
+    timer.measure(shape, calls, [&] {
+      if (c.family.biases == Biases::all) gelu_backward_with_bias(dup, dbias, out, up, stream);
+      else gelu_backward(dup, out, up, stream);
+    });
     timer.measure(shape, calls, [&] { gelu_forward(out, up, stream); });
   }
 }
@@ -267,7 +274,7 @@ void measure_model(OpTimer& timer, const ModelConfig& c, const BatchShape& s) {
   measure_residual(timer, c, N);
   const double sparse = static_cast<double>(c.sparse_layers()), dense = L - sparse;
   if (dense > 0) {
-    measure_linear(timer, "up", N, c.mlp_in_size(), C, all, dense);
+    measure_linear(timer, "up", N, c.mlp_in_size(), C, all, dense, c.family.mlp == Mlp::gelu ? Bias::no : Bias::yes);
     measure_activation(timer, c, N, c.n_ffn, dense);
     measure_linear(timer, "down", N, C, c.n_ffn, all, dense);
   }

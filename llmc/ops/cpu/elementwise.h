@@ -131,6 +131,13 @@ void column_sum(A* out, A* partials, const T* x, int64_t N, int64_t C) {
     for (int64_t c = 0; c < C; ++c) out[c] += partials[part * C + c];
 }
 
+// gelu_backward, and dbias (C) += the column sums of dx (N, C).   partials: as for column_sum
+template <class T, class A = accumulator_t<T>>
+void gelu_backward_with_bias(T* dx, A* dbias, A* partials, const T* dout, const T* x, int64_t N, int64_t C) {
+  gelu_backward(dx, dout, x, N * C);
+  column_sum(dbias, partials, dx, N, C);
+}
+
 // out[i] = a normal number keyed by (seed, name, elements.index(i)).
 template <class T>
 void init_normal(T* out, const Elements& elements, int64_t n, float stddev, const Philox& rng) {

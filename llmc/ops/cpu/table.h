@@ -31,7 +31,7 @@
   OP(add_positions) OP(attention_finish) \
   OP(cache_append) OP(column_sum) OP(combine_backward) OP(combine_rows) OP(cross_entropy) OP(cross_entropy_merge) \
   OP(cross_entropy_stats) OP(dispatch_rows) OP(embedding_backward) OP(embedding_forward) OP(fill) OP(gelu_backward) \
-  OP(gelu_forward) OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(merge_parts) \
+  OP(gelu_backward_with_bias) OP(gelu_forward) OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(merge_parts) \
   OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums) OP(qk_norm_backward) \
   OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward) OP(residual_rmsnorm_forward) \
   OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(scale) OP(square_sum) OP(swiglu_backward) OP(swiglu_forward) \

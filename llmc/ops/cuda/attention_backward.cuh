@@ -34,7 +34,7 @@ __global__ void attention_row_terms_kernel(RowTerms* __restrict__ terms, const T
         t < s.queries.rows ? lse[(b * s.Hq + h) * s.queries.length + s.queries.first + t] * log2_e : INFINITY, delta};
 }
 
-// dK and dV. Grid (B Hkv, blocks of keys), first keys first, which the most rows see.
+// dK and dV. Grid: grid_of_heads(B Hkv, blocks of keys), first keys first, which the most rows see.
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, attention_blocks)
     attention_backward_keys_kernel(Heads<T> dkeys, Heads<T> dvalues, Heads<float> dkey_sums, Heads<float> dvalue_sums,
@@ -42,7 +42,9 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
                                    Heads<const T> values, const RowTerms* __restrict__ terms,
                                    const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int M = Block::M, N = Block::N, ND = Block::ND, n = Block::tile_rows;
-  const unsigned b = blockIdx.x / static_cast<unsigned>(s.Hkv), kv = blockIdx.x % static_cast<unsigned>(s.Hkv);
+  const unsigned b = head_of_block() / static_cast<unsigned>(s.Hkv),
+                 kv = head_of_block() % static_cast<unsigned>(s.Hkv);
+  if (b >= static_cast<unsigned>(s.B)) return;
   const SeenKeys seen(positions, s, b);
   const int group = static_cast<int>(s.Hq / s.Hkv);
   const int begin = static_cast<int>(blockIdx.y) * Block::rows, warp_row = 16 * M * warp_of_thread();
@@ -99,8 +101,9 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
   store_or_add_rows<copy>(dvalues, dvalue_sums, b, kv, first, dv);
 }
 
-// dQ. Grid (B Hq, blocks of rows). Rows are counted like the keys, except in `douts` and `queries`. keys_values: Hkv
-// heads of keys, then Hkv of values: two arguments, each with a stride and a base, would spill registers.
+// dQ. Grid: grid_of_heads(B Hq, blocks of rows). Rows are counted like the keys, except in `douts` and `queries`.
+// keys_values: Hkv heads of keys, then Hkv of values: two arguments, each with a stride and a base, would spill
+// registers.
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, attention_blocks)
     attention_backward_queries_kernel(Heads<T> dqueries, Heads<float> dquery_sums, Heads<const T> douts,
@@ -109,6 +112,7 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
                                       KernelBlock s) {
   constexpr int M = Block::M, N = Block::N, ND = Block::ND;
   const BlockOfQueries at(s, Block::rows);
+  if (at.b >= static_cast<unsigned>(s.B)) return;
   const SeenKeys seen(positions, s, at.b);
   const int warp_row = 16 * M * warp_of_thread(), first = at.first + warp_row;
   terms += (at.b * s.Hq + at.h) * detail::terms_rows(s.rows);
@@ -206,12 +210,14 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
     const Grid terms_grid(ceil_div(detail::terms_rows(s.queries.rows) * s.Hq, threads.y), s.B);
     launch(attention_row_terms_kernel<T, pack>, terms_grid, threads, 0, stream, terms, dout, out, lse, s);
     const auto start_keys = [&]<class Block>(auto* kernel) {
-      const Grid grid(s.B * s.Hkv, ceil_div(s.keys.rows, Block::rows));
+      const Grid grid =
+          grid_of_heads<T>(s.B * s.Hkv, ceil_div(s.keys.rows, Block::rows), s.queries.rows * s.Hq / s.Hkv, s.D);
       launch(kernel, grid, Block::threads, detail::backward_keys_shared_bytes<Block>, stream, dkeys, dvalues, dkey_sums,
              dvalue_sums, douts, queries, keys, values, terms, positions, block);
     };
     const auto start_queries = [&]<class Block>(auto* kernel, const auto&... keys_and_values) {
-      const Grid grid(s.B * s.Hq, ceil_div(s.queries.rows, Block::rows));
+      const Grid grid =
+          grid_of_heads<T>(s.B * s.Hq, ceil_div(s.queries.rows, Block::rows), ceil_div(s.keys.rows * s.Hkv, s.Hq), s.D);
       launch(kernel, grid, Block::threads, Block::shared_bytes(2), stream, dqueries, dquery_sums, douts, queries,
              keys_and_values..., terms - s.offset, positions, block);
     };

@@ -8,13 +8,14 @@
 
 namespace llmc::cuda {
 
-// Grid (B Hq, blocks of rows).
+// Grid: grid_of_heads(B Hq, blocks of rows).
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, attention_blocks)
     attention_forward_kernel(KernelOutputs<T> to, Heads<const T> queries, Heads<const T> keys, Heads<const T> values,
                              const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int M = Block::M;
   const BlockOfQueries at(s, Block::rows);
+  if (at.b >= static_cast<unsigned>(s.B)) return;
   const SeenKeys seen(positions, s, at.b);
   const int warp_row = 16 * M * warp_of_thread(), first = at.first + warp_row;
   DYN_SHARED(T, memory);
@@ -93,7 +94,8 @@ void attention_forward(const AttentionOutputs<T, float>& to, const AttentionInpu
       values(from.values, s.keys, s.D);
   const auto run = [&]<int DP, Copy copy>() {
     const auto start = [&]<class Block>(auto* kernel) {
-      const Grid grid(s.B * s.Hq, ceil_div(s.queries.rows, Block::rows));
+      const Grid grid =
+          grid_of_heads<T>(s.B * s.Hq, ceil_div(s.queries.rows, Block::rows), ceil_div(s.keys.rows * s.Hkv, s.Hq), s.D);
       launch(kernel, grid, Block::threads, Block::shared_bytes(1), stream, outputs, queries, keys, values,
              from_row_0(from.positions, s), KernelBlock(s));
     };

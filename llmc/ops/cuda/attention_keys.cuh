@@ -1,5 +1,6 @@
 // attention_keys.cuh: which keys of a block its rows see: masks, and tiles that are skipped because no row sees them.
 #pragma once
+#include <algorithm>
 #include <climits>
 
 #include "ops/cuda/attention_tiles.cuh"
@@ -104,14 +105,28 @@ struct TilesOfQueries {
   }
 };
 
-// A block of queries: blockIdx.x counts (sequence, query head), so that heads that share keys run together; blockIdx.y
-// counts backward from the last rows, which have the most keys, so that short blocks fill the gaps at the end.
+// Grid (heads that run together, blocks of a head, groups of such heads), in the order in which blocks start. heads: of
+// all sequences. The blocks of a head all read `rows` rows of two arrays. With the first blocks of all heads first, the
+// longest run first, but if those rows of all heads do not fit into half of the L2 cache, each block reads them from
+// memory again; then groups of heads that fit follow each other, unless a group would be too small to fill the GPU.
+template <class T>
+Grid grid_of_heads(int64_t heads, int64_t blocks, int64_t rows, int64_t D) {
+  const int64_t bytes = 2 * rows * D * static_cast<int64_t>(sizeof(T)), L2 = device_attribute(cudaDevAttrL2CacheSize),
+                fit = L2 / 2 / std::max<int64_t>(bytes, 1),
+                groups = fit * blocks < 2 * device_attribute(cudaDevAttrMultiProcessorCount) ? 1 : ceil_div(heads, fit);
+  return {ceil_div(heads, std::max<int64_t>(groups, 1)), blocks, groups};
+}
+// The head of this thread block, which may be past the last.
+__device__ inline unsigned head_of_block() { return blockIdx.z * gridDim.x + blockIdx.x; }
+
+// A block of queries: blockIdx.y counts backward from the last rows, which have the most keys, so that short blocks
+// fill the gaps at the end. Heads that share keys follow each other.
 struct BlockOfQueries {
   unsigned b, h, kv;
   int first;  // row, counted like the keys
   __device__ BlockOfQueries(const KernelBlock& s, int rows)
-      : b(blockIdx.x / static_cast<unsigned>(s.Hq)),
-        h(blockIdx.x % static_cast<unsigned>(s.Hq)),
+      : b(head_of_block() / static_cast<unsigned>(s.Hq)),
+        h(head_of_block() % static_cast<unsigned>(s.Hq)),
         kv(h / static_cast<unsigned>(s.Hq / s.Hkv)),
         first(s.offset + static_cast<int>(gridDim.y - 1 - blockIdx.y) * rows) {}
 };

@@ -27,15 +27,17 @@ struct OnlineSoftmax {
     const float shift = most == -INFINITY ? 0 : most * scale;  // a row may have seen no key yet
     const float correction = fast_exp2(largest[m][half] * scale - shift);
     largest[m][half] = most;
-    sum[m][half] *= correction;
     scale_row(outs, m, half, correction);
+    float sums[2] = {sum[m][half] * correction, 0};  // two, so that additions do not wait for each other
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = 2 * half; i < 2 * half + 2; ++i) {
-        scores[m][n][i] = fast_exp2(scores[m][n][i] * scale - shift);
-        sum[m][half] += scores[m][n][i];
+      for (int i = 0; i < 2; ++i) {
+        float& score = scores[m][n][2 * half + i];
+        score = fast_exp2(score * scale - shift);
+        sums[i] += score;
       }
+    sum[m][half] = sums[0] + sums[1];
   }
 };
 
@@ -97,6 +99,9 @@ __device__ void merge_outputs(const KernelOutputs<T>& to, const KernelBlock& s, 
 // Per query row: P = 2^(S scale - lse_log2).
 struct alignas(8) RowTerms {
   float lse_log2, delta;
+};
+struct alignas(16) RowTermsPair {
+  RowTerms of[2];
 };
 
 namespace detail {

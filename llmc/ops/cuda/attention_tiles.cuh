@@ -38,12 +38,13 @@ struct Heads {
 };
 // An AttentionBlock for kernels.
 struct KernelBlock {
-  int Hq, Hkv, D, rows, keys, offset;  // rows: of queries
-  int64_t length;                      // of the sequences of queries
-  float scale;                         // of scores: 1 / sqrt(D)
+  int B, Hq, Hkv, D, rows, keys, offset;  // rows: of queries
+  int64_t length;                         // of the sequences of queries
+  float scale;                            // of scores: 1 / sqrt(D)
 
   explicit KernelBlock(const AttentionBlock& s)
-      : Hq(static_cast<int>(s.Hq)),
+      : B(static_cast<int>(s.B)),
+        Hq(static_cast<int>(s.Hq)),
         Hkv(static_cast<int>(s.Hkv)),
         D(static_cast<int>(s.D)),
         rows(static_cast<int>(s.queries.rows)),

@@ -46,24 +46,36 @@ struct PanelTile {
   }
   // For a product over columns [column, column + 16); from a row on that is a multiple of 8.
   __device__ WgmmaTile columns(int column, int row = 0) const {
-    return {data + (column / 64 * rows + row) * 64 + column % 64, panel_bytes};
+    return WgmmaTile(data, panel_bytes).after(column / 64 * panel_bytes + row * 128 + column % 64 * 2);
   }
   // For a product over rows [row, row + 16).
-  __device__ WgmmaTile rows_from(int row) const { return {data + row * 64, panel_bytes}; }
+  __device__ WgmmaTile rows_from(int row) const { return columns(0, row); }
 };
+
+// x, which is the same in a whole warp, so that the compiler knows it: it then computes with it once per warp.
+__device__ inline int uniform(int x) { return __shfl_sync(all_lanes, x, 0); }
+// The first row of the thread's warpgroup.
+template <class Block>
+__device__ int row_of_warpgroup() {
+  return Block::threads == 128 ? 0 : uniform(warp_of_thread() / 4 * 64);
+}
 
 // The block copies the tile's rows of a head, from `first` on, zero-padded; see load_rows.
 template <class Block, int rows, int DP>
 __device__ void load_panels(const PanelTile<rows, DP>& tile, const Head<const bf16>& from, int first) {
   constexpr int chunks = DP / 8, step = Block::threads / chunks;
-  static_assert(Block::threads % chunks == 0 && rows % step == 0);
+  static_assert(Block::threads % chunks == 0 && rows % step == 0 && step % 8 == 0);
   const int c = static_cast<int>(threadIdx.x) % chunks, begin = static_cast<int>(threadIdx.x) / chunks;
-  const bf16* x = from.data + (first + begin) * from.stride + c * 8;
+  const bf16* x =
+      from.data + uint64_t{static_cast<uint32_t>(first + begin)} * static_cast<uint32_t>(from.stride) + c * 8;
+  bf16* to = tile.at(begin, c);  // the same chunk `step` rows on is `step` rows further
+  const auto copy = [&](auto valid) {
 #pragma unroll
-  for (int row = begin; row < begin + rows; row += step, x += step * from.stride) {
-    const bool valid = first + row < from.rows && c * 8 < from.D;
-    cp_async_16(tile.at(row, c), valid ? x : from.data, valid ? 16 : 0);
-  }
+    for (int row = 0; row < rows; row += step, x += step * from.stride)
+      cp_async_16(to + row * 64, valid(row) ? x : from.data, valid(row) ? 16 : 0);
+  };
+  if (first + rows <= from.rows && from.D == DP) copy([](int) { return true; });
+  else copy([&](int row) { return first + begin + row < from.rows && c * 8 < from.D; });
 }
 
 // Issues sums (64, 8 N) = rows [row, row + 64) of a times b^T.
@@ -95,7 +107,8 @@ __device__ void issue(float (&sums)[ND][4], const WarpgroupOperand<K>& a, const 
 // double_buffered for tiles that products read. use(i) waits for its products.
 template <class Load, class Use>
 __device__ void double_buffered_tiles(int begin, int end, Load load, Use use) {
-  double_buffered(begin, end, load, use, [] { fence_async_proxy(); });
+  double_buffered(
+      begin, end, load, [&](int i) { use(uniform(i)); }, [] { fence_async_proxy(); });
 }
 
 // Two buffers of two tiles.
@@ -121,15 +134,16 @@ __device__ void for_panels_of_keys(const PanelBuffers<Block>& buffers, const Hea
 
 // ---- Kernels --------------------------------------------------------------------------------------------------------
 
-// Grid (B Hq, blocks of rows).
+// Grid: grid_of_heads(B Hq, blocks of rows).
 template <class Block>
 __global__ void __launch_bounds__(Block::threads, Block::blocks)
     attention_forward_wgmma_kernel(KernelOutputs<bf16> to, Heads<const bf16> queries, Heads<const bf16> keys,
                                    Heads<const bf16> values, const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int DP = Block::DP, n = Block::tile_rows;
   const BlockOfQueries at(s, Block::rows);
+  if (at.b >= static_cast<unsigned>(s.B)) return;
   const SeenKeys seen(positions, s, at.b);
-  const int group_row = warp_of_thread() / 4 * 64, first = at.first + 16 * warp_of_thread();
+  const int group_row = row_of_warpgroup<Block>(), first = at.first + 16 * warp_of_thread();
   DYN_SHARED_TILES(bf16, memory);
   const PanelTile<Block::rows, DP> query_tile{memory};
   load_panels<Block>(query_tile, queries.of(at.b, at.h), at.first - s.offset);
@@ -164,7 +178,7 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   else merge_outputs(to, s, at, first, softmax, outs, scale);
 }
 
-// dK and dV. Grid (B Hkv, blocks of keys), first keys first, which the most rows see.
+// dK and dV. Grid: grid_of_heads(B Hkv, blocks of keys), first keys first, which the most rows see.
 template <class Block>
 __global__ void __launch_bounds__(Block::threads, Block::blocks)
     attention_backward_keys_wgmma_kernel(Heads<bf16> dkeys, Heads<bf16> dvalues, Heads<float> dkey_sums,
@@ -173,10 +187,12 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
                                          const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
                                          KernelBlock s) {
   constexpr int DP = Block::DP, n = Block::tile_rows;
-  const unsigned b = blockIdx.x / static_cast<unsigned>(s.Hkv), kv = blockIdx.x % static_cast<unsigned>(s.Hkv);
+  const unsigned b = head_of_block() / static_cast<unsigned>(s.Hkv),
+                 kv = head_of_block() % static_cast<unsigned>(s.Hkv);
+  if (b >= static_cast<unsigned>(s.B)) return;
   const SeenKeys seen(positions, s, b);
   const int group = static_cast<int>(s.Hq / s.Hkv);
-  const int begin = static_cast<int>(blockIdx.y) * Block::rows, group_row = warp_of_thread() / 4 * 64;
+  const int begin = static_cast<int>(blockIdx.y) * Block::rows, group_row = row_of_warpgroup<Block>();
   const int first = begin + 16 * warp_of_thread();                         // the warp's keys
   const int group_first = begin + group_row, last = group_first + 64 - 1;  // the warpgroup's keys
   const int64_t terms_rows = detail::terms_rows(s.rows);
@@ -192,9 +208,16 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   const float scale = s.scale;
   // Tiles of queries of the first head, then of the second, ...
   const TilesOfQueries of_head(seen, s, begin, Block::rows, n);
-  const int first_tile = of_head.first, tiles = of_head.count;
+  struct Place {
+    int tile, head;
+    __device__ int next(const TilesOfQueries& all) {  // returns the tile's first row
+      const int row = tile * n;
+      if (++tile == all.first + all.count) tile = all.first, ++head;
+      return row;
+    }
+  } loads = {uniform(of_head.first), static_cast<int>(kv) * group}, uses = loads;
   const auto load = [&](int i) {
-    const int h = static_cast<int>(kv) * group + i / tiles, row = (first_tile + i % tiles) * n;
+    const int h = loads.head, row = loads.next(of_head);
     load_panels<Block>(buffers.tile(i, 0), queries.of(b, h), row);
     load_panels<Block>(buffers.tile(i, 1), douts.of(b, h), row);
     if (threadIdx.x < n / 2)
@@ -202,11 +225,13 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
                   terms + (b * s.Hq + h) * terms_rows + row + threadIdx.x * 2);
   };
   const auto use = [&](int i) {
-    const int row = s.offset + (first_tile + i % tiles) * n;
+    const int row = s.offset + uses.next(of_head);
     const RowRange rows(seen, row, row + n);
     if (!rows.sees_any(group_first, last)) return;
     const auto query_tile = buffers.tile(i, 0), dout_tile = buffers.tile(i, 1);
-    const RowTerms* row_terms = terms_buffers + (i & 1) * n;
+    const auto terms_of = [&](int j) {  // of the lane's two columns of sums[j]
+      return reinterpret_cast<const RowTermsPair*>(terms_buffers + (i & 1) * n)[4 * j + fragment_column(0) / 2];
+    };
     const bool all_seen = last <= rows.begin && group_first >= rows.largest;  // or past the last: not stored
     Accumulators<1, Block::N> p, ds;                                          // transposed: the keys are the rows
     wgmma_fence();
@@ -215,9 +240,12 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
     issue_transposed(ds[0], value_tile, group_row, dout_tile);
     wgmma_commit();
     wgmma_wait<1>(p[0]);
-    for_each(p, [&](float& x, int, int j, int i) {
-      x = fast_exp2(x * (scale * log2_e) - row_terms[8 * j + fragment_column(i)].lse_log2);
-    });
+#pragma unroll
+    for (int j = 0; j < Block::N; ++j) {
+      const RowTermsPair pair = terms_of(j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[0][j][i] = fast_exp2(p[0][j][i] * (scale * log2_e) - pair.of[i % 2].lse_log2);
+    }
     if (!all_seen)  // by itself: as a condition of each element it took half of the loop's instructions
       for_each(p, [&](float& x, int, int j, int i) {
         const int row_of_x = row + 8 * j + fragment_column(i), key = first + fragment_row(i);
@@ -228,8 +256,12 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
     wgmma_fence();
     issue(dv[0], probabilities, dout_tile);
     wgmma_commit();
-    for_each(
-        ds, [&](float& x, int m, int j, int i) { x = p[m][j][i] * (x - row_terms[8 * j + fragment_column(i)].delta); });
+#pragma unroll
+    for (int j = 0; j < Block::N; ++j) {
+      const RowTermsPair pair = terms_of(j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ds[0][j][i] = p[0][j][i] * (ds[0][j][i] - pair.of[i % 2].delta);
+    }
     const WarpgroupOperand score_gradients(ds[0]);
     wgmma_fence();
     issue(dk[0], score_gradients, query_tile);
@@ -237,14 +269,14 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
     wgmma_wait<0>(dv[0]);
     wgmma_wait<0>(dk[0]);
   };
-  double_buffered_tiles(0, group * tiles, load, use);
+  double_buffered_tiles(0, group * of_head.count, load, use);
 
   for_each(dk, [&](float& x, int, int, int) { x *= scale; });
   store_or_add_rows<Copy::packs>(dkeys, dkey_sums, b, kv, first, dk);
   store_or_add_rows<Copy::packs>(dvalues, dvalue_sums, b, kv, first, dv);
 }
 
-// dQ. Grid (B Hq, blocks of rows). Rows are counted like the keys, except in `douts` and `queries`.
+// dQ. Grid: grid_of_heads(B Hq, blocks of rows). Rows are counted like the keys, except in `douts` and `queries`.
 template <class Block>
 __global__ void __launch_bounds__(Block::threads, Block::blocks)
     attention_backward_queries_wgmma_kernel(Heads<bf16> dqueries, Heads<float> dquery_sums, Heads<const bf16> douts,
@@ -253,8 +285,9 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
                                             KernelBlock s) {
   constexpr int DP = Block::DP, n = Block::tile_rows;
   const BlockOfQueries at(s, Block::rows);
+  if (at.b >= static_cast<unsigned>(s.B)) return;
   const SeenKeys seen(positions, s, at.b);
-  const int group_row = warp_of_thread() / 4 * 64, first = at.first + 16 * warp_of_thread();
+  const int group_row = row_of_warpgroup<Block>(), first = at.first + 16 * warp_of_thread();
   terms += (at.b * s.Hq + at.h) * detail::terms_rows(s.rows);
   DYN_SHARED_TILES(bf16, memory);
   const PanelTile<Block::rows, DP> query_tile{memory}, dout_tile{memory + Block::rows * DP};

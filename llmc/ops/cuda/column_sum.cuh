@@ -58,29 +58,46 @@ inline void add_partials(float* first, float* second, const float* partials, int
   add_partials(first, second, partials, parts, C, second == nullptr ? C : 2 * C, stream);
 }
 
+// What column_sum sums: x (N, C).
+template <class T>
+struct ColumnsOf {
+  using Element = T;
+  static constexpr int in_flight = 8;
+  const T* x;
+  template <int pack>
+  using Loaded = Kept<Packed<T, pack>>;
+  template <int pack>
+  __device__ Loaded<pack> load(int64_t at) const {
+    return Packed<T, pack>::load(x + at);
+  }
+  template <int pack>
+  __device__ Floats<pack> values(const Loaded<pack>& loaded, int64_t, bool) const {
+    return loaded.fp32();
+  }
+};
+
 // partials (parts, C) = the sums of the rows of each part. Blocks of (warp_size, rows) threads; each lane sums one pack
 // of columns over part blockIdx.y, with the loads of several rows in flight.
-template <class T, int pack, int rows>
+template <class Source, int pack, int rows>
 __global__ void __launch_bounds__(rows* warp_size, 4)
-    column_sum_kernel(float* __restrict__ partials, const T* __restrict__ x, int64_t N, int64_t C) {
-  using Pack = Packed<T, pack>;
-  constexpr int size = rows * pack * warp_size, in_flight = 8;
+    column_sum_kernel(float* __restrict__ partials, Source x, int64_t N, int64_t C) {
+  constexpr int size = rows * pack * warp_size, in_flight = Source::in_flight;
   SHARED(float, sums, size);  // (rows, pack, warp_size)
   const int64_t part = blockIdx.y, end = row_part_begin(N, part + 1, gridDim.y);
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * warp_size + threadIdx.x) * pack;
   float sum[pack] = {};
   if (column < C)
     for (int64_t n = row_part_begin(N, part, gridDim.y) + threadIdx.y; n < end; n += in_flight * rows) {
-      const T* from = x + n * C + column;
+      int64_t at = n * C + column, used = at;
       const int left = static_cast<int>(end - n);
-      Kept<Pack> packs[in_flight];
+      typename Source::template Loaded<pack> loaded[in_flight];
 #pragma unroll
-      for (int j = 0; j < in_flight; ++j, from += rows * C)
-        if (j * rows < left) packs[j] = Pack::load(from);
+      for (int j = 0; j < in_flight; ++j, at += rows * C)
+        if (j * rows < left) loaded[j] = x.template load<pack>(at);
 #pragma unroll
-      for (int j = 0; j < in_flight; ++j) {
-        const Floats<pack> xs = packs[j].fp32();  // zeros after the last row
-        for (int i = 0; i < pack; ++i) sum[i] += xs[i];
+      for (int j = 0; j < in_flight; ++j, used += rows * C) {
+        const Floats<pack> values = x.template values<pack>(loaded[j], used, j * rows < left);
+        for (int i = 0; i < pack; ++i) sum[i] += values[i];  // zeros after the last row
       }
     }
   for (int i = 0; i < pack; ++i) sums[(threadIdx.y * pack + i) * warp_size + threadIdx.x] = sum[i];
@@ -99,16 +116,22 @@ inline int64_t column_sum_parts(int64_t N, int64_t C) {
 // Size of column_sum's `partials` in floats.
 inline int64_t column_sum_scratch(int64_t N, int64_t C) { return column_sum_parts(N, C) * C; }
 
+// fit: rows are whole packs
+template <class Source>
+void column_sum_of(float* out, float* partials, const Source& x, bool fit, int64_t N, int64_t C, cudaStream_t stream) {
+  constexpr int rows = 8;
+  const int64_t parts = column_sum_parts(N, C);
+  with_packs<full_pack<typename Source::Element>>(fit, [&]<int pack>() {
+    const Grid grid(ceil_div(C, pack * warp_size), parts);
+    launch(column_sum_kernel<Source, pack, rows>, grid, dim3(warp_size, rows), 0, stream, partials, x, N, C);
+  });
+  add_partials(out, nullptr, partials, parts, C, stream);
+}
+
 // out (C) += the column sums of x (N, C); partials: scratch
 template <class T>
 void column_sum(float* out, float* partials, const T* x, int64_t N, int64_t C, cudaStream_t stream) {
-  constexpr int rows = 8;
-  const int64_t parts = column_sum_parts(N, C);
-  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, x), [&]<int pack>() {
-    const Grid grid(ceil_div(C, pack * warp_size), parts);
-    launch(column_sum_kernel<T, pack, rows>, grid, dim3(warp_size, rows), 0, stream, partials, x, N, C);
-  });
-  add_partials(out, nullptr, partials, parts, C, stream);
+  column_sum_of(out, partials, ColumnsOf<T>{x}, rows_fit_packs(C, full_pack<T>, x), N, C, stream);
 }
 
 }  // namespace llmc::cuda

@@ -5,6 +5,7 @@
 #pragma once
 #include <limits>
 
+#include "ops/cuda/mma.cuh"
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/rows.cuh"
 #include "ops/types.h"
@@ -15,9 +16,8 @@ namespace detail {
 
 // f(pack, its first column) for the columns in [begin, end): thread by thread, each with several loads in flight.
 // load(column) starts one.
-template <class Pack, class Load, class F>
+template <class Pack, int in_flight = 8, class Load, class F>
 __device__ void for_packs(int begin, int end, Load load, F f) {
-  constexpr int in_flight = 8;
   const int step = static_cast<int>(blockDim.x) * Pack::size;
   for (int v = begin + static_cast<int>(threadIdx.x) * Pack::size; v < end; v += in_flight * step) {
     Kept<Pack> packs[in_flight];
@@ -27,6 +27,41 @@ __device__ void for_packs(int begin, int end, Load load, F f) {
 #pragma unroll
     for (int j = 0; j < in_flight; ++j)
       if (v + j * step < end) f(packs[j], v + j * step);
+  }
+}
+
+// The same for columns [0, kept), which are copied to shared memory: all copies of a thread are under way at once, in
+// groups, and it takes what it copied itself.
+template <class T, class Pack, class F>
+__device__ void for_kept_packs(T* kept_row, const T* row, int kept, F f) {
+  if constexpr (Pack::bytes == 16) {
+    constexpr int groups = 4;
+    const int step = static_cast<int>(blockDim.x) * Pack::size, of_group = (kept + groups * step - 1) / (groups * step);
+    const auto for_group = [&](int group, auto&& use) {
+      const int end = min(kept, (group + 1) * of_group * step);
+      for (int v = group * of_group * step + static_cast<int>(threadIdx.x) * Pack::size; v < end; v += step) use(v);
+    };
+#pragma unroll
+    for (int group = 0; group < groups; ++group) {
+      for_group(group, [&](int v) { cp_async_16(kept_row + v, row + v); });
+      cp_async_commit();
+    }
+    const auto take = [&](int v) { f(Kept<Pack>(Pack::load(kept_row + v)), v); };
+    cp_async_wait<3>();
+    for_group(0, take);
+    cp_async_wait<2>();
+    for_group(1, take);
+    cp_async_wait<1>();
+    for_group(2, take);
+    cp_async_wait<0>();
+    for_group(3, take);
+  } else {
+    for_packs<Pack>(
+        0, kept, [&](int v) { return Pack::load(row + v); },
+        [&](const Kept<Pack>& packed, int v) {
+          packed.store(kept_row + v);
+          f(packed, v);
+        });
   }
 }
 
@@ -106,12 +141,9 @@ __global__ void __launch_bounds__(1024)
 
   detail::SoftmaxSum<T> softmax;
   const int in_kept = std::min(kept, V);
-  detail::for_packs<Pack>(
-      0, in_kept, [&](int v) { return Pack::load_streaming(row + v); },
-      [&](const Kept<Pack>& packed, int v) {
-        packed.store(kept_row + v);
-        softmax.add(detail::logits_of(packed, v, V));
-      });
+  if constexpr (gradient == Gradient::yes)
+    detail::for_kept_packs<T, Pack>(
+        kept_row, row, in_kept, [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
   detail::for_packs<Pack>(
       in_kept, V, [&](int v) { return Pack::load(row + v); },
       [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
@@ -127,7 +159,7 @@ __global__ void __launch_bounds__(1024)
     };
     detail::for_packs<Pack>(
         in_kept, V, [&](int v) { return Pack::load(row + v); }, store);
-    detail::for_packs<Pack>(
+    detail::for_packs<Pack, 2>(
         0, in_kept, [&](int v) { return Pack::load(kept_row + v); }, store);
     detail::zero_row<T, pack>(row, static_cast<int>(round_up(V, pack)), V_padded);
   }

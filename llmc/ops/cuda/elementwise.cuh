@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "core/rng.h"
+#include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/vec.cuh"
 #include "ops/types.h"
@@ -94,6 +95,44 @@ void gelu_forward(T* out, const T* x, int64_t n, cudaStream_t stream) {
 template <class T>
 void gelu_backward(T* dx, const T* dout, const T* x, int64_t n, cudaStream_t stream) {
   detail::map(dx, detail::GeluBackward<T>{}, n, stream, dout, x);
+}
+
+namespace detail {
+
+template <class T>
+struct ColumnsOfGeluBackward {
+  using Element = T;
+  static constexpr int in_flight = 4;
+  T* dx;
+  const T *dout, *x;
+  template <int pack>
+  struct Loaded {
+    Kept<Packed<T, pack>> dout, x;
+  };
+  template <int pack>
+  __device__ Loaded<pack> load(int64_t at) const {
+    return {Packed<T, pack>::load(dout + at), Packed<T, pack>::load(x + at)};
+  }
+  template <int pack>
+  __device__ Floats<pack> values(const Loaded<pack>& loaded, int64_t at, bool valid) const {
+    const Floats<pack> douts = loaded.dout.fp32(), xs = loaded.x.fp32();
+    Floats<pack> dxs;
+    for (int i = 0; i < pack; ++i) dxs[i] = GeluBackward<T>{}(douts[i], xs[i]);
+    const auto rounded = Packed<T, pack>::of(dxs);
+    if (valid) rounded.store(dx + at);
+    for (int i = 0; i < pack; ++i) dxs[i] = rounded[i];
+    return dxs;
+  }
+};
+
+}  // namespace detail
+
+// The same for dx (N, C), and dbias (C) += its column sums, with column_sum()'s scratch and bits.
+template <class T>
+void gelu_backward_with_bias(T* dx, float* dbias, float* partials, const T* dout, const T* x, int64_t N, int64_t C,
+                             cudaStream_t stream) {
+  const detail::ColumnsOfGeluBackward<T> columns{dx, dout, x};
+  column_sum_of(dbias, partials, columns, rows_fit_packs(C, full_pack<T>, dx, dout, x), N, C, stream);
 }
 
 // out (n) = a + b; out may be either

@@ -95,11 +95,20 @@ __device__ void wgmma_wait(float (&sums)[N][4]) {
 // the row. `start` is in the tile's first row or in one that is a multiple of 8 further; these begin at multiples
 // of 1024 bytes. panel_bytes: from 64 columns to the next 64, where a product's sums have more.
 struct WgmmaTile {
-  uint64_t descriptor;
+  uint32_t low;  // half of the descriptor; the other half is the same for all tiles
   __device__ WgmmaTile(const void* start, int panel_bytes)
-      : descriptor((static_cast<uint32_t>(__cvta_generic_to_shared(start)) & 0x3ffff) >> 4 |
-                   static_cast<uint64_t>(panel_bytes >> 4) << 16 | uint64_t{1024 >> 4} << 32 |  // 8 rows
-                   uint64_t{1} << 62) {}                                                        // swizzled by 128 bytes
+      : low((static_cast<uint32_t>(__cvta_generic_to_shared(start)) & 0x3ffff) >> 4 |
+            static_cast<uint32_t>(panel_bytes >> 4) << 16) {}
+  // The tile that starts so much further: one addition, where another descriptor would be six instructions.
+  __device__ WgmmaTile after(int bytes) const {
+    WgmmaTile tile = *this;
+    tile.low += static_cast<uint32_t>(bytes >> 4);
+    return tile;
+  }
+  __device__ uint64_t descriptor() const {
+    constexpr uint64_t high = 1024 >> 4 | 1 << 30;  // bytes of 8 rows; swizzled by 128 bytes
+    return high << 32 | low;
+  }
 };
 
 #define LLMC_SUMS_4(n) "+f"(sums[n][0]), "+f"(sums[n][1]), "+f"(sums[n][2]), "+f"(sums[n][3])
@@ -121,27 +130,27 @@ __device__ inline void wgmma_transposed(float (&sums)[8][4], WgmmaTile a, WgmmaT
       "{.reg .pred p; setp.ne.b32 p, %34, 0;"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" LLMC_REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0;}"
       : LLMC_SUMS_32
-      : "l"(a.descriptor), "l"(b.descriptor), "r"(static_cast<int>(accumulate)));
+      : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));
 }
 __device__ inline void wgmma_transposed(float (&sums)[16][4], WgmmaTile a, WgmmaTile b, bool accumulate) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %66, 0;"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" LLMC_REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0;}"
       : LLMC_SUMS_64
-      : "l"(a.descriptor), "l"(b.descriptor), "r"(static_cast<int>(accumulate)));
+      : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));
 }
 // sums (64 x 8 N, fp32) += a (64 x 16, in registers as for mma_m16n8k16_bf16) times 16 rows of b (8 N columns).
 __device__ inline void wgmma(float (&sums)[8][4], const uint32_t (&a)[4], WgmmaTile b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" LLMC_REGISTERS_32
                "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
                : LLMC_SUMS_32
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()));
 }
 __device__ inline void wgmma(float (&sums)[16][4], const uint32_t (&a)[4], WgmmaTile b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" LLMC_REGISTERS_64
                "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
                : LLMC_SUMS_64
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()));
 }
 
 #undef LLMC_SUMS_4

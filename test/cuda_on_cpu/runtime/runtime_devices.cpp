@@ -194,7 +194,7 @@ cudaDeviceProp properties_of(const Device& device) {
           .maxThreadsPerMultiProcessor = 2048,
           .regsPerBlock = 65536,
           .warpSize = 32,
-          .l2CacheSize = 1 << 20,
+          .l2CacheSize = 32 << 10,  // so small that attention runs in groups of heads
           .pciDomainID = 0,
           .pciBusID = device.gpu + 1,
           .pciDeviceID = 0};
@@ -318,6 +318,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; return cudaSuccess;
       case cudaDevAttrComputeCapabilityMajor: *value = properties.major; return cudaSuccess;
       case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; return cudaSuccess;
+      case cudaDevAttrL2CacheSize: *value = properties.l2CacheSize; return cudaSuccess;
       case cudaDevAttrMaxSharedMemoryPerBlockOptin:
         *value = static_cast<int>(properties.sharedMemPerBlockOptin);
         return cudaSuccess;
