@@ -192,7 +192,7 @@ class HuggingFaceTokenizer final : public Tokenizer {
   }
   std::unique_ptr<DocumentEncoder> document_encoder() const override {
     struct Documents final : DocumentEncoder {
-      explicit Documents(const Bpe& bpe) : encoder(bpe, Specials::as_text, 16) {}  // 3 MiB, which a core's cache holds
+      explicit Documents(const Bpe& bpe) : encoder(bpe, Specials::as_text, 18) {}  // 12 MiB
       void append(std::string_view text, TextPart part, std::vector<int32_t>& ids) override {
         encoder.append(text, part, ids);
       }
