@@ -81,6 +81,8 @@ class RecordedFile {
   void end_slice() {
     record_.slices.push_back(hex_digits(hash_.value()));
     hash_.reset();
+    if (record_.size % FileRecord::slice_bytes == 0)
+      file_.write_back(record_.size - FileRecord::slice_bytes, record_.size);
   }
   File file_;
   RunningHash hash_;

@@ -32,6 +32,13 @@ inline bool same_file(int fd, const std::string& path) {
   return ::fstat(fd, &held) == 0 && held.st_dev == there.st_dev && held.st_ino == there.st_ino;
 }
 
+// Which file or directory a name stands for; {0, 0}: none.
+using FileIdentity = std::pair<dev_t, ino_t>;
+inline FileIdentity identity_of(const std::string& path) {
+  struct stat info {};
+  return ::stat(path.c_str(), &info) == 0 ? FileIdentity{info.st_dev, info.st_ino} : FileIdentity{};
+}
+
 class File {
  public:
   // Only regular files: reading a FIFO or a terminal would wait for ever for someone to write.
@@ -99,6 +106,18 @@ class File {
     if (::flock(fd_, LOCK_EX | LOCK_NB) == 0) return same_file(fd_, path_);
     check(errno == EWOULDBLOCK, "lock");
     return false;
+  }
+
+  // Begins to write bytes [begin, end) to disk, and waits for those before that were begun: so little is left to sync()
+  // that a long file does not stand still in it.
+  void write_back(int64_t begin, int64_t end) {
+    const auto hint = [&](int64_t from, int64_t bytes, unsigned flags) {
+      const bool known = ::sync_file_range(fd_, from, bytes, flags) == 0 || errno == ENOSYS || errno == EINVAL;
+      check(known, "write to");
+    };
+    hint(begin, end - begin, SYNC_FILE_RANGE_WRITE);
+    if (begin > 0) hint(0, begin, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+    pulse();
   }
 
   void sync() { check(::fsync(fd_) == 0, "fsync"); }
