@@ -281,8 +281,9 @@ class Training {
   // between micro-batches, sampled tokens and updates.
   NewsKind poll() const {
     News mine;
-    // Carrying on means waiting for the next update and for those under way.
-    const std::string stop = r_.stop.reason(static_cast<double>(1 + updates_.under_way()) * r_.report.last_seconds());
+    // Carrying on means waiting for the next update and for those under way; and for a checkpoint, before another one.
+    const std::string stop = r_.stop.reason(static_cast<double>(1 + updates_.under_way()) * r_.report.last_seconds() +
+                                            r_.checkpoints.seconds_to_settle());
     if (directory_.kind == NewsKind::lost) mine = directory_;
     else if (!r_.unreadable.empty()) mine = {NewsKind::unreadable, r_.unreadable};
     else if (!stop.empty()) mine = {NewsKind::stop, stop};

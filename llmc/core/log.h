@@ -94,6 +94,17 @@ struct ValLine {
                         choices_normalized = std::nullopt;  // fractions of questions answered correctly
 };
 
+// A checkpoint that has become visible after `step`. stall_s: seconds that training waited; cpu_s: of the processor, in
+// the background.
+struct CheckpointLine {
+  int64_t step;
+  std::string path;
+  int64_t saved;  // the checkpoint's step
+  std::string mode;
+  int64_t bytes;
+  double stall_s, write_s, cpu_s;
+};
+
 enum class ProgressLine : uint8_t { none, shown };
 
 // A file of training data whose contents have changed, as checksums.
@@ -221,6 +232,21 @@ class Log {
     }
     line(text);
     write(object);
+  }
+
+  void checkpoint(const CheckpointLine& c) {
+    const double mb_per_s = static_cast<double>(c.bytes) / std::max(c.write_s, 1e-9) / 1e6;
+    line(formatted("checkpoint: {}; training stood still for {:.2f} s; written in {:.2f} s, {:.0f} MB/s", c.path,
+                   c.stall_s, c.write_s, mb_per_s));
+    write({{"kind", "checkpoint"},
+           {"step", c.step},
+           {"saved", c.saved},
+           {"mode", c.mode},
+           {"bytes", c.bytes},
+           {"stall_s", c.stall_s},
+           {"write_s", c.write_s},
+           {"cpu_s", c.cpu_s},
+           {"mb_per_s", mb_per_s}});
   }
 
   // After this step all stages of an asynchronous pipeline have made the same updates.

@@ -18,6 +18,7 @@ namespace llmc {
 
 struct HostLimits {
   int64_t memory = std::numeric_limits<int64_t>::max();         // bytes
+  int64_t free_memory = std::numeric_limits<int64_t>::max();    // of them, those that no program uses
   double processors = std::numeric_limits<double>::infinity();  // average CPU time, in processors
 };
 
@@ -35,9 +36,16 @@ inline std::vector<std::string> group_directories(const std::string& mount, std:
   }
 }
 
-inline void limit_memory(HostLimits& limits, const std::string& file) {
-  int64_t bytes = 0;  // "max" does not parse as a number
-  if (std::ifstream(file) >> bytes && bytes > 0) limits.memory = std::min(limits.memory, bytes);
+// The files of a group's limit, and of what its programs use, to which cached files are added that can be dropped.
+inline void limit_memory(HostLimits& limits, const std::string& directory, const char* limit, const char* usage) {
+  int64_t most = 0, used = 0, cached = 0;  // "max" does not parse as a number
+  if (!(std::ifstream(directory + limit) >> most) || most <= 0) return;
+  limits.memory = std::min(limits.memory, most);
+  if (!(std::ifstream(directory + usage) >> used)) return;
+  std::ifstream statistics(directory + "/memory.stat");
+  for (std::string name; statistics >> name;)
+    if (name == "inactive_file") statistics >> cached;
+  limits.free_memory = std::clamp<int64_t>(most - std::max<int64_t>(0, used - cached), 0, limits.free_memory);
 }
 inline void limit_processors(HostLimits& limits, double quota, double period) {
   if (quota > 0 && period > 0) limits.processors = std::min(limits.processors, quota / period);
@@ -58,14 +66,15 @@ inline HostLimits group_limits(const std::string& root = "") {
     if (first + 1 == second)
       for (const std::string& mount : {mounts, mounts + "/unified"})
         for (const std::string& directory : detail::group_directories(mount, group)) {
-          detail::limit_memory(limits, directory + "/memory.max");
+          detail::limit_memory(limits, directory, "/memory.max", "/memory.current");
           double quota = 0, period = 0;  // "max" does not parse as a number
           std::ifstream(directory + "/cpu.max") >> quota >> period;
           detail::limit_processors(limits, quota, period);
         }
     for (std::string controller; std::getline(controllers, controller, ',');)
       for (const std::string& directory : detail::group_directories(mounts + "/" + controller, group)) {
-        if (controller == "memory") detail::limit_memory(limits, directory + "/memory.limit_in_bytes");
+        if (controller == "memory")
+          detail::limit_memory(limits, directory, "/memory.limit_in_bytes", "/memory.usage_in_bytes");
         if (controller != "cpu") continue;
         double quota = 0, period = 0;  // a quota of -1: none
         std::ifstream(directory + "/cpu.cfs_quota_us") >> quota;
@@ -99,6 +108,16 @@ inline int available_processors(const std::string& root = "") {
 inline int64_t host_memory(const std::string& root = "") {
   const int64_t bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGE_SIZE);
   return std::min(bytes, group_limits(root).memory);
+}
+
+// Bytes of memory that a program may still take: files that the system only caches count as free. As much as there is,
+// if the system does not say.
+inline int64_t free_host_memory(const std::string& root = "") {
+  int64_t free = host_memory(root);
+  std::ifstream machine(root + "/proc/meminfo");
+  for (std::string line; std::getline(machine, line);)
+    if (line.starts_with("MemAvailable:")) free = std::min<int64_t>(free, std::stoll(line.substr(13)) * 1024);
+  return std::min(free, group_limits(root).free_memory);
 }
 
 // Bytes of memory that this process uses now (its resident set); 0: unknown.

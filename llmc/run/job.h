@@ -12,6 +12,7 @@
 #include "run/checkpoints/run_dir.h"
 #include "run/length.h"
 #include "run/options/options.h"
+#include "run/plan/copies.h"
 #include "run/plan/report_plan.h"
 #include "run/recipe/run_data.h"
 #include "run/setup.h"
@@ -80,7 +81,7 @@ struct Job {
     require_gpu_for("--tf32", o.tf32, device, o);
     require_gpu_for("--tune-matmul", o.tune_matmul, device, o);
     require_cudnn_can(step, device, options);
-    plan = make_plan(step, rank_device);
+    plan = plan_run(options, step, rank_device, free_memory_of_rank(o));
   }
 
   const Stretch& stretch() const { return course.stretches()[number]; }
@@ -150,7 +151,7 @@ struct Job {
       StepConfig as_before = step;
       as_before.layout.zero.grad_reduce = *from_name<GradReduce>(recorded.get<std::string>());
       if (as_before.layout.zero.grad_reduce != step.layout.zero.grad_reduce) {
-        const Plan planned = make_plan(as_before, rank_device);
+        const Plan planned = plan_run(options, as_before, rank_device, free_memory_of_rank(options));
         if (fits(planned, memory_limit(options, rank_device))) step = as_before, plan = planned;
         else
           log.line(formatted(

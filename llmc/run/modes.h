@@ -140,7 +140,7 @@ inline PlannedStages plan_stages(const Options& asked, Log* log) {
   for (size_t i = 0; i < course.stretches().size(); ++i) {
     const Stretch& s = course.stretches()[i];
     const StepConfig step = with_token_slices(choose_step(s.options), s.options, device);
-    const Plan plan = make_plan(step, rank);
+    const Plan plan = plan_run(s.options, step, rank);
     if (plan.total_bytes() > most) most = plan.total_bytes(), planned.largest = s.options;
     const auto time = step_time(step, plan, rank);
     if (time) seconds_of_run += time->step() * static_cast<double>(s.steps);
@@ -194,7 +194,7 @@ inline void run_plan(const Options& asked) {
     Log log = make_log(o);
     rank.machine = measured_machine(config, rank, o.json ? nullptr : &log);
   }
-  const Plan plan = make_plan(config, rank);
+  const Plan plan = plan_run(o, config, rank);
   std::optional<int64_t> steps;
   if (o.max_steps || o.tokens) steps = choose_steps(o, config.tokens(), 1);
   if (o.epochs) {

@@ -13,6 +13,7 @@
 #include "core/host_name.h"
 #include "core/log.h"
 #include "device/gpu.h"
+#include "device/host_buffer.h"
 #include "run/plan/planner.h"
 
 namespace llmc {
@@ -20,8 +21,9 @@ namespace llmc {
 struct Run {
   Arena arena, scratch;
   Stream stream;
-  std::unique_ptr<Stream> copies;  // on a GPU
-  int64_t free_at_start;           // free bytes of the GPU before the groups are made, if only this rank uses it
+  std::unique_ptr<Stream> copies, saves;  // on a GPU: of inputs to it, and of checkpoints from it
+  HostBuffer copies_of_state;             // of a checkpoint that is written while training goes on
+  int64_t free_at_start;                  // free bytes of the GPU before the groups are made, if only this rank uses it
   Groups groups;
   Trainer trainer;
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
@@ -29,6 +31,8 @@ struct Run {
         scratch(device),
         stream(device, scratch),
         copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
+        saves(copies && plan.of(rank).copy_bytes > 0 ? std::make_unique<Stream>(device, scratch) : nullptr),
+        copies_of_state(device, copies_label, plan.of(rank).copy_bytes),
         free_at_start(has_own_gpu(device) ? free_memory_of_own(device.gpu) : 0),
         groups(
             config.layout, rank, device,
@@ -47,6 +51,7 @@ struct Run {
   void touch_memory() {
     arena.touch();
     scratch.touch();
+    copies_of_state.touch();
   }
 
   // The memory that this rank's GPU has lost since the start, beside what was planned for it: "5.2 GiB after the CUDA
@@ -72,6 +77,7 @@ struct Run {
     std::vector<Stream*> all = groups.streams();
     all.push_back(&stream);
     if (copies) all.push_back(copies.get());
+    if (saves) all.push_back(saves.get());
     return all;
   }
 

@@ -37,7 +37,10 @@ struct TrainingRank {
         checkpoints(job, beginning.directory, log, report, stop),
         trace(beginning.continues ? "" : job.options.trace, log),
         run(job.step, job.plan, rank_device(job.device, job.options.place, rank - job.options.place.first_rank()),
-            world, rank) {}
+            world, rank) {
+    if (watchdog() != nullptr)
+      checkpoints.when_saving([this](bool saving) { watchdog()->board.saving(number, saving); });
+  }
 
   const Job& job;
   Log& log;

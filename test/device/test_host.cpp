@@ -34,6 +34,14 @@ TEST_CASE("the tightest of nested version 2 cgroups applies, at any level", "[de
   root.put("sys/fs/cgroup/elsewhere/memory.max", "1");
   REQUIRE(root.limits().memory == 64 * MiB);
   REQUIRE(root.limits().processors == 1.5);
+  // Free is what programs of the group do not use; cached files can be dropped.
+  REQUIRE(root.limits().free_memory == std::numeric_limits<int64_t>::max());
+  root.put(top + "/slurm/job_7/memory.current", std::to_string(50 * MiB));
+  root.put(top + "/slurm/job_7/memory.stat", "anon 7\ninactive_file " + std::to_string(20 * MiB) + "\nfile 9");
+  root.put(top + "/slurm/memory.current", std::to_string(90 * MiB));
+  REQUIRE(root.limits().free_memory == 6 * MiB);
+  root.put("proc/meminfo", "MemTotal: 999999 kB\nMemFree: 1 kB\nMemAvailable:   5120 kB");
+  REQUIRE(free_host_memory(root.dir.path()) == 5 * MiB);
   root.put(top + "/memory.max", std::to_string(32 * MiB));
   root.put("sys/fs/cgroup/cpu.max", "50000 200000");
   REQUIRE(root.limits().memory == 32 * MiB);

@@ -53,6 +53,10 @@ TEST_CASE("who has not arrived is named, with what the others wait in", "[net][f
     ranks[2].state.groups.clear();
     REQUIRE(ranks.verdict() == line);
   }
+  SECTION("and that it is writing a checkpoint") {
+    ranks[2].state.saving = true;
+    REQUIRE(ranks.verdict() == line + "; it is writing a checkpoint: does the file system of --out-dir still answer?");
+  }
   SECTION("unless it is busy") {
     ranks[2].still = 29;
     REQUIRE(ranks.verdict() == "");
@@ -176,7 +180,10 @@ TEST_CASE("a board tells what ranks do, across the network", "[net][failures]") 
   std::vector<RankState> states = send(1);
   REQUIRE(states.size() == 2);
   REQUIRE(states[0].groups.at(0).members == std::vector{0, 4, 8});
-  REQUIRE(states[1].step == 12);
+  REQUIRE((states[1].step == 12 && !states[1].saving));
+  board.saving(5, true);
+  states = send(1);
+  REQUIRE((states[1].saving && !states[0].saving));
   const auto group = [&] { return states[1].groups.at(0); };
   REQUIRE((group().name == "gradients" && group().world == 1 && group().begun == 0 && !group().waiting));
   REQUIRE(group().members == std::vector{1, 3, 5, 6, 7});
@@ -199,10 +206,11 @@ TEST_CASE("a board tells what ranks do, across the network", "[net][failures]") 
   REQUIRE((group().begun == 2 && !group().waiting));
   board.begin_world();
   REQUIRE(send(1)[1].groups.empty());
-  for (const std::vector<std::string>& wrong : {std::vector<std::string>{"1"},
-                                                {"1", "1", "0", "1", "1", "name", "1", "5-2", "1", "", ""},
-                                                {"1", "1", "0", "1", "1", "name", "1", "0-999999999999", "1", "", ""},
-                                                {"1", "1", "0", "1", "2"}})
+  for (const std::vector<std::string>& wrong :
+       {std::vector<std::string>{"1"},
+        {"1", "1", "0", "0", "1", "1", "name", "1", "5-2", "1", "", ""},
+        {"1", "1", "0", "0", "1", "1", "name", "1", "0-999999999999", "1", "", ""},
+        {"1", "1", "0", "0", "1", "2"}})
     REQUIRE_THROWS(ranks_from(wrong));
 }
 

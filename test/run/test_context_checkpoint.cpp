@@ -39,11 +39,12 @@ struct Setting {
     REQUIRE(r.status == 0);
     return r.out;
   }
-  // The lines of metrics.jsonl.
+  // The lines of metrics.jsonl about losses.
   std::vector<json> metrics(const std::string& name) const {
     std::vector<json> lines;
     std::ifstream in(dir / (name + "/metrics.jsonl"));
-    for (std::string line; std::getline(in, line);) lines.push_back(json::parse(line));
+    for (std::string line; std::getline(in, line);)
+      if (json object = json::parse(line); object["kind"] != "checkpoint") lines.push_back(object);
     return lines;
   }
   std::vector<double> losses(const std::string& name) const {

@@ -91,6 +91,7 @@ struct Setting {
     std::ifstream in(dir / (name + "/metrics.jsonl"));
     for (std::string line; std::getline(in, line);) {
       const json o = json::parse(line);
+      if (o["kind"] == "checkpoint") continue;
       lines.push_back(o["step"].dump() + " " + o["loss"].dump() + " " + o["grad_norm"].dump());
     }
     return lines;

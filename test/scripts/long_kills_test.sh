@@ -54,6 +54,7 @@ tiny=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-si
 # shellcheck disable=SC2034  # used by name
 {
   one=("${tiny[@]}" --total-batch-size 264 --max-steps 300 --checkpoint-every 20 --val-every 40)
+  sync=("${one[@]}" --checkpoint-mode sync)
   four=("${one[@]}" --local-ranks 4 --zero-stage 2)
   stages=("${one[@]}" --pp 4 --n-layer 5 --schedule gpipe)
   long=("${tiny[@]}" --total-batch-size 33000 --max-steps 6 --checkpoint-every 2 --val-every 3)
@@ -81,7 +82,7 @@ tiny=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-si
   branch=("${one[@]}" --lr 5e-3 --branch-from "$dir/parent/step-000100")
   branch_of_two=("${branch[@]}" --init-timeout 8 --checkpoint-minutes 0.002)
 }
-kinds=(one four long stages sharded tensor context experts zero_bubble interleaved asynchronous processes clock long_clock
+kinds=(one sync four long stages sharded tensor context experts zero_bubble interleaved asynchronous processes clock long_clock
   branch branch_of_two recipe recipe_data recipe_tensor recipe_context recipe_stages recipe_experts recipe_sharded
   recipe_relaid)
 if [ ${#only[@]} -gt 0 ]; then kinds=("${only[@]}"); fi
@@ -120,7 +121,7 @@ results() {
 import json, sys
 for line in open(sys.argv[1]):
     object = json.loads(line)
-    print(*(object.get(name) for name in ("kind", "step", "loss", "grad_norm", "lr")))
+    if object["kind"] != "checkpoint": print(*(object.get(name) for name in ("kind", "step", "loss", "grad_norm", "lr")))
 PY
 }
 

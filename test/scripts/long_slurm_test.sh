@@ -112,7 +112,7 @@ results() {
 import json, sys
 for line in open(sys.argv[1]):
     object = json.loads(line)
-    print(*(object.get(name) for name in ("kind", "step", "loss", "grad_norm", "lr")))
+    if object["kind"] != "checkpoint": print(*(object.get(name) for name in ("kind", "step", "loss", "grad_norm", "lr")))
 PY
 }
 same() { # OUT

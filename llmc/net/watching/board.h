@@ -37,6 +37,7 @@ struct GroupState {
 struct RankState {
   int64_t step = 0;     // the update that it works on, or did last
   int64_t updates = 0;  // done by this process
+  bool saving = false;  // it writes a checkpoint
   double busy = 0;      // seconds that the compute stream is busy in a step, the median of the last ones; 0: not known
   uint64_t pulses = 0;  // the count of its process (core/pulse.h)
   std::vector<GroupState> groups;
@@ -70,8 +71,9 @@ inline std::vector<int> from_runs(const std::string& text) {
 inline std::vector<std::string> parts_of(const std::vector<RankState>& ranks) {
   std::vector<std::string> parts;
   for (const RankState& r : ranks) {
-    for (const std::string& part : {std::to_string(r.step), std::to_string(r.updates), formatted("{:.17g}", r.busy),
-                                    std::to_string(r.pulses), std::to_string(r.groups.size())})
+    for (const std::string& part :
+         {std::to_string(r.step), std::to_string(r.updates), std::to_string(int{r.saving}),
+          formatted("{:.17g}", r.busy), std::to_string(r.pulses), std::to_string(r.groups.size())})
       parts.push_back(part);
     for (const GroupState& g : r.groups)
       for (const std::string& part : {g.name, std::to_string(g.world), runs_of(g.members), std::to_string(g.begun),
@@ -89,6 +91,7 @@ inline std::vector<RankState> ranks_from(const std::vector<std::string>& parts) 
     RankState& r = ranks.emplace_back();
     r.step = number();
     r.updates = number();
+    r.saving = number() != 0;
     r.busy = std::strtod(text().c_str(), nullptr);
     r.pulses = std::strtoull(text().c_str(), nullptr, 10);
     for (int64_t groups = number(); groups > 0; --groups) {
@@ -173,7 +176,7 @@ class Board {
     ++world_;
     for (Rank& r : ranks_) {
       std::erase_if(r.places, [&](const auto& place) { return place != processes; });
-      r.updates = 0, r.busy.clear();
+      r.updates = 0, r.saving = false, r.busy.clear();
     }
   }
   // A rank joins a group of the World.
@@ -187,6 +190,11 @@ class Board {
   void at_step(int rank, int64_t step) {
     std::lock_guard lock(mutex_);
     of(rank).step = step;
+  }
+  // A rank begins to write a checkpoint, or has written it.
+  void saving(int rank, bool is_saving) {
+    std::lock_guard lock(mutex_);
+    of(rank).saving = is_saving;
   }
   // A rank has done an update. busy_total: seconds that its compute stream has been busy since it was made.
   void step_done(int rank, double busy_total) {
@@ -202,7 +210,7 @@ class Board {
     std::lock_guard lock(mutex_);
     std::vector<RankState> states;
     for (Rank& r : ranks_) {
-      RankState& s = states.emplace_back(RankState{r.step, r.updates, median(r.busy), pulses(), {}});
+      RankState& s = states.emplace_back(RankState{r.step, r.updates, r.saving, median(r.busy), pulses(), {}});
       for (const auto& place : r.places) {
         GroupState g = place->state();
         auto& [begun, waited] = waits_[place.get()];
@@ -225,6 +233,7 @@ class Board {
  private:
   struct Rank {
     int64_t step = 0, updates = 0;
+    bool saving = false;
     double busy_total = 0;
     std::deque<double> busy;  // seconds, in the last updates
     std::vector<std::shared_ptr<Attendance>> places;

@@ -123,7 +123,7 @@ class Judge {
     const auto& [culprit, its] = *std::max_element(found.begin(), found.end(), [&](const auto& a, const auto& b) {
       return std::pair(at(a.first).silent, -a.first) < std::pair(at(b.first).silent, -b.first);
     });
-    return formatted("{} has not arrived at {}, {}", name_(culprit), its.in->what, how_long(wait));
+    return formatted("{} has not arrived at {}, {}{}", name_(culprit), its.in->what, how_long(wait), doing(culprit));
   }
 
   // All have arrived, but the collective does not end.
@@ -133,11 +133,15 @@ class Judge {
       if (m >= size() || at(m).still < limit(wait.rank)) return std::nullopt;
       if (at(m).silent > at(silent).silent) silent = m;
     }
-    if (at(silent).stale) return formatted("{} has not finished {}, {}", name_(silent), wait.in->what, how_long(wait));
+    if (at(silent).stale)
+      return formatted("{} has not finished {}, {}{}", name_(silent), wait.in->what, how_long(wait), doing(silent));
     return formatted("{} waits in {}, {}, where all ranks have arrived: no data passes between them", name_(wait.rank),
                      wait.in->what, how_long(wait));
   }
 
+  std::string doing(int rank) const {
+    return at(rank).state.saving ? "; it is writing a checkpoint: does the file system of --out-dir still answer?" : "";
+  }
   std::string how_long(const Wait& wait) const {
     return formatted("step {} (waited {:.0f} s, {})", at(wait.rank).state.step, *wait.in->waiting,
                      timeouts_.option(warm(wait.rank)));

@@ -46,6 +46,8 @@ class CheckpointSaver {
   }
   // on_lost(): the checkpoint with the best validation loss could not be written.
   void when_best_is_lost(std::function<void()> on_lost) { best_is_lost_ = std::move(on_lost); }
+  // on_change(whether this rank is writing a checkpoint)
+  void when_saving(std::function<void(bool)> on_change) { saving_ = std::move(on_change); }
   bool retries_at(int64_t step) const { return step == retry_.at; }
   Because retries_because() const { return retry_.because; }
 
@@ -84,7 +86,8 @@ class CheckpointSaver {
     nlohmann::ordered_json trainer = to_json_object(progress, job_, run.trainer.expert_biases());
     if (how.because == Because::clock) trainer["saved_by"] = saved_by_clock;
     const CheckpointMode mode = how.wait ? CheckpointMode::sync : o_.checkpoint_mode;
-    Pending pending{.how = how, .trainer = std::move(trainer)};
+    Pending pending{.how = how, .mode = mode, .trainer = std::move(trainer)};
+    if (saving_) saving_(true);
     try {
       report_.timed(Task::checkpoint,
                     [&] { pending.write = begin_write(progress.done, run, pending.trainer, Part::all, mode); });
@@ -98,6 +101,8 @@ class CheckpointSaver {
 
   // Whether this rank's part of a checkpoint is being written.
   bool is_writing() const { return pending_ && !pending_->write->written(); }
+  // How long that may still take, by the last one.
+  double seconds_to_settle() const { return is_writing() ? write_seconds_ : 0; }
   // All ranks together: waits for the checkpoint that is being written, if there is one, and makes it visible.
   void settle(const Progress& progress, Run& run) {
     if (!pending_) return;
@@ -108,15 +113,21 @@ class CheckpointSaver {
     } catch (const CheckpointError& error) {
       return failed(error, pending, progress, run);
     }
+    if (saving_) saving_(false);
     retry_ = {};
     saved_at_ = pending.begin;
-    const double seconds = seconds_since(pending.begin), stalled = pending.stalled + seconds_since(begin);
-    stop_.saved(seconds);
-    log_.line("checkpoint: " + last_ +
-              (o_.checkpoint_mode == CheckpointMode::sync || pending.how.wait
-                   ? ""
-                   : formatted(", for which training stood still for {:.2f} s; written in {:.1f} s, {:.0f} MB/s",
-                               stalled, seconds, static_cast<double>(job_.checkpoint_bytes()) / seconds / 1e6)));
+    const WriteTimes times = pending.write->times();
+    write_seconds_ = times.seconds;
+    const double stall = pending.stalled + seconds_since(begin);
+    stop_.saved(pending.mode == CheckpointMode::async ? stall + times.seconds : stall);
+    log_.checkpoint({.step = progress.done,
+                     .path = last_,
+                     .saved = pending.write->step(),
+                     .mode = name_of(pending.mode),
+                     .bytes = job_.checkpoint_bytes(),
+                     .stall_s = stall,
+                     .write_s = times.seconds,
+                     .cpu_s = times.cpu_seconds});
     tidy(pending.write->step(), pending.how.best);
   }
 
@@ -134,6 +145,7 @@ class CheckpointSaver {
 
   struct Pending {
     Save how;
+    CheckpointMode mode;
     nlohmann::ordered_json trainer;
     std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
     double stalled = 0;  // seconds
@@ -148,11 +160,14 @@ class CheckpointSaver {
         log_.sync_metrics();  // a resumed run appends to them
         if (out_dir_ == o_.out_dir) directory_->ensure_run_file(job_.asked);
       };
+    CopyMemory memory;
+    if (mode == CheckpointMode::async) memory = {run.copies_of_state.bytes(), run.saves.get()};
     return std::make_unique<CheckpointWrite>(out_dir_, step, job_.step.model, run.trainer.state(), run.stream,
-                                             std::move(contents), mode);
+                                             std::move(contents), memory);
   }
 
   void failed(const CheckpointError& error, const Pending& pending, const Progress& progress, Run& run) {
+    if (saving_) saving_(false);
     const bool diverged = error.status() == ExitStatus::diverged;
     if (!diverged && directory_is_new(run)) {  // moved or deleted while this was written
       last_.clear();
@@ -208,7 +223,9 @@ class CheckpointSaver {
     int64_t pause = 1;  // updates until the retry after that
     Because because = Because::rule;
   } retry_;
+  double write_seconds_ = static_cast<double>(job_.checkpoint_bytes()) / assumed_bytes_per_second;
   std::function<void()> best_is_lost_;
+  std::function<void(bool)> saving_;
   std::optional<Pending> pending_;
 };
 

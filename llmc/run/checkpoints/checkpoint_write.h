@@ -2,28 +2,27 @@
 // which are gathered tensor by tensor, and the optimizer slices that it owns; rank 0 also writes the rest and renames.
 // Ranks fail together, and can try again.
 //
-//   capture   all ranks: gathers this rank's tensors, and writes them, or copies them to memory
-//   write     each rank for itself, in the background if they were copied
+//   capture   all ranks: gathers this rank's tensors, and writes them, or copies them to memory, from which a thread
+//             writes them; with too little memory for all of them, a part at a time
 //   publish   all ranks: are all files there? then rank 0 writes the manifest and renames
 #pragma once
 #include <algorithm>
-#include <atomic>
-#include <cstring>
+#include <chrono>
 #include <filesystem>
 #include <functional>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
+#include <span>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
+#include "core/failure_text.h"
+#include "run/checkpoints/background_copies.h"
 #include "run/checkpoints/checkpoint.h"
-#include "run/options/option_values.h"
+#include "run/checkpoints/checkpoint_share.h"
 
 namespace llmc {
 
@@ -62,92 +61,54 @@ inline std::vector<std::byte> gather_boxes(const HfTensor& hf, StateTable weight
   return gather_hf(hf, weights);
 }
 
-// Which rank writes each Hugging Face tensor: a unit goes to the rank with the fewest bytes so far.
-struct WritePlan {
-  std::vector<HfTensor> tensors;
-  std::vector<size_t> unit;  // the unit of each tensor
-  std::vector<int> writer;   // the rank that writes each unit
-  std::set<int> writers;     // ranks that write anything
-
-  WritePlan(const ModelConfig& config, const ModelState& state) : tensors(hf_tensors(config)) {
-    const Groups& groups = state.groups();
-    const ParamTable units = parameter_table(config);
-    std::map<std::string, size_t> unit_of;
-    std::vector<int64_t> bytes(static_cast<size_t>(groups.ranks()), 0);
-    for (size_t u = 0; u < units.size(); ++u) {
-      for (const ParamSpec& p : units[u].params) unit_of[p.name] = u;
-      const auto first = bytes.begin() + state.stage_of(u) * groups.ranks_of_stage();  // ranks that hold it
-      const auto least = std::min_element(first, first + groups.ranks_of_stage());
-      *least += UnitLayout(units[u], state.zero_config().ranks()).size;
-      writer.push_back(static_cast<int>(least - bytes.begin()));
-    }
-    writers.insert(writer.begin(), writer.end());
-    for (const HfTensor& t : tensors) unit.push_back(unit_of.at(t.parts[0]));
-  }
-  std::string file(int rank) const {
-    return writers.size() == 1 ? "model.safetensors"
-                               : formatted("model-{:05}-of-{:05}.safetensors",
-                                           std::distance(writers.begin(), writers.find(rank)) + 1, writers.size());
-  }
-  // model.safetensors.index.json
-  std::string index(DType dtype) const {
-    nlohmann::ordered_json map;
-    int64_t bytes = 0;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      map[tensors[i].name] = file(writer[unit[i]]);
-      bytes += TensorInfo{"", dtype, tensors[i].shape}.bytes();
-    }
-    return nlohmann::ordered_json{{"metadata", {{"total_size", bytes}}}, {"weight_map", map}}.dump(2) + "\n";
-  }
-};
-
-// A file of tensors, which come one after the other. In the background: they are copied to memory, and write() writes
-// them; else each is written when it comes.
+// A file of tensors, which come one after the other, in any number of pieces.
 class TensorFile {
  public:
-  TensorFile(std::string path, std::vector<TensorInfo> tensors, bool background)
-      : path_(std::move(path)), tensors_(std::move(tensors)) {
+  TensorFile(std::string path, std::vector<TensorInfo> tensors) : path_(std::move(path)), tensors_(std::move(tensors)) {
     for (const TensorInfo& t : tensors_) bytes_ += t.bytes();
-    if (background) copies_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(bytes_));
-    else writer_.emplace(path_, tensors_);
   }
   int64_t bytes() const { return bytes_; }
+  const TensorInfo& next() { return tensors_[taken_++]; }  // the tensor that comes next
 
-  // The next tensor, in host memory.
-  void add(const std::byte* bytes) {
-    const TensorInfo& t = tensors_[added_++];
-    if (writer_) return write_one(t, bytes);
-    std::memcpy(copies_.get() + copied_, bytes, static_cast<size_t>(t.bytes()));
-    copied_ += t.bytes();
-  }
-  // Returns the record of the file and its name.
-  std::pair<std::string, nlohmann::ordered_json> write() {
-    if (copies_) {
-      writer_.emplace(path_, tensors_);
-      const std::byte* from = copies_.get();
-      for (const TensorInfo& t : tensors_) write_one(t, from), from += t.bytes();
-      copies_ = nullptr;
-    }
-    return {std::filesystem::path(path_).filename(), writer_->finish().to_json()};
-  }
-
- private:
-  void write_one(const TensorInfo& t, const std::byte* bytes) {
-    const Tensor tensor{.dtype = t.dtype, .shape = {t.numel()}, .bytes = const_cast<std::byte*>(bytes)};
-    if (!all_finite(tensor))
+  void open() { writer_.emplace(path_, tensors_); }
+  // A piece of the tensor, in host memory.
+  void write(const TensorInfo& t, const std::byte* bytes, int64_t n) {
+    const Tensor piece{.dtype = t.dtype, .shape = {n / size_of(t.dtype)}, .bytes = const_cast<std::byte*>(bytes)};
+    if (!all_finite(piece))
       throw Error(formatted("{} contains a non-finite number: the step diverged in its update; lower --lr, clip "
                             "gradients (--grad-clip) or raise --adam-eps",
                             t.name),
                   ExitStatus::diverged);
-    writer_->write(bytes, t.bytes());
+    writer_->write(bytes, n);
+  }
+  // Returns the name of the file and its record.
+  std::pair<std::string, nlohmann::ordered_json> finish() {
+    return {std::filesystem::path(path_).filename(), writer_->finish().to_json()};
   }
 
+ private:
   std::string path_;
   std::vector<TensorInfo> tensors_;
-  int64_t bytes_ = 0, copied_ = 0;
-  size_t added_ = 0;
-  std::unique_ptr<std::byte[]> copies_;
+  int64_t bytes_ = 0;
+  size_t taken_ = 0;
   std::optional<SafetensorsWriter> writer_;
+};
+
+// The first error of a thread, which goes on: a rank that cannot write still takes part in every exchange.
+struct FirstFault {
+  std::string text;  // empty: none
+  ExitStatus status = ExitStatus::refused;
+
+  template <class F>
+  void attempt(F&& work) {
+    if (text.empty()) try {
+        work();
+      } catch (const Error& error) {
+        text = error.what(), status = error.status();
+      } catch (const std::exception& error) {  // memory
+        text = failure_text(error);
+      }
+  }
 };
 
 }  // namespace detail
@@ -167,12 +128,24 @@ struct CheckpointContents {
   Part part = Part::all;  // model: without the optimizer's slices, under a name that no run resumes from
 };
 
+// Where a rank copies what it writes, to write it while training goes on.
+struct CopyMemory {
+  std::span<std::byte> bytes = {};  // none: it is written before training goes on
+  Stream* stream = nullptr;         // of a GPU, for the copies
+};
+
+// How long it took to write a checkpoint.
+struct WriteTimes {
+  double seconds = 0;      // of the rank that took longest
+  double cpu_seconds = 0;  // of the threads in the background, all together
+};
+
 // A checkpoint of `step` that is being written. All ranks construct it together, and call publish() together; each
 // writes some of the weights and the optimizer slices that it owns, and rank 0 the rest.
 class CheckpointWrite {
  public:
   CheckpointWrite(const std::string& out_dir, int64_t step, const ModelConfig& config, ModelState& state,
-                  Stream& stream, CheckpointContents contents, CheckpointMode mode)
+                  Stream& stream, CheckpointContents contents, const CopyMemory& memory = {})
       : out_dir_(out_dir),
         path_(contents.part == Part::all ? checkpoint_path(out_dir, step) : weights_path(out_dir, step)),
         temporary_(formatted("{}/.tmp-step-{:06}", out_dir, step)),
@@ -182,61 +155,60 @@ class CheckpointWrite {
         contents_(std::move(contents)),
         groups_(state.groups()),
         plan_(config, state),
-        background_(mode == CheckpointMode::async) {
+        copy_stream_(memory.stream) {
+    const auto begin = std::chrono::steady_clock::now();
     stream.synchronize();
     CHECK(contents_.part == Part::model || !path_exists(path_),
           "{} already exists: remove it, or choose another --out-dir", path_);
-    attempt([&] {
+    fault_.attempt([&] {
       if (groups_.first()) make_directory(state);
     });
     agree();
+    if (std::ssize(memory.bytes) >= BackgroundCopies::alignment) copies_.emplace(memory.bytes);
     capture_weights(state, stream);
     capture_slices(state, stream);
-    if (background_)
-      writer_ = std::thread([this] {
-        write();
-        written_ = true;
-      });
-    else write();
+    if (groups_.first()) write_texts();
+    if (copies_) copies_->end();
+    else seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
   CheckpointWrite(const CheckpointWrite&) = delete;
   CheckpointWrite& operator=(const CheckpointWrite&) = delete;
-  ~CheckpointWrite() {
-    if (writer_.joinable()) writer_.join();
-  }
 
   int64_t step() const { return step_; }
   int64_t bytes() const { return bytes_; }  // that this rank writes
   // Whether publish() would not wait for this rank.
-  bool written() const { return !background_ || written_; }
+  bool written() const { return !copies_ || copies_->done(); }
 
   // Once the files of all ranks are there, makes them the checkpoint, and returns its path. Throws CheckpointError.
   std::string publish() {
-    if (writer_.joinable()) writer_.join();
+    if (copies_) copies_->wait();
+    if (fault_.text.empty()) fault_ = writing_;
     agree();
-    const std::vector<std::string> files =
-        groups_[GroupName::control].all_gather_text("checkpoint files", records_.dump());
-    attempt([&] {
+    const std::vector<std::string> all = groups_[GroupName::control].all_gather_text(
+        "checkpoint files", nlohmann::ordered_json{{"files", records_},
+                                                   {"seconds", copies_ ? copies_->seconds() : seconds_},
+                                                   {"cpu_seconds", copies_ ? copies_->cpu_seconds() : 0}}
+                                .dump());
+    nlohmann::ordered_json files;
+    fault_.attempt([&] {
+      for (const std::string& text : all) {
+        const nlohmann::ordered_json rank = parse_json(text, "a rank's list of files");
+        files.update(rank["files"]);
+        times_.seconds = std::max<double>(times_.seconds, rank["seconds"]);
+        times_.cpu_seconds += rank["cpu_seconds"].get<double>();
+      }
       if (groups_.first()) make_visible(files);
     });
     agree();
     return path_;
   }
+  const WriteTimes& times() const { return times_; }  // once it is published
 
  private:
-  // A rank that cannot write still takes part in every exchange; then all ranks give up together.
-  template <class F>
-  void attempt(F&& work) {
-    if (fault_.empty()) try {
-        work();
-      } catch (const Error& error) {
-        fault_ = error.what(), status_ = error.status();
-      }
-  }
   void agree() {
     Comm& control = groups_[GroupName::control];
     const std::vector<std::string> all =
-        control.all_gather_text("checkpoint faults", nlohmann::json{fault_, status_}.dump());
+        control.all_gather_text("checkpoint faults", nlohmann::json{fault_.text, fault_.status}.dump());
     std::string first;
     ExitStatus status = ExitStatus::refused;
     for (size_t rank = 0; rank < all.size() && first.empty(); ++rank) {
@@ -252,7 +224,7 @@ class CheckpointWrite {
     throw CheckpointError(first, status);
   }
 
-  void make_directory(const ModelState& state) const {
+  void make_directory(const ModelState& state) {
     std::error_code error;
     if (contents_.part == Part::model) std::filesystem::remove_all(path_, error);  // left by an earlier attempt
     detail::require_space(out_dir_, contents_.part == Part::all ? checkpoint_bytes(config_, dtype_, state.zero_config())
@@ -260,11 +232,47 @@ class CheckpointWrite {
     std::filesystem::remove_all(temporary_, error);
     if (!error) std::filesystem::create_directory(temporary_, error);  // but not OUT: it would have no lock
     CHECK(!error, "cannot create {}: {}", temporary_, error.message());
+    directory_ = identity_of(temporary_);
   }
   detail::TensorFile& begin_file(const std::string& name, const std::vector<TensorInfo>& tensors) {
-    files_.push_back(std::make_unique<detail::TensorFile>(temporary_ + "/" + name, tensors, background_));
-    bytes_ += files_.back()->bytes();
-    return *files_.back();
+    files_.push_back(std::make_unique<detail::TensorFile>(temporary_ + "/" + name, tensors));
+    detail::TensorFile& file = *files_.back();
+    bytes_ += file.bytes();
+    fault_.attempt([&] { file.open(); });
+    return file;
+  }
+  void end_file(detail::TensorFile& file) {
+    write([this, &file] {
+      const auto [name, record] = file.finish();
+      records_[name] = record;
+    });
+  }
+  // What rank 0 writes besides.
+  void write_texts() {
+    const auto write_text = [this](const std::string& name, const std::string& text) {
+      write([this, name, text] { records_[name] = write_recorded_text(temporary_ + "/" + name, text).to_json(); });
+    };
+    for (const auto& [name, text] : contents_.more) write_text(name, text);
+    write_text("config.json", config_to_hf(config_, dtype_).dump(2) + "\n");
+    write_text("trainer.json", contents_.trainer.dump(2) + "\n");
+    if (plan_.writers.size() > 1) write_text("model.safetensors.index.json", plan_.index(dtype_));
+  }
+  // The next tensor of a file. copies: the stream of a GPU that holds it; null: it is in host memory
+  void add(detail::TensorFile& file, const std::byte* bytes, Stream* copies = nullptr) {
+    const TensorInfo& t = file.next();
+    if (!fault_.text.empty()) return;
+    if (!copies_) return fault_.attempt([&] { file.write(t, bytes, t.bytes()); });
+    copies_->add(
+        t.bytes(), [&](std::byte* to, int64_t from, int64_t n) { copy_now(to, bytes + from, n, copies); },
+        [this, &file, &t](BackgroundCopies::Bytes piece) {
+          writing_.attempt([&] { file.write(t, piece.data(), std::ssize(piece)); });
+        });
+  }
+  // Now, or after what has been copied so far.
+  template <class F>
+  void write(F&& work) {
+    if (!copies_) fault_.attempt(work);
+    else if (fault_.text.empty()) copies_->then([this, work] { writing_.attempt(work); });
   }
 
   // One unit is gathered, and one tensor is in host memory, at a time.
@@ -273,10 +281,7 @@ class CheckpointWrite {
     for (size_t i = 0; i < plan_.tensors.size(); ++i)
       if (plan_.writer[plan_.unit[i]] == groups_.rank())
         mine.push_back({plan_.tensors[i].name, dtype_, plan_.tensors[i].shape});
-    detail::TensorFile* file = nullptr;
-    attempt([&] {
-      if (!mine.empty()) file = &begin_file(plan_.file(groups_.rank()), mine);
-    });
+    detail::TensorFile* const file = mine.empty() ? nullptr : &begin_file(plan_.file(groups_.rank()), mine);
     const ParamTable parameters = parameter_table(config_);
     for (size_t u = 0; u < state.size(); ++u)
       if (state.stage_of(u) == groups_.me.stage)
@@ -296,59 +301,32 @@ class CheckpointWrite {
             if (plan_.unit[i] != u) continue;
             const std::vector<std::byte> bytes = detail::gather_boxes(
                 plan_.tensors[i], unit.whole_weights(whole.tensor()), held, dtype_, writer % n, group);
-            if (writer == groups_.rank()) attempt([&] { file->add(bytes.data()); });
+            if (writer == groups_.rank()) add(*file, bytes.data());
           }
         });
+    if (file != nullptr) end_file(*file);
   }
 
-  // A rank owns slices of state that the rest of its replica does not hold, or holds and updates alike (stage 0).
   void capture_slices(ModelState& state, Stream& stream) {
-    StateTable table;
-    int owners = 0;  // ranks of a replica that own any slices
-    const Layout& layout = groups_.layout;
-    for (size_t u = 0; u < state.size(); ++u) {
-      const Sharing sharing = state.sharing_of(u);
-      const int shards = state.zero_config(sharing).owners();
-      owners = std::max(owners, shards * (sharing == Sharing::experts ? layout.expert.ranks : layout.tensor.ranks));
-      if (state.has(u) && groups_.sharers(sharing).shard < shards) state.unit(u).append_to(table);
+    const detail::OwnedSlices owned(state);
+    if (contents_.part == Part::model || !owned.any()) return;
+    std::vector<TensorInfo> slices;
+    for (const StateEntry& e : owned.slices)
+      slices.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});
+    detail::TensorFile& file =
+        begin_file(formatted("optimizer-{:05}-of-{:05}.safetensors", groups_.me.stage * owned.owners + owned.place + 1,
+                             groups_.stages() * owned.owners),
+                   slices);
+    for (const StateEntry& e : owned.slices) {
+      if (copies_ && copy_stream_ != nullptr) add(file, e.tensor.bytes, copy_stream_);
+      else add(file, HostView(e.tensor, stream).tensor().bytes);
     }
-    std::erase_if(table, [](const StateEntry& e) { return e.kind == StateKind::weight || !e.param->first_copy; });
-    const int place = groups_.me.shard * layout.tensor.ranks + groups_.me.tensor;  // of this rank in the replica
-    attempt([&] {
-      if (contents_.part == Part::model || groups_.me.replica > 0 || place >= owners) return;
-      std::vector<TensorInfo> slices;
-      for (const StateEntry& e : table)
-        slices.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});
-      detail::TensorFile& file = begin_file(formatted("optimizer-{:05}-of-{:05}.safetensors",
-                                                      groups_.me.stage * owners + place + 1, groups_.stages() * owners),
-                                            slices);
-      for (const StateEntry& e : table) file.add(HostView(e.tensor, stream).tensor().bytes);
-    });
+    end_file(file);
   }
 
-  // This rank's files, in this thread or in writer_.
-  void write() {
-    attempt([&] {
-      for (const auto& file : files_) {
-        const auto [name, record] = file->write();
-        records_[name] = record;
-      }
-    });
-    files_.clear();
-  }
-
-  // On rank 0. files: the records of all ranks
-  void make_visible(const std::vector<std::string>& files) const {
-    nlohmann::ordered_json all;
-    auto record_text = [&](const std::string& name, const std::string& text) {
-      all[name] = write_recorded_text(temporary_ + "/" + name, text).to_json();
-    };
-    for (const auto& [name, text] : contents_.more) record_text(name, text);
-    record_text("config.json", config_to_hf(config_, dtype_).dump(2) + "\n");
-    record_text("trainer.json", contents_.trainer.dump(2) + "\n");
-    if (plan_.writers.size() > 1) record_text("model.safetensors.index.json", plan_.index(dtype_));
-    for (const std::string& text : files)
-      all.update(nlohmann::ordered_json(parse_json(text, "a rank's list of files")));
+  // On rank 0. all: the records of all ranks
+  void make_visible(const nlohmann::ordered_json& all) const {
+    CHECK(directory_ == identity_of(temporary_), "{} was moved, deleted or replaced while it was written", temporary_);
     write_text_durably(temporary_ + "/manifest.json",
                        nlohmann::ordered_json{{"format", 1}, {"step", step_}, {"files", all}}.dump(1) + "\n");
     fsync_directory(temporary_);
@@ -371,22 +349,23 @@ class CheckpointWrite {
   const CheckpointContents contents_;
   Groups& groups_;
   const detail::WritePlan plan_;
-  const bool background_;
-  // While writer_ runs, only it uses these.
+  Stream* const copy_stream_;
+  FileIdentity directory_;  // temporary_, on rank 0
+  int64_t bytes_ = 0;
+  double seconds_ = 0;  // that writing took, if training waited for it
+  WriteTimes times_;
+  detail::FirstFault fault_;
+  // While copies_ are written, only its thread uses these.
   std::vector<std::unique_ptr<detail::TensorFile>> files_;
   nlohmann::ordered_json records_ = nlohmann::ordered_json::object();  // of the files that this rank has written
-  std::string fault_;
-  ExitStatus status_ = ExitStatus::refused;
-
-  int64_t bytes_ = 0;
-  std::atomic<bool> written_ = false;
-  std::thread writer_;
+  detail::FirstFault writing_;
+  std::optional<BackgroundCopies> copies_;  // last: its thread uses the others
 };
 
 // Writes the checkpoint of `step` and returns its path; called by all ranks.
 inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
                                     ModelState& state, Stream& stream, CheckpointContents contents = {}) {
-  return CheckpointWrite(out_dir, step, config, state, stream, std::move(contents), CheckpointMode::sync).publish();
+  return CheckpointWrite(out_dir, step, config, state, stream, std::move(contents)).publish();
 }
 
 }  // namespace llmc

@@ -83,7 +83,7 @@ struct Options {
   }
   bool keep_best = false;
   OnFailure checkpoint_errors = OnFailure::retry;
-  CheckpointMode checkpoint_mode = CheckpointMode::sync;
+  CheckpointMode checkpoint_mode = CheckpointMode::async;
   WeightType dtype = WeightType::fp32;
   Recompute recompute = Recompute::none;
   int64_t head_chunks = 0;
@@ -325,10 +325,11 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--checkpoint-errors", "", o.checkpoint_errors, any_of<OnFailure>(), free,
         "if a checkpoint cannot be written, as on a full disk: retry: go on, and try again after 1, 2, 4 ... updates; "
         "only the last checkpoint must succeed; fail: end the run");
-  visit(
-      "--checkpoint-mode", "", o.checkpoint_mode, any_of<CheckpointMode>(), free,
-      "async: copy what a checkpoint holds, and write it while training goes on; takes as much memory again as a rank "
-      "writes; the last checkpoint, and those before an early end, are written at once");
+  visit("--checkpoint-mode", "", o.checkpoint_mode, any_of<CheckpointMode>(), free,
+        "async: copy what a checkpoint holds to host memory, and write it while training goes on; takes as much memory "
+        "as "
+        "a rank writes or, where there is less, training waits for the rest; the last checkpoint, and those before an "
+        "early end, are waited for; sync: all are");
   visit("Numerics and memory");
   visit("--dtype", "", o.dtype, any_of<WeightType>(), must_match,
         "type of weights and activations; gradients and optimizer state are fp32");

@@ -29,8 +29,9 @@ inline OrderedJson rank_json(const Plan& plan) {
     ops.push_back({{"op", name}, {"calls", t.calls}, {"flops", t.flops}, {"bytes", t.bytes}, {"seconds", t.seconds}});
   for (const auto& [group, seconds] : plan.exposed_by_group)
     if (seconds > 0) exposed.push_back({{"group", group}, {"seconds", seconds}});
-  return {{"memory_bytes", bytes},           {"memory", memory}, {"flops", plan.flops()}, {"ops", ops},
-          {"sent_bytes", plan.bytes_sent()}, {"sent", sent},     {"exposed", exposed}};
+  return {{"memory_bytes", bytes}, {"memory", memory},  {"checkpoint_copy_bytes", plan.copy_bytes},
+          {"flops", plan.flops()}, {"ops", ops},        {"sent_bytes", plan.bytes_sent()},
+          {"sent", sent},          {"exposed", exposed}};
 }
 
 // The passes of each stage, with begin and end in seconds, and then its update: an array for each stage. None without a
@@ -131,6 +132,7 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
   OrderedJson notices = OrderedJson::array();
   if (const std::string notice = detail::vocabulary_notice(o, step.model); !notice.empty()) notices.push_back(notice);
   for (const std::string& notice : detail::plan_notices(o, device, step)) notices.push_back(notice);
+  if (const std::string notice = copies_notice(o, plan); !notice.empty()) notices.push_back(notice);
   OrderedJson stages = OrderedJson::array();
   const std::vector<OrderedJson> timelines = detail::timelines_json(step, plan, device);
   const std::vector<Chunk> chunks = step.model_chunks();

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "run/checkpoints/checkpoint_share.h"
 #include "train/continuation.h"
 
 namespace llmc {
@@ -19,8 +20,13 @@ inline constexpr const char* nccl_label = "NCCL";
 // That of the work space of ops.
 inline constexpr const char* scratch_label = "op scratch";
 
+// That of the copies of an asynchronous checkpoint.
+inline constexpr const char* copies_label = "checkpoint copies";
+
 struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
+  int64_t share_bytes = 0;         // of a checkpoint that a rank writes, at most
+  int64_t copy_bytes = 0;          // host memory for copies of them (copies.h)
   std::vector<MemoryLine> memory;  // of a rank, live at the high-water mark, scratch last
   OpLedger step_ops;               // calls, flops and bytes per training step of a rank, if it trains
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
@@ -124,6 +130,8 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
       plan.exposed_by_group[group] = seconds - (exposed.contains(group) ? exposed.at(group) : 0);
     for (const Comm* comm : groups.tensor_groups()) plan.step_traffic.emplace_back(comm->name(), comm->bytes_sent());
   }
+  if (config.layout.zero.holds == Holds::training_state && passes == Passes::all)
+    plan.share_bytes = detail::bytes_of_share(config.model, trainer.state());
   if (passes != Passes::step) run_forwards(trainer);
   plan.arena_bytes = arena.high_water();
   plan.scratch_bytes = scratch.high_water();

@@ -7,6 +7,7 @@
 
 #include "core/log.h"
 #include "run/length.h"
+#include "run/plan/copies.h"
 #include "run/plan/count_costs.h"
 #include "run/plan/describe.h"
 #include "run/plan/remedy.h"
@@ -175,6 +176,9 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
   const size_t largest = plan.stage_with_most_memory();
   Rows rows = memory_rows(plan.of_stage(largest));
   rows.insert(rows.end(), more.begin(), more.end());
+  const Plan& p = plan.of_stage(largest);
+  if (p.copy_bytes > 0 && std::ranges::none_of(p.memory, [](const auto& line) { return line.label == copies_label; }))
+    rows.emplace_back(copies_label, human_bytes(p.copy_bytes) + " of host memory, pinned");
   log.table(step.layout.ranks() == 1          ? std::string("memory")
             : plan.others                     ? "memory of rank 0, the server"
             : step.layout.pipeline.stages > 1 ? formatted("memory per rank of stage {}, which needs most", largest)
@@ -318,6 +322,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
                                                                              : o.machine),
               time);
   for (const std::string& notice : detail::plan_notices(o, device, step)) log.line(notice);
+  if (const std::string notice = copies_notice(o, plan); !notice.empty()) log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
   if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
   log.line("=> " + verdict);

@@ -189,6 +189,7 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
   if (step.layout.ranks() > 1) report_ranks(log, o, device, job.backend, step.layout.mesh());
   if (step.layout.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
   detail::report_memory(log, step, job.plan);
+  if (const std::string notice = copies_notice(o, job.plan); !notice.empty()) log.line(notice);
   detail::report_unlikely_data(log, step, *job.data);
   for (const std::string& notice : job.data->notices) log.line("notice: " + notice);
   for (const std::string& notice : detail::tokenizer_notices(o, step.model, *job.tokenizer, &job.data->train[0].shards))

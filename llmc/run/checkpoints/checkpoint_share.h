@@ -1,0 +1,94 @@
+// checkpoint_share.h: which part of a checkpoint each rank writes: some of the weights, and the optimizer's slices that
+// it owns.
+#pragma once
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/safetensors.h"
+#include "model/hf.h"
+#include "shard/zero.h"
+
+namespace llmc::detail {
+
+// Which rank writes each Hugging Face tensor: a unit goes to the rank with the fewest bytes so far.
+struct WritePlan {
+  std::vector<HfTensor> tensors;
+  std::vector<size_t> unit;  // the unit of each tensor
+  std::vector<int> writer;   // the rank that writes each unit
+  std::set<int> writers;     // ranks that write anything
+
+  WritePlan(const ModelConfig& config, const ModelState& state) : tensors(hf_tensors(config)) {
+    const Groups& groups = state.groups();
+    const ParamTable units = parameter_table(config);
+    std::map<std::string, size_t> unit_of;
+    std::vector<int64_t> bytes(static_cast<size_t>(groups.ranks()), 0);
+    for (size_t u = 0; u < units.size(); ++u) {
+      for (const ParamSpec& p : units[u].params) unit_of[p.name] = u;
+      const auto first = bytes.begin() + state.stage_of(u) * groups.ranks_of_stage();  // ranks that hold it
+      const auto least = std::min_element(first, first + groups.ranks_of_stage());
+      *least += UnitLayout(units[u], state.zero_config().ranks()).size;
+      writer.push_back(static_cast<int>(least - bytes.begin()));
+    }
+    writers.insert(writer.begin(), writer.end());
+    for (const HfTensor& t : tensors) unit.push_back(unit_of.at(t.parts[0]));
+  }
+  std::string file(int rank) const {
+    return writers.size() == 1 ? "model.safetensors"
+                               : formatted("model-{:05}-of-{:05}.safetensors",
+                                           std::distance(writers.begin(), writers.find(rank)) + 1, writers.size());
+  }
+  // model.safetensors.index.json
+  std::string index(DType dtype) const {
+    nlohmann::ordered_json map;
+    int64_t bytes = 0;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      map[tensors[i].name] = file(writer[unit[i]]);
+      bytes += TensorInfo{"", dtype, tensors[i].shape}.bytes();
+    }
+    return nlohmann::ordered_json{{"metadata", {{"total_size", bytes}}}, {"weight_map", map}}.dump(2) + "\n";
+  }
+};
+
+// The slices of the optimizer's state that a rank owns: the rest of its replica does not hold them, or holds and
+// updates them alike (stage 0).
+struct OwnedSlices {
+  StateTable slices;
+  int place, owners = 0;  // of this rank in its replica and stage, whose first ranks own the slices
+  bool first_replica;
+
+  explicit OwnedSlices(const ModelState& state)
+      : place(state.groups().me.shard * state.groups().layout.tensor.ranks + state.groups().me.tensor),
+        first_replica(state.groups().me.replica == 0) {
+    const Groups& groups = state.groups();
+    const Layout& layout = groups.layout;
+    for (size_t u = 0; u < state.size(); ++u) {
+      const Sharing sharing = state.sharing_of(u);
+      const int shards = state.zero_config(sharing).owners();
+      owners = std::max(owners, shards * (sharing == Sharing::experts ? layout.expert.ranks : layout.tensor.ranks));
+      if (state.has(u) && groups.sharers(sharing).shard < shards) state.unit(u).append_to(slices);
+    }
+    std::erase_if(slices, [](const StateEntry& e) { return e.kind == StateKind::weight || !e.param->first_copy; });
+  }
+  bool any() const { return first_replica && place < owners; }
+};
+
+// The bytes of a checkpoint that a rank of this one's stage writes, at most. Called for the first rank of a stage,
+// which owns as much of the optimizer's state as any.
+inline int64_t bytes_of_share(const ModelConfig& config, const ModelState& state) {
+  const WritePlan plan(config, state);
+  std::vector<int64_t> weights(static_cast<size_t>(state.groups().ranks()));
+  for (size_t i = 0; i < plan.tensors.size(); ++i)
+    weights[static_cast<size_t>(plan.writer[plan.unit[i]])] +=
+        TensorInfo{"", state.precision().weights, plan.tensors[i].shape}.bytes();
+  const auto first = weights.begin() + state.groups().me.stage * state.groups().ranks_of_stage();
+  int64_t bytes = *std::max_element(first, first + state.groups().ranks_of_stage());
+  for (const OwnedSlices owned(state); const StateEntry& e : owned.slices) bytes += e.tensor.size_bytes();
+  return bytes;
+}
+
+}  // namespace llmc::detail
