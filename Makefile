@@ -10,6 +10,7 @@
 ##   test-fresh   `make run` and `make test` on bare Debian roots; as root, takes an hour, the network and 2 GB
 ##   check        floors, headers, formatting, shell and Python scripts
 ##   bench        compare training steps with PyTorch; BENCH_FLAGS are options of dev/bench/compare.py
+##   bench-checkpoint   what saving costs a run: async, sync, and PyTorch's async_save; SMALL=1: minutes
 ##   bench-dist   tokens/s of one rank and of two, as threads, by MPI and TCP; a pipeline beside data parallelism; the
 ##                ring beside MPI's collectives
 ##   bench-cuda   on a GPU: each op of a training step against the roofline, and training steps against PyTorch
@@ -33,7 +34,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need no knowledge of the machine; all other targets do.
-OUTER_TARGETS := help run test test-long test-fresh check bench bench-dist bench-cuda reconfigure deps format clean
+OUTER_TARGETS := help run test test-long test-fresh check bench bench-checkpoint bench-dist bench-cuda reconfigure deps format clean
 INNER_TARGETS := all tests test-runs test-sum test-cuda ladders cpu-ladder smoke smoke-other check-archs config \
                  check-floors check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
@@ -518,6 +519,10 @@ bench:
 	@$(INSTALL) build
 	@$(AGAIN) train_gpt
 	@dev/bench/run.sh $(BENCH_FLAGS)
+bench-checkpoint:
+	@$(INSTALL) build
+	@$(AGAIN) train_gpt
+	@dev/bench/checkpoint.sh $(BENCH_FLAGS)
 bench-dist:
 	@$(INSTALL) build test
 	@$(AGAIN) train_gpt comm-bench pipeline-bench
