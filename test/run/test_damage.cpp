@@ -227,7 +227,8 @@ TEST_CASE("if one rank cannot write its part of a checkpoint, all give up togeth
   // The optimizer slices of the second rank meet a full disk at step 2, once.
   const std::string shim =
       "FILE_OPS_ROOT=" + dir.path() + " FILE_OPS_FULL=.tmp-step-000002/optimizer-00002 LD_PRELOAD=build/file_ops.so";
-  const std::string options = "--max-steps 6 --checkpoint-every 2 --local-ranks 2 --zero-stage 1 ";
+  const std::string options =
+      "--max-steps 6 --checkpoint-every 2 --local-ranks 2 --zero-stage 1 --checkpoint-mode sync ";
   const ProgramResult r = run_program(tiny(dir / "run", options), shim);
   INFO(r.out << r.err);
   REQUIRE(r.status == 0);

@@ -24,6 +24,7 @@ std::vector<std::string> metrics(const std::string& out) {
   std::ifstream in(out + "/metrics.jsonl");
   for (std::string line; std::getline(in, line);) {
     const json o = json::parse(line);
+    if (o["kind"] == "checkpoint") continue;
     lines.push_back(
         formatted("{} {} {:.17g}", o["kind"].get<std::string>(), o["step"].get<int64_t>(), o["loss"].get<double>()));
   }

@@ -367,7 +367,7 @@ TEST_CASE("a plan as JSON has the numbers of the plan, for each stage", "[run][p
                         "2"};
   o = parse_command_line(std::ssize(argv), argv, [](Options& at) { at.ranks = at.place.ranks_on_host = 8; }).options;
   const StepConfig step = choose_step(o);
-  const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
+  const Plan plan = plan_run(o, step, {DeviceKind::cpu, 1});
   REQUIRE(json["memory_bytes"] == plan.total_bytes());
   REQUIRE(json["layout"]["ranks"] == 8);
   REQUIRE(json["layout"]["layers_of_chunks"] == nlohmann::json{2, 2});
@@ -381,6 +381,7 @@ TEST_CASE("a plan as JSON has the numbers of the plan, for each stage", "[run][p
     for (const auto& group : stage["sent"]) sent += group["bytes"].get<int64_t>();
     REQUIRE(stage["memory_bytes"] == sum);
     REQUIRE(sum == plan.of_stage(s).total_bytes());
+    REQUIRE(stage["checkpoint_copy_bytes"] == plan.of_stage(s).share_bytes);
     REQUIRE(stage["sent_bytes"] == sent);
     REQUIRE(sent == plan.of_stage(s).bytes_sent());
     REQUIRE(stage["flops"] == plan.of_stage(s).flops());

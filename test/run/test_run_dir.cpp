@@ -101,7 +101,8 @@ TEST_CASE("a resumed run keeps the order of its samples; the opposite option is 
   auto losses_of = [&](const std::string& run) {
     std::vector<double> losses;
     std::istringstream lines(read_whole(dir / (run + "/metrics.jsonl")));
-    for (std::string line; std::getline(lines, line);) losses.push_back(json::parse(line)["loss"]);
+    for (std::string line; std::getline(lines, line);)
+      if (const json object = json::parse(line); object["kind"] == "train") losses.push_back(object["loss"]);
     return losses;
   };
   auto train = [&](const std::string& run, const std::string& more) {
@@ -173,12 +174,14 @@ TEST_CASE("a run that was stopped between its last update and its last validatio
                                    "--max-steps 3 --val-every 2 --val-steps 4 --keep-best --val-data "
                                    "test/golden/gpt2_tiny/train.bin");
   run_well(options);
-  const std::string whole = read_whole(dir / "run/metrics.jsonl"), last = whole.substr(whole.rfind("{\"kind\""));
-  REQUIRE(last.starts_with("{\"kind\":\"val\",\"step\":3,"));
-  std::ofstream(dir / "run/metrics.jsonl") << whole.substr(0, whole.size() - last.size());
+  const std::string whole = read_whole(dir / "run/metrics.jsonl");
+  const size_t at = whole.rfind("{\"kind\":\"val\",\"step\":3,");
+  REQUIRE(at != whole.npos);
+  const std::string before = whole.substr(0, at), last = whole.substr(at, whole.find('\n', at) - at);
+  std::ofstream(dir / "run/metrics.jsonl") << before;
   run_well(options);
   const std::string again = read_whole(dir / "run/metrics.jsonl"), redone = again.substr(again.rfind("{\"kind\""));
-  REQUIRE(again.substr(0, again.size() - redone.size()) == whole.substr(0, whole.size() - last.size()));
+  REQUIRE(again.substr(0, again.size() - redone.size()) == before);
   REQUIRE(json::parse(redone)["loss"] == json::parse(last)["loss"]);
   REQUIRE(json::parse(redone)["elapsed_s"] > json::parse(last)["elapsed_s"].get<double>() / 2);  // counted on
   REQUIRE(run_program(options).out.find("already complete") != std::string::npos);

@@ -123,7 +123,7 @@ same() { # OUT
 submit() {
   sbatch --parsable --ntasks-per-node=2 --output="$1.out" scripts/multi_node/run_sbatch.sh "${run[@]}" --out-dir "$@"
 }
-in_step() { [ -e "$1/metrics.jsonl" ] && [ "$(wc -l <"$1/metrics.jsonl")" -ge "$2" ]; }   # OUT STEP
+in_step() { [ -e "$1/metrics.jsonl" ] && [ "$(grep -c '"kind":"train"' "$1/metrics.jsonl")" -ge "$2" ]; }   # OUT STEP
 state_of() { scontrol --oneliner show job "$1" | grep -oE '(JobState|ExitCode|Restarts)=[^ ]*' | tr '\n' ' '; }
 has_ended() { [[ $(state_of "$1") != *=@(RUNNING|COMPLETING|PENDING)* ]]; }
 ended() { # JOB STATE
