@@ -80,12 +80,13 @@ void measure(const Sizes& s, DType dtype, Share share, int threads) {
   const struct {
     const char* name;
     std::function<void()> grouped, dense;
-  } products[] = {{"forward", [&] { grouped_linear_forward(y, x, weight, offsets, stream); },
-                   [&] { linear_forward(y, x, dense, {}, stream); }},
-                  {"backward, input", [&] { grouped_linear_backward_input(x, y, weight, offsets, stream); },
-                   [&] { linear_backward_input(x, y, dense, stream); }},
-                  {"backward, weight", [&] { grouped_linear_backward_weight(dweight, y, x, offsets, stream); },
-                   [&] { linear_backward_weight(ddense, {}, y, x, stream); }}};
+  } products[] = {
+      {"forward", [&] { grouped_linear_forward(y, x, weight, offsets, stream); },
+       [&] { linear_forward(y, x, dense, {}, stream); }},
+      {"backward, input", [&] { grouped_linear_backward_input(x, y, weight, offsets, stream); },
+       [&] { linear_backward_input(x, y, dense, stream); }},
+      {"backward, weight", [&] { grouped_linear_backward_weight(dweight, y, x, offsets, Accumulate::no, stream); },
+       [&] { linear_backward_weight(ddense, {}, y, x, Accumulate::no, stream); }}};
   for (const auto& product : products) {
     double best[2] = {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::infinity()};
     for (int run = 0; run < 8; ++run) {

@@ -39,8 +39,11 @@ class OwnExperts : SparseLayer {
   // The gradients of the experts' matrices += ...
   void backward_weight(Tensor dup, Tensor doutputs) const {
     const Matrices d = matrices(&UnitState::gradient);
-    grouped_linear_backward_weight(d.down, doutputs, received_.activated, received_.offsets, stream());
-    grouped_linear_backward_weight(d.gate_up, dup, received_.rows, received_.offsets, stream());
+    auto product = [&](Tensor dweight, Tensor dout, Tensor x) {
+      grouped_linear_backward_weight(dweight, dout, x, received_.offsets, r.experts().accumulate(dweight), stream());
+    };
+    product(d.down, doutputs, received_.activated);
+    product(d.gate_up, dup, received_.rows);
   }
 
  private:

@@ -72,8 +72,9 @@ class SharedExpert : SparseLayer {
     if (!exists()) return;
     down().backward_weight(d.shared_out, e.shared_activated);
     up().backward_weight(d.shared_up, a.norm2, gathered.norm2);
-    if (gated())
-      router_backward_weight(unit.gradient("moe.shared_gate.weight"), rows(d.gate_logits), rows(a.norm2), stream());
+    if (!gated()) return;
+    const Tensor dgate = unit.gradient("moe.shared_gate.weight");
+    router_backward_weight(dgate, rows(d.gate_logits), rows(a.norm2), unit.accumulate(dgate), stream());
   }
 
  private:

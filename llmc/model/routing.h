@@ -50,7 +50,8 @@ class ExpertRouter : SparseLayer {
     router_backward_input(dx, rows(dlogits), unit.weight("moe.router.weight"), Accumulate::yes, stream());
   }
   void backward_weight(Tensor dlogits) const {
-    router_backward_weight(unit.gradient("moe.router.weight"), rows(dlogits), rows(a.norm2), stream());
+    const Tensor dweight = unit.gradient("moe.router.weight");
+    router_backward_weight(dweight, rows(dlogits), rows(a.norm2), unit.accumulate(dweight), stream());
   }
 
  private:

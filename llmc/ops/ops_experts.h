@@ -63,19 +63,21 @@ inline void router_backward_input(Tensor dx, Tensor dlogits, Tensor weight, Accu
   product(detail::split_in_three(dlogits, detail::Parts::side_by_side, stream), weights);
 }
 
-// dweight += dlogits^T x.   dweight (E, C)
-inline void router_backward_weight(Tensor dweight, Tensor dlogits, Tensor x, Stream& stream) {
+// dweight = or += (as requested) dlogits^T x.   dweight (E, C)
+inline void router_backward_weight(Tensor dweight, Tensor dlogits, Tensor x, Accumulate accumulate_dweight,
+                                   Stream& stream) {
   const int64_t N = x.shape[0], C = x.shape[1], E = dlogits.shape[1];
   CHECK_TENSOR(dlogits, accumulator_of(x.dtype), N, E);
   CHECK_TENSOR(dweight, accumulator_of(x.dtype), E, C);
-  const auto add = [&](Tensor gradients) {
-    detail::matmul("router_backward_weight", dweight, gradients, Transpose::yes, x, Transpose::no, N, {},
-                   Accumulate::yes, stream);
+  const auto product = [&](Tensor gradients, Accumulate accumulate) {
+    detail::matmul("router_backward_weight", dweight, gradients, Transpose::yes, x, Transpose::no, N, {}, accumulate,
+                   stream);
   };
-  if (x.dtype != DType::bf16) return add(dlogits);
+  if (x.dtype != DType::bf16) return product(dlogits, accumulate_dweight);
   auto scope = stream.scratch().scope();
   const Tensor parts = detail::split_in_three(dlogits, detail::Parts::one_after_the_other, stream);
-  for (int64_t part = 0; part < 3; ++part) add(parts.slice(part * N * E, {N, E}));
+  for (int64_t part = 0; part < 3; ++part)
+    product(parts.slice(part * N * E, {N, E}), part == 0 ? accumulate_dweight : Accumulate::yes);
 }
 
 // choices (N, k) int32 = the experts of each row with the largest score, or score + bias, in this order; ties go to the
@@ -301,25 +303,27 @@ inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight,
       });
 }
 
-// dweight[e] += dout^T x over the rows of expert e; unchanged if it has none.   dweight (E, O, I) in the accumulator
-// dtype
-inline void grouped_linear_backward_weight(Tensor dweight, Tensor dout, Tensor x, Tensor offsets, Stream& stream) {
+// dweight[e] = or += (as requested) dout^T x over the rows of expert e, 0 if it has none.   dweight (E, O, I) in the
+// accumulator dtype
+inline void grouped_linear_backward_weight(Tensor dweight, Tensor dout, Tensor x, Tensor offsets,
+                                           Accumulate accumulate_dweight, Stream& stream) {
   const int64_t R = x.shape[0], E = dweight.shape[0], O = dweight.shape[1], I = dweight.shape[2];
   CHECK_TENSOR(dweight, accumulator_of(x.dtype), E, O, I);
   CHECK_TENSOR(dout, x.dtype, R, O);
   CHECK_TENSOR(x, x.dtype, R, I);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   OpCost cost = detail::grouped_cost("grouped_linear_backward_weight", R, dweight, dout, x, {O, I, ceil_div(R, E), E});
-  cost.bytes += detail::bytes_of({dweight});  // read and written
+  if (accumulate_dweight == Accumulate::yes) cost.bytes += detail::bytes_of({dweight});  // read and written
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::grouped_scratch(stream, R, x.dtype);
   detail::run_op(stream, x.dtype, cost, {dweight}, [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
     RUN_ON_DEVICE(
         stream, X,
         cuda::grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(), offsets.data<int32_t>(), E,
-                                             O, I, stream.cuda()),
+                                             O, I, accumulate_dweight, stream.cuda()),
         cpu::products<X>().grouped_linear_backward_weight(dweight.data<A>(), dout.data<X>(), x.data<X>(),
-                                                          offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
+                                                          offsets.data<int32_t>(), scratch.bytes, R, E, O, I,
+                                                          accumulate_dweight));
   });
 }
 

@@ -216,12 +216,13 @@ inline void linear_backward_bias(Tensor dbias, Tensor dout, Stream& stream) {
          N, O);
 }
 
-// dweight += dout^T x, dbias += column sums of dout (dbias may be empty).
-inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Stream& stream) {
+// dweight = or += (as requested) dout^T x, dbias += column sums of dout (dbias may be empty).
+inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Accumulate accumulate_dweight,
+                                   Stream& stream) {
   const int64_t N = x.shape[0], I = x.shape[1], O = dout.shape[1];
   CHECK_TENSOR(dout, x.dtype, N, O);
   CHECK_TENSOR(dweight, accumulator_of(x.dtype), O, I);
-  detail::matmul("linear_backward_weight", dweight, dout, Transpose::yes, x, Transpose::no, N, {}, Accumulate::yes,
+  detail::matmul("linear_backward_weight", dweight, dout, Transpose::yes, x, Transpose::no, N, {}, accumulate_dweight,
                  stream);
   if (!dbias.empty()) linear_backward_bias(dbias, dout, stream);
 }

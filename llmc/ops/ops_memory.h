@@ -3,6 +3,7 @@
 #include <initializer_list>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "core/precision.h"
 #include "ops/dispatch.h"
@@ -57,6 +58,19 @@ void run_op(Stream& stream, DType dtype, const OpCost& cost, const Outputs& outp
 inline void zero(Tensor out, Stream& stream) {
   stream.run({"zero", 0, detail::bytes_of({out})}, {out},
              [=, &stream] { CALL_OP(stream, void, zero, out.bytes, out.size_bytes()); });
+}
+
+// The same for several tensors: on a GPU, one launch for many that are small.
+inline void zero(const std::vector<Tensor>& all, Stream& stream) {
+  if (all.empty()) return;
+  double bytes = 0;
+  for (const Tensor& t : all) bytes += detail::bytes_of({t});
+  stream.run({"zero", 0, bytes}, all, [all, &stream] {
+    [[maybe_unused]] const auto each = [&](auto&& f) {
+      for (const Tensor& t : all) f(t.bytes, t.size_bytes());
+    };
+    RUN_ON_DEVICE(stream, void, cuda::zero_each(each, stream.cuda()), each(cpu::ops<void>().zero));
+  });
 }
 
 // out = x, same dtype and shape

@@ -44,6 +44,8 @@ struct Parameters {
   Tensor dweight() const { return unit.gradient(full(".weight"), fused); }
   Tensor bias() const { return unit.has(full(".bias")) ? unit.weight(full(".bias"), fused) : Tensor{}; }
   Tensor dbias() const { return unit.has(full(".bias")) ? unit.gradient(full(".bias"), fused) : Tensor{}; }
+  // Whether a product adds to dweight().
+  Accumulate accumulate() const { return unit.accumulate(dweight()); }
   std::string full(const char* suffix) const { return std::string(name) + suffix; }
 };
 
@@ -69,12 +71,13 @@ struct ColumnLinear {
     meanwhile();
     linear_backward_input(dx, dout, p.weight(), g.compute);
   }
-  // dweight, dbias +=.   gathered: all rows of x, if they are still there
+  // dweight, dbias += (the unit knows which products of a sum write instead).   gathered: all rows of x, if they are
+  // still there
   void backward_weight(Tensor dout, Tensor x, Tensor gathered = {}) const {
     auto scope = g.arena.scope();
     if (gathered.empty()) gathered = all_rows("gathered again", x, g);
     linear_backward_weight(p.dweight(), p.bias_apart ? Tensor{} : p.dbias(), dout,
-                           rows_of(gathered, {0, dout.shape[0]}), g.compute);
+                           rows_of(gathered, {0, dout.shape[0]}), p.accumulate(), g.compute);
   }
   // Both at once: x travels while dx is computed, and dx while dweight is.
   void backward(Tensor dx, Tensor dout, Tensor x, Tensor gathered = {}) const {
@@ -111,10 +114,10 @@ struct RowLinear {
   }
   // dweight +=; dbias += the sum of this rank's rows of dout.   gathered: all rows of dout, if they are still there
   void backward_weight(Tensor dout, Tensor x, Tensor gathered = {}) const {
-    if (!g.by_rows()) return linear_backward_weight(p.dweight(), p.dbias(), dout, x, g.compute);
+    if (!g.by_rows()) return linear_backward_weight(p.dweight(), p.dbias(), dout, x, p.accumulate(), g.compute);
     auto scope = g.arena.scope();
     if (gathered.empty()) gathered = all_rows("gathered gradient", dout, g);
-    linear_backward_weight(p.dweight(), {}, rows_of(gathered, {0, x.shape[0]}), x, g.compute);
+    linear_backward_weight(p.dweight(), {}, rows_of(gathered, {0, x.shape[0]}), x, p.accumulate(), g.compute);
     if (const Tensor dbias = p.dbias(); !dbias.empty()) linear_backward_bias(dbias, dout, g.compute);
   }
   // Both at once.
@@ -178,6 +181,7 @@ struct Embedding {
   }
   // dwte, dwpe +=; dwpe: from the rows that this rank has
   void backward(Tensor dout, Tensor tokens, Tensor positions) const {
+    unit.zero_unwritten(g.compute);
     const Tensor dwte = unit.gradient("wte.weight"),
                  dwpe = unit.has("wpe.weight") ? unit.gradient("wpe.weight") : Tensor{};
     if (g.size() == 1) return embedding_backward(dwte, dwpe, dout, tokens, positions, g.compute);

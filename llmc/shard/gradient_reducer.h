@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -19,14 +20,15 @@ class GradientReducer {
   }
 
   // Before the first micro-batch of a step.
-  void zero_all(Stream& compute) {
+  void begin(Stream& compute) {
     for (const auto& [u, buffer] : current_) buffer->release(compute);  // left by an interrupted step
     current_.clear();
+    std::vector<Tensor> zeroed;
     units_.for_each([&](size_t u) {
-      const UnitState& unit = units_.unit(u);
-      const Tensor sum = by_micro_batch() ? unit.gradient_sum() : unit.gradients();
-      if (!sum.empty()) llmc::zero(sum, compute);  // empty: a parameter server holds it
+      if (by_micro_batch()) sums_to_write_.insert(u);
+      else units_.unit(u).begin_sum(zeroed);
     });
+    llmc::zero(zeroed, compute);
   }
   // Before the first backward of a unit in a micro-batch.
   void start(size_t u, Stream& compute) {
@@ -36,7 +38,9 @@ class GradientReducer {
     CHECK(buffer != nullptr, "{}: its gradients have no buffer", unit.spec().name);
     compute.wait(buffer->free);
     unit.attach_gradients(buffer->memory);
-    llmc::zero(unit.gradients(), compute);
+    std::vector<Tensor> zeroed;
+    unit.begin_sum(zeroed);
+    llmc::zero(zeroed, compute);
     current_.emplace_back(u, buffer);
   }
   // Before a later part of a unit's backward: continues the gradients of its oldest micro-batch.
@@ -46,6 +50,7 @@ class GradientReducer {
   // After the last backward of a unit in a micro-batch: reduces its gradients while the next unit computes.
   void reduce(size_t u, bool last_micro_batch, Stream& compute) {
     const UnitState& unit = units_.unit(u);
+    unit.zero_unwritten(compute);
     const bool alone = units_.zero_config(units_.sharing_of(u)).ranks() == 1 && unit.partial_sums().empty();
     if (!by_micro_batch() && (!last_micro_batch || alone)) return;
     Groups& groups = units_.groups();
@@ -62,8 +67,12 @@ class GradientReducer {
       groups[GroupName::gradients].push(all, zero().owners(), stream);
     }
     if (by_micro_batch()) {
-      if (const Range kept = unit.update_range(); kept.size > 0)
-        add_to(unit.gradient_sum(), all.slice(kept.begin, {kept.size}), stream);
+      const bool first = sums_to_write_.erase(u) > 0;
+      if (const Range kept = unit.update_range(); kept.size > 0) {
+        const Tensor mine = all.slice(kept.begin, {kept.size});
+        if (first) copy(unit.gradient_sum(), mine, stream);
+        else add_to(unit.gradient_sum(), mine, stream);
+      }
       const auto current = oldest(u);
       groups.hooks.released(current->second->memory, stream);
       current->second->release(stream);
@@ -75,6 +84,7 @@ class GradientReducer {
   // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets the sum of the
   // gradients of both.
   void finish(Stream& compute) {
+    CHECK(sums_to_write_.empty(), "the gradients of {} units were not reduced", sums_to_write_.size());
     Groups& groups = units_.groups();
     if (units_.shares_embedding()) {
       groups.reduce_stream().wait(compute.record());
@@ -117,6 +127,7 @@ class GradientReducer {
 
   Units& units_;
   UnitBuffers buffers_;
+  std::set<size_t> sums_to_write_;                   // units whose first micro-batch is not yet reduced
   std::vector<std::pair<size_t, Buffer*>> current_;  // unit and buffer, between start and reduction
 };
 

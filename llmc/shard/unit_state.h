@@ -12,7 +12,9 @@
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
 #include <algorithm>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/groups.h"
@@ -62,6 +64,7 @@ class UnitState {
     const DType dtype = precision.weights, state = precision.state;
     whole_ = {0, layout_.size};
     find_copies();
+    find_matrices();
     shard_range_ = {layout_.size / zero.shards * shard, layout_.size / zero.shards};
     const ZeroConfig::Updates updates = zero.updates();
     update_range_ = updates == ZeroConfig::Updates::shard_owners             ? shard_range_
@@ -152,6 +155,32 @@ class UnitState {
   const Tensor& version(size_t index) const { return versions_[index]; }
   void attach_gradients(const Tensor& buffer) { gradients_ = in_buffer(buffer); }
 
+  // Begins a sum in gradients(). Matrices, which are nearly all of it, are not zeroed: the first product writes them.
+  // Appends the rest to `zeroed`, which the caller zeroes.
+  void begin_sum(std::vector<Tensor>& zeroed) {
+    std::vector<Tensor>& unwritten = unwritten_[gradients_.bytes] = {};
+    for (const Range& r : matrices_)
+      if (r.size > 0) unwritten.push_back(gradients_.slice(r.begin, {r.size}));
+    for (const Range& r : rest_) zeroed.push_back(gradients_.slice(r.begin, {r.size}));
+  }
+  // For a product that is about to write `matrix` or to add to it: whether it adds.
+  Accumulate accumulate(const Tensor& matrix) const {
+    std::vector<Tensor>& unwritten = unwritten_[gradients_.bytes];
+    const auto overlaps = [&](const Tensor& t) {
+      return t.bytes < matrix.bytes + matrix.size_bytes() && matrix.bytes < t.bytes + t.size_bytes();
+    };
+    const auto found = std::find_if(unwritten.begin(), unwritten.end(), overlaps);
+    if (found == unwritten.end()) return Accumulate::yes;
+    CHECK(found->bytes == matrix.bytes && found->numel() == matrix.numel(),
+          "unit {}: a product writes a part of the gradient of {}", spec_.name, matrix.name);
+    unwritten.erase(found);
+    return Accumulate::no;
+  }
+  // Before anything but a product adds to the gradients, or reads them.
+  void zero_unwritten(Stream& stream) const { zero(std::exchange(unwritten_[gradients_.bytes], {}), stream); }
+  // A graph has repeated what was captured while products wrote them.
+  void all_written() { unwritten_.clear(); }
+
   void zero_all(Stream& stream) const {
     for (const Tensor& t : {sharded_ == Sharded::weights ? weight_shard_ : weights_, master_, slots_[0], slots_[1]})
       if (!t.empty()) zero(t, stream);
@@ -228,6 +257,22 @@ class UnitState {
     if (begin < layout_.size) counted_.push_back({begin, layout_.size - begin});
   }
 
+  // Parameters that products multiply by, each with those adjacent to it; and what is between them.
+  void find_matrices() {
+    for (size_t i = 0; i < spec_.params.size(); ++i) {
+      const ParamSpec& p = spec_.params[i];
+      if (p.shape.rank() != 2) continue;
+      if (p.placement == Placement::aligned) matrices_.push_back({layout_.offsets[i], 0});
+      matrices_.back().size += p.stored_shape().numel();
+    }
+    int64_t begin = 0;
+    for (const Range& r : matrices_) {
+      if (r.begin > begin) rest_.push_back({begin, r.begin - begin});
+      begin = r.end();
+    }
+    if (begin < layout_.size) rest_.push_back({begin, layout_.size - begin});
+  }
+
   bool rounds_stochastically() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
 
   // One parameter at a time: each has its own random numbers.
@@ -270,12 +315,14 @@ class UnitState {
   UnitLayout layout_;
   Sharded sharded_;
   Range whole_, shard_range_, update_range_;
-  std::vector<Range> counted_;
+  std::vector<Range> counted_, matrices_, rest_;
   std::vector<PartialSum> partial_sums_;
   Tensor weights_, weight_shard_;    // in the training dtype
   std::vector<Tensor> versions_;     // the buffers of all versions; weights_ is one of them
   Tensor gradients_, gradient_sum_;  // fp32; with GradReduce::micro the sum of the reduced micro-batches
-  Tensor master_;                    // fp32, of update_range_, as the slots are
+  // Matrices of gradients that nothing has been added to since their sums began, by the buffer that they are in.
+  mutable std::map<const std::byte*, std::vector<Tensor>> unwritten_;
+  Tensor master_;  // fp32, of update_range_, as the slots are
   SlotTensors slots_;
 };
 

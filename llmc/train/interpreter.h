@@ -77,15 +77,17 @@ class Interpreter {
     }
     take_message(action, open.memory);
     const StreamRange range(context_.compute, [&] { return action_span(action, config_.pipeline()); });
+    const bool first = action.kind != ActionKind::forward && action.micro_batch == 0;  // writes gradients, does not add
     if (on_paper() && replayable(action, pass))
-      return context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, nullptr, nullptr}],
+      return context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, first, nullptr, nullptr}],
                                        [&] { dispatch(action, open.memory.slot(action), pass, logits); });
     const Slot slot = open.memory.slot(action);
     auto enqueue_it = [&] { dispatch(action, slot, pass, logits); };
-    if (replayable(action, pass))
-      context_.compute.replayed(
-          replays_[{action.kind, action.chunk, action.slice, slot.inputs.tokens.bytes, slot.input.bytes}], enqueue_it);
-    else enqueue_it();
+    if (!replayable(action, pass)) return enqueue_it();
+    context_.compute.replayed(
+        replays_[{action.kind, action.chunk, action.slice, first, slot.inputs.tokens.bytes, slot.input.bytes}],
+        enqueue_it);
+    if (is_backward(action.kind)) stage_.gradients_written(action.chunk);
   }
 
   // Reads the headers of the messages taken so far, for take_headers(): the caller that waits for the results of a pass
@@ -238,8 +240,9 @@ class Interpreter {
   Stage& stage_;
   std::vector<Chunk> chunks_here_;  // of the model; those of other stages have no layers
   Uploads uploads_;
-  // By kind, chunk, slice and, but for paper, the addresses of its inputs.
-  std::map<std::tuple<ActionKind, int, int, const std::byte*, const std::byte*>, Replay> replays_;
+  // By kind, chunk, slice, whether it is a backward of the first micro-batch and, but for paper, the addresses of its
+  // inputs.
+  std::map<std::tuple<ActionKind, int, int, bool, const std::byte*, const std::byte*>, Replay> replays_;
   std::vector<ReceivedHeaders> headers_;  // not yet taken
   std::vector<PassTime>* action_times_ = nullptr;
   Action action_ = {ActionKind::forward, 0, -1};  // the action that is being enqueued

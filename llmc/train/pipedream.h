@@ -145,7 +145,7 @@ class Pipedream {
       if (a.kind == ActionKind::backward) {
         state_.versions.begin_backward(a.micro_batch);
         zero(row_, context_.compute);
-        state_.gradients.zero_all(context_.compute);
+        state_.gradients.begin(context_.compute);
       }
       interpreter_.enqueue(a, *pass_, batches);
     }

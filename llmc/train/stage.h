@@ -147,6 +147,13 @@ class Stage {
     }
   }
 
+  // After a whole backward of a chunk, which a graph may have repeated: it leaves no gradient of its units unwritten.
+  void gradients_written(int index) {
+    for (const size_t u : units_acquired({ActionKind::backward, index, 0}, Purpose::train))
+      state_.unit(u).all_written();
+    if (chunk(index).has_embedding) state_.unit(embedding_unit).all_written();
+  }
+
  private:
   static constexpr size_t embedding_unit = 0;
   const LayerUnits& units_of(int64_t layer) const { return layer_units_[static_cast<size_t>(layer)]; }
@@ -236,6 +243,7 @@ class Stage {
     // A tied table gets its gradients in two parts, here and in backward_embedding(), which reduces them.
     if (config_.model.tied) start_gradients(embedding_unit, slot);
     head_pass_.train(head, x, slot);
+    if (config_.model.tied) state_.unit(embedding_unit).zero_unwritten(context_.compute);  // its positions
     reduce_gradients(head_unit(), slot, last_micro_batch);
     if (reduces_tied_parts()) reduce_gradients(embedding_unit, slot, last_micro_batch);
     release_head();

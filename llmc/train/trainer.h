@@ -153,7 +153,7 @@ class Trainer {
 
   // Gradients of the mean loss of the whole step, summed over the ranks, left in state().
   void accumulate_gradients(const BatchSource& batches, Launch launch = Launch::replay) {
-    state_.gradients.zero_all(context_.compute);
+    state_.gradients.begin(context_.compute);
     if (!experts_.empty()) zero(experts_.record(), context_.compute);
     run(actions_, {.purpose = Purpose::train, .shape = config_.batch, .launch = launch}, batches);
     state_.gradients.finish(context_.compute);

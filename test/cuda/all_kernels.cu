@@ -86,7 +86,7 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   combine_backward(x, f, x, x, f, ids, N, C, 1, stream);
   grouped_linear_forward(x, x, x, ids, N, 1, C, C, stream);
   grouped_linear_backward_input(x, x, x, ids, N, 1, C, C, stream);
-  grouped_linear_backward_weight(f, x, x, ids, 1, C, C, stream);
+  grouped_linear_backward_weight(f, x, x, ids, 1, C, C, Accumulate::no, stream);
 }
 template void all_kernels(float*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
 template void all_kernels(bf16*, float*, double*, int32_t*, int64_t, int64_t, cudaStream_t);
@@ -98,6 +98,7 @@ void use_expert_ranks(int32_t* ids, float* f, double* d, int64_t N, cudaStream_t
   segment_starts(ids, ids, ids, ids, ids, ids, 0, N, N, stream);
   add_expert_counts(d, ids, N, N, stream);
   update_expert_biases(f, d, d, N, 0, stream);
+  zero_each([](auto&&) {}, stream);
 }
 
 void use_split(bf16* out, const float* x, int64_t N, cudaStream_t stream) {

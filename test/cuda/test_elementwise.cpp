@@ -99,6 +99,30 @@ TEMPLATE_TEST_CASE("residual addition, scaling and filling round like the CPU", 
   REQUIRE(same_bits(check_kernel(run, right, 1e-30), right));
 }
 
+TEST_CASE("many arrays are zeroed, and nothing between them", "[cuda]") {
+  // More than one launch takes; one is so large that it is not for a kernel.
+  constexpr int64_t arrays = 70, n = 6000, large = 1 << 18;
+  const auto size_of = [](int64_t i) { return i == 3 ? large : i == 5 ? n : i % 4; };
+  int64_t all = 1;
+  for (int64_t i = 0; i < arrays; ++i) all += size_of(i) + 1;
+  std::vector<float> expected(static_cast<size_t>(all), 1.0f);
+  const auto run = [&]() -> Outputs {
+    DeviceArray<float> x(std::vector<float>(static_cast<size_t>(all), 1.0f));
+    cuda::zero_each(
+        [&](auto&& zero) {
+          int64_t begin = 1;  // unaligned to packs
+          for (int64_t i = 0; i < arrays; begin += size_of(i++) + 1) {
+            std::fill_n(expected.begin() + begin, size_of(i), 0.0f);
+            zero(reinterpret_cast<std::byte*>(static_cast<float*>(x) + begin), 4 * size_of(i));
+          }
+        },
+        nullptr);
+    return {{"x", x.host()}};
+  };
+  run();
+  check_kernel(run, {{"x", expected}}, 1e-6);
+}
+
 TEST_CASE("numbers in fp64 are added in fp64", "[cuda]") {
   const int64_t n = GENERATE(1, 300);
   std::vector<double> sums, to_add, right;

@@ -57,20 +57,20 @@ TEST_CASE("linear: finite differences; weight and bias gradients add", "[ops]") 
   Bench b;
   const Tensor x = b.normal({7, 5}), w = b.normal({9, 5}), bias = b.normal({9}), dout = b.normal({7, 9});
   const Tensor out = b.poisoned(DType::fp64, {7, 9}), dx = b.poisoned(DType::fp64, {7, 5});
-  const Tensor dw = b.zeros(DType::fp64, {9, 5}), db = b.zeros(DType::fp64, {9});
+  const Tensor dw = b.poisoned(DType::fp64, {9, 5}), db = b.zeros(DType::fp64, {9});
   auto value = [&] {
     linear_forward(out, x, w, bias, b.stream);
     b.stream.synchronize();
     return dot(out, dout);
   };
   linear_backward_input(dx, dout, w, b.stream);
-  linear_backward_weight(dw, db, dout, x, b.stream);
+  linear_backward_weight(dw, db, dout, x, Accumulate::no, b.stream);
   b.stream.synchronize();
   require_gradient(x, dx, value);
   require_gradient(w, dw, value);
   require_gradient(bias, db, value);
   const double before = dw.data<double>()[3];
-  linear_backward_weight(dw, {}, dout, x, b.stream);
+  linear_backward_weight(dw, {}, dout, x, Accumulate::yes, b.stream);
   b.stream.synchronize();
   REQUIRE(std::abs(dw.data<double>()[3] - 2 * before) < 1e-12);
 }

@@ -137,13 +137,13 @@ TEST_CASE("experts: finite differences of dispatch, grouped linear layers and we
   const int64_t rows = *count.data<int32_t>();
   const Tensor dy = fresh(R, C), dhidden = fresh(R, F), dgate_up = fresh(R, 2 * F, 1), dsent = fresh(R, C),
                dx = fresh(N, C), dweights = b.poisoned(DType::fp64, {N, c.k}),
-               ddown = b.zeros(DType::fp64, {c.E, C, F}), dup = b.zeros(DType::fp64, {c.E, 2 * F, C});
+               ddown = b.poisoned(DType::fp64, {c.E, C, F}), dup = b.poisoned(DType::fp64, {c.E, 2 * F, C});
   combine_backward(dy, dweights, dout, y, weights, p.places, b.stream);
   grouped_linear_backward_input(dhidden, dy, down, p.offsets, b.stream);
-  grouped_linear_backward_weight(ddown, dy, hidden, p.offsets, b.stream);
+  grouped_linear_backward_weight(ddown, dy, hidden, p.offsets, Accumulate::no, b.stream);
   swiglu_backward(dgate_up, dhidden, gate_up, b.stream, count);
   grouped_linear_backward_input(dsent, dgate_up, up, p.offsets, b.stream);
-  grouped_linear_backward_weight(dup, dgate_up, sent, p.offsets, b.stream);
+  grouped_linear_backward_weight(dup, dgate_up, sent, p.offsets, Accumulate::no, b.stream);
   combine_rows(dx, dsent, {}, p.places, Accumulate::no, b.stream);
   b.stream.set_inspector(nullptr);
   b.stream.synchronize();
@@ -161,7 +161,7 @@ TEST_CASE("experts: finite differences of dispatch, grouped linear layers and we
   const Tensor again = b.zeros(DType::fp64, {N, c.k}), twice = b.as(DType::fp64, ddown);
   value();
   combine_backward(y, again, dout, y, weights, p.places, b.stream);
-  grouped_linear_backward_weight(twice, y, hidden, p.offsets, b.stream);
+  grouped_linear_backward_weight(twice, y, hidden, p.offsets, Accumulate::yes, b.stream);
   b.stream.synchronize();
   REQUIRE(bits_of(again) == bits_of(dweights));
   REQUIRE(bits_of(y) == bits_of(dy));
@@ -186,7 +186,7 @@ TEST_CASE("grouped linear layers in fp32 and bf16 are those of each expert alone
     std::fill(t.bytes + used * t.shape[1] * size_of(d), t.bytes + t.size_bytes(), std::byte{0xff});
   grouped_linear_forward(out, x, w, offsets, b.stream);
   grouped_linear_backward_input(dx, dout, w, offsets, b.stream);
-  grouped_linear_backward_weight(dw, dout, x, offsets, b.stream);
+  grouped_linear_backward_weight(dw, dout, x, offsets, Accumulate::yes, b.stream);
   b.stream.synchronize();
   const double rounding = d == DType::bf16 ? 0x1p-8 : 1e-6;
   for (int64_t e = 0, begin = 0; e < E; begin += rows[static_cast<size_t>(e++)]) {
@@ -199,7 +199,8 @@ TEST_CASE("grouped linear layers in fp32 and bf16 are those of each expert alone
     }
     linear_forward(oute, wide_x.slice(begin * I, {n, I}), we, {}, b.stream);
     linear_backward_input(dxe, wide_dout.slice(begin * O, {n, O}), we, b.stream);
-    linear_backward_weight(dwe, {}, wide_dout.slice(begin * O, {n, O}), wide_x.slice(begin * I, {n, I}), b.stream);
+    linear_backward_weight(dwe, {}, wide_dout.slice(begin * O, {n, O}), wide_x.slice(begin * I, {n, I}),
+                           Accumulate::yes, b.stream);
     const Tensor got = b.as(DType::fp64, out.slice(begin * O, {n, O})),
                  dgot = b.as(DType::fp64, dx.slice(begin * I, {n, I}));
     REQUIRE(relative_distance(got.data<double>(), oute.data<double>(), n * O) < rounding);
@@ -241,7 +242,7 @@ TEST_CASE("the weighted sum adds in the order of the choices and rounds once; ro
   const Tensor dlogits = b.as(DType::fp32, b.normal({N, E})), w = b.as(DType::bf16, b.normal({E, C})),
                dx = b.as(DType::bf16, before), dw = b.zeros(DType::fp32, {E, C});
   router_backward_input(dx, dlogits, w, Accumulate::yes, b.stream);
-  router_backward_weight(dw, dlogits, out, b.stream);
+  router_backward_weight(dw, dlogits, out, Accumulate::yes, b.stream);
   b.stream.synchronize();
   const Tensor rows = b.as(DType::fp32, y), wide = b.as(DType::fp64, w), x = b.as(DType::fp64, out);
   for (int64_t n = 0; n < N; ++n)
@@ -269,6 +270,30 @@ TEST_CASE("the weighted sum adds in the order of the choices and rounds once; ro
   }
 }
 
+TEST_CASE("a weight gradient that is written has the bits of one added to zeros, whatever was there", "[ops][ep]") {
+  const DType d = GENERATE(DType::fp32, DType::bf16, DType::fp64), sum = accumulator_of(d);
+  const int64_t N = GENERATE(0, 3, 700);  // no rows; few; some for each of three experts, but none for two
+  const int32_t some = static_cast<int32_t>(N / 3);
+  const int64_t O = 70, I = 130, E = 5;
+  Bench b;
+  const Tensor offsets = offsets_of(b, {some, 0, some, some, 0});
+  const Tensor x = b.as(d, b.normal({N, I})), dout = b.as(d, b.normal({N, O})), dlogits = b.as(sum, b.normal({N, O}));
+  const auto [name, shape, product] = GENERATE_REF(table<const char*, Shape, std::function<void(Tensor, Accumulate)>>(
+      {{"linear", {O, I}, [&](Tensor dw, Accumulate a) { linear_backward_weight(dw, {}, dout, x, a, b.stream); }},
+       {"experts",
+        {E, O, I},
+        [&](Tensor dw, Accumulate a) { grouped_linear_backward_weight(dw, dout, x, offsets, a, b.stream); }},
+       {"router", {O, I}, [&](Tensor dw, Accumulate a) { router_backward_weight(dw, dlogits, x, a, b.stream); }}}));
+  CAPTURE(name, d, N);
+  const Tensor written = b.poisoned(sum, shape), added = b.zeros(sum, shape);
+  for (const Accumulate second : {Accumulate::no, Accumulate::yes}) {
+    if (second == Accumulate::yes) product(written, second), product(added, second);
+    else product(written, Accumulate::no), product(added, Accumulate::yes);
+    b.stream.synchronize();
+    REQUIRE(bits_of(written) == bits_of(added));
+  }
+}
+
 TEST_CASE("the ops of experts give the same bits for any number of threads", "[ops][ep]") {
   const DType d = GENERATE(DType::fp32, DType::bf16, DType::fp64);
   std::vector<std::string> results;
@@ -291,7 +316,7 @@ TEST_CASE("the ops of experts give the same bits for any number of threads", "[o
     dispatch_rows(sent, x, plan.places, b.stream);
     grouped_linear_forward(y, sent, w, plan.offsets, b.stream);
     grouped_linear_backward_input(dx, y, w, plan.offsets, b.stream);
-    grouped_linear_backward_weight(dw, y, sent, plan.offsets, b.stream);
+    grouped_linear_backward_weight(dw, y, sent, plan.offsets, Accumulate::yes, b.stream);
     combine_rows(out, y, weights, plan.places, Accumulate::no, b.stream);
     b.stream.synchronize();
     std::string& all = results.emplace_back();
@@ -325,9 +350,12 @@ TEST_CASE("the ops of experts refuse what does not fit, and book what all rows c
                w = tensor(DType::bf16, {4, 30, 20}), dw = tensor(DType::fp32, {4, 30, 20}),
                offsets = tensor(DType::int32, {5});
   grouped_linear_forward(out, x, w, offsets, stream);
-  grouped_linear_backward_weight(dw, out, x, offsets, stream);
+  grouped_linear_backward_weight(dw, out, x, offsets, Accumulate::no, stream);
   REQUIRE(ledger.at("grouped_linear_forward").flops == 2.0 * 10 * 20 * 30);
   REQUIRE(ledger.at("grouped_linear_forward").bytes == 2.0 * (200 + 300 + 2400));
   REQUIRE(ledger.at("grouped_linear_backward_weight").flops == 2.0 * 10 * 20 * 30);
-  REQUIRE(ledger.at("grouped_linear_backward_weight").bytes == 2.0 * (200 + 300) + 4.0 * 2 * 2400);
+  OpTotals& weights_gradient = ledger.at("grouped_linear_backward_weight");
+  REQUIRE(weights_gradient.bytes == 2.0 * (200 + 300) + 4.0 * 2400);
+  grouped_linear_backward_weight(dw, out, x, offsets, Accumulate::yes, stream);
+  REQUIRE(weights_gradient.bytes == 2 * 2.0 * (200 + 300) + 4.0 * 3 * 2400);
 }

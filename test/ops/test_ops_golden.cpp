@@ -53,12 +53,12 @@ TEST_CASE("every op agrees with PyTorch in fp32 and bf16", "[ops][pytorch]") {
                    db = b.zeros(DType::fp32, {50});
       linear_forward(out, x, w, in("linear.bias", {50}), b.stream);
       linear_backward_input(dx, dout, w, b.stream);
-      linear_backward_weight(dw, db, dout, x, b.stream);
+      linear_backward_weight(dw, db, dout, x, Accumulate::no, b.stream);
       golden.require(b, out, "linear.out");
       golden.require(b, dx, "linear.dx");
       golden.require(b, dw, "linear.dweight");
       golden.require(b, db, "linear.dbias");
-      linear_backward_weight(dw, db, dout, x, b.stream);  // a second micro-batch accumulates in fp32
+      linear_backward_weight(dw, db, dout, x, Accumulate::yes, b.stream);  // a second micro-batch: the sum is in fp32
       scale(dw, 0.5f, b.stream);
       scale(db, 0.5f, b.stream);
       golden.require(b, dw, "linear.dweight");

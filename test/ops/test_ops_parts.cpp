@@ -371,7 +371,7 @@ TEST_CASE("the gradient of a bias alone has the bits that it has beside the weig
     const Tensor x = b.as(d, b.normal({70, 5})), dout = b.as(d, b.normal({70, 9}));
     const DType grad = accumulator_of(d);
     const Tensor dw = b.zeros(grad, {9, 5}), beside = b.zeros(grad, {9}), alone = b.zeros(grad, {9});
-    linear_backward_weight(dw, beside, dout, x, b.stream);
+    linear_backward_weight(dw, beside, dout, x, Accumulate::yes, b.stream);
     linear_backward_bias(alone, dout, b.stream);
     b.stream.synchronize();
     REQUIRE(bits_of(alone) == bits_of(beside));

@@ -34,11 +34,11 @@ TEST_CASE("router: finite differences of its weights and of its losses", "[ops][
     return dot(weights, dweights) + 3 * totals.data<double>()[0] + 0.25 * totals.data<double>()[1];
   };
   value();
-  const Tensor dlogits = b.poisoned(DType::fp64, {N, E}), dx = b.normal({N, C}), dw = b.zeros(DType::fp64, {E, C}),
+  const Tensor dlogits = b.poisoned(DType::fp64, {N, E}), dx = b.normal({N, C}), dw = b.poisoned(DType::fp64, {E, C}),
                before = b.as(DType::fp64, dx);
   router_backward(dlogits, dweights, logits, choices, counts, router, losses, segments, b.stream);
   router_backward_input(dx, dlogits, w, Accumulate::yes, b.stream);
-  router_backward_weight(dw, dlogits, x, b.stream);
+  router_backward_weight(dw, dlogits, x, Accumulate::no, b.stream);
   b.stream.synchronize();
   require_gradient(w, dw, value);
   for (int64_t i = 0; i < dx.numel(); ++i) dx.data<double>()[i] -= before.data<double>()[i];

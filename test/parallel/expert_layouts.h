@@ -145,11 +145,12 @@ inline selftest::Outcome given_step(const StepConfig& step, const Hooks& hooks =
       [&](Holder& h) {
         ModelState& state = h.state;
         init_weights(state, 42, h.stream);
-        state.gradients.zero_all(h.stream);
+        state.gradients.begin(h.stream);
         for (int64_t m = 0; m < step.micro_batches; ++m)
           for (size_t u = state.size(); u-- > 0;) {
             if (!state.has(u)) continue;
             state.gradients.start(u, h.stream);
+            state.unit(u).zero_unwritten(h.stream);
             h.stream.synchronize();
             add_gradients(state.unit(u), h.groups, m);
             state.gradients.reduce(u, m + 1 == step.micro_batches, h.stream);

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "catch2.h"
+#include "helpers.h"
 #include "run/selftest/selftest.h"
 #include "train/sample.h"
 
@@ -75,6 +76,55 @@ TEST_CASE("two runs with the same seed agree bitwise in losses, norms and weight
     const std::vector<double> first = Fixture(awkward_step(dtype)).train(3);
     for (double x : first) REQUIRE(std::isfinite(x));
     REQUIRE(bitwise_equal(first, Fixture(awkward_step(dtype)).train(3)));
+  }
+}
+
+TEST_CASE("a step does not depend on what the memory of its gradients held before", "[train]") {
+  for (const auto& [family, reduce, chunks] : {std::tuple("gpt2", GradReduce::step, 1),
+                                               {"gpt2", GradReduce::step, 3},
+                                               {"gpt2", GradReduce::micro, 3},
+                                               {"llama", GradReduce::micro, 1},
+                                               {"qwen2_moe", GradReduce::step, 2}})
+    for (const bool tied : {true, false}) {
+      INFO(family << (tied ? ", tied, " : ", ") << name_of(reduce) << ", " << chunks << " chunks");
+      StepConfig c = awkward_step(DType::bf16, family);
+      c.model.tied = tied;
+      c.layout.zero.grad_reduce = reduce;
+      c.layout.pipeline.chunks_per_stage = chunks;
+      const auto train = [&](float held) {
+        Fixture f(c);
+        f.train(1);
+        const ModelState& state = f.trainer.state();
+        state.for_each([&](size_t u) {
+          for (const Tensor& t : {state.unit(u).gradients(), state.unit(u).reduced_gradients()})
+            fill(t, held, f.stream);
+        });
+        return f.train(1);
+      };
+      REQUIRE(bitwise_equal(train(0), train(NAN)));
+    }
+}
+
+TEST_CASE("the first product of a sum of gradients writes; what none has written is zeroed", "[train]") {
+  Fixture f(awkward_step(DType::fp32));
+  UnitState& unit = f.trainer.state().unit(1);
+  const Tensor all = unit.gradients(), qkv = unit.gradient("attn.q.weight", 3);
+  for (int sum = 0; sum < 2; ++sum) {
+    poison(all, f.stream);
+    std::vector<Tensor> zeroed;
+    unit.begin_sum(zeroed);
+    zero(zeroed, f.stream);
+    REQUIRE_ERROR(unit.accumulate(unit.gradient("attn.k.weight")), "a part of the gradient of blocks.0.attn.k.weight");
+    REQUIRE(unit.accumulate(qkv) == Accumulate::no);
+    REQUIRE(unit.accumulate(qkv) == Accumulate::yes);
+    unit.zero_unwritten(f.stream);
+    REQUIRE(unit.accumulate(unit.gradient("attn.proj.weight")) == Accumulate::yes);
+    f.stream.synchronize();
+    for (const float* g = all.data<float>(); g < all.data<float>() + all.numel(); ++g) {
+      const bool written = g >= qkv.data<float>() && g < qkv.data<float>() + qkv.numel();  // it said so, but did not
+      REQUIRE(written == std::isnan(*g));
+      REQUIRE((written || *g == 0));
+    }
   }
 }
 

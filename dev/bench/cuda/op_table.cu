@@ -70,7 +70,7 @@ void measure_linear(OpTimer& timer, const char* name, int64_t N, int64_t O, int6
   const std::string shape = formatted("{} {} x {} x {}", name, N, O, I);
   timer.measure(shape, calls, [&] { linear_forward(out, x, weight, bias, stream); });
   timer.measure(shape, calls, [&] { linear_backward_input(x, out, weight, stream); });
-  timer.measure(shape, calls, [&] { linear_backward_weight(dweight, dbias, out, x, stream); });
+  timer.measure(shape, calls, [&] { linear_backward_weight(dweight, dbias, out, x, Accumulate::no, stream); });
 }
 
 void measure_embedding(OpTimer& timer, const ModelConfig& c, const BatchShape& s, Tensor tokens, Tensor positions) {
@@ -166,7 +166,8 @@ void measure_grouped(OpTimer& timer, const char* name, int64_t R, const Shape& w
   const std::string shape = formatted("{} {} x {} x {}, {} experts", name, R, O, I, E);
   timer.measure(shape, calls, [&] { grouped_linear_forward(out, x, weight, offsets, stream); });
   timer.measure(shape, calls, [&] { grouped_linear_backward_input(x, out, weight, offsets, stream); });
-  timer.measure(shape, calls, [&] { grouped_linear_backward_weight(dweight, out, x, offsets, stream); });
+  timer.measure(shape, calls,
+                [&] { grouped_linear_backward_weight(dweight, out, x, offsets, Accumulate::no, stream); });
 }
 
 // The feed-forward of layers with experts, all on this GPU. The router's weights are random, so the experts get about
@@ -206,7 +207,7 @@ void measure_experts(OpTimer& timer, const ModelConfig& c, const BatchShape& s, 
     const Tensor dlogits = fp32({N, E}), dx = timer.normal({N, C}), dweight = timer.filled(0, {E, C});
     measure([&] { router_backward(dlogits, dweights, logits, choices, {}, router, {}, segments, stream); });
     measure([&] { router_backward_input(dx, dlogits, weight, Accumulate::yes, stream); });
-    measure([&] { router_backward_weight(dweight, dlogits, x, stream); });
+    measure([&] { router_backward_weight(dweight, dlogits, x, Accumulate::no, stream); });
   }
   measure_grouped(timer, "experts, up", R, {E, 2 * F, C}, offsets, calls);
   measure_activation(timer, c, R, F, calls, offsets.slice(E, {1}));

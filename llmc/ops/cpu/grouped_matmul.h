@@ -62,7 +62,7 @@ void grouped_linear_backward_input(T* dx, const T* dout, const T* weight, const 
 
 template <class T, class A = accumulator_t<T>, class How = Multiply<accumulator_t<T>>>
 void grouped_linear_backward_weight(A* dweight, const T* dout, const T* x, const int32_t* offsets, std::byte* scratch,
-                                    int64_t R, int64_t E, int64_t O, int64_t I) {
+                                    int64_t R, int64_t E, int64_t O, int64_t I, Accumulate accumulate) {
   constexpr int64_t tile_rows = GroupedTile::rows, tile_columns = GroupedTile::columns;
   scratch = aligned_scratch(scratch);
   const int64_t of_thread = grouped_thread_bytes(R, dtype_of<T>());
@@ -74,12 +74,12 @@ void grouped_linear_backward_weight(A* dweight, const T* dout, const T* x, const
     for (int64_t first = 0; first < O; first += tile_rows) {
       const int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
       const bool whole = rows <= few;
-      if (rows == 0 || (whole && first > 0)) continue;
+      if ((rows == 0 && accumulate == Accumulate::yes) || (whole && first > 0)) continue;
       const Lines<T> a{dout + begin * O, 1, O}, b{x + begin * I, 1, I};
       for (int64_t m0 = first; m0 < (whole ? O : first + 1); m0 += tile_rows)
         for (int64_t n0 = 0; n0 < I; n0 += tile_columns)
           detail::grouped_tile<How>(dweight + (e * O + m0) * I + n0, I, a.from(m0, 0), b.from(n0, 0),
-                                    std::min(tile_rows, O - m0), std::min(tile_columns, I - n0), rows, Accumulate::yes,
+                                    std::min(tile_rows, O - m0), std::min(tile_columns, I - n0), rows, accumulate,
                                     scratch + omp_get_thread_num() * of_thread);
     }
 }

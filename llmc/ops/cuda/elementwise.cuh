@@ -76,6 +76,39 @@ inline void zero(std::byte* out, int64_t bytes, cudaStream_t stream) {
   CUDA_CHECK(cudaMemsetAsync(out, 0, static_cast<size_t>(bytes), stream));
 }
 
+// Arrays of floats that one launch zeroes: they are an argument of the kernel, of which CUDA takes 4 KiB.
+struct ZeroedArrays {
+  static constexpr int most = 64;
+  struct Array {
+    float* data;
+    int64_t n;
+  } arrays[most];
+};
+// Grid: (any number of blocks, arrays).
+template <int threads>
+__global__ void zero_kernel(const ZeroedArrays zeroed) {
+  float* const data = zeroed.arrays[blockIdx.y].data;
+  const int64_t n = zeroed.arrays[blockIdx.y].n;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; i < n; i += gridDim.x * threads)
+    data[i] = 0;
+}
+// Zeroes the arrays for which each(f) calls f(out, bytes), of whole floats.
+template <class Each>
+void zero_each(Each&& each, cudaStream_t stream) {
+  constexpr int64_t large = 1 << 20, threads = detail::elementwise_threads;
+  ZeroedArrays small = {};
+  int count = 0;
+  const auto launch_small = [&] {
+    launch(zero_kernel<threads>, Grid(16, count), threads, 0, stream, small), count = 0;
+  };
+  each([&](std::byte* out, int64_t bytes) {
+    if (bytes >= large) return zero(out, bytes, stream);
+    small.arrays[count++] = {reinterpret_cast<float*>(out), exact_div(bytes, int64_t{4}, "zeroed bytes")};
+    if (count == ZeroedArrays::most) launch_small();
+  });
+  launch_small();
+}
+
 inline void copy(std::byte* out, const std::byte* x, int64_t bytes, cudaStream_t stream) {
   CUDA_CHECK(cudaMemcpyAsync(out, x, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream));
 }

@@ -154,20 +154,21 @@ __global__ void grouped_rows_kernel(T* __restrict__ out, const T* __restrict__ x
       });
 }
 
-// dweight (E, O, I) += dout[e]^T x[e]. Grid: (tiles of I, tiles of O, E).
-template <Copy copy, class T>
+// dweight (E, O, I) = or += dout[e]^T x[e]. Grid: (tiles of I, tiles of O, E).
+template <Accumulate accumulate, Copy copy, class T>
 __global__ void grouped_weight_kernel(float* __restrict__ dweight, const T* __restrict__ dout, const T* __restrict__ x,
                                       const int32_t* __restrict__ offsets, int O, int I) {
   using Size = detail::GroupedTile<T>;
   DYN_SHARED(T, shared);
   const int64_t e = blockIdx.z, begin = offsets[e], rows = offsets[e + 1] - begin;
-  if (rows == 0) return;
+  if (rows == 0 && accumulate == Accumulate::yes) return;
   const detail::Product<T> product = {dout + begin * O, x + begin * I, O, I, static_cast<int>(rows)};
   detail::multiply_block<Transpose::yes, Transpose::no, copy>(
       product, static_cast<int>(blockIdx.y) * Size::rows, static_cast<int>(blockIdx.x) * Size::columns, shared,
       [&](int row, int column, const auto& sums) {
-        update_rows(Head<float>{dweight + e * O * I + column, I, O, I - column}, row, sums,
-                    [](int, int, float before, float sum) { return before + sum; });
+        update_rows(
+            Head<float>{dweight + e * O * I + column, I, O, I - column}, row, sums,
+            [](int, int, float before, float sum) { return accumulate == Accumulate::yes ? before + sum : sum; });
       });
 }
 
@@ -210,12 +211,14 @@ void grouped_linear_backward_input(T* dx, const T* dout, const T* weight, const 
 
 template <class T>
 void grouped_linear_backward_weight(float* dweight, const T* dout, const T* x, const int32_t* offsets, int64_t E,
-                                    int64_t O, int64_t I, cudaStream_t stream) {
+                                    int64_t O, int64_t I, Accumulate accumulate, cudaStream_t stream) {
   using Size = detail::GroupedTile<T>;
   const Grid grid(ceil_div(I, Size::columns), ceil_div(O, Size::rows), E);
   const auto run = [&]<Copy copy>() {
-    launch(grouped_weight_kernel<copy, T>, grid, Size::threads, Size::shared_bytes, stream, dweight, dout, x, offsets,
-           narrow<int>(O), narrow<int>(I));
+    const auto kernel = accumulate == Accumulate::yes ? grouped_weight_kernel<Accumulate::yes, copy, T>
+                                                      : grouped_weight_kernel<Accumulate::no, copy, T>;
+    launch(kernel, grid, Size::threads, Size::shared_bytes, stream, dweight, dout, x, offsets, narrow<int>(O),
+           narrow<int>(I));
   };
   detail::with_copy<T>(O, I, run, dout, x);
 }

@@ -143,16 +143,18 @@ struct MatmulAlgorithm {
   cublasLtMatmulAlgo_t value{};
 };
 
-// A problem and the algorithm that computes it.
+// A problem and the algorithm that computes it, whether it is added to C or not: so gradients have the same bits
+// whether their first part is written or added to zeros.
 struct MatmulPlan {
   MatmulProblem problem;
   cublasLtHandle_t library;
   int64_t workspace_bytes;
   MatmulAlgorithm algorithm = {};
 
-  void run(void* c, const void* a, const void* b, const void* bias, void* workspace, cudaStream_t stream) const {
+  void run(void* c, const void* a, const void* b, const void* bias, Accumulate accumulate, void* workspace,
+           cudaStream_t stream) const {
     const MatmulShape& s = problem.shape;
-    const float alpha = 1, beta = s.accumulate == Accumulate::yes ? 1 : 0;
+    const float alpha = 1, beta = accumulate == Accumulate::yes ? 1 : 0;  // with beta = 0, c is not read
     if (s.bias == Bias::yes) problem.set_bias(bias);
     check(cublasLtMatmul(library, problem.operation.get(), &alpha, b, problem.b.get(), a, problem.a.get(), &beta, c,
                          problem.c.get(), c, problem.c.get(), &algorithm.value, workspace,
@@ -225,7 +227,7 @@ class Matmul {
             alignment_of({c, a, b, bias}), to_string(shape_));
       CHECK((bias != nullptr) == (shape_.bias == Bias::yes), "a bias is {} for {}", bias ? "given" : "missing",
             to_string(shape_));
-      plan_->run(c, a, b, bias, scratch, stream);
+      plan_->run(c, a, b, bias, shape_.accumulate, scratch, stream);
     } else if (shape_.accumulate == Accumulate::no) {  // an empty sum
       CUDA_CHECK(cudaMemsetAsync(c, 0, static_cast<size_t>(shape_.M * shape_.N * size_of(shape_.out)), stream));
     }
@@ -259,11 +261,10 @@ class MatmulPlans {
   }
 
   // Uses the restored or tuned algorithm of this shape, else the heuristic's first.
-  Matmul prepare(MatmulShape shape) {
+  Matmul prepare(const MatmulShape& shape) {
     check_shape(shape);
-    if (shape.in != DType::fp32) shape.tf32 = Tf32::no;
     if (shape.M == 0 || shape.N == 0 || shape.K == 0) return Matmul(shape, nullptr);
-    return Matmul(shape, &plan(shape));
+    return Matmul(shape, &plan(planned(shape)));
   }
 
   // Times the heuristic's candidates on these arrays and keeps the fastest for this shape. Overwrites C; the host
@@ -274,7 +275,7 @@ class MatmulPlans {
     const Matmul product = prepare(shape);
     if (product.plan_ == nullptr) return {};
     constexpr int repeats = 10;
-    detail::MatmulPlan& chosen = plans_.at(product.shape_);
+    detail::MatmulPlan& chosen = plans_.at(planned(shape));
     const auto candidates = chosen.candidates();
     const Event begin(Event::For::timing), end(Event::For::timing);
     MatmulTiming timing{static_cast<int>(candidates.size()), 0, std::numeric_limits<float>::infinity()};
@@ -318,10 +319,9 @@ class MatmulPlans {
   // While on, the first product of each shape tunes it on its own arrays: for a warm-up run whose results are
   // discarded.
   void set_tuning(bool on) { tuning_ = on; }
-  void run(MatmulShape shape, void* c, const void* a, const void* b, const void* bias, void* scratch,
+  void run(const MatmulShape& shape, void* c, const void* a, const void* b, const void* bias, void* scratch,
            cudaStream_t stream) {
-    if (shape.in != DType::fp32) shape.tf32 = Tf32::no;
-    if (tuning_ && !plans_.contains(shape)) tune(shape, c, a, b, bias, scratch, stream);
+    if (tuning_ && !plans_.contains(planned(shape))) tune(shape, c, a, b, bias, scratch, stream);
     prepare(shape).run(c, a, b, bias, scratch, stream);
   }
   // Forgets all choices.
@@ -362,6 +362,12 @@ class MatmulPlans {
           "matmul: arrays aligned to {} bytes; use alignment_of; {}", s.alignment, to_string(s));
   }
 
+  // The shape for which an algorithm is chosen.
+  static MatmulShape planned(MatmulShape shape) {
+    if (shape.in != DType::fp32) shape.tf32 = Tf32::no;
+    shape.accumulate = Accumulate::no;
+    return shape;
+  }
   const detail::MatmulPlan& plan(const MatmulShape& shape) {
     const auto known = plans_.find(shape);
     if (known != plans_.end()) return known->second;

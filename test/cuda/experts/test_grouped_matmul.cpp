@@ -29,28 +29,33 @@ struct Case {
     all.resize(static_cast<size_t>(used * width));
     return all;
   }
-  Outputs outputs(const std::vector<T>& out, const std::vector<T>& dx, const std::vector<float>& dw) const {
-    return {{"out", used_rows(out, O)}, {"dx", used_rows(dx, I)}, {"dweight", dw}};
+  // dw: added to; written: where NaN was
+  Outputs outputs(const std::vector<T>& out, const std::vector<T>& dx, const std::vector<float>& dw,
+                  const std::vector<float>& written) const {
+    return {{"out", used_rows(out, O)}, {"dx", used_rows(dx, I)}, {"dweight +=", dw}, {"dweight =", written}};
   }
   Outputs cpu() const {
     std::vector<T> out = dout, dx = x;  // NaN in the stale rows
-    std::vector<float> dw = dweight;
+    std::vector<float> dw = dweight, written(dw.size(), NAN);
     std::vector<std::byte> bytes(
         static_cast<size_t>(cpu::grouped_scratch(std::max({R, O, I}), dtype_of<T>(), omp_get_max_threads())));
     std::byte* scratch = bytes.data();
     cpu::grouped_linear_forward(out.data(), x.data(), weight.data(), offsets.data(), scratch, R, E, O, I);
     cpu::grouped_linear_backward_input(dx.data(), dout.data(), weight.data(), offsets.data(), scratch, R, E, O, I);
-    cpu::grouped_linear_backward_weight(dw.data(), dout.data(), x.data(), offsets.data(), scratch, R, E, O, I);
-    return outputs(out, dx, dw);
+    for (const auto& [to, accumulate] : {std::pair{&dw, Accumulate::yes}, {&written, Accumulate::no}})
+      cpu::grouped_linear_backward_weight(to->data(), dout.data(), x.data(), offsets.data(), scratch, R, E, O, I,
+                                          accumulate);
+    return outputs(out, dx, dw, written);
   }
   Outputs cuda() const {
     DeviceArray<T> in(x), gradient(dout), w(weight), out(R * O), dx(R * I);
-    DeviceArray<float> dw(dweight);
+    DeviceArray<float> dw(dweight), written(std::vector<float>(dweight.size(), NAN));
     DeviceArray<int32_t> at(offsets);
     cuda::grouped_linear_forward<T>(out, in, w, at, R, E, O, I, nullptr);
     cuda::grouped_linear_backward_input<T>(dx, gradient, w, at, R, E, O, I, nullptr);
-    cuda::grouped_linear_backward_weight<T>(dw, gradient, in, at, E, O, I, nullptr);
-    return outputs(out.host(), dx.host(), dw.host());
+    cuda::grouped_linear_backward_weight<T>(dw, gradient, in, at, E, O, I, Accumulate::yes, nullptr);
+    cuda::grouped_linear_backward_weight<T>(written, gradient, in, at, E, O, I, Accumulate::no, nullptr);
+    return outputs(out.host(), dx.host(), dw.host(), written.host());
   }
 };
 
