@@ -318,7 +318,7 @@ build/mpi/exchanges: test/mpi/exchanges.cpp build/test.flags build/cpu/all
 
 # Compiled with the C++ compiler, twice: with AddressSanitizer, which also runs all orders of threads, and with
 # ThreadSanitizer. Without OpenMP, whose threads are not under test; only its library is linked, because the CPU's ops
-# ask it for thread numbers.
+# ask it for thread numbers. The emulator itself at -O2: it is small, and runs for minutes.
 LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cuda/attention.cu
 # Excluded: the test of a library for GPUs.
 CUDNN_TEST := test/cuda/test_attention_cudnn.cpp
@@ -355,7 +355,7 @@ build/$1/llmc/%.o: llmc/%.cpp build/cuda_test.flags
 	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
 build/$1/test/%.o: test/%.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($1)'
-	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
+	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -O2 -MMD -MP -c $$< -o $$@
 build/$1/dev/%.o: dev/%.cu build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($1)'
 	@$$(CXX) -x c++ $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@

@@ -8,36 +8,16 @@
 
 namespace cuda_on_cpu {
 
-// The two bf16 of a register, the lower half first.
-inline float bf16_half(uint32_t packed, int half) {
-  return std::bit_cast<float>(half == 0 ? packed << 16 : packed & 0xffff0000u);
-}
-
 // d (16 x 8, fp32) += a (16 x 16, bf16) b (16 x 8, bf16). Sums are in the order of k; hardware uses another order and
 // fewer bits, so results agree only within tolerances.
+struct MmaFragments {
+  uint32_t a[4], b[2];
+  float d[4];
+};
+void multiply_fragments(MmaFragments* const* lanes);  // of a warp's lanes
 inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const Location& where) {
-  struct Fragments {
-    uint32_t a[4], b[2];
-    float d[4];
-  } record{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {d[0], d[1], d[2], d[3]}};
-  const auto multiply = [](Fragments* const* lanes, uint32_t) {
-    float A[16][16], B[8][16];  // B is column-major
-    for (int lane = 0; lane < 32; ++lane) {
-      const int group = lane / 4, within = lane % 4;
-      for (int half = 0; half < 2; ++half) {
-        for (int r = 0; r < 4; ++r)
-          A[group + r % 2 * 8][2 * within + half + r / 2 * 8] = bf16_half(lanes[lane]->a[r], half);
-        for (int r = 0; r < 2; ++r) B[group][2 * within + half + r * 8] = bf16_half(lanes[lane]->b[r], half);
-      }
-    }
-    for (int lane = 0; lane < 32; ++lane)
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        float sum = 0;
-        for (int k = 0; k < 16; ++k) sum += A[row][k] * B[column][k];
-        lanes[lane]->d[i] += sum;
-      }
-  };
+  MmaFragments record{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {d[0], d[1], d[2], d[3]}};
+  const auto multiply = [](MmaFragments* const* lanes, uint32_t) { multiply_fragments(lanes); };
   meet_warp("mma.sync.m16n8k16", ~0u, record, multiply, where);
   for (int i = 0; i < 4; ++i) d[i] = record.d[i];
 }

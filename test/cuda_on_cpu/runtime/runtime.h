@@ -188,6 +188,16 @@ CUstream_st& stream_of(cudaStream_t stream);
 std::string name_of(const CUstream_st& stream);
 void destroy(CUstream_st* stream);  // must be idle
 void free_all();                    // all device memory
+// Poisons device memory while only hosts run, or undoes it. Of a large allocation the middle is left out, which would
+// take most of the time: tests use its ends.
+inline void set_poison(const std::byte* p, size_t bytes, bool on) {
+  constexpr size_t end = 1 << 20;
+  const auto set = on ? poison_memory : unpoison_memory;
+  set(p, std::min(bytes, end));
+  if (bytes <= end) return;
+  const size_t rest = std::max(end, (bytes - end) / 256 * 256);
+  set(p + rest, bytes - rest);
+}
 // The allocation that contains p, or null. Failure, about `what`, if [p, p + bytes) reaches past its end.
 const Allocation* allocation_of(const void* p, size_t bytes, const char* what);
 // Failure if it is not memory of this device.
@@ -204,8 +214,8 @@ cudaError_t submit(CUstream_st& stream, Work work);
 void wait_until(Lock& lock, Device& device, CUstream_st* wanted, const std::function<bool()>& done);
 void wait_for_stream(Lock& lock, CUstream_st& stream);
 void wait_for_device(Lock& lock, Device& device);
-// For a host that only queries whether something is done: runs one task, if possible, and returns whether it is done
-// now. In hosts-first mode a single query runs nothing, and repeated queries wait. `what`: the object of the query.
+// For a host that only queries whether something is done: returns whether it is, and if not, runs a few tasks. In
+// hosts-first mode a single query runs nothing, and repeated queries wait. `what`: the object of the query.
 bool poll(Lock& lock, Device& device, CUstream_st* wanted, const void* what, const std::function<bool()>& done);
 // For a host that waits for other hosts, not for streams. `what` describes, in a Failure, what it waited for.
 // look_every: how often `done` is asked if nothing changes in this process.

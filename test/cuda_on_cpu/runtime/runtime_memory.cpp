@@ -80,7 +80,7 @@ cudaError_t allocate(void** p, size_t bytes, bool on_device) {
   runtime().allocations[static_cast<std::byte*>(*p)] = {bytes, on_device ? device : nullptr};
   if (!on_device) return cudaSuccess;
   device->bytes_used += bytes;
-  if (device->open == 0) poison_memory(*p, bytes);
+  if (device->open == 0) set_poison(static_cast<std::byte*>(*p), bytes, true);
   return cudaSuccess;
 }
 

@@ -25,7 +25,7 @@ class OpenedMemory {
  private:
   static void poison(const Device& device, bool on) {
     for (const auto& [p, allocation] : runtime().allocations)
-      if (allocation.device == &device) (on ? poison_memory : unpoison_memory)(p, allocation.bytes);
+      if (allocation.device == &device) set_poison(p, allocation.bytes, on);
   }
   std::vector<Device*> devices_;
 };
