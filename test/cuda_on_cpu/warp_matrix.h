@@ -53,12 +53,11 @@ void ldmatrix_x4(uint32_t (&r)[4], const void* row, const Location& where) {
 // A tile of a warpgroup's product: rows of 128 bytes; bits 4 to 6 of an address in shared memory are swizzled by bits 7
 // to 9.
 struct WgmmaTile {
+  const std::byte* shared = static_cast<const std::byte*>(dynamic_shared_memory());
   size_t start;  // in the block's dynamic shared memory, in bytes
   int panel_bytes;
   WgmmaTile(const void* first, int bytes)
-      : start(static_cast<size_t>(static_cast<const std::byte*>(first) -
-                                  static_cast<const std::byte*>(dynamic_shared_memory()))),
-        panel_bytes(bytes) {}
+      : start(static_cast<size_t>(static_cast<const std::byte*>(first) - shared)), panel_bytes(bytes) {}
   WgmmaTile after(int bytes) const {
     WgmmaTile tile = *this;
     tile.start += static_cast<size_t>(bytes);
@@ -75,7 +74,7 @@ struct WgmmaTile {
     size_t at = start + static_cast<size_t>(row * 128 + column / 64 * panel_bytes + column % 64 * 2);
     at ^= at >> 3 & 0x70;
     uint16_t element;
-    std::memcpy(&element, static_cast<const std::byte*>(dynamic_shared_memory()) + at, sizeof element);
+    std::memcpy(&element, shared + at, sizeof element);
     return element;
   }
 };
