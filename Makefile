@@ -398,14 +398,15 @@ build/fuzz.flags: FORCE
 # ---- Running them: scripts/run_tests.sh -------------------------------------------------------------------------------
 
 # Each program is one job, which compiles and runs it, so that the first results come while the rest is compiled. The
-# job that takes longest begins first; then come those that do not need train_gpt, since one that needs it before it is
-# built would be put off until all others have begun. Long tests all wait for it, since one that needs it takes longest.
+# jobs that take longest begin first, or the last of them would run while other processors idle; then come those that do
+# not need train_gpt, since one that needs it before it is built would be put off until all others have begun. Long tests
+# all wait for it, since one that needs it takes longest.
 CALLERS := $(patsubst test/%/,%,$(sort $(dir $(shell grep -lE 'run_program|\./train_gpt' test/*/*.cpp test/*/*.h))))
 RUN_THE_TRAINER := trainer $(strip $(foreach name,$(filter-out trainer,$(TEST_NAMES)),$(if $(filter $(CALLERS),$(name)),$(name))))
-LONGEST_TESTS := $(if $(LONG),test/trainer tsan/trainer) asan/trainer
+LONGEST_TESTS := $(if $(LONG),test/trainer tsan/trainer) asan/trainer asan/kernels
 TEST_PROGRAMS := $(LONGEST_TESTS) $(filter-out $(LONGEST_TESTS), \
                  $(patsubst %,test/%,$(filter-out $(RUN_THE_TRAINER),$(TEST_NAMES)) $(RUN_THE_TRAINER)) \
-                 asan/kernels asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%)))
+                 asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%)))
 # The test of fresh machines is a separate target: it takes an hour, root and the network.
 FRESH_TEST := test/scripts/long_fresh_machine_test.sh
 TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
