@@ -86,11 +86,12 @@ def write_shard(path, vocab, tokens):
 
 
 def read_steps(path):
-    """The finished lines of metrics.jsonl."""
+    """The finished steps in metrics.jsonl."""
     if not os.path.exists(path):
         return []
     with open(path) as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+        lines = [json.loads(line) for line in file if line.endswith("\n")]
+    return [line for line in lines if line["kind"] == "train"]
 
 
 class Bench:

@@ -95,7 +95,8 @@ class Check:
         if not os.path.exists(path):
             return []
         with open(path) as file:
-            return [json.loads(line) for line in file if line.endswith("\n")]
+            lines = [json.loads(line) for line in file if line.endswith("\n")]
+        return [line for line in lines if line["kind"] == "train"]
 
     def require_same(self, one, other, steps):
         """Compares losses, norms and the files of the last checkpoint bit by bit."""
