@@ -162,8 +162,7 @@ constexpr double tolerance = sizeof(T) == 2 ? 0x1p-7 : 2e-6;
 
 TEMPLATE_TEST_CASE("attention kernels match the CPU", "[cuda]", float, bf16) {
   // One row; a head that is not a whole pack; an odd one; heads that need zero padding; a row more than a tile, also
-  // with documents; a ragged last tile; several blocks; documents that end within tiles and skip some; groups of heads
-  // of which the last has fewer.
+  // with documents; a ragged last tile; several blocks; documents that end within tiles and skip some.
   const auto [s, documents] = GENERATE(table<AttentionShape, Documents>({
       {{2, 1, 6, 1, 64}, Documents::no},
       {{1, 7, 4, 2, 6}, Documents::yes},
@@ -172,7 +171,6 @@ TEMPLATE_TEST_CASE("attention kernels match the CPU", "[cuda]", float, bf16) {
       {{1, 65, 1, 1, 80}, Documents::no},
       {{1, 129, 2, 1, 7}, Documents::yes},
       {{1, 200, 1, 1, 64}, Documents::yes},
-      {{1, 65, 17, 17, 4}, Documents::no},
   }));
   INFO("B = " << s.B << ", T = " << s.T << ", Hq = " << s.Hq << ", Hkv = " << s.Hkv << ", D = " << s.D);
   const Case<TestType> c{s, documents};
@@ -192,7 +190,15 @@ TEST_CASE("heads whose rows do not fit into the L2 cache together run in groups 
   REQUIRE(groups(8, processors, L2 / 16) == 1);   // all fit
   REQUIRE(groups(17, processors, L2 / 16) == 3);  // six at a time, the last five
   REQUIRE(groups(17, 1, L2) == 1);                // not even one fits
-  REQUIRE(groups(17, processors / 4, L2 / 16) == (processors / 4 * 8 < 2 * processors ? 1 : 3));
+}
+
+TEST_CASE("heads that run in groups, of which the last has fewer, match the CPU", "[cuda]") {
+  const Case<float> c{{1, 65, 17, 17, 4}};
+  const Outputs got = c.cuda(), wanted = c.cpu();
+  for (size_t i = 0; i < got.size(); ++i) REQUIRE(relative_error(got[i].values, wanted[i].values) < tolerance<float>);
+#ifndef __CUDACC__
+  REQUIRE(cuda::grid_of_heads<float>(17, 2, 65, 4).z > 1);  // on a GPU its cache holds all of them
+#endif
 }
 
 TEST_CASE("attention kernels of warpgroups match the CPU", "[cuda]") {

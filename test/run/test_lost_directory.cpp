@@ -16,7 +16,9 @@ constexpr const char* endless = "--max-steps 100000000 --lr-schedule constant ";
 ProgramResult during(const std::string& out, const std::string& more, const std::string& script) {
   const std::string counting =
       "steps() { grep -s -c '\"kind\":\"train\"' $1 || true; }; until_steps() { for i in $(seq 400); do "
-      "[ \"$(steps $1)\" -ge $2 ] 2>/dev/null && return; sleep 0.05; done; }; ";
+      "[ \"$(steps $1)\" -ge $2 ] 2>/dev/null && return; sleep 0.05; done; }; "
+      "until_checkpoint() { for i in $(seq 400); do ls $1 2>/dev/null | grep -q ^step- && return; sleep 0.05; done; "
+      "}; ";
   return run_program(
       tiny(out, std::string(endless) + more) +
       formatted(" >{}.out 2>{}.err & {} until_steps {}/metrics.jsonl 3; {}", out, out, counting, out, script));
@@ -45,9 +47,9 @@ TEST_CASE("an out directory that is deleted or moved is made again, with all met
       const std::string out = dir / "run";
       const ProgramResult r =
           during(out, layout + "--checkpoint-every 2",
-                 formatted("kill -STOP $!; (cd {} && {}); kill -CONT $!; for i in $(seq 200); do ls {} 2>/dev/null | "
-                           "grep -q step- && break; sleep 0.05; done; kill -TERM $!; wait $!",
-                           dir.path(), what, out));
+                 formatted("until_checkpoint {}; kill -STOP $!; (cd {} && {}); kill -CONT $!; until_checkpoint {}; "
+                           "kill -TERM $!; wait $!",
+                           out, dir.path(), what, out));
       INFO(read_whole(out + ".out") << read_whole(out + ".err"));
       REQUIRE(r.status == 75);
       const std::string said = read_whole(out + ".out");
