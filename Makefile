@@ -334,11 +334,12 @@ CUDA_TEST_FLAGS = -std=c++20 -O1 -g1 $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_
                   -fno-omit-frame-pointer $(LAVISH) $(CPPFLAGS) $(CXXFLAGS)
 # -rdynamic: kernels are named by their symbols. Sorted: otherwise g++ 12's sanitizers miss the lines of some templates.
 CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
-# Null pointers and object bounds are left to AddressSanitizer, which detects them too: those checks take longest to
-# compile. The tests of the trainer leave all pointer checks to it; the kernels have them in their own tests.
+# Null pointers, object bounds and sums of addresses are left to AddressSanitizer, which detects what they lead to: those
+# checks take longest to compile. The tests of the trainer leave all pointer checks to it; the kernels have them in their
+# own tests.
 SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize=null,object-size,nonnull-attribute,returns-nonnull-attribute \
-                 -fno-sanitize-recover=undefined
-build/asan/trainer.o: SANITIZE_ASAN_MORE := -fno-sanitize=alignment,vptr,pointer-overflow
+                 -fno-sanitize=pointer-overflow -fno-sanitize-recover=undefined
+build/asan/trainer.o: SANITIZE_ASAN_MORE := -fno-sanitize=alignment,vptr
 SANITIZE_tsan := -fsanitize=thread
 
 $(CUDA_TESTS:%=build/cuda/%.cpp): build/cuda/%.cpp: FORCE
@@ -386,7 +387,7 @@ build/cuda_test_link.list: FORCE
 
 # Without optimisation, and with no pointer checks but AddressSanitizer's, because compiling takes longer than running.
 FUZZ_FLAGS = -std=c++20 -O0 -g1 -Illmc -Itest -I. $(ARCH_FLAGS) -fopenmp -Wall -Wextra -fno-omit-frame-pointer $(LAVISH) \
-             $(CPPFLAGS) $(CXXFLAGS) $(SANITIZE_asan) -fno-sanitize=alignment,vptr,pointer-overflow
+             $(CPPFLAGS) $(CXXFLAGS) $(SANITIZE_asan) -fno-sanitize=alignment,vptr
 build/asan/fuzz.o: test/fuzz/test_fuzz.cpp build/fuzz.flags
 	@mkdir -p $(@D) && echo 'test/fuzz (asan)'
 	@$(CXX) $(FUZZ_FLAGS) -MMD -MP -c $< -o $@
