@@ -3,6 +3,7 @@
 #pragma once
 #include <optional>
 #include <span>
+#include <string>
 
 #include "device/arena.h"
 
@@ -19,7 +20,8 @@ class HostBuffer {
         pinned_.emplace(static_cast<size_t>(size));
         bytes_ = {pinned_->data(), pinned_->size()};
         return;
-      } catch (const Error&) {  // `ulimit -l`, or the limit of a container: copies are slower
+      } catch (const Error& error) {  // `ulimit -l`, or the limit of a container
+        not_pinned_ = error.what();
       }
 #endif
     arena_.reserve(size);
@@ -27,6 +29,8 @@ class HostBuffer {
               static_cast<size_t>(size)};
   }
   std::span<std::byte> bytes() const { return bytes_; }
+  // Why a GPU's copies go to memory that is not pinned, which is slower; empty: they do not.
+  const std::string& not_pinned() const { return not_pinned_; }
   void touch() { arena_.touch(); }
 
  private:
@@ -36,6 +40,7 @@ class HostBuffer {
   }
   Arena arena_;
   std::span<std::byte> bytes_;
+  std::string not_pinned_;
 #ifdef TRAIN_GPT_CUDA
   std::optional<cuda::PinnedMemory> pinned_;
 #endif

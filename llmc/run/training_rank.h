@@ -40,6 +40,9 @@ struct TrainingRank {
             world, rank) {
     if (watchdog() != nullptr)
       checkpoints.when_saving([this](bool saving) { watchdog()->board.saving(number, saving); });
+    if (const std::string& why = run.copies_of_state.not_pinned(); !why.empty())
+      log.line("notice: training stands still for longer while a checkpoint is copied, to memory that is not pinned: " +
+               why);
   }
 
   const Job& job;
