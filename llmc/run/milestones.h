@@ -1,4 +1,4 @@
-// milestones.h: what is due after some steps of a run: a validation, a sample, a checkpoint.
+// milestones.h: what is due after some steps of a run: a validation, a sample, a checkpoint, a comparison of copies.
 #pragma once
 #include <cerrno>  // program_invocation_name, from glibc
 #include <cmath>
@@ -28,8 +28,8 @@ class Milestones {
 
   // Is anything due after this step?
   bool after(int64_t step) const {
-    return due(step, validation_ ? o_.val_every : 0) || due(step, o_.sample_every) || due(step, o_.checkpoint_every) ||
-           step == r_.job.last_step() || r_.checkpoints.retries_at(step);
+    return due(step, o_.check_replicas) || due(step, validation_ ? o_.val_every : 0) || due(step, o_.sample_every) ||
+           due(step, o_.checkpoint_every) || step == r_.job.last_step() || r_.checkpoints.retries_at(step);
   }
   // Does what is due after the last update.
   void reach() {
@@ -41,7 +41,10 @@ class Milestones {
       r_.report.timed(Task::sample, [&] { sample(); });
     const bool best = o_.keep_best && progress.best_step == progress.done, last = progress.done == r_.job.last_step();
     const bool by_rule = last || best || due(progress.done, o_.checkpoint_every);
-    if (!by_rule && !r_.checkpoints.retries_at(progress.done)) return;
+    if (!by_rule && !r_.checkpoints.retries_at(progress.done)) {
+      if (due(progress.done, o_.check_replicas)) r_.checkpoints.compare_copies(progress.done, r_.run);
+      return;
+    }
     const Because because = by_rule ? Because::rule : r_.checkpoints.retries_because();
     save({.on_failure = last ? OnFailure::fail : o_.checkpoint_errors, .because = because, .best = best, .wait = last});
   }

@@ -78,42 +78,74 @@ class Running {
 
 void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
+// Rows in the middle of the table of tokens.
+std::string weights_in(const std::string& checkpoint) {
+  const std::string name = "transformer.wte.weight";
+  const auto files = read_json(checkpoint + "/model.safetensors.index.json").at("weight_map");
+  const std::string model = read_whole(checkpoint + "/" + files.at(name).get<std::string>());
+  REQUIRE(model.size() > 8);
+  uint64_t header = 0;
+  std::memcpy(&header, model.data(), sizeof header);
+  const auto offsets = parse_json(model.substr(8, header), "header").at(name).at("data_offsets");
+  return model.substr(8 + header + offsets[0].get<size_t>() + 480, 480);
+}
+
+size_t steps_done(const std::string& out) {
+  const std::string lines = read_whole(out + "/metrics.jsonl");
+  size_t steps = 0;
+  for (size_t at = 0; (at = lines.find(R"("kind":"train")", at)) != std::string::npos; ++at) ++steps;
+  return steps;
+}
+
+// Flips a bit of each place with these bytes in turn, until the run ends; others are as they were after 120 more steps.
+void flip_until_it_ends(Running& run, const std::string& out, const std::string& bytes) {
+  const std::vector<uint64_t> places = run.find(bytes);
+  REQUIRE(places.size() >= 2);  // of two ranks; and where a checkpoint was written from
+  for (const uint64_t place : places) {
+    run.flip_bit(place);
+    const size_t before = steps_done(out);
+    for (int i = 0; i < 3000 && !run.ended() && steps_done(out) < before + 120; ++i) sleep_ms(20);
+    if (run.ended()) break;
+    run.flip_bit(place);  // that was no weight
+  }
+  INFO(run.log());
+  REQUIRE(run.ended());
+  REQUIRE(run.exit_status() == 2);
+  for (const int rank : {0, 1})
+    REQUIRE(run.log().find(formatted("rank {} on {} has ", rank, host_name())) != std::string::npos);
+}
+
+// Two ranks, whose weights do not change.
+std::string constant(const std::string& out, const std::string& options) {
+  return tiny(out, "--local-ranks 2 --lr 1e-30 --max-steps " + options);
+}
+
 }  // namespace
 
 TEST_CASE("a bit that flips in a weight of one of two ranks ends the run at the next checkpoint, with status 2",
           "[run][replicas]") {
   const TempDir dir;
   const std::string out = dir / "run";
-  Running run(tiny(out, "--local-ranks 2 --max-steps 1000000 --lr 1e-30 --checkpoint-every 40"), dir / "log");
+  Running run(constant(out, "1000000 --checkpoint-every 40"), dir / "log");
   for (int i = 0; i < 600 && checkpoint_steps(out).empty() && !run.ended(); ++i) sleep_ms(50);
   INFO(run.log());
   REQUIRE(!checkpoint_steps(out).empty());
-  // Weights that do not change, as they are in the first checkpoint: rows in the middle of the table of tokens.
-  const std::string first = checkpoint_path(out, checkpoint_steps(out).front());
-  const std::string name = "transformer.wte.weight";
-  const auto files = read_json(first + "/model.safetensors.index.json").at("weight_map");
-  const std::string model = read_whole(first + "/" + files.at(name).get<std::string>());
-  REQUIRE(model.size() > 8);
-  uint64_t header = 0;
-  std::memcpy(&header, model.data(), sizeof header);
-  const auto offsets = parse_json(model.substr(8, header), "header").at(name).at("data_offsets");
-  const std::string weights = model.substr(8 + header + offsets[0].get<size_t>() + 480, 480);
-  const std::vector<uint64_t> places = run.find(weights);
-  REQUIRE(places.size() >= 2);  // of two ranks; and where a checkpoint was written from
-  for (const uint64_t place : places) {
-    run.flip_bit(place);
-    const int64_t before = checkpoint_steps(out).back();
-    for (int i = 0; i < 3000 && !run.ended() && checkpoint_steps(out).back() < before + 120; ++i) sleep_ms(20);
-    if (run.ended()) break;
-    run.flip_bit(place);  // that was no weight: as it was
-  }
-  const std::string log = run.log();
-  INFO(log);
-  REQUIRE(run.ended());
-  REQUIRE(run.exit_status() == 2);
-  const std::string last = checkpoint_path(out, checkpoint_steps(out).back()), host = host_name();
-  REQUIRE(log.find(formatted("the replicas have diverged by step {}: wte.weight of unit embedding: rank ",
-                             checkpoint_steps(out).back() + 40)) != std::string::npos);
-  for (const int rank : {0, 1}) REQUIRE(log.find(formatted("rank {} on {} has ", rank, host)) != std::string::npos);
-  REQUIRE(log.find("the last good one is " + last) != std::string::npos);
+  flip_until_it_ends(run, out, weights_in(checkpoint_path(out, checkpoint_steps(out).front())));
+  const int64_t last = checkpoint_steps(out).back();
+  REQUIRE(run.log().find(formatted("the replicas have diverged by step {}: wte.weight of unit embedding: rank ",
+                                   last + 40)) != std::string::npos);
+  REQUIRE(run.log().find("the last good one is " + checkpoint_path(out, last)) != std::string::npos);
+}
+
+TEST_CASE("--check-replicas finds a flipped bit between checkpoints", "[run][replicas]") {
+  const TempDir dir;
+  run_well(constant(dir / "one", "1"));
+  const std::string out = dir / "run";
+  Running run(constant(out, "1000000 --check-replicas 40"), dir / "log");
+  for (int i = 0; i < 600 && !std::filesystem::exists(out + "/metrics.jsonl") && !run.ended(); ++i) sleep_ms(50);
+  flip_until_it_ends(run, out, weights_in(checkpoint_path(dir / "one", 1)));
+  REQUIRE(steps_done(out) % 40 == 0);
+  REQUIRE(run.log().find(formatted("the replicas have diverged by step {}: wte.weight", steps_done(out))) !=
+          std::string::npos);
+  REQUIRE(run.log().find("there is none to go back to") != std::string::npos);
 }

@@ -73,6 +73,11 @@ class CheckpointSaver {
     return !out_dir_.empty();
   }
 
+  // Ends the run if ranks' copies of the same state differ after this step.
+  void compare_copies(int64_t step, Run& run) const {
+    report_.timed(Task::checkpoint, [&] { require_equal_copies(run, o_.place, step, last_); });
+  }
+
   // Saves the checkpoint of step progress.done, unless it exists already. With --checkpoint-mode async it is written
   // while training goes on, unless `wait`; the next save, or a settle(), makes it visible. If it cannot be written, for
   // example on a full disk, training may go on and the save is retried after 1, 2, 4 ... more updates. If the run ends
@@ -81,7 +86,7 @@ class CheckpointSaver {
     settle(progress, run);
     if (directory_is_new(run)) last_.clear();
     if (last_ == checkpoint_path(out_dir_, progress.done)) return tidy(progress.done, how.best);
-    report_.timed(Task::checkpoint, [&] { require_equal_copies(run, o_.place, progress.done, last_); });
+    compare_copies(progress.done, run);
     log_.progress("writing checkpoint", 0, 1);
     nlohmann::ordered_json trainer = to_json_object(progress, job_, run.trainer.expert_biases());
     if (how.because == Because::clock) trainer["saved_by"] = saved_by_clock;

@@ -84,6 +84,7 @@ struct Options {
   bool keep_best = false;
   OnFailure checkpoint_errors = OnFailure::retry;
   CheckpointMode checkpoint_mode = CheckpointMode::async;
+  int64_t check_replicas = 0;
   WeightType dtype = WeightType::fp32;
   Recompute recompute = Recompute::none;
   int64_t head_chunks = 0;
@@ -330,6 +331,9 @@ void visit_options(O& o, Visitor&& visit) {
         "as "
         "a rank writes or, where there is less, training waits for the rest; the last checkpoint, and those before an "
         "early end, are waited for; sync: all are");
+  visit("--check-replicas", "", o.check_replicas, at_least(0), free,
+        "updates between comparisons of what ranks hold copies of, weights and optimizer state, bit for bit, besides "
+        "the one before each checkpoint; a difference ends the run with status 2; 0: no others");
   visit("Numerics and memory");
   visit("--dtype", "", o.dtype, any_of<WeightType>(), must_match,
         "type of weights and activations; gradients and optimizer state are fp32");
