@@ -5,12 +5,13 @@
 
 #include "core/check.h"
 #include "core/enum_names.h"
+#include "core/fp8.h"
 
 namespace llmc {
 
-enum class DType : uint8_t { fp32, bf16, fp16, fp64, int32 };
+enum class DType : uint8_t { fp32, bf16, fp16, fp64, int32, e4m3 };
 
-constexpr auto names_of_values(DType) { return std::array{"fp32", "bf16", "fp16", "fp64", "int32"}; }
+constexpr auto names_of_values(DType) { return std::array{"fp32", "bf16", "fp16", "fp64", "int32", "e4m3"}; }
 
 inline int64_t size_of(DType dtype) {
   switch (dtype) {
@@ -19,6 +20,7 @@ inline int64_t size_of(DType dtype) {
     case DType::fp64: return 8;
     case DType::fp32:
     case DType::int32: return 4;
+    case DType::e4m3: return 1;
   }
   return 0;
 }
@@ -95,6 +97,10 @@ constexpr DType dtype_of<double>() {
 template <>
 constexpr DType dtype_of<int32_t>() {
   return DType::int32;
+}
+template <>
+constexpr DType dtype_of<e4m3>() {
+  return DType::e4m3;
 }
 
 template <class T>

@@ -7,13 +7,17 @@ namespace llmc {
 // Sums, and everything that is updated in small steps, are kept in this dtype.
 inline DType accumulator_of(DType dtype) { return dtype == DType::fp64 ? DType::fp64 : DType::fp32; }
 
+// How a product reads its operands: as they are stored, or rounded to E4M3, in blocks that are scaled by powers of two.
+enum class Operands : uint8_t { as_stored, fp8_block };
+
 struct Precision {
-  DType weights = DType::fp32;      // as ranks hold and gather them
-  DType activations = DType::fp32;  // and their gradients, between layers and between stages
-  DType products = DType::fp32;     // the operands of matrix products
-  DType wire = DType::fp32;         // gradients on their way between ranks
-  DType state = DType::fp32;        // sums of gradients, master weights, optimizer slots, statistics of rows
-  bool masters = true;              // copies of the weights in `state`; without them updates are rounded stochastically
+  DType weights = DType::fp32;            // as ranks hold and gather them
+  DType activations = DType::fp32;        // and their gradients, between layers and between stages
+  DType products = DType::fp32;           // the operands of matrix products
+  Operands linear = Operands::as_stored;  // how linear layers of blocks read theirs, but not to generate text
+  DType wire = DType::fp32;               // gradients on their way between ranks
+  DType state = DType::fp32;              // sums of gradients, master weights, optimizer slots, statistics of rows
+  bool masters = true;  // copies of the weights in `state`; without them updates are rounded stochastically
 
   Precision() = default;
   // Mixed precision as one word: weights, activations and products in this dtype, all sums in its accumulator.
@@ -28,6 +32,7 @@ struct Precision {
   bool uniform() const {
     Precision same = weights;
     same.masters = masters;
+    same.linear = linear;
     return *this == same;
   }
   bool keeps_masters() const { return masters && weights != state; }

@@ -22,6 +22,7 @@ namespace llmc {
 // A matrix product: M rows in each group, N columns, K products per element. M 0: not a product.
 struct ProductShape {
   int64_t M = 0, N = 0, K = 0, groups = 1;
+  bool fp8 = false;
 };
 // Attention: keys of a sequence, channels of a head, and the scores that a kernel which keeps them in memory writes.
 struct AttentionSize {
@@ -72,6 +73,7 @@ struct Machine {
   std::string name = {};
   std::string source = {};                     // of the figures
   double flops_per_s = 0;                      // of products, in the dtype of a run
+  double fp8_flops_per_s = 0;                  // of those in fp8; 0: as the others
   double bytes_per_s = 0;                      // of memory: reads and writes
   double memory_bytes = 0;                     // of each GPU, or of a server without; 0: unknown
   int64_t cores = 0;                           // of a server without GPUs; 0: it has GPUs
@@ -139,10 +141,11 @@ struct Machine {
     return std::ranges::count_if(ranks, [&](int64_t r) { return r / unit == ranks[0] / unit; });
   }
 
+  double peak_of(const ProductShape& p) const { return p.fp8 && fp8_flops_per_s > 0 ? fp8_flops_per_s : flops_per_s; }
   double memory_seconds(const OpCost& c) const { return c.bytes / (bytes_per_s * memory_share); }
   double arithmetic_seconds(const OpCost& c) const {
     if (c.product.M > 0 && units > 0) return tiled_seconds(c.product);
-    if (c.product.M > 0) return c.flops / (flops_per_s * product_share);
+    if (c.product.M > 0) return c.flops / (peak_of(c.product) * product_share);
     if (c.attention.keys > 0) return attention_seconds(c);
     return c.flops / flops_per_s;
   }
@@ -157,7 +160,7 @@ struct Machine {
     for (const Tile& t : {Tile{256, 128, 1}, {128, 256, 1}, {128, 128, 0.95}, {128, 64, 0.8}, {64, 64, 0.65}}) {
       const int64_t tiles = p.groups * ceil_div(p.M, t.rows) * ceil_div(p.N, t.columns);
       const double of_tile = 2.0 * static_cast<double>(t.rows * t.columns) * static_cast<double>(units) /
-                             (flops_per_s * product_share * t.share);
+                             (peak_of(p) * product_share * t.share);
       for (int64_t parts = 1; parts <= 16; parts *= 2) {
         if (parts > 1 && (p.groups > 1 || tiles * parts / 2 >= 2 * units || p.K / parts < 256)) break;
         const double waves = static_cast<double>(ceil_div(tiles * parts, units));

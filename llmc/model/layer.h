@@ -79,6 +79,7 @@ struct Sequences {
   std::optional<SequenceRows> slice = {};  // the tokens of this slice; none: whole sequences
   std::optional<CachedKeys> cache = {};    // of the text that the rows continue
   Routing routing = {};                    // for a layer with experts
+  Operands linear = Operands::as_stored;   // of the products of linear layers
   Tensor boundaries() const {              // for attention
     if (documents == Documents::together) return {};
     return all_positions.empty() ? positions : all_positions;
@@ -110,8 +111,12 @@ struct Layer {
 
  protected:
   Stream& stream() const { return group.compute; }
-  parallel::ColumnLinear column(const char* name, int fused = 1) const { return {{unit, name, fused}, group}; }
-  parallel::RowLinear row(const char* name) const { return {{unit, name}, group}; }
+  parallel::ColumnLinear column(const char* name, int fused = 1) const {
+    return {{.unit = unit, .name = name, .fused = fused, .read = sequences.linear}, group};
+  }
+  parallel::RowLinear row(const char* name) const {
+    return {{.unit = unit, .name = name, .read = sequences.linear}, group};
+  }
   Tensor like(const char* name, const Tensor& t) const { return group.temporary(name, t.dtype, t.shape); }
 
   // dx = ..., and the gradients of the layer's parameters += ..., now or by the weight part. all_x: gathered rows of x,

@@ -44,7 +44,7 @@ inline void router_logits(Tensor logits, Tensor x, Tensor weight, Stream& stream
   const int64_t N = x.shape[0], C = x.shape[1], E = weight.shape[0];
   CHECK_TENSOR(logits, accumulator_of(x.dtype), N, E);
   CHECK_TENSOR(weight, x.dtype, E, C);
-  detail::matmul("router_logits", logits, x, Transpose::no, weight, Transpose::yes, C, {}, Accumulate::no, stream);
+  detail::matmul("router_logits", logits, {x, Transpose::no}, {weight, Transpose::yes}, C, {}, Accumulate::no, stream);
 }
 
 // dx = or += (as requested, rounded once) dlogits weight; dlogits are not rounded to the dtype of dx.
@@ -53,8 +53,8 @@ inline void router_backward_input(Tensor dx, Tensor dlogits, Tensor weight, Accu
   CHECK_TENSOR(dx, weight.dtype, N, C);
   CHECK_TENSOR(dlogits, accumulator_of(weight.dtype), N, E);
   const auto product = [&](Tensor gradients, Tensor weights) {
-    detail::matmul("router_backward_input", dx, gradients, Transpose::no, weights, Transpose::no, weights.shape[0], {},
-                   accumulate_dx, stream);
+    detail::matmul("router_backward_input", dx, {gradients, Transpose::no}, {weights, Transpose::no}, weights.shape[0],
+                   {}, accumulate_dx, stream);
   };
   if (weight.dtype != DType::bf16) return product(dlogits, weight);
   auto scope = stream.scratch().scope();
@@ -70,8 +70,8 @@ inline void router_backward_weight(Tensor dweight, Tensor dlogits, Tensor x, Acc
   CHECK_TENSOR(dlogits, accumulator_of(x.dtype), N, E);
   CHECK_TENSOR(dweight, accumulator_of(x.dtype), E, C);
   const auto product = [&](Tensor gradients, Accumulate accumulate) {
-    detail::matmul("router_backward_weight", dweight, gradients, Transpose::yes, x, Transpose::no, N, {}, accumulate,
-                   stream);
+    detail::matmul("router_backward_weight", dweight, {gradients, Transpose::yes}, {x, Transpose::no}, N, {},
+                   accumulate, stream);
   };
   if (x.dtype != DType::bf16) return product(dlogits, accumulate_dweight);
   auto scope = stream.scratch().scope();

@@ -1,6 +1,6 @@
 // ops_layers.h: norms, linear layers, activations, sums. Conventions: ops.h.
 #pragma once
-#include "ops/ops_memory.h"
+#include "ops/ops_quantise.h"
 
 namespace llmc {
 
@@ -139,13 +139,15 @@ inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, T
 namespace detail {
 
 // c (M, N) = or += op(a) op(b) + bias, summing K products per element.   bias (N), or an empty tensor
-inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor b, Transpose b_as, int64_t K,
-                   Tensor bias, Accumulate accumulate, Stream& stream) {
+inline void matmul(const char* name, Tensor c, const Operand& first, const Operand& second, int64_t K, Tensor bias,
+                   Accumulate accumulate, Stream& stream) {
   const int64_t M = c.shape[0], N = c.shape[1];
+  const Tensor a = first.values, b = second.values;
+  const Transpose a_as = first.as, b_as = second.as;
   const Bias with_bias = bias.empty() ? Bias::no : Bias::yes;
   const double flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K);
   const double bytes = bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0);
-  const OpCost cost{.name = name, .flops = flops, .bytes = bytes, .product = {M, N, K}};
+  const OpCost cost{.name = name, .flops = flops, .bytes = bytes, .product = {M, N, K, 1, a.dtype == DType::e4m3}};
   auto scope = stream.scratch().scope();
   if (stream.device().computes_as() == DeviceKind::cuda) {
     const Tensor workspace = stream.scratch().alloc("scratch", "matmul", DType::int32, {gpu_matmul_workspace / 4});
@@ -154,8 +156,10 @@ inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor 
       if (a.dtype == DType::fp64) refuse_fp64();
       const int alignment = cuda::alignment_of({c.bytes, a.bytes, b.bytes, bias.bytes});
       stream.kept<cuda::MatmulPlans>().run(
-          {M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().tf32, alignment}, c.bytes,
-          a.bytes, b.bytes, bias.bytes, workspace.bytes, stream.cuda());
+          {M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().tf32, alignment, first.scaled,
+           second.scaled},
+          {c.bytes, a.bytes, b.bytes, bias.bytes, workspace.bytes, first.scales.bytes, second.scales.bytes},
+          stream.cuda());
 #else
       (void)workspace, (void)stream;  // planned only
 #endif
@@ -179,21 +183,28 @@ inline void matmul(const char* name, Tensor c, Tensor a, Transpose a_as, Tensor 
 }  // namespace detail
 
 // out = x weight^T + bias.   out (N, O); x (N, I); weight (O, I); bias (O), or an empty tensor
-inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Stream& stream) {
+inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Stream& stream,
+                           Operands read = Operands::as_stored) {
   const int64_t N = x.shape[0], I = x.shape[1], O = weight.shape[0];
   CHECK_TENSOR(out, x.dtype, N, O);
   CHECK_TENSOR(weight, x.dtype, O, I);
   if (!bias.empty()) CHECK_TENSOR(bias, x.dtype, O);
-  detail::matmul("linear_forward", out, x, Transpose::no, weight, Transpose::yes, I, bias, Accumulate::no, stream);
+  auto scope = stream.scratch().scope();
+  const detail::Operand a = detail::first_operand(x, Transpose::no, ScaledBy::segments, read, stream),
+                        b = detail::second_operand(weight, Transpose::yes, ScaledBy::tiles, read, stream);
+  detail::matmul("linear_forward", out, a, b, I, bias, Accumulate::no, stream);
 }
 
 // dx = dout weight.
-inline void linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Stream& stream) {
+inline void linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Stream& stream,
+                                  Operands read = Operands::as_stored) {
   const int64_t N = dout.shape[0], I = weight.shape[1], O = weight.shape[0];
   CHECK_TENSOR(dx, dout.dtype, N, I);
   CHECK_TENSOR(dout, weight.dtype, N, O);
-  detail::matmul("linear_backward_input", dx, dout, Transpose::no, weight, Transpose::no, O, {}, Accumulate::no,
-                 stream);
+  auto scope = stream.scratch().scope();
+  const detail::Operand a = detail::first_operand(dout, Transpose::no, ScaledBy::segments, read, stream),
+                        b = detail::second_operand(weight, Transpose::no, ScaledBy::tiles, read, stream);
+  detail::matmul("linear_backward_input", dx, a, b, O, {}, Accumulate::no, stream);
 }
 
 namespace detail {
@@ -216,15 +227,45 @@ inline void linear_backward_bias(Tensor dbias, Tensor dout, Stream& stream) {
          N, O);
 }
 
+namespace detail {
+
+inline void weight_gradient(Tensor dweight, Tensor dbias, const Operand& dout_turned, Tensor dout, Tensor x,
+                            Accumulate accumulate, Stream& stream, Operands read) {
+  CHECK_TENSOR(dout, x.dtype, x.shape[0], dout.shape[1]);
+  CHECK_TENSOR(dweight, accumulator_of(x.dtype), dout.shape[1], x.shape[1]);
+  {
+    auto scope = stream.scratch().scope();
+    const Operand b = second_operand(x, Transpose::no, ScaledBy::segments, read, stream);
+    matmul("linear_backward_weight", dweight, dout_turned, b, x.shape[0], {}, accumulate, stream);
+  }
+  if (!dbias.empty()) linear_backward_bias(dbias, dout, stream);
+}
+
+}  // namespace detail
+
 // dweight = or += (as requested) dout^T x, dbias += column sums of dout (dbias may be empty).
 inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Accumulate accumulate_dweight,
-                                   Stream& stream) {
-  const int64_t N = x.shape[0], I = x.shape[1], O = dout.shape[1];
-  CHECK_TENSOR(dout, x.dtype, N, O);
-  CHECK_TENSOR(dweight, accumulator_of(x.dtype), O, I);
-  detail::matmul("linear_backward_weight", dweight, dout, Transpose::yes, x, Transpose::no, N, {}, accumulate_dweight,
-                 stream);
-  if (!dbias.empty()) linear_backward_bias(dbias, dout, stream);
+                                   Stream& stream, Operands read = Operands::as_stored) {
+  auto scope = stream.scratch().scope();
+  const detail::Operand turned = detail::first_operand(dout, Transpose::yes, ScaledBy::segments, read, stream);
+  detail::weight_gradient(dweight, dbias, turned, dout, x, accumulate_dweight, stream, read);
+}
+
+// linear_backward_weight() and linear_backward_input(), which in fp8 then read dout once.
+inline void linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
+                            Accumulate accumulate_dweight, Stream& stream, Operands read = Operands::as_stored) {
+  if (read == Operands::as_stored) {
+    linear_backward_weight(dweight, dbias, dout, x, accumulate_dweight, stream);
+    return linear_backward_input(dx, dout, weight, stream);
+  }
+  CHECK_TENSOR(dx, dout.dtype, dout.shape[0], weight.shape[1]);
+  auto scope = stream.scratch().scope();
+  const detail::Quantised q = detail::quantise(dout, detail::SumAlong::both, ScaledBy::segments, stream);
+  detail::weight_gradient(dweight, dbias, detail::first_operand(q, Transpose::yes), dout, x, accumulate_dweight, stream,
+                          read);
+  const detail::Operand w = detail::second_operand(weight, Transpose::no, ScaledBy::tiles, read, stream);
+  detail::matmul("linear_backward_input", dx, detail::first_operand(q, Transpose::no), w, weight.shape[0], {},
+                 Accumulate::no, stream);
 }
 
 // GELU, tanh form, elementwise; dx may be dout.

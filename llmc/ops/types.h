@@ -12,6 +12,10 @@ enum class Gradient : uint8_t { no, yes };
 enum class Transpose : uint8_t { no, yes };
 enum class Bias : uint8_t { no, yes };
 
+// Which numbers of an operand in fp8 have a scale in common: 128 that follow each other along the sum of the product,
+// or 128 x 128. The last block of a row or column may be smaller.
+enum class ScaledBy : uint8_t { nothing, segments, tiles };
+
 // Bytes of cuBLASLt's work space: NVIDIA's recommendation for Hopper. A fixed size, not what an algorithm needs, so
 // that it can be planned without a GPU.
 inline constexpr int64_t gpu_matmul_workspace = 32 << 20;

@@ -182,6 +182,7 @@ inline void run_plan(const Options& asked) {
   const KeptLists kept;
   const Device device = choose_device(o);
   const StepConfig config = with_token_slices(choose_step(o), o, device);
+  require_fp8_can(config, device);
   Device rank = first_rank_device(device, o);
   const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
   const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
@@ -227,6 +228,10 @@ inline void run_plan_auto(const Options& asked) {
           "--plan-auto searches the layouts of a machine with GPUs, and --machine {} has none: use --plan, or another "
           "machine",
           shown(o.machine));
+    CHECK(o.products == Operands::as_stored,
+          "--plan-auto with --products {}: not built yet; leave it out, and try it with --plan on the layout that is "
+          "found",
+          o.products);
     SearchFor what;
     what.step.model = choose_model(o);
     what.step.precision = choose_precision(o);

@@ -98,6 +98,7 @@ inline ModelConfig choose_model(const Options& o) {
 inline Precision choose_precision(const Options& o) {
   Precision precision = o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32;
   precision.masters = o.master_weights == MasterWeights::fp32;
+  precision.linear = o.products;
   return precision;
 }
 
@@ -250,6 +251,47 @@ inline void require_cudnn_can(const StepConfig& step, const Device& device, cons
   CHECK(!device.cudnn || step.layout.pipeline.slices.empty(),
         "--attention cudnn computes whole sequences, and --token-slices {} cuts them: use --attention own",
         o.token_slices);
+}
+
+// Rejects --products fp8-block where blocks of a product would depend on how the work is divided, and where the GPU
+// cannot multiply them.
+inline void require_fp8_can(const StepConfig& step, const Device& device) {
+  if (step.precision.linear != Operands::fp8_block) return;
+  const ModelConfig& m = step.model;
+  const Layout& l = step.layout;
+  const std::string asked = formatted("--products {}", Operands::fp8_block);
+  CHECK(m.experts.count == 0, "{} with {} experts per layer: not built yet; use --products {}", asked, m.experts.count,
+        Operands::as_stored);
+  std::vector<int64_t> runs = l.pipeline.slices;  // tokens of a sequence that a rank multiplies one after another
+  if (runs.empty()) runs = {l.context.ranks > 1 ? l.context.share(step.batch.T) / 2 : step.batch.T};
+  for (const int64_t run : runs)
+    CHECK(
+        run % fp8_block == 0,
+        "{}: a rank multiplies {} tokens of a sequence at a time, and blocks have {}: use a --seq-len of which {} are "
+        "a multiple, or --products {}",
+        asked, run, fp8_block, l.context.ranks > 1 ? "1 / (2 --cp)" : "its slices", Operands::as_stored);
+  const ModelConfig part = model_of_rank(m, l.tensor);
+  const bool divided = l.tensor.ranks > 1;
+  const int64_t whole = divided ? fp8_block : 16;  // the part of a rank has whole blocks
+  struct Width {
+    const char* what;
+    int64_t size, multiple;
+  };
+  for (const Width& w :
+       {Width{"channels", m.n_embd, 16}, Width{"channels of the queries", part.q_size(), whole},
+        Width{"channels of the keys", part.kv_size(), whole}, Width{"channels of the feed-forward", part.n_ffn, whole}})
+    CHECK(w.size % w.multiple == 0, "{}: the {} {} {} are no multiple of {}: use another {}, or --products {}", asked,
+          w.size, w.what, divided ? "of a rank" : "of the model", w.multiple, divided ? "--tp" : "--model",
+          Operands::as_stored);
+  CHECK(
+      !device.machine || device.machine->cores > 0 || device.machine->fp8_flops_per_s > 0,
+      "{}: its products are for Hopper, and --machine {} has no tflops in fp8: use h100x8 or h200x8, or --products {}",
+      asked, device.machine->name, Operands::as_stored);
+  if (device.kind != DeviceKind::cuda || is_gpu_elsewhere(device)) return;
+  const GpuInfo gpu = gpu_info(device.gpu);
+  CHECK(gpu.major == 9 && gpu.minor == 0,
+        "{}: its products are for Hopper (sm_90), and GPU {} is {} (sm_{}{}): use --products {}", asked, device.gpu,
+        gpu.name, gpu.major, gpu.minor, Operands::as_stored);
 }
 
 // The samples in this many steps, at most all.

@@ -73,7 +73,8 @@ class SliceTimes {
                               .slice = SequenceRows{T, context, length},
                               .routing = {.rows = {x.shape[0], {length}, T},
                                           .placement = placement,
-                                          .experts = [this]() -> const UnitState& { return *experts_; }}};
+                                          .experts = [this]() -> const UnitState& { return *experts_; }},
+                              .linear = config_.precision.linear};
     const parallel::Group group{groups_, arena_, stream_};
     const double begin = stream_.seconds();
     ops_.clear();

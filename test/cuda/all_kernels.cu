@@ -14,6 +14,7 @@
 #include "ops/cuda/mma.cuh"
 #include "ops/cuda/projection_norm.cuh"
 #include "ops/cuda/qk_norm.cuh"
+#include "ops/cuda/quantise.cuh"
 #include "ops/cuda/rmsnorm.cuh"
 #include "ops/cuda/router.cuh"
 #include "ops/cuda/step.cuh"
@@ -73,6 +74,7 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   cache_append(x, x, shape, stream);
   swiglu_forward(x, x, N, C, ids, stream);
   swiglu_backward(x, x, x, N, C, ids, stream);
+  for (const ScaledBy by : {ScaledBy::segments, ScaledBy::tiles}) quantise<T>({}, {}, x, N, C, by, stream);
   const Router router = {N, 1};
   const Segments segments = {N};
   router_forward(ids, f, f, f, N, router, stream);
@@ -127,8 +129,8 @@ void launch_all_instructions(float* out, const uint4* in, cudaStream_t stream) {
 // All host code of the matrix products.
 void use_matmul(MatmulPlans& plans, const MatmulShape& shape, float* c, const bf16* ab, void* scratch) {
   plans.restore(plans.exported());
-  plans.tune(shape, c, ab, ab, nullptr, scratch, nullptr);
-  plans.prepare(shape).run(c, ab, ab, nullptr, scratch, nullptr);
+  plans.tune(shape, {c, ab, ab, nullptr, scratch}, nullptr);
+  plans.prepare(shape).run({c, ab, ab, nullptr, scratch}, nullptr);
 }
 
 }  // namespace llmc::cuda

@@ -46,7 +46,7 @@ struct Case {
     MatmulShape aligned = shape;
     const T* bias_at = has_bias() ? biases + offset : nullptr;
     aligned.alignment = alignment_of({cs + offset, as + offset, bs + offset, bias_at});
-    plans.prepare(aligned).run(cs + offset, as + offset, bs + offset, bias_at, workspace, nullptr);
+    plans.prepare(aligned).run({cs + offset, as + offset, bs + offset, bias_at, workspace}, nullptr);
     const std::vector<Out> sum = cs.host();
     return {{"c", std::vector<Out>(sum.begin() + offset, sum.end())}};
   }
@@ -142,14 +142,14 @@ TEST_CASE("products of empty matrices", "[matmul][cuda]") {
   const auto sum = [&] {
     DeviceArray<float> c(std::vector<float>(32, 3.0f));
     REQUIRE(plans.prepare(shape).scratch_bytes() == 0);
-    plans.prepare(shape).run(c, nullptr, nullptr, nullptr, nullptr, nullptr);
+    plans.prepare(shape).run({c, nullptr, nullptr, nullptr, nullptr}, nullptr);
     return c.host();
   };
   REQUIRE(sum() == std::vector<float>(32, 0.0f));
   shape.accumulate = Accumulate::yes;
   REQUIRE(sum() == std::vector<float>(32, 3.0f));
   shape.M = 0;
-  plans.prepare(shape).run(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
+  plans.prepare(shape).run({}, nullptr);
 }
 
 TEST_CASE("a product on one stream waits for another stream's writes, and for the workspace", "[matmul][cuda]") {
@@ -167,13 +167,13 @@ TEST_CASE("a product on one stream waits for another stream's writes, and for th
     const Outputs out = [&]() -> Outputs {
       DeviceArray<float> xs(x), ys(y), xy(n * n), xyy(n * n);
       Workspace workspace(workspace_bytes);
-      product.run(xy, xs, ys, nullptr, workspace, first);
+      product.run({xy, xs, ys, nullptr, workspace}, first);
       CUDA_CHECK(cudaEventRecord(written, first));
       CUDA_CHECK(cudaStreamWaitEvent(second, written));  // xy is there
-      product.run(xyy, xy, ys, nullptr, workspace, second);
+      product.run({xyy, xy, ys, nullptr, workspace}, second);
       CUDA_CHECK(cudaEventRecord(read, second));
       CUDA_CHECK(cudaStreamWaitEvent(first, read));  // xy is free again, and so is the workspace
-      product.run(xy, ys, xs, nullptr, workspace, first);
+      product.run({xy, ys, xs, nullptr, workspace}, first);
       return {{"xyy", xyy.host()}, {"yx", xy.host()}};
     }();
     CUDA_CHECK(cudaEventDestroy(written));
@@ -192,7 +192,7 @@ TEST_CASE("recorded algorithms are reused", "[matmul][cuda]") {
   DeviceArray<bf16> a(c.a), b(c.b);
   DeviceArray<float> sum(c.c);
   Workspace workspace(workspace_bytes);
-  const cuda::MatmulTiming timing = tuned.tune(c.shape, sum, a, b, nullptr, workspace, nullptr);
+  const cuda::MatmulTiming timing = tuned.tune(c.shape, {sum, a, b, nullptr, workspace}, nullptr);
   REQUIRE(timing.candidates >= 1);
   REQUIRE(timing.best_ms > 0);
   REQUIRE(timing.best_ms <= timing.first_ms);
@@ -231,7 +231,7 @@ TEST_CASE("tuning skips an algorithm that the library proposes and then refuses"
   for (uint64_t refused = 0; refused < 4; ++refused) {
     cuda_on_cpu::refused_algorithm = refused;
     MatmulPlans plans(workspace_bytes);
-    plans.tune(c.shape, out, a, b, nullptr, workspace, nullptr);
+    plans.tune(c.shape, {out, a, b, nullptr, workspace}, nullptr);
     const Outputs computed = c.cuda(plans);
     cuda_on_cpu::refused_algorithm = ~uint64_t{0};
     REQUIRE(relative_error(computed[0].values, c.cpu()[0].values) < tolerance<float>(c.shape));
@@ -278,9 +278,14 @@ TEST_CASE("a product that cuBLASLt cannot do is refused", "[matmul][cuda]") {
   Workspace workspace(workspace_bytes);
   const cuda::Matmul product = plans.prepare(c.shape);
   REQUIRE(product.scratch_bytes() == workspace_bytes);
-  REQUIRE_THAT(error_of([&] { product.run(sum, a + 1, b, nullptr, workspace, nullptr); }),
+  REQUIRE_THAT(error_of([&] {
+                 product.run({sum, a + 1, b, nullptr, workspace}, nullptr);
+               }),
                ContainsSubstring("an array is aligned to 2 bytes only"));
-  REQUIRE_THAT(error_of([&] { product.run(sum, a, b, a, workspace, nullptr); }), ContainsSubstring("a bias is given"));
+  REQUIRE_THAT(error_of([&] {
+                 product.run({sum, a, b, a, workspace}, nullptr);
+               }),
+               ContainsSubstring("a bias is given"));
 }
 
 #ifndef __CUDACC__
@@ -291,16 +296,18 @@ TEST_CASE("the emulated cuBLASLt refuses what the library refuses", "[matmul][cu
   const cuda::Matmul product = plans.prepare(shape);
   DeviceArray<bf16> a(c.a), b(c.b), sum(c.c);
   Workspace workspace(workspace_bytes), small(256);
-  REQUIRE_THAT(error_of([&] { product.run(sum, a, b, nullptr, workspace + 64, nullptr); }),
+  REQUIRE_THAT(error_of([&] {
+                 product.run({sum, a, b, nullptr, workspace + 64}, nullptr);
+               }),
                ContainsSubstring("cublasLtMatmul failed: an invalid value was used as an argument "
                                  "(CUBLAS_STATUS_INVALID_VALUE) for C (8, 16) = A (8, 24) B (24, 16)"));
   REQUIRE_THROWS_WITH(
-      product.run(sum, a, b, nullptr, small, nullptr),
+      product.run({sum, a, b, nullptr, small}, nullptr),
       ContainsSubstring("cublasLtMatmul, workspace: 1048576 bytes from byte 0 of an allocation of 256"));
-  REQUIRE_THROWS_WITH(product.run(sum, b + 8 * 25, b, nullptr, workspace, nullptr),
+  REQUIRE_THROWS_WITH(product.run({sum, b + 8 * 25, b, nullptr, workspace}, nullptr),
                       ContainsSubstring("cublasLtMatmul, B: 384 bytes from byte 400 of"));  // our A is its B
   alignas(16) bf16 on_host[8 * 24];
-  REQUIRE_THROWS_WITH(product.run(sum, on_host, b, nullptr, workspace, nullptr),
+  REQUIRE_THROWS_WITH(product.run({sum, on_host, b, nullptr, workspace}, nullptr),
                       ContainsSubstring("not device memory"));
 
   // An invalid algorithm, from a file.

@@ -8,6 +8,8 @@
 
 #include <bit>
 #include <cstring>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "core/dtype.h"
@@ -23,6 +25,8 @@ struct cublasLtMatmulDesc {
   int32_t transpose_a = CUBLAS_OP_N, transpose_b = CUBLAS_OP_N;
   uint32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
   void* bias = nullptr;
+  int32_t a_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, b_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  const float *a_scales = nullptr, *b_scales = nullptr;
 };
 struct cublasLtMatmulPreference {
   uint64_t workspace = 0;
@@ -33,8 +37,25 @@ struct cublasLtMatmulPreference {
 namespace {
 
 using llmc::bf16;
+using llmc::e4m3;
 
-size_t size_of(cudaDataType_t type) { return type == CUDA_R_16BF ? 2 : 4; }
+size_t size_of(cudaDataType_t type) { return type == CUDA_R_8F_E4M3 ? 1 : type == CUDA_R_16BF ? 2 : 4; }
+
+// Scales for blocks of one of the operands, (k, n) or (k, m) in column-major order and 128 numbers of a column or 128 x
+// 128 sharing one: the library's two layouts of them.
+int64_t scale_at(int32_t mode, int64_t k, int64_t column, int64_t K, int64_t columns) {
+  const int64_t of_k = (K + 127) / 128;
+  return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F ? k / 128 * columns + column
+                                                         : column / 128 * ((of_k + 3) / 4 * 4) + k / 128;
+}
+int64_t scale_count(int32_t mode, int64_t K, int64_t columns) {
+  const int64_t of_k = (K + 127) / 128;
+  return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F ? of_k * columns
+                                                         : (columns + 127) / 128 * ((of_k + 3) / 4 * 4);
+}
+bool is_block_mode(int32_t mode) {
+  return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+}
 
 struct Algorithm {
   uint64_t parts;  // number of splits of k, added at the end
@@ -87,8 +108,15 @@ cublasStatus_t make_problem(Problem* problem, cublasLtHandle_t handle, cublasLtM
   const int64_t m = problem->m, n = problem->n, k = problem->k;
   if (!is(a, turn_a ? k : m, turn_a ? m : k) || !is(b, turn_b ? n : k, turn_b ? k : n) || !is(c, m, n) || !is(d, m, n))
     return CUBLAS_STATUS_INVALID_VALUE;
-  if (a->type != b->type || c->type != d->type || c->ld != d->ld || (d->type != a->type && d->type != CUDA_R_32F) ||
-      operation->scale != CUDA_R_32F || (operation->compute == CUBLAS_COMPUTE_32F_FAST_TF32 && a->type != CUDA_R_32F))
+  const bool fp8 = a->type == CUDA_R_8F_E4M3;  // of Hopper: sums along both columns
+  if (fp8 &&
+      (!turn_a || turn_b || m % 16 != 0 || n % 16 != 0 || k % 16 != 0 || !is_block_mode(operation->a_mode) ||
+       !is_block_mode(operation->b_mode) ||
+       (operation->a_mode == operation->b_mode && operation->a_mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F)))
+    return CUBLAS_STATUS_NOT_SUPPORTED;
+  if (a->type != b->type || c->type != d->type || c->ld != d->ld ||
+      (d->type != (fp8 ? CUDA_R_16BF : a->type) && d->type != CUDA_R_32F) || operation->scale != CUDA_R_32F ||
+      (operation->compute == CUBLAS_COMPUTE_32F_FAST_TF32 && a->type != CUDA_R_32F))
     return CUBLAS_STATUS_NOT_SUPPORTED;
   return CUBLAS_STATUS_SUCCESS;
 }
@@ -121,6 +149,17 @@ void multiply(const Problem& p, const Arrays& arrays, int64_t parts) {
   const auto [b_row, b_column] = strides(p.operation.transpose_b, p.b.ld);
   const auto dot = [&](int64_t i, int64_t j, int64_t begin, int64_t end) {
     float sum = 0;
+    if constexpr (std::is_same_v<In, e4m3>) {
+      for (int64_t k = begin; k < end;) {
+        float block = 0;
+        const int64_t first = k;
+        do block += static_cast<float>(a[i * a_row + k * a_column]) * static_cast<float>(b[k * b_row + j * b_column]);
+        while (++k < end && k % 128 != 0);
+        sum += block * p.operation.a_scales[scale_at(p.operation.a_mode, first, i, p.k, p.m)] *
+               p.operation.b_scales[scale_at(p.operation.b_mode, first, j, p.k, p.n)];
+      }
+      return sum;
+    }
     for (int64_t k = begin; k < end; ++k) sum += read(a[i * a_row + k * a_column]) * read(b[k * b_row + j * b_column]);
     return sum;
   };
@@ -225,6 +264,10 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t operation, cu
     case CUBLASLT_MATMUL_DESC_TRANSB: return set(operation->transpose_b, value, bytes);
     case CUBLASLT_MATMUL_DESC_EPILOGUE: return set(operation->epilogue, value, bytes);
     case CUBLASLT_MATMUL_DESC_BIAS_POINTER: return set(operation->bias, value, bytes);
+    case CUBLASLT_MATMUL_DESC_A_SCALE_POINTER: return set(operation->a_scales, value, bytes);
+    case CUBLASLT_MATMUL_DESC_B_SCALE_POINTER: return set(operation->b_scales, value, bytes);
+    case CUBLASLT_MATMUL_DESC_A_SCALE_MODE: return set(operation->a_mode, value, bytes);
+    case CUBLASLT_MATMUL_DESC_B_SCALE_MODE: return set(operation->b_mode, value, bytes);
   }
   return CUBLAS_STATUS_INVALID_VALUE;
 }
@@ -311,15 +354,23 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
   if (has_bias)
     cuda_on_cpu::require_device_memory(operation->bias, static_cast<size_t>(problem.m) * size_of(d_layout->type),
                                        "cublasLtMatmul, bias");
+  if (a_layout->type == CUDA_R_8F_E4M3)
+    for (const auto& [scales, mode, columns] : {std::tuple{operation->a_scales, operation->a_mode, problem.m},
+                                                {operation->b_scales, operation->b_mode, problem.n}}) {
+      if (scales == nullptr || at(scales) % 16 != 0) return CUBLAS_STATUS_INVALID_VALUE;
+      cuda_on_cpu::require_device_memory(scales, static_cast<size_t>(scale_count(mode, problem.k, columns)) * 4,
+                                         "cublasLtMatmul, scales");
+    }
   if (problem.workspace(*known) > 0)
     cuda_on_cpu::require_device_memory(workspace, workspace_bytes, "cublasLtMatmul, workspace");
 
   Arrays arrays{a, b, c, d, workspace, 0, 0};
   std::memcpy(&arrays.alpha, alpha, sizeof arrays.alpha);
   std::memcpy(&arrays.beta, beta, sizeof arrays.beta);
-  auto* run = a_layout->type == CUDA_R_32F   ? solve<float, float>
-              : d_layout->type == CUDA_R_32F ? solve<bf16, float>
-                                             : solve<bf16, bf16>;
+  auto* run = a_layout->type == CUDA_R_8F_E4M3 ? (d_layout->type == CUDA_R_32F ? solve<e4m3, float> : solve<e4m3, bf16>)
+              : a_layout->type == CUDA_R_32F   ? solve<float, float>
+              : d_layout->type == CUDA_R_32F   ? solve<bf16, float>
+                                               : solve<bf16, bf16>;
   const cudaError_t enqueued =
       cuda_on_cpu::enqueue_call(stream, [problem, arrays, known, run] { run(problem, arrays, *known); });
   return enqueued == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;

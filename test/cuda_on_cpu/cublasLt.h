@@ -15,7 +15,8 @@ enum cublasStatus_t {
 };
 enum cublasOperation_t { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1 };
 enum cublasComputeType_t { CUBLAS_COMPUTE_32F = 68, CUBLAS_COMPUTE_32F_FAST_TF32 = 77 };
-enum cudaDataType_t { CUDA_R_32F = 0, CUDA_R_16BF = 14 };
+enum cudaDataType_t { CUDA_R_32F = 0, CUDA_R_16BF = 14, CUDA_R_8F_E4M3 = 28 };
+#define CUBLAS_VERSION 130000
 
 using cublasLtHandle_t = struct cublasLtContext*;
 const char* cublasLtGetStatusName(cublasStatus_t status);
@@ -42,6 +43,15 @@ enum cublasLtMatmulDescAttributes_t {
   CUBLASLT_MATMUL_DESC_TRANSB = 4,        // int32_t; CUBLAS_OP_N
   CUBLASLT_MATMUL_DESC_EPILOGUE = 7,      // uint32_t; CUBLASLT_EPILOGUE_DEFAULT
   CUBLASLT_MATMUL_DESC_BIAS_POINTER = 8,  // void*; null
+  CUBLASLT_MATMUL_DESC_A_SCALE_POINTER = 17,
+  CUBLASLT_MATMUL_DESC_B_SCALE_POINTER = 18,
+  CUBLASLT_MATMUL_DESC_A_SCALE_MODE = 31,  // int32_t; CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F
+  CUBLASLT_MATMUL_DESC_B_SCALE_MODE = 32,
+};
+enum cublasLtMatmulMatrixScale_t {
+  CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F = 0,
+  CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F = 4,      // 128 numbers along the sum; with other columns, then along it
+  CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F = 5,  // along the sum, padded to 4, then with other columns
 };
 using cublasLtMatmulDesc_t = struct cublasLtMatmulDesc*;
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* operation, cublasComputeType_t compute,

@@ -16,6 +16,7 @@ struct Settings {
   std::vector<std::string> models = {"gpt2:124M", "gpt2:1558M", "qwen2.5:1.5B", "qwen3:30B-A3B"};
   BatchShape batch{16, 1024};
   int64_t repeats = 20, peak_size = 8192, copy_mib = 4096, flush_mib = 0, long_sequence = 4096;
+  Operands products = Operands::as_stored;
   std::string json;
 };
 
@@ -59,7 +60,7 @@ void measure_attention(OpTimer& timer, const AttentionShape& s, double calls) {
 // out (N, O) = x (N, I) weight^T, and its backward.
 // with_dbias: unless another op adds to the bias's gradient.
 void measure_linear(OpTimer& timer, const char* name, int64_t N, int64_t O, int64_t I, Bias with_bias, double calls,
-                    Bias with_dbias = Bias::yes) {
+                    Bias with_dbias = Bias::yes, Operands read = Operands::as_stored) {
   const auto scope = timer.scope();
   Stream& stream = timer.stream();
   const Tensor x = timer.normal({N, I}), weight = timer.normal({O, I}, 0.02f), out = timer.normal({N, O});
@@ -68,9 +69,10 @@ void measure_linear(OpTimer& timer, const char* name, int64_t N, int64_t O, int6
   if (with_bias == Bias::yes) bias = timer.normal({O});
   if (with_bias == Bias::yes && with_dbias == Bias::yes) dbias = timer.filled(0, {O});
   const std::string shape = formatted("{} {} x {} x {}", name, N, O, I);
-  timer.measure(shape, calls, [&] { linear_forward(out, x, weight, bias, stream); });
-  timer.measure(shape, calls, [&] { linear_backward_input(x, out, weight, stream); });
-  timer.measure(shape, calls, [&] { linear_backward_weight(dweight, dbias, out, x, Accumulate::no, stream); });
+  timer.measure(shape, calls, [&] { linear_forward(out, x, weight, bias, stream, read); });
+  const Tensor dx = timer.tensor(dtype, x.shape);
+  timer.measure(shape, calls,
+                [&] { linear_backward(dx, dweight, dbias, out, x, weight, Accumulate::no, stream, read); });
 }
 
 void measure_embedding(OpTimer& timer, const ModelConfig& c, const BatchShape& s, Tensor tokens, Tensor positions) {
@@ -257,7 +259,7 @@ void measure_update(OpTimer& timer, const ModelConfig& c) {
   timer.measure(shape, calls, [&] { zero(gradient, stream); });
 }
 
-void measure_model(OpTimer& timer, const ModelConfig& c, const BatchShape& s) {
+void measure_model(OpTimer& timer, const ModelConfig& c, const BatchShape& s, Operands read) {
   const int64_t N = s.rows(), C = c.n_embd;
   const double L = static_cast<double>(c.n_layer);
   const AttentionShape heads = attention_shape(c, s);
@@ -268,16 +270,17 @@ void measure_model(OpTimer& timer, const ModelConfig& c, const BatchShape& s) {
   const Tensor tokens = timer.token_ids(N, c.vocab_size), positions = timer.integers(std::move(places));
   measure_embedding(timer, c, s, tokens, positions);
   measure_norm(timer, c, N);
-  measure_linear(timer, "qkv", N, c.qkv_size(), C, qkv, L);
+  measure_linear(timer, "qkv", N, c.qkv_size(), C, qkv, L, Bias::yes, read);
   measure_heads(timer, c, heads, positions);
   measure_attention(timer, heads, L);
-  measure_linear(timer, "proj", N, C, c.q_size(), all, L);
+  measure_linear(timer, "proj", N, C, c.q_size(), all, L, Bias::yes, read);
   measure_residual(timer, c, N);
   const double sparse = static_cast<double>(c.sparse_layers()), dense = L - sparse;
   if (dense > 0) {
-    measure_linear(timer, "up", N, c.mlp_in_size(), C, all, dense, c.family.mlp == Mlp::gelu ? Bias::no : Bias::yes);
+    measure_linear(timer, "up", N, c.mlp_in_size(), C, all, dense, c.family.mlp == Mlp::gelu ? Bias::no : Bias::yes,
+                   read);
     measure_activation(timer, c, N, c.n_ffn, dense);
-    measure_linear(timer, "down", N, C, c.n_ffn, all, dense);
+    measure_linear(timer, "down", N, C, c.n_ffn, all, dense, Bias::yes, read);
   }
   if (sparse > 0) measure_experts(timer, c, s, sparse);
   measure_linear(timer, "head", N, c.padded_vocab(), C, Bias::no, 1);
@@ -352,10 +355,10 @@ void run(const Settings& settings) {
       1e-6 * properties.l2CacheSize, static_cast<long long>(settings.copy_mib), 1e-9 * roofs.bandwidth,
       static_cast<long long>(settings.peak_size), 1e-12 * roofs.matmul);
   for (const std::string& model : settings.models) {
-    const StepConfig step{
-        .model = resolve_model(model, {}), .precision = dtype, .batch = settings.batch, .generates = false};
-    const std::vector<OpTime> times =
-        OpTimer::run(device, timing, [&](OpTimer& timer) { measure_model(timer, step.model, step.batch); });
+    StepConfig step{.model = resolve_model(model, {}), .precision = dtype, .batch = settings.batch, .generates = false};
+    step.precision.linear = settings.products;
+    const std::vector<OpTime> times = OpTimer::run(
+        device, timing, [&](OpTimer& timer) { measure_model(timer, step.model, step.batch, settings.products); });
     print_table(formatted("{}, B {} T {}", model, step.batch.B, step.batch.T), times, roofs, json);
     print_step(times, roofs, step, device);
   }
@@ -377,6 +380,9 @@ int main(int argc, char** argv) {
   app.add_option("--models", settings.models, "presets, or directories with a config.json");
   app.add_option("-b,--batch-size", settings.batch.B, "sequences per batch")->check(CLI::PositiveNumber);
   app.add_option("-t,--seq-len", settings.batch.T, "tokens per sequence")->check(CLI::PositiveNumber);
+  app.add_flag_callback(
+      "--fp8", [&] { settings.products = llmc::Operands::fp8_block; },
+      "the trainer's --products fp8-block; the roofline stays that of bf16");
   app.add_option("--repeats", settings.repeats, "timed runs of each op")->check(CLI::PositiveNumber);
   app.add_option("--long-sequence", settings.long_sequence, "also time attention at this length; 0: skip");
   app.add_option("--copy-mib", settings.copy_mib, "size of the copy that measures the bandwidth, read and written")

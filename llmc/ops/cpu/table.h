@@ -18,6 +18,7 @@
 #include "ops/cpu/layernorm.h"
 #include "ops/cpu/matmul.h"
 #include "ops/cpu/projection_norm.h"
+#include "ops/cpu/quantise.h"
 #include "ops/cpu/rmsnorm.h"
 #include "ops/cpu/router.h"
 #include "ops/cpu/step.h"
@@ -34,7 +35,7 @@
   OP(gelu_backward_with_bias) OP(gelu_forward) OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(merge_parts) \
   OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums) OP(qk_norm_backward) \
   OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward) OP(residual_rmsnorm_forward) \
-  OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(scale) OP(square_sum) OP(swiglu_backward) OP(swiglu_forward) \
+  OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(round_to_fp8) OP(scale) OP(square_sum) OP(swiglu_backward) OP(swiglu_forward) \
   OP(update_weights)
 #define CPU_OPS_OF_SUMS(OP) \
   OP(add_losses) OP(join_segments) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) \

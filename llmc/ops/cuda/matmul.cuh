@@ -31,6 +31,8 @@ namespace llmc::cuda {
 // C (M, N) = or += op(A) op(B) + bias. Row-major and contiguous; A is stored (M, K) or, transposed, (K, M); B (K, N) or
 // (N, K). A and B are fp32 or bf16; C has the same dtype or fp32; a bias (N) requires one dtype for all and has it.
 // Accumulates in fp32; Tf32::yes lets tensor cores multiply fp32 with 10-bit mantissas.
+//
+// Or A (M, K) and B (N, K) are E4M3 with scales for blocks (ops_quantise.h), C and the bias bf16 or fp32.
 struct MatmulShape {
   int64_t M, N, K;
   Transpose a, b;
@@ -39,7 +41,15 @@ struct MatmulShape {
   Bias bias;
   Tf32 tf32 = Tf32::no;
   int alignment = 16;  // bytes; all addresses are multiples of it
+  ScaledBy a_scaled = ScaledBy::nothing, b_scaled = ScaledBy::nothing;
   auto operator<=>(const MatmulShape&) const = default;
+};
+
+struct MatmulArrays {
+  void* c;
+  const void *a, *b, *bias;
+  void* scratch;  // aligned to matmul_workspace_alignment, and used by no other stream meanwhile
+  const void *a_scales = nullptr, *b_scales = nullptr;
 };
 
 // The largest power of two that divides all addresses, up to 16, the most that any algorithm needs. A null pointer
@@ -51,13 +61,20 @@ inline int alignment_of(std::initializer_list<const void*> arrays) {
 }
 
 inline std::string to_string(const MatmulShape& s) {
-  return formatted("C ({}, {}) {} {} {}{}, A and B in {}, C in {}, aligned to {} bytes", s.M, s.N,
+  const auto scaled = [](ScaledBy by) {
+    return by == ScaledBy::nothing ? "" : by == ScaledBy::tiles ? " scaled by tiles" : " scaled by segments";
+  };
+  return formatted("C ({}, {}) {} {}{} {}{}{}, A and B in {}, C in {}, aligned to {} bytes", s.M, s.N,
                    s.accumulate == Accumulate::yes ? "+=" : "=",
                    s.a == Transpose::yes ? formatted("A ({}, {})^T", s.K, s.M) : formatted("A ({}, {})", s.M, s.K),
+                   scaled(s.a_scaled),
                    s.b == Transpose::yes ? formatted("B ({}, {})^T", s.N, s.K) : formatted("B ({}, {})", s.K, s.N),
-                   s.bias == Bias::yes ? " + bias" : "", s.tf32 == Tf32::yes ? "tf32" : name_of(s.in), s.out,
-                   s.alignment);
+                   scaled(s.b_scaled), s.bias == Bias::yes ? " + bias" : "",
+                   s.tf32 == Tf32::yes ? "tf32" : name_of(s.in), s.out, s.alignment);
 }
+
+// From cuBLASLt 12.9 on, on Hopper.
+#define LEAST_CUBLAS_FOR_FP8 120900
 
 // The arena's alignment.
 inline constexpr int64_t matmul_workspace_alignment = 256;
@@ -115,14 +132,31 @@ struct MatmulProblem {
     operation.reset(created);
     set(CUBLASLT_MATMUL_DESC_TRANSA, operation_of(s.b));
     set(CUBLASLT_MATMUL_DESC_TRANSB, operation_of(s.a));
+    if (s.in == DType::e4m3) set_scale_modes();
     if (s.bias == Bias::no) return;
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t{CUBLASLT_EPILOGUE_BIAS});
     set_bias(reinterpret_cast<const void*>(static_cast<uintptr_t>(s.alignment)));  // tells the heuristic its alignment
   }
 
   void set_bias(const void* bias) const { set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias); }
+  void set_scales(const void* of_a, const void* of_b) const {
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, of_b);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, of_a);
+  }
 
  private:
+  void set_scale_modes() const {
+#if CUBLAS_VERSION >= LEAST_CUBLAS_FOR_FP8
+    const auto mode = [](ScaledBy by) -> int32_t {
+      return by == ScaledBy::tiles ? CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F
+                                   : CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    };
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode(shape.b_scaled));
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode(shape.a_scaled));
+    const void* const aligned = reinterpret_cast<const void*>(static_cast<uintptr_t>(shape.alignment));
+    set_scales(aligned, aligned);  // tells the heuristic their alignment
+#endif
+  }
   static int32_t operation_of(Transpose transpose) { return transpose == Transpose::yes ? CUBLAS_OP_T : CUBLAS_OP_N; }
   template <class T>
   void set(cublasLtMatmulDescAttributes_t attribute, T value) const {
@@ -131,8 +165,9 @@ struct MatmulProblem {
   }
   MatrixLayout layout(DType dtype, int64_t rows, int64_t columns) const {
     cublasLtMatrixLayout_t created = nullptr;
-    check(cublasLtMatrixLayoutCreate(&created, dtype == DType::bf16 ? CUDA_R_16BF : CUDA_R_32F,
-                                     static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), columns),
+    const cudaDataType_t type = dtype == DType::bf16 ? CUDA_R_16BF : dtype == DType::e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_32F;
+    check(cublasLtMatrixLayoutCreate(&created, type, static_cast<uint64_t>(columns), static_cast<uint64_t>(rows),
+                                     columns),
           "cublasLtMatrixLayoutCreate", &shape);
     return MatrixLayout(created);
   }
@@ -151,13 +186,13 @@ struct MatmulPlan {
   int64_t workspace_bytes;
   MatmulAlgorithm algorithm = {};
 
-  void run(void* c, const void* a, const void* b, const void* bias, Accumulate accumulate, void* workspace,
-           cudaStream_t stream) const {
+  void run(const MatmulArrays& x, Accumulate accumulate, cudaStream_t stream) const {
     const MatmulShape& s = problem.shape;
     const float alpha = 1, beta = accumulate == Accumulate::yes ? 1 : 0;  // with beta = 0, c is not read
-    if (s.bias == Bias::yes) problem.set_bias(bias);
-    check(cublasLtMatmul(library, problem.operation.get(), &alpha, b, problem.b.get(), a, problem.a.get(), &beta, c,
-                         problem.c.get(), c, problem.c.get(), &algorithm.value, workspace,
+    if (s.bias == Bias::yes) problem.set_bias(x.bias);
+    if (s.in == DType::e4m3) problem.set_scales(x.a_scales, x.b_scales);
+    check(cublasLtMatmul(library, problem.operation.get(), &alpha, x.b, problem.b.get(), x.a, problem.a.get(), &beta,
+                         x.c, problem.c.get(), x.c, problem.c.get(), &algorithm.value, x.scratch,
                          static_cast<size_t>(workspace_bytes), stream),
           "cublasLtMatmul", &s);
   }
@@ -219,17 +254,16 @@ class Matmul {
  public:
   int64_t scratch_bytes() const { return plan_ == nullptr ? 0 : plan_->workspace_bytes; }
 
-  // `scratch` is aligned to matmul_workspace_alignment and used by no other stream meanwhile.
-  void run(void* c, const void* a, const void* b, const void* bias, void* scratch, cudaStream_t stream) const {
+  void run(const MatmulArrays& x, cudaStream_t stream) const {
     if (plan_ != nullptr) {
-      CHECK(alignment_of({c, a, b, bias}) >= shape_.alignment,
+      CHECK(alignment_of({x.c, x.a, x.b, x.bias}) >= shape_.alignment,
             "an array is aligned to {} bytes only for {}; prepare the matmul with alignment_of its arrays",
-            alignment_of({c, a, b, bias}), to_string(shape_));
-      CHECK((bias != nullptr) == (shape_.bias == Bias::yes), "a bias is {} for {}", bias ? "given" : "missing",
+            alignment_of({x.c, x.a, x.b, x.bias}), to_string(shape_));
+      CHECK((x.bias != nullptr) == (shape_.bias == Bias::yes), "a bias is {} for {}", x.bias ? "given" : "missing",
             to_string(shape_));
-      plan_->run(c, a, b, bias, shape_.accumulate, scratch, stream);
+      plan_->run(x, shape_.accumulate, stream);
     } else if (shape_.accumulate == Accumulate::no) {  // an empty sum
-      CUDA_CHECK(cudaMemsetAsync(c, 0, static_cast<size_t>(shape_.M * shape_.N * size_of(shape_.out)), stream));
+      CUDA_CHECK(cudaMemsetAsync(x.c, 0, static_cast<size_t>(shape_.M * shape_.N * size_of(shape_.out)), stream));
     }
   }
 
@@ -270,8 +304,7 @@ class MatmulPlans {
   // Times the heuristic's candidates on these arrays and keeps the fastest for this shape. Overwrites C; the host
   // waits. Only one rank may tune, and the others restore its export: timings differ between ranks, and different
   // algorithms give different bits.
-  MatmulTiming tune(const MatmulShape& shape, void* c, const void* a, const void* b, const void* bias, void* scratch,
-                    cudaStream_t stream) {
+  MatmulTiming tune(const MatmulShape& shape, const MatmulArrays& arrays, cudaStream_t stream) {
     const Matmul product = prepare(shape);
     if (product.plan_ == nullptr) return {};
     constexpr int repeats = 10;
@@ -284,13 +317,13 @@ class MatmulPlans {
     for (const detail::MatmulAlgorithm& candidate : candidates) {
       chosen.algorithm = candidate;
       try {
-        product.run(c, a, b, bias, scratch, stream);  // loads the kernel
-      } catch (const Error&) {                        // the heuristic proposed it, but the library refuses it
+        product.run(arrays, stream);  // loads the kernel
+      } catch (const Error&) {        // the heuristic proposed it, but the library refuses it
         if (++refused == candidates.size()) throw;
         continue;
       }
       CUDA_CHECK(cudaEventRecord(begin, stream));
-      for (int i = 0; i < repeats; ++i) product.run(c, a, b, bias, scratch, stream);
+      for (int i = 0; i < repeats; ++i) product.run(arrays, stream);
       CUDA_CHECK(cudaEventRecord(end, stream));
       CUDA_CHECK(cudaEventSynchronize(end));
       const float ms = milliseconds(begin, end) / repeats;
@@ -319,10 +352,9 @@ class MatmulPlans {
   // While on, the first product of each shape tunes it on its own arrays: for a warm-up run whose results are
   // discarded.
   void set_tuning(bool on) { tuning_ = on; }
-  void run(const MatmulShape& shape, void* c, const void* a, const void* b, const void* bias, void* scratch,
-           cudaStream_t stream) {
-    if (tuning_ && !plans_.contains(planned(shape))) tune(shape, c, a, b, bias, scratch, stream);
-    prepare(shape).run(c, a, b, bias, scratch, stream);
+  void run(const MatmulShape& shape, const MatmulArrays& arrays, cudaStream_t stream) {
+    if (tuning_ && !plans_.contains(planned(shape))) tune(shape, arrays, stream);
+    prepare(shape).run(arrays, stream);
   }
   // Forgets all choices.
   void forget() { plans_.clear(), restored_.clear(); }
@@ -350,6 +382,7 @@ class MatmulPlans {
 
  private:
   static void check_shape(const MatmulShape& s) {
+    if (s.in == DType::e4m3) return check_fp8(s);
     CHECK(s.in == DType::fp32 || s.in == DType::bf16, "matmul on GPUs cannot read {}: use fp32 or bf16; {}", s.in,
           to_string(s));
     CHECK(s.out == s.in || s.out == DType::fp32, "matmul cannot write {} from {} inputs: use {} or fp32; {}", s.out,
@@ -360,6 +393,19 @@ class MatmulPlans {
     CHECK(s.K > 0 || s.bias == Bias::no, "matmul: with K = 0 there can be no bias; {}", to_string(s));
     CHECK(s.alignment >= size_of(s.in) && s.alignment <= 16 && (s.alignment & (s.alignment - 1)) == 0,
           "matmul: arrays aligned to {} bytes; use alignment_of; {}", s.alignment, to_string(s));
+  }
+
+  static void check_fp8(const MatmulShape& s) {
+    CHECK(
+        CUBLAS_VERSION >= LEAST_CUBLAS_FOR_FP8,
+        "this train_gpt was built with cuBLASLt {}, which does not multiply fp8 with scales for blocks: build it with "
+        "CUDA 12.9 or newer, or leave out --products",
+        CUBLAS_VERSION);
+    CHECK(s.a == Transpose::no && s.b == Transpose::yes && (s.out == DType::bf16 || s.out == DType::fp32) &&
+              s.a_scaled != ScaledBy::nothing && s.b_scaled != ScaledBy::nothing &&
+              !(s.a_scaled == ScaledBy::tiles && s.b_scaled == ScaledBy::tiles) && s.M % 16 == 0 && s.N % 16 == 0 &&
+              s.K % 16 == 0 && s.alignment == 16,
+          "cuBLASLt does not multiply fp8 like this: {}", to_string(s));
   }
 
   // The shape for which an algorithm is chosen.

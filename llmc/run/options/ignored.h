@@ -43,7 +43,7 @@ inline const std::vector<OptionKind>& option_kinds() {
         "--log-every", "--overfit-batch", "--optimizer", "--lr", "--warmup-steps", "--lr-schedule", "--decay-steps", "--final-lr-frac",
         "--weight-decay", "--beta1", "--beta2", "--adam-eps", "--grad-clip", "--skip-loss-z", "--skip-grad-z",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
-        "--checkpoint-errors", "--checkpoint-mode", "--check-replicas", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights",
+        "--checkpoint-errors", "--checkpoint-mode", "--check-replicas", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights", "--products",
         "--grad-reduce", "--profile", "--trace", "--trace-step",
         "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch",
         "--moe-aux-loss", "--moe-z-loss", "--moe-bias-rate", "--moe-capacity-factor"}},

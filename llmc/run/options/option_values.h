@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/enum_names.h"
+#include "core/precision.h"
 
 namespace llmc {
 
@@ -21,6 +22,7 @@ enum class CheckpointMode : uint8_t { sync, async };
 constexpr auto names_of_values(CheckpointMode) { return std::array{"sync", "async"}; }
 enum class WeightType : uint8_t { fp32, bf16 };
 constexpr auto names_of_values(WeightType) { return std::array{"fp32", "bf16"}; }
+constexpr auto names_of_values(Operands) { return std::array{"dtype", "fp8-block"}; }
 enum class MasterWeights : uint8_t { fp32, none };
 constexpr auto names_of_values(MasterWeights) { return std::array{"fp32", "none"}; }
 enum class OnOff : uint8_t { on, off };

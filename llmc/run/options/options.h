@@ -86,6 +86,7 @@ struct Options {
   CheckpointMode checkpoint_mode = CheckpointMode::async;
   int64_t check_replicas = 0;
   WeightType dtype = WeightType::fp32;
+  Operands products = Operands::as_stored;
   Recompute recompute = Recompute::none;
   int64_t head_chunks = 0;
   MasterWeights master_weights = MasterWeights::fp32;
@@ -337,6 +338,11 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Numerics and memory");
   visit("--dtype", "", o.dtype, any_of<WeightType>(), must_match,
         "type of weights and activations; gradients and optimizer state are fp32");
+  visit("--products", "", o.products, any_of<Operands>(), warn,
+        "what the linear layers of blocks multiply, forward and backward: dtype: numbers as --dtype stores them; "
+        "fp8-block: numbers rounded to fp8 (E4M3), in blocks of 128 along the sum, or of 128 x 128 weights, that are "
+        "scaled by powers of two; sums stay fp32, and embedding, head, norms and attention --dtype; on GPUs, Hopper "
+        "(compute capability 9.0) with cuBLASLt 12.9; on CPUs the same numbers, but no faster");
   visit("--master-weights", "-w", o.master_weights, any_of<MasterWeights>(), must_match,
         "master copy of bf16 weights; none: the optimizer updates the bf16 weights with stochastic rounding, which "
         "saves 4 bytes per parameter");

@@ -58,7 +58,7 @@ inline constexpr const char* machines_text = R"({
   "like": "a100x8", "source": "NVIDIA A100 40GB datasheet, SXM; DGX A100", "memory_gib": 40, "memory_gb_per_s": 1555},
 "h100x8": {
   "source": "NVIDIA H100 datasheet, SXM; DGX H100: NDR InfiniBand, 400 Gb/s for each GPU",
-  "tflops": {"bf16": 989.5, "tf32": 494.7, "fp32": 66.9}, "memory_gib": 79.6, "memory_gb_per_s": 3350,
+  "tflops": {"fp8": 1979, "bf16": 989.5, "tf32": 494.7, "fp32": 66.9}, "memory_gib": 79.6, "memory_gb_per_s": 3350,
   "links": [{"ranks": 8, "gb_per_s": 450, "share": 0.8, "us": 1.9}, {"gb_per_s": 50, "share": 0.85, "us": 4}],
   "product_share": 0.66, "multiprocessors": 132, "tile_fill": 200,
   "attention_share": 0.45, "half_keys": 300, "half_channels": 40,
@@ -221,13 +221,14 @@ class MachineReader {
     CHECK(json_.contains("tflops") && json_["tflops"].is_object(),
           "--machine {}: tflops is missing, an object with bf16, tf32 or fp32", shown(where_));
     const nlohmann::json& tflops = json_["tflops"];
-    require_known(tflops, {"bf16", "tf32", "fp32"});
+    require_known(tflops, {"fp8", "bf16", "tf32", "fp32"});
     const char* of = dtype == DType::bf16 ? "bf16" : tf32 ? "tf32" : "fp32";
     CHECK(tflops.contains(of),
           "--machine {}: tflops has no {}: such a processor cannot compute this run; use another "
           "--dtype, or another machine",
           shown(where_), of);
     m.flops_per_s = number(tflops, of, positive) * 1e12;
+    m.fp8_flops_per_s = number(tflops, "fp8", 0, 0) * 1e12;
   }
   void read_links(Machine& m) const {
     if (!json_.contains("links")) return;

@@ -1,0 +1,104 @@
+// Runs with --products fp8-block: the same bits where only the work is divided otherwise, and rounding where sums are;
+// resumed exactly; refused where blocks would not be whole.
+#include <algorithm>
+#include <map>
+
+#include "catch2.h"
+#include "core/rng.h"
+#include "tiny_run.h"
+
+using namespace llmc;
+
+namespace {
+
+// Llama of two layers, 2 heads of 128, and 48 sequences of 256 tokens in which some tokens follow others.
+struct Setting {
+  TempDir dir;
+  Setting() {
+    std::vector<uint16_t> tokens;
+    const Philox rng(3, "fp8 runs");
+    for (uint64_t i = 0; i < 48 * 256 + 1; ++i)
+      tokens.push_back(static_cast<uint16_t>(i % 3 == 2 ? tokens[i - 1] * 7 % 61 : rng.bits(i) % 61));
+    write_shard<uint16_t>(dir / "data.bin", tokens);
+  }
+  std::string options(const std::string& name, const std::string& more) const {
+    return "--model llama3:1B --n-layer 2 --n-head 2 --n-kv-head 2 --n-embd 256 --n-ffn 256 --vocab-size 61 --seq-len "
+           "256 "
+           "--batch-size 1 --total-batch-size 1024 --lr 3e-3 --max-steps 4 --dtype bf16 --products fp8-block "
+           "--train-data " +
+           (dir / "data.bin") + " --out-dir " + (dir / name) + " " + more;
+  }
+  std::map<int64_t, double> losses_of(const std::string& name, const std::string& more) const {
+    run_well(options(name, more));
+    return losses(dir / name);
+  }
+  std::string weights(const std::string& name) const {
+    return read_whole(checkpoint_path(dir / name, 4) + "/model.safetensors");
+  }
+};
+
+double largest_distance(const std::map<int64_t, double>& a, const std::map<int64_t, double>& b) {
+  REQUIRE(a.size() == b.size());
+  double largest = 0;
+  for (const auto& [step, loss] : a) largest = std::max(largest, std::fabs(loss - b.at(step)));
+  return largest;
+}
+
+}  // namespace
+
+TEST_CASE("products in fp8 give the same bits with every micro-batch, schedule, recomputation and stage of ZeRO",
+          "[run][fp8]") {
+  const Setting s;
+  const auto one = s.losses_of("one", "--local-ranks 1");
+  REQUIRE(one.size() == 4);
+  for (const char* same : {"--recompute activation", "--recompute block", "--pp 2 --local-ranks 2",
+                           "--pp 2 --local-ranks 2 --schedule zb-h1"}) {
+    INFO(same);
+    REQUIRE(s.losses_of("same", std::string(same) +
+                                    (std::string(same).find("ranks") == std::string::npos ? " --local-ranks 1" : "") +
+                                    " --restart") == one);
+  }
+  const auto two = s.losses_of("two", "--local-ranks 2");
+  for (const char* stage : {"1", "2", "3"})
+    REQUIRE(s.losses_of("stage", formatted("--local-ranks 2 --restart --zero-stage {}", stage)) == two);
+}
+
+TEST_CASE("products in fp8 differ between layouts by less than from products in bf16", "[run][fp8]") {
+  const Setting s;
+  const auto one = s.losses_of("one", "--local-ranks 1");
+  const double bf16 = largest_distance(s.losses_of("bf16", "--local-ranks 1 --products dtype"), one);
+  REQUIRE(bf16 > 0);
+  for (const char* layout :
+       {"--local-ranks 2", "--tp 2 --local-ranks 2", "--tp 2 --local-ranks 2 --sequence-parallel off",
+        "--cp 2 --local-ranks 2 --seq-len 512", "--local-ranks 1 --batch-size 4"}) {
+    INFO(layout);
+    if (std::string(layout).find("512") != std::string::npos) {
+      const auto whole = s.losses_of("whole", "--local-ranks 1 --seq-len 512");
+      REQUIRE(largest_distance(s.losses_of("layout", std::string(layout) + " --restart"), whole) < bf16);
+    } else {
+      REQUIRE(largest_distance(s.losses_of("layout", std::string(layout) + " --restart"), one) < bf16);
+    }
+  }
+}
+
+TEST_CASE("a run in fp8 resumes exactly, and a change of --products is noticed", "[run][fp8]") {
+  const Setting s;
+  s.losses_of("whole", "--local-ranks 1");
+  s.losses_of("stopped", "--local-ranks 1 --checkpoint-every 2");
+  std::filesystem::remove_all(checkpoint_path(s.dir / "stopped", 4));
+  s.losses_of("stopped", "--local-ranks 1 --checkpoint-every 2");
+  REQUIRE(s.weights("stopped") == s.weights("whole"));
+  std::filesystem::remove_all(checkpoint_path(s.dir / "stopped", 4));
+  REQUIRE(said(s.options("stopped", "--local-ranks 1 --products dtype")).find("--products") != std::string::npos);
+  REQUIRE(s.weights("stopped") != s.weights("whole"));
+}
+
+TEST_CASE("layouts whose blocks would not be whole are refused in fp8", "[run][fp8]") {
+  const Setting s;
+  refused(s.options("no", "--local-ranks 1 --seq-len 64"), "a rank multiplies 64 tokens of a sequence at a time");
+  refused(s.options("no", "--local-ranks 2 --cp 2"), "a rank multiplies 64 tokens of a sequence at a time");
+  refused(s.options("no", "--local-ranks 2 --tp 2 --n-ffn 384"),
+          "the 192 channels of the feed-forward of a rank are no");
+  refused(s.options("no", "--local-ranks 1 --token-slices 4"), "a rank multiplies 64 tokens of a sequence at a time");
+  refused(s.options("no", "--local-ranks 1 --plan --machine a100x1"), "has no tflops in fp8");
+}
