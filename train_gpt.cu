@@ -438,7 +438,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
         error.what() +
         (saved.empty() ? std::string() : formatted("; the same command resumes from step {}", saved.back()));
     log.file_line("train_gpt: " + text);
-    throw PeerError(text);
+    throw PeerError(text, error.status());
   } catch (const Error& error) {
     log.file_line("train_gpt: " + with_config_lines(error.what(), o.config_lines));  // main() prints it
     throw;
@@ -489,11 +489,9 @@ int main(int argc, char** argv) {
   } catch (const SharedError& error) {
     if (reports) report(error.what());
     return end_together(processes.get(), error.status());
-  } catch (const Error& error) {
-    report(end_alone(processes.get(), error));
-    return static_cast<int>(error.status());
   } catch (const std::exception& error) {
-    print_error("train_gpt: " + end_alone(processes.get(), error));
-    return static_cast<int>(ExitStatus::refused);
+    const Fault fault = end_alone(processes.get(), error);
+    report(fault.why);
+    return static_cast<int>(fault.status);
   }
 }

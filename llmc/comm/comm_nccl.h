@@ -75,8 +75,10 @@ namespace detail {
 
 inline void check_nccl(ncclResult_t status, const char* call) {
   if (status == ncclSuccess || status == ncclInProgress) return;
+  const bool from_outside = status == ncclSystemError || status == ncclRemoteError;  // the network, another rank
   throw Error(formatted("{} failed: {} ({}); set NCCL_DEBUG=WARN for details", call, ncclGetErrorString(status),
-                        ncclGetLastError(nullptr)));
+                        ncclGetLastError(nullptr)),
+              from_outside ? ExitStatus::lost : ExitStatus::refused);
 }
 
 inline constexpr int least_nccl = 22600;

@@ -79,19 +79,19 @@ class Processes {
   }
 
   // This process ends with this error. It tells the others, unless the error follows from one that they know. Returns
-  // the text that all of them print.
-  std::string fail(const std::string& error, bool follows) {
+  // what all of them print, and their status.
+  Fault fail(const Fault& error, bool follows) {
     if (alone()) return error;
     failed_ = true;
-    std::string reason = watchdog_->reason(follows ? 2 : 0);
-    if (reason.empty()) {
-      watchdog_->failed(local_ranks().first, error);
-      reason = watchdog_->reason();
+    Fault fault = watchdog_->fault(follows ? 2 : 0);
+    if (!fault.known()) {
+      watchdog_->failed(local_ranks().first, error.why, error.status);
+      fault = watchdog_->fault();
     }
     links().abort();
     if (links_) links_->abort();
     control_->abort();
-    return reason.empty() ? error : reason;
+    return fault.known() ? fault : error;
   }
 
  private:

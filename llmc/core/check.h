@@ -17,7 +17,7 @@
 namespace llmc {
 
 // Exit statuses of the program (see README.md, "Exit status").
-enum class ExitStatus : int { done = 0, refused = 1, diverged = 2, requeue = 75 };
+enum class ExitStatus : int { done = 0, refused = 1, diverged = 2, lost = 3, requeue = 75 };
 
 // Thrown by every refusal. The message says what was found, what was expected and what to do. With several ranks
 // run_ranks() adds the rank and the host; main() exits with `status`.
@@ -34,8 +34,9 @@ class Error : public std::runtime_error {
 // Thrown by a rank that stops only because another one failed.
 class PeerError : public Error {
  public:
-  // why: the reason, if it is known.
-  explicit PeerError(const std::string& why = "another rank has failed") : Error(why) {}
+  // why: the reason, if it is known; status: that of the other one, or lost if it has gone or hangs
+  explicit PeerError(const std::string& why = "another rank has failed", ExitStatus status = ExitStatus::lost)
+      : Error(why, status) {}
 };
 
 // An error that all ranks have at the same place: one process on each host reports it.

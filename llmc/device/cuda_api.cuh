@@ -13,15 +13,21 @@ namespace llmc::cuda {
 
 namespace detail {
 
-// "unspecified launch failure (cudaErrorLaunchFailure)". Any later call may report a kernel's error.
-inline std::string describe(cudaError_t status) {
-  const bool late = status == cudaErrorIllegalAddress || status == cudaErrorLaunchFailure ||
-                    status == cudaErrorMisalignedAddress || status == cudaErrorAssert;
-  return formatted("{} ({}){}", cudaGetErrorString(status), cudaGetErrorName(status),
-                   late ? ", from a kernel launched earlier: set CUDA_LAUNCH_BLOCKING=1 to find out which" : "");
+// A kernel's error, which any later call may report.
+inline bool is_late(cudaError_t status) {
+  return status == cudaErrorIllegalAddress || status == cudaErrorLaunchFailure ||
+         status == cudaErrorMisalignedAddress || status == cudaErrorAssert;
 }
+// "unspecified launch failure (cudaErrorLaunchFailure)"
+inline std::string describe(cudaError_t status) {
+  return formatted(
+      "{} ({}){}", cudaGetErrorString(status), cudaGetErrorName(status),
+      is_late(status) ? ", from a kernel launched earlier: set CUDA_LAUNCH_BLOCKING=1 to find out which" : "");
+}
+// A kernel that fails in the middle of a run may be the GPU's fault: the next start may go well.
 [[noreturn]] inline void cuda_failed(cudaError_t status, const char* call, const char* file, int line) {
-  throw Error(formatted("{} failed: {} at {}:{}", call, describe(status), file, line));
+  throw Error(formatted("{} failed: {} at {}:{}", call, describe(status), file, line),
+              is_late(status) ? ExitStatus::lost : ExitStatus::refused);
 }
 
 }  // namespace detail

@@ -212,12 +212,13 @@ inline void require_same(const Processes& processes, const char* what, const Nam
   if (!difference.empty()) throw SharedError(difference);
 }
 
-// What to print when a process ends with an error of its own, or because another one ended.
-inline std::string end_alone(Processes* processes, const std::exception& error) {
+// What to print when a process ends with an error of its own, or because another one ended; and its exit status.
+inline Fault end_alone(Processes* processes, const std::exception& error) {
   const bool follows =
       dynamic_cast<const PeerError*>(&error) != nullptr || dynamic_cast<const ConnectionError*>(&error) != nullptr;
-  const std::string text = failure_text(error);
-  return processes == nullptr ? text : processes->fail(text, follows);
+  const auto* const ours = dynamic_cast<const Error*>(&error);
+  const Fault fault{failure_text(error), ours != nullptr ? ours->status() : ExitStatus::refused};
+  return processes == nullptr ? fault : processes->fail(fault, follows);
 }
 
 // Called when all processes end for the same reason: none ends before process 0 has said why, because launchers end the

@@ -138,10 +138,10 @@ void run_ranks(World& world, F&& rank_main) {
   auto follows = [&](const Error& error) {
     if (watchdog == nullptr) return false;
     const bool broken = dynamic_cast<const ConnectionError*>(&error) != nullptr;
-    const std::string reason = broken ? watchdog->reason() : watchdog->reason(0);
-    if (reason.empty()) return false;
+    const Fault fault = watchdog->fault(broken ? 2 : 0);
+    if (!fault.known()) return false;
     std::lock_guard lock(mutex);
-    other = std::make_exception_ptr(PeerError(reason));
+    other = std::make_exception_ptr(PeerError(fault.why, fault.status));
     return true;
   };
   auto guarded = [&](int rank) {
@@ -155,10 +155,10 @@ void run_ranks(World& world, F&& rank_main) {
       if (!first) first = std::current_exception();
     } catch (const Error& error) {  // with several ranks, name the rank
       if (follows(error)) return world.abort();
-      const bool many = world.mesh().size() > 1 && error.status() == ExitStatus::refused;
-      if (watchdog != nullptr) watchdog->failed(rank, error.what());
+      const bool many = world.mesh().size() > 1 && error.status() != ExitStatus::diverged;
+      if (watchdog != nullptr) watchdog->failed(rank, error.what(), error.status());
       stop_all(std::make_exception_ptr(
-          many ? Error(failure(formatted("rank {} on {}", rank, host_name()), error.what())) : error));
+          many ? Error(failure(formatted("rank {} on {}", rank, host_name()), error.what()), error.status()) : error));
     } catch (const std::exception& error) {
       if (watchdog != nullptr) watchdog->failed(rank, failure_text(error));
       stop_all(std::current_exception());
@@ -181,13 +181,12 @@ void run_ranks(World& world, F&& rank_main) {
     } catch (const SharedError&) {
       throw;
     } catch (const std::exception& error) {  // in the words common to all processes
-      const std::string reason = watchdog != nullptr ? watchdog->reason() : "";
-      if (reason.empty()) throw;
-      const auto* const ours = dynamic_cast<const Error*>(&error);
-      throw Error(reason, ours != nullptr ? ours->status() : ExitStatus::refused);
+      const Fault fault = watchdog != nullptr ? watchdog->fault() : Fault();
+      if (!fault.known()) throw;
+      throw Error(fault.why, fault.status);
     }
-  const std::string reason = other && watchdog != nullptr ? watchdog->reason() : "";
-  if (!reason.empty()) throw PeerError(reason);
+  const Fault fault = other && watchdog != nullptr ? watchdog->fault() : Fault();
+  if (fault.known()) throw PeerError(fault.why, fault.status);
   if (other) std::rethrow_exception(other);
 }
 

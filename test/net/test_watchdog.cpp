@@ -53,6 +53,7 @@ TEST_CASE("the rank that does not arrive is named on all processes in the same w
       if (p == culprit) job[p].board.join(p, "gradients", {0, 1, 2, 3});
       reasons[static_cast<size_t>(p)] = p == culprit ? job[p].reason(20) : job.wait(p, p, {0, 1, 2, 3});
     });
+    for (int p = 0; p < 4; ++p) REQUIRE(job[p].fault(0).status == ExitStatus::lost);
     for (const std::string& reason : reasons) {
       REQUIRE(reason == reasons[0]);
       REQUIRE(reason.starts_with(
@@ -101,9 +102,10 @@ TEST_CASE("a process that fails tells all others why, and what follows from it i
   for (const int failing : {0, 1, 2}) {
     Watched job(3);
     std::vector<std::string> reasons(3);
+    const ExitStatus status = failing == 2 ? ExitStatus::lost : ExitStatus::refused;  // what all of them end with
     on_threads(3, [&](int p) {
       if (p == failing) {
-        job[p].failed(p, "the disk is full");
+        job[p].failed(p, "the disk is full", status);
         job[p].failed(p, "and something else");
       }
       reasons[static_cast<size_t>(p)] = job[p].reason(20);
@@ -113,6 +115,7 @@ TEST_CASE("a process that fails tells all others why, and what follows from it i
       REQUIRE(reasons[static_cast<size_t>(p)] ==
               formatted("rank {} on {} has failed: the disk is full", failing, host_name()));
       REQUIRE(job[p].reason(0) == reasons[0]);
+      REQUIRE(job[p].fault(0).status == status);
       REQUIRE_ERROR(job.jobs[p].barrier("never"), reasons[0]);
     }
   }
@@ -166,7 +169,7 @@ TEST_CASE("a process that cannot leave a scope is ended with the reason", "[net]
   std::array<char, 100> text{};
   const ssize_t bytes = ::read(error[0], text.data(), text.size());
   ::close(error[0]);
-  REQUIRE((WIFEXITED(status) && WEXITSTATUS(status) == 1));
+  REQUIRE((WIFEXITED(status) && WEXITSTATUS(status) == 3));
   REQUIRE(std::string(text.data(), static_cast<size_t>(bytes)) == "train_gpt: why\n");
   { const LastResort left(0.02, "not this one"); }
 }

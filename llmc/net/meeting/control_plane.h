@@ -51,7 +51,7 @@ class ControlPlane : public Roster {
     // The process at the other end of a cut connection asks whether this one is alive: so it stays until asked.
     if (cut_from_ && process() <= 1)
       changed_.wait_until(lock, Limit::seconds(1).deadline, [&] { return asked_by_.contains(*cut_from_); });
-    if (!aborted_ && fault_.empty() && std::uncaught_exceptions() == 0) broadcast({Kind::end, {}});
+    if (!aborted_ && !fault_.known() && std::uncaught_exceptions() == 0) broadcast({Kind::end, {}});
     ending_ = true;
   }
   ControlPlane(const ControlPlane&) = delete;
@@ -69,11 +69,11 @@ class ControlPlane : public Roster {
     const double longer = process() == 0 ? 0 : std::min(5.0, seconds.value_or(0));
     const Limit limit = seconds ? Limit::seconds(*seconds + longer) : Limit();
     const auto complete = [&] { return gathered_[topic].size() == static_cast<size_t>(processes()); };
-    if (!wait(lock, limit, [&] { return complete() || aborted_ || !fault_.empty() || ended_.contains(0); }))
-      fail(formatted("no answer within {} s from {}", *seconds + longer,
-                     names_of(process() == 0 ? gatherings_.missing(topic) : std::vector<int>{0})));
+    if (!wait(lock, limit, [&] { return complete() || aborted_ || fault_.known() || ended_.contains(0); }))
+      fail({formatted("no answer within {} s from {}", *seconds + longer,
+                      names_of(process() == 0 ? gatherings_.missing(topic) : std::vector<int>{0}))});
     if (!complete()) check_alive();
-    if (!complete()) throw Error(formatted("{} has ended while others wait for it at \"{}\"", name_of(0), topic));
+    if (!complete()) throw PeerError(formatted("{} has ended while others wait for it at \"{}\"", name_of(0), topic));
     auto texts = std::move(gathered_[topic]);
     gathered_.erase(topic);
     return texts;
@@ -88,22 +88,22 @@ class ControlPlane : public Roster {
   }
   // This process has failed for this reason, which all others learn. If it already knows why the job ends, it reports
   // that instead.
-  void report_failure(std::string why) {
+  void report_failure(Fault fault) {
     std::lock_guard lock(mutex_);
-    if (!fault_.empty()) why = fault_;
+    if (fault_.known()) fault = fault_;
     for (const auto& [line, process] : lines_)
-      if (process <= 1) control_->send(line, {Kind::failed, {why}});
-    suspect(process(), why);
+      if (process <= 1) control_->send(line, {Kind::failed, fault.parts()});
+    suspect(process(), fault);
   }
   // The job cannot go on for this reason; said by process 0, or by process 1 in its absence.
   void end_job(const std::string& why) {
     std::lock_guard lock(mutex_);
-    fail(why);
+    fail({why});
   }
-  // Returns the fault; waits for it until the limit or done(), which is checked after wake(). Empty: there is none.
-  std::string wait_for_fault(const Limit& limit, const std::function<bool()>& done) {
+  // Returns the fault, if there is one; waits for it until the limit or done(), which is checked after wake().
+  Fault wait_for_fault(const Limit& limit, const std::function<bool()>& done) {
     std::unique_lock lock(mutex_);
-    wait(lock, limit, [&] { return !fault_.empty() || done(); });
+    wait(lock, limit, [&] { return fault_.known() || done(); });
     return fault_;
   }
   void wake() {
@@ -171,7 +171,7 @@ class ControlPlane : public Roster {
     if (hello.job != id_ && (process() != 0 || hello.purpose == ConnectionPurpose::data)) return Answer::wrong_job;
     if (hello.purpose != ConnectionPurpose::control) return answer_to(hello);
     std::lock_guard lock(mutex_);
-    if (process() == 0) return verdict_ && verdict_->empty() ? Answer::complete : Answer::welcome;
+    if (process() == 0) return verdict_ && !verdict_->known() ? Answer::complete : Answer::welcome;
     const int32_t from = hello.numbers[0];
     return process() == 1 && from >= 2 && from < processes() ? Answer::welcome : Answer::wrong_process;
   }
@@ -189,9 +189,10 @@ class ControlPlane : public Roster {
     switch (message.kind) {
       case Kind::greeting: return arrived(line, Introduction::from(parts));
       case Kind::verdict: {
-        std::vector<Peer> peers = peers_from({parts.begin() + 1, parts.end()});
-        CHECK(!verdict_ && (!parts.at(0).empty() || std::ssize(peers) == processes()));
-        verdict_ = parts[0];
+        const Fault verdict = Fault::from(parts);
+        std::vector<Peer> peers = peers_from({parts.begin() + 2, parts.end()});
+        CHECK(!verdict_ && (verdict.known() || std::ssize(peers) == processes()));
+        verdict_ = verdict;
         peers_ = std::move(peers);
         return changed_.notify_all();
       }
@@ -200,8 +201,8 @@ class ControlPlane : public Roster {
         gathered_[parts.at(0)].push_back(parts.at(1));
         return changed_.notify_all();
       }
-      case Kind::fault: return fail(parts.at(0));
-      case Kind::failed: return suspect(from, parts.at(0));
+      case Kind::fault: return fail(Fault::from(parts));
+      case Kind::failed: return suspect(from, Fault::from(parts));
       case Kind::board: {
         posts_[from] = std::move(message.parts);
         return;
@@ -226,22 +227,22 @@ class ControlPlane : public Roster {
     const bool counts = connected_ || process() == 0 || (known != lines_.end() && known->second == 0);
     if (known != lines_.end() && counts && !ended_.contains(known->second)) {
       const int other = known->second;
-      const bool broke = fault_.empty() && connected_ && !std::string_view(why).starts_with("it sent ");
+      const bool broke = !fault_.known() && connected_ && !std::string_view(why).starts_with("it sent ");
       lock.unlock();
       const bool cut = broke && is_alive(other);
       lock.lock();
       if (cut) cut_from_ = other;
-      suspect(other, cut ? cut_between(process(), other)
-                         : formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(other),
-                                     Socket::is_end(why) ? "its process has ended" : why));
+      suspect(other, {cut ? cut_between(process(), other)
+                          : formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(other),
+                                      Socket::is_end(why) ? "its process has ended" : why)});
     }
     changed_.notify_all();
   }
   void arrived(int line, Introduction introduction) {
     introduction.check();
     if (introduction.peer.address.empty()) introduction.peer.address = seen_at_[line];
-    if (verdict_ && verdict_->empty())  // it was welcome a moment ago
-      return control_->send(line, {Kind::verdict, {reason(Answer::complete)}});
+    if (verdict_ && !verdict_->known())  // it was welcome a moment ago
+      return control_->send(line, {Kind::verdict, Fault{reason(Answer::complete), ExitStatus::refused}.parts()});
     meeting_->arrive(line, std::move(introduction));
     if (verdict_) tell_verdict(line);
     changed_.notify_all();
@@ -250,7 +251,7 @@ class ControlPlane : public Roster {
   // ---- Messages to all processes: each goes to process 0, which passes it on
 
   void check_alive() const {
-    if (!fault_.empty()) throw PeerError(fault_);
+    if (fault_.known()) throw PeerError(fault_.why, fault_.status);
     if (aborted_) throw PeerError();
   }
 
@@ -266,23 +267,23 @@ class ControlPlane : public Roster {
   // Nobody waits for a process that has ended.
   void check_gatherings() {
     if (const auto ended = gatherings_.waits_for(ended_))
-      fail(formatted("{} has ended while others wait for it at \"{}\"", name_of(ended->first), ended->second));
+      fail({formatted("{} has ended while others wait for it at \"{}\"", name_of(ended->first), ended->second)});
   }
 
   // ---- The fault
 
   // A process has failed, or is gone. All should learn the same reason: so process 0 decides, or process 1 about
   // process 0. If both are gone and no reason arrives within a second, this one counts.
-  void suspect(int which, const std::string& why) {
-    if (suspicion_.empty()) suspicion_ = why, suspicion_due_ = Limit::seconds(1);
+  void suspect(int which, const Fault& fault) {
+    if (!suspicion_.known()) suspicion_ = fault, suspicion_due_ = Limit::seconds(1);
     if (process() == 0 || (process() == 1 && which == 0)) fail(suspicion_);
     changed_.notify_all();
   }
-  void fail(const std::string& why) {
-    if (!fault_.empty()) return;
-    fault_ = why;
+  void fail(const Fault& fault) {
+    if (fault_.known()) return;
+    fault_ = fault;
     fault_known_.wake();
-    if (process() <= 1) broadcast({Kind::fault, {fault_}});
+    if (process() <= 1) broadcast({Kind::fault, fault_.parts()});
     changed_.notify_all();
   }
   // False: the limit came first.
@@ -290,7 +291,7 @@ class ControlPlane : public Roster {
   bool wait(std::unique_lock<std::mutex>& lock, const Limit& limit, Done&& done) {
     while (!done()) {
       if (limit.passed()) return false;
-      const bool suspects = fault_.empty() && !suspicion_.empty();
+      const bool suspects = !fault_.known() && suspicion_.known();
       if (suspects && suspicion_due_.passed()) fail(suspicion_);
       else changed_.wait_until(lock, suspects ? std::min(limit.deadline, suspicion_due_.deadline) : limit.deadline);
     }
@@ -310,7 +311,7 @@ class ControlPlane : public Roster {
   std::condition_variable changed_;
   std::optional<Meeting> meeting_;      // on process 0
   std::map<int, std::string> seen_at_;  // on process 0: where connections come from
-  std::optional<std::string> verdict_;  // why the job cannot begin; empty: it can
+  std::optional<Fault> verdict_;        // why the job cannot begin; none known: it can
   std::map<int, int> lines_;            // the number of a connection in control_, and the process at its other end
   std::set<int> ended_;                 // processes that have said that they end
   std::optional<int> cut_from_;         // a live process whose connection to this one was cut
@@ -320,8 +321,8 @@ class ControlPlane : public Roster {
   std::map<int, std::vector<std::string>> posts_;             // by process
   std::set<int> heard_;                                       // which of processes 0 and 1 were heard from
   bool connected_ = false;                                    // all are connected with processes 0 and 1
-  std::string fault_;                                         // why no process can go on
-  std::string suspicion_;                                     // what the fault may be
+  Fault fault_;                                               // why no process can go on
+  Fault suspicion_;                                           // what the fault may be
   Limit suspicion_due_;                                       // when it becomes the fault
   Waker fault_known_;
   bool aborted_ = false, ending_ = false;

@@ -11,6 +11,7 @@
 
 #include "net/meeting/agreement.h"
 #include "net/meeting/meeting_point.h"
+#include "net/wire/messages.h"
 
 namespace llmc {
 
@@ -59,17 +60,18 @@ class Meeting {
                           a.it.peer.host, where_);
   }
 
-  // Why the job cannot begin; empty: it can; none: more processes are to come.
-  std::optional<std::string> verdict() {
-    if (const std::string fault = !left_.empty() ? left_ : impostor(); !fault.empty()) return fault;
+  // Why the job cannot begin; none known: it can; nothing: more processes are to come.
+  std::optional<Fault> verdict() {
+    if (!left_.empty()) return Fault{left_};
+    if (const std::string error = impostor(); !error.empty()) return Fault{error, ExitStatus::refused};
     const std::vector<int> missing = this->missing();
     std::string difference = refused();
     if (difference.empty()) difference = disagreement(introductions());
     if (!difference.empty() && !last_call_) last_call_ = Limit::seconds(patience_);
-    if (missing.empty() || (last_call_ && last_call_->passed())) return difference;
+    if (missing.empty() || (last_call_ && last_call_->passed())) return Fault{difference, ExitStatus::refused};
     if (!end_.passed()) return std::nullopt;
-    return formatted("{} {} not arrived at {} within {} s (--init-timeout)", named(missing, local_ranks()),
-                     missing.size() == 1 ? "has" : "have", where_, init_timeout_);
+    return Fault{formatted("{} {} not arrived at {} within {} s (--init-timeout)", named(missing, local_ranks()),
+                           missing.size() == 1 ? "has" : "have", where_, init_timeout_)};
   }
   // When verdict() may change even if nobody comes.
   Limit next() const { return last_call_ ? *last_call_ : end_; }

@@ -32,14 +32,14 @@ inline void ControlPlane::hold_meeting(Rendezvous& at) {
     changed_.wait_until(lock, std::min(meeting_->next().deadline, reminder.next().deadline));
     if (reminder.due() && !meeting_->missing().empty()) at.say(meeting_->waiting());
   }
-  if (verdict_->empty()) {
+  if (!verdict_->known()) {
     peers_ = meeting_->peers();
     for (int p = 1; p < processes(); ++p) lines_[meeting_->line_of(p)] = p;
   }
   for (const int line : meeting_->lines()) tell_verdict(line);
-  if (verdict_->empty()) return;
+  if (!verdict_->known()) return;
   changed_.wait_until(lock, Limit::after(at.patience), [&] { return meeting_->is_over(); });
-  throw SharedError(*verdict_);
+  throw SharedError(verdict_->why, verdict_->status);
 }
 
 inline void ControlPlane::attend_meeting(Rendezvous& at) {
@@ -58,17 +58,17 @@ inline void ControlPlane::attend_meeting(Rendezvous& at) {
   lines_[line] = 0;
   control_->send(line, {Kind::greeting, introduction(me_, at, port).parts()});
   const double seconds = at.init_timeout + std::min(5.0, answer_seconds_);
-  CHECK(wait(lock, Limit::seconds(seconds), [&] { return verdict_ || !fault_.empty(); }),
+  CHECK(wait(lock, Limit::seconds(seconds), [&] { return verdict_ || fault_.known(); }),
         "the rendezvous at {} has not answered within {} s", at.where, seconds);
   CHECK(verdict_, "the rendezvous at {} has ended before all processes had met; see what process 0 says", at.where);
-  if (!verdict_->empty()) throw SharedError(*verdict_);
+  if (verdict_->known()) throw SharedError(verdict_->why, verdict_->status);
   for (Peer& peer : peers_)
     if (peer.address.empty()) peer.address = address_0;
 }
 
 inline void ControlPlane::tell_verdict(int line) {
-  std::vector<std::string> parts = parts_of(peers_);
-  parts.insert(parts.begin(), *verdict_);
+  std::vector<std::string> parts = verdict_->parts();
+  for (std::string& part : parts_of(peers_)) parts.push_back(std::move(part));
   control_->send(line, {Kind::verdict, parts});
 }
 

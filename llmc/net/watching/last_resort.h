@@ -13,17 +13,17 @@
 
 namespace llmc {
 
-// If the scope has not been left within `seconds`, prints the error and ends the process with exit status 1.
+// If the scope has not been left within `seconds`, prints the error and ends the process with this exit status.
 class LastResort {
  public:
-  LastResort(double seconds, std::string error)
-      : thread_([this, seconds, line = "train_gpt: " + std::move(error) + "\n"] {
+  LastResort(double seconds, std::string error, ExitStatus status = ExitStatus::lost)
+      : thread_([this, seconds, status, line = "train_gpt: " + std::move(error) + "\n"] {
           std::unique_lock lock(mutex_);
           if (changed_.wait_for(lock, std::chrono::duration<double>(std::min(seconds, 1e9)), [&] { return left_; }))
             return;
           // Not by stdio, whose locks other threads may hold.
           [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
-          ::_exit(static_cast<int>(ExitStatus::refused));
+          ::_exit(static_cast<int>(status));
         }) {}
   ~LastResort() {
     {

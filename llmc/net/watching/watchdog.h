@@ -57,15 +57,16 @@ class Watchdog {
     wake_ = std::move(wake);
     if (fault_known_ && wake_) wake_();
   }
-  // Why the job cannot go on; waits up to `seconds` for the reason. Empty: nothing is known. The first sign that
+  // Why the job cannot go on; waits up to `seconds` for the reason, if none is known. The first sign that
   // another process is in trouble is often only a consequence of its end.
-  std::string reason(double seconds = 2) const {
+  Fault fault(double seconds = 2) const {
     return control_.wait_for_fault(Limit::seconds(seconds), [] { return false; });
   }
+  std::string reason(double seconds = 2) const { return fault(seconds).why; }
   std::string name_of_rank(int rank) const { return control_.name_of_rank(rank); }
   // A rank of this process has failed by itself.
-  void failed(int rank, const std::string& error) {
-    control_.report_failure(failure(control_.name_of_rank(rank), error));
+  void failed(int rank, const std::string& error, ExitStatus status = ExitStatus::refused) {
+    control_.report_failure({failure(control_.name_of_rank(rank), error), status});
   }
 
   // A line about a rank that is much slower than the others, now and then; known to process 0.
@@ -91,9 +92,9 @@ class Watchdog {
   void run() {
     auto before = Clock::now();
     while (!ending_) {
-      const std::string fault = control_.wait_for_fault(Limit::seconds(period_), [this] { return ending_.load(); });
+      const Fault fault = control_.wait_for_fault(Limit::seconds(period_), [this] { return ending_.load(); });
       if (ending_) return;
-      if (!fault.empty()) return end_process(fault);
+      if (fault.known()) return end_process(fault);
       const auto now = Clock::now();
       // Time in which this process itself was stopped or starved does not count.
       const double seconds = std::min(std::chrono::duration<double>(now - before).count(), 2 * period_);
@@ -106,8 +107,8 @@ class Watchdog {
     }
   }
 
-  void end_process(const std::string& fault) {
-    const LastResort last_resort(grace, fault);
+  void end_process(const Fault& fault) {
+    const LastResort last_resort(grace, fault.why, fault.status);
     std::unique_lock lock(mutex_);
     fault_known_ = true;
     if (wake_) wake_();

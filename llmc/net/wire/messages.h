@@ -2,6 +2,10 @@
 #pragma once
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
 
 namespace llmc {
 
@@ -25,5 +29,21 @@ inline bool may_say(uint32_t kind, std::optional<int> from, int to) {
     default: return false;
   }
 }
+
+// Why a job cannot go on, and the exit status of its processes: that of a rank that has failed by itself; lost where
+// one has gone, hangs, or has not come.
+struct Fault {
+  std::string why = {};  // empty: there is none
+  ExitStatus status = ExitStatus::lost;
+
+  bool known() const { return !why.empty(); }
+  std::vector<std::string> parts() const { return {why, std::to_string(static_cast<int>(status))}; }
+  static Fault from(const std::vector<std::string>& parts) {
+    const ExitStatus status{std::stoi(parts.at(1))};
+    CHECK(status == ExitStatus::refused || status == ExitStatus::diverged || status == ExitStatus::lost,
+          "a fault has no such exit status");
+    return {parts.at(0), status};
+  }
+};
 
 }  // namespace llmc

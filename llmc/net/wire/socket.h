@@ -28,7 +28,7 @@ namespace llmc {
 // A connection that was not made, or that broke: the other side may be late, or gone.
 class ConnectionError : public Error {
  public:
-  using Error::Error;
+  explicit ConnectionError(const std::string& message) : Error(message, ExitStatus::lost) {}
 };
 
 // A file descriptor that closes itself.
