@@ -1,0 +1,269 @@
+#!/usr/bin/env bash
+# Keeps a run going: starts it, and starts it again after a crash; it resumes from its newest checkpoint.
+#
+#   scripts/supervise.sh [OPTION...] -- COMMAND...
+#
+#   scripts/supervise.sh -- ./train_gpt --train-data 'data/*.bin' -o out/run
+#   RANKS=8 scripts/supervise.sh --hosts n1,n2,n3,n4 --min-hosts 2 -- scripts/multi_node/run_mpirun.sh -o out/run ...
+#
+# COMMAND is any that runs the trainer: ./train_gpt, mpirun, srun, a script; it must be one that may be repeated, so it
+# has no --restart. What follows depends on how it ends:
+#
+#   0             the run is done: so is this script
+#   75            it was stopped, and saved (a signal, --time-limit): the same
+#   1             the trainer has refused something (an option, data, a disk that is full), and would again: its status
+#                 is this script's. Where the trainer has not said why, it was the launcher: as below
+#   2             the run diverged: tried once more, in case it was a fault of the memory; the same again ends it
+#   all others    a crash: a signal, a rank that is lost (status 3): started again, after a wait
+#
+# The wait is --delay seconds at first, and doubles with every failure up to --max-delay. A newer checkpoint is progress:
+# waits and counts begin anew. After --max-failures without progress this script gives up, lists all of them, and ends
+# with the status of the last one.
+#
+# SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to COMMAND (to mpirun and srun as SIGUSR1, which they pass on), and
+# whatever its status is then, it is not started again.
+#
+# Options
+#   --out-dir DIR        where the run saves; default: COMMAND's own --out-dir or -o
+#   --max-failures N     default: 5
+#   --delay SECONDS      default: 5
+#   --max-delay SECONDS  default: 300
+#   --hosts A,B,...      before each start all hosts are asked whether they are there; COMMAND finds those that are in its
+#                        environment: HOSTS=A,B, which run_mpirun.sh reads, and HOST_COUNT=2. With fewer hosts there are
+#                        fewer ranks, so fewer replicas share each batch, which stays the same. If the trainer refuses
+#                        that number (ranks must divide the batch), one host less is tried, and so on
+#   --min-hosts N        with fewer hosts it does not go on; default: all
+#   --host-wait SECONDS  how long hosts that do not answer are waited for; default: 300. One that is back later is used
+#                        from the next start on
+#   --probe COMMAND      succeeds if host {} is there; default: this host, or ssh -o BatchMode=yes {} true
+#   --help               this text
+set -euo pipefail
+say() { echo "supervise.sh: $1" >&2; }
+refuse() { say "$1; see scripts/supervise.sh --help"; exit 1; }
+
+# ---- Options ---------------------------------------------------------------------------------------------------------
+
+out='' max_failures=5 first_delay=5 max_delay=300 hosts=() min_hosts='' host_wait=300
+# shellcheck disable=SC2016    # for another shell
+probe='[ {} = localhost ] || [ {} = $(uname -n) ] || ssh -o BatchMode=yes -o ConnectTimeout=10 {} true'
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+  case $1 in
+    --help) sed -n '2,/^[^#]/s/^#$\|^# //p' "$0"; exit ;;
+    --out-dir | --max-failures | --delay | --max-delay | --hosts | --min-hosts | --host-wait | --probe) ;;
+    *) refuse "'$1': expected one of its options, and -- before the command" ;;
+  esac
+  [ $# -ge 2 ] || refuse "$1: expected a value"
+  case $1 in --max-failures | --delay | --max-delay | --min-hosts | --host-wait)
+    [[ $2 =~ ^[0-9]{1,9}$ && ($2 -gt 0 || $1 = --delay || $1 = --host-wait) ]] || refuse "$1 '$2': expected a whole number" ;;
+  esac
+  case $1 in
+    --out-dir) out=$2 ;;
+    --max-failures) max_failures=$2 ;;
+    --delay) first_delay=$2 ;;
+    --max-delay) max_delay=$2 ;;
+    --hosts) [[ $2 =~ ^[][A-Za-z0-9._:-]+(,[][A-Za-z0-9._:-]+)*$ ]] || refuse "--hosts '$2': expected names, separated by commas"
+      IFS=, read -r -a hosts <<<"$2" ;;
+    --min-hosts) min_hosts=$2 ;;
+    --host-wait) host_wait=$2 ;;
+    --probe) probe=$2 ;;
+  esac
+  shift 2
+done
+[ $# -ge 2 ] || refuse "expected -- and the command that starts the run"
+shift
+command=("$@") word=
+for word in "${command[@]}"; do
+  [ "$word" != --restart ] || refuse "--restart would start the run over after each crash: leave it out, or start the run
+  once without this script"
+  case ${previous-} in --out-dir | -o) out=${out:-$word} ;; esac
+  [[ $word != --out-dir=* ]] || out=${out:-${word#*=}}
+  previous=$word
+done
+[ -n "$out" ] || refuse "where does the run save? The command names no --out-dir; give this script its own: --out-dir DIR"
+min_hosts=${min_hosts:-${#hosts[@]}}
+[ "$min_hosts" -le ${#hosts[@]} ] || refuse "--min-hosts $min_hosts: there are ${#hosts[@]} in --hosts"
+
+# ---- Signals ---------------------------------------------------------------------------------------------------------
+
+running='' stopped_by='' interrupted=''   # the process that is waited for; the first signal; one has come just now
+stop() { # SIGNAL
+  stopped_by=${stopped_by:-$1} interrupted=yes
+  [ -z "$running" ] || pass_on "$1"
+}
+pass_on() {
+  case ${command[0]##*/} in mpirun | mpiexec | srun) set -- USR1 ;; esac
+  kill -s "$1" "$running" 2>/dev/null || :
+}
+for signal in INT TERM HUP USR1 USR2; do
+  # shellcheck disable=SC2064    # the signal of this turn
+  trap "stop $signal" "$signal"
+done
+# wait_for PROCESS: returns its status; a signal ends `wait` early
+wait_for() {
+  local status
+  interrupted=yes
+  while [ -n "$interrupted" ]; do
+    interrupted='' status=0
+    wait "$1" 2>/dev/null || status=$?
+  done
+  return $status
+}
+pause() { # SECONDS: or until a signal comes
+  sleep "$1" &
+  local sleeper=$!
+  [ -n "$stopped_by" ] || wait $sleeper || :
+  kill $sleeper 2>/dev/null || :
+  [ -z "$stopped_by" ] || { say "stopped by SIG$stopped_by between two starts; the same command goes on"; exit 75; }
+}
+
+# ---- What has become of the run --------------------------------------------------------------------------------------
+
+# The step of the newest checkpoint, without leading zeros. One that has its name is complete (contract 13); one that is
+# damaged loses its name when the run is resumed.
+newest_checkpoint() {
+  local path newest=0 step
+  for path in "$out"/step-*/manifest.json; do
+    step=${path%/manifest.json} step=${step##*/step-}
+    if [[ -e $path && $step =~ ^[0-9]+$ && $((10#$step)) -gt $newest ]]; then newest=$((10#$step)); fi
+  done
+  echo "$newest"
+}
+last_step() { # that was reported
+  tail -c 65536 "$out/metrics.jsonl" 2>/dev/null | sed -n 's/.*"kind":"train".*"step":\([0-9]*\).*/\1/p' | tail -n 1 || :
+}
+last_error() { # the trainer's, or else the last line
+  local line
+  line=$(grep -a '^train_gpt: ' "$errors" | tail -n 1) || line=$(grep -a . "$errors" | tail -n 1) || :
+  printf '%s' "${line:-nothing was printed}"
+}
+ended_how() { # STATUS
+  if [ "$1" -gt 128 ] && signal=$(kill -l $(($1 - 128)) 2>/dev/null); then echo "killed by SIG$signal"
+  else echo "status $1"; fi
+}
+
+# ---- Hosts -----------------------------------------------------------------------------------------------------------
+
+answering() { # prints the hosts that are there; all are asked at once
+  local host asked=() i
+  for host in "${hosts[@]}"; do
+    timeout 60 bash -c "${probe//\{\}/$host}" >/dev/null 2>&1 </dev/null &
+    asked+=($!)
+  done
+  for i in "${!hosts[@]}"; do
+    ! wait "${asked[i]}" || echo "${hosts[i]}"
+  done
+}
+listed() { local IFS=,; echo "$*"; }
+without() { # HOST...: those of --hosts that are not among them
+  local host
+  for host in "${hosts[@]}"; do [[ " $* " = *" $host "* ]] || echo "$host"; done
+}
+most_hosts=${#hosts[@]}   # fewer where the trainer has refused that many
+# Sets and exports HOSTS and HOST_COUNT; fails if too few hosts are there.
+choose_hosts() {
+  [ ${#hosts[@]} -gt 0 ] || return 0
+  local up away deadline=$((SECONDS + host_wait)) said=
+  while :; do
+    mapfile -t up < <(answering)
+    mapfile -t away < <(without "${up[@]}")
+    if [ ${#away[@]} -eq 0 ] || [ "$SECONDS" -ge "$deadline" ]; then break; fi
+    [ -n "$said" ] || say "no answer from $(listed "${away[@]}"): waiting up to $host_wait s (--host-wait)"
+    said=yes
+    pause $((deadline - SECONDS < 5 ? deadline - SECONDS : 5))
+  done
+  [ ${#away[@]} -gt 0 ] || most_hosts=${#hosts[@]}
+  if [ ${#up[@]} -lt "$min_hosts" ]; then
+    echo "of ${#hosts[@]} hosts ${#up[@]} answer, fewer than --min-hosts $min_hosts: no answer from $(listed "${away[@]}")" >"$errors"
+    return 1
+  fi
+  [ ${#up[@]} -le "$most_hosts" ] || up=("${up[@]:0:most_hosts}")
+  HOST_COUNT=${#up[@]} HOSTS=$(listed "${up[@]}")
+  export HOSTS HOST_COUNT
+  [ "$HOST_COUNT" = ${#hosts[@]} ] ||
+    say "going on with $HOST_COUNT of ${#hosts[@]} hosts, $HOSTS: fewer replicas share each batch, which stays the same"
+}
+
+# ---- Starts ----------------------------------------------------------------------------------------------------------
+
+dir=$(mktemp -d)
+errors=$dir/stderr   # of the last start
+trap 'rm -rf "$dir"' EXIT
+
+# The processes of a session, which setsid gave its number.
+processes_of() {
+  local file text fields
+  for file in /proc/[0-9]*/stat; do
+    { text=$(<"$file"); } 2>/dev/null || continue
+    read -r -a fields <<<"${text##*) }"
+    if [ "${fields[3]}" = "$1" ] && [ "${fields[0]}" != Z ]; then file=${file%/stat} && echo "${file##*/}"; fi
+  done
+}
+# What a crash left running holds the lock of the out directory: it may end by itself, for ten seconds.
+end_leftovers() { # SESSION
+  local tries left=
+  for ((tries = 0; tries < 100; ++tries)); do
+    left=$(processes_of "$1")
+    [ -n "$left" ] || return 0
+    sleep 0.1
+  done
+  # shellcheck disable=SC2086    # a list
+  kill -s KILL $left 2>/dev/null || :
+}
+# Runs the command until it ends. setsid: a Ctrl-C at the terminal reaches it only through this script.
+start() {
+  local status=0 copy session stderr
+  exec {stderr}> >(exec setsid tee "$errors" >&2)
+  copy=$!
+  setsid "${command[@]}" </dev/null 2>&"$stderr" {stderr}>&- &
+  session=$! running=$session
+  exec {stderr}>&-
+  [ -z "$stopped_by" ] || pass_on "$stopped_by"
+  wait_for "$session" || status=$?
+  running=
+  if [ $status != 0 ] && [ $status != 75 ] && [ -z "$stopped_by" ]; then
+    end_leftovers "$session"
+    wait "$copy" 2>/dev/null || :
+  fi
+  return $status
+}
+
+best=$(newest_checkpoint) failures=() delay=$first_delay
+while :; do
+  status=0 cause=crash
+  : >"$errors"
+  if choose_hosts; then start || status=$?
+  else status=1 cause='too few hosts'
+  fi
+  if [ $status = 0 ] || [ $status = 75 ]; then exit $status; fi
+  if [ -n "$stopped_by" ]; then
+    say "the run was stopped by SIG$stopped_by and ended with $(ended_how $status), not 75; the same command goes on"
+    exit $status
+  fi
+  error=$(last_error)
+  if [ $status = 1 ] && [ "$cause" = crash ] && [[ $error = 'train_gpt: '* && $error != *'another run is writing'* ]]; then
+    if [ ${#hosts[@]} -gt 0 ] && [ "$HOST_COUNT" -lt ${#hosts[@]} ] && [ "$HOST_COUNT" -gt "$min_hosts" ]; then
+      most_hosts=$((HOST_COUNT - 1))
+      say "the run was refused on $HOST_COUNT hosts; trying $most_hosts"
+      continue
+    fi
+    say "the run was refused, and would be again, so it is not restarted: $error"
+    exit 1
+  fi
+
+  newest=$(newest_checkpoint) step=$(last_step)
+  if [ "$newest" -gt "$best" ]; then best=$newest failures=() delay=$first_delay; fi
+  failure="$(ended_how $status) after step ${step:-0}, newest checkpoint: step $newest: $error"
+  if [ $status = 2 ] && [[ " ${failures[*]} " = *'status 2 after'* ]]; then
+    say "the run diverged again, so it is not restarted: $error"
+    exit 2
+  fi
+  failures+=("$failure")
+  if [ ${#failures[@]} -ge "$max_failures" ]; then
+    say "giving up after ${#failures[@]} failures without a newer checkpoint than that of step $best (--max-failures):"
+    printf '  %s\n' "${failures[@]}" >&2
+    exit $status
+  fi
+  say "failure ${#failures[@]} of $max_failures without progress: $failure; starting again in $delay s"
+  pause "$delay"
+  delay=$((2 * delay < max_delay ? 2 * delay : max_delay))
+done
