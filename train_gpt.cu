@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <deque>
 #include <functional>
-#include <limits>
 #include <optional>
 #include <utility>
 
@@ -30,6 +29,7 @@
 #include "run/recorded_choices.h"
 #include "run/reports/next_steps.h"
 #include "run/reports/report.h"
+#include "run/spikes.h"
 #include "run/start.h"
 #include "run/stretches.h"
 #include "run/tokenize.h"
@@ -80,18 +80,19 @@ class Updates {
     const int64_t step = begun_ + 1;
     if (r_.watchdog() != nullptr) r_.watchdog()->board.at_step(r_.number, step);
     const double lr = job_.stretch().learning_rate(step);
-    const double infinity = std::numeric_limits<double>::infinity();
+    const SpikeLimits limits(r_.progress, o_);
     if (o_.profile) r_.run.stream.set_ledger(&r_.ops);
     const UpdateRule rule{.max_norm = o_.grad_clip,
                           .scale = static_cast<double>(job_.step.tokens()) / static_cast<double>(ahead_.targets),
-                          .largest_loss = o_.skip_loss_z ? r_.progress.losses.limit(*o_.skip_loss_z) : infinity,
-                          .largest_norm = o_.skip_grad_z ? r_.progress.norms.limit(*o_.skip_grad_z) : infinity};
+                          .largest_loss = limits.loss,
+                          .largest_norm = limits.grad_norm};
     PendingStep result = r_.trace.timed("enqueue the step", [&] {
       return r_.run.trainer.begin_step(batches_of_next_step(), optimizer_options(o_, lr, step), rule);
     });
-    under_way_.push_back({step, lr, std::move(result)});
+    under_way_.push_back({step, lr, limits, std::move(result)});
     begun_ = step;
-    const bool waits = job_.device.kind != DeviceKind::cuda || o_.profile || o_.skip_loss_z || o_.skip_grad_z;
+    const bool waits = job_.device.kind != DeviceKind::cuda || o_.profile || o_.skip_loss_z || o_.skip_grad_z ||
+                       o_.on_spike == OnSpike::skip;
     while (static_cast<int>(under_way_.size() + waits) > r_.run.trainer.steps_under_way()) finish_one();
   }
 
@@ -122,6 +123,7 @@ class Updates {
   struct Update {
     int64_t step;
     double lr;
+    SpikeLimits limits;
     PendingStep result;
   };
 
@@ -131,7 +133,8 @@ class Updates {
   }
   // Where a step begins in the samples of the stretch.
   int64_t cursor(int64_t step) const {
-    return o_.overfit_batch ? 0 : (step - 1 - job_.stretch().first_step) * job_.samples_per_step;
+    const Stretch& stretch = job_.stretch();
+    return o_.overfit_batch ? 0 : stretch.samples_after(step) - stretch.samples - job_.samples_per_step;
   }
   // The batches that were read ahead.
   BatchSource batches_of_next_step() {
@@ -149,10 +152,14 @@ class Updates {
     under_way_.pop_front();
     const StepResult result = r_.trace.timed("wait for the result", [&] { return update.result.wait(); });
     if (o_.profile && under_way_.empty()) r_.run.stream.synchronize(), r_.run.stream.set_ledger(nullptr);
-    r_.progress.losses.add(result.loss);
-    r_.progress.norms.add(result.grad_norm);
     r_.report.finished(update.step, update.lr, result);
-    if (!result.finite()) diverged(update.step, result);
+    if (result.applied) {  // what a spike was computed from says nothing about what is usual
+      r_.progress.losses.add(result.loss);
+      r_.progress.norms.add(result.grad_norm);
+      r_.progress.skipped_in_a_row = 0;
+    } else {
+      take_spike(update, result);
+    }
     r_.report.notices(update.step, result);
     if (Watchdog* const watchdog = r_.watchdog()) {
       watchdog->board.step_done(r_.number, r_.run.stream.busy_seconds());
@@ -163,19 +170,58 @@ class Updates {
     r_.progress.validated = false;
   }
 
-  // Repeats the step with a check of every tensor, to find where the first non-finite number came from.
-  [[noreturn]] void diverged(int64_t step, const StepResult& result) {
+  // An update that was not made: goes on without it, or ends this stretch on all ranks.
+  void take_spike(const Update& update, const StepResult& result) {
+    Spike spike{update.step, result.loss, result.grad_norm, describe_spike(result, update.limits, o_)};
+    require_same_spike(spike, r_.control());
+    const OnSpike action = o_.on_spike.value_or(result.finite() ? OnSpike::skip : OnSpike::stop);
+    if (action == OnSpike::skip) return skip(spike, result);
     r_.run.trainer.flush();
-    r_.checkpoints.settle(r_.progress, r_.run);
-    r_.log.line("searching for the first non-finite number ...");
-    const std::string where = where_not_finite(r_.run.trainer, batches_of(step), [&](int64_t micro_batch, int64_t b) {
-      return batches_.name_of_sample(cursor(step), micro_batch, b);
-    });
+    r_.checkpoints.settle(r_.progress, r_.run);  // may be the one to return to
+    if (action == OnSpike::stop) stop_at(spike, result, "");
+    const int64_t to = spike.rollback_point = r_.progress.rollback_point;
+    const std::vector<Rollback> before = rollbacks_since(job_.rollbacks, to);
+    if (std::ssize(before) < o_.max_rollbacks) throw RollsBack{spike};
+    std::vector<int64_t> steps;
+    for (const Rollback& rollback : before) steps.push_back(rollback.spike);
+    stop_at(spike, result,
+            formatted(" {} rollback(s) to step {}, after spikes at steps {}, have led to no later checkpoint "
+                      "(--max-rollbacks {}).",
+                      before.size(), to, steps, o_.max_rollbacks));
+  }
+
+  void skip(const Spike& spike, const StepResult& result) {
+    constexpr int64_t most = OutlierDetector::window;  // in a row
+    Progress& progress = r_.progress;
+    r_.log.line(formatted("step {} is a spike: {}: its update was skipped", spike.step, spike.what));
+    if (!result.finite()) r_.run.trainer.allow_updates();
+    if (++progress.skipped_in_a_row < most) return;
+    if (!result.finite()) {
+      r_.checkpoints.settle(progress, r_.run);
+      stop_at(spike, result, formatted(" The last {} updates were skipped.", most));
+    }
+    r_.log.line(formatted("WARNING: the last {} updates were skipped: such losses and norms count as usual from here on",
+                          most));
+    progress.losses = progress.norms = OutlierDetector();
+    progress.skipped_in_a_row = 0;
+  }
+
+  // Ends the run. If a number is not finite, repeats the step with a check of every tensor, to find where the first one
+  // came from. history: what came before
+  [[noreturn]] void stop_at(const Spike& spike, const StepResult& result, const std::string& history) {
+    const int64_t step = spike.step;
+    std::string what = formatted("step {} is a spike: {}", step, spike.what);
+    if (!result.finite()) {
+      r_.log.line("searching for the first non-finite number ...");
+      what = formatted("step {} diverged: {}; {}", step, spike.what,
+                       where_not_finite(r_.run.trainer, batches_of(step), [&](int64_t micro_batch, int64_t b) {
+                         return batches_.name_of_sample(cursor(step), micro_batch, b);
+                       }));
+    }
     throw SharedError(
-        formatted("step {} diverged: loss {} or gradient norm {} is not finite; {}. The weights were not "
-                  "updated{}. Lower --lr, add --warmup-steps or check the data; {}",
-                  step, result.loss, result.grad_norm, where,
-                  job_.step.layout.pipeline.asynchronous() ? ", but those of stages with finite gradients" : "",
+        formatted("{}. The weights were not updated{}.{} Lower --lr, add --warmup-steps or check the data{}; {}", what,
+                  job_.step.layout.pipeline.asynchronous() ? ", but those of stages with finite gradients" : "", history,
+                  o_.on_spike == OnSpike::stop ? ", or resume with --on-spike skip or rollback" : "",
                   r_.checkpoints.way_back(program_invocation_name)),
         ExitStatus::diverged);
   }
@@ -210,8 +256,10 @@ class Training {
     const std::optional<ResumePoint>& resume = beginning.resume;
     if (resume) restore(*resume);
     else initialise(r_.run, o_);
+    if (beginning.after == After::rollback) progress_.rollback_point = progress_.done;
     r_.run.touch_memory();
-    if (beginning.continues) progress_.validated = resume->trainer.value("validated", nlohmann::json()) == true;
+    if (beginning.after == After::stretch)
+      progress_.validated = resume->trainer.value("validated", nlohmann::json()) == true;
     else take_directory(beginning);
     if (job.course.recipe().staged) {
       const auto [text, facts] = stage_text(job.course, job.number);
@@ -221,7 +269,24 @@ class Training {
     for (const DataChange& change : changed_data_) log_.data_change(progress_.done, change);
   }
 
-  void run() {
+  // Returns the spike from which the run returns to an earlier step; none: the stretch, or the run, has ended.
+  std::optional<Spike> run() {
+    try {
+      train();
+    } catch (const RollsBack& back) {
+      r_.trace.report_missing();
+      return back.spike;
+    }
+    if (progress_.done < job_.max_steps) return std::nullopt;  // another stretch follows
+    const std::string& last = r_.checkpoints.last();
+    r_.report.summary(progress_, last, r_.ops, r_.run.memory_taken(job_.plan, r_.number, r_.local));
+    if (progress_.done > r_.first)
+      report_next_steps(log_, job_.asked, last, program_invocation_name, job_.example_prompt());
+    return std::nullopt;
+  }
+
+ private:
+  void train() {
     r_.first = progress_.done;
     updates_.begin_after(r_.first);
     r_.trace.choose_step(o_.trace_step, r_.first, job_.last_step());
@@ -252,14 +317,8 @@ class Training {
         end_lost(lost.reason);
       }
     }
-    if (progress_.done < job_.max_steps) return;  // another stretch follows
-    const std::string& last = r_.checkpoints.last();
-    r_.report.summary(progress_, last, r_.ops, r_.run.memory_taken(job_.plan, r_.number, r_.local));
-    if (progress_.done > r_.first)
-      report_next_steps(log_, job_.asked, last, program_invocation_name, job_.example_prompt());
   }
 
- private:
   // Rank 0 makes the out directory this run's; all ranks hear whether the validation after step progress_.done has been
   // made and is recorded in metrics.jsonl.
   void take_directory(const Beginning& beginning) {
@@ -267,8 +326,13 @@ class Training {
     if (beginning.directory != nullptr) {
       detail::require_space(o_.out_dir, job_.checkpoint_bytes());
       kept = beginning.directory->claim(log_, job_.asked, beginning.resume);
-      log_.open(o_.out_dir, kept.elapsed_s);
-      report_header(log_, job_, beginning.peaks);
+      if (beginning.after == After::rollback) {
+        log_.metrics_replaced();
+        log_.rollback(beginning.rollback);
+      } else {
+        log_.open(o_.out_dir, kept.elapsed_s);
+        report_header(log_, job_, beginning.peaks);
+      }
     }
     progress_.validated = r_.control().all_gather_text("validated", kept.validated ? "yes" : "")[0] == "yes";
     if (beginning.resume)
@@ -319,7 +383,7 @@ class Training {
     r_.trace.report_missing();
     if (early.kind == NewsKind::lost) end_lost(early.reason);
     if (early.kind == NewsKind::unreadable) end_unreadable(early.reason);
-    if (progress_.done > 0) milestones_.save({});
+    if (progress_.done > 0) milestones_.save({.because = Because::end});
     throw SharedError(
         formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", early.reason,
                   progress_.done, job_.max_steps, r_.saved_to(), o_.restart ? ", without --restart," : "",
@@ -333,7 +397,7 @@ class Training {
   // if it still exists.
   [[noreturn]] void end_lost(const std::string& how) {
     const bool follows = r_.checkpoints.follow_directory(r_.run) && progress_.done > 0;
-    if (follows) milestones_.save({});
+    if (follows) milestones_.save({.because = Because::end});
     throw SharedError(formatted("{}; the run ended after step {} of {}{}", how, progress_.done, job_.max_steps,
                                 follows ? r_.saved_to() : ", and saved nothing more"));
   }
@@ -342,7 +406,7 @@ class Training {
   [[noreturn]] void end_unreadable(const std::string& why) {
     std::string saved;
     try {
-      if (progress_.done > 0) milestones_.save({});
+      if (progress_.done > 0) milestones_.save({.because = Because::end});
       saved = r_.saved_to();
     } catch (const SharedError& error) {
       saved = formatted("; {}", error.what());
@@ -360,6 +424,7 @@ class Training {
     r_.run.trainer.set_expert_biases(progress_.expert_biases);
     r_.run.stream.synchronize();
     if (from.path == checkpoint_path(o_.out_dir, from.step)) r_.checkpoints.resumed_from(from.path);
+    else progress_.rollback_point = from.step;
   }
 
   TrainingRank r_;
@@ -391,8 +456,10 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
   }
   together(processes, "weights", [&] {
     if (resume && !first) resume->trainer = read_json(resume->path + "/trainer.json");
+    job->rollbacks = start.rollbacks;
     if (resume) job.emplace(resumed_job(*job, *resume, log)), report_changes(log, *resume, *job);
     else report_seen_samples(log, *job);
+    if (!resume && !job->rollbacks.empty()) job.emplace(job_from_beginning(*job));
   });
   require_same_everywhere(processes, *job, resume);
   if (!o.trace.empty())
@@ -407,7 +474,9 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
   }
   RunTotals totals;
   try {
-    for (bool continues = false;; continues = true) {
+    RollbackLine rollback{};
+    for (After after = After::start;;) {
+      std::optional<Spike> spike;
       {
         World world(job->step.layout.mesh(), job->backend, no_hooks, processes.local_ranks());
         world.limit_init(o.init_timeout);
@@ -415,22 +484,30 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
           Log silent = Log::silent();
           RunTotals own;
           const bool reports = rank == 0;
-          Training(*job,
-                   {.resume = resume,
-                    .peaks = peaks,
-                    .continues = continues,
-                    .directory = reports ? start.directory.get() : nullptr,
-                    .log = reports ? log : silent,
-                    .totals = reports ? totals : own},
-                   world, rank)
-              .run();
+          const std::optional<Spike> seen = Training(*job,
+                                                     {.resume = resume,
+                                                      .peaks = peaks,
+                                                      .after = after,
+                                                      .rollback = rollback,
+                                                      .directory = reports ? start.directory.get() : nullptr,
+                                                      .log = reports ? log : silent,
+                                                      .totals = reports ? totals : own},
+                                                     world, rank)
+                                                .run();
+          if (rank == processes.local_ranks().first) spike = seen;
         });
+      }
+      if (spike) {
+        rollback = roll_back(processes, start, *spike, job, resume, log);
+        after = After::rollback;
+        continue;
       }
       if (job->last_step() == job->max_steps) return;
       together(processes, "the next stage", [&] {
         resume = checkpoint_of(*job);
         job.emplace(next_job(*job, *resume, log));
       });
+      after = After::stretch;
     }
   } catch (const PeerError& error) {  // another rank has gone; all ranks report which one, in the same words
     const std::vector<int64_t> saved = checkpoint_steps(o.out_dir);

@@ -105,6 +105,14 @@ struct CheckpointLine {
   double stall_s, write_s, cpu_s;
 };
 
+// A run has returned to an earlier step, and leaves out some samples of its order.
+struct RollbackLine {
+  int64_t step, spike;
+  double loss, grad_norm;            // of the spike
+  std::string from;                  // where its state is from: a checkpoint, or ""
+  int64_t first_sample, samples;     // left out
+};
+
 enum class ProgressLine : uint8_t { none, shown };
 
 // A file of training data whose contents have changed, as checksums.
@@ -130,6 +138,10 @@ class Log {
     elapsed_before_ = elapsed_s;
     opened_ = Clock::now();
     keep(std::exchange(early_, ""));
+  }
+  // Another file has taken the place of metrics.jsonl: its lines go there now, without those that wait in memory.
+  void metrics_replaced() {
+    if (metrics_) metrics_.emplace(std::string(metrics_->path()));
   }
   // Syncs the metrics written so far to disk; throws Error if that is impossible.
   void sync_metrics() {
@@ -251,6 +263,17 @@ class Log {
 
   // After this step all stages of an asynchronous pipeline have made the same updates.
   void flush(int64_t step) { write({{"kind", "flush"}, {"step", step}}); }
+
+  void rollback(const RollbackLine& r) {
+    write({{"kind", "rollback"},
+           {"step", r.step},
+           {"spike", r.spike},
+           {"loss", r.loss},
+           {"grad_norm", r.grad_norm},
+           {"from", r.from},
+           {"first_sample", r.first_sample},
+           {"samples", r.samples}});
+  }
 
   // From this step on the run reads other data.
   void data_change(int64_t step, const DataChange& change) {

@@ -9,6 +9,7 @@
 #include "core/log.h"
 #include "core/signals.h"
 #include "run/checkpoints/checkpoint.h"
+#include "run/checkpoints/rollback.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/length.h"
 #include "run/options/options.h"
@@ -40,7 +41,8 @@ struct Job {
   int64_t samples_per_step, max_steps;    // max_steps: of the run
   std::vector<int64_t> val_samples;       // of each validation set
   Plan plan;
-  nlohmann::json former_recipe;  // of the checkpoint that the run resumes from, if it was another one
+  nlohmann::json former_recipe;         // of the checkpoint that the run resumes from, if it was another one
+  std::vector<Rollback> rollbacks = {};  // of the run so far
 
   // The first stretch of a new run.
   Job(const Options& o, StopCondition::Clock::time_point process_begin)
@@ -87,6 +89,11 @@ struct Job {
 
   const Stretch& stretch() const { return course.stretches()[number]; }
   int64_t last_step() const { return stretch().last_step(); }
+  // Whether a stage, or a recipe that takes the place of another one, begins after this step.
+  bool begins_stage(int64_t done) const {
+    if (done != stretch().first_step || done == 0) return false;
+    return number == 0 ? course.origin().step == done : course.stretches()[number - 1].stage != stretch().stage;
+  }
   bool validates() const { return !data->val.empty() && asked.val_every > 0; }
 
   // Rejects a new run, of any of whose stretches a step needs more memory than there is.

@@ -24,6 +24,7 @@ struct Start {
   std::optional<ResumePoint> resume;
   bool shuffled = true;   // by the run to resume
   bool complete = false;  // nothing is left to do
+  std::vector<Rollback> rollbacks = {};
 };
 
 // Waits for what process 0 has written: a network file system may take a moment to show it to the others.
@@ -42,6 +43,7 @@ inline Start find_start(const Job& job, Log& log) {
   Start start{.directory = std::make_unique<RunDirectory>(log, o), .resume = {}};
   start.resume = start.directory->resume_point(log, o);
   start.shuffled = start.directory->shuffled_before();
+  start.rollbacks = start.directory->rollbacks();
   if (!start.resume) return start;
   const int64_t step = start.resume->step;
   const int64_t steps = resumed_course(*start.resume, job).course.steps();
@@ -93,11 +95,13 @@ inline Start find_start(const Processes& processes, const Job& job, Log& log) {
   detail::require_shared_directory(processes, job.options.out_dir);
   const nlohmann::ordered_json mine = {start.resume ? start.resume->path : "", start.resume ? start.resume->step : 0,
                                        start.shuffled, start.complete,
-                                       start.resume && start.resume->begin == Begin::branch};
+                                       start.resume && start.resume->begin == Begin::branch,
+                                       to_json_object(start.rollbacks)};
   const nlohmann::json first = parse_json(processes.all_gather("start", mine.dump())[0], "process 0");
   if (processes.process() == 0) return start;
   start.shuffled = first[2];
   start.complete = first[3];
+  start.rollbacks = rollbacks_from_json(first[5], "process 0");
   const std::string path = first[0];
   if (!path.empty()) start.resume = ResumePoint{path, first[1], {}, first[4] ? Begin::branch : Begin::resume};
   return start;

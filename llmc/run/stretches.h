@@ -1,17 +1,24 @@
-// stretches.h: how a run goes from a checkpoint, or from the end of a stretch of equal steps, to the next steps.
+// stretches.h: how a run goes from a checkpoint, from the end of a stretch of equal steps, or from a spike, to the next
+// steps.
 #pragma once
+#include <algorithm>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "run/checkpoints/progress.h"
+#include "run/checkpoints/rollback.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/job.h"
+#include "run/processes.h"
+#include "run/spikes.h"
 #include "run/start.h"
 
 namespace llmc {
 
-// The job from a checkpoint on.
+// The job from a checkpoint on; its rollbacks, and those of the others, are those of `first`.
 inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
   ResumedCourse resumed = resumed_course(from, first);
   for (const std::string& notice : resumed.changes.notices) log.line("notice: " + notice);
@@ -20,7 +27,15 @@ inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
   Job job(first.asked, first.begin, first.data, std::move(resumed.course), number);
   if (resumed.changes.changed)
     job.former_recipe = from.trainer.value("recipe", nlohmann::json::object()).value("facts", nlohmann::json::object());
+  job.rollbacks = first.rollbacks;
   job.resume(from, log);
+  return job;
+}
+// The job from the run's beginning on.
+inline Job job_from_beginning(const Job& first) {
+  Job job(first.asked, first.begin, first.data,
+          Course(first.course.recipe(), first.data->epoch_tokens(), {}, skips_of(first.rollbacks)), 0);
+  job.rollbacks = first.rollbacks;
   return job;
 }
 
@@ -33,8 +48,81 @@ inline ResumePoint checkpoint_of(const Job& job) {
 // The job of the stretch that follows.
 inline Job next_job(const Job& job, const ResumePoint& from, Log& log) {
   Job next(job.asked, job.begin, job.data, job.course, job.number + 1);
+  next.rollbacks = job.rollbacks;
   next.resume(from, log);
   return next;
+}
+
+namespace detail {
+
+// Where a rollback takes the run from; `fault`: it cannot.
+struct RollbackTarget {
+  std::optional<ResumePoint> checkpoint = {};  // none: the beginning of the run
+  std::string fault = {};
+};
+
+// On process 0.
+inline RollbackTarget rollback_target(const Start& start, const Job& job, const Spike& spike, Log& log) {
+  const Options& o = job.asked;
+  const RunDirectory::Found found = start.directory->look_again(o);
+  if (found.fate == RunDirectory::Fate::lost) return {.fault = found.text};
+  if (!found.text.empty()) log.line(found.text);
+  if (auto own = start.directory->rollback_point(log, spike.rollback_point)) return {.checkpoint = std::move(own)};
+  if (spike.rollback_point == 0) return {};
+  // The run began at a checkpoint of another one.
+  if (start.resume && start.resume->path != checkpoint_path(o.out_dir, start.resume->step))
+    return {.checkpoint = start.resume};
+  if (job.parent.is_object()) {
+    const std::string path = job.parent["path"];
+    if (!checkpoint_fault(path))
+      return {.checkpoint = ResumePoint{path, job.parent["step"], read_json(path + "/trainer.json"), Begin::branch}};
+  }
+  return {.fault = formatted("the checkpoint of step {}, to which the run would return, is no longer in --out-dir {}",
+                             spike.rollback_point, o.out_dir)};
+}
+
+// Process 0 tells the others.
+inline std::optional<ResumePoint> agree_on(const Processes& processes, RollbackTarget target) {
+  const std::optional<ResumePoint>& mine = target.checkpoint;
+  const nlohmann::ordered_json text = {mine ? mine->path : "", mine ? mine->step : 0,
+                                       mine && mine->begin == Begin::branch, target.fault};
+  const nlohmann::json first = parse_json(processes.all_gather("rollback", text.dump())[0], "process 0");
+  if (const std::string fault = first[3]; !fault.empty()) throw SharedError(fault, ExitStatus::diverged);
+  const std::string path = first[0];
+  if (processes.process() == 0 || path.empty()) return std::move(target.checkpoint);
+  return ResumePoint{path, first[1], read_json(path + "/trainer.json"), first[2] ? Begin::branch : Begin::resume};
+}
+
+}  // namespace detail
+
+// Called by all processes once their ranks have ended at a spike: job and resume = those from the checkpoint on to which
+// the run returns, without the samples from there to the spike's last. Returns what to report.
+inline RollbackLine roll_back(const Processes& processes, const Start& start, const Spike& spike,
+                              std::optional<Job>& job, std::optional<ResumePoint>& resume, Log& log) {
+  detail::RollbackTarget target;
+  together(processes, "rollback", [&] {
+    if (processes.process() == 0) target = detail::rollback_target(start, *job, spike, log);
+  });
+  try {
+    resume = detail::agree_on(processes, std::move(target));
+  } catch (const SharedError& error) {
+    throw SharedError(formatted("step {} is a spike: {}; {}", spike.step, spike.what, error.what()), error.status());
+  }
+  const Stretch& stretch = job->stretch();
+  const int64_t to = resume ? resume->step : 0, from = std::max(to, stretch.first_step),
+                first = stretch.samples_after(from), samples = stretch.samples_after(spike.step) - first;
+  const size_t number = rollbacks_since(job->rollbacks, spike.rollback_point).size() + 1;
+  log.line(
+      formatted("step {} is a spike: {}: the run returns to {} (rollback {} of at most {} without a later checkpoint), "
+                "and leaves out the {} samples from {} on",
+                spike.step, spike.what, resume ? resume->path : "its beginning", number, job->asked.max_rollbacks,
+                samples, first));
+  job->rollbacks.push_back({from, spike.step, spike.loss, spike.grad_norm, samples});
+  together(processes, "the earlier step", [&] {
+    if (processes.process() == 0) start.directory->roll_back(log, to, job->rollbacks);
+    job.emplace(resume ? resumed_job(*job, *resume, log) : job_from_beginning(*job));
+  });
+  return {to, spike.step, spike.loss, spike.grad_norm, resume ? resume->path : "", first, samples};
 }
 
 }  // namespace llmc

@@ -16,11 +16,15 @@
 
 namespace llmc {
 
+// Why the ranks of this process begin: it starts, or they have ended another stretch, or return to an earlier step.
+enum class After : uint8_t { start, stretch, rollback };
+
 // What the process has found when the ranks begin a stretch of the run.
 struct Beginning {
   const std::optional<ResumePoint>& resume;
   const Peaks& peaks;
-  bool continues;           // after another stretch, in this process
+  After after;
+  const RollbackLine& rollback;  // if it is one
   RunDirectory* directory;  // rank 0's out directory; null on the other ranks
   Log& log;
   RunTotals& totals;
@@ -35,7 +39,7 @@ struct TrainingRank {
         stop(job.options.time_limit, job.begin, static_cast<double>(job.checkpoint_bytes()) / assumed_bytes_per_second),
         report(job, log, beginning.peaks, rank == 0, beginning.totals),
         checkpoints(job, beginning.directory, log, report, stop),
-        trace(beginning.continues ? "" : job.options.trace, log),
+        trace(beginning.after == After::start ? job.options.trace : "", log),
         run(job.step, job.plan, rank_device(job.device, job.options.place, rank - job.options.place.first_rank()),
             world, rank) {
     if (watchdog() != nullptr)

@@ -140,6 +140,8 @@ class Trainer {
           context_.compute);
     return pending;
   }
+  // A step that was not finite has made all later updates impossible: from now on they are possible again.
+  void allow_updates() { zero(scalars_.control(), context_.compute); }
   // Enqueues the rest of all steps that have begun; needed before anything other than a further step, and before the
   // weights are read. Returns whether there was anything to enqueue.
   bool flush() { return pipedream_ && pipedream_->flush(); }

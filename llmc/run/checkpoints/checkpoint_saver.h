@@ -19,7 +19,9 @@
 
 namespace llmc {
 
-enum class Because : uint8_t { rule, clock };  // clock: for --checkpoint-minutes alone
+// rule: the options and the results so far say so, and in every run alike; clock: for --checkpoint-minutes alone; end:
+// the run ends early.
+enum class Because : uint8_t { rule, clock, end };
 
 struct Save {
   OnFailure on_failure = OnFailure::fail;
@@ -82,13 +84,14 @@ class CheckpointSaver {
   // while training goes on, unless `wait`; the next save, or a settle(), makes it visible. If it cannot be written, for
   // example on a full disk, training may go on and the save is retried after 1, 2, 4 ... more updates. If the run ends
   // instead, the weights alone are saved if possible. Non-finite weights end the run, and so do copies that differ.
-  void save(const Progress& progress, Run& run, const Save& how) {
+  void save(Progress& progress, Run& run, const Save& how) {
     settle(progress, run);
     if (directory_is_new(run)) last_.clear();
-    if (last_ == checkpoint_path(out_dir_, progress.done)) return tidy(progress.done, how.best);
+    if (last_ == checkpoint_path(out_dir_, progress.done)) return there_is(progress.done, how, progress);
     compare_copies(progress.done, run);
     log_.progress("writing checkpoint", 0, 1);
     nlohmann::ordered_json trainer = to_json_object(progress, job_, run.trainer.expert_biases());
+    if (how.because == Because::rule) trainer["rollback_point"] = progress.done;
     if (how.because == Because::clock) trainer["saved_by"] = saved_by_clock;
     const CheckpointMode mode = how.wait ? CheckpointMode::sync : o_.checkpoint_mode;
     Pending pending{.how = how, .mode = mode, .trainer = std::move(trainer)};
@@ -109,7 +112,7 @@ class CheckpointSaver {
   // How long that may still take, by the last one.
   double seconds_to_settle() const { return is_writing() ? write_seconds_ : 0; }
   // All ranks together: waits for the checkpoint that is being written, if there is one, and makes it visible.
-  void settle(const Progress& progress, Run& run) {
+  void settle(Progress& progress, Run& run) {
     if (!pending_) return;
     Pending pending = std::move(*std::exchange(pending_, std::nullopt));
     const auto begin = std::chrono::steady_clock::now();
@@ -133,7 +136,7 @@ class CheckpointSaver {
                      .stall_s = stall,
                      .write_s = times.seconds,
                      .cpu_s = times.cpu_seconds});
-    tidy(pending.write->step(), pending.how.best);
+    there_is(pending.write->step(), pending.how, progress);
   }
 
  private:
@@ -171,7 +174,7 @@ class CheckpointSaver {
                                              std::move(contents), memory);
   }
 
-  void failed(const CheckpointError& error, const Pending& pending, const Progress& progress, Run& run) {
+  void failed(const CheckpointError& error, const Pending& pending, Progress& progress, Run& run) {
     if (saving_) saving_(false);
     const bool diverged = error.status() == ExitStatus::diverged;
     if (!diverged && directory_is_new(run)) {  // moved or deleted while this was written
@@ -194,12 +197,14 @@ class CheckpointSaver {
                         last, std::min(retry_.at, job_.max_steps)));
   }
 
-  // Deletes old checkpoints.
-  void tidy(int64_t step, bool best) const {
+  // There is a checkpoint of this step now. Deletes old ones.
+  void there_is(int64_t step, const Save& how, Progress& progress) const {
+    if (how.because == Because::rule) progress.rollback_point = step;
     if (directory_ == nullptr) return;
     try {
-      if (best) directory_->retention().link_best(step);
-      directory_->retention().prune(o_.keep_checkpoints, o_.keep_every);
+      if (how.best) directory_->retention().link_best(step);
+      directory_->retention().prune(o_.keep_checkpoints, o_.keep_every,
+                                    o_.rolls_back() ? std::optional(progress.rollback_point) : std::nullopt);
     } catch (const Error& error) {  // the checkpoint itself is safe
       log_.line(formatted("WARNING: {}", error.what()));
     }

@@ -16,6 +16,8 @@ namespace llmc {
 struct Progress {
   int64_t done = 0;  // updates made
   OutlierDetector losses, norms;
+  int64_t skipped_in_a_row = 0;  // of these updates, the last ones that --on-spike skip left out
+  int64_t rollback_point = 0;    // the step to whose checkpoint a rollback returns; 0: the beginning
   double best_val = std::numeric_limits<double>::infinity();
   int64_t best_step = -1;
   bool validated = false;            // after the last of the updates
@@ -48,7 +50,11 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"seed", job.options.seed},
       {"best_validation", best},
       {"validated", progress.validated},
-      {"detectors", {{"loss", progress.losses.values()}, {"grad_norm", progress.norms.values()}}},
+      {"detectors",
+       {{"loss", progress.losses.values()},
+        {"grad_norm", progress.norms.values()},
+        {"skipped_in_a_row", progress.skipped_in_a_row}}},
+      {"rollback_point", progress.rollback_point},
       {"expert_biases", expert_biases},
       {"choices",
        {{"grad_reduce", name_of(job.step.layout.zero.grad_reduce)},
@@ -218,6 +224,16 @@ inline Progress progress_at(const ResumePoint& from) {
   };
   progress.losses = detector("loss");
   progress.norms = detector("grad_norm");
+  // An older version has saved neither of these numbers.
+  const auto count = [&](const char* name, const nlohmann::json& in, int64_t absent, int64_t most) {
+    const nlohmann::json value = member(in, name);
+    const std::optional<int64_t> n = value.is_null() ? absent : whole_number(value);
+    CHECK(n && *n <= most, "{}/trainer.json: \"{}\" is {}, expected a number from 0 to {}; the file is damaged",
+          from.path, name, value, most);
+    return *n;
+  };
+  progress.skipped_in_a_row = count("skipped_in_a_row", detectors, 0, OutlierDetector::window);
+  progress.rollback_point = count("rollback_point", from.trainer, from.step, from.step);
   if (!best.is_null()) {
     const std::optional<int64_t> step = whole_number(member(best, "step"));
     CHECK(step && member(best, "loss").is_number(),
@@ -249,6 +265,10 @@ inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
   if (from.begin == Begin::branch) {  // a branch has its own best validation
     progress.best_val = Progress().best_val;
     progress.best_step = Progress().best_step;
+  }
+  if (job.begins_stage(from.step)) {  // its losses may be others
+    progress.losses = progress.norms = OutlierDetector();
+    progress.skipped_in_a_row = 0;
   }
   const ModelConfig& model = job.step.model;
   const int64_t expected = job.step.experts.bias_rate > 0 ? model.sparse_layers() * model.experts.count : 0;

@@ -10,6 +10,7 @@
 
 #include "core/log.h"
 #include "run/checkpoints/resume_point.h"
+#include "run/checkpoints/rollback.h"
 #include "run/job.h"
 
 namespace llmc {
@@ -48,6 +49,8 @@ inline nlohmann::ordered_json recipe_json(const Job& job, int64_t done) {
     json["origin"] = {{"step", origin.step}, {"tokens", origin.tokens}, {"samples", origin.samples}};
     for (const SourcePosition& at : origin.sources) json["origin"]["sources"].push_back(detail::position_json(at));
   }
+  for (const Skip& skip : course.skips())
+    json["left_out"].push_back(nlohmann::ordered_json::array({skip.step, skip.samples}));
   const std::vector<SourcePosition> now = course.sources_after(done);
   for (size_t s = 0; s < now.size(); ++s) {
     nlohmann::ordered_json seeds;
@@ -81,6 +84,7 @@ class RecipeReader {
         o_(job.asked),
         recipe_(job.course.recipe()),
         data_(*job.data),
+        rollbacks_(job.rollbacks),
         file_(from.path + "/trainer.json"),
         json_(member(from.trainer, "recipe")) {}
 
@@ -107,7 +111,12 @@ class RecipeReader {
     Origin origin = origin_;
     if (next.changed) origin = {from_.step, count("tokens"), samples_, positions_};
     if (!next.changed && origin.step == 0) origin.sources.clear();
-    const Course course(recipe_, epoch_tokens(next.block), std::move(origin));
+    // What the checkpoint's run had left out before it, and what this run has left out after it.
+    std::erase_if(skips_, [&](const Skip& skip) { return skip.step >= from_.step; });
+    for (const Skip& skip : skips_of(rollbacks_))
+      if (skip.step >= from_.step) skips_.push_back(skip);
+    if (next.changed) skips_.clear();  // they are places in the former recipe
+    const Course course(recipe_, epoch_tokens(next.block), std::move(origin), skips_);
     if (!next.changed && !resized && count("data_samples") == data_.train.samples())
       CHECK(course.sources_after(from_.step) == positions_ || from_.step > course.steps(),
             "{}: the positions in the data are not those of step {}: the file is damaged", file_, from_.step);
@@ -197,6 +206,11 @@ class RecipeReader {
         const std::vector<int64_t> three = numbers("\"seeds\"", seed, 3);
         seeds_.back().push_back({three[0], three[1], static_cast<uint64_t>(three[2])});
       }
+    }
+    for (const nlohmann::json& skip : json_.value("left_out", nlohmann::json::array())) {
+      const std::vector<int64_t> two = numbers("\"left_out\"", skip, 2);
+      if (!skips_.empty() && two[0] <= skips_.back().step) damaged("\"left_out\"", skip);
+      skips_.push_back({two[0], two[1]});
     }
     if (origin.is_null()) return;
     if (!origin.is_object()) damaged("\"origin\"", origin);
@@ -294,10 +308,12 @@ class RecipeReader {
   const Options& o_;
   const Recipe& recipe_;
   RunData& data_;
+  const std::vector<Rollback>& rollbacks_;
   std::string file_;
   nlohmann::json json_, facts_;
   int64_t block_ = 0, samples_ = 0;
   Origin origin_;
+  std::vector<Skip> skips_;
   std::vector<std::string> names_, files_;
   std::vector<SourcePosition> positions_;
   std::vector<std::vector<Reseed>> seeds_;

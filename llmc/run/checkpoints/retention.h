@@ -20,8 +20,8 @@ class Retention {
   explicit Retention(std::string out_dir) : path_(std::move(out_dir)) {}
 
   // Deletes all checkpoints except the newest `keep` (0: keeps all), the two newest saved by the clock alone, multiples
-  // of `keep_every`, and the one that OUT/best links to.
-  void prune(int64_t keep, int64_t keep_every) {
+  // of `keep_every`, the one that OUT/best links to, and the one to which a rollback would return.
+  void prune(int64_t keep, int64_t keep_every, std::optional<int64_t> rollback_point) {
     constexpr size_t keep_by_clock = 2;
     std::error_code none;
     const std::optional<int64_t> best = checkpoint_step(std::filesystem::read_symlink(path_ + "/best", none));
@@ -30,7 +30,7 @@ class Retention {
     const auto remove_older = [&](std::vector<int64_t> steps, size_t most) {
       steps.resize(steps.size() - std::min(steps.size(), most));
       for (const int64_t step : steps)
-        if (!(keep_every > 0 && step % keep_every == 0) && step != best) remove(step);
+        if (!(keep_every > 0 && step % keep_every == 0) && step != best && step != rollback_point) remove(step);
     };
     remove_older(std::move(by_clock), keep_by_clock);
     if (keep > 0) remove_older(std::move(others), static_cast<size_t>(keep));
@@ -45,7 +45,7 @@ class Retention {
     if (!error) std::filesystem::rename(temporary, path_ + "/best", error);
     CHECK(!error, "cannot link {}/best: {}", path_, error.message());
   }
-  // The directory is a new one.
+  // The directory is a new one, or steps are taken again.
   void forget() { by_clock_.clear(); }
 
  private:

@@ -67,6 +67,7 @@ class RunDirectory {
             path_);
       if (path_exists(run_file())) {
         record_ = read_run_record(run_file());
+        rollbacks_ = record_->rollbacks;
         require_parent(run_file(), record_->parent, o.branch_from, path_);  // before its options, which may differ
         require_same_options(run_file(), record_->options, o);
       }
@@ -86,7 +87,7 @@ class RunDirectory {
     if (o.resume == "auto" || o.resume == "never") {
       auto newest = newest_checkpoint(path_, [&](const std::string& warning) { log.line("WARNING: " + warning); });
       for (const int64_t step : checkpoint_steps(path_))
-        if (newest && step > newest->step) set_aside(log, step);
+        if (newest && step > newest->step) log.line("WARNING: " + set_aside(step, "damaged"));
       if (newest) require_parent(newest->path + "/trainer.json", parent_of(*newest), o.branch_from, path_);
       else if (record_) require_parent(run_file(), record_->parent, o.branch_from, path_);
       if (newest) take_options(log, *newest, o);
@@ -120,11 +121,39 @@ class RunDirectory {
   // its results.
   MetricsKept claim(Log& log, const Options& o, const std::optional<ResumePoint>& resume) {
     traces_.keep();
-    const bool ours = resume && has_steps();
-    const MetricsKept kept = ours ? truncate_metrics(log, *resume) : MetricsKept();
+    const bool ours = (resume || !rollbacks_.empty()) && has_steps();
+    const MetricsKept kept = ours ? truncate_metrics(log, resume) : MetricsKept();
     if (!ours) replace(metrics_file(), "");
     write_run_file(o);
     return kept;
+  }
+
+  const std::vector<Rollback>& rollbacks() const { return rollbacks_; }
+
+  // The newest intact checkpoint up to `step` to which a rollback may return; none: there is none.
+  std::optional<ResumePoint> rollback_point(Log& log, int64_t step) const {
+    std::vector<int64_t> steps = checkpoint_steps(path_);
+    for (; !steps.empty(); steps.pop_back()) {
+      const std::string path = checkpoint_path(path_, steps.back());
+      if (steps.back() > step) continue;
+      if (const std::optional<std::string> fault = checkpoint_fault(path)) {
+        log.line("WARNING: skipping a damaged checkpoint: " + *fault);
+        continue;
+      }
+      const nlohmann::json trainer = read_json(path + "/trainer.json");
+      if (steps.back() == step || member(trainer, "rollback_point") == steps.back())
+        return ResumePoint{path, steps.back(), trainer};
+    }
+    return std::nullopt;
+  }
+  // The run goes on after this step, as if it had not gone further: its later checkpoints are renamed first, so that
+  // no start resumes from one. claim() records the rollbacks.
+  void roll_back(Log& log, int64_t step, const std::vector<Rollback>& rollbacks) {
+    for (const int64_t later : checkpoint_steps(path_))
+      if (later > step) log.line("notice: " + set_aside(later, "rolled-back"));
+    fsync_directory(path_);
+    retention_.forget();
+    rollbacks_ = rollbacks;
   }
 
   // The directory may have been removed during the run: its checkpoint then needs a new run.json.
@@ -173,7 +202,7 @@ class RunDirectory {
   std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
 
   void write_run_file(const Options& o) const {
-    replace(run_file(), run_record_text(o, parent_));
+    replace(run_file(), run_record_text(o, parent_, rollbacks_));
     claimed_ = std::make_unique<const File>(File::open_read(run_file()));
   }
 
@@ -193,11 +222,12 @@ class RunDirectory {
     return llmc::metrics_until(read_text(metrics_file(), std::numeric_limits<int64_t>::max()), step, own);
   }
 
-  // Truncates metrics.jsonl after the lines of a checkpoint's step. Damaged lines are moved to a separate file.
-  MetricsKept truncate_metrics(Log& log, const ResumePoint& resume) const {
+  // Truncates metrics.jsonl after the lines of a checkpoint's step; none: of those before the first. Damaged lines are
+  // moved to a separate file.
+  MetricsKept truncate_metrics(Log& log, const std::optional<ResumePoint>& resume) const {
     // In these cases, best_validation does not include the validation of this step.
-    const bool later = resume.begin == Begin::branch || member(resume.trainer, "validated") == false;
-    MetricsKept kept = metrics_until(resume.step, later ? OwnValidation::repeat : OwnValidation::keep);
+    const bool later = !resume || resume->begin == Begin::branch || member(resume->trainer, "validated") == false;
+    MetricsKept kept = metrics_until(resume ? resume->step : 0, later ? OwnValidation::repeat : OwnValidation::keep);
     const std::string copy = path_ + "/metrics-damaged.txt";
     if (!kept.damaged.empty()) {
       File file = File::append(copy);
@@ -205,8 +235,8 @@ class RunDirectory {
       file.sync_and_close();
     }
     const nlohmann::json parent = parent_.is_object() ? member(parent_, "step") : parent_;
-    if (resume.path == checkpoint_path(path_, resume.step))
-      if (const auto fault = metrics_fault(kept, resume.step, metrics_file(), copy, whole_number(parent));
+    if (resume && resume->path == checkpoint_path(path_, resume->step))
+      if (const auto fault = metrics_fault(kept, resume->step, metrics_file(), copy, whole_number(parent));
           !fault.empty())
         log.line("WARNING: " + fault);
     replace(metrics_file(), kept.lines);
@@ -246,7 +276,8 @@ class RunDirectory {
 
   // Whether the run has done anything worth keeping.
   bool has_steps() const {
-    return !checkpoint_steps(path_).empty() || metrics_until(std::numeric_limits<int64_t>::max()).train_lines > 0;
+    return !checkpoint_steps(path_).empty() || metrics_until(std::numeric_limits<int64_t>::max()).train_lines > 0 ||
+           (path_exists(run_file()) && !read_run_record(run_file()).rollbacks.empty());
   }
 
   // Whether this is an empty file, such as the lock, or has disappeared.
@@ -262,21 +293,23 @@ class RunDirectory {
           "--out-dir {}: another run is writing to it; wait until it ends, or choose another directory", path_);
   }
 
-  // Renames a damaged checkpoint to make room for a new one of the same step.
-  void set_aside(Log& log, int64_t step) const {
+  // Renames a checkpoint, "damaged" or "rolled-back", to make room for a new one of the same step. Returns a text for
+  // the user.
+  std::string set_aside(int64_t step, const char* why) const {
     const std::string from = checkpoint_path(path_, step);
-    std::string to = formatted("{}/damaged-step-{:06}", path_, step);
-    for (int i = 2; path_exists(to); ++i) to = formatted("{}/damaged-step-{:06}-{}", path_, step, i);
+    std::string to = formatted("{}/{}-step-{:06}", path_, why, step);
+    for (int i = 2; path_exists(to); ++i) to = formatted("{}/{}-step-{:06}-{}", path_, why, step, i);
     std::error_code error;
     std::filesystem::rename(from, to, error);
     CHECK(!error, "cannot rename {} to {}: {}", from, to, error.message());
-    log.line(formatted("WARNING: renamed {} to {}", from, to));
+    return formatted("renamed {} to {}", from, to);
   }
 
   std::string path_;
   Retention retention_{path_};
   std::optional<RunRecord> record_;  // run.json, if the run has completed a step
   nlohmann::json parent_;            // a branch's parent
+  std::vector<Rollback> rollbacks_;  // of the run so far
   bool shuffled_before_ = true;
   DirectoryLock lock_;
   NewFiles traces_;                              // removed before the lock is released

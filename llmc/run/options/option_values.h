@@ -20,6 +20,9 @@ constexpr auto names_of_values(OnFailure) { return std::array{"retry", "fail"}; 
 // Whether training waits until a checkpoint is written, or only until it is copied to host memory.
 enum class CheckpointMode : uint8_t { sync, async };
 constexpr auto names_of_values(CheckpointMode) { return std::array{"sync", "async"}; }
+// What a run does about a loss or gradient norm that is beyond its threshold or not finite.
+enum class OnSpike : uint8_t { stop, skip, rollback };
+constexpr auto names_of_values(OnSpike) { return std::array{"stop", "skip", "rollback"}; }
 enum class WeightType : uint8_t { fp32, bf16 };
 constexpr auto names_of_values(WeightType) { return std::array{"fp32", "bf16"}; }
 constexpr auto names_of_values(Operands) { return std::array{"dtype", "fp8-block"}; }

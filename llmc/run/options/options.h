@@ -64,7 +64,10 @@ struct Options {
   double final_lr_frac = 0, weight_decay = 0.1, beta1 = 0.9, adam_eps = 1e-8, grad_clip = 1;
   std::optional<double> beta2;  // none: the optimizer's, if it has one
   std::optional<double> beta2_in_use() const { return beta2 ? beta2 : rule_of(optimizer).usual_beta2; }
-  std::optional<double> skip_loss_z, skip_grad_z;  // none: outliers are not skipped
+  std::optional<double> skip_loss_z, skip_grad_z;  // none: no loss or norm is an outlier
+  std::optional<OnSpike> on_spike;                 // none: outliers are skipped, what is not finite stops the run
+  bool rolls_back() const { return on_spike == OnSpike::rollback; }
+  int64_t max_rollbacks = 3;
 
   int64_t val_every = 250;
   std::optional<int64_t> val_steps;  // none: usual_val_steps, or with --evaluate all of the data
@@ -284,9 +287,17 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--grad-clip", "", o.grad_clip, at_least(0), branch,
         "largest gradient norm; larger gradients are scaled down to it; 0: no clipping");
   visit("--skip-loss-z", "", o.skip_loss_z, at_least(0), branch,
-        "skip an update if its loss is more than this many standard deviations above the mean of the last 128; "
-        "default: never");
+        "a loss is a spike if it is more than this many standard deviations above the mean of the last 128 that were "
+        "none (in this stage); default: never");
   visit("--skip-grad-z", "", o.skip_grad_z, at_least(0), branch, "the same for the gradient norm");
+  visit("--on-spike", "", o.on_spike, any_of<OnSpike>(), warn,
+        "what to do about a spike, which a loss or gradient norm that is not finite always is; its update is never "
+        "made. stop: end the run with status 2; skip: go on with the next samples; rollback: return to the last "
+        "checkpoint of --checkpoint-every or --keep-best, or to the beginning, and leave out all samples from there to "
+        "those of the spike. Default: skip beyond --skip-loss-z and --skip-grad-z, stop where a number is not finite");
+  visit("--max-rollbacks", "", o.max_rollbacks, at_least(1), free,
+        "with --on-spike rollback, rollbacks in a row, without such a checkpoint between them, after which the next "
+        "spike ends the run with status 2");
   visit("Evaluation and samples");
   visit("--val-every", "-v", o.val_every, at_least(0), free,
         "updates between validations, besides one at the start and one at the end; 0: no validation");

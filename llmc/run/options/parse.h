@@ -105,6 +105,9 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
   refuse(o.skip_loss_z || o.skip_grad_z, o.skip_loss_z ? "--skip-loss-z" : "--skip-grad-z",
          "the loss and the norm of the whole model tell outliers, and a stage updates before they are known",
          "leave it out");
+  refuse(o.on_spike == OnSpike::skip, "--on-spike skip",
+         "a stage makes its update before the loss and the norm of the whole model are known",
+         "use --on-spike stop or rollback");
   refuse(o.checkpoint_minutes.value_or(0) > 0, formatted("--checkpoint-minutes {}", o.checkpoint_minutes.value_or(0)),
          "a checkpoint empties the pipeline, and where that happens changes what the run learns, so a clock would "
          "decide it",
@@ -246,6 +249,19 @@ inline void validate_optimizer(const Options& o) {
         "--adam-eps {} with --optimizer {}, which divides by nothing: leave it out", o.adam_eps, o.optimizer);
 }
 
+inline void validate_spikes(const Options& o) {
+  CHECK(o.rolls_back() || o.max_rollbacks == Options().max_rollbacks,
+        "--max-rollbacks {} is for --on-spike rollback: add it, or leave out --max-rollbacks", o.max_rollbacks);
+  if (!o.rolls_back()) return;
+  CHECK(o.checkpoint_every > 0,
+        "--on-spike rollback returns to a checkpoint of --checkpoint-every, and there are none with --checkpoint-every "
+        "0 (when those of --checkpoint-minutes are saved depends on the clock, and the results must not): give it, "
+        "such as --checkpoint-every 500");
+  CHECK(!o.overfit_batch,
+        "--on-spike rollback with --overfit-batch, which trains on one batch: there are no other samples to go on "
+        "with; leave out one of them");
+}
+
 inline void validate_experts(const Options& o) {
   CHECK(!o.moe_capacity_factor || o.moe_dispatch == Dispatch::capacity,
         "--moe-capacity-factor {} with --moe-dispatch dropless, which has no capacity: use --moe-dispatch capacity, or "
@@ -319,7 +335,7 @@ inline void validate(const Options& o) {
   CHECK(o.num_samples == 1, "--num-samples {} is for --generate: training takes one sample at a time", o.num_samples);
   CHECK(!o.interactive, "--interactive is for --generate: add it, or leave out --interactive");
   CHECK(o.prompt != "-", "--prompt - stands for stdin, which --generate reads, not training: give a text");
-  if (!o.verify_data) validate_optimizer(o), validate_experts(o), validate_length(o), validate_trace(o);
+  if (!o.verify_data) validate_optimizer(o), validate_spikes(o), validate_experts(o), validate_length(o), validate_trace(o);
   if (!o.verify_data && o.stages.empty()) validate_layout(o);  // that of each stage: recipe.h
   if (o.evaluate) return validate_evaluation(o);
   if (!o.print_samples.empty()) number_range("--print-samples", o.print_samples, "the number of a step");

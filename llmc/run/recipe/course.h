@@ -30,6 +30,12 @@ struct Origin {
   std::vector<SourcePosition> sources;  // empty: at their beginnings
 };
 
+// After this update, so many samples of the stream are left out: those that a rollback passes over.
+struct Skip {
+  int64_t step, samples;
+  bool operator==(const Skip&) const = default;
+};
+
 // Steps of one size, with the samples of one length and mix.
 struct Stretch {
   size_t stage = 0;
@@ -43,20 +49,31 @@ struct Stretch {
   LrSchedule schedule = {};
   int64_t counted = 0, per_step = 1;         // what the schedule counts before its first step, and for each step
   std::vector<SourcePosition> sources = {};  // at its beginning
+  std::vector<Skip> skips = {};              // between its steps
 
   int64_t last_step() const { return first_step + steps; }
   double learning_rate(int64_t step) const {
     return llmc::learning_rate(schedule, counted + (step - first_step) * per_step);
   }
   int64_t tokens_after(int64_t step) const { return tokens + (step - first_step) * tokens_per_step; }
-  int64_t samples_after(int64_t step) const { return samples + (step - first_step) * samples_per_step; }
+  // Of the run, with those left out before this update.
+  int64_t samples_after(int64_t step) const {
+    int64_t all = samples + (step - first_step) * samples_per_step;
+    for (const Skip& skip : skips)
+      if (skip.step < step) all += skip.samples;
+    return all;
+  }
 };
 
 class Course {
  public:
-  // epoch_tokens: of each source; empty: the data are not known, and neither is where they are read.
-  Course(Recipe recipe, const std::vector<int64_t>& epoch_tokens, Origin origin = {})
-      : recipe_(std::move(recipe)), origin_(std::move(origin)), epoch_tokens_(epoch_tokens) {
+  // epoch_tokens: of each source; empty: the data are not known, and neither is where they are read. skips: in
+  // ascending order; those before the origin are part of its positions.
+  Course(Recipe recipe, const std::vector<int64_t>& epoch_tokens, Origin origin = {}, std::vector<Skip> skips = {})
+      : recipe_(std::move(recipe)),
+        origin_(std::move(origin)),
+        epoch_tokens_(epoch_tokens),
+        skips_(std::move(skips)) {
     origin_.sources.resize(recipe_.sources.size());
     if (recipe_.staged) unroll();
     else unroll_options();
@@ -65,6 +82,7 @@ class Course {
 
   const Recipe& recipe() const { return recipe_; }
   const Origin& origin() const { return origin_; }
+  const std::vector<Skip>& skips() const { return skips_; }
   // At least one, which may have no steps left.
   const std::vector<Stretch>& stretches() const { return stretches_; }
   int64_t steps() const { return stretches_.back().last_step(); }
@@ -104,6 +122,7 @@ class Course {
     only.steps = std::max<int64_t>(0, all - origin_.step);
     only.schedule = {o.lr_schedule, o.lr, o.warmup_steps, all, o.final_lr_frac, o.decay_steps};
     only.counted = origin_.step;
+    take_skips(only);
     stretches_.push_back(std::move(only));
   }
 
@@ -166,9 +185,15 @@ class Course {
       s.first_step = last.last_step();
       s.tokens = last.tokens_after(s.first_step);
       s.samples = last.samples_after(s.first_step);
-      if (s.weights == last.weights) s.mixed = last.mixed + last.steps * last.samples_per_step;
+      if (s.weights == last.weights) s.mixed = last.mixed + s.samples - last.samples;
     }
+    take_skips(s);
     stretches_.push_back(std::move(s));
+  }
+
+  void take_skips(Stretch& s) const {
+    for (const Skip& skip : skips_)
+      if (skip.step >= s.first_step && skip.step < s.last_step()) s.skips.push_back(skip);
   }
 
   // The steps of a stage; returns their tokens.
@@ -207,8 +232,9 @@ class Course {
     std::vector<SourcePosition> at = origin_.sources;
     for (Stretch& stretch : stretches_) {
       stretch.sources = at;
-      if (!epoch_tokens_.empty()) at = order_of(stretch).after(stretch.steps * stretch.samples_per_step);
+      if (!epoch_tokens_.empty()) at = order_of(stretch).after(stretch.samples_after(stretch.last_step()) - stretch.samples);
     }
+    if (!skips_.empty()) return;  // the samples that take the place of those left out do not count
     for (size_t s = 0; s < epoch_tokens_.size(); ++s) {
       const std::optional<double> most = recipe_.sources[s].max_epochs;
       const double epochs =
@@ -223,6 +249,7 @@ class Course {
   Recipe recipe_;
   Origin origin_;
   std::vector<int64_t> epoch_tokens_;
+  std::vector<Skip> skips_;
   std::vector<Stretch> stretches_;
 };
 

@@ -115,7 +115,6 @@ class StepReport {
                     "got more than --moe-imbalance has room for; expert_rounds in metrics.jsonl has the number of "
                     "every step",
                     step, result.experts->rounds));
-    if (!result.applied) log_.line(formatted("step {} is an outlier: its update was skipped", step));
   }
 
   // The duration of the last update, in seconds.

@@ -1,0 +1,61 @@
+// spikes.h: updates whose loss or gradient norm is above its limit or not finite, which no rank makes. All ranks see the
+// same, because loss and norm have one value on all (step_scalars.h), and so do the limits, which follow from earlier
+// values alone.
+#pragma once
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "comm/comm.h"
+#include "run/checkpoints/progress.h"
+#include "run/options/options.h"
+#include "train/step_config.h"
+
+namespace llmc {
+
+struct Spike {
+  int64_t step;
+  double loss, grad_norm;
+  std::string what;            // "the loss, 9.1, is above 3.2, ..."
+  int64_t rollback_point = 0;  // Progress's, if the run rolls back
+};
+
+// Thrown by all ranks where the run returns to an earlier step.
+struct RollsBack {
+  Spike spike;
+};
+
+// The limits of the next update.
+struct SpikeLimits {
+  double loss = std::numeric_limits<double>::infinity(), grad_norm = loss;
+
+  SpikeLimits(const Progress& progress, const Options& o) {
+    if (o.skip_loss_z) loss = progress.losses.limit(*o.skip_loss_z);
+    if (o.skip_grad_z) grad_norm = progress.norms.limit(*o.skip_grad_z);
+  }
+};
+
+// What is wrong with an update that was not made.
+inline std::string describe_spike(const StepResult& result, const SpikeLimits& limits, const Options& o) {
+  if (!result.finite()) return formatted("loss {} or gradient norm {} is not finite", result.loss, result.grad_norm);
+  const bool by_loss = result.loss > limits.loss;
+  return formatted("the {}, {:.4g}, is above {:.4g}, {} standard deviations above the mean of the last {} ({})",
+                   by_loss ? "loss" : "gradient norm", by_loss ? result.loss : result.grad_norm,
+                   by_loss ? limits.loss : limits.grad_norm, (by_loss ? o.skip_loss_z : o.skip_grad_z).value_or(0),
+                   OutlierDetector::window, by_loss ? "--skip-loss-z" : "--skip-grad-z");
+}
+
+// Ends the run if not all ranks have seen the same: the numbers of one are wrong.
+inline void require_same_spike(const Spike& spike, Comm& control) {
+  const std::vector<std::string> all = control.all_gather_text(
+      "spike", formatted("step {}, loss {:.17g}, gradient norm {:.17g}", spike.step, spike.loss, spike.grad_norm));
+  for (size_t rank = 1; rank < all.size(); ++rank)
+    if (all[rank] != all[0])
+      throw SharedError(formatted("ranks do not agree on a spike: rank 0 has computed {}, and rank {} {}: one of their "
+                                  "machines computes wrong numbers",
+                                  all[0], rank, all[rank]),
+                        ExitStatus::diverged);
+}
+
+}  // namespace llmc
