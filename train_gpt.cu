@@ -200,8 +200,8 @@ class Updates {
       r_.checkpoints.settle(progress, r_.run);
       stop_at(spike, result, formatted(" The last {} updates were skipped.", most));
     }
-    r_.log.line(formatted("WARNING: the last {} updates were skipped: such losses and norms count as usual from here on",
-                          most));
+    r_.log.line(formatted(
+        "WARNING: the last {} updates were skipped: such losses and norms count as usual from here on", most));
     progress.losses = progress.norms = OutlierDetector();
     progress.skipped_in_a_row = 0;
   }
@@ -220,8 +220,8 @@ class Updates {
     }
     throw SharedError(
         formatted("{}. The weights were not updated{}.{} Lower --lr, add --warmup-steps or check the data{}; {}", what,
-                  job_.step.layout.pipeline.asynchronous() ? ", but those of stages with finite gradients" : "", history,
-                  o_.on_spike == OnSpike::stop ? ", or resume with --on-spike skip or rollback" : "",
+                  job_.step.layout.pipeline.asynchronous() ? ", but those of stages with finite gradients" : "",
+                  history, o_.on_spike == OnSpike::stop ? ", or resume with --on-spike skip or rollback" : "",
                   r_.checkpoints.way_back(program_invocation_name)),
         ExitStatus::diverged);
   }

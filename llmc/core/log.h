@@ -108,9 +108,9 @@ struct CheckpointLine {
 // A run has returned to an earlier step, and leaves out some samples of its order.
 struct RollbackLine {
   int64_t step, spike;
-  double loss, grad_norm;            // of the spike
-  std::string from;                  // where its state is from: a checkpoint, or ""
-  int64_t first_sample, samples;     // left out
+  double loss, grad_norm;         // of the spike
+  std::string from;               // where its state is from: a checkpoint, or ""
+  int64_t first_sample, samples;  // left out
 };
 
 enum class ProgressLine : uint8_t { none, shown };

@@ -41,7 +41,7 @@ struct Job {
   int64_t samples_per_step, max_steps;    // max_steps: of the run
   std::vector<int64_t> val_samples;       // of each validation set
   Plan plan;
-  nlohmann::json former_recipe;         // of the checkpoint that the run resumes from, if it was another one
+  nlohmann::json former_recipe;          // of the checkpoint that the run resumes from, if it was another one
   std::vector<Rollback> rollbacks = {};  // of the run so far
 
   // The first stretch of a new run.

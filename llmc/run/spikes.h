@@ -1,6 +1,6 @@
-// spikes.h: updates whose loss or gradient norm is above its limit or not finite, which no rank makes. All ranks see the
-// same, because loss and norm have one value on all (step_scalars.h), and so do the limits, which follow from earlier
-// values alone.
+// spikes.h: updates whose loss or gradient norm is above its limit or not finite, which no rank makes. All ranks see
+// the same, because loss and norm have one value on all (step_scalars.h), and so do the limits, which follow from
+// earlier values alone.
 #pragma once
 #include <cmath>
 #include <limits>

@@ -93,8 +93,10 @@ inline Start find_start(const Processes& processes, const Job& job, Log& log) {
   });
   if (processes.alone()) return start;
   detail::require_shared_directory(processes, job.options.out_dir);
-  const nlohmann::ordered_json mine = {start.resume ? start.resume->path : "", start.resume ? start.resume->step : 0,
-                                       start.shuffled, start.complete,
+  const nlohmann::ordered_json mine = {start.resume ? start.resume->path : "",
+                                       start.resume ? start.resume->step : 0,
+                                       start.shuffled,
+                                       start.complete,
                                        start.resume && start.resume->begin == Begin::branch,
                                        to_json_object(start.rollbacks)};
   const nlohmann::json first = parse_json(processes.all_gather("start", mine.dump())[0], "process 0");

@@ -95,8 +95,8 @@ inline std::optional<ResumePoint> agree_on(const Processes& processes, RollbackT
 
 }  // namespace detail
 
-// Called by all processes once their ranks have ended at a spike: job and resume = those from the checkpoint on to which
-// the run returns, without the samples from there to the spike's last. Returns what to report.
+// Called by all processes once their ranks have ended at a spike: job and resume = those from the checkpoint on to
+// which the run returns, without the samples from there to the spike's last. Returns what to report.
 inline RollbackLine roll_back(const Processes& processes, const Start& start, const Spike& spike,
                               std::optional<Job>& job, std::optional<ResumePoint>& resume, Log& log) {
   detail::RollbackTarget target;

@@ -25,7 +25,7 @@ struct Beginning {
   const Peaks& peaks;
   After after;
   const RollbackLine& rollback;  // if it is one
-  RunDirectory* directory;  // rank 0's out directory; null on the other ranks
+  RunDirectory* directory;       // rank 0's out directory; null on the other ranks
   Log& log;
   RunTotals& totals;
 };

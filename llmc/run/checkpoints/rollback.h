@@ -25,11 +25,8 @@ struct Rollback {
 inline nlohmann::ordered_json to_json_object(const std::vector<Rollback>& rollbacks) {
   nlohmann::ordered_json all = nlohmann::ordered_json::array();
   for (const Rollback& r : rollbacks)
-    all.push_back({{"step", r.step},
-                   {"spike", r.spike},
-                   {"loss", r.loss},
-                   {"grad_norm", r.grad_norm},
-                   {"samples", r.samples}});
+    all.push_back(
+        {{"step", r.step}, {"spike", r.spike}, {"loss", r.loss}, {"grad_norm", r.grad_norm}, {"samples", r.samples}});
   return all;
 }
 

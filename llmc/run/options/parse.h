@@ -335,7 +335,8 @@ inline void validate(const Options& o) {
   CHECK(o.num_samples == 1, "--num-samples {} is for --generate: training takes one sample at a time", o.num_samples);
   CHECK(!o.interactive, "--interactive is for --generate: add it, or leave out --interactive");
   CHECK(o.prompt != "-", "--prompt - stands for stdin, which --generate reads, not training: give a text");
-  if (!o.verify_data) validate_optimizer(o), validate_spikes(o), validate_experts(o), validate_length(o), validate_trace(o);
+  if (!o.verify_data)
+    validate_optimizer(o), validate_spikes(o), validate_experts(o), validate_length(o), validate_trace(o);
   if (!o.verify_data && o.stages.empty()) validate_layout(o);  // that of each stage: recipe.h
   if (o.evaluate) return validate_evaluation(o);
   if (!o.print_samples.empty()) number_range("--print-samples", o.print_samples, "the number of a step");

@@ -70,10 +70,7 @@ class Course {
   // epoch_tokens: of each source; empty: the data are not known, and neither is where they are read. skips: in
   // ascending order; those before the origin are part of its positions.
   Course(Recipe recipe, const std::vector<int64_t>& epoch_tokens, Origin origin = {}, std::vector<Skip> skips = {})
-      : recipe_(std::move(recipe)),
-        origin_(std::move(origin)),
-        epoch_tokens_(epoch_tokens),
-        skips_(std::move(skips)) {
+      : recipe_(std::move(recipe)), origin_(std::move(origin)), epoch_tokens_(epoch_tokens), skips_(std::move(skips)) {
     origin_.sources.resize(recipe_.sources.size());
     if (recipe_.staged) unroll();
     else unroll_options();
@@ -232,7 +229,8 @@ class Course {
     std::vector<SourcePosition> at = origin_.sources;
     for (Stretch& stretch : stretches_) {
       stretch.sources = at;
-      if (!epoch_tokens_.empty()) at = order_of(stretch).after(stretch.samples_after(stretch.last_step()) - stretch.samples);
+      if (!epoch_tokens_.empty())
+        at = order_of(stretch).after(stretch.samples_after(stretch.last_step()) - stretch.samples);
     }
     if (!skips_.empty()) return;  // the samples that take the place of those left out do not count
     for (size_t s = 0; s < epoch_tokens_.size(); ++s) {
