@@ -26,7 +26,8 @@ namespace detail {
 //   product_share: of the best product that anybody found (A100 271, H100 792, B200 1745 TFLOP/s: Bekman, "Machine
 //     Learning Engineering", maximum achievable matmul FLOPS), 83%, which was fitted: with it the plans of
 //     Megatron-LM's Table 1 take as long as published, but for a few percent (dev/results/plans.md). Clocks sink under
-//     load. Of the H200: fitted to three models on one of them (dev/results/gpu-h200.md).
+//     load. Of the H200: fitted to three models on one of them, and to two in fp8
+//     (dev/results/gpu-h200.md); of the H100 in fp8, where none was measured, in the same proportion.
 //   share of a link: NCCL's bus bandwidth in all-reduces of 1 GiB and more, about 230 GB/s with NVLink 3 and 360 with
 //     NVLink 4; between servers, 85%.
 //   us of a link: a step of NCCL's rings by the protocol LL128, from the tables by which NCCL chooses
@@ -60,12 +61,12 @@ inline constexpr const char* machines_text = R"({
   "source": "NVIDIA H100 datasheet, SXM; DGX H100: NDR InfiniBand, 400 Gb/s for each GPU",
   "tflops": {"fp8": 1979, "bf16": 989.5, "tf32": 494.7, "fp32": 66.9}, "memory_gib": 79.6, "memory_gb_per_s": 3350,
   "links": [{"ranks": 8, "gb_per_s": 450, "share": 0.8, "us": 1.9}, {"gb_per_s": 50, "share": 0.85, "us": 4}],
-  "product_share": 0.66, "multiprocessors": 132, "tile_fill": 200,
+  "product_share": {"fp8": 0.5, "bf16": 0.66, "fp32": 0.66}, "multiprocessors": 132, "tile_fill": 200,
   "attention_share": 0.45, "half_keys": 300, "half_channels": 40,
   "memory_share": 0.85, "op_us": 3, "watts": 1275},
 "h200x8": {
   "like": "h100x8", "source": "NVIDIA H200 datasheet, SXM; DGX H200: NDR InfiniBand, 400 Gb/s for each GPU",
-  "memory_gib": 140.4, "memory_gb_per_s": 4800, "product_share": 0.76},
+  "memory_gib": 140.4, "memory_gb_per_s": 4800, "product_share": {"fp8": 0.55, "bf16": 0.76, "fp32": 0.76}},
 "b200x8": {
   "like": "h100x8", "source": "NVIDIA DGX B200 datasheet: NDR InfiniBand, 400 Gb/s for each GPU",
   "tflops": {"bf16": 2250, "tf32": 1125, "fp32": 75}, "memory_gib": 179, "memory_gb_per_s": 8000,
@@ -155,6 +156,8 @@ class MachineReader {
       m.rails = json_["rails"];
     }
     m.product_share = share("product_share", dtype);
+    if (json_.contains("product_share") && json_["product_share"].contains("fp8"))
+      m.fp8_flops_per_s *= number(json_["product_share"], "fp8", positive) / m.product_share;
     m.units = static_cast<int64_t>(number(json_, "multiprocessors", 0, 0));
     m.tile_fill = number(json_, "tile_fill", 0, 0);
     m.attention_share = share("attention_share", dtype);
@@ -187,7 +190,7 @@ class MachineReader {
   // A share of the peak: a number, or one for each dtype.
   double share(const char* name, DType dtype) const {
     if (!json_.contains(name) || !json_[name].is_object()) return number(json_, name, positive, 1);
-    require_known(json_[name], {"bf16", "fp32"});
+    require_known(json_[name], {"fp8", "bf16", "fp32"});
     return number(json_[name], dtype == DType::bf16 ? "bf16" : "fp32", positive);
   }
   void require_known(const nlohmann::json& of, const std::vector<std::string>& known) const {
