@@ -173,21 +173,29 @@ class Updates {
   // An update that was not made: goes on without it, or ends this stretch on all ranks.
   void take_spike(const Update& update, const StepResult& result) {
     Spike spike{update.step, result.loss, result.grad_norm, describe_spike(result, update.limits, o_)};
-    require_same_spike(spike, r_.control());
-    const OnSpike action = o_.on_spike.value_or(result.finite() ? OnSpike::skip : OnSpike::stop);
+    OnSpike action = o_.on_spike.value_or(result.finite() ? OnSpike::skip : OnSpike::stop);
+    std::string history;
+    if (action != OnSpike::skip) {
+      r_.run.trainer.flush();
+      r_.checkpoints.settle(r_.progress, r_.run);  // may be the one to return to
+    }
+    if (action == OnSpike::rollback) {
+      spike.rollback_point = r_.progress.rollback_point;
+      const std::vector<Rollback> before = rollbacks_since(job_.rollbacks, spike.rollback_point);
+      std::vector<int64_t> steps;
+      for (const Rollback& rollback : before) steps.push_back(rollback.spike);
+      if (std::ssize(before) >= o_.max_rollbacks) {
+        action = OnSpike::stop;
+        history = formatted(
+            " {} rollback(s) to step {}, after spikes at steps {}, have led to no later checkpoint (--max-rollbacks "
+            "{}).",
+            before.size(), spike.rollback_point, steps, o_.max_rollbacks);
+      }
+    }
+    require_same_spike(spike, action, r_.control());
     if (action == OnSpike::skip) return skip(spike, result);
-    r_.run.trainer.flush();
-    r_.checkpoints.settle(r_.progress, r_.run);  // may be the one to return to
-    if (action == OnSpike::stop) stop_at(spike, result, "");
-    const int64_t to = spike.rollback_point = r_.progress.rollback_point;
-    const std::vector<Rollback> before = rollbacks_since(job_.rollbacks, to);
-    if (std::ssize(before) < o_.max_rollbacks) throw RollsBack{spike};
-    std::vector<int64_t> steps;
-    for (const Rollback& rollback : before) steps.push_back(rollback.spike);
-    stop_at(spike, result,
-            formatted(" {} rollback(s) to step {}, after spikes at steps {}, have led to no later checkpoint "
-                      "(--max-rollbacks {}).",
-                      before.size(), to, steps, o_.max_rollbacks));
+    if (action == OnSpike::rollback) throw RollsBack{spike};
+    stop_at(spike, result, history);
   }
 
   void skip(const Spike& spike, const StepResult& result) {

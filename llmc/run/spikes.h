@@ -46,10 +46,11 @@ inline std::string describe_spike(const StepResult& result, const SpikeLimits& l
                    OutlierDetector::window, by_loss ? "--skip-loss-z" : "--skip-grad-z");
 }
 
-// Ends the run if not all ranks have seen the same: the numbers of one are wrong.
-inline void require_same_spike(const Spike& spike, Comm& control) {
+// Ends the run if not all ranks have seen, and will do, the same: the numbers of one are wrong.
+inline void require_same_spike(const Spike& spike, OnSpike action, Comm& control) {
   const std::vector<std::string> all = control.all_gather_text(
-      "spike", formatted("step {}, loss {:.17g}, gradient norm {:.17g}", spike.step, spike.loss, spike.grad_norm));
+      "spike", formatted("step {}, loss {:.17g}, gradient norm {:.17g}, and would {} (to step {})", spike.step,
+                         spike.loss, spike.grad_norm, action, spike.rollback_point));
   for (size_t rank = 1; rank < all.size(); ++rank)
     if (all[rank] != all[0])
       throw SharedError(formatted("ranks do not agree on a spike: rank 0 has computed {}, and rank {} {}: one of their "
