@@ -120,6 +120,7 @@ TEST_CASE("what pipedream cannot do is refused by name", "[run][pp][pipedream]")
            {"--pp 1 --local-ranks 2 --dp-sync partitioned-server", with + "a server has no older versions"},
            {"--grad-reduce micro", with + "a step is one micro-batch"},
            {"--skip-loss-z 3", with + "the loss and the norm of the whole model tell outliers"},
+           {"--on-spike skip", with + "a stage makes its update before the loss and the norm of the whole model"},
            {"--skip-grad-z 3", with + "the loss and the norm of the whole model tell outliers"},
            {"--token-slices 2", "--token-slices" + with.substr(0, with.size() - 2)},
            {"--model d5 --n-head 4 --n-kv-head 4", with + "its embedding is also its head"}}) {

@@ -178,6 +178,20 @@ TEST_CASE(
   REQUIRE(left_behind >= 1);
 }
 
+TEST_CASE("a branch without a checkpoint of its own rolls back to its parent, before and after it was killed",
+          "[run][spikes]") {
+  const SpikeData data;
+  run_well(data.run("bad", "parent", "--max-steps 130"));
+  const std::string parent = (data.dir / "parent") + "/step-000130", branch = data.dir / "branch",
+                    more = data.rollback + "--checkpoint-every 100 --lr 1e-3";
+  const std::string out = said(data.run("bad", "branch", more + " --branch-from " + parent));
+  REQUIRE(out.find("the run returns to " + fs::canonical(parent).string()) != std::string::npos);
+  REQUIRE(read_json(branch + "/step-000150/trainer.json")["data_cursor"] == 8 * 160);
+  copy_until(branch, data.dir / "again", 130);
+  REQUIRE(said(data.run("bad", "again", more)).find(" is a spike") == std::string::npos);
+  require_same_end(data.dir / "again", branch);
+}
+
 TEST_CASE("after rollbacks without a later checkpoint a run gives up, naming the steps, also when it is started again",
           "[run][spikes]") {
   const SpikeData data;
