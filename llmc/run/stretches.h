@@ -90,6 +90,7 @@ inline std::optional<ResumePoint> agree_on(const Processes& processes, RollbackT
   if (const std::string fault = first[3]; !fault.empty()) throw SharedError(fault, ExitStatus::diverged);
   const std::string path = first[0];
   if (processes.process() == 0 || path.empty()) return std::move(target.checkpoint);
+  wait_for_path(path + "/trainer.json");
   return ResumePoint{path, first[1], read_json(path + "/trainer.json"), first[2] ? Begin::branch : Begin::resume};
 }
 
