@@ -14,4 +14,5 @@
 #include "ops/ops_heads.h"         // rotary positions, query-key norms
 #include "ops/ops_layers.h"        // norms, linear, activations, sums of parts
 #include "ops/ops_memory.h"        // zero, copy, convert, fill, add, scale, initial weights
+#include "ops/ops_muon.h"          // Muon: momentum of a matrix, Newton-Schulz iteration
 #include "ops/ops_step.h"          // loss, gradient norm, clipping, update

@@ -12,6 +12,7 @@
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/matmul.cuh"
 #include "ops/cuda/mma.cuh"
+#include "ops/cuda/muon.cuh"
 #include "ops/cuda/projection_norm.cuh"
 #include "ops/cuda/qk_norm.cuh"
 #include "ops/cuda/quantise.cuh"
@@ -46,6 +47,9 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   combine_scalars(d, d, d, N, N, N, 1, 1, stream);
   update_weights(Optimizer::adamw, x, f, f, f, f, d, N, {}, stream);
   clip_control(d, d, N, d, {}, stream);
+  muon_direction(f, f, d, N, 1, stream);
+  divide_by_norm(x, d, N, 1, 1, stream);
+  linear_combination(x, 1, x, 1, f, N, stream);
   cross_entropy(f, x, ids, N, C, C, 1, Gradient::yes, stream);
   const Vocabulary part = {N, N};
   cross_entropy_stats(f, x, ids, N, C, part, stream);

@@ -12,6 +12,7 @@
 #include "ops/cuda/grouped_matmul.cuh"
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/matmul.cuh"
+#include "ops/cuda/muon.cuh"
 #include "ops/cuda/projection_norm.cuh"
 #include "ops/cuda/qk_norm.cuh"
 #include "ops/cuda/quantise.cuh"

@@ -1,0 +1,119 @@
+// ops_muon.h: Muon (Jordan et al. 2024): the momentum of a matrix becomes the nearest matrix whose singular values are
+// all one, by five steps of a Newton-Schulz iteration. Conventions: ops.h.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "core/enum_names.h"
+#include "ops/ops_layers.h"
+#include "ops/ops_step.h"
+
+namespace llmc {
+
+// The coefficients of the steps: the same ones for all, or each step's best (Amsel et al. 2025). Singular values from
+// 0.002 to 1 of a matrix with norm 1 end in [0.68, 1.21] with the former, in [0.85, 1.15] with the latter.
+enum class NewtonSchulz : uint8_t { quintic, polar_express };
+constexpr auto names_of_values(NewtonSchulz) { return std::array{"quintic", "polar-express"}; }
+
+// How large an update is, for a learning rate of 1. rms: its root mean square is about 0.2, as AdamW's is, so that
+// AdamW's learning rate and decay fit (Liu et al. 2025, Moonlight). spectral: its largest singular value is about
+// sqrt(rows / columns), or 1 if that is smaller.
+enum class MuonScale : uint8_t { rms, spectral };
+constexpr auto names_of_values(MuonScale) { return std::array{"rms", "spectral"}; }
+
+inline double scale_of(MuonScale scale, int64_t rows, int64_t columns) {
+  const double m = static_cast<double>(rows), n = static_cast<double>(columns);
+  return scale == MuonScale::rms ? 0.2 * std::sqrt(std::max(m, n)) : std::sqrt(std::max(1.0, m / n));
+}
+
+namespace detail {
+
+// A step is x = a x + b (x x^T) x + c (x x^T)^2 x.
+struct NewtonSchulzStep {
+  double a, b, c;
+};
+inline constexpr size_t newton_schulz_steps = 5;
+using NewtonSchulzSteps = std::array<NewtonSchulzStep, newton_schulz_steps>;
+
+inline constexpr NewtonSchulzSteps quintic_steps = [] {
+  NewtonSchulzSteps steps{};
+  for (NewtonSchulzStep& s : steps) s = {3.4445, -4.7750, 2.0315};
+  return steps;
+}();
+// For singular values from 1e-3 on, with the margin below (the coefficients of modded-nanogpt).
+inline constexpr NewtonSchulzSteps polar_express_steps = {{
+    {8.156554524902461, -22.48329292557795, 15.878769915207462},
+    {4.042929935166739, -2.808917465908714, 0.5000178451051316},
+    {3.8916678022926607, -2.772484153217685, 0.5060648178503393},
+    {3.285753657755655, -2.3681294933425376, 0.46449024233003106},
+    {2.3465413258596377, -1.7097828382687081, 0.42323551169305323},
+}};
+inline constexpr double polar_express_margin = 1.02;
+
+}  // namespace detail
+
+// The products of newton_schulz() for a matrix.
+inline double newton_schulz_flops(int64_t rows, int64_t columns) {
+  const double small = static_cast<double>(std::min(rows, columns)),
+               large = static_cast<double>(std::max(rows, columns));
+  return detail::newton_schulz_steps * (4 * small * small * large + 2 * small * small * small);
+}
+
+// With g the gradient times control[1]: momentum = beta momentum + (1 - beta) g; gradient = what Nesterov's momentum
+// makes of the two, beta momentum + (1 - beta) g. Nothing changes where control forbids the update.
+// gradient, momentum (n); control (4) fp64
+inline void muon_direction(Tensor gradient, Tensor momentum, Tensor control, float beta, Stream& stream) {
+  CHECK_TENSOR(momentum, gradient.dtype, gradient.numel());
+  CHECK_TENSOR(control, DType::fp64, 4);
+  RUN_OP(muon_direction, gradient.dtype, 2 * detail::bytes_of({gradient, momentum}), (gradient, momentum),
+         gradient.data<A>(), momentum.data<A>(), control.data<double>(), gradient.numel(), A(beta));
+}
+
+// x = x / max(margin sqrt(square_sum), 1e-7).   x any shape; square_sum (1) fp64
+inline void divide_by_norm(Tensor x, Tensor square_sum, double margin, Stream& stream) {
+  CHECK_TENSOR(square_sum, DType::fp64, 1);
+  constexpr double least = 1e-7;
+  RUN_OP(divide_by_norm, x.dtype, 2 * detail::bytes_of({x}), (x), x.data<X>(), square_sum.data<double>(), x.numel(),
+         margin, least);
+}
+
+// out = a x + b y, rounded once; out may be x.   y in the accumulator dtype
+inline void linear_combination(Tensor out, double a, Tensor x, double b, Tensor y, Stream& stream) {
+  detail::check_tensor("linear_combination", "x", x, out.dtype, out.shape);
+  detail::check_tensor("linear_combination", "y", y, accumulator_of(out.dtype), out.shape);
+  RUN_OP(linear_combination, out.dtype, detail::bytes_of({out, x, y}), (out), out.data<X>(), A(a), x.data<X>(), A(b),
+         y.data<A>(), out.numel());
+}
+
+// x (rows, columns) = scale times the matrix with its singular vectors, and singular values of about one. Products are
+// of its dtype and work on the smaller side; the norm that it is first divided by is exact.
+inline void newton_schulz(Tensor x, NewtonSchulz coefficients, double scale, Stream& stream) {
+  const int64_t rows = x.shape[0], columns = x.shape[1], n = std::min(rows, columns), K = std::max(rows, columns);
+  const bool wide = rows <= columns, polar = coefficients == NewtonSchulz::polar_express;
+  const DType sum = accumulator_of(x.dtype);
+  auto scope = stream.scratch().scope();
+  const Tensor square = stream.scratch().alloc("scratch", "norm of a matrix", DType::fp64, {1});
+  const Tensor gram = stream.scratch().alloc("scratch", "Gram matrix", x.dtype, {n, n});
+  const Tensor product = stream.scratch().alloc("scratch", "product with a Gram matrix", sum, {rows, columns});
+  const Tensor gram_square = product.slice(0, {n, n});
+  square_sum(square, x.reshaped({x.numel()}), stream);
+  divide_by_norm(x, square, polar ? detail::polar_express_margin : 1, stream);
+  const auto multiply = [&](Tensor c, Tensor a, Transpose a_as, Tensor b, Transpose b_as, int64_t inner) {
+    detail::matmul("newton_schulz", c, a, a_as, b, b_as, inner, {}, Accumulate::no, stream);
+  };
+  using enum Transpose;
+  const detail::NewtonSchulzSteps& steps = polar ? detail::polar_express_steps : detail::quintic_steps;
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const auto [a, b, c] = steps[i];
+    const double s = i + 1 == steps.size() ? scale : 1;
+    multiply(gram, x, wide ? no : yes, x, wide ? yes : no, K);
+    multiply(gram_square, gram, no, gram, no, n);
+    linear_combination(gram, b, gram, c, gram_square, stream);
+    if (wide) multiply(product, gram, no, x, no, n);
+    else multiply(product, x, no, gram, no, n);
+    linear_combination(x, s * a, x, s, product, stream);
+  }
+}
+
+}  // namespace llmc
