@@ -20,6 +20,8 @@ enum class GroupName : uint8_t {
   experts,
   expert_gradients,
   expert_weights,
+  matrices,
+  expert_matrices,
   sequences,
   keys_values,
   tied_gradients,
@@ -62,7 +64,7 @@ enum class View : uint8_t {
 };
 
 // The runs that need a group; in all others each rank is alone in it.
-enum class Needed : uint8_t { always, with_experts, asynchronous, many_ranks };
+enum class Needed : uint8_t { always, with_experts, with_matrices, asynchronous, many_ranks };
 
 // A ring's latency grows with its ranks. More than this many gather their scalars in two tiers: along rows of about as
 // many ranks as there are rows, then along columns.
@@ -98,6 +100,14 @@ inline constexpr GroupRow group_table[] = {
     {GroupName::experts, "experts", Traffic::tensors, Lane::expert, {Axis::ep}, View::experts},
     {GroupName::expert_gradients, "expert gradients", Traffic::units, Lane::reduce, {Axis::shard}, View::experts},
     {GroupName::expert_weights, "expert weights", Traffic::units, Lane::gather, {Axis::shard}, View::experts},
+    {GroupName::matrices, "matrices", Traffic::tensors, Lane::gather, of_stage, View::mesh, Needed::with_matrices},
+    {GroupName::expert_matrices,
+     "expert matrices",
+     Traffic::tensors,
+     Lane::gather,
+     {Axis::replicate, Axis::shard},
+     View::experts,
+     Needed::with_matrices},
     {GroupName::sequences,
      "sequences",
      Traffic::numbers,

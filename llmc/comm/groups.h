@@ -43,10 +43,11 @@ class Drain {
 
 // The members of a group of the table, ascending.
 inline std::vector<int> members_of(const GroupRow& row, const Layout& layout, int rank) {
-  const bool needed = row.needed == Needed::with_experts   ? layout.expert.count > 0
-                      : row.needed == Needed::asynchronous ? layout.pipeline.asynchronous()
-                      : row.needed == Needed::many_ranks   ? layout.ranks() > most_in_one_ring
-                                                           : true;
+  const bool needed = row.needed == Needed::with_experts    ? layout.expert.count > 0
+                      : row.needed == Needed::with_matrices ? rule_of(layout.zero.optimizer).of_matrices
+                      : row.needed == Needed::asynchronous  ? layout.pipeline.asynchronous()
+                      : row.needed == Needed::many_ranks    ? layout.ranks() > most_in_one_ring
+                                                            : true;
   if (!needed) return {rank};
   const Mesh mesh = layout.mesh();
   if (row.view == View::experts)

@@ -24,6 +24,8 @@ class Hooks {
     released(unit.slice(0, {kept.begin}), stream);
     released(unit.slice(kept.end(), {unit.numel() - kept.end()}), stream);
   }
+  // A rank is about to iterate a matrix (Muon): the rows of this parameter from `row` on, or all of them.
+  virtual void iterated(const std::string& parameter, int64_t row) const { (void)parameter, (void)row; }
   // A rank has joined this group; the returned group takes its place.
   virtual std::unique_ptr<Comm> joined(std::unique_ptr<Comm> group) const { return group; }
 };

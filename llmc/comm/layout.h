@@ -32,6 +32,7 @@ struct ZeroConfig {
   bool reduce_by_stage = true;   // set_stage() sets grad_reduce
   Holds holds = Holds::training_state;
   Optimizer optimizer = Optimizer::adamw;  // whose slots are sharded like the master weights
+  Muon muon = {};                          // with Optimizer::muon
   DpSync sync = DpSync::all_reduce;        // servers need stage 0 and one replica
 
   // Also sets grad_reduce to the default of the stage: micro where gradients are sharded, because it saves their

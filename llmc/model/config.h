@@ -312,7 +312,17 @@ inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimiz
   norm("ln_f");
   if (!c.tied) table.back().params.push_back(table_of_tokens("lm_head.weight"));
   for (UnitSpec& unit : table)
-    for (ParamSpec& p : unit.params) p.rule = rule;
+    for (ParamSpec& p : unit.params) {
+      const bool of_tokens = &unit == &table.front();
+      p.rates = p.shape.rank() == 1      ? RateGroup::scalars
+                : of_tokens              ? RateGroup::embedding
+                : &unit == &table.back() ? RateGroup::head
+                                         : RateGroup::matrices;
+      const bool matrix = p.rates == RateGroup::matrices && p.shape[0] > 1 && !p.name.ends_with("router.weight");
+      p.rule = rule_of(rule).of_matrices && !matrix ? Optimizer::adamw : rule;
+      if (matrix && p.name.find(".attn.") != p.name.npos && !p.name.ends_with("proj.weight"))
+        p.group_rows = p.shape[0] / c.n_kv_head;
+    }
   return table;
 }
 

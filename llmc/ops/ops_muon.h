@@ -5,22 +5,10 @@
 #include <array>
 #include <cmath>
 
-#include "core/enum_names.h"
 #include "ops/ops_layers.h"
 #include "ops/ops_step.h"
 
 namespace llmc {
-
-// The coefficients of the steps: the same ones for all, or each step's best (Amsel et al. 2025). Singular values from
-// 0.002 to 1 of a matrix with norm 1 end in [0.68, 1.21] with the former, in [0.85, 1.15] with the latter.
-enum class NewtonSchulz : uint8_t { quintic, polar_express };
-constexpr auto names_of_values(NewtonSchulz) { return std::array{"quintic", "polar-express"}; }
-
-// How large an update is, for a learning rate of 1. rms: its root mean square is about 0.2, as AdamW's is, so that
-// AdamW's learning rate and decay fit (Liu et al. 2025, Moonlight). spectral: its largest singular value is about
-// sqrt(rows / columns), or 1 if that is smaller.
-enum class MuonScale : uint8_t { rms, spectral };
-constexpr auto names_of_values(MuonScale) { return std::array{"rms", "spectral"}; }
 
 inline double scale_of(MuonScale scale, int64_t rows, int64_t columns) {
   const double m = static_cast<double>(rows), n = static_cast<double>(columns);

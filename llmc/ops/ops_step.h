@@ -119,7 +119,7 @@ namespace detail {
 
 inline OpCost cost_of_update(Optimizer optimizer, const Tensor& weight, const Tensor& master, const SlotTensors& slots,
                              const Tensor& gradient) {
-  const size_t count = rule_of(optimizer).slots.size();
+  const size_t count = rule_of(optimizer).of_matrices ? 0 : rule_of(optimizer).slots.size();
   for (size_t i = 0; i < slots.size(); ++i)
     if (i < count) CHECK_TENSOR(slots[i], accumulator_of(weight.dtype), weight.numel());
     else CHECK(slots[i].empty(), "{}: has {} slot(s)", rule_of(optimizer).op, count);

@@ -1,5 +1,6 @@
 // types.h: arguments of ops other than tensors and sizes; the same on every device.
 #pragma once
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -231,6 +232,14 @@ struct UpdateRule {
   double largest_loss = std::numeric_limits<double>::infinity(), largest_norm = largest_loss;
 };
 
+// Which weights decay: all, or only those that the update makes smaller (Chen et al. 2025, cautious weight decay).
+enum class Decay : uint8_t { always, cautious };
+
+// Parameters with a learning rate of their own: tables of tokens and positions; an output layer that is not tied to
+// one; norms and biases; and all others.
+enum class RateGroup : uint8_t { matrices, embedding, head, scalars };
+inline constexpr size_t rate_groups = 4;
+
 // The settings of all rules (optimizers.h); each uses some of them.
 struct OptimizerOptions {
   float lr;
@@ -240,6 +249,11 @@ struct OptimizerOptions {
   float weight_decay;  // per step, times lr
   int64_t step;        // counts from 1
   uint64_t seed = 0;   // for stochastic rounding
+  float momentum = 0;  // of Muon, Nesterov's
+  Decay decay = Decay::always;                          // of Muon
+  std::array<float, rate_groups> rates = {1, 1, 1, 1};  // learning rates of groups of parameters, as parts of lr
+
+  float rate(RateGroup group) const { return rates[static_cast<size_t>(group)]; }
 };
 
 }  // namespace llmc

@@ -213,6 +213,9 @@ inline StepConfig choose_step(const Options& o) {
                   .documents = o.mask_documents ? Documents::apart : Documents::together};
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
+  CHECK(!o.head_lr || !step.model.tied,
+        "--head-lr {} with --model {}, whose output layer is its embedding: use --embed-lr", o.head_lr.value_or(0),
+        o.model);
   step.experts = choose_experts(o, step.model);
   step.layout = choose_layout(o, step.model);
   if (o.total_batch_size)
@@ -305,13 +308,17 @@ inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
 }
 
 inline OptimizerOptions optimizer_options(const Options& o, double lr, int64_t step) {
+  const auto part = [&](const std::optional<double>& rate) { return rate ? static_cast<float>(*rate / o.lr) : 1.0f; };
   return {.lr = static_cast<float>(lr),
           .beta1 = static_cast<float>(o.beta1),
           .beta2 = static_cast<float>(o.beta2_in_use().value_or(0)),
           .eps = static_cast<float>(o.adam_eps),
           .weight_decay = static_cast<float>(o.weight_decay),
           .step = step,
-          .seed = static_cast<uint64_t>(o.seed)};
+          .seed = static_cast<uint64_t>(o.seed),
+          .momentum = static_cast<float>(o.muon_momentum),
+          .decay = o.cautious_decay ? Decay::cautious : Decay::always,
+          .rates = {1, part(o.embed_lr), part(o.head_lr), part(o.scalar_lr)}};
 }
 
 // Rejects a --model whose files do not hold the tensors of its config.json, before taking memory for them, and one of

@@ -45,11 +45,13 @@ struct ParamSpec {
   TensorSplit tp = TensorSplit::by_row;
   Init init = Init::normal;
   float init_std = 0.02f;
-  bool decay = false;                 // weight decay: matrices only
-  Optimizer rule = Optimizer::adamw;  // which optimizer updates it
-  int64_t padded_rows = 0;            // rows stored, including padding at the end, which is always zero; 0: no padding
+  bool decay = false;                     // weight decay: matrices only
+  Optimizer rule = Optimizer::adamw;      // which optimizer updates it
+  RateGroup rates = RateGroup::matrices;  // whose learning rate it has
+  int64_t padded_rows = 0;  // rows stored, including padding at the end, which is always zero; 0: no padding
   Placement placement = Placement::aligned;
   int64_t most_parts = 0;  // it divides into at most this many parts; further ranks have copies; 0: any number
+  int64_t group_rows = 0;  // rows of a group of heads (HeadGroups); 0: it has no heads
   std::optional<int64_t> expert = {};  // which expert of its layer it is a part of (expert_parallel.h)
 
   // The part that this rank has, and who shares it (parts.h); none: the whole parameter.
@@ -107,6 +109,13 @@ struct UnitLayout {
   std::vector<int64_t> offsets;  // of each parameter
   int64_t size = 0;              // padded
 };
+
+// The part of a unit of `size` elements that a rank of a shard group updates (unit_state.h).
+inline Range update_range_of(int64_t size, const ZeroConfig& zero, int shard) {
+  const ZeroConfig::Updates updates = zero.updates();
+  if (updates == ZeroConfig::Updates::shard_owners) return {size / zero.shards * shard, size / zero.shards};
+  return updates == ZeroConfig::Updates::everyone || shard == 0 ? Range{0, size} : Range{};
+}
 
 inline size_t param_index(const UnitSpec& unit, const std::string& suffix) {
   for (size_t i = 0; i < unit.params.size(); ++i)

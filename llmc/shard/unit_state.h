@@ -66,13 +66,10 @@ class UnitState {
     find_copies();
     find_matrices();
     shard_range_ = {layout_.size / zero.shards * shard, layout_.size / zero.shards};
-    const ZeroConfig::Updates updates = zero.updates();
-    update_range_ = updates == ZeroConfig::Updates::shard_owners             ? shard_range_
-                    : updates == ZeroConfig::Updates::everyone || shard == 0 ? whole_
-                                                                             : Range{};
-    sharded_ = zero.stage == 3                                ? Sharded::weights
-               : updates == ZeroConfig::Updates::shard_owners ? Sharded::optimizer
-                                                              : Sharded::nothing;
+    update_range_ = update_range_of(layout_.size, zero, shard);
+    sharded_ = zero.stage == 3                                       ? Sharded::weights
+               : zero.updates() == ZeroConfig::Updates::shard_owners ? Sharded::optimizer
+                                                                     : Sharded::nothing;
     auto flat = [&](const char* label, DType d, const Range& r) {
       return r.size == 0 ? Tensor{} : arena.alloc(label, spec_.name.c_str(), d, {r.size});
     };
@@ -89,11 +86,7 @@ class UnitState {
     if (precision.keeps_masters()) master_ = flat("master weights", state, update_range_);
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
     else gradient_sum_ = flat("gradients", state, update_range_);
-    if (spec_.params.empty()) return;
-    const Optimizer rule = spec_.params.front().rule;
-    for (const ParamSpec& p : spec_.params) CHECK(p.rule == rule, "{} has two optimizers", spec_.name);
-    for (size_t i = 0; i < rule_of(rule).slots.size(); ++i)
-      slots_[i] = flat(rule_of(rule).slots[i].label, state, update_range_);
+    make_slots(zero, state, arena);
   }
 
   const UnitSpec& spec() const { return spec_; }
@@ -123,6 +116,7 @@ class UnitState {
   Tensor reduced_gradients() const {
     return gradient_sum_.empty() ? gradients_.slice(update_range_.begin, {update_range_.size}) : gradient_sum_;
   }
+  Tensor reduced_gradients_or_none() const { return update_range_.size > 0 ? reduced_gradients() : Tensor{}; }
   // The part of shard `k`, summed over all ranks, that this rank counts in the gradient norm. `k` is its own shard, or
   // on a parameter server any; if several tensor-parallel ranks have the same elements, the first of them counts them.
   std::vector<Tensor> counted_gradients(int k) const {
@@ -182,24 +176,39 @@ class UnitState {
   void all_written() { unwritten_.clear(); }
 
   void zero_all(Stream& stream) const {
-    for (const Tensor& t : {sharded_ == Sharded::weights ? weight_shard_ : weights_, master_, slots_[0], slots_[1]})
+    for (const Tensor& t : {sharded_ == Sharded::weights ? weight_shard_ : weights_, master_})
       if (!t.empty()) zero(t, stream);
+    for (const Slots& s : slots_)
+      for (const Tensor& t : s.tensors)
+        if (!t.empty()) zero(t, stream);
   }
 
-  void update(Tensor control, OptimizerOptions options, Stream& stream) const {
+  // The gradients of matrices become the directions of their updates, and their momenta follow. What
+  // shard/matrix_updates.h makes of them must be in the same place when update() is called.
+  void begin_matrices(const Tensor& control, const OptimizerOptions& options, Stream& stream) const {
+    for (const Slots& s : slots_)
+      if (rule_of(s.rule).of_matrices)
+        for (const Range& r : s.runs)
+          muon_direction(part(reduced_gradients(), update_range_, r), slots_of(s.rule, r)[0], control, options.momentum,
+                         stream);
+  }
+
+  void update(Tensor control, const OptimizerOptions& options, Stream& stream) const {
     if (rounds_stochastically()) return update_stochastic(control, options, stream);
-    const float decay = options.weight_decay;
-    for (size_t i = 0; i < spec_.params.size();) {  // one call for neighbours with equal decay, gaps included
-      const size_t first = i;
-      while (i < spec_.params.size() && spec_.params[i].decay == spec_.params[first].decay) ++i;
-      const int64_t begin = layout_.offsets[first], end = i < spec_.params.size() ? layout_.offsets[i] : layout_.size;
+    const auto alike = [&](const ParamSpec& a, const ParamSpec& b) {
+      return a.rule == b.rule && a.decay == b.decay && options.rate(a.rates) == options.rate(b.rates);
+    };
+    for (size_t i = 0; i < spec_.params.size();) {  // one call for neighbours that are updated alike, gaps included
+      const ParamSpec& first = spec_.params[i];
+      const int64_t begin = layout_.offsets[i];
+      while (i < spec_.params.size() && alike(spec_.params[i], first)) ++i;
+      const int64_t end = i < spec_.params.size() ? layout_.offsets[i] : layout_.size;
       const Range r = overlap({begin, end - begin}, update_range_);
       if (r.size == 0) continue;
       auto in_update_range = [&](const Tensor& t) { return t.empty() ? t : part(t, update_range_, r); };
-      options.weight_decay = spec_.params[first].decay ? decay : 0.0f;
-      update_weights(spec_.params[first].rule, in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_),
-                     in_update_range(master_), {in_update_range(slots_[0]), in_update_range(slots_[1])},
-                     in_update_range(reduced_gradients()), control, options, stream);
+      update_weights(first.rule, in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_),
+                     in_update_range(master_), slots_for_step(first.rule, r), in_update_range(reduced_gradients()),
+                     control, options_for(first, options), stream);
     }
   }
 
@@ -223,7 +232,10 @@ class UnitState {
       if (sharded_ == Sharded::weights) add(StateKind::weight, weight_shard_, shard_range_);
       else add(StateKind::weight, weights_, whole_);
       add(StateKind::master, master_, update_range_);
-      for (size_t slot = 0; slot < slots_.size(); ++slot) add(StateKind::slot, slots_[slot], update_range_, slot);
+      const Range updated = overlap(param, update_range_);
+      if (updated.size == 0 || slots_.empty()) continue;
+      const SlotTensors slots = slots_of(spec_.params[i].rule, updated);
+      for (size_t slot = 0; slot < slots.size(); ++slot) add(StateKind::slot, slots[slot], updated, slot);
     }
   }
 
@@ -273,20 +285,79 @@ class UnitState {
     if (begin < layout_.size) rest_.push_back({begin, layout_.size - begin});
   }
 
+  // The slots of one rule: those of all its parameters in update_range(), one after another.
+  struct Slots {
+    Optimizer rule;
+    std::vector<Range> runs;  // of the unit
+    SlotTensors tensors;
+  };
+
+  // The parameters of a rule that are neighbours, gaps included, as far as a shard's rank updates them.
+  std::vector<Range> runs_of(Optimizer rule, const Range& updated) const {
+    std::vector<Range> runs;
+    for (size_t i = 0; i < spec_.params.size();) {
+      const int64_t begin = layout_.offsets[i];
+      const Optimizer its = spec_.params[i].rule;
+      while (i < spec_.params.size() && spec_.params[i].rule == its) ++i;
+      const int64_t end = i < spec_.params.size() ? layout_.offsets[i] : layout_.size;
+      const Range r = overlap({begin, end - begin}, updated);
+      if (its == rule && r.size > 0) runs.push_back(r);
+    }
+    return runs;
+  }
+
+  // All ranks of the shard group take as much memory as the one that needs the most.
+  void make_slots(const ZeroConfig& zero, DType dtype, Arena& arena) {
+    for (const Optimizer rule : all_values<Optimizer>()) {
+      const auto has_rule = [&](const ParamSpec& p) { return p.rule == rule; };
+      if (update_range_.size == 0 || std::none_of(spec_.params.begin(), spec_.params.end(), has_rule)) continue;
+      int64_t most = 0;
+      for (int shard = 0; shard < zero.owners(); ++shard) {
+        int64_t size = 0;
+        for (const Range& r : runs_of(rule, update_range_of(layout_.size, zero, shard))) size += r.size;
+        most = std::max(most, size);
+      }
+      Slots& slots = slots_.emplace_back(Slots{rule, runs_of(rule, update_range_), {}});
+      for (size_t i = 0; i < rule_of(rule).slots.size(); ++i)
+        slots.tensors[i] = arena.alloc(rule_of(rule).slots[i].label, spec_.name.c_str(), dtype, {most});
+    }
+  }
+
+  // The slots of elements of the unit that are in one run of a rule.
+  SlotTensors slots_of(Optimizer rule, const Range& r) const {
+    SlotTensors slots;
+    for (const Slots& s : slots_) {
+      int64_t begin = 0;  // of the run in the slots
+      for (const Range& run : s.runs) {
+        if (s.rule == rule && overlap(run, r).size == r.size)
+          for (size_t i = 0; i < rule_of(rule).slots.size(); ++i)
+            slots[i] = part(s.tensors[i], {run.begin - begin, 0}, r);
+        begin += run.size;
+      }
+    }
+    return slots;
+  }
+  SlotTensors slots_for_step(Optimizer rule, const Range& r) const {
+    return rule_of(rule).of_matrices ? SlotTensors{} : slots_of(rule, r);
+  }
+  static OptimizerOptions options_for(const ParamSpec& p, OptimizerOptions options) {
+    options.lr *= options.rate(p.rates);
+    if (!p.decay) options.weight_decay = 0;
+    return options;
+  }
+
   bool rounds_stochastically() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
 
   // One parameter at a time: each has its own random numbers.
-  void update_stochastic(Tensor control, OptimizerOptions options, Stream& stream) const {
-    const float decay = options.weight_decay;
+  void update_stochastic(Tensor control, const OptimizerOptions& options, Stream& stream) const {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
       const Range r = overlap({layout_.offsets[i], spec_.params[i].box().numel()}, update_range_);
       if (r.size == 0) continue;
-      options.weight_decay = spec_.params[i].decay ? decay : 0.0f;
+      const ParamSpec& p = spec_.params[i];
       auto in_update_range = [&](const Tensor& t) { return t.empty() ? t : part(t, update_range_, r); };
-      update_weights_stochastic(
-          spec_.params[i].rule, in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_),
-          {in_update_range(slots_[0]), in_update_range(slots_[1])}, in_update_range(reduced_gradients()), control,
-          spec_.params[i].name, spec_.params[i].elements_from(r.begin - layout_.offsets[i]), options, stream);
+      update_weights_stochastic(p.rule, in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_),
+                                slots_for_step(p.rule, r), in_update_range(reduced_gradients()), control, p.name,
+                                p.elements_from(r.begin - layout_.offsets[i]), options_for(p, options), stream);
     }
   }
 
@@ -323,7 +394,7 @@ class UnitState {
   // Matrices of gradients that nothing has been added to since their sums began, by the buffer that they are in.
   mutable std::map<const std::byte*, std::vector<Tensor>> unwritten_;
   Tensor master_;  // fp32, of update_range_, as the slots are
-  SlotTensors slots_;
+  std::vector<Slots> slots_;
 };
 
 }  // namespace llmc

@@ -1,9 +1,10 @@
 // zero.h: the state of a model on a rank, as ZeRO shards it (Rajbhandari et al. 2020): its units, which unit_state.h
 // cuts into shards; when their weights are whole (gathered_weights.h); when their gradients are reduced
-// (gradient_reducer.h); and the update.
+// (gradient_reducer.h); what is made of whole matrices (matrix_updates.h); and the update.
 #pragma once
 #include "shard/gathered_weights.h"
 #include "shard/gradient_reducer.h"
+#include "shard/matrix_updates.h"
 #include "shard/weight_versions.h"
 
 namespace llmc {
@@ -15,9 +16,11 @@ class ModelState : public Units {
       : Units(table, precision, zero, groups, arena, kept),
         weights(*this, arena),
         gradients(*this, kept.blocks_open, arena),
-        versions(*this, kept.versions) {}
+        versions(*this, kept.versions),
+        matrices(*this, arena) {}
 
   void update(Tensor control, const OptimizerOptions& options, Stream& compute) {
+    matrices.make(control, options, compute);
     const bool divided = zero_config().stage < 3 && zero_config().updates() != ZeroConfig::Updates::everyone;
     for_each([&](size_t u) {
       unit(u).update(control, options, compute);
@@ -46,6 +49,7 @@ class ModelState : public Units {
   GatheredWeights weights;
   GradientReducer gradients;
   WeightVersions versions;
+  MatrixUpdates matrices;
 };
 
 // Fresh weights (contract 7): they depend only on the seed, the parameter's name and the element's global index, not on

@@ -13,7 +13,8 @@ gpt2_tiny/        a tiny GPT-2 with awkward sizes as saved by transformers (conf
                   for the token after the first 20; trajectory_bf16.json and final_bf16_*.safetensors: the same steps
                   with bf16 weights and activations, fp32 master weights and accumulated gradients, in micro-batches of
                   4 and of 8; masters_bf16_*.safetensors: the master weights before rounding to final_bf16_*.safetensors;
-                  trajectory_optimizers.json: the same steps in fp32 by PyTorch's SGD with momentum and by Lion
+                  trajectory_optimizers.json: the same steps in fp32 by PyTorch's SGD with momentum and by Lion, and in fp64 by
+                  its Muon
 
 The committed files were made with torch 2.15.0 and transformers 5.23.0 on a CPU.
 """
@@ -223,6 +224,53 @@ class Lion(torch.optim.Optimizer):
                 momentum.mul_(beta2).add_((1 - beta2) * p.grad)
 
 
+def orthogonalised(grad, ns_coefficients, ns_steps, eps):
+    """What torch.optim.Muon computes in bf16, in the dtype of the gradient."""
+    a, b, c = ns_coefficients
+    x = grad.T if grad.size(0) > grad.size(1) else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if grad.size(0) > grad.size(1) else x
+
+
+class Muon:
+    """torch.optim.Muon, with products that are not rounded, for each matrix of a block: q, k and v apart; and AdamW
+    for all other parameters."""
+
+    def __init__(self, model):
+        torch.optim._muon._zeropower_via_newtonschulz = orthogonalised
+        self.parts = []  # a weight, its part, and that part as a matrix (out, in)
+        others = []
+        for name, p in model.named_parameters():
+            if ".h." not in name or p.dim() != 2:
+                others.append(p)
+                continue
+            width = p.size(1) // 3 if "c_attn" in name else p.size(1)
+            for first in range(0, p.size(1), width):  # transformers stores them as (in, out)
+                part = slice(first, first + width)
+                self.parts.append((p, part, torch.nn.Parameter(p.detach()[:, part].T.clone())))
+        self.muon = torch.optim.Muon([m for _, _, m in self.parts], weight_decay=0.1, momentum=0.95, nesterov=True,
+                                     adjust_lr_fn="match_rms_adamw")
+        self.adamw = adamw(others)
+        self.param_groups = self.muon.param_groups + self.adamw.param_groups
+
+    def zero_grad(self):
+        for p, _, _ in self.parts:
+            p.grad = None
+        self.adamw.zero_grad()
+
+    def step(self):
+        for p, part, matrix in self.parts:
+            matrix.grad = p.grad[:, part].T.clone()
+        self.muon.step()
+        self.adamw.step()
+        with torch.no_grad():
+            for p, part, matrix in self.parts:
+                p[:, part] = matrix.T
+
+
 def mean_loss(model, data, samples, T):
     """The mean loss over every target token of these samples of the shard."""
     rows = torch.stack([data[k * T:k * T + T + 1] for k in samples])
@@ -287,6 +335,8 @@ def make_trajectories_of_optimizers():
     for name, optimizer, peak in (("sgd", sgd, 0.3), ("lion", Lion, 3e-4)):
         model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
         trajectories[name] = {"peak": peak, **train(model, data, T, batch, steps, optimizer, peak)}
+    model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64)
+    trajectories["muon"] = {"peak": 3e-3, **train(model, data, T, batch, steps, lambda _: Muon(model), 3e-3)}
     with open(os.path.join(folder, "trajectory_optimizers.json"), "w") as f:
         json.dump(trajectories, f, indent=1)
 

@@ -6,11 +6,12 @@
 namespace llmc::cpu {
 inline namespace CPU_ISA {
 
-// One weight, whose slots are element i of slot1 and slot2.
+// One weight, whose slots, if it has any, are element i of slot1 and slot2.
 template <class Step, class A>
 inline void advance(const Step& step, A& weight, A* slot1, A* slot2, int64_t i, A gradient) {
   if constexpr (Step::slots == 2) step(weight, slot1[i], slot2[i], gradient);
-  else step(weight, slot1[i], gradient);
+  else if constexpr (Step::slots == 1) step(weight, slot1[i], gradient);
+  else step(weight, gradient);
 }
 
 // master == nullptr: the weights are their own master copy. slot2 is unused where the rule has one slot. Nothing
@@ -19,8 +20,8 @@ template <class W, class A = accumulator_t<W>>
 void update_weights(Optimizer optimizer, W* weight, A* master, A* slot1, A* slot2, const A* gradient,
                     const double* control, int64_t n, const OptimizerOptions& options) {
   if (control[2] == 0) return;
-  const A gradient_scale = static_cast<A>(control[1]);
   with_step<A>(optimizer, options, [=](auto step) {
+    const A gradient_scale = step.slots == 0 ? A(1) : static_cast<A>(control[1]);
     if (master == nullptr) {
       if constexpr (std::is_same_v<W, A>) {
 #pragma omp parallel for simd schedule(static)
@@ -43,9 +44,9 @@ inline void update_weights_stochastic(Optimizer optimizer, bf16* weight, float* 
                                       const float* gradient, const double* control, const Elements& elements, int64_t n,
                                       const OptimizerOptions& options, const Philox& words) {
   if (control[2] == 0) return;
-  const float gradient_scale = static_cast<float>(control[1]);
   constexpr int64_t chunk = 1 << 10;
   with_step<float>(optimizer, options, [&](auto step) {
+    const float gradient_scale = step.slots == 0 ? 1 : static_cast<float>(control[1]);
 #pragma omp parallel for schedule(static)
     for (int64_t c = 0; c < ceil_div(n, chunk); ++c)
       for (int64_t first = c * chunk, last = 0, end = std::min(n, first + chunk); first < end; first = last) {

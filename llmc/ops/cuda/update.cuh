@@ -17,11 +17,12 @@ __global__ void update_kernel(W* __restrict__ weight, float* __restrict__ master
                               const double* __restrict__ control, Elements elements, int64_t n, Step step,
                               Philox words) {
   if (control[2] == 0) return;
-  const float gradient_scale = static_cast<float>(control[1]);
+  const float gradient_scale = Step::slots == 0 ? 1.0f : static_cast<float>(control[1]);
   const auto apply = [&]<int size>(int64_t at) {
     using Pack = Packed<float, size>;
     const Pack gs = Pack::load_streaming(gradient + at);
-    Pack firsts = Pack::load_streaming(slot1 + at), seconds, ps;
+    Pack firsts, seconds, ps;
+    if constexpr (Step::slots >= 1) firsts = Pack::load_streaming(slot1 + at);
     if constexpr (Step::slots == 2) seconds = Pack::load_streaming(slot2 + at);
     Packed<W, size> ws;
     if constexpr (where == Master::copy) {
@@ -33,7 +34,8 @@ __global__ void update_kernel(W* __restrict__ weight, float* __restrict__ master
     for (int i = 0; i < size; ++i) {
       const float g = gs[i] * gradient_scale;
       if constexpr (Step::slots == 2) step(ps.elements[i], firsts.elements[i], seconds.elements[i], g);
-      else step(ps.elements[i], firsts.elements[i], g);
+      else if constexpr (Step::slots == 1) step(ps.elements[i], firsts.elements[i], g);
+      else step(ps.elements[i], g);
     }
     if constexpr (where == Master::none) {
       const int64_t index = elements.index(at), first = index % 4;
@@ -46,7 +48,7 @@ __global__ void update_kernel(W* __restrict__ weight, float* __restrict__ master
     }
     ws.store(weight + at);
     if constexpr (where == Master::copy) ps.store_streaming(master + at);
-    firsts.store_streaming(slot1 + at);
+    if constexpr (Step::slots >= 1) firsts.store_streaming(slot1 + at);
     if constexpr (Step::slots == 2) seconds.store_streaming(slot2 + at);
   };
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * pack;

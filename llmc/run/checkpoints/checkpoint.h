@@ -336,8 +336,9 @@ inline void read_slice(const Slice& s, const StateEntry& entry, float* host) {
 }  // namespace detail
 
 // Loads the whole state of a checkpoint, bit for bit: weights, then the optimizer's slices, whatever layout wrote them.
-inline void load_checkpoint(const std::string& path, const ModelConfig& config, const ModelState& state,
-                            Stream& stream) {
+// written_by: its optimizer; none: the same. The slots of parameters that another one updated begin at zero.
+inline void load_checkpoint(const std::string& path, const ModelConfig& config, const ModelState& state, Stream& stream,
+                            std::optional<Optimizer> written_by = std::nullopt) {
   std::vector<std::string> models, optimizers;
   for (const auto& [name, record] : read_manifest(path)) {
     if (!name.ends_with(".safetensors")) continue;
@@ -351,10 +352,13 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(optimizers);
   const StateTable table = state.state_table();
   const std::map<std::string, std::vector<detail::Slice>> slices = detail::find_slices(files);
-  detail::require_whole_slices(slices, path, parameter_table(config, state.zero_config().optimizer),
-                               state.precision().keeps_masters());
+  const ParamTable written = parameter_table(config, written_by.value_or(state.zero_config().optimizer));
+  detail::require_whole_slices(slices, path, written, state.precision().keeps_masters());
+  std::map<std::string, Optimizer> rules;
+  for (const UnitSpec& unit : written)
+    for (const ParamSpec& p : unit.params) rules[p.name] = p.rule;
   for (const StateEntry& e : table)
-    if (e.kind != StateKind::weight)
+    if (e.kind == StateKind::master || (e.kind == StateKind::slot && rules.at(e.param->name) == e.param->rule))
       write_on_host(e.tensor, stream, [&](const Tensor& host) {
         for (const detail::Slice& s : slices.at(detail::what_of(e))) detail::read_slice(s, e, host.data<float>());
       });

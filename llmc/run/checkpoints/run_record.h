@@ -82,9 +82,16 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
   for (size_t i = 0; i < after.size(); ++i) {
     const OptionText &was = before[i], &is = after[i];
     const bool pipedream = is.name == "--schedule" && (was.text == "pipedream" || is.text == "pipedream");
-    const ResumeRule rule = pipedream ? ResumeRule::warn : is.rule;  // the other schedules give the same results
+    // AdamW goes on as Muon, and back: what is not a matrix is updated alike.
+    const auto of_both = [](const OptionText& o) { return o.text == "adamw" || o.text == "muon"; };
+    const bool matrices = is.name == "--optimizer" && of_both(was) && of_both(is);
+    // The other schedules give the same results. What is for Muon's matrices alone may begin with it.
+    const bool of_muon =
+        then.optimizer != now.optimizer && (is.name.starts_with("--muon-") || is.name == "--cautious-decay");
+    const ResumeRule rule = pipedream || matrices ? ResumeRule::warn : of_muon ? ResumeRule::free : is.rule;
     if (was.text == is.text || rule == ResumeRule::free || (is.name == "--grad-reduce" && is.text == "auto")) continue;
-    const std::string change = formatted("{} was '{}' and is now '{}'", is.name, shown(was.text), is.text);
+    const std::string change = formatted("{} was '{}' and is now '{}'{}", is.name, shown(was.text), is.text,
+                                         matrices ? ": the state of matrices begins at zero" : "");
     const bool in_branch = rule == ResumeRule::branch || rule == ResumeRule::recipe;
     if (rule == ResumeRule::warn || (in_branch && begin == Begin::branch) ||
         (rule == ResumeRule::recipe && now.data_changed == DataChanged::accept))
@@ -92,6 +99,11 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
     else changes.refused += "\n  " + change;
   }
   return changes;
+}
+
+// The optimizer that wrote a checkpoint.
+inline Optimizer recorded_optimizer(const std::string& file, const nlohmann::json& recorded) {
+  return options_from_record(file, recorded).optimizer;
 }
 
 // Rejects changes to options that must match. Returns notices about the others.

@@ -129,7 +129,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--adam_beta2", "--beta2", ""},
         {"--adam_epsilon", "--adam-eps", ""},
         {"--max_grad_norm", "--grad-clip", ""},
-        {"--optim", "--optimizer", "adamw, sgd or lion"},
+        {"--optim", "--optimizer", "adamw, sgd, lion or muon"},
         {"--bf16", "--dtype bf16", ""},
         {"--fp16", "", "fp32 and bf16 only: --dtype"},
         {"--gradient_checkpointing", "--recompute block", ""},

@@ -28,6 +28,8 @@ constexpr auto names_of_values(WeightType) { return std::array{"fp32", "bf16"}; 
 constexpr auto names_of_values(Operands) { return std::array{"dtype", "fp8-block"}; }
 enum class MasterWeights : uint8_t { fp32, none };
 constexpr auto names_of_values(MasterWeights) { return std::array{"fp32", "none"}; }
+enum class MuonProducts : uint8_t { automatic, fp32, bf16 };
+constexpr auto names_of_values(MuonProducts) { return std::array{"auto", "fp32", "bf16"}; }
 enum class OnOff : uint8_t { on, off };
 constexpr auto names_of_values(OnOff) { return std::array{"on", "off"}; }
 enum class GradReduceChoice : uint8_t { automatic, step, micro };

@@ -64,6 +64,13 @@ struct Options {
   double final_lr_frac = 0, weight_decay = 0.1, beta1 = 0.9, adam_eps = 1e-8, grad_clip = 1;
   std::optional<double> beta2;  // none: the optimizer's, if it has one
   std::optional<double> beta2_in_use() const { return beta2 ? beta2 : rule_of(optimizer).usual_beta2; }
+  std::optional<double> embed_lr, head_lr, scalar_lr;  // none: --lr
+  NewtonSchulz muon_ns = NewtonSchulz::quintic;
+  MuonScale muon_scale = MuonScale::rms;
+  HeadGroups muon_heads = HeadGroups::together;
+  MuonProducts muon_products = MuonProducts::automatic;
+  double muon_momentum = 0.95;
+  bool cautious_decay = false;
   std::optional<double> skip_loss_z, skip_grad_z;  // none: no loss or norm is an outlier
   std::optional<OnSpike> on_spike;                 // none: outliers are skipped, what is not finite stops the run
   bool rolls_back() const { return on_spike == OnSpike::rollback; }
@@ -264,7 +271,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit("Optimizer");
   visit("--optimizer", "", o.optimizer, any_of<Optimizer>(), must_match,
         "adamw: two moments for each weight; sgd: momentum alone, like torch.optim.SGD; lion: the sign of a momentum, "
-        "half of AdamW's state");
+        "half of AdamW's state; muon: the matrices of blocks and experts by an orthogonalised momentum, all other "
+        "parameters by AdamW");
   visit("--lr", "-l", o.lr, between(0, 100), branch,
         "peak learning rate; Lion's is about a tenth of AdamW's, SGD's far larger");
   visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), branch,
@@ -284,6 +292,25 @@ void visit_options(O& o, Visitor&& visit) {
         "decay of AdamW's second moment, or of lion's momentum; default: 0.95, with lion 0.99");
   visit("--adam-eps", "", o.adam_eps, between(1e-30, 1), must_match,
         "added to the square root of AdamW's second moment");
+  visit("--embed-lr", "", o.embed_lr, between(0, 100), branch,
+        "peak learning rate of the tables of tokens and positions; default: --lr");
+  visit("--head-lr", "", o.head_lr, between(0, 100), branch,
+        "peak learning rate of an output layer that is not the embedding; default: --lr");
+  visit("--scalar-lr", "", o.scalar_lr, between(0, 100), branch,
+        "peak learning rate of norms and biases; default: --lr");
+  visit("--muon-ns", "", o.muon_ns, any_of<NewtonSchulz>(), must_match,
+        "coefficients of the five Newton-Schulz steps that orthogonalise a momentum: quintic: the same for all, with "
+        "singular values from 0.68 to 1.21; polar-express: each step's own, from 0.85 to 1.15");
+  visit("--muon-scale", "", o.muon_scale, any_of<MuonScale>(), must_match,
+        "size of an orthogonal update: rms: 0.2 sqrt(max(rows, columns)), as large as AdamW's, so that its --lr and "
+        "--weight-decay fit; spectral: sqrt(max(1, rows / columns))");
+  visit("--muon-heads", "", o.muon_heads, any_of<HeadGroups>(), must_match,
+        "apart: the rows of the query, key and value weights of each group of heads are a matrix of their own");
+  visit("--muon-products", "", o.muon_products, any_of<MuonProducts>(), must_match,
+        "dtype of the iteration's products and of what ranks send for it; auto: that of --dtype");
+  visit("--muon-momentum", "", o.muon_momentum, between(0, 0.9999999), must_match, "muon's Nesterov momentum");
+  visit("--cautious-decay", "", o.cautious_decay, Limits{}, must_match,
+        "with muon, weights decay only where the update makes them smaller");
   visit("--grad-clip", "", o.grad_clip, at_least(0), branch,
         "largest gradient norm; larger gradients are scaled down to it; 0: no clipping");
   visit("--skip-loss-z", "", o.skip_loss_z, at_least(0), branch,

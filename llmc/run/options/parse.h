@@ -247,6 +247,20 @@ inline void validate_optimizer(const Options& o) {
         "--beta2 {} with --optimizer {}, which has no second moment: leave it out", o.beta2.value_or(0), o.optimizer);
   CHECK(o.adam_eps == Options{}.adam_eps || rule_of(o.optimizer).uses_eps,
         "--adam-eps {} with --optimizer {}, which divides by nothing: leave it out", o.adam_eps, o.optimizer);
+  const Options usual;
+  for (const auto& [given, option] : {std::pair{o.muon_ns != usual.muon_ns, "--muon-ns"},
+                                      {o.muon_scale != usual.muon_scale, "--muon-scale"},
+                                      {o.muon_heads != usual.muon_heads, "--muon-heads"},
+                                      {o.muon_products != usual.muon_products, "--muon-products"},
+                                      {o.muon_momentum != usual.muon_momentum, "--muon-momentum"},
+                                      {o.cautious_decay, "--cautious-decay"}})
+    CHECK(!given || o.optimizer == Optimizer::muon,
+          "{} with --optimizer {}: it is for the matrices of muon: use --optimizer muon, or leave it out", option,
+          o.optimizer);
+  for (const auto& [rate, option] :
+       {std::pair{o.embed_lr, "--embed-lr"}, {o.head_lr, "--head-lr"}, {o.scalar_lr, "--scalar-lr"}})
+    CHECK(!rate || o.lr > 0, "{} {} with --lr 0, of whose schedule it is a part: use an --lr above 0", option,
+          rate.value_or(0));
 }
 
 inline void validate_spikes(const Options& o) {

@@ -1,0 +1,338 @@
+// matrix_updates.h: the updates that are made of whole matrices (Muon), in every layout. The parts of a matrix's
+// momentum go to one owner, which iterates it, and the parts of the result go back to the ranks that update them.
+//
+// The units of a stage are taken in rounds with a few matrices for every rank. For each unit of a round:
+//
+//   compute    directions of u | pack | ............ | unpack own matrices |  iterate own matrices  | pack | .... |
+//   unpack gather                            | all-to-all   |                                                     |
+//   all-to-all
+//
+// A rank has memory for the matrices that it owns in one round, and for the elements of one unit that it sends and
+// receives. Traffic, of all ranks together, for a matrix of n elements of s bytes with Q replicas of P shards and T
+// tensor-parallel ranks that hold different parts:
+//   at stages 1 to 3    n s to the owner, Q n s back, without what the owner itself holds
+//   at stage 0          (T - 1) n s / T to the owner, (Q P - 1 / T) n s back
+// Experts have the shards of their own group, and T = 1.
+#pragma once
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "shard/matrix_owners.h"
+#include "shard/units.h"
+
+namespace llmc {
+
+class MatrixUpdates {
+ public:
+  MatrixUpdates(Units& units, Arena& arena) : units_(units), muon_(units.zero_config().muon) {
+    if (units.zero_config().holds == Holds::weights) return;
+    make_rounds();
+    if (rounds_.empty()) return;
+    const DType products = muon_.dtype.value_or(units.precision().products),
+                dtype = units.precision().state == DType::fp64 ? DType::fp64 : products;
+    const auto room = [&](const char* label, int64_t n) {
+      return n > 0 ? arena.alloc(label, "matrices", dtype, {n, 1}) : Tensor{};
+    };
+    own_ = room("matrices iterated", most_of(&Sizes::own));
+    sent_ = room("matrices sent", most_of(&Sizes::sent));
+    received_ = room("matrices received", most_of(&Sizes::received));
+  }
+
+  // Replaces the reduced gradients of all matrices by their updates; momenta follow.
+  void make(const Tensor& control, const OptimizerOptions& options, Stream& compute) {
+    if (rounds_.empty()) return;
+    take_scratch(compute);
+    for (const Round& round : rounds_) {
+      for (const OfUnit& u : round) {
+        units_.unit(u.index).begin_matrices(control, options, compute);
+        gather(u, compute);
+      }
+      for (const OfUnit& u : round) iterate(u, compute);
+      for (const OfUnit& u : round) send_back(u, compute);
+    }
+  }
+
+ private:
+  // The matrices of a unit, who holds them, and where in own_ this rank has those that it owns.
+  struct OfUnit {
+    size_t index;
+    UnitHolders holders;
+    std::vector<Matrix> matrices;
+    std::vector<int64_t> place;  // -1: another rank owns it
+    bool gathers = false;        // does any rank send anything to an owner?
+  };
+  using Round = std::vector<OfUnit>;
+  struct Sizes {
+    int64_t own = 0, sent = 0, received = 0;
+  };
+
+  int seat(const OfUnit& u) const {
+    const Coordinates& me = units_.groups().me;
+    const bool experts = units_.sharing_of(u.index) == Sharing::experts;
+    return u.holders.seats().at(me.replica, units_.sharers(u.index).shard, experts ? 0 : me.tensor);
+  }
+  Comm& group(const OfUnit& u) const {
+    const Groups& groups = units_.groups();
+    const bool experts = units_.sharing_of(u.index) == Sharing::experts && groups.layout.experts_apart();
+    return groups[experts ? GroupName::expert_matrices : GroupName::matrices];
+  }
+
+  // Rounds of at least two matrices for every rank of the stage, and their owners.
+  void make_rounds() {
+    const Layout& layout = units_.groups().layout;
+    const int ranks = units_.groups().ranks_of_stage();
+    Loads loads(static_cast<size_t>(ranks));
+    int64_t in_round = 2 * ranks;
+    units_.for_each([&](size_t u) {
+      const UnitSpec& spec = units_.unit(u).spec();
+      OfUnit of_unit{
+          u, UnitHolders(spec, units_.zero_config(spec.sharing), layout.tensor), matrices_of(spec, u, muon_.heads), {}};
+      if (of_unit.matrices.empty()) return;
+      if (in_round >= 2 * ranks) rounds_.emplace_back(), in_round = 0;
+      in_round += std::ssize(of_unit.matrices) * (spec.sharing == Sharing::experts ? layout.expert.ranks : 1);
+      rounds_.back().push_back(std::move(of_unit));
+    });
+    std::vector<Coordinates> all;
+    for (int r = 0; r < ranks; ++r) all.push_back(layout.coordinates(r));
+    for (Round& round : rounds_) {
+      std::vector<Matrix*> matrices;
+      std::vector<std::vector<std::vector<int>>> ranks_of;  // unit, seat
+      for (OfUnit& u : round) {
+        const bool experts = units_.sharing_of(u.index) == Sharing::experts;
+        auto& of_seats = ranks_of.emplace_back(static_cast<size_t>(u.holders.seats().count()));
+        for (const Coordinates& c : all)
+          of_seats[static_cast<size_t>(
+                       u.holders.seats().at(c.replica, experts ? shard_of_expert(c) : c.shard, experts ? 0 : c.tensor))]
+              .push_back(c.rank);
+        for (Matrix& m : u.matrices) matrices.push_back(&m);
+      }
+      const auto of = [&](const Matrix& m) {
+        size_t i = 0;
+        while (round[i].index != m.unit) ++i;
+        return i;
+      };
+      deal_out(
+          matrices, loads, [&](const Matrix& m) { return round[of(m)].holders.owners(); },
+          [&](const Matrix& m, int seat) -> const std::vector<int>& {
+            return ranks_of[of(m)][static_cast<size_t>(seat)];
+          });
+      place_own(round);
+      measure(round, ranks_of);
+    }
+  }
+  // Where experts are shared as dense weights are, the shards are the same.
+  int shard_of_expert(const Coordinates& c) const {
+    return units_.groups().layout.experts_apart() ? c.expert_shard : c.shard;
+  }
+
+  static bool exchanges(const OfUnit& u) { return u.holders.owners() > 1; }
+
+  static int64_t room_of(const Matrix& m) { return round_up(m.numel(), UnitLayout::alignment); }
+
+  void place_own(Round& round) const {
+    int64_t end = 0;
+    for (OfUnit& u : round)
+      for (const Matrix& m : u.matrices) {
+        u.place.push_back(m.owner == seat(u) ? end : -1);
+        if (m.owner == seat(u)) end += room_of(m);
+      }
+  }
+
+  // The most that any rank of the stage needs.
+  void measure(Round& round, const std::vector<std::vector<std::vector<int>>>& ranks_of) {
+    std::vector<int64_t> own(static_cast<size_t>(units_.groups().ranks_of_stage()));
+    for (size_t i = 0; i < round.size(); ++i) {
+      OfUnit& u = round[i];
+      const int seats = u.holders.seats().count();
+      std::vector<Sizes> gather(static_cast<size_t>(seats)), back(gather);
+      for (const Matrix& m : u.matrices) {
+        Sizes &to_owner = gather[static_cast<size_t>(m.owner)], &of_owner = back[static_cast<size_t>(m.owner)];
+        for (const int rank : ranks_of[i][static_cast<size_t>(m.owner)]) own[static_cast<size_t>(rank)] += room_of(m);
+        for (int s = 0; s < seats; ++s) {
+          const int64_t n = u.holders.piece(m, s).held.size;
+          if (s != m.owner && u.holders.sends(m, s)) {
+            gather[static_cast<size_t>(s)].sent += n, to_owner.received += n;
+            u.gathers |= n > 0;
+          }
+          if (s != m.owner) back[static_cast<size_t>(s)].received += n;
+        }
+        for (int c = 0; c < u.holders.contents(); ++c)
+          of_owner.sent += u.holders.piece(m, u.holders.seat_of(c)).held.size;
+      }
+      for (const auto& all : {gather, back})
+        for (const Sizes& s : all) {
+          sizes_.sent = std::max(sizes_.sent, exchanges(u) ? s.sent : 0);
+          sizes_.received = std::max(sizes_.received, s.received);
+        }
+    }
+    sizes_.own = std::max(sizes_.own, *std::max_element(own.begin(), own.end()));
+  }
+  int64_t most_of(int64_t Sizes::*size) const { return sizes_.*size; }
+
+  Tensor own_matrix(const OfUnit& u, size_t i) const {
+    return own_.slice(u.place[i], {u.matrices[i].rows, u.matrices[i].columns});
+  }
+
+  // Calls f(element of the piece, element of the matrix, rows, columns) for each box of a piece: where it has all
+  // columns, one.
+  template <class F>
+  static void for_each_box(const UnitHolders::Piece& p, const Matrix& m, F&& f) {
+    if (p.columns == m.columns) return p.held.size > 0 ? f(0, p.begin, 1, p.held.size) : void();
+    for (int64_t i = 0; i < p.held.size;) {
+      const int64_t row = (p.begin + i) / p.columns, column = (p.begin + i) % p.columns, left = p.held.size - i;
+      const int64_t rows = column == 0 ? std::max<int64_t>(1, left / p.columns) : 1,
+                    columns = std::min(p.columns - column, left);
+      f(i, row * m.columns + p.column + column, rows, columns);
+      i += rows * columns;
+    }
+  }
+  // Copies a piece between flat memory, from element `at` on, and its matrix.
+  static void put(const Tensor& matrix, const Matrix& m, const UnitHolders::Piece& p, const Tensor& flat, int64_t at,
+                  Stream& stream) {
+    for_each_box(p, m, [&](int64_t i, int64_t element, int64_t rows, int64_t columns) {
+      copy_box(matrix, {element, m.columns, 0}, flat, {at + i, columns, 0}, {rows, 1, columns}, stream);
+    });
+  }
+  static void take(const Tensor& flat, int64_t at, const Tensor& matrix, const Matrix& m, const UnitHolders::Piece& p,
+                   Stream& stream) {
+    for_each_box(p, m, [&](int64_t i, int64_t element, int64_t rows, int64_t columns) {
+      copy_box(flat, {at + i, columns, 0}, matrix, {element, m.columns, 0}, {rows, 1, columns}, stream);
+    });
+  }
+
+  // Where in the reduced gradients a piece of this rank is.
+  int64_t place_in_gradients(const OfUnit& u, const UnitHolders::Piece& p) const {
+    return p.held.begin - units_.unit(u.index).update_range().begin;
+  }
+
+  // Own matrices = the directions of all that hold parts of them.
+  void gather(const OfUnit& u, Stream& compute) {
+    const int me = seat(u), seats = u.holders.seats().count();
+    const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
+    std::vector<RowBlock> send(static_cast<size_t>(seats)), receive(send);
+    int64_t at = 0;
+    for (int s = 0; s < seats; ++s) {
+      const int64_t begin = at;
+      for (size_t i = 0; i < u.matrices.size(); ++i) {
+        const Matrix& m = u.matrices[i];
+        if (m.owner != s || !u.holders.sends(m, me)) continue;
+        const UnitHolders::Piece p = u.holders.piece(m, me);
+        if (p.held.size == 0) continue;
+        if (s == me) {
+          put(own_matrix(u, i), m, p, gradients, place_in_gradients(u, p), compute);
+        } else {
+          const int64_t n = p.held.size;
+          copy_box(sent_, {at, 0, 0}, gradients, {place_in_gradients(u, p), 0, 0}, {1, 1, n}, compute);
+          at += n;
+        }
+      }
+      send[static_cast<size_t>(s)] = {begin, at - begin};
+    }
+    if (!u.gathers) return;
+    at = 0;
+    for_each_received(u, [&](int s, size_t, const UnitHolders::Piece& p) {
+      RowBlock& block = receive[static_cast<size_t>(s)];
+      if (block.count == 0) block.begin = at;
+      block.count += p.held.size, at += p.held.size;
+    });
+    exchange(u, send, receive, compute);
+    at = 0;
+    for_each_received(u, [&](int, size_t i, const UnitHolders::Piece& p) {
+      put(own_matrix(u, i), u.matrices[i], p, received_, at, compute);
+      at += p.held.size;
+    });
+  }
+  // Calls f(seat, matrix, piece) for what this rank receives as an owner, in order.
+  template <class F>
+  void for_each_received(const OfUnit& u, F&& f) const {
+    const int me = seat(u);
+    for (int s = 0; s < u.holders.seats().count(); ++s)
+      for (size_t i = 0; i < u.matrices.size(); ++i)
+        if (s != me && u.matrices[i].owner == me && u.holders.sends(u.matrices[i], s))
+          if (const UnitHolders::Piece p = u.holders.piece(u.matrices[i], s); p.held.size > 0) f(s, i, p);
+  }
+
+  void iterate(const OfUnit& u, Stream& compute) {
+    for (size_t i = 0; i < u.matrices.size(); ++i) {
+      if (u.place[i] < 0) continue;
+      const Matrix& m = u.matrices[i];
+      newton_schulz(own_matrix(u, i), muon_.coefficients, scale_of(muon_.scale, m.rows, m.columns), compute);
+      units_.groups().hooks.iterated(units_.unit(u.index).spec().params[m.param].name, m.row);
+    }
+  }
+
+  // The gradients of this rank = the updates of all owners.
+  void send_back(const OfUnit& u, Stream& compute) {
+    const int me = seat(u), seats = u.holders.seats().count();
+    const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
+    std::vector<RowBlock> send(static_cast<size_t>(seats)), receive(send), by_content;
+    int64_t at = 0;
+    if (exchanges(u))
+      for (int c = 0; c < u.holders.contents(); ++c) {
+        by_content.push_back({at, 0});
+        for (size_t i = 0; i < u.matrices.size(); ++i) {
+          if (u.place[i] < 0) continue;
+          const UnitHolders::Piece p = u.holders.piece(u.matrices[i], u.holders.seat_of(c));
+          take(sent_, at, own_matrix(u, i), u.matrices[i], p, compute);
+          at += p.held.size;
+        }
+        by_content.back().count = at - by_content.back().begin;
+      }
+    at = 0;
+    for (int s = 0; s < seats; ++s) {
+      if (s != me && exchanges(u)) send[static_cast<size_t>(s)] = by_content[static_cast<size_t>(u.holders.content(s))];
+      const int64_t begin = at;
+      for (size_t i = 0; i < u.matrices.size(); ++i) {
+        if (u.matrices[i].owner != s) continue;
+        const UnitHolders::Piece p = u.holders.piece(u.matrices[i], me);
+        if (s == me) take(gradients, place_in_gradients(u, p), own_matrix(u, i), u.matrices[i], p, compute);
+        else at += p.held.size;
+      }
+      receive[static_cast<size_t>(s)] = {begin, at - begin};
+    }
+    if (!exchanges(u)) return;
+    exchange(u, send, receive, compute);
+    at = 0;
+    for (int s = 0; s < seats; ++s)
+      for (const Matrix& m : u.matrices) {
+        if (s == me || m.owner != s) continue;
+        const UnitHolders::Piece p = u.holders.piece(m, me);
+        copy_box(gradients, {place_in_gradients(u, p), 0, 0}, received_, {at, 0, 0}, {1, 1, p.held.size}, compute);
+        at += p.held.size;
+      }
+  }
+
+  void exchange(const OfUnit& u, const std::vector<RowBlock>& send, const std::vector<RowBlock>& receive,
+                Stream& compute) {
+    Stream& stream = units_.groups().gather_stream();
+    stream.wait(compute.record());
+    group(u).all_to_all_rows(received_, sent_, send, receive, stream);
+    compute.wait(stream.record());
+  }
+
+  // All ranks of a stage have scratch for its largest matrix, since a plan is that of one of them.
+  void take_scratch(Stream& compute) {
+    if (scratch_bytes_ == 0) {
+      const Device paper = compute.device().on_paper();
+      Arena counted(paper);
+      Stream alone(paper, counted);
+      for (const Round& round : rounds_)
+        for (const OfUnit& u : round)
+          for (const Matrix& m : u.matrices)
+            newton_schulz(own_.slice(0, {m.rows, m.columns}), muon_.coefficients, 1, alone);
+      scratch_bytes_ = counted.high_water();
+    }
+    auto scope = compute.scratch().scope();
+    compute.scratch().alloc("scratch", "Newton-Schulz", DType::int32, {ceil_div(scratch_bytes_, int64_t{4})});
+  }
+
+  Units& units_;
+  Muon muon_;
+  std::vector<Round> rounds_;
+  Sizes sizes_;
+  int64_t scratch_bytes_ = 0;
+  Tensor own_, sent_, received_;  // flat, in the dtype of the products
+};
+
+}  // namespace llmc
