@@ -88,7 +88,7 @@ inline void newton_schulz(Tensor x, NewtonSchulz coefficients, double scale, Str
   square_sum(square, x.reshaped({x.numel()}), stream);
   divide_by_norm(x, square, polar ? detail::polar_express_margin : 1, stream);
   const auto multiply = [&](Tensor c, Tensor a, Transpose a_as, Tensor b, Transpose b_as, int64_t inner) {
-    detail::matmul("newton_schulz", c, a, a_as, b, b_as, inner, {}, Accumulate::no, stream);
+    detail::matmul("newton_schulz", c, {a, a_as}, {b, b_as}, inner, {}, Accumulate::no, stream);
   };
   using enum Transpose;
   const detail::NewtonSchulzSteps& steps = polar ? detail::polar_express_steps : detail::quintic_steps;
