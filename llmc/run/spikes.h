@@ -2,7 +2,6 @@
 // the same, because loss and norm have one value on all (step_scalars.h), and so do the limits, which follow from
 // earlier values alone.
 #pragma once
-#include <cmath>
 #include <limits>
 #include <string>
 #include <vector>

@@ -4,7 +4,7 @@
 // trainer.json records the samples left out before it, may never be written.
 #pragma once
 #include <algorithm>
-#include <cmath>
+#include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
