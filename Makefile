@@ -7,6 +7,8 @@
 ##   run          from nothing to a trained model: install dependencies, build, prepare a book, train on it, plot
 ##   test         install dependencies, build, run the tests, and compile with every compiler found
 ##   test-long    the same plus the long tests: cases tagged [long], test/scripts/long_*, ThreadSanitizer
+##   test-faults  kills, failing disks, damaged checkpoints, cut networks, lost ranks, in the counts of dev/results/faults.md;
+##                takes minutes. `make test` has a few of each
 ##   test-fresh   `make run` and `make test` on bare Debian roots; as root, takes an hour, the network and 2 GB
 ##   check        floors, headers, formatting, shell and Python scripts
 ##   bench        compare training steps with PyTorch; BENCH_FLAGS are options of dev/bench/compare.py
@@ -34,7 +36,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 # The outer targets install what is missing and then start make again, so that it looks at the machine only after the
 # installation. They need no knowledge of the machine; all other targets do.
-OUTER_TARGETS := help run test test-long test-fresh check bench bench-checkpoint bench-dist bench-cuda reconfigure deps format clean
+OUTER_TARGETS := help run test test-long test-faults test-fresh check bench bench-checkpoint bench-dist bench-cuda reconfigure deps format clean
 INNER_TARGETS := all tests test-runs test-sum test-cuda ladders cpu-ladder smoke smoke-other check-archs config \
                  check-floors check-headers check-format check-shell check-python
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
@@ -282,7 +284,7 @@ FOLDERS_trainer := $(WITH_TRAINER)
 TEST_FLAGS = $(call FLAGS_cpu,-O1) -Itest -I. $(LAVISH)
 
 build/nvml_stand_in.so: test/nvml_stand_in.h
-build/file_ops.so build/nvml_stand_in.so: build/%.so: test/%.cpp
+build/file_ops.so build/net_ops.so build/nvml_stand_in.so: build/%.so: test/%.cpp
 	@echo $< && $(CXX) -std=c++20 -O1 -Wall -Wextra -shared -fPIC $< -o $@ -ldl
 
 # $(call joined,SOURCES): a rule's recipe that writes them as one source.
@@ -405,19 +407,21 @@ build/fuzz.flags: FORCE
 CALLERS := $(patsubst test/%/,%,$(sort $(dir $(shell grep -lE 'run_program|\./train_gpt' test/*/*.cpp test/*/*.h))))
 RUN_THE_TRAINER := trainer $(strip $(foreach name,$(filter-out trainer,$(TEST_NAMES)),$(if $(filter $(CALLERS),$(name)),$(name))))
 LONGEST_TESTS := $(if $(LONG),test/trainer tsan/trainer) asan/trainer asan/kernels
-TEST_PROGRAMS := $(LONGEST_TESTS) $(filter-out $(LONGEST_TESTS), \
-                 $(patsubst %,test/%,$(filter-out $(RUN_THE_TRAINER),$(TEST_NAMES)) $(RUN_THE_TRAINER)) \
-                 asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%)))
+ALL_TEST_PROGRAMS := $(LONGEST_TESTS) $(filter-out $(LONGEST_TESTS), \
+                     $(patsubst %,test/%,$(filter-out $(RUN_THE_TRAINER),$(TEST_NAMES)) $(RUN_THE_TRAINER)) \
+                     asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%)))
+TEST_PROGRAMS := $(if $(FAULTS),test/faults test/net,$(ALL_TEST_PROGRAMS))
 # The test of fresh machines is a separate target: it takes an hour, root and the network.
 FRESH_TEST := test/scripts/long_fresh_machine_test.sh
-TEST_SCRIPTS := $(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh)))
-TEST_RUNS := $(patsubst %,run/%,$(firstword $(TEST_PROGRAMS)) smoke $(wordlist 2,99,$(TEST_PROGRAMS))) \
+FAULT_SCRIPTS := test/scripts/dead_ranks_test.sh test/scripts/supervise_test.sh
+TEST_SCRIPTS := $(if $(FAULTS),$(FAULT_SCRIPTS),$(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh))))
+TEST_RUNS := $(patsubst %,run/%,$(firstword $(TEST_PROGRAMS)) $(if $(FAULTS),,smoke) $(wordlist 2,99,$(TEST_PROGRAMS))) \
              $(TEST_SCRIPTS:test/scripts/%=run/%)
 # Files that several of them need are built before the first one begins; the trainer, which takes longer to compile than
 # all of those, before the programs that run it.
-SHARED_BY_TESTS := build/pch/pch.h.gch build/test/main.o build/file_ops.so build/nvml_stand_in.so \
-                   $(STAND_INS:%.cpp=build/asan/%.o) $(if $(LONG),$(STAND_INS:%.cpp=build/tsan/%.o)) \
-                   $(PORTABLE_OPS:%.cpp=build/asan/%.o) $(if $(LONG),$(PORTABLE_OPS:%.cpp=build/tsan/%.o)) build/cpu/all
+SHARED_BY_TESTS := build/pch/pch.h.gch build/test/main.o build/file_ops.so build/net_ops.so build/nvml_stand_in.so \
+                   $(if $(FAULTS),,$(patsubst %.cpp,build/asan/%.o,$(STAND_INS) $(PORTABLE_OPS))) \
+                   $(if $(LONG),$(patsubst %.cpp,build/tsan/%.o,$(STAND_INS) $(PORTABLE_OPS))) build/cpu/all
 .PHONY: $(TEST_RUNS)
 $(TEST_RUNS): $(SHARED_BY_TESTS)
 $(if $(LONG),$(TEST_RUNS)) $(RUN_THE_TRAINER:%=run/test/%) $(TEST_SCRIPTS:test/scripts/%=run/%): train_gpt
@@ -507,7 +511,9 @@ run:
 	@data/prepare_kjv.sh
 	@PYTHON="$$(scripts/find_python.sh matplotlib)" scripts/run_kjv.sh $(RUN_FLAGS)
 test test-long: export LONG = $(filter test-long,$@)
-test test-long:
+test-faults: export FAULTS = 1
+test-faults: export TESTS = [faults],[failures]
+test test-long test-faults:
 	@$(INSTALL) build test $(if $(LONG),long)
 	@rm -rf build/results
 	@status=0; $(call again,$(TEST_JOBS)) --keep-going test-runs || status=$$?; $(MAKE) test-sum STATUS=$$status

@@ -5,11 +5,16 @@
 //   FILE_OPS_LOG=f     logs each operation to file f, with the bytes of writes: test_durable.cpp replays them
 //   FILE_OPS_SLEEP=s   the first operation takes s seconds
 //   FILE_OPS_FULL=t    writes to files with t in their path fail as on a full disk; FILE_OPS_FULL_WRITES=n: the first n
+//   FILE_OPS_FAIL=n    operation n fails, with the number FILE_OPS_ERRNO (default: EIO); FILE_OPS_FAIL_ALL=1: and all
+//                      that come later
+//   FILE_OPS_CLOCK=s   each look at the clock on the wall jumps by up to s seconds, forwards or backwards
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <climits>
 #include <csignal>
@@ -17,6 +22,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <map>
 #include <mutex>
 #include <string>
@@ -42,8 +48,14 @@ F next(F, const char* name) {
   return reinterpret_cast<F>(dlsym(RTLD_NEXT, name));
 }
 
-// Records one operation: its words, and the bytes of a write. Returns true if the process must die here.
-bool operation(const std::string& words, const void* bytes = nullptr, size_t n = 0) {
+void die() {
+  kill(getpid(), SIGKILL);
+  for (;;) pause();
+}
+// Records one operation: its words, and the bytes of a write. Kills the process if it must die here. Returns false, and
+// sets errno, if the operation fails. The last operation of a process that dies in a write is half of it: at `halfway`.
+template <class Halfway>
+bool operation(const std::string& words, const void* bytes, size_t n, Halfway&& halfway) {
   if (const char* log = getenv("FILE_OPS_LOG")) {
     const int fd =
         static_cast<int>(syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
@@ -54,22 +66,26 @@ bool operation(const std::string& words, const void* bytes = nullptr, size_t n =
   }
   if (const char* seconds = getenv("FILE_OPS_SLEEP"); seconds != nullptr && count == 0)
     usleep(static_cast<useconds_t>(1e6 * atof(seconds)));
-  const auto is_now = [](const char* variable) {
-    const char* at = getenv(variable);
-    return at != nullptr && count == atol(at);
-  };
+  const auto first = [](const char* variable) { return getenv(variable) == nullptr ? -1 : atol(getenv(variable)); };
   ++count;
+  const auto is_now = [&](const char* variable) { return count == first(variable); };
   if (is_now("FILE_OPS_MOVE"))
     syscall(SYS_renameat2, AT_FDCWD, root(), AT_FDCWD, (std::string(root()) + ".moved").c_str(), 0);
-  return is_now("FILE_OPS_KILL");
+  if (is_now("FILE_OPS_KILL")) halfway(), die();
+  const bool fails = is_now("FILE_OPS_FAIL") || (getenv("FILE_OPS_FAIL_ALL") != nullptr && first("FILE_OPS_FAIL") > 0 &&
+                                                 count > first("FILE_OPS_FAIL"));
+  if (fails) errno = getenv("FILE_OPS_ERRNO") != nullptr ? atoi(getenv("FILE_OPS_ERRNO")) : EIO;
+  return !fails;
 }
-void die() {
-  kill(getpid(), SIGKILL);
-  for (;;) pause();
-}
-void change(const std::string& path, const std::string& words) {
+bool change(const std::string& path, const std::string& words) {
   std::lock_guard lock(mutex);
-  if (watched(path) && !is_lock(path) && operation(words)) die();
+  return !watched(path) || is_lock(path) || operation(words, nullptr, 0, [] {});
+}
+// An operation on an open file.
+bool change(int fd, const char* what) {
+  std::lock_guard lock(mutex);
+  const auto file = files().find(fd);
+  return file == files().end() || operation(what + file->second, nullptr, 0, [] {});
 }
 std::string of_directory(int directory, const char* path) {
   if (path[0] == '/' || directory == AT_FDCWD) return path;
@@ -81,7 +97,7 @@ std::string of_directory(int directory, const char* path) {
 
 int open_file(const char* path, int flags, mode_t mode, decltype(&::open) real) {
   const bool writes = (flags & O_ACCMODE) != O_RDONLY;
-  if (writes) change(path, ((flags & O_TRUNC) != 0 ? "create " : "append ") + std::string(path));
+  if (writes && !change(path, ((flags & O_TRUNC) != 0 ? "create " : "append ") + std::string(path))) return -1;
   const int fd = real(path, flags, mode);
   std::lock_guard lock(mutex);
   if (fd >= 0 && watched(path) && !is_lock(path)) files()[fd] = path;
@@ -107,11 +123,14 @@ int open64(const char* path, int flags, ...) {
   return open_file(path, flags, mode, next(&open, "open64"));
 }
 int close(int fd) {
+  const bool good = change(fd, "close ");
   {
     std::lock_guard lock(mutex);
     files().erase(fd);
   }
-  return next(&close, "close")(fd);
+  const int why = errno, status = next(&close, "close")(fd);
+  if (!good) errno = why;
+  return good ? status : -1;
 }
 ssize_t write(int fd, const void* bytes, size_t n) {
   {
@@ -123,45 +142,55 @@ ssize_t write(int fd, const void* bytes, size_t n) {
         errno = ENOSPC;
         return -1;
       }
-    if (file != files().end() && operation("write " + file->second, bytes, n)) {
-      syscall(SYS_write, fd, bytes, n / 2);
-      die();
-    }
+    if (file != files().end() &&
+        !operation("write " + file->second, bytes, n, [&] { syscall(SYS_write, fd, bytes, n / 2); }))
+      return -1;
   }
   return next(&write, "write")(fd, bytes, n);
 }
-int fsync(int fd) {
-  {
-    std::lock_guard lock(mutex);
-    const auto file = files().find(fd);
-    if (file != files().end() && operation("fsync " + file->second)) die();
-  }
-  return next(&fsync, "fsync")(fd);
+int fsync(int fd) { return change(fd, "fsync ") ? next(&fsync, "fsync")(fd) : -1; }
+int sync_file_range(int fd, off64_t from, off64_t n, unsigned flags) {
+  return change(fd, "begin-fsync ") ? next(&sync_file_range, "sync_file_range")(fd, from, n, flags) : -1;
 }
 int rename(const char* from, const char* to) noexcept {
-  change(to, "rename " + std::string(from) + " " + to);
+  if (!change(to, "rename " + std::string(from) + " " + to)) return -1;
   return next(&rename, "rename")(from, to);
 }
 int mkdir(const char* path, mode_t mode) noexcept {
-  change(path, "mkdir " + std::string(path));
+  if (!change(path, "mkdir " + std::string(path))) return -1;
   return next(&mkdir, "mkdir")(path, mode);
 }
 int symlink(const char* target, const char* path) noexcept {
-  change(path, "create " + std::string(path));  // creates the name only
+  if (!change(path, "create " + std::string(path))) return -1;  // creates the name only
   return next(&symlink, "symlink")(target, path);
 }
 int unlink(const char* path) noexcept {
-  change(path, "unlink " + std::string(path));
+  if (!change(path, "unlink " + std::string(path))) return -1;
   return next(&unlink, "unlink")(path);
 }
 int remove(const char* path) noexcept {
-  change(path, "unlink " + std::string(path));
+  if (!change(path, "unlink " + std::string(path))) return -1;
   return next(&remove, "remove")(path);
 }
 int unlinkat(int directory, const char* path, int flags) noexcept {
   const std::string whole = of_directory(directory, path);
-  change(whole, "unlink " + whole);
+  if (!change(whole, "unlink " + whole)) return -1;
   return next(&unlinkat, "unlinkat")(directory, path, flags);
+}
+int clock_gettime(clockid_t clock, timespec* now) noexcept {
+  const int status = static_cast<int>(syscall(SYS_clock_gettime, clock, now));
+  if (const char* most = getenv("FILE_OPS_CLOCK"); most != nullptr && clock == CLOCK_REALTIME) {
+    static std::atomic<unsigned> looks = 0;
+    const long span = atol(most);
+    now->tv_sec += static_cast<long>(++looks * 2654435761u) % (2 * span + 1) - span;
+  }
+  return status;
+}
+time_t time(time_t* to) noexcept {
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  if (to != nullptr) *to = now.tv_sec;
+  return now.tv_sec;
 }
 
 }  // extern "C"

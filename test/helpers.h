@@ -18,10 +18,8 @@
 // A directory that is deleted at the end of the test.
 class TempDir {
  public:
-  TempDir() {
-    char name[] = "/tmp/train_gpt_test_XXXXXX";
-    REQUIRE(mkdtemp(name) != nullptr);
-    path_ = name;
+  explicit TempDir(const std::string& where = "/tmp") : path_(where + "/train_gpt_test_XXXXXX") {
+    REQUIRE(mkdtemp(path_.data()) != nullptr);
   }
   ~TempDir() { std::filesystem::remove_all(path_); }
   TempDir(const TempDir&) = delete;

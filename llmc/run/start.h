@@ -53,6 +53,7 @@ inline Start find_start(const Job& job, Log& log) {
         "earlier checkpoint, or a longer run",
         start.resume->path, step, steps, o.stages.empty() ? length_text(o) : "--stages " + o.stages);
   start.complete = step > steps || !job.validates() || start.directory->validated(step);
+  if (start.complete) start.directory->drop_incomplete_line();
   return start;
 }
 

@@ -58,9 +58,12 @@ inline void ControlPlane::attend_meeting(Rendezvous& at) {
   lines_[line] = 0;
   control_->send(line, {Kind::greeting, introduction(me_, at, port).parts()});
   const double seconds = at.init_timeout + std::min(5.0, answer_seconds_);
-  CHECK(wait(lock, Limit::seconds(seconds), [&] { return verdict_ || fault_.known(); }),
-        "the rendezvous at {} has not answered within {} s", at.where, seconds);
-  CHECK(verdict_, "the rendezvous at {} has ended before all processes had met; see what process 0 says", at.where);
+  const auto lost = [&](const std::string& how) {
+    return Error(formatted("the rendezvous at {} {}", at.where, how), ExitStatus::lost);
+  };
+  if (!wait(lock, Limit::seconds(seconds), [&] { return verdict_ || fault_.known(); }))
+    throw lost(formatted("has not answered within {} s", seconds));
+  if (!verdict_) throw lost("has ended before all processes had met; see what process 0 says");
   if (verdict_->known()) throw SharedError(verdict_->why, verdict_->status);
   for (Peer& peer : peers_)
     if (peer.address.empty()) peer.address = address_0;
@@ -85,7 +88,7 @@ inline void ControlPlane::connect_with_deputy() {
                         Endpoint{peers_[1].address, peers_[1].port}.text(), error.what());
     }
   for (const std::string& text : all_gather("deputy", fault, answer_seconds_))
-    if (!text.empty()) throw Error(text);
+    if (!text.empty()) throw Error(text, ExitStatus::lost);
   std::lock_guard lock(mutex_);
   connected_ = true;
 }

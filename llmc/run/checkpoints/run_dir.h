@@ -194,6 +194,12 @@ class RunDirectory {
 
   Retention& retention() { return retention_; }
 
+  // Drops what is left of the last line of metrics.jsonl where a run was killed after its last checkpoint.
+  void drop_incomplete_line() const {
+    const std::string text = path_exists(metrics_file()) ? read_text(metrics_file()) : "";
+    if (!text.empty() && text.back() != '\n') replace(metrics_file(), text.substr(0, text.rfind('\n') + 1));
+  }
+
   // Whether metrics.jsonl has the validation of a step.
   bool validated(int64_t step) const { return metrics_until(step).validated; }
 
