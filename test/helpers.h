@@ -19,7 +19,7 @@
 class TempDir {
  public:
   explicit TempDir(const std::string& where = "/tmp") : path_(where + "/train_gpt_test_XXXXXX") {
-    REQUIRE(mkdtemp(path_.data()) != nullptr);
+    CHECK(mkdtemp(path_.data()) != nullptr, "cannot make a directory in {}", where);
   }
   ~TempDir() { std::filesystem::remove_all(path_); }
   TempDir(const TempDir&) = delete;

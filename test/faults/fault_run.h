@@ -67,7 +67,7 @@ struct FaultRun {
           own, tiny(out, options) + (processes > 1 ? place : ""), dir / std::to_string(p), dir / std::to_string(p),
           dir / std::to_string(p));
     }
-    REQUIRE(std::system((command + "wait").c_str()) == 0);
+    CHECK(std::system((command + "wait").c_str()) == 0, "{}: the shell has failed", name);  // may be on another thread
     Ended ended;
     for (int p = 0; p < processes; ++p) {
       ended.statuses.push_back(std::stoi(read_whole(dir / (std::to_string(p) + ".status"))));
