@@ -72,6 +72,13 @@ class File {
     return static_cast<int64_t>(info.st_size);
   }
 
+  // When it was last written to, in nanoseconds of an unknown clock.
+  int64_t modified() const {
+    struct stat info {};
+    check(::fstat(fd_, &info) == 0, "stat");
+    return int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec;
+  }
+
   // Exactly `bytes` bytes from `offset`.
   void read_at(void* out, int64_t bytes, int64_t offset) const {
     char* to = static_cast<char*>(out);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -103,6 +104,7 @@ class TokenFiles {
     for (const std::string& path : expand_glob(pattern, option)) {
       const TokenFile file = open_token_file(path, format);
       files_.push_back({path, file.format, file.type, file.begin, file.tokens, file.index});
+      files_.back().first_seen->modified = file.file.modified();
       tokens_ += file.tokens;
     }
   }
@@ -132,6 +134,8 @@ class TokenFiles {
     std::vector<std::string> all;
     for (const Described& file : files_) {
       all.push_back(sampled_checksum(file.path, share));
+      const std::lock_guard lock(file.first_seen->mutex);
+      file.first_seen->checksum = all.back(), file.first_seen->share = share;
       if (file.index) all.back() += "+" + sampled_checksum(MegatronIndex::path_for(file.path), share);
     }
     return all;
@@ -142,7 +146,8 @@ class TokenFiles {
                        [&](const Described& file) { return std::filesystem::equivalent(file.path, path, ignored); });
   }
 
-  // out (n) = tokens [first, first + n) of file i, each below vocab_size. Thread-safe.
+  // out (n) = tokens [first, first + n) of file i, each below vocab_size. An error if the file has changed since it was
+  // opened first, although one that was only touched is taken. Thread-safe.
   void read(int64_t i, int64_t first, int64_t n, int64_t vocab_size, std::vector<int32_t>& out) const {
     const Described& described = files_[static_cast<size_t>(i)];
     CHECK(first >= 0 && n >= 0 && first <= described.tokens - n);
@@ -163,6 +168,7 @@ class TokenFiles {
         out[static_cast<size_t>(t)] = static_cast<int32_t>(token);
       }
     });
+    require_unchanged(described, *file);  // afterwards, so that nothing was written before these tokens were read
   }
 
   // begins (n): whether a document begins at each of the `tokens` [first, first + n) of file i, other than the first of
@@ -182,14 +188,31 @@ class TokenFiles {
   }
 
  private:
+  // What a file was like when the run began.
+  struct FirstSeen {
+    std::mutex mutex;
+    int64_t modified = 0;
+    std::string checksum = {};  // empty: nobody has asked for it
+    double share = 1;           // of the file, in the checksum
+  };
   struct Described {
     std::string path;
     DataFormat format;
     TokenType type;
     int64_t begin, tokens;
     std::optional<MegatronIndex> index;
+    std::shared_ptr<FirstSeen> first_seen = std::make_shared<FirstSeen>();
     int64_t bytes() const { return begin + tokens * width_of(type); }
   };
+
+  static void require_unchanged(const Described& described, const File& file) {
+    FirstSeen& first = *described.first_seen;
+    const std::lock_guard lock(first.mutex);
+    if (file.modified() == first.modified) return;
+    CHECK(!first.checksum.empty() && sampled_checksum(described.path, first.share) == first.checksum,
+          "{}: its tokens have changed since the run began", described.path);
+    first.modified = file.modified();
+  }
 
   int64_t tokens_ = 0;
   std::vector<Described> files_;

@@ -1,7 +1,9 @@
 // A clock that jumps; a rank that is stopped and goes on, again and again; shards of tokens that change while a run
 // reads them.
-#include <csignal>
+#include <unistd.h>
+
 #include <fstream>
+#include <thread>
 
 #include "catch2.h"
 #include "faults/fault_run.h"
@@ -44,4 +46,37 @@ TEST_CASE("a rank that is stopped for less than the timeout, again and again, is
   REQUIRE(flaps.good());
   REQUIRE(!read_whole(dir / "stops").empty());
   REQUIRE(result_of(dir / "flaps") == result_of(dir / "whole"));
+}
+
+TEST_CASE("a shard whose tokens change while a run reads it ends the run, which resumes once it is repaired",
+          "[faults][checkpoint]") {
+  const TempDir dir(in_memory());
+  const std::string shard = dir / "train.bin", good = read_whole(tiny_data);
+  std::string changed = good;
+  for (size_t at = 1024; at < changed.size(); at += 2) changed[at] = static_cast<char>((changed[at] + 1) % 200);
+  const auto arguments = [&](const std::string& out) {
+    std::string words = tiny(dir / out, "--max-steps 600 --checkpoint-every 100");
+    return words.replace(words.find(tiny_data), tiny_data.size(), shard);
+  };
+  // Writes to the shard once a run that has begun meanwhile is in its fifth step.
+  const auto run_while = [&](const std::string& out, const std::string& bytes) {
+    std::ofstream(shard, std::ios::binary) << good;
+    ProgramResult r;
+    std::thread run([&] { r = run_program(arguments(out)); });
+    for (int i = 0; i < 3000 && read_whole(dir / out + "/metrics.jsonl").find("\"step\":5,") == std::string::npos; ++i)
+      ::usleep(2000);
+    std::fstream(shard, std::ios::binary | std::ios::in | std::ios::out) << bytes;
+    run.join();
+    return r;
+  };
+  const ProgramResult touched = run_while("touched", good), r = run_while("run", changed);
+  INFO(touched.err << r.out << r.err);
+  REQUIRE(touched.status == 0);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find(shard + ": its tokens have changed since the run began") != std::string::npos);
+  REQUIRE(r.err.find(", saved to " + (dir / "run")) != std::string::npos);
+  REQUIRE(refused(arguments("run"), shard).status == 1);  // still changed
+  std::ofstream(shard, std::ios::binary) << good;
+  run_well(arguments("run"));
+  REQUIRE(result_of(dir / "run") == result_of(dir / "touched"));
 }
