@@ -135,6 +135,7 @@ inline std::vector<StepConfig> steps_to_measure(const StepConfig& step) {
   StepConfig one = step;
   one.layout = {};
   one.layout.zero.optimizer = step.layout.zero.optimizer;
+  one.layout.zero.muon = step.layout.zero.muon;
   one.micro_batches = 1;
   one.generates = false;
   one.recompute = Recompute::none;

@@ -238,7 +238,8 @@ class LayoutSearch {
   }
   static bool is_state(const std::string& label) {
     return label == "weights" || label == "master weights" || label == "gradients" || label.starts_with("AdamW") ||
-           label == "gathered weights" || label == "gradients in flight" || label == "NCCL";
+           label.starts_with("Muon") || label == "gathered weights" || label == "gradients in flight" ||
+           label == "NCCL";
   }
 
   // Parameters of a rank before ZeRO: of the stage with most, and of the largest unit.

@@ -107,6 +107,9 @@ inline Draw draw_task(Dice& dice) {
   step.micro_batches = dice.pick({24, 28, 30, 40});
   step.documents = dice.pick({Documents::together, Documents::apart});
   step.layout.zero.optimizer = dice.pick(all_values<Optimizer>());
+  if (step.layout.zero.optimizer == Optimizer::muon)
+    step.layout.zero.muon = {.coefficients = dice.pick(all_values<NewtonSchulz>()),
+                             .heads = dice.pick(all_values<HeadGroups>())};
   d.max_norm = dice.pick({0.0, 1.0});
   if (step.model.experts.count > 0) {
     step.experts = {.aux_loss = dice.pick({0.0, 0.1}), .z_loss = dice.pick({0.0, 0.01})};
@@ -251,7 +254,9 @@ inline Choices choices(const Draw& d) {
               formatted("T {}", s.batch.T),
               formatted("documents {}", s.documents == Documents::apart ? "apart" : "together"),
               formatted("{} sequences", d.sequences()),
-              formatted("{}", zero.optimizer),
+              zero.optimizer == Optimizer::muon
+                  ? formatted("muon {}, heads {}", zero.muon.coefficients, zero.muon.heads)
+                  : formatted("{}", zero.optimizer),
               d.max_norm > 0 ? "clipped" : "not clipped"};
   if (m.experts.count > 0)
     for (const std::string& choice :

@@ -127,7 +127,8 @@ inline StepConfig on_one_rank(const StepConfig& step, int64_t batch_size = 1) {
   one.micro_batches = exact_div(step.batch.B * step.micro_batches * step.layout.readers(), batch_size,
                                 "sequences of a step over those of a micro-batch");
   one.batch.B = batch_size;
-  one.layout = {.zero = {.optimizer = step.layout.zero.optimizer}, .expert = expert_parallel(step.model, 1)};
+  one.layout = {.zero = {.optimizer = step.layout.zero.optimizer, .muon = step.layout.zero.muon},
+                .expert = expert_parallel(step.model, 1)};
   one.recompute = Recompute::none;
   one.head_chunks = 0;
   return one;
