@@ -1,0 +1,42 @@
+// Muon on CUDA: the iteration of matrices, and their way to an owner and back, against the CPU.
+#include "cuda/trainer/trainer_test.h"
+
+using namespace llmc;
+
+namespace {
+
+StepConfig step_with_muon(const char* family, DType dtype, const Layout& layout = {}) {
+  StepConfig step = selftest::step_config(selftest::awkward_model(family), dtype, 1, layout);
+  step.layout.zero.optimizer = Optimizer::muon;
+  step.model.n_layer = 2;
+  step.micro_batches = 4 / step.layout.readers();
+  return step;
+}
+
+}  // namespace
+
+TEST_CASE("Muon on a GPU matches the CPU", "[cuda][trainer][muon]") {
+  const char* family = GENERATE("gpt2", "olmoe");
+  CAPTURE(family);
+  const selftest::Outcome fp32 = selftest::run_layout(step_with_muon(family, DType::fp32));
+  require_close(selftest::run_layout(step_with_muon(family, DType::fp32), gpu), fp32);
+  const StepConfig narrow = step_with_muon(family, DType::bf16);
+  require_as_good(selftest::run_layout(narrow, gpu), selftest::run_layout(narrow), fp32);
+}
+
+TEST_CASE("with Muon GPUs that have the parts of a matrix make the update of one", "[cuda][trainer][muon]") {
+#ifndef __CUDACC__
+  const Gpus gpus(4);
+#endif
+  const selftest::Outcome alone = selftest::run_layout(step_with_muon("llama", DType::fp32), gpu);
+  std::vector<selftest::Machine> machines = {gpu};
+  if (built_with_nccl && visible_gpus().count >= 4) machines.push_back(own_gpus(4));
+  for (const selftest::Machine& machine : machines)
+    for (const auto& [tp, stage] : {std::pair{1, 0}, {2, 2}}) {
+      CAPTURE(tp, stage, name_of(machine.backend));
+      Layout layout{.zero = {.grad_reduce = GradReduce::micro, .shards = 4 / tp},
+                    .tensor = tensor_parallel(selftest::awkward_model("llama"), tp)};
+      layout.zero.stage = stage;
+      require_close(selftest::run_layout(step_with_muon("llama", DType::fp32, layout), machine), alone);
+    }
+}
