@@ -5,6 +5,7 @@
 #include <set>
 
 #include "catch2.h"
+#include "run/checkpoints/retention.h"
 #include "run/checkpoints/run_record.h"
 #include "run/recipe/course.h"
 #include "tiny_run.h"
@@ -319,6 +320,17 @@ TEST_CASE("a rollback in a stage of a mixture resumes bit for bit from every che
     REQUIRE(said(data.run_of(recipe, "again", "")).find("is a spike") == std::string::npos);
     require_same_end(data.dir / "again", data.dir / "whole", "/step-000156");
   }
+}
+
+TEST_CASE("the checkpoint to which a rollback would return is never deleted for newer ones", "[run][spikes]") {
+  const TempDir dir;
+  for (const int64_t step : {5, 10, 12, 13}) {
+    fs::create_directory(checkpoint_path(dir.path(), step));
+    std::ofstream(checkpoint_path(dir.path(), step) + "/manifest.json") << "{}";
+    std::ofstream(checkpoint_path(dir.path(), step) + "/trainer.json") << "{}";
+  }
+  Retention(dir.path()).prune(1, 0, 10);
+  REQUIRE(checkpoint_steps(dir.path()) == std::vector<int64_t>{10, 13});
 }
 
 TEST_CASE("what a course leaves out moves later samples, and nothing else", "[run][spikes]") {
