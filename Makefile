@@ -7,8 +7,8 @@
 ##   run          from nothing to a trained model: install dependencies, build, prepare a book, train on it, plot
 ##   test         install dependencies, build, run the tests, and compile with every compiler found
 ##   test-long    the same plus the long tests: cases tagged [long], test/scripts/long_*, ThreadSanitizer
-##   test-faults  kills, failing disks, damaged checkpoints, cut networks, lost ranks, in the counts of dev/results/faults.md;
-##                takes minutes. `make test` has a few of each
+##   test-faults  kills, failing disks, damaged checkpoints, cut networks, lost ranks;
+##                three minutes, counts in dev/results/faults.md. `make test` has a few of each
 ##   test-fresh   `make run` and `make test` on bare Debian roots; as root, takes an hour, the network and 2 GB
 ##   check        floors, headers, formatting, shell and Python scripts
 ##   bench        compare training steps with PyTorch; BENCH_FLAGS are options of dev/bench/compare.py

@@ -63,8 +63,8 @@ TEST_CASE("operations on files that fail anywhere are survived, or named", "[fau
   int failures = 0;
   for (const FaultRun& run : fault_runs()) {
     const bool slow = run.processes > 1 || run.name == "four ranks";
-    failures += fail_operations(run, Failing::one, slow ? 12 : 4, 3);
-    failures += fail_operations(run, Failing::all_that_follow, slow ? 24 : 8, 4);
+    failures += fail_operations(run, Failing::one, slow ? 32 : 10, 3);
+    failures += fail_operations(run, Failing::all_that_follow, slow ? 64 : 20, 4);
   }
   WARN(failures << " failing operations, none of which changed a result");
 }
