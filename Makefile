@@ -211,7 +211,7 @@ LIBS := $(patsubst %,-Xlinker %,$(CPU_OPS) build/cpu/toml.o) $(LIBS)   # handed 
 
 all: train_gpt
 train_gpt: train_gpt.cu build/build_info.h build/cpu/all | $(SHOW_CONFIG)
-	$(COMPILER_$(DEVICE)) $(call FLAGS_$(DEVICE),-O2) $(if $(CUDA),,$(LAVISH)) -Ibuild -MMD -MP -MF build/train_gpt.d \
+	$(COMPILER_$(DEVICE)) $(call FLAGS_$(DEVICE),-O3) $(if $(CUDA),,$(LAVISH)) -Ibuild -MMD -MP -MF build/train_gpt.d \
 	  -MT $@ $< -o $@ $(LINK_$(DEVICE))
 
 # Times the collectives like nccl-tests.
@@ -252,7 +252,7 @@ define BUILD_INFO
 #pragma once
 #define TRAIN_GPT_GIT_HASH $(call quoted,$(or $(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>&-),unknown))
 #define TRAIN_GPT_COMPILER $(call quoted,$(COMPILER_VERSION))
-#define TRAIN_GPT_FLAGS $(call quoted,$(call FLAGS_$(DEVICE),-O2) $(LINK_$(DEVICE)))
+#define TRAIN_GPT_FLAGS $(call quoted,$(call FLAGS_$(DEVICE),-O3) $(LINK_$(DEVICE)))
 endef
 build/build_info.h: FORCE
 	$(call text_file,$(BUILD_INFO))

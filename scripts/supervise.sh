@@ -85,10 +85,11 @@ min_hosts=${min_hosts:-${#hosts[@]}}
 
 # ---- Signals ---------------------------------------------------------------------------------------------------------
 
-running='' stopped_by='' interrupted=''   # the process that is waited for; the first signal; one has come just now
+running='' sleeper='' stopped_by='' interrupted=''   # the command, or `sleep`; the first signal; one has come just now
 stop() { # SIGNAL
   stopped_by=${stopped_by:-$1} interrupted=yes
   [ -z "$running" ] || pass_on "$1"
+  [ -z "$sleeper" ] || kill "$sleeper" 2>/dev/null || :   # it may have come just before `wait`
 }
 pass_on() {
   case ${command[0]##*/} in mpirun | mpiexec | srun) set -- USR1 ;; esac
@@ -110,9 +111,10 @@ wait_for() {
 }
 pause() { # SECONDS: or until a signal comes
   sleep "$1" &
-  local sleeper=$!
-  [ -n "$stopped_by" ] || wait $sleeper || :
-  kill $sleeper 2>/dev/null || :
+  sleeper=$!
+  [ -n "$stopped_by" ] || wait "$sleeper" 2>/dev/null || :
+  kill "$sleeper" 2>/dev/null || :
+  sleeper=
   [ -z "$stopped_by" ] || { say "stopped by SIG$stopped_by between two starts; the same command goes on"; exit 75; }
 }
 

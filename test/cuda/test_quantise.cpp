@@ -76,7 +76,7 @@ std::vector<T> uneven_values(int64_t R, int64_t C, int seed) {
 
 TEMPLATE_TEST_CASE("operands in fp8 are the CPU's, bit for bit", "[cuda]", float, bf16) {
   using T = TestType;
-  const auto [R, C] = GENERATE(std::pair{16, 16}, std::pair{128, 128}, std::pair{144, 272}, std::pair{272, 48});
+  const auto [R, C] = GENERATE(std::pair{16, 16}, std::pair{144, 272});
   const Way way = ways[static_cast<size_t>(GENERATE(0, 1, 2, 3))];
   const std::vector<T> x = uneven_values<T>(R, C, 1), expected = rounded(x, R, C, way);
   const auto run = [&, R = R, C = C]() -> Outputs {
