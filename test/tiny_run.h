@@ -86,3 +86,14 @@ inline ProgramResult refused(const std::string& arguments, const std::string& wh
   REQUIRE(r.err.find(why) != std::string::npos);
   return r;
 }
+
+// DIR/broken: a model in which only token 9 at position 4 embeds to infinity. The head ignores that channel.
+inline void write_broken_model(const TempDir& dir) {
+  run_well(tiny(dir / "made", "--max-steps 1 --warmup-steps 0"));
+  write_changed_model(dir / "broken", dir / "made/step-000001",
+                      [](const std::string& name, std::vector<float>& values) {
+                        if (name.ends_with("wte.weight")) values[9 * 12] = 3e38f;
+                        if (name.ends_with("wpe.weight")) values[4 * 12] = 1e38f;
+                        if (name.ends_with("ln_f.weight")) values[0] = 0;
+                      });
+}

@@ -92,7 +92,7 @@ inline void check_links(Groups& groups, const std::function<std::string(int)>& n
 inline bool belong_together(const GroupRow& row, const Layout& l, int a, int b) {
   if (a == b) return true;
   if (row.needed == Needed::with_experts && l.expert.count == 0) return false;
-  if (row.needed == Needed::with_matrices && l.zero.optimizer != Optimizer::muon) return false;
+  if (row.needed == Needed::with_matrices && !rule_of(l.zero.optimizer).of_matrices) return false;
   if (row.needed == Needed::asynchronous && !l.pipeline.asynchronous()) return false;
   if (row.needed == Needed::many_ranks && l.ranks() <= 64) return false;
   if (row.view == View::row || row.view == View::column) {

@@ -14,7 +14,7 @@ struct Precision {
   DType weights = DType::fp32;            // as ranks hold and gather them
   DType activations = DType::fp32;        // and their gradients, between layers and between stages
   DType products = DType::fp32;           // the operands of matrix products
-  Operands linear = Operands::as_stored;  // how linear layers of blocks read theirs, but not to generate text
+  Operands linear = Operands::as_stored;  // how linear layers of blocks read theirs in training
   DType wire = DType::fp32;               // gradients on their way between ranks
   DType state = DType::fp32;              // sums of gradients, master weights, optimizer slots, statistics of rows
   bool masters = true;  // copies of the weights in `state`; without them updates are rounded stochastically

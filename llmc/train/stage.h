@@ -202,7 +202,7 @@ class Stage {
                 rotary_table_, pass.purpose == Purpose::generate ? Documents::together : config_.documents,
                 context,       slot.inputs.all_positions,
                 slot.slice};
-    if (pass.purpose != Purpose::generate) s.linear = config_.precision.linear;
+    if (pass.purpose == Purpose::train) s.linear = config_.precision.linear;
     if (pass.cache != nullptr) s.cache = {pass.cache->layers[static_cast<size_t>(layer)], pass.cache->rows};
     if (!units_of(layer).experts) return s;
     s.routing = {stream_rows_of(slot.shape, config_.layout.tensor, context, state_.groups().me.tensor),

@@ -93,6 +93,15 @@ TEST_CASE("a run in fp8 resumes exactly, and a change of --products is noticed",
   REQUIRE(s.weights("stopped") != s.weights("whole"));
 }
 
+TEST_CASE("validation uses the weights as they are stored, not in fp8", "[run][fp8]") {
+  const Setting s;
+  const std::string validate = "--local-ranks 1 --val-every 4 --val-steps 1 --val-data " + (s.dir / "data.bin");
+  run_well(s.options("fp8", validate));
+  run_well(s.options("bf16", validate + " --products dtype"));
+  REQUIRE(validations(s.dir / "fp8").at(0) == validations(s.dir / "bf16").at(0));
+  REQUIRE(losses(s.dir / "fp8").at(1) != losses(s.dir / "bf16").at(1));
+}
+
 TEST_CASE("layouts whose blocks would not be whole are refused in fp8", "[run][fp8]") {
   const Setting s;
   refused(s.options("no", "--local-ranks 1 --seq-len 64"), "a rank multiplies 64 tokens of a sequence at a time");

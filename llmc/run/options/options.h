@@ -226,7 +226,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--dtype", "", o.dtype, any_of<WeightType>(), must_match,
         "type of weights and activations; gradients and optimizer state are fp32");
   visit("--products", "", o.products, any_of<Operands>(), warn,
-        "what the linear layers of blocks multiply, forward and backward: dtype: numbers as --dtype stores them; "
+        "what the linear layers of blocks multiply in training, forward and backward: dtype: numbers as --dtype stores "
+        "them; "
         "fp8-block: numbers rounded to fp8 (E4M3), in blocks of 128 along the sum, or of 128 x 128 weights, that are "
         "scaled by powers of two; sums stay fp32, and embedding, head, norms and attention --dtype; on GPUs, Hopper "
         "(compute capability 9.0) with cuBLASLt 12.9; on CPUs the same numbers, but no faster");
