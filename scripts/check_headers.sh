@@ -9,23 +9,31 @@
 #
 # The program ends with an error, so that the compiler stops before it instantiates templates: that takes two thirds of
 # the time, and the build does it anyway. What takes longest to read is compiled once, for those that include it: since
-# it is checked itself, and includes come first in a file, they do not get away with less.
+# it is checked itself, and includes come first in a file, they do not get away with less. The standard library's largest
+# headers are compiled once too and read before every file, so that a file which lacks one of these passes; ALONE=1 does
+# without (test/scripts/long_headers_test.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 export CXX=${CXX:-g++} FLAGS=${FLAGS:--std=c++20 -march=native -fopenmp -Wall -Wextra -Illmc} JOBS=${JOBS:-2}
 export CUDA_FLAGS=${CUDA_FLAGS:--std=c++20 -DTRAIN_GPT_CUDA -Wall -Wextra -Wno-unknown-pragmas -Wno-unused-parameter \
   -Illmc -Itest -Itest/cuda_on_cpu}
-large=(run/job.h run/options/parse.h train/trainer.h comm/comm.h ops/ops.h device/device.h core/json.h core/check.h)
+large=(run/job.h run/options/parse.h run/plan/planner.h train/step_config.h comm/groups.h run/options/options.h ops/ops_memory.h
+  ops/cpu/simd.h core/check.h)   # the larger first
 compiled=$(mktemp -d)
 trap 'rm -rf "$compiled"' EXIT
 export compiled
+if [ "${ALONE:-}" != 1 ]; then sed -n '/^#include <[a-z]*>/p' test/pch.h; fi >"$compiled/standard.h"
 
 # precompile HEADER: into $compiled/HEADER.gch, which the compiler takes where it is told to include $compiled/HEADER.
 precompile() {
-  mkdir -p "$compiled/${1%/*}"
-  echo "#include \"$1\"" >"$compiled/$1"
-  eval "$CXX $FLAGS -x c++-header $compiled/$1 -o $compiled/$1.gch" >"$compiled/$1.log" 2>&1 || rm -f "$compiled/$1"
+  local flags=$FLAGS header=$compiled/$1
+  case $1 in
+    standard.h) ;;
+    standard.cuh) cp "$compiled/standard.h" "$header" && flags=$CUDA_FLAGS ;;
+    *) mkdir -p "${header%/*}" && { cat "$compiled/standard.h" && echo "#include \"$1\""; } >"$header" ;;
+  esac
+  eval "$CXX $flags -x c++-header $header -o $header.gch" >"$header.log" 2>&1 || rm -f "$header"
 }
 
 # Prints each header with the first of the large ones that it includes, directly or through others.
@@ -53,8 +61,9 @@ largest_includes() {
 check() {
   local program=$'#include "'${1#llmc/}$'"\n' flags=$FLAGS messages end='this is the end of the program' include
   include=$(sed -n "s,^$1 ,,p" "$compiled/largest_includes")
-  if [[ $1 = *.cuh || $1 = *.cu ]]; then flags=$CUDA_FLAGS
-  elif [[ -n $include && -e $compiled/$include ]]; then flags+=" -include $compiled/$include"; fi
+  if [[ $1 = *.cuh || $1 = *.cu ]]; then flags=$CUDA_FLAGS include=standard.cuh
+  elif [[ -z $include || ! -e $compiled/$include ]]; then include=standard.h; fi
+  flags+=" -include $compiled/$include"
   [[ $1 != *.h && $1 != *.cuh ]] || program+=$program
   program+="static_assert(false, \"$end\");"
   # Flags may contain quotes, as on a command line.
@@ -71,7 +80,7 @@ if [ $# -gt 0 ]; then files=("$@") large=(); else
 fi
 largest_includes >"$compiled/largest_includes"
 # shellcheck disable=SC2016    # bash -c gets the file as its argument
-printf '%s\n' "${large[@]}" | xargs -r -P "$JOBS" -I '{}' bash -c 'precompile "$1"' precompile '{}'
+printf '%s\n' standard.h standard.cuh "${large[@]}" | xargs -r -P "$JOBS" -I '{}' bash -c 'precompile "$1"' precompile '{}'
 # shellcheck disable=SC2016
 printf '%s\n' "${files[@]}" | xargs -P "$JOBS" -I '{}' bash -c 'check "$1"' check '{}' ||
   { echo 'check-headers: failed' >&2; exit 1; }
