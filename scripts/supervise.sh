@@ -20,8 +20,9 @@
 # waits and counts begin anew. After --max-failures without progress this script gives up, lists all of them, and ends
 # with the status of the last one.
 #
-# SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to COMMAND (to mpirun and srun as SIGUSR1, which they pass on), and
-# whatever its status is then, it is not started again.
+# SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to COMMAND (to mpirun and srun as SIGUSR1, which they pass on; SIGINT
+# as SIGTERM), and whatever its status is then, it is not started again. If it is a script that the signal ends, what it
+# has started gets the signal, too, and is waited for.
 #
 # Options
 #   --out-dir DIR        where the run saves; default: COMMAND's own --out-dir or -o
@@ -85,15 +86,18 @@ min_hosts=${min_hosts:-${#hosts[@]}}
 
 # ---- Signals ---------------------------------------------------------------------------------------------------------
 
-running='' sleeper='' stopped_by='' interrupted=''   # the command, or `sleep`; the first signal; one has come just now
+running='' sleeper=''   # processes of the command; `sleep`
+stopped_by='' interrupted=''   # the first signal; one has come just now
 stop() { # SIGNAL
   stopped_by=${stopped_by:-$1} interrupted=yes
   [ -z "$running" ] || pass_on "$1"
   [ -z "$sleeper" ] || kill "$sleeper" 2>/dev/null || :   # it may have come just before `wait`
 }
-pass_on() {
+pass_on() { # SIGNAL
+  [ "$1" != INT ] || set -- TERM   # commands in a script's background are started without SIGINT
   case ${command[0]##*/} in mpirun | mpiexec | srun) set -- USR1 ;; esac
-  kill -s "$1" "$running" 2>/dev/null || :
+  # shellcheck disable=SC2086    # a list
+  kill -s "$1" $running 2>/dev/null || :
 }
 for signal in INT TERM HUP USR1 USR2; do
   # shellcheck disable=SC2064    # the signal of this turn
@@ -211,6 +215,15 @@ end_leftovers() { # SESSION
   # shellcheck disable=SC2086    # a list
   kill -s KILL $left 2>/dev/null || :
 }
+# A script that a signal has ended may have left the trainer running, which has not heard of it.
+stop_leftovers() { # SESSION
+  running=$(processes_of "$1")
+  [ -z "$running" ] || pass_on "$stopped_by"
+  while [ -n "$running" ]; do
+    sleep 0.1
+    running=$(processes_of "$1")
+  done
+}
 # Runs the command until it ends. setsid: a Ctrl-C at the terminal reaches it only through this script.
 start() {
   local status=0 copy session stderr
@@ -222,7 +235,8 @@ start() {
   [ -z "$stopped_by" ] || pass_on "$stopped_by"
   wait_for "$session" || status=$?
   running=
-  if [ $status != 0 ] && [ $status != 75 ] && [ -z "$stopped_by" ]; then
+  if [ -n "$stopped_by" ]; then stop_leftovers "$session"
+  elif [ $status != 0 ] && [ $status != 75 ]; then
     end_leftovers "$session"
     wait "$copy" 2>/dev/null || :
   fi

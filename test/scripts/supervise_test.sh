@@ -38,6 +38,10 @@ case $end in
   back)
     rm "$here"/away-*
     exit 139 ;;
+  orphan)
+    (trap 'sleep 0.1; touch "$here/orphan-saved"; exit 75' TERM
+     touch "$here/waiting"
+     while :; do read -r -t 0.05 || :; done < <(tail -f /dev/null)) ;;
   wait*)
     [ "$end" = wait ] || trap 'exit ${end#wait}' TERM USR1
     touch "$here/waiting"
@@ -107,7 +111,9 @@ appears() {
 # signalled STATUS SIGNAL FILE: once the file is there
 signalled() {
   local status=0
+  set -m   # or it would be started without SIGINT
   PATH=$dir:$PATH scripts/supervise.sh -- "$dir/play" -o "$out" 2>"$dir/said" &
+  set +m
   appears "$3"
   kill -s "$2" $!
   wait $! || status=$?
@@ -121,6 +127,11 @@ signalled 5 TERM "$dir/waiting"
 says 'the run was stopped by SIGTERM and ended with status 5, not 75'
 prepare 'wait 0'
 signalled 143 TERM "$dir/waiting"
+prepare 'wait75 0'
+signalled 75 INT "$dir/waiting"
+prepare 'orphan 0'
+signalled 143 TERM "$dir/waiting"
+[ -e "$dir/orphan-saved" ] || fail "it did not wait for what a script had started"
 prepare 'KILL 0'
 touch "$dir/slow"
 signalled 75 TERM "$dir/waits"
