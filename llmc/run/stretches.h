@@ -34,7 +34,9 @@ inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
 // The job from the run's beginning on.
 inline Job job_from_beginning(const Job& first) {
   Job job(first.asked, first.begin, first.data,
-          Course(first.course.recipe(), first.data->epoch_tokens(), {}, skips_of(first.rollbacks)), 0);
+          Course(first.course.recipe(), first.data->epoch_tokens(), {},
+                 skips_of(first.rollbacks, recipe_checksum(first.course.recipe()))),
+          0);
   job.rollbacks = first.rollbacks;
   return job;
 }
@@ -118,7 +120,8 @@ inline RollbackLine roll_back(const Processes& processes, const Start& start, co
                 "and leaves out the {} samples from {} on",
                 spike.step, spike.what, resume ? resume->path : "its beginning", number, job->asked.max_rollbacks,
                 samples, first));
-  job->rollbacks.push_back({from, spike.step, spike.loss, spike.grad_norm, samples});
+  job->rollbacks.push_back(
+      {from, spike.step, spike.loss, spike.grad_norm, samples, recipe_checksum(job->course.recipe())});
   together(processes, "the earlier step", [&] {
     if (processes.process() == 0) start.directory->roll_back(log, to, job->rollbacks);
     job.emplace(resume ? resumed_job(*job, *resume, log) : job_from_beginning(*job));

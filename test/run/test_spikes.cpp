@@ -294,6 +294,30 @@ TEST_CASE("numbers that are not finite count as spikes without a threshold", "[r
   }
 }
 
+TEST_CASE("a branch that reads other data leaves out samples of those, also after it was killed", "[run][spikes]") {
+  const TempDir dir;
+  write_broken_model(dir);
+  std::vector<uint16_t> tokens(33 * 60 + 1, 5);
+  write_shard(dir / "data.bin", tokens);
+  tokens[33 * 9 + 4] = 9;  // in the third step
+  write_shard(dir / "other.bin", tokens);
+  const auto run = [&](const std::string& data, const std::string& out, const std::string& more) {
+    return said("--model " + (dir / "broken") + " --train-data " + (dir / data) +
+                " --no-shuffle --seq-len 33 --batch-size 2 --total-batch-size 132 --lr 0 "
+                "--threads 1 --on-spike rollback --out-dir " +
+                (dir / out) + " " + more);
+  };
+  run("data.bin", "parent", "--max-steps 2 --checkpoint-every 2");
+  const std::string more = "--max-steps 6 --checkpoint-every 50 ", branch = dir / "branch";
+  REQUIRE(
+      run("other.bin", "branch", more + "--branch-from " + (dir / "parent/step-000002")).find("step 5 is a spike") !=
+      std::string::npos);
+  REQUIRE(read_json(branch + "/step-000006/trainer.json")["data_cursor"] == 4 * 6 + 12);
+  copy_until(branch, dir / "again", 2);
+  REQUIRE(run("other.bin", "again", more).find(" is a spike") == std::string::npos);
+  require_same_end(dir / "again", branch, "/step-000006");
+}
+
 TEST_CASE("a rollback in a stage of a mixture resumes bit for bit from every checkpoint after it", "[run][spikes]") {
   const SpikeData data;
   data.write("one", {70, 70});
@@ -352,9 +376,12 @@ TEST_CASE("what a course leaves out moves later samples, and nothing else", "[ru
   for (const SourcePosition& at : skipping.sources_after(25)) all += at.samples;
   REQUIRE(all == skipping.samples_after(25));
   // A rollback counts what the ones before it have left out from the same step on.
-  REQUIRE(skips_of({{10, 15, 1, 1, 40}, {10, 12, 1, 1, 56}, {20, 21, 1, 1, 8}}) ==
+  const auto skips = [](std::vector<Rollback> rollbacks) { return skips_of(rollbacks, "x"); };
+  REQUIRE(skips({{10, 15, 1, 1, 40, "x"}, {10, 12, 1, 1, 56, "x"}, {20, 21, 1, 1, 8, "x"}}) ==
           std::vector<Skip>{{10, 56}, {20, 8}});
-  REQUIRE(skips_of({{10, 15, 1, 1, 40}, {20, 21, 1, 1, 8}, {8, 22, 1, 1, 160}}) == std::vector<Skip>{{8, 160}});
+  REQUIRE(skips({{10, 15, 1, 1, 40, "x"}, {20, 21, 1, 1, 8, "x"}, {8, 22, 1, 1, 160, "x"}}) ==
+          std::vector<Skip>{{8, 160}});
+  REQUIRE(skips({{10, 15, 1, 1, 40, "x"}, {10, 12, 1, 1, 56, "y"}}) == std::vector<Skip>{{10, 40}});
 }
 
 TEST_CASE("what does not go with a rollback is refused by name", "[run][spikes][errors]") {

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/checksum.h"
 #include "core/log.h"
 #include "run/checkpoints/resume_point.h"
 #include "run/checkpoints/rollback.h"
@@ -39,6 +40,11 @@ inline nlohmann::json recipe_facts(const Recipe& recipe) {
 }
 
 }  // namespace detail
+
+// Tells the recipes of two stretches of a run apart.
+inline std::string recipe_checksum(const Recipe& recipe) {
+  return checksum(detail::recipe_facts(recipe).dump() + std::to_string(recipe.stages[0].ramp[0].tokens_per_step));
+}
 
 // The part of trainer.json after step `done`.
 inline nlohmann::ordered_json recipe_json(const Job& job, int64_t done) {
@@ -112,10 +118,10 @@ class RecipeReader {
     if (next.changed) origin = {from_.step, count("tokens"), samples_, positions_};
     if (!next.changed && origin.step == 0) origin.sources.clear();
     // What the checkpoint's run had left out before it, and what this run has left out after it.
-    std::erase_if(skips_, [&](const Skip& skip) { return skip.step >= from_.step; });
-    for (const Skip& skip : skips_of(rollbacks_))
-      if (skip.step >= from_.step) skips_.push_back(skip);
     if (next.changed) skips_.clear();  // they are places in the former recipe
+    std::erase_if(skips_, [&](const Skip& skip) { return skip.step >= from_.step; });
+    for (const Skip& skip : skips_of(rollbacks_, recipe_checksum(recipe_)))
+      if (skip.step >= from_.step) skips_.push_back(skip);
     const Course course(recipe_, epoch_tokens(next.block), std::move(origin), skips_);
     if (!next.changed && !resized && count("data_samples") == data_.train.samples())
       CHECK(course.sources_after(from_.step) == positions_ || from_.step > course.steps(),

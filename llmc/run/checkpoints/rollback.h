@@ -20,13 +20,18 @@ struct Rollback {
   int64_t spike;           // the step that was a spike
   double loss, grad_norm;  // of the spike
   int64_t samples;         // left out after `step`, also by the rollbacks before this one
+  std::string recipe;      // recipe_checksum(), of the recipe whose samples they are
 };
 
 inline nlohmann::ordered_json to_json_object(const std::vector<Rollback>& rollbacks) {
   nlohmann::ordered_json all = nlohmann::ordered_json::array();
   for (const Rollback& r : rollbacks)
-    all.push_back(
-        {{"step", r.step}, {"spike", r.spike}, {"loss", r.loss}, {"grad_norm", r.grad_norm}, {"samples", r.samples}});
+    all.push_back({{"step", r.step},
+                   {"spike", r.spike},
+                   {"loss", r.loss},
+                   {"grad_norm", r.grad_norm},
+                   {"samples", r.samples},
+                   {"recipe", r.recipe}});
   return all;
 }
 
@@ -45,17 +50,19 @@ inline std::vector<Rollback> rollbacks_from_json(const nlohmann::json& json, con
       if (!number.is_number() && !number.is_null()) throw damaged(one);
       return number.is_null() ? std::numeric_limits<double>::quiet_NaN() : number.get<double>();
     };
-    if (!step || !spike || !samples || *spike <= *step || *samples == 0) throw damaged(one);
-    all.push_back({*step, *spike, value("loss"), value("grad_norm"), *samples});
+    const nlohmann::json recipe = member(one, "recipe");
+    if (!step || !spike || !samples || *spike <= *step || *samples == 0 || !recipe.is_string()) throw damaged(one);
+    all.push_back({*step, *spike, value("loss"), value("grad_norm"), *samples, recipe});
   }
   return all;
 }
 
-// What a run leaves out after these rollbacks. A later one that returns to the same step, or to one before it, has
-// counted what an earlier one left out there.
-inline std::vector<Skip> skips_of(const std::vector<Rollback>& rollbacks) {
+// What a run of this recipe leaves out after these rollbacks. A later one that returns to the same step, or to one
+// before it, has counted what an earlier one left out there.
+inline std::vector<Skip> skips_of(const std::vector<Rollback>& rollbacks, const std::string& recipe) {
   std::vector<Skip> skips;
   for (const Rollback& r : rollbacks) {
+    if (r.recipe != recipe) continue;
     std::erase_if(skips, [&](const Skip& skip) { return skip.step >= r.step; });
     skips.push_back({r.step, r.samples});
   }
