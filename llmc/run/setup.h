@@ -268,11 +268,13 @@ inline void require_fp8_can(const StepConfig& step, const Device& device) {
   std::vector<int64_t> runs = l.pipeline.slices;  // tokens of a sequence that a rank multiplies one after another
   if (runs.empty()) runs = {l.context.ranks > 1 ? l.context.share(step.batch.T) / 2 : step.batch.T};
   for (const int64_t run : runs)
-    CHECK(
-        run % fp8_block == 0,
-        "{}: a rank multiplies {} tokens of a sequence at a time, and blocks have {}: use a --seq-len of which {} are "
-        "a multiple, or --products {}",
-        asked, run, fp8_block, l.context.ranks > 1 ? "1 / (2 --cp)" : "its slices", Operands::as_stored);
+    CHECK(run % fp8_block == 0,
+          "{}: a rank multiplies {} tokens of a sequence at a time, and blocks have {}: use {}, or --products {}",
+          asked, run, fp8_block,
+          l.pipeline.slices.empty() ? formatted("a --seq-len that is a multiple of {}",
+                                                fp8_block * (l.context.ranks > 1 ? 2 * l.context.ranks : 1))
+                                    : formatted("--token-slices whose lengths are multiples of {}", fp8_block),
+          Operands::as_stored);
   const ModelConfig part = model_of_rank(m, l.tensor);
   const bool divided = l.tensor.ranks > 1;
   const int64_t whole = divided ? fp8_block : 16;  // the part of a rank has whole blocks

@@ -104,8 +104,10 @@ TEST_CASE("validation uses the weights as they are stored, not in fp8", "[run][f
 
 TEST_CASE("layouts whose blocks would not be whole are refused in fp8", "[run][fp8]") {
   const Setting s;
-  refused(s.options("no", "--local-ranks 1 --seq-len 64"), "a rank multiplies 64 tokens of a sequence at a time");
-  refused(s.options("no", "--local-ranks 2 --cp 2"), "a rank multiplies 64 tokens of a sequence at a time");
+  refused(s.options("no", "--local-ranks 1 --seq-len 64"),
+          "a rank multiplies 64 tokens of a sequence at a time, and blocks have 128: use a --seq-len that is a "
+          "multiple of 128");
+  refused(s.options("no", "--local-ranks 2 --cp 2"), "use a --seq-len that is a multiple of 512");
   refused(s.options("no", "--local-ranks 2 --tp 2 --n-ffn 384"),
           "the 192 channels of the feed-forward of a rank are no");
   refused(s.options("no", "--local-ranks 1 --token-slices 4"), "a rank multiplies 64 tokens of a sequence at a time");
