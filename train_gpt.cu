@@ -152,6 +152,10 @@ class Updates {
     under_way_.pop_front();
     const StepResult result = r_.trace.timed("wait for the result", [&] { return update.result.wait(); });
     if (o_.profile && under_way_.empty()) r_.run.stream.synchronize(), r_.run.stream.set_ledger(nullptr);
+    if (!result.applied && (!result.finite() || action_at(result) != OnSpike::skip)) {
+      r_.run.trainer.flush();
+      r_.checkpoints.settle(r_.progress, r_.run);  // may be the one to return to, and is of an earlier step
+    }
     r_.report.finished(update.step, update.lr, result);
     if (result.applied) {  // what a spike was computed from says nothing about what is usual
       r_.progress.losses.add(result.loss);
@@ -170,15 +174,15 @@ class Updates {
     r_.progress.validated = false;
   }
 
+  OnSpike action_at(const StepResult& result) const {
+    return o_.on_spike.value_or(result.finite() ? OnSpike::skip : OnSpike::stop);
+  }
+
   // An update that was not made: goes on without it, or ends this stretch on all ranks.
   void take_spike(const Update& update, const StepResult& result) {
     Spike spike{update.step, result.loss, result.grad_norm, describe_spike(result, update.limits, o_)};
-    OnSpike action = o_.on_spike.value_or(result.finite() ? OnSpike::skip : OnSpike::stop);
+    OnSpike action = action_at(result);
     std::string history;
-    if (action != OnSpike::skip) {
-      r_.run.trainer.flush();
-      r_.checkpoints.settle(r_.progress, r_.run);  // may be the one to return to
-    }
     if (action == OnSpike::rollback) {
       spike.rollback_point = r_.progress.rollback_point;
       const std::vector<Rollback> before = rollbacks_since(job_.rollbacks, spike.rollback_point);
@@ -204,10 +208,7 @@ class Updates {
     r_.log.line(formatted("step {} is a spike: {}: its update was skipped", spike.step, spike.what));
     if (!result.finite()) r_.run.trainer.allow_updates();
     if (++progress.skipped_in_a_row < most) return;
-    if (!result.finite()) {
-      r_.checkpoints.settle(progress, r_.run);
-      stop_at(spike, result, formatted(" The last {} updates were skipped.", most));
-    }
+    if (!result.finite()) stop_at(spike, result, formatted(" The last {} updates were skipped.", most));
     r_.log.line(formatted(
         "WARNING: the last {} updates were skipped: such losses and norms count as usual from here on", most));
     progress.losses = progress.norms = OutlierDetector();

@@ -318,6 +318,23 @@ TEST_CASE("a branch that reads other data leaves out samples of those, also afte
   require_same_end(dir / "again", branch, "/step-000006");
 }
 
+TEST_CASE("a checkpoint that is being written when a spike comes is the one to return to, and no metrics are damaged",
+          "[run][spikes]") {
+  const TempDir dir;
+  write_broken_model(dir);
+  std::vector<uint16_t> tokens(33 * 40 + 1, 5);
+  tokens[33 * 9 + 4] = 9;  // in the third step
+  write_shard(dir / "data.bin", tokens);
+  const std::string out = said("--model " + (dir / "broken") + " --train-data " + (dir / "data.bin") +
+                               " --no-shuffle --seq-len 33 --batch-size 2 --total-batch-size 132 --lr 0 --threads 1 "
+                               "--max-steps 6 --checkpoint-every 2 --on-spike rollback --out-dir " +
+                               (dir / "out"));
+  INFO(out);
+  REQUIRE(out.find("step 3 is a spike") != std::string::npos);
+  REQUIRE(out.find("/step-000002 (rollback 1 of") != std::string::npos);
+  REQUIRE(out.find("WARNING") == std::string::npos);
+}
+
 TEST_CASE("a rollback in a stage of a mixture resumes bit for bit from every checkpoint after it", "[run][spikes]") {
   const SpikeData data;
   data.write("one", {70, 70});
