@@ -109,10 +109,10 @@ class Updates {
       return batches_.read(cursor(step), m);
     };
   }
-  // A micro-batch of the last step. It was readable when the step was computed; if it no longer is, it has no targets:
-  // ranks stay together, and the next step reports it.
+  // A micro-batch of the last update that was made. It was readable when the step was computed; if it no longer is, it
+  // has no targets: ranks stay together, and the next step reports it.
   HostBatch last_batch() try {
-    return batches_.read(cursor(std::max(r_.progress.done, job_.stretch().first_step + 1)), 0);
+    return batches_.read(cursor(std::max(r_.progress.last_made(), job_.stretch().first_step + 1)), 0);
   } catch (const Error&) {
     const size_t rows = static_cast<size_t>(job_.step.batch.rows());
     return {std::vector(rows, 0), std::vector(rows, -1), std::vector(rows, 0)};

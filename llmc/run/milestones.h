@@ -19,7 +19,7 @@ class Milestones {
  public:
   struct Hooks {
     std::function<void()> poll;             // may end the run
-    std::function<HostBatch()> last_batch;  // a micro-batch of the last step
+    std::function<HostBatch()> last_batch;  // a micro-batch of the last update that was made
   };
   Milestones(TrainingRank& rank, Hooks hooks) : r_(rank), o_(rank.options()), hooks_(std::move(hooks)) {
     if (!r_.job.data->val.empty()) validation_.emplace(r_.run.trainer, r_.run.groups, r_.job.validation());
@@ -57,9 +57,10 @@ class Milestones {
   bool due(int64_t step, int64_t every) const { return every > 0 && (step == r_.job.max_steps || step % every == 0); }
 
   // The loss of a step is computed with the weights before its update. A checkpoint therefore evaluates one more
-  // micro-batch, from the data of its last step: the weights may be finite and their loss not.
+  // micro-batch, from the data of its last update: the weights may be finite and their loss not. Data of updates that
+  // were skipped say nothing about the weights.
   void require_finite_loss() {
-    if (finite_after_ == r_.progress.done) return;
+    if (finite_after_ == r_.progress.done || r_.progress.last_made() <= r_.first) return;
     const StepConfig& step = r_.job.step;
     require_finite(r_.run.trainer.evaluate(1, step.batch.rows() * step.layout.readers(),
                                            [this](int64_t) { return hooks_.last_batch(); }),

@@ -265,7 +265,7 @@ TEST_CASE("numbers that are not finite count as spikes without a threshold", "[r
   const auto run = [&](const std::string& out, const std::string& more) {
     return run_program("--model " + (dir / "broken") + " --train-data " + (dir / "data.bin") +
                        " --no-shuffle --seq-len 33 --batch-size 2 --total-batch-size 132 --max-steps 3 --lr 0 "
-                       "--threads 1 --checkpoint-every 2 --out-dir " +
+                       "--threads 1 --checkpoint-every 1 --out-dir " +
                        (dir / out) + " " + more);
   };
   const auto skipped = [&](const std::string& out) {

@@ -17,7 +17,8 @@ struct Progress {
   int64_t done = 0;  // updates made
   OutlierDetector losses, norms;
   int64_t skipped_in_a_row = 0;  // of these updates, the last ones that --on-spike skip left out
-  int64_t rollback_point = 0;    // the step to whose checkpoint a rollback returns; 0: the beginning
+  int64_t last_made() const { return done - skipped_in_a_row; }
+  int64_t rollback_point = 0;  // the step to whose checkpoint a rollback returns; 0: the beginning
   double best_val = std::numeric_limits<double>::infinity();
   int64_t best_step = -1;
   bool validated = false;            // after the last of the updates
