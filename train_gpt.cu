@@ -185,16 +185,8 @@ class Updates {
     std::string history;
     if (action == OnSpike::rollback) {
       spike.rollback_point = r_.progress.rollback_point;
-      const std::vector<Rollback> before = rollbacks_since(job_.rollbacks, spike.rollback_point);
-      std::vector<int64_t> steps;
-      for (const Rollback& rollback : before) steps.push_back(rollback.spike);
-      if (std::ssize(before) >= o_.max_rollbacks) {
-        action = OnSpike::stop;
-        history = formatted(
-            " {} rollback(s) to step {}, after spikes at steps {}, have led to no later checkpoint (--max-rollbacks "
-            "{}).",
-            before.size(), spike.rollback_point, steps, o_.max_rollbacks);
-      }
+      history = why_no_rollback(job_.rollbacks, spike.rollback_point, o_);
+      if (!history.empty()) action = OnSpike::stop;
     }
     require_same_spike(spike, action, r_.control());
     if (action == OnSpike::skip) return skip(spike, result);

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "run/spikes.h"
 #include "run/training_rank.h"
 #include "run/validation.h"
 #include "train/sample.h"
@@ -49,7 +50,11 @@ class Milestones {
     save({.on_failure = last ? OnFailure::fail : o_.checkpoint_errors, .because = because, .best = best, .wait = last});
   }
   void save(const Save& how) {
-    require_finite_loss();
+    const double loss = loss_of_last_data();
+    if (!std::isfinite(loss) && o_.rolls_back() && how.because != Because::rule)  // as if it were not saved here
+      return r_.log.line(formatted("WARNING: with the weights after step {} the loss is {}, so they are not saved",
+                                   r_.progress.done, loss));
+    require_finite(loss, "");
     r_.checkpoints.save(r_.progress, r_.run, how);
   }
 
@@ -59,23 +64,32 @@ class Milestones {
   // The loss of a step is computed with the weights before its update. A checkpoint therefore evaluates one more
   // micro-batch, from the data of its last update: the weights may be finite and their loss not. Data of updates that
   // were skipped say nothing about the weights.
-  void require_finite_loss() {
-    if (finite_after_ == r_.progress.done || r_.progress.last_made() <= r_.first) return;
+  double loss_of_last_data() const {
+    if (finite_after_ == r_.progress.done || r_.progress.last_made() <= r_.first) return 0;
     const StepConfig& step = r_.job.step;
-    require_finite(r_.run.trainer.evaluate(1, step.batch.rows() * step.layout.readers(),
-                                           [this](int64_t) { return hooks_.last_batch(); }),
-                   "");
+    return r_.run.trainer.evaluate(1, step.batch.rows() * step.layout.readers(),
+                                   [this](int64_t) { return hooks_.last_batch(); });
   }
+  // Otherwise the run ends, or returns to an earlier step.
   void require_finite(double loss, const char* which) {
-    if (!std::isfinite(loss)) {
-      r_.checkpoints.settle(r_.progress, r_.run);
-      throw SharedError(
-          formatted("the last update diverged: with the weights after step {} the {}loss is {}, so they were "
-                    "not saved. Lower --lr, add --warmup-steps or check the data; {}",
-                    r_.progress.done, which, loss, r_.checkpoints.way_back(program_invocation_name)),
-          ExitStatus::diverged);
+    const int64_t step = r_.progress.done;
+    if (std::isfinite(loss)) {
+      finite_after_ = step;
+      return;
     }
-    finite_after_ = r_.progress.done;
+    r_.checkpoints.settle(r_.progress, r_.run);  // may be the one to return to
+    const int64_t point = r_.progress.rollback_point;
+    std::string history;
+    if (o_.rolls_back() && point < step) {
+      history = why_no_rollback(r_.job.rollbacks, point, o_);
+      const Spike spike{step, loss, loss, formatted("with the weights after it the {}loss is {}", which, loss), point};
+      require_same_spike(spike, history.empty() ? OnSpike::rollback : OnSpike::stop, r_.control());
+      if (history.empty()) throw RollsBack{spike};
+    }
+    throw SharedError(formatted("the last update diverged: with the weights after step {} the {}loss is {}, so they "
+                                "were not saved.{} Lower --lr, add --warmup-steps or check the data; {}",
+                                step, which, loss, history, r_.checkpoints.way_back(program_invocation_name)),
+                      ExitStatus::diverged);
   }
 
   void validate() {

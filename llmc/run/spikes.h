@@ -1,4 +1,5 @@
-// spikes.h: updates whose loss or gradient norm is above its limit or not finite, which no rank makes. All ranks see
+// spikes.h: updates whose loss or gradient norm is above its limit or not finite, which no rank makes; and those after
+// which the loss is not finite. All ranks see
 // the same, because loss and norm have one value on all (step_scalars.h), and so do the limits, which follow from
 // earlier values alone.
 #pragma once
@@ -8,6 +9,7 @@
 
 #include "comm/comm.h"
 #include "run/checkpoints/progress.h"
+#include "run/checkpoints/rollback.h"
 #include "run/options/options.h"
 #include "train/step_config.h"
 
@@ -43,6 +45,17 @@ inline std::string describe_spike(const StepResult& result, const SpikeLimits& l
                    by_loss ? "loss" : "gradient norm", by_loss ? result.loss : result.grad_norm,
                    by_loss ? limits.loss : limits.grad_norm, (by_loss ? o.skip_loss_z : o.skip_grad_z).value_or(0),
                    OutlierDetector::window, by_loss ? "--skip-loss-z" : "--skip-grad-z");
+}
+
+// Why a run does not return to this step once more; empty: it may.
+inline std::string why_no_rollback(const std::vector<Rollback>& rollbacks, int64_t step, const Options& o) {
+  const std::vector<Rollback> before = rollbacks_since(rollbacks, step);
+  if (std::ssize(before) < o.max_rollbacks) return "";
+  std::vector<int64_t> steps;
+  for (const Rollback& rollback : before) steps.push_back(rollback.spike);
+  return formatted(
+      " {} rollback(s) to step {}, after spikes at steps {}, have led to no later checkpoint (--max-rollbacks {}).",
+      before.size(), step, steps, o.max_rollbacks);
 }
 
 // Ends the run if not all ranks have seen, and will do, the same: the numbers of one are wrong.

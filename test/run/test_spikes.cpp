@@ -335,6 +335,32 @@ TEST_CASE("a checkpoint that is being written when a spike comes is the one to r
   REQUIRE(out.find("WARNING") == std::string::npos);
 }
 
+TEST_CASE(
+    "weights with which the next loss would not be finite are rolled back where a checkpoint finds it, but not by "
+    "the clock",
+    "[run][spikes]") {
+  const TempDir dir;
+  // Weight decay multiplies matrices by up to 10^4 in each step, until attention overflows.
+  const auto run = [&](const std::string& out, const std::string& more) {
+    const ProgramResult r = run_program(tiny(dir / out,
+                                             "--lr 100 --weight-decay 100 --warmup-steps 3 --max-steps 200 "
+                                             "--max-rollbacks 1 --on-spike rollback " +
+                                                 more));
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 2);
+    return r;
+  };
+  const ProgramResult r = run("rule", "--checkpoint-every 1");
+  REQUIRE(r.out.find(" is a spike: with the weights after it the loss is ") != std::string::npos);
+  REQUIRE(r.err.find(" 1 rollback(s) to step ") != std::string::npos);
+  run("clock", "--checkpoint-every 3 --checkpoint-minutes 1e-9");
+  run("none", "--checkpoint-every 3 --checkpoint-minutes 0");
+  const auto rollbacks = [&](const std::string& out) {
+    return to_json_object(read_run_record(dir / out + "/run.json").rollbacks).dump();
+  };
+  REQUIRE(rollbacks("clock") == rollbacks("none"));
+}
+
 TEST_CASE("a rollback in a stage of a mixture resumes bit for bit from every checkpoint after it", "[run][spikes]") {
   const SpikeData data;
   data.write("one", {70, 70});
