@@ -251,6 +251,7 @@ struct OptimizerOptions {
   uint64_t seed = 0;   // for stochastic rounding
   float momentum = 0;  // of Muon, Nesterov's
   Decay decay = Decay::always;                          // of Muon
+  bool decays_embeddings = true;                        // does the weight decay of matrices include these tables?
   std::array<float, rate_groups> rates = {1, 1, 1, 1};  // learning rates of groups of parameters, as parts of lr
 
   float rate(RateGroup group) const { return rates[static_cast<size_t>(group)]; }

@@ -320,6 +320,7 @@ inline OptimizerOptions optimizer_options(const Options& o, double lr, int64_t s
           .seed = static_cast<uint64_t>(o.seed),
           .momentum = static_cast<float>(o.muon_momentum),
           .decay = o.cautious_decay ? Decay::cautious : Decay::always,
+          .decays_embeddings = o.decay_embeddings == OnOff::on,
           .rates = {1, part(o.embed_lr), part(o.head_lr), part(o.scalar_lr)}};
 }
 

@@ -196,7 +196,8 @@ class UnitState {
   void update(Tensor control, const OptimizerOptions& options, Stream& stream) const {
     if (rounds_stochastically()) return update_stochastic(control, options, stream);
     const auto alike = [&](const ParamSpec& a, const ParamSpec& b) {
-      return a.rule == b.rule && a.decay == b.decay && options.rate(a.rates) == options.rate(b.rates);
+      return a.rule == b.rule && decays(a, options) == decays(b, options) &&
+             options.rate(a.rates) == options.rate(b.rates);
     };
     for (size_t i = 0; i < spec_.params.size();) {  // one call for neighbours that are updated alike, gaps included
       const ParamSpec& first = spec_.params[i];
@@ -340,9 +341,12 @@ class UnitState {
   SlotTensors slots_for_step(Optimizer rule, const Range& r) const {
     return rule_of(rule).of_matrices ? SlotTensors{} : slots_of(rule, r);
   }
+  static bool decays(const ParamSpec& p, const OptimizerOptions& options) {
+    return p.decay && (p.rates != RateGroup::embedding || options.decays_embeddings);
+  }
   static OptimizerOptions options_for(const ParamSpec& p, OptimizerOptions options) {
     options.lr *= options.rate(p.rates);
-    if (!p.decay) options.weight_decay = 0;
+    if (!decays(p, options)) options.weight_decay = 0;
     return options;
   }
 

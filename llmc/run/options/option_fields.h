@@ -60,6 +60,7 @@ struct Options {
   double final_lr_frac = 0, weight_decay = 0.1, beta1 = 0.9, adam_eps = 1e-8, grad_clip = 1;
   std::optional<double> beta2;  // none: the optimizer's, if it has one
   std::optional<double> beta2_in_use() const { return beta2 ? beta2 : rule_of(optimizer).usual_beta2; }
+  OnOff decay_embeddings = OnOff::on;
   std::optional<double> embed_lr, head_lr, scalar_lr;  // none: --lr
   NewtonSchulz muon_ns = NewtonSchulz::quintic;
   MuonScale muon_scale = MuonScale::rms;

@@ -135,6 +135,9 @@ void visit_options(O& o, Visitor&& visit) {
         "learning rate of the last step, as a fraction of the peak; ignored with --lr-schedule constant");
   visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match,
         "decoupled weight decay, for matrices only, not for biases and norms; with sgd, part of the gradient");
+  visit("--decay-embeddings", "", o.decay_embeddings, any_of<OnOff>(), must_match,
+        "whether the tables of tokens and positions decay like other matrices; a table that is also the output layer "
+        "is one of them");
   visit("--beta1", "", o.beta1, between(0, 0.9999999), must_match,
         "decay of AdamW's first moment; sgd's momentum; the momentum's share in lion's update direction");
   visit("--beta2", "", o.beta2, between(0, 0.9999999), must_match,

@@ -193,9 +193,9 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
                  human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.layout.readers(),
                  step.layout.ranks() == step.layout.readers() ? "rank(s)" : "group(s) of ranks")},
       {"layout", layout_text(step)},
-      {"optimizer", formatted("{}, lr {:.2e} {} after {} warm-up steps, weight decay {}, clip {}",
+      {"optimizer", formatted("{}, lr {:.2e} {} after {} warm-up steps, weight decay {}{}, clip {}",
                               rule_of(step.layout.zero.optimizer).title, o.lr, o.lr_schedule, o.warmup_steps,
-                              o.weight_decay, o.grad_clip) +
+                              o.weight_decay, o.decay_embeddings == OnOff::on ? "" : " (but embeddings)", o.grad_clip) +
                         (step.layout.pipeline.asynchronous() ? ", stage by stage by its own norm" : "")}};
   if (const std::string notice = vocabulary_notice(o, m); !notice.empty())
     rows.insert(rows.begin() + 1, {"vocabulary", notice});

@@ -1,0 +1,83 @@
+// Weight decay: which parameters decay.
+#include "run/checkpoints/checkpoint.h"
+#include "tiny_run.h"
+
+using namespace llmc;
+
+namespace {
+
+// Llama 2 with a table of 257 tokens, of which the data have the first 211, and an output layer of its own.
+std::string untied(const std::string& out, const std::string& more) {
+  return tiny(out,
+              "--model llama2:7B --n-layer 2 --n-head 2 --n-kv-head 2 --n-embd 16 --n-ffn 24 --vocab-size 257 "
+              "--seq-len 32 --total-batch-size 256 --max-steps 4 --warmup-steps 1 --lr-schedule constant " +
+                  more);
+}
+
+std::map<std::string, std::vector<float>> weights_of(const std::string& checkpoint) {
+  std::map<std::string, std::vector<float>> all;
+  const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(model_files(checkpoint));
+  for (const auto& file : files)
+    for (const std::string& name : file->names()) {
+      all[name].resize(static_cast<size_t>(file->info(name).numel()));
+      file->read(name, all[name].data());
+    }
+  return all;
+}
+
+// The rows of tokens that no text has: their gradients are zero, so nothing but decay changes them.
+std::vector<float> unused_rows(const std::map<std::string, std::vector<float>>& weights) {
+  const std::vector<float>& table = weights.at("model.embed_tokens.weight");
+  return {table.begin() + 211 * 16, table.end()};
+}
+
+}  // namespace
+
+TEST_CASE("with --decay-embeddings off the tables of tokens and positions do not decay, and all other matrices do",
+          "[train][decay]") {
+  const TempDir dir;
+  const auto run = [&](const char* name, const std::string& options) {
+    run_well(untied(dir / name, options));
+    return weights_of(dir / name + "/step-000004");
+  };
+  const auto initial = run("initial", "--lr 0"), on = run("on", "--weight-decay 0.5"),
+             off = run("off", "--weight-decay 0.5 --decay-embeddings off"), none = run("none", "--weight-decay 0");
+  REQUIRE(unused_rows(off) == unused_rows(initial));
+  for (size_t i = 0; i < unused_rows(on).size(); ++i) {
+    const double expected = unused_rows(initial)[i] * std::pow(1 - 1e-2 * 0.5, 4);
+    REQUIRE(std::abs(unused_rows(on)[i] - expected) <= 1e-6 * std::abs(expected));
+  }
+  for (const auto& [name, values] : off) {
+    INFO(name);
+    REQUIRE((values != on.at(name)));  // all follow from each other after the first step
+    REQUIRE((values != none.at(name)));
+  }
+
+  const std::string positions = "--n-layer 2 --max-steps 2 --warmup-steps 0 --weight-decay 0.5 --decay-embeddings off ";
+  run_well(tiny(dir / "gpt2", positions));
+  run_well(tiny(dir / "gpt2-initial", positions + "--lr 0"));
+  const std::vector<float> before = weights_of(dir / "gpt2-initial/step-000002").at("transformer.wpe.weight"),
+                           after = weights_of(dir / "gpt2/step-000002").at("transformer.wpe.weight");
+  REQUIRE(std::equal(after.begin() + 33 * 12, after.end(), before.begin() + 33 * 12));
+  REQUIRE_FALSE(std::equal(after.begin(), after.begin() + 33 * 12, before.begin()));
+}
+
+TEST_CASE("--decay-embeddings off is the same in every layout, and a run keeps it", "[train][decay]") {
+  const TempDir dir;
+  const std::string off = "--weight-decay 0.5 --decay-embeddings off ";
+  run_well(untied(dir / "one", off));
+  const std::map<int64_t, double> expected = losses(dir / "one");
+  const std::vector<float> unused = unused_rows(weights_of(dir / "one/step-000004"));
+  for (const char* layout :
+       {"--local-ranks 2 --zero-stage 1", "--local-ranks 2 --zero-stage 2 --dp-replicate 2",
+        "--local-ranks 2 --zero-stage 3", "--local-ranks 2 --tp 2", "--local-ranks 2 --cp 2", "--local-ranks 2 --pp 2",
+        "--local-ranks 4 --tp 2 --pp 2", "--local-ranks 2 --dp-sync parameter-server", "--optimizer muon --tp 2"}) {
+    INFO(layout);
+    std::filesystem::remove_all(dir / "run");
+    run_well(untied(dir / "run", off + layout));
+    REQUIRE(unused_rows(weights_of(dir / "run/step-000004")) == unused);
+    if (std::string(layout).find("muon") != std::string::npos) continue;
+    for (const auto& [step, loss] : losses(dir / "run")) REQUIRE(std::abs(loss / expected.at(step) - 1) < 1e-5);
+  }
+  refused(untied(dir / "one", "--weight-decay 0.5 --max-steps 6"), "--decay-embeddings was 'off' and is now 'on'");
+}
