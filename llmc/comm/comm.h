@@ -142,9 +142,11 @@ class Comm : public HostGroup {
     CHECK(send[me].count == receive[me].count, "all_to_all_rows of {}: rank {} sends itself {} rows, and receives {}",
           name_, me, send[me].count, receive[me].count);
     in.dtype = out.dtype = as_moved(in.dtype);
+    int messages = 0;
+    for (size_t k = 0; k < send.size(); ++k) messages += k != me && (send[k].count > 0 || receive[k].count > 0);
     // Rows between the blocks may hold anything: they are not inspected.
     run(
-        {.op = "all_to_all_rows", .buffer = out, .pattern = Pattern::all_to_all, .inspect = Inspect::no}, stream,
+        {"all_to_all_rows", out, Pattern::all_to_all, messages, Inspect::no}, stream,
         [=]<class T>(const Link& link, T* x, T*) {
           ring::all_to_all_rows(link, x, reinterpret_cast<const T*>(in.bytes), width, send, receive);
         },

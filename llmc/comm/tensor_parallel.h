@@ -13,7 +13,7 @@ inline constexpr int64_t vocab_multiple = 128;  // rows of a vocabulary that a r
 struct TensorParallel {
   int ranks = 1;
   bool sequence = true;  // sequence parallelism: between the products each rank has some rows of the residual stream
-  bool overlap = false;  // exchange one piece of a product while another is computed
+  bool overlap = false;  // exchange one piece of a product while another is computed (parallel/group.h)
   int head_copies = 1;   // ranks that have the same key-value head: more than one if there are fewer heads than ranks
 
   bool by_rows() const { return ranks > 1 && sequence; }

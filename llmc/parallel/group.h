@@ -7,9 +7,9 @@
 // Padding is finite, has no loss and so no gradient. Without sequence parallelism every rank has all R rows.
 //
 // A reduction is an all-to-all in the training dtype; each rank adds the parts in fp32 in rank order and rounds once
-// (contract 12). An all-gather and a product, or a product and a reduction, go in P pieces of S rows, so that one piece
-// may travel while another is computed (--tp-overlap); without overlap the same pieces are computed one after the
-// other.
+// (contract 12). Without overlap a linear layer is one collective and one product. With --tp-overlap the slices of all
+// ranks are cut into K = min(P, 4) pieces of neighbours, so that one piece travels while another is computed: in turn t
+// the ranks of piece g send to those of piece g + t, so that all links are busy at all times.
 #pragma once
 #include <vector>
 
@@ -38,11 +38,39 @@ inline Tensor rows_of(const Tensor& t, const Range& rows) {
   return t.slice(rows.begin * t.shape[1], {rows.size, t.shape[1]});
 }
 
-// Slice p of R rows cut into slices of S, without padding: it may be short or empty.
-inline Range slice_of(int64_t R, int64_t S, int p) {
-  const int64_t begin = std::min(R, S * p);
-  return {begin, std::min(R, S * (p + 1)) - begin};
+// The slices of these ranks, of R rows cut into slices of S, without padding: they may be short or empty.
+inline Range rows_of_slices(int64_t R, int64_t S, const Range& ranks) {
+  const int64_t begin = std::min(R, S * ranks.begin);
+  return {begin, std::min(R, S * ranks.end()) - begin};
 }
+
+// The pieces in which the slices of all ranks travel. At most four: each costs the launch of a product and an exchange.
+class Pieces {
+ public:
+  explicit Pieces(const Group& g)
+      : P_(g.size()), r_(g.rank()), count_(g.tensor().overlap ? std::min<int64_t>(P_, 4) : 1) {
+    while (piece(mine_).end() <= r_) ++mine_;
+  }
+  int64_t count() const { return count_; }
+  // The ranks that this one sends to in a turn, and those that it receives from; in turn 0 those of its own piece.
+  Range to(int64_t turn) const { return piece((mine_ + turn) % count_); }
+  Range from(int64_t turn) const { return piece((mine_ - turn + count_) % count_); }
+  bool nobody_sends(int64_t turn) const { return turn == 0 && count_ == P_; }
+
+  // The slices of `ranks`, of S rows each, as blocks for an all-to-all.
+  std::vector<RowBlock> blocks(const Range& ranks, int64_t S) const {
+    std::vector<RowBlock> all(static_cast<size_t>(P_), RowBlock{0, 0});
+    for (int64_t k = ranks.begin; k < ranks.end(); ++k) all[static_cast<size_t>(k)] = {S * k, S};
+    return all;
+  }
+
+ private:
+  Range piece(int64_t i) const {
+    const int64_t begin = P_ * i / count_;
+    return {begin, P_ * (i + 1) / count_ - begin};
+  }
+  int64_t P_, r_, count_, mine_ = 0;
+};
 
 // The stream of the exchanges; the next exchange waits for everything enqueued on the compute stream so far.
 inline Stream& after_compute(const Group& g) {
@@ -51,53 +79,68 @@ inline Stream& after_compute(const Group& g) {
   return *g.ranks.find_stream(Lane::exchange);
 }
 
-// Slices of a matrix that are on their way from other ranks: one event for each of rank() - 1, rank() - 2, ...
+// Slices of a matrix that are on their way from other ranks: with overlap an event for each piece, in turn.
 using Arrivals = std::vector<Event>;
 
 // Begins to gather the slices of the other ranks into all (P S, C); this rank has already set slice rank().
 inline Arrivals begin_all_gather(Tensor all, const Group& g) {
-  const int P = g.size(), r = g.rank();
-  const int64_t S = all.shape[0] / P;
-  auto slice = [&](int p) { return rows_of(all, {S * p, S}); };
+  Comm& ranks = g.ranks[GroupName::activations];
+  if (!g.tensor().overlap) return ranks.all_gather(all, g.compute), Arrivals{};
+  const Pieces pieces(g);
+  const int64_t S = all.shape[0] / g.size();
   Stream& stream = after_compute(g);
   Arrivals arrivals;
-  for (int s = 1; s < P; ++s) {
-    const int to = (r + s) % P, from = (r - s + P) % P;
-    g.ranks[GroupName::activations].exchange(slice(r), to, slice(from), from, stream);
+  for (int64_t turn = 0; turn < pieces.count(); ++turn) {
+    if (!pieces.nobody_sends(turn)) {
+      std::vector<RowBlock> send = pieces.blocks(pieces.to(turn), S), receive = pieces.blocks(pieces.from(turn), S);
+      for (RowBlock& b : send) b.begin = S * g.rank();
+      send[static_cast<size_t>(g.rank())].count = receive[static_cast<size_t>(g.rank())].count = 0;
+      ranks.all_to_all_rows(all, all, send, receive, stream);
+    }
     arrivals.push_back(stream.record());
   }
   return arrivals;
 }
-// Calls use(p) for each slice, in the order of arrival; it enqueues the work that reads slice p.
+// Calls use(ranks) for the slices of all ranks, or for one piece after the other in the order of arrival; it enqueues
+// the work that reads them.
 template <class Use>
 void as_they_arrive(const Arrivals& arrivals, const Group& g, Use&& use) {
-  const int P = g.size(), r = g.rank();
-  use(r);
-  for (int s = 1; s < P; ++s) {
-    if (g.ranks.find_stream(Lane::exchange)) g.compute.wait(arrivals[static_cast<size_t>(s) - 1]);
-    use((r - s + P) % P);
+  if (!g.tensor().overlap) return use(Range{0, g.size()});
+  const Pieces pieces(g);
+  for (int64_t turn = 0; turn < pieces.count(); ++turn) {
+    if (!pieces.nobody_sends(turn)) g.compute.wait(arrivals[static_cast<size_t>(turn)]);
+    use(pieces.from(turn));
   }
 }
 inline void all_gather(Tensor all, const Group& g) {
-  as_they_arrive(begin_all_gather(all, g), g, [](int) {});
+  as_they_arrive(begin_all_gather(all, g), g, [](const Range&) {});
 }
 
-// out (S, C) = bias + the sum over the ranks of their products for this rank's slice. product(piece (S, C), p):
-// computes slice p. meanwhile(): enqueues work that does not depend on the result.
+// out (S, C) = bias + the sum over the ranks of their products of this rank's slice of R rows. product(piece, rows):
+// computes these rows. meanwhile(): enqueues work that does not depend on the result.
 template <class Product, class Meanwhile>
-void reduce_scatter(Tensor out, Tensor bias, const Group& g, Product&& product, Meanwhile&& meanwhile) {
-  const int P = g.size(), r = g.rank();
-  const int64_t S = out.shape[0], C = out.shape[1];
+void reduce_scatter(Tensor out, int64_t R, Tensor bias, const Group& g, Product&& product, Meanwhile&& meanwhile) {
+  const Pieces pieces(g);
+  const int64_t P = g.size(), S = out.shape[0], C = out.shape[1];
   auto scope = g.arena.scope();
-  const Tensor sent = g.temporary("partial sums to send", out.dtype, {(P - 1) * S, C});
+  const Tensor sent = g.temporary("partial sums to send", out.dtype, {P * S, C});
   const Tensor parts = g.temporary("partial sums", out.dtype, {P * S, C});
-  auto slice = [&](const Tensor& t, int p) { return rows_of(t, {S * p, S}); };
-  for (int s = 1; s < P; ++s) {
-    const int to = (r + s) % P, from = (r - s + P) % P;
-    product(slice(sent, s - 1), to);
-    g.ranks[GroupName::activations].exchange(slice(sent, s - 1), to, slice(parts, from), from, after_compute(g));
+  auto compute = [&](const Tensor& all, const Range& ranks) {
+    const Range rows = rows_of_slices(R, S, ranks);
+    if (rows.size > 0) product(rows_of(all, rows), rows);
+    if (const int64_t padding = S * ranks.size - rows.size; padding > 0)
+      zero(rows_of(all, {S * ranks.end() - padding, padding}), g.compute);
+  };
+  for (int64_t i = 1; i <= pieces.count(); ++i) {  // a rank's own piece comes last
+    const int64_t turn = i % pieces.count();
+    if (pieces.nobody_sends(turn)) {
+      compute(parts, pieces.to(turn));
+    } else {
+      compute(sent, pieces.to(turn));
+      g.ranks[GroupName::activations].all_to_all_rows(parts, sent, pieces.blocks(pieces.to(turn), S),
+                                                      pieces.blocks(pieces.from(turn), S), after_compute(g));
+    }
   }
-  product(slice(parts, r), r);
   meanwhile();
   if (Stream* exchanges = g.ranks.find_stream(Lane::exchange)) g.compute.wait(exchanges->record());
   merge_parts(out, parts.reshaped({P, S, C}), bias, g.compute);
@@ -107,17 +150,11 @@ void reduce_scatter(Tensor out, Tensor bias, const Group& g, Product&& product, 
 // computes these rows of it. Where every rank has all rows, the slices are gathered at the end.
 template <class Product, class Meanwhile>
 void reduce(Tensor out, int64_t R, Tensor bias, const Group& g, Product&& product, Meanwhile&& meanwhile) {
+  if (g.by_rows()) return reduce_scatter(out, R, bias, g, product, meanwhile);
   auto scope = g.arena.scope();
-  const int64_t S = g.by_rows() ? out.shape[0] : ceil_div(R, g.size());
-  const Tensor all =
-      g.by_rows() ? Tensor{} : g.temporary("sum over the ranks", out.dtype, {S * g.size(), out.shape[1]});
-  auto padded = [&](Tensor piece, int p) {
-    const Range rows = slice_of(R, S, p);
-    if (rows.size > 0) product(rows_of(piece, {0, rows.size}), rows);
-    if (rows.size < S) zero(rows_of(piece, {rows.size, S - rows.size}), g.compute);
-  };
-  reduce_scatter(g.by_rows() ? out : rows_of(all, {S * g.rank(), S}), bias, g, padded, meanwhile);
-  if (g.by_rows()) return;
+  const int64_t S = ceil_div(R, g.size());
+  const Tensor all = g.temporary("sum over the ranks", out.dtype, {S * g.size(), out.shape[1]});
+  reduce_scatter(rows_of(all, {S * g.rank(), S}), R, bias, g, product, meanwhile);
   all_gather(all, g);
   copy(out, rows_of(all, {0, R}), g.compute);
 }
@@ -148,8 +185,8 @@ void with_all_rows(Tensor out, Tensor x, Tensor room, const char* name, const Gr
   if (!g.by_rows()) return product(out, x);
   auto scope = g.arena.scope();
   if (room.empty()) room = room_for_rows(name, x, g);
-  as_they_arrive(begin_gather_rows(room, x, g), g, [&](int p) {
-    const Range rows = slice_of(out.shape[0], x.shape[0], p);
+  as_they_arrive(begin_gather_rows(room, x, g), g, [&](const Range& ranks) {
+    const Range rows = rows_of_slices(out.shape[0], x.shape[0], ranks);
     if (rows.size > 0) product(rows_of(out, rows), rows_of(room, rows));
   });
 }
@@ -157,7 +194,7 @@ void with_all_rows(Tensor out, Tensor x, Tensor room, const char* name, const Gr
 inline Tensor all_rows(const char* name, Tensor x, const Group& g) {
   if (!g.by_rows()) return x;
   const Tensor room = room_for_rows(name, x, g);
-  as_they_arrive(begin_gather_rows(room, x, g), g, [](int) {});
+  as_they_arrive(begin_gather_rows(room, x, g), g, [](const Range&) {});
   return room;
 }
 

@@ -92,7 +92,7 @@ struct ColumnLinear {
       arrivals = begin_gather_rows(gathered, x, g);
     }
     backward_input(dx, dout, [&] {
-      if (!arrivals.empty()) as_they_arrive(arrivals, g, [](int) {});
+      if (!arrivals.empty()) as_they_arrive(arrivals, g, [](const Range&) {});
       backward_weight(dout, x, gathered);
     });
   }

@@ -1,6 +1,7 @@
 // tensor_bugs.h: bugs of tensor parallelism that tests plant, in the manner of layout_bugs.h. The exchanges of
 // parallel/tensor_layers.h are told apart by the names of their buffers.
 #pragma once
+#include <algorithm>
 #include <string_view>
 #include <utility>
 
@@ -10,14 +11,32 @@ namespace tensor_bugs {
 
 using namespace llmc;
 
-// A kind of exchange that does not happen: what arrives is what was there before.
+// The slices of a gathered buffer, as (P, S) elements of T.
+template <class T>
+T* slice_of(const Tensor& all, int rank, int size) {
+  return all.data<T>() + all.numel() / size * rank;
+}
+
+// A kind of exchange that does not happen. What arrives is finite, so that the result is wrong and not NaN.
 template <const std::string_view& skipped>
 struct Skips final : Comm {
   static constexpr std::string_view groups[] = {"activations"};
   explicit Skips(Comm&& group) : Comm(std::move(group)) {}
-  void exchange(Tensor out, int to, Tensor in, int from, Stream& stream) override {
-    if (std::string_view(in.name) != skipped) Comm::exchange(out, to, in, from, stream);
-    else zero(in, stream);  // finite, so that the result is wrong and not NaN
+  void all_gather(Tensor all, Stream& stream) override {
+    if (std::string_view(all.name) != skipped) return Comm::all_gather(all, stream);
+    const int64_t slice = all.numel() / size();
+    for (int r = 0; r < size(); ++r)
+      if (r != rank()) zero(all.slice(slice * r, {slice}), stream);
+  }
+  void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send, const std::vector<RowBlock>& receive,
+                       Stream& stream) override {
+    if (std::string_view(out.name) != skipped) return Comm::all_to_all_rows(out, in, send, receive, stream);
+    zero(out, stream);
+    const auto mine = [&](const Tensor& t, const std::vector<RowBlock>& blocks) {
+      const RowBlock& b = blocks[static_cast<size_t>(rank())];
+      return t.slice(b.begin * t.shape[1], {b.count, t.shape[1]});
+    };
+    copy(mine(out, receive), mine(in, send), stream);
   }
 };
 inline constexpr std::string_view gathered = "gathered", gathered_again = "gathered again",
@@ -28,17 +47,13 @@ inline constexpr std::string_view gathered = "gathered", gathered_again = "gathe
 struct SwapsRanks final : Comm {
   static constexpr std::string_view groups[] = {"activations"};
   explicit SwapsRanks(Comm&& group) : Comm(std::move(group)) {}
-  void exchange(Tensor out, int to, Tensor in, int from, Stream& stream) override {
-    const int P = size(), r = rank();
-    if (P > 2 && std::string_view(in.name) == gathered && from != (r + 1) % P) {
-      const bool previous = from == (r + P - 1) % P;
-      if (previous || from == (r + P - 2) % P) {
-        const int64_t slice = in.numel();
-        const int other = previous ? (r + P - 2) % P : (r + P - 1) % P;
-        in.bytes += (other - from) * slice * size_of(in.dtype);
-      }
-    }
-    Comm::exchange(out, to, in, from, stream);
+  void all_gather(Tensor all, Stream& stream) override {
+    Comm::all_gather(all, stream);
+    if (std::string_view(all.name) != gathered || size() < 3) return;
+    stream.enqueue([all, P = size(), a = (rank() + size() - 1) % size(), b = (rank() + size() - 2) % size()] {
+      float *const first = slice_of<float>(all, a, P), *const second = slice_of<float>(all, b, P);
+      std::swap_ranges(first, first + all.numel() / P, second);
+    });
   }
 };
 
@@ -47,11 +62,12 @@ template <void (*change)(float* largest_sum_target)>
 struct ChangesLoss final : Comm {
   static constexpr std::string_view groups[] = {"activations"};
   explicit ChangesLoss(Comm&& group) : Comm(std::move(group)) {}
-  void exchange(Tensor out, int to, Tensor in, int from, Stream& stream) override {
-    Comm::exchange(out, to, in, from, stream);
-    if (std::string_view(in.name) != "largest, sum, target") return;
-    stream.enqueue([in] {
-      for (int64_t n = 0; n < in.shape[0]; ++n) change(in.data<float>() + 3 * n);
+  void all_gather(Tensor all, Stream& stream) override {
+    Comm::all_gather(all, stream);
+    if (std::string_view(all.name) != "largest, sum, target") return;
+    stream.enqueue([all, me = rank(), P = size()] {
+      for (int r = 0; r < P; ++r)
+        for (int64_t n = 0; r != me && n < all.shape[0] / P; ++n) change(slice_of<float>(all, r, P) + 3 * n);
     });
   }
 };

@@ -286,8 +286,9 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--sequence-parallel", "", o.sequence_parallel, any_of<OnOff>(), warn,
         "with --tp, divide the rows of what lies between the parallel products, such as norms and residuals, among the "
         "ranks, instead of keeping all rows on each: less memory, a quarter more traffic");
-  visit("--tp-overlap", "", o.tp_overlap, Limits{}, free,
-        "with --tp, exchange one piece of a product while another is computed; the same numbers");
+  visit("--tp-overlap", "", o.tp_overlap, Limits{}, warn,
+        "with --tp, cut products into at most four pieces, and exchange one while another is computed; GPUs may round "
+        "products of other sizes differently");
   visit("--cp", "", o.cp, between(1, 1 << 10), warn,
         "context parallelism: ranks that share every sequence, for long sequences: each rank has two of 2 N equal "
         "slices, an early and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is "
