@@ -33,7 +33,9 @@
 #                        environment: HOSTS=A,B, which run_mpirun.sh reads, and HOST_COUNT=2. With fewer hosts there are
 #                        fewer ranks, so fewer replicas share each batch, which stays the same. If the trainer refuses
 #                        that number (ranks must divide the batch), one host less is tried, and so on
-#   --min-hosts N        with fewer hosts it does not go on; default: all
+#   --spares N           of --hosts, so many wait: the others run, and a spare takes the place of one that stays away, at
+#                        once and with the same number of ranks; default: 0
+#   --min-hosts N        with fewer hosts it does not go on; default: all but the spares
 #   --host-wait SECONDS  how long hosts that do not answer are waited for; default: 300. One that is back later is used
 #                        from the next start on
 #   --probe COMMAND      succeeds if host {} is there; default: this host, or ssh -o BatchMode=yes {} true
@@ -44,18 +46,18 @@ refuse() { say "$1; see scripts/supervise.sh --help"; exit 1; }
 
 # ---- Options ---------------------------------------------------------------------------------------------------------
 
-out='' max_failures=5 first_delay=5 max_delay=300 hosts=() min_hosts='' host_wait=300
+out='' max_failures=5 first_delay=5 max_delay=300 hosts=() spares=0 min_hosts='' host_wait=300
 # shellcheck disable=SC2016    # for another shell
 probe='[ {} = localhost ] || [ {} = $(uname -n) ] || ssh -o BatchMode=yes -o ConnectTimeout=10 {} true'
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
   case $1 in
     --help) sed -n '2,/^[^#]/s/^#$\|^# //p' "$0"; exit ;;
-    --out-dir | --max-failures | --delay | --max-delay | --hosts | --min-hosts | --host-wait | --probe) ;;
+    --out-dir | --max-failures | --delay | --max-delay | --hosts | --spares | --min-hosts | --host-wait | --probe) ;;
     *) refuse "'$1': expected one of its options, and -- before the command" ;;
   esac
   [ $# -ge 2 ] || refuse "$1: expected a value"
-  case $1 in --max-failures | --delay | --max-delay | --min-hosts | --host-wait)
-    [[ $2 =~ ^[0-9]{1,9}$ && ($2 -gt 0 || $1 = --delay || $1 = --host-wait) ]] || refuse "$1 '$2': expected a whole number" ;;
+  case $1 in --max-failures | --delay | --max-delay | --spares | --min-hosts | --host-wait)
+    [[ $2 =~ ^[0-9]{1,9}$ && ($2 -gt 0 || $1 = --delay || $1 = --spares || $1 = --host-wait) ]] || refuse "$1 '$2': expected a whole number" ;;
   esac
   case $1 in
     --out-dir) out=$2 ;;
@@ -64,6 +66,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     --max-delay) max_delay=$2 ;;
     --hosts) [[ $2 =~ ^[][A-Za-z0-9._:-]+(,[][A-Za-z0-9._:-]+)*$ ]] || refuse "--hosts '$2': expected names, separated by commas"
       IFS=, read -r -a hosts <<<"$2" ;;
+    --spares) spares=$2 ;;
     --min-hosts) min_hosts=$2 ;;
     --host-wait) host_wait=$2 ;;
     --probe) probe=$2 ;;
@@ -81,8 +84,11 @@ for word in "${command[@]}"; do
   previous=$word
 done
 [ -n "$out" ] || refuse "where does the run save? The command names no --out-dir; give this script its own: --out-dir DIR"
-min_hosts=${min_hosts:-${#hosts[@]}}
-[ "$min_hosts" -le ${#hosts[@]} ] || refuse "--min-hosts $min_hosts: there are ${#hosts[@]} in --hosts"
+[ "$spares" = 0 ] || [ "$spares" -lt ${#hosts[@]} ] || refuse "--spares $spares: there are ${#hosts[@]} in --hosts"
+wanted=$((${#hosts[@]} - spares))   # hosts that run
+min_hosts=${min_hosts:-$wanted}
+[ "$min_hosts" -le "$wanted" ] ||
+  refuse "--min-hosts $min_hosts: there are ${#hosts[@]} in --hosts$([ "$spares" = 0 ] || echo ", $spares of them --spares")"
 
 # ---- Signals ---------------------------------------------------------------------------------------------------------
 
@@ -164,7 +170,7 @@ without() { # HOST...: those of --hosts that are not among them
   local host
   for host in "${hosts[@]}"; do [[ " $* " = *" $host "* ]] || echo "$host"; done
 }
-most_hosts=${#hosts[@]}   # fewer where the trainer has refused that many
+most_hosts=$wanted   # fewer where the trainer has refused that many
 # Sets and exports HOSTS and HOST_COUNT; fails if too few hosts are there.
 choose_hosts() {
   [ ${#hosts[@]} -gt 0 ] || return 0
@@ -172,12 +178,12 @@ choose_hosts() {
   while :; do
     mapfile -t up < <(answering)
     mapfile -t away < <(without "${up[@]}")
-    if [ ${#away[@]} -eq 0 ] || [ "$SECONDS" -ge "$deadline" ]; then break; fi
+    if [ ${#up[@]} -ge "$wanted" ] || [ "$SECONDS" -ge "$deadline" ]; then break; fi
     [ -n "$said" ] || say "no answer from $(listed "${away[@]}"): waiting up to $host_wait s (--host-wait)"
     said=yes
     pause $((deadline - SECONDS < 5 ? deadline - SECONDS : 5))
   done
-  [ ${#away[@]} -gt 0 ] || most_hosts=${#hosts[@]}
+  [ ${#away[@]} -gt 0 ] || most_hosts=$wanted
   if [ ${#up[@]} -lt "$min_hosts" ]; then
     echo "of ${#hosts[@]} hosts ${#up[@]} answer, fewer than --min-hosts $min_hosts: no answer from $(listed "${away[@]}")" >"$errors"
     return 1
@@ -185,8 +191,11 @@ choose_hosts() {
   [ ${#up[@]} -le "$most_hosts" ] || up=("${up[@]:0:most_hosts}")
   HOST_COUNT=${#up[@]} HOSTS=$(listed "${up[@]}")
   export HOSTS HOST_COUNT
-  [ "$HOST_COUNT" = ${#hosts[@]} ] ||
-    say "going on with $HOST_COUNT of ${#hosts[@]} hosts, $HOSTS: fewer replicas share each batch, which stays the same"
+  if [ ${#away[@]} -gt 0 ] && [ "$HOST_COUNT" = "$wanted" ]; then
+    say "no answer from $(listed "${away[@]}"): with the spares the run goes on on $HOSTS"
+  fi
+  [ "$HOST_COUNT" = "$wanted" ] ||
+    say "going on with $HOST_COUNT of $wanted hosts, $HOSTS: fewer replicas share each batch, which stays the same"
 }
 
 # ---- Starts ----------------------------------------------------------------------------------------------------------
@@ -257,7 +266,7 @@ while :; do
   fi
   error=$(last_error)
   if [ $status = 1 ] && [ "$cause" = crash ] && [[ $error = 'train_gpt: '* && $error != *'another run is writing'* ]]; then
-    if [ ${#hosts[@]} -gt 0 ] && [ "$HOST_COUNT" -lt ${#hosts[@]} ] && [ "$HOST_COUNT" -gt "$min_hosts" ]; then
+    if [ ${#hosts[@]} -gt 0 ] && [ "$HOST_COUNT" -lt "$wanted" ] && [ "$HOST_COUNT" -gt "$min_hosts" ]; then
       most_hosts=$((HOST_COUNT - 1))
       say "the run was refused on $HOST_COUNT hosts; trying $most_hosts"
       continue

@@ -152,6 +152,19 @@ says 'going on with 3 of 4 hosts, n1,n2,n4: fewer replicas share each batch, whi
 says 'the run was refused on 3 hosts; trying 2'
 printf '%s\n' '3 n1,n2,n4' '2 n1,n2' '4 n1,n2,n3,n4' | cmp -s - "$dir/starts" || fail "the starts are on other hosts"
 
+# A spare takes the place of a host that stays away, without a wait; two cannot be replaced by one.
+prepare 'KILL 0' '0 0'
+ends 0 2 '5' "${by_hosts[@]}" --spares 1
+printf '%s\n' '3 n1,n2,n3' '3 n1,n2,n3' | cmp -s - "$dir/starts" || fail "spares run"
+prepare '0 0'
+touch "$dir/away-n2"
+ends 0 1 '' "${by_hosts[@]}" --spares 1
+says 'no answer from n2: with the spares the run goes on on n1,n3,n4'
+prepare '0 0'
+touch "$dir/away-n2" "$dir/away-n1"
+ends 0 1 '' "${by_hosts[@]}" --spares 1 --min-hosts 2 --host-wait 0
+says 'going on with 2 of 3 hosts, n3,n4: fewer replicas share each batch, which stays the same'
+
 refused() { # TEXT ARGUMENT...
   local status=0
   scripts/supervise.sh "${@:2}" 2>"$dir/said" || status=$?
@@ -164,6 +177,8 @@ refused 'The command names no --out-dir' -- true
 refused '--restart would start the run over after each crash' -- ./train_gpt -o out --restart
 refused "--hosts 'a;b': expected names" --hosts 'a;b' -- true -o out
 refused '--min-hosts 3: there are 2 in --hosts' --hosts a,b --min-hosts 3 -- true -o out
+refused '--spares 2: there are 2 in --hosts' --hosts a,b --spares 2 -- true -o out
+refused '--min-hosts 2: there are 2 in --hosts, 1 of them --spares' --hosts a,b --spares 1 --min-hosts 2 -- true -o out
 refused 'expected -- and the command' -- 
 scripts/supervise.sh --help | grep -q -e '--max-failures N' || fail "no --help"
 
