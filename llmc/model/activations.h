@@ -25,6 +25,16 @@ struct BatchShape {
 enum class Recompute : uint8_t { none, activation, norm, block };
 constexpr auto names_of_values(Recompute) { return std::array{"none", "activation", "norm", "block"}; }
 
+// With blocks recomputed, segments of several blocks may share one kept input (Chen et al. 2016): the backward computes
+// the segment's blocks forward again from it, in full, before it recomputes one block after another. n blocks then keep
+// n / N inputs, and N - 1 while a segment is in the backward; of N, about the square root of n is best.
+struct RecomputeChoice {
+  Recompute what = Recompute::none;
+  int64_t segment = 1;  // blocks
+  bool operator==(const RecomputeChoice&) const = default;
+  operator std::string() const { return segment > 1 ? formatted("{}:{}", what, segment) : std::string(name_of(what)); }
+};
+
 // The layers of a model that a set of activations is for. If some layers have experts and some do not, a set for any
 // layer has room for both.
 enum class Layers : uint8_t { dense, sparse, any };

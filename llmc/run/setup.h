@@ -208,7 +208,8 @@ inline StepConfig choose_step(const Options& o) {
   StepConfig step{.model = choose_model(o),
                   .precision = choose_precision(o),
                   .batch = {o.batch_size, o.seq_len},
-                  .recompute = o.recompute,
+                  .recompute = o.recompute.what,
+                  .segment = o.recompute.segment,
                   .generates = o.sample_every > 0,
                   .documents = o.mask_documents ? Documents::apart : Documents::together};
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
@@ -224,6 +225,11 @@ inline StepConfig choose_step(const Options& o) {
   step.head_chunks = o.head_chunks;
   require_countable(step);
   step.layout.pipeline.layers = choose_layers(o, step);
+  CHECK(step.segment <= step.largest_chunk(),
+        "--recompute {} with {} block{} in {}: a segment must not be longer; the square-root rule gives {}",
+        o.recompute, step.largest_chunk(), step.largest_chunk() == 1 ? "" : "s",
+        step.layout.pipeline.stages == 1 ? "the model" : "the largest chunk of a stage",
+        std::string(square_root_recomputation(step)));
   return step;
 }
 

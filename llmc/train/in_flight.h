@@ -93,7 +93,7 @@ class PassMemory {
             actions,
             [&](int c) {
               const int64_t all = layers(c);
-              return sets_of_one_kind(pass.purpose == Purpose::train ? all - sends_output(c)
+              return sets_of_one_kind(pass.purpose == Purpose::train ? ceil_div(all, segment()) - sends_output(c)
                                                                      : std::min<int64_t>(all, 2));
             },
             ActionKind::forward, is_backward),
@@ -133,6 +133,9 @@ class PassMemory {
     };
     outputs_ = outputs(output_sets_);
     sent_ = outputs(sent_sets_);
+    for (int64_t i = 1; i < std::min(segment(), most_layers()); ++i)
+      inner_outputs_.push_back(
+          arena.alloc("recomputed", "outputs within a segment", config.precision.activations, stream_shape));
     for (const BatchShape& room : rooms(block_sets_, actions))
       blocks_.push_back(BlockActivations::kept(block_shape(room, block_sets_.kind_of<Layers>(blocks_.size())),
                                                recompute, backward, shared, arena));
@@ -203,6 +206,13 @@ class PassMemory {
     return {model_, batch, layers, config_.layout.tensor, config_.precision.activations, placement_};
   }
   int64_t layers(int chunk) const { return static_cast<int64_t>(chunks_[static_cast<size_t>(chunk)].layers.size()); }
+  int64_t most_layers() const {
+    int64_t most = 0;
+    for (size_t c = 0; c < chunks_.size(); ++c) most = std::max(most, layers(static_cast<int>(c)));
+    return most;
+  }
+  // The blocks that share one kept input; those within a segment write to outputs that all segments use in turn.
+  int64_t segment() const { return config_.segment_for(purpose_); }
   // The kinds of a chunk's layers.
   std::vector<Layers> kinds_of(int chunk) const {
     std::vector<Layers> kinds;
@@ -234,9 +244,11 @@ class PassMemory {
   }
   // (S, C): the output of a block of the action's chunk
   Tensor output(const Action& a, int64_t layer) const {
-    const bool sent = layer + 1 == layers(a.chunk) && sends_output(a.chunk);
+    const bool last = layer + 1 == layers(a.chunk), sent = last && sends_output(a.chunk);
+    if (const int64_t place = layer % segment(); !last && place + 1 < segment())
+      return inner_outputs_[static_cast<size_t>(place)].slice(0, stream_shape(a.slice));
     const auto& [tensors, sets] = sent ? std::tie(sent_, sent_sets_) : std::tie(outputs_, output_sets_);
-    return tensors[set_of(sets.of(a.chunk, a.micro_batch, a.slice), layer)].slice(0, stream_shape(a.slice));
+    return tensors[set_of(sets.of(a.chunk, a.micro_batch, a.slice), layer / segment())].slice(0, stream_shape(a.slice));
   }
   Tensor input(const Action& a) const {
     if (!has_own_input(a.chunk)) return output({a.kind, a.chunk - 1, a.micro_batch, a.slice});
@@ -286,7 +298,7 @@ class PassMemory {
   std::vector<Tensor> keys_;
   std::vector<std::vector<Tensor>> key_gradients_;  // by chunk and block
   std::vector<MicroBatch> inputs_;                  // micro-batch m uses set m modulo their number; one per slice
-  std::vector<Tensor> chunk_inputs_, outputs_, sent_;
+  std::vector<Tensor> chunk_inputs_, outputs_, sent_, inner_outputs_;
   std::vector<BlockActivations> blocks_, products_, recomputed_products_;
   std::vector<OutputGradients> gradients_;
   Tensor gradient_;

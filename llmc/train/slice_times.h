@@ -81,14 +81,20 @@ class SliceTimes {
     stream_.set_ledger(&ops_);
     const Block block({model_, block_, acts, sequences, group});
     block.forward(x);
+    const double forward = seconds_since(begin);
     block.recompute(x, recompute);
     block.backward(dx, x);
-    double seconds = stream_.seconds() - begin;
-    for (const auto& [name, totals] : ops_) seconds += static_cast<double>(totals.calls) * rates_.op_seconds;
-    return static_cast<double>(blocks_) * seconds;
+    const double segment = static_cast<double>(config_.segment_for(Purpose::train));
+    return static_cast<double>(blocks_) * (seconds_since(begin) + forward * (segment - 1) / segment);
   }
 
  private:
+  // With the time that launching the ops takes.
+  double seconds_since(double begin) const {
+    double seconds = stream_.seconds() - begin;
+    for (const auto& [name, totals] : ops_) seconds += static_cast<double>(totals.calls) * rates_.op_seconds;
+    return seconds;
+  }
   // The first layer with experts, if there is one.
   static int64_t typical_layer(const ModelConfig& model) {
     for (int64_t l = 0; l < model.n_layer; ++l)

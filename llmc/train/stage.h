@@ -93,11 +93,14 @@ class Stage {
     };
     if (!is_forward) head();
     if (is_forward && c.has_embedding) units.push_back(embedding_unit);
-    for (size_t l = 0; l < c.layers.size(); ++l) {
-      const LayerUnits& layer = units_of(c.layers[is_forward ? l : c.layers.size() - 1 - l]);
+    const auto block = [&](size_t l) {
+      const LayerUnits& layer = units_of(c.layers[l]);
       units.push_back(layer.block);
       if (layer.experts) units.push_back(*layer.experts);
-    }
+    };
+    if (is_forward)
+      for (size_t l = 0; l < c.layers.size(); ++l) block(l);
+    else for_blocks_back(c, block, block);
     if (is_forward) head();
     return units;
   }
@@ -129,7 +132,9 @@ class Stage {
   void backward(int index, const Slot& slot, const Pass& pass, bool last_micro_batch) {
     const Chunk& c = chunk(index);
     if (c.has_head) backward_head(slot.output(), slot, last_micro_batch);
-    for (size_t l = c.layers.size(); l-- > 0;) backward_block(c.layers[l], l, slot, pass, last_micro_batch);
+    for_blocks_back(
+        c, [&](size_t l) { forward_block(c.layers[l], slot.blocks[l], slot.block_input(l), slot, pass, Again::yes); },
+        [&](size_t l) { backward_block(c.layers[l], l, slot, pass, last_micro_batch); });
     if (c.has_embedding) backward_embedding(slot, last_micro_batch);
   }
   // The weight part. It needs no weights, and only the tensors of the micro-batch that the input part has left for it.
@@ -164,6 +169,17 @@ class Stage {
     if (units.experts) f(*units.experts);
   }
   size_t head_unit() const { return state_.size() - 1; }
+  // The blocks of a chunk in the order of its backward: before the blocks of a segment, of which only the input was
+  // kept, those that lead to the input of its last one go forward again.
+  template <class Forward, class Backward>
+  void for_blocks_back(const Chunk& c, Forward&& forward_again, Backward&& backward) const {
+    const size_t segment = static_cast<size_t>(config_.segment_for(Purpose::train));
+    for (size_t end = c.layers.size(), begin; end > 0; end = begin) {
+      begin = (end - 1) / segment * segment;
+      for (size_t l = begin; l + 1 < end; ++l) forward_again(l);
+      for (size_t l = end; l-- > begin;) backward(l);
+    }
+  }
 
   // Whether the two parts of a tied table's gradient, from the head and from the embedding, are reduced separately: if
   // they are on two stages, or if other micro-batches come between them and the buffer is for one micro-batch.
@@ -225,11 +241,16 @@ class Stage {
     state_.weights.release(embedding_unit, stream);
   }
 
-  void forward_block(int64_t layer, const BlockActivations& acts, const Tensor& x, const Slot& slot, const Pass& pass) {
+  // again: a forward that the backward repeats, whose statistics have been recorded
+  enum class Again : uint8_t { no, yes };
+  void forward_block(int64_t layer, const BlockActivations& acts, const Tensor& x, const Slot& slot, const Pass& pass,
+                     Again again = Again::no) {
     HeldLayer held(units_of(layer), state_, context_.compute);
     const UnitState& unit = held.block();
-    const LayerRange range = set_current("forward of " + unit.spec().name);
-    const Sequences sequence = sequences(slot, pass, layer, [&]() -> const UnitState& { return held.experts(); });
+    const LayerRange range =
+        set_current((again == Again::yes ? "recomputed forward of " : "forward of ") + unit.spec().name);
+    Sequences sequence = sequences(slot, pass, layer, [&]() -> const UnitState& { return held.experts(); });
+    if (again == Again::yes && sequence.routing.training) sequence.routing.training->records = false;
     Block({model_, unit, acts, sequence, parallel_}).forward(x);
     held.release();
   }

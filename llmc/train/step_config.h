@@ -1,5 +1,6 @@
 // step_config.h: the configuration of a step, its inputs and its results.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <memory>
@@ -49,6 +50,7 @@ struct StepConfig {
   BatchShape batch{1, 1};     // one micro-batch: B sequences of T tokens
   int64_t micro_batches = 1;  // of one step
   Recompute recompute = Recompute::none;
+  int64_t segment = 1;  // blocks that share one kept input, with Recompute::block
   Layout layout = {};
   // Parts of a micro-batch that the head takes one after another; 0: as few as head_rows() allows.
   int64_t head_chunks = 0;
@@ -140,8 +142,27 @@ struct StepConfig {
   }
   // A forward without a backward keeps as little as if all of it were recomputed.
   Recompute recompute_for(Purpose purpose) const { return purpose == Purpose::train ? recompute : Recompute::block; }
+  RecomputeChoice recomputation() const { return {recompute, segment}; }
+  int64_t segment_for(Purpose purpose) const {
+    return purpose == Purpose::train && recompute == Recompute::block ? segment : 1;
+  }
+  // The most blocks of a chunk.
+  int64_t largest_chunk() const {
+    size_t most = 0;
+    for (const Chunk& chunk : model_chunks()) most = std::max(most, chunk.layers.size());
+    return static_cast<int64_t>(most);
+  }
   int64_t tokens() const { return batch.rows() * micro_batches * layout.readers(); }  // of one step, over all ranks
 };
+
+// The recomputation that needs about the least memory: of segments of N blocks. Where p passes of a chunk of n blocks
+// are in flight, they keep p n / N + N inputs.
+inline RecomputeChoice square_root_recomputation(const StepConfig& step) {
+  const Pipeline p = step.pipeline();
+  const int64_t n = step.largest_chunk(),
+                passes = p.schedule == Schedule::gpipe ? p.micro_batches : std::min<int64_t>(p.micro_batches, p.stages);
+  return {Recompute::block, std::clamp<int64_t>(std::llround(std::sqrt(static_cast<double>(passes * n))), 1, n)};
+}
 
 // One micro-batch of token ids on the host, of whole sequences, each (B T).
 struct HostBatch {

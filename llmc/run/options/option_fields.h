@@ -94,7 +94,7 @@ struct Options {
   int64_t check_replicas = 0;
   WeightType dtype = WeightType::fp32;
   Operands products = Operands::as_stored;
-  Recompute recompute = Recompute::none;
+  RecomputeChoice recompute = {};
   int64_t head_chunks = 0;
   MasterWeights master_weights = MasterWeights::fp32;
   std::optional<double> memory_limit;  // GiB; none: what the machine has

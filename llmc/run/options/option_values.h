@@ -69,6 +69,10 @@ template <NamedEnum E>
 Limits any_of() {
   return one_of(all_names<E>());
 }
+inline Limits with_segments(std::vector<std::string> choices) {
+  choices.push_back("block:N");
+  return one_of(std::move(choices));
+}
 inline std::vector<std::string> with_auto(std::vector<std::string> choices) {
   choices.insert(choices.begin(), "auto");
   return choices;

@@ -240,9 +240,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--head-chunks", "", o.head_chunks, between(0, 1 << 20), warn,
         "compute the head in this many chunks of a micro-batch, so that the logits of only one exist at a time; 0: as "
         "few as keep them below 1 GiB");
-  visit("--recompute", "-r", o.recompute, any_of<Recompute>(), free,
-        "what the backward recomputes instead of keeping it: activation functions, also norms, or whole blocks; less "
-        "memory, more time, the same numbers");
+  visit("--recompute", "-r", o.recompute, with_segments(all_names<Recompute>()), free,
+        "what the backward recomputes instead of keeping it: activation functions, also norms, or whole blocks; "
+        "block:N keeps the input of only every N-th block, and computes those between forward once more; about the "
+        "square root of the blocks of a stage needs least; less memory, more time, the same numbers");
   visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may use or, on a GPU, the size of each rank's card, 0.5 GiB of which is left to CUDA's "
         "libraries: a run that needs more is refused before it starts; default: the rank's share of the machine's "

@@ -53,6 +53,20 @@ inline void parse_value(const std::string& name, const std::string& text, TokenC
   CHECK(count, "{} '{}': expected a whole number of tokens, such as 1000000, 300M or 1.5B", name, shown(text));
   field = *count;
 }
+inline void parse_value(const std::string& name, const std::string& text, RecomputeChoice& field) {
+  constexpr std::string_view segments = "block:";
+  if (!text.starts_with(segments)) {
+    const std::optional<Recompute> what = from_name<Recompute>(text);
+    CHECK(what, "{} {}: expected one of {}, or block:N, such as block:4", name, shown(text), all_names<Recompute>());
+    field = {*what, 1};
+    return;
+  }
+  field.what = Recompute::block;
+  const char *begin = text.data() + segments.size(), *end = text.data() + text.size();
+  const auto [after, error] = std::from_chars(begin, end, field.segment);
+  CHECK(error == std::errc() && after == end && field.segment >= 1 && field.segment <= 1 << 20,
+        "{} {}: expected block:N, N the blocks of a segment, from 1 to 1048576", name, shown(text));
+}
 inline void parse_value(const std::string& name, const std::string& text, TextList& field) {
   std::string valid;
   parse_value(name, text, valid);
@@ -99,26 +113,26 @@ inline std::string range_text(const Limits& limits) {
 
 // Checks each value on its own, right after parsing.
 inline void check_limits(Options& o) {
-  visit_options(
-      o, detail::OptionVisitor{
-             detail::no_group,
-             [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
-               using T = std::remove_reference_t<decltype(field)>;
-               auto check_number = [&](auto value) {
-                 const double v = static_cast<double>(value);
-                 CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number{}", name,
-                       value, detail::range_text(limits));
-               };
-               if constexpr (std::is_same_v<T, std::string>) {
-                 CHECK(limits.choices.empty() ||
-                           std::find(limits.choices.begin(), limits.choices.end(), field) != limits.choices.end(),
-                       "{} {}: expected one of {}", name, shown(field), limits.choices);
-               } else if constexpr (detail::is_optional<T>) {
-                 if (field) check_number(*field);
-               } else if constexpr (!std::is_same_v<T, bool> && !std::is_same_v<T, TextList> && !NamedEnum<T>) {
-                 check_number(field);
-               }
-             }});
+  visit_options(o, detail::OptionVisitor{
+                       detail::no_group,
+                       [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
+                         using T = std::remove_reference_t<decltype(field)>;
+                         auto check_number = [&](auto value) {
+                           const double v = static_cast<double>(value);
+                           CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number{}",
+                                 name, value, detail::range_text(limits));
+                         };
+                         if constexpr (std::is_same_v<T, std::string>) {
+                           CHECK(limits.choices.empty() || std::find(limits.choices.begin(), limits.choices.end(),
+                                                                     field) != limits.choices.end(),
+                                 "{} {}: expected one of {}", name, shown(field), limits.choices);
+                         } else if constexpr (detail::is_optional<T>) {
+                           if (field) check_number(*field);
+                         } else if constexpr (!std::is_same_v<T, bool> && !std::is_same_v<T, TextList> &&
+                                              !std::is_same_v<T, RecomputeChoice> && !NamedEnum<T>) {
+                           check_number(field);
+                         }
+                       }});
 }
 
 }  // namespace llmc

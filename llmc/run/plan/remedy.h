@@ -43,9 +43,10 @@ struct Remedy {
 };
 
 // Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce), which are, in this order,
-// ZeRO stage 1, recomputation, smaller micro-batches and higher stages; then another number of ranks, then bf16, then
-// bf16 without master weights; last, fewer tokens per sequence. A few plans suffice for each choice of ranks and dtype:
-// memory grows with the micro-batch and falls with recomputation, so the smallest plan is tried first.
+// ZeRO stage 1, recomputation, smaller micro-batches and higher stages, then recomputation of segments; then another
+// number of ranks, then bf16, then bf16 without master weights; last, fewer tokens per sequence. A few plans suffice
+// for each choice of ranks and dtype: memory grows with the micro-batch and falls with recomputation, so the smallest
+// plan is tried first.
 class RemedySearch {
  public:
   RemedySearch(const Options& o, const StepConfig& asked, const Device& device, Begun begun)
@@ -155,41 +156,56 @@ class RemedySearch {
     keep_few(step);
     step.micro_batches *= step.batch.B;
     step.batch.B = 1;
-    step.recompute = Recompute::block;
+    set_recomputation(step, square_root_recomputation(step));
     if (step.layout.zero.shards > 1) set_stage(step, 3);
     return fits_on_paper(step);
   }
 
+  static void set_recomputation(StepConfig& step, const RecomputeChoice& choice) {
+    step.recompute = choice.what;
+    step.segment = choice.segment;
+  }
+
+  // Recomputation of segments costs a forward more than that of blocks.
   std::optional<Remedy> cheapest(StepConfig step) {
+    keep_few(step);
+    const RecomputeChoice segments = square_root_recomputation(step);
+    std::optional<Remedy> found;
+    if (step.segment == 1) found = cheapest(step, {Recompute::block});
+    if (!found && (segments.segment > 1 || step.segment > 1)) found = cheapest(step, segments);
+    return found;
+  }
+  // most: the recomputation that needs the least memory
+  std::optional<Remedy> cheapest(StepConfig step, const RecomputeChoice& most) {
     const bool sharded = step.layout.zero.shards > 1;
     const Recompute asked = step.recompute;
     const int64_t sequences = step.batch.B * step.micro_batches;
-    keep_few(step);
     std::vector<int64_t> sizes;  // micro-batch sizes, the largest first
     for (int64_t B = step.batch.B; B >= 1; --B)
       if (sequences % B == 0 && sequences / B <= most_passes / step.model.n_layer) sizes.push_back(B);
     if (sizes.empty()) return std::nullopt;
-    auto set = [&](int64_t B, Recompute recompute) -> const StepConfig& {
+    auto set = [&](int64_t B, const RecomputeChoice& recompute) -> const StepConfig& {
       step.batch.B = B;
       step.micro_batches = sequences / B;
-      step.recompute = recompute;
+      set_recomputation(step, recompute);
       return step;
     };
     for (int stage = sharded ? std::max(step.layout.zero.stage, 1) : step.layout.zero.stage;
          stage <= (sharded ? 3 : stage); ++stage) {
       set_stage(step, stage);
-      if (!fits_on_paper(set(sizes.back(), Recompute::block))) {
+      if (!fits_on_paper(set(sizes.back(), most))) {
         if (!sharded) break;
         continue;
       }
       size_t largest = 0, smallest = sizes.size() - 1;
       while (largest < smallest) {
         const size_t middle = (largest + smallest) / 2;
-        if (fits_on_paper(set(sizes[middle], Recompute::block))) smallest = middle;
+        if (fits_on_paper(set(sizes[middle], most))) smallest = middle;
         else largest = middle + 1;
       }
       for (const Recompute recompute : all_values<Recompute>()) {
-        if (recompute < asked || !fits_on_paper(set(sizes[smallest], recompute))) continue;
+        if (recompute < asked || (most.segment > 1 && recompute < most.what)) continue;
+        if (!fits_on_paper(set(sizes[smallest], {recompute, most.segment}))) continue;
         Plan plan = make_plan(step, device_for(step));  // with all micro-batches
         if (fits(plan, limit_for(step))) return Remedy{step, std::move(plan)};
       }

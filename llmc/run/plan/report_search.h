@@ -29,7 +29,7 @@ inline std::string options_text(const StepConfig& step) {
   add(l.pipeline.chunks_per_stage > 1 && l.pipeline.schedule == Schedule::interleaved, "--pp-chunks",
       l.pipeline.chunks_per_stage);
   add(l.zero.stage > 0, "--zero-stage", l.zero.stage);
-  add(step.recompute != Recompute::none, "--recompute", step.recompute);
+  add(step.recompute != Recompute::none, "--recompute", step.recomputation());
   add(!step.precision.masters, "--master-weights", "none");
   return text;
 }

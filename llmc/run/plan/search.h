@@ -159,6 +159,7 @@ class LayoutSearch {
       if (step.micro_batches > most_passes / step.model.n_layer) continue;
       for (const Recompute recompute : all_values<Recompute>()) {
         step.recompute = recompute;
+        step.segment = 1;
         const Cost* cost = nullptr;  // planned for the first layout whose state leaves room for activations
         for (const int stage : sharded ? std::vector{1, 2, 3} : std::vector{0}) {
           step.layout.zero.set_stage(stage);
@@ -168,15 +169,28 @@ class LayoutSearch {
             ++counts_.tried;
             const double most = 1.05 * static_cast<double>(what_.memory);
             if (cost == nullptr && bytes_of(step, {}) <= most) cost = &cost_of(step);
-            if (cost == nullptr || bytes_of(step, *cost) > most) {
-              ++counts_.small;
-              continue;
-            }
-            guesses.push_back({step, seconds_of(step, *cost)});
+            if (cost != nullptr && bytes_of(step, *cost) <= most) guesses.push_back({step, seconds_of(step, *cost)});
+            else if (const auto segments = cost == nullptr ? std::nullopt : segments_of(step, *cost, most))
+              guesses.push_back(*segments);
+            else ++counts_.small;
           }
         }
       }
     }
+  }
+  // The step with segments recomputed, if whole blocks are and need more memory. cost: of whole blocks
+  std::optional<Guess> segments_of(StepConfig step, Cost cost, double most) {
+    if (step.recompute != Recompute::block) return std::nullopt;
+    StepConfig none = step;
+    none.recompute = Recompute::none;
+    step.segment = square_root_recomputation(step).segment;
+    const double N = static_cast<double>(step.segment), forward = cost.layer_seconds - cost_of(none).layer_seconds;
+    if (step.segment == 1) return std::nullopt;
+    cost.layer_seconds += forward * (N - 1) / N;
+    cost.layer_bytes /= N;
+    cost.fixed_bytes += (N - 1) * message_bytes(step);
+    if (bytes_of(step, cost) > most) return std::nullopt;
+    return Guess{step, seconds_of(step, cost)};
   }
   static std::vector<std::pair<Schedule, int>> schedules(const StepConfig& step) {
     const int64_t pp = step.layout.pipeline.stages, layers = step.model.n_layer;

@@ -35,7 +35,7 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
     text += formatted(" --total-batch-size {}", to.tokens());
   if (to.layout.zero.sync != from.layout.zero.sync) text += formatted(" --dp-sync {}", to.layout.zero.sync);
   if (to.layout.zero.stage != from.layout.zero.stage) text += formatted(" --zero-stage {}", to.layout.zero.stage);
-  if (to.recompute != from.recompute) text += formatted(" --recompute {}", to.recompute);
+  if (to.recomputation() != from.recomputation()) text += formatted(" --recompute {}", to.recomputation());
   const auto simple = [](Schedule s) { return s == Schedule::gpipe || s == Schedule::one_f_one_b; };
   const bool alike =
       from.micro_batches == 1 && simple(from.layout.pipeline.schedule) && simple(to.layout.pipeline.schedule);

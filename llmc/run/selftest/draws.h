@@ -180,6 +180,7 @@ inline void draw_layout(Dice& dice, int max_ranks, StepConfig& step) {
   step.batch.B = asynchronous ? of_reader : dice.pick(divisors(of_reader));
   step.micro_batches = of_reader / step.batch.B;
   step.recompute = dice.pick(all_values<Recompute>());
+  step.segment = step.recompute == Recompute::block ? dice.pick({1, 2, 3}) : 1;
   step.head_chunks = dice.pick({0, 0, 1, 2, 3});
   l.expert = expert_parallel(step.model, 1);
   if (step.model.experts.count == 0) return;
@@ -222,6 +223,7 @@ inline StepConfig first_of_its_kind(const StepConfig& step) {
   l.zero.stage = 0;
   l.tensor.overlap = false;
   first.recompute = Recompute::none;
+  first.segment = 1;
   PipelineParallel& p = l.pipeline;
   if (!same_stages) p = {.slices = p.slices};
   else if (p.schedule != Schedule::zb_v)
@@ -283,7 +285,7 @@ inline Choices choices(const Draw& d) {
                 pipeline.layers.empty() ? "even layers" : formatted("layers {}", pipeline.layers),
                 pipeline.slices.empty() ? "whole sequences" : formatted("slices {}", pipeline.slices),
                 formatted("micro-batches {} of {}", s.micro_batches, s.batch.B),
-                formatted("recompute {}", s.recompute),
+                formatted("recompute {}", s.recomputation()),
                 formatted("head chunks {}", s.head_chunks)};
   if (m.experts.count > 0) all.layout.push_back(formatted("ep {} imbalance {}", expert.ranks, s.experts.imbalance));
   return all;
@@ -329,7 +331,7 @@ inline std::vector<std::string> axis_values(const Draw& d) {
           formatted("layers {}", pipeline.layers.empty() ? "even" : "listed"),
           formatted("sequences {}", pipeline.slices.empty() ? "whole" : "sliced"),
           formatted("micro-batches {}", several(s.micro_batches)),
-          formatted("recompute {}", s.recompute),
+          formatted("recompute {}", s.segment > 1 ? "segments" : name_of(s.recompute)),
           formatted("head chunks {}", s.head_chunks == 0 ? "automatic" : several(s.head_chunks)),
           of_experts("ep", several(expert.ranks)),
           of_experts("aux loss", s.experts.aux_loss > 0 ? "on" : "off"),

@@ -41,7 +41,7 @@ class DrawComparer {
   static bool is_first(const StepConfig& first, const StepConfig& step) {
     const PipelineParallel &a = first.layout.pipeline, &b = step.layout.pipeline;
     return first.layout.zero.stage == step.layout.zero.stage && first.layout.zero.sync == step.layout.zero.sync &&
-           first.layout.tensor.overlap == step.layout.tensor.overlap && first.recompute == step.recompute &&
+           first.layout.tensor.overlap == step.layout.tensor.overlap && first.recomputation() == step.recomputation() &&
            a.stages == b.stages && a.schedule == b.schedule && a.layers == b.layers;
   }
 
