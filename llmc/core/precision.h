@@ -15,7 +15,7 @@ struct Precision {
   DType activations = DType::fp32;        // and their gradients, between layers and between stages
   DType products = DType::fp32;           // the operands of matrix products
   Operands linear = Operands::as_stored;  // how linear layers of blocks read theirs in training
-  DType wire = DType::fp32;               // gradients on their way between ranks
+  DType wire = DType::fp32;               // gradients on their way between data-parallel ranks
   DType state = DType::fp32;              // sums of gradients, master weights, optimizer slots, statistics of rows
   bool masters = true;  // copies of the weights in `state`; without them updates are rounded stochastically
 
@@ -33,6 +33,7 @@ struct Precision {
     Precision same = weights;
     same.masters = masters;
     same.linear = linear;
+    same.wire = wire;
     return *this == same;
   }
   bool keeps_masters() const { return masters && weights != state; }

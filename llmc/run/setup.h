@@ -99,6 +99,11 @@ inline Precision choose_precision(const Options& o) {
   Precision precision = o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32;
   precision.masters = o.master_weights == MasterWeights::fp32;
   precision.linear = o.products;
+  if (o.reduce_dtype == WeightType::bf16) precision.wire = DType::bf16;
+  CHECK(o.reduce_dtype == WeightType::fp32 || o.dp_sync == DpSync::all_reduce,
+        "--reduce-dtype bf16 with --dp-sync {}: servers add gradients in fp32: use --dp-sync all-reduce, or "
+        "--reduce-dtype fp32",
+        o.dp_sync);
   return precision;
 }
 

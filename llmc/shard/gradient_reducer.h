@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "shard/narrow_sums.h"
 #include "shard/units.h"
 
 namespace llmc {
@@ -16,7 +17,16 @@ class GradientReducer {
   // blocks_open: the most blocks whose gradients are between start() and reduce() at the same time
   GradientReducer(Units& units, int64_t blocks_open, Arena& arena) : units_(units) {
     if (by_micro_batch() && zero().holds == Holds::training_state)
-      buffers_ = UnitBuffers(units, "gradients in flight", units.precision().wire, blocks_open + 1, arena);
+      buffers_ = UnitBuffers(units, "gradients in flight", units.precision().state, blocks_open + 1, arena);
+    if (units.precision().wire == units.precision().state || zero().holds != Holds::training_state) return;
+    CHECK(zero().sync == DpSync::all_reduce, "servers add gradients in {}", units.precision().state);
+    int64_t ranks = 1, largest = 0;
+    units.for_each([&](size_t u) {
+      const int64_t its = units.zero_config(units.sharing_of(u)).ranks();
+      ranks = std::max(ranks, its);
+      if (its > 1) largest = std::max(largest, units.size_of(u));
+    });
+    if (largest > 0) narrow_ = NarrowSums(units.precision().wire, ranks, largest, arena);
   }
 
   // Before the first micro-batch of a step.
@@ -59,10 +69,10 @@ class GradientReducer {
     const Tensor all = unit.gradients(), shard = all.slice(unit.shard_range().begin, {unit.shard_range().size});
     if (zero().sync == DpSync::all_reduce) {
       Comm& sharers = units_.sharers(u).gradients;
-      sharers.reduce_scatter(all, stream);  // the shard group first, then the replicas (contract 3)
-      groups[GroupName::replicas].all_reduce(shard, stream);
+      reduce_scatter(all, sharers, stream);  // the shard group first, then the replicas (contract 3)
+      all_reduce(shard, groups[GroupName::replicas], stream);
       sum_partial(unit, stream);
-      if (zero().stage == 0) sharers.all_gather(all, stream);
+      if (zero().stage == 0) all_gather(all, sharers, stream);
     } else {
       groups[GroupName::gradients].push(all, zero().owners(), stream);
     }
@@ -108,6 +118,21 @@ class GradientReducer {
   const ZeroConfig& zero() const { return units_.zero_config(); }
   bool by_micro_batch() const { return zero().grad_reduce == GradReduce::micro; }
 
+  // The collectives of data-parallel ranks, in the dtype in which gradients travel.
+  void reduce_scatter(const Tensor& all, Comm& group, Stream& stream) const {
+    if (narrow_.empty()) group.reduce_scatter(all, stream);
+    else narrow_.reduce_scatter(all, group, stream);
+  }
+  void all_gather(const Tensor& all, Comm& group, Stream& stream) const {
+    if (narrow_.empty()) group.all_gather(all, stream);
+    else narrow_.all_gather(all, group, stream);
+  }
+  void all_reduce(const Tensor& all, Comm& group, Stream& stream) const {
+    if (narrow_.empty()) return group.all_reduce(all, stream);
+    reduce_scatter(all, group, stream);
+    all_gather(all, group, stream);
+  }
+
   // Sums, in this rank's shard, the partial gradients of the tensor-parallel ranks that have copies of a parameter.
   // Each sends 2 (P - 1) / P of the bytes of such gradients in its shard.
   void sum_partial(const UnitState& unit, Stream& stream) {
@@ -116,7 +141,11 @@ class GradientReducer {
       const Range r = overlap(range, unit.shard_range());
       Comm& group =
           groups[copies == groups.layout.tensor.ranks ? GroupName::partial_gradients : GroupName::head_gradients];
-      if (r.size > 0) group.all_reduce(unit.gradients().slice(r.begin, {r.size}), stream);
+      if (r.size == 0) continue;
+      const Tensor partial = unit.gradients().slice(r.begin, {r.size});
+      group.all_reduce(partial, stream);
+      if (units_.zero_config(unit.spec().sharing).ranks() == 1 || narrow_.empty()) continue;
+      narrow_.round(partial, stream);  // stage 0 gathers it
     }
   }
   std::vector<std::pair<size_t, Buffer*>>::iterator oldest(size_t u) {
@@ -127,6 +156,7 @@ class GradientReducer {
 
   Units& units_;
   UnitBuffers buffers_;
+  NarrowSums narrow_;                                // with a wire narrower than the state
   std::set<size_t> sums_to_write_;                   // units whose first micro-batch is not yet reduced
   std::vector<std::pair<size_t, Buffer*>> current_;  // unit and buffer, between start and reduction
 };

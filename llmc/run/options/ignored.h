@@ -46,7 +46,7 @@ inline const std::vector<OptionKind>& option_kinds() {
         "--skip-loss-z", "--skip-grad-z", "--on-spike", "--max-rollbacks",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
         "--checkpoint-errors", "--checkpoint-mode", "--check-replicas", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights", "--products",
-        "--grad-reduce", "--profile", "--trace", "--trace-step",
+        "--grad-reduce", "--reduce-dtype", "--profile", "--trace", "--trace-step",
         "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch",
         "--moe-aux-loss", "--moe-z-loss", "--moe-bias-rate", "--moe-capacity-factor"}},
       {OptionKind::train_data, {"--train-data", "--data"}},

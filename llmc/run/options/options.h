@@ -281,6 +281,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--grad-reduce", "", o.grad_reduce, any_of<GradReduceChoice>(), warn,
         "reduce gradients across ranks once per step, or after every micro-batch, with less memory and more traffic; "
         "the two round differently; auto: as before on resume, otherwise step, or micro from ZeRO stage 2 on");
+  visit("--reduce-dtype", "", o.reduce_dtype, any_of<WeightType>(), warn,
+        "type in which gradients travel between data-parallel ranks: bf16: half the traffic; every rank's part is "
+        "rounded to bf16, parts are added in fp32 in rank order, and the sum is rounded to bf16; what accumulates over "
+        "micro-batches stays fp32");
   visit("--tp", "", o.tp, between(1, 1 << 10), warn,
         "tensor parallelism: ranks that share every layer, each with some of its heads, feed-forward channels and "
         "vocabulary; neighbours, best on the fastest links; the others are data-parallel");

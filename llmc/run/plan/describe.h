@@ -75,11 +75,12 @@ inline std::string layout_text(const StepConfig& step) {
                                   : "";
   if (step.layout.zero.ranks() == 1) return text + experts;
   const std::string sharding = formatted(
-      "{} replica(s) x {} shard(s){}, ZeRO stage {}{}{}", zero.replicas, zero.shards,
+      "{} replica(s) x {} shard(s){}, ZeRO stage {}{}{}{}", zero.replicas, zero.shards,
       step.layout.context.ranks > 1 && step.layout.readers() > zero.replicas ? " of shard x cp" : "", zero.stage,
       zero.holds == Holds::weights           ? ""
       : zero.grad_reduce == GradReduce::step ? ", gradients reduced every step"
                                              : ", gradients reduced every micro-batch",
+      zero.ranks() > 1 && step.precision.wire != step.precision.state ? formatted(" in {}", step.precision.wire) : "",
       zero.sync == DpSync::all_reduce ? "" : formatted(", {}", zero.sync));
   if (step.layout.readers() == 1) return text + ": " + sharding + experts;
   return formatted("{} data-parallel {}: {}{}", step.layout.readers(), text.empty() ? "ranks" : "groups of " + text,
@@ -89,6 +90,7 @@ inline std::string layout_text(const StepConfig& step) {
 // The traffic of every --dp-sync beside that of the chosen one, where a run has the choice; with experts it has none.
 inline void report_links(Log& log, const StepConfig& step) {
   const ZeroConfig& zero = step.layout.zero;
+  if (step.precision.wire != step.precision.state) return;  // servers have no choice
   if (zero.ranks() == 1 || zero.stage > 0 || zero.replicas > 1 || step.layout.ranks() > step.layout.readers()) return;
   if (step.model.experts.count > 0) return;
   int64_t elements = 0;

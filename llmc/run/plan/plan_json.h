@@ -113,6 +113,7 @@ inline OrderedJson layout_json(const StepConfig& step) {
           {"dp_replicate", l.zero.replicas},
           {"zero_stage", l.zero.stage},
           {"grad_reduce", name_of(l.zero.grad_reduce)},
+          {"reduce_dtype", name_of(step.precision.wire)},
           {"dp_sync", name_of(l.zero.sync)}};
 }
 

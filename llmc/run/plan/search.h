@@ -328,7 +328,8 @@ class LayoutSearch {
     const Parameters p = parameters_of(step);
     const double N = step.layout.zero.shards, part = p.all * (N - 1) / N,
                  gather = transfer_seconds(step, part * static_cast<double>(size_of(step.precision.weights))),
-                 reduce = transfer_seconds(step, part * 4), gathers = step.pipeline().splits_backward() ? 3 : 2;
+                 reduce = transfer_seconds(step, part * static_cast<double>(size_of(step.precision.wire))),
+                 gathers = step.pipeline().splits_backward() ? 3 : 2;
     double seconds = pass * (M + idle);
     switch (step.layout.zero.stage) {
       case 3: seconds += M * std::max(0.0, gathers * gather + reduce - (P == 1 ? pass : pass / 2)); break;
