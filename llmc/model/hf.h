@@ -181,6 +181,28 @@ void for_each_part(const HfTensor& hf, const StateTable& table, std::initializer
       if (e.param->name == hf.parts[part] && std::find(kinds.begin(), kinds.end(), e.kind) != kinds.end()) f(part, e);
 }
 
+// Calls f(i, at, step, n) for runs of a part's elements: element i of the entry is at `at` in the Hugging Face tensor,
+// and the n - 1 after it every `step`. Where rows become columns the runs are short, and those of all rows come one
+// after the other, so that neighbours in the columns are together in the cache.
+template <class F>
+void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
+  constexpr int64_t tile = 32;
+  struct Row {
+    int64_t i, n;
+    HfRow place;
+  };
+  std::vector<Row> rows;
+  int64_t longest = 0;
+  e.for_each_row([&](int64_t i, int64_t index, int64_t n) {
+    rows.push_back({i, n, hf_row(hf, part, index)});
+    longest = std::max(longest, n);
+  });
+  const int64_t most = hf.transposed ? tile : longest;
+  for (int64_t k = 0; k < longest; k += most)
+    for (const Row& row : rows)
+      if (k < row.n) f(row.i + k, row.place.begin + k * row.place.step, row.place.step, std::min(most, row.n - k));
+}
+
 }  // namespace detail
 
 // The bytes of a Hugging Face tensor, from boxes in host memory that together are its parts; `weights` may also have
@@ -192,11 +214,10 @@ inline std::vector<std::byte> gather_hf(const HfTensor& hf, const StateTable& we
     with_type(e.tensor.dtype, [&]<class T>(type_tag<T>) {
       const T* from = e.tensor.data<T>();
       T* to = reinterpret_cast<T*>(bytes.data());
-      e.for_each_row([&](int64_t i, int64_t index, int64_t n) {
-        const detail::HfRow row = detail::hf_row(hf, part, index);
-        if (row.step == 1) std::copy_n(from + i, n, to + row.begin);
+      detail::for_each_run(hf, part, e, [&](int64_t i, int64_t at, int64_t step, int64_t n) {
+        if (step == 1) std::copy_n(from + i, n, to + at);
         else
-          for (int64_t k = 0; k < n; ++k) to[row.begin + k * row.step] = from[i + k];
+          for (int64_t k = 0; k < n; ++k) to[at + k * step] = from[i + k];
       });
     });
   });
@@ -278,9 +299,8 @@ inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const 
   detail::for_each_part(hf, table, kinds, [&](size_t part, const StateEntry& e) {
     auto copy = [&]<class From, class To>(To* to, type_tag<From>) {
       const From* from = reinterpret_cast<const From*>(stored.data());
-      e.for_each_row([&](int64_t i, int64_t index, int64_t n) {
-        const detail::HfRow row = detail::hf_row(hf, part, index);
-        for (int64_t k = 0; k < n; ++k) to[i + k] = To(static_cast<float>(from[row.begin - begin + k * row.step]));
+      detail::for_each_run(hf, part, e, [&](int64_t i, int64_t at, int64_t step, int64_t n) {
+        for (int64_t k = 0; k < n; ++k) to[i + k] = To(static_cast<float>(from[at - begin + k * step]));
       });
     };
     write_on_host(e.tensor, stream, [&](const Tensor& host) {
