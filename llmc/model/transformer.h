@@ -235,9 +235,9 @@ struct Head {
     matrix().forward(a.logits, a.norm, a.gathered);
   }
   // With Gradient::yes the logits become their gradient, times `scale`.
-  void loss(const HeadActivations& a, Tensor targets, double scale, Gradient gradient) const {
+  void loss(const HeadActivations& a, Tensor targets, double scale, Gradient gradient, const HeadZLoss& z = {}) const {
     const parallel::Parameters p = matrix().p;
-    parallel::CrossEntropy{p.unit.vocabulary(p.full(".weight")), g}(a.losses, a.logits, targets, scale, gradient);
+    parallel::CrossEntropy{p.unit.vocabulary(p.full(".weight")), g}(a.losses, a.logits, targets, scale, gradient, z);
   }
   // dx = ..., from a.logits, which already hold their gradient; the weight gradients += ...
   void backward(Tensor dx, const HeadActivations& a, Tensor x) const {

@@ -16,17 +16,30 @@ inline void check_columns(const char* op, const Vocabulary& part, int64_t column
 
 }  // namespace detail
 
+// A ZLoss, and the tensor (N) for its squares, in the accumulator dtype; none: no such loss.
+struct HeadZLoss {
+  double coefficient = 0;
+  Tensor squares = {};
+
+  template <class A>
+  ZLoss<A> of(int64_t N) const {
+    if (squares.empty()) return {};
+    CHECK_TENSOR(squares, dtype_of<A>(), N);
+    return {static_cast<A>(coefficient), squares.data<A>()};
+  }
+};
+
 // losses (N) = -log softmax(logits)[target] over the first V of the V_padded columns, in the accumulator dtype. With
 // Gradient::yes, logits become d(scale * sum of losses) / d logits, zero in the padding. A target of -1 is ignored: its
-// loss and gradients are zero.   targets (N) int32
+// loss and gradients are zero. z: adds to the gradients alone.   targets (N) int32
 inline void cross_entropy(Tensor losses, Tensor logits, Tensor targets, int64_t V, double scale, Gradient gradient,
-                          Stream& stream) {
+                          Stream& stream, const HeadZLoss& z = {}) {
   const int64_t N = logits.shape[0], V_padded = logits.shape[1];
   CHECK_TENSOR(losses, accumulator_of(logits.dtype), N);
   CHECK_TENSOR(targets, DType::int32, N);
   CHECK(V <= V_padded, "cross_entropy: vocabulary {} exceeds the {} columns of the logits", V, V_padded);
   RUN_OP(cross_entropy, logits.dtype, 2 * detail::bytes_of({logits}), (losses, logits), losses.data<A>(),
-         logits.data<X>(), targets.data<int32_t>(), N, V, V_padded, A(scale), gradient);
+         logits.data<X>(), targets.data<int32_t>(), N, V, V_padded, A(scale), gradient, z.of<A>(N));
 }
 
 // The same for a vocabulary cut into parts, each with its own columns of the logits. First the stats of this part:
@@ -51,7 +64,7 @@ inline void cross_entropy_stats(Tensor stats, Tensor logits, Tensor targets, con
 // Then losses (N) of the whole vocabulary, from the stats (P, N, 3) of all parts, which are merged in order. With
 // Gradient::yes, the logits of this part become d(scale * sum of losses) / d logits, zero in the padding.
 inline void cross_entropy_merge(Tensor losses, Tensor logits, Tensor stats, Tensor targets, const Vocabulary& part,
-                                double scale, Gradient gradient, Stream& stream) {
+                                double scale, Gradient gradient, Stream& stream, const HeadZLoss& z = {}) {
   const int64_t N = logits.shape[0], V_padded = logits.shape[1], P = stats.shape[0];
   CHECK_TENSOR(losses, accumulator_of(logits.dtype), N);
   CHECK_TENSOR(stats, accumulator_of(logits.dtype), P, N, 3);
@@ -59,7 +72,7 @@ inline void cross_entropy_merge(Tensor losses, Tensor logits, Tensor stats, Tens
   detail::check_columns("cross_entropy_merge", part, V_padded);
   const double bytes = detail::bytes_of({stats}) + (gradient == Gradient::yes ? 2 * detail::bytes_of({logits}) : 0);
   RUN_OP(cross_entropy_merge, logits.dtype, bytes, (losses, logits), losses.data<A>(), logits.data<X>(),
-         stats.data<A>(), targets.data<int32_t>(), P, N, V_padded, part, A(scale), gradient);
+         stats.data<A>(), targets.data<int32_t>(), P, N, V_padded, part, A(scale), gradient, z.of<A>(N));
 }
 
 // sum (1) fp64 += all of losses (N), added in a fixed order
@@ -79,21 +92,22 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream, Accumulate accumula
          x.numel(), accumulate);
 }
 
-// Combines the scalars of all ranks, which are ordered by stage, replica, shard, then tensor-parallel rank: loss (1)
-// fp64 = the sum over the ranks whose tensor-parallel rank is 0, since a group's ranks have the same loss; square_sums
-// (units tensor_ranks shards) fp64 = those of each stage's first replica, ordered by unit, then by tensor-parallel
-// rank, then by shard (contract 10). gathered (ranks, 1 + units): each rank's loss, then the sums of its shards.
-inline void combine_scalars(Tensor loss, Tensor square_sums, Tensor gathered, int64_t shards, int64_t tensor_ranks,
+// Combines the scalars of all ranks, which are ordered by stage, replica, shard, then tensor-parallel rank: losses (L)
+// fp64 = the sums over the ranks whose tensor-parallel rank is 0, since a group's ranks have the same losses;
+// square_sums (units tensor_ranks shards) fp64 = those of each stage's first replica, ordered by unit, then by
+// tensor-parallel rank, then by shard (contract 10). gathered (ranks, L + units): each rank's losses, then the sums of
+// its shards.
+inline void combine_scalars(Tensor losses, Tensor square_sums, Tensor gathered, int64_t shards, int64_t tensor_ranks,
                             int64_t stages, Stream& stream) {
-  const int64_t ranks = gathered.shape[0], units = gathered.shape[1] - 1;
+  const int64_t ranks = gathered.shape[0], L = losses.numel(), units = gathered.shape[1] - L;
   CHECK(ranks % (stages * shards * tensor_ranks) == 0,
         "combine_scalars: {} ranks are not {} stages of replicas of {} shards x {} ranks", ranks, stages, shards,
         tensor_ranks);
-  CHECK_TENSOR(loss, DType::fp64, 1);
+  CHECK_TENSOR(losses, DType::fp64, L);
   CHECK_TENSOR(square_sums, DType::fp64, units * tensor_ranks * shards);
   stream.run({"combine_scalars", 0, detail::bytes_of({gathered})}, {}, [=, &stream] {
-    CALL_OP(stream, void, combine_scalars, loss.data<double>(), square_sums.data<double>(), gathered.data<double>(),
-            ranks, units, shards, tensor_ranks, stages);
+    CALL_OP(stream, void, combine_scalars, losses.data<double>(), square_sums.data<double>(), gathered.data<double>(),
+            ranks, L, units, shards, tensor_ranks, stages);
   });
 }
 

@@ -225,6 +225,20 @@ struct ExpertRows {
 // of square_sum_block elements, then over the blocks.
 inline constexpr int64_t sum_lanes = 1024, square_sum_block = 1 << 16;
 
+// The output layer's own loss, which keeps log Z, the logarithm of the sum of the exponentials of a row's logits, near
+// zero (Chowdhery et al. 2022, PaLM): coefficient * (log Z)^2 of each row.
+template <class A>
+struct ZLoss {
+  A coefficient = 0;
+  A* squares = nullptr;  // (N) = (log Z)^2, or nullptr: not wanted
+
+  // d(loss of a row) / d logits is the softmax times this, minus one at the target.
+  constexpr A gradient(A log_z) const { return A(1) + A(2) * coefficient * log_z; }
+  constexpr void record(int64_t n, A log_z) const {
+    if (squares != nullptr) squares[n] = log_z * log_z;
+  }
+};
+
 // When an update is allowed, and how its gradients are scaled.
 struct UpdateRule {
   double max_norm = 0;

@@ -205,14 +205,15 @@ struct CrossEntropy {
   const Group& g;
 
   // logits (N, V of this part, padded); losses (N), equal on all ranks
-  void operator()(Tensor losses, Tensor logits, Tensor targets, double scale, Gradient gradient) const {
-    if (g.size() == 1) return cross_entropy(losses, logits, targets, part.size, scale, gradient, g.compute);
+  void operator()(Tensor losses, Tensor logits, Tensor targets, double scale, Gradient gradient,
+                  const HeadZLoss& z = {}) const {
+    if (g.size() == 1) return cross_entropy(losses, logits, targets, part.size, scale, gradient, g.compute, z);
     const int64_t N = logits.shape[0], P = g.size();
     auto scope = g.arena.scope();
     const Tensor stats = g.temporary("largest, sum, target", losses.dtype, {P * N, 3});
     cross_entropy_stats(rows_of(stats, {N * g.rank(), N}), logits, targets, part, g.compute);
     all_gather(stats, g);
-    cross_entropy_merge(losses, logits, stats.reshaped({P, N, 3}), targets, part, scale, gradient, g.compute);
+    cross_entropy_merge(losses, logits, stats.reshaped({P, N, 3}), targets, part, scale, gradient, g.compute, z);
   }
 };
 

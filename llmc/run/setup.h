@@ -228,6 +228,7 @@ inline StepConfig choose_step(const Options& o) {
     step.micro_batches =
         *o.total_batch_size / (step.batch.rows() * step.layout.readers());  // validated with the options
   step.head_chunks = o.head_chunks;
+  step.z_loss = o.z_loss;
   require_countable(step);
   step.layout.pipeline.layers = choose_layers(o, step);
   CHECK(step.segment <= step.largest_chunk(),

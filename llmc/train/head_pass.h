@@ -12,9 +12,9 @@ namespace llmc {
 
 class HeadPass {
  public:
-  // loss_sum (1) fp64: the losses of every micro-batch are added to it
-  HeadPass(const StepConfig& config, const Context& context, const parallel::Group& group, const Tensor& loss_sum)
-      : config_(config), context_(context), model_(config.part()), parallel_(group), loss_sum_(loss_sum) {}
+  // loss_sums (StepConfig::loss_sums()) fp64: the losses of every micro-batch are added to them
+  HeadPass(const StepConfig& config, const Context& context, const parallel::Group& group, const Tensor& loss_sums)
+      : config_(config), context_(context), model_(config.part()), parallel_(group), loss_sums_(loss_sums) {}
 
   // Adds the losses of x (S, C) to the sum, and passes the loss of every row to pass.row_losses if it is set.
   void evaluate(const Head& head, const Tensor& x, const Slot& slot, const Pass& pass, int64_t micro_batch) {
@@ -107,18 +107,23 @@ class HeadPass {
     return targets;
   }
 
-  // Adds the losses to the sum; with Gradient::yes the logits become the gradient of the step's mean loss (contract 9:
+  // Adds the losses to the sums; with Gradient::yes the logits become the gradient of the step's mean loss (contract 9:
   // divided by the tokens of all ranks).
   void add_loss(const Head& head, const HeadActivations& acts, const Tensor& targets, Gradient gradient) {
-    head.loss(acts, targets, 1.0 / static_cast<double>(config_.tokens()), gradient);
-    add_losses(loss_sum_, acts.losses, context_.compute);
+    auto scope = context_.arena.scope();
+    HeadZLoss z;
+    if (gradient == Gradient::yes && config_.z_loss > 0)
+      z = {config_.z_loss, context_.arena.alloc("head", "squares of log Z", acts.losses.dtype, acts.losses.shape)};
+    head.loss(acts, targets, 1.0 / static_cast<double>(config_.tokens()), gradient, z);
+    add_losses(loss_sums_.slice(0, {1}), acts.losses, context_.compute);
+    if (!z.squares.empty()) add_losses(loss_sums_.slice(1, {1}), z.squares, context_.compute);
   }
 
   const StepConfig& config_;
   Context context_;
   ModelConfig model_;  // the shape of this rank's part
   parallel::Group parallel_;
-  Tensor loss_sum_;
+  Tensor loss_sums_;
   std::vector<float> logits_;
 };
 

@@ -27,7 +27,8 @@ namespace llmc {
 
 class Pipedream {
  public:
-  // row (1 + units) fp64: this rank's loss, to which the stage adds, and its square sums. control: of the update.
+  // row (losses + units) fp64: this rank's losses, to which the stage adds, and its square sums. control: of the
+  // update.
   Pipedream(const StepConfig& config, const Context& context, ModelState& state, Interpreter& interpreter,
             const Tensor& row, const Tensor& control)
       : config_(config),
@@ -103,13 +104,13 @@ class Pipedream {
   struct Exchange {
     Comm& group;
     int index, stages;
-    Tensor rows, loss, square_sums;
+    Tensor rows, losses, square_sums;
     Exchange(const Pipedream& p, Comm& of, int at, int ranks, int stages_of_group)
         : group(of),
           index(at),
           stages(stages_of_group),
           rows(p.scalar("scalars of all ranks", {int64_t{ranks}, p.row_.numel()})),
-          loss(p.scalar("loss", {1})),
+          losses(p.scalar("loss", {p.config_.loss_sums()})),
           square_sums(p.scalar("square sums", {static_cast<int64_t>(p.state_.size()) * p.config_.layout.zero.shards *
                                                p.config_.layout.tensor.ranks})) {}
   };
@@ -118,9 +119,9 @@ class Pipedream {
     const int64_t n = row.numel();
     copy(e.rows.slice(e.index * n, {n}), row, stream);
     e.group.all_gather(e.rows, stream);
-    combine_scalars(e.loss, e.square_sums, e.rows, config_.layout.zero.shards, config_.layout.tensor.ranks, e.stages,
+    combine_scalars(e.losses, e.square_sums, e.rows, config_.layout.zero.shards, config_.layout.tensor.ranks, e.stages,
                     stream);
-    clip_control(control, e.square_sums, e.loss, rule, stream);
+    clip_control(control, e.square_sums, e.losses.slice(0, {1}), rule, stream);
   }
 
   // The memory of the steps until the next flush.
@@ -164,7 +165,7 @@ class Pipedream {
     });
     state_.gradients.finish(compute);
     for (size_t u = 0; u < state_.size(); ++u)
-      state_.gradients.square_sum_of(u, row_.slice(1 + static_cast<int64_t>(u), {1}), compute);
+      state_.gradients.square_sum_of(u, row_.slice(config_.loss_sums() + static_cast<int64_t>(u), {1}), compute);
     Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
     compute.wait(report.free);
     copy(report.row, row_, compute);
@@ -181,7 +182,7 @@ class Pipedream {
     stream.wait(report.ready);
     combine(of_all_, report.row, report_control_, {}, stream);
     report.free = stream.record();
-    under_way_.front().result.enqueued(of_all_.loss, report_control_, interpreter_.take_headers(), stream);
+    under_way_.front().result.enqueued(of_all_.losses, report_control_, interpreter_.take_headers(), stream);
     under_way_.pop_front();
   }
 

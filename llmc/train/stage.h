@@ -53,8 +53,8 @@ class HeldLayer {
 
 class Stage {
  public:
-  // loss_sum (1) fp64: the losses of every micro-batch are added to it. experts: the records of experts
-  Stage(const StepConfig& config, const Context& context, ModelState& state, const Tensor& loss_sum,
+  // loss_sums (StepConfig::loss_sums()) fp64: the losses of every micro-batch are added to them. experts: their records
+  Stage(const StepConfig& config, const Context& context, ModelState& state, const Tensor& loss_sums,
         const ExpertRecord& experts)
       : config_(config),
         context_(context),
@@ -62,7 +62,7 @@ class Stage {
         model_(config.part()),
         placement_(config.expert_placement()),
         parallel_{state.groups(), context.arena, context.compute},
-        head_pass_(config, context, parallel_, loss_sum),
+        head_pass_(config, context, parallel_, loss_sums),
         experts_(experts),
         chunks_(config.model_chunks()),
         layer_units_(layer_units(config.model)) {

@@ -57,7 +57,10 @@ struct StepConfig {
   bool generates = true;  // plan memory for a text and its key-value cache
   Documents documents = Documents::together;
   ExpertOptions experts = {};
+  double z_loss = 0;  // coefficient of the output layer's own loss (ZLoss); 0: none
 
+  // The sums of losses that a rank keeps: the reported loss and, if there is one, (log Z)^2.
+  int64_t loss_sums() const { return z_loss > 0 ? 2 : 1; }
   Pipeline pipeline() const {
     return {layout.pipeline.schedule, layout.pipeline.stages, layout.pipeline.chunks_per_stage, micro_batches,
             static_cast<int>(slices_for(Purpose::train))};
@@ -189,6 +192,7 @@ struct StepResult {
   double grad_norm;  // before clipping
   bool applied;      // false: the loss or the norm was not finite or above its limit, and no weight has changed
   std::optional<ExpertStatistics> experts = {};  // none: a model without experts
+  std::optional<double> z_loss = {};             // the mean of (log Z)^2, without its coefficient; none: no such loss
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
@@ -198,8 +202,8 @@ class PendingStep {
  public:
   explicit PendingStep(double targets) : targets_(targets) {}
   // Call when the whole step is enqueued; its results will be in these tensors.
-  void enqueued(const Tensor& loss, const Tensor& control, std::vector<ReceivedHeaders> headers, Stream& stream) {
-    *results_ = {Readback(loss, stream), Readback(control, stream), std::move(headers), true};
+  void enqueued(const Tensor& losses, const Tensor& control, std::vector<ReceivedHeaders> headers, Stream& stream) {
+    *results_ = {Readback(losses, stream), Readback(control, stream), std::move(headers), true};
   }
   // record: an ExpertRecord's; statistics(values): computes the statistics from its values
   void enqueued_experts(const Tensor& record, std::function<ExpertStatistics(std::span<const double>)> statistics,
@@ -211,14 +215,16 @@ class PendingStep {
     CHECK(results_->enqueued, "the caller waits for a step that has only begun: flush first");
     for (const ReceivedHeaders& headers : results_->headers) headers.check();
     const std::vector<double> control = results_->control.values();
-    StepResult result{results_->loss.values()[0] / targets_, control[0], control[2] != 0};
+    const std::vector<double> losses = results_->losses.values();
+    StepResult result{losses[0] / targets_, control[0], control[2] != 0};
+    if (losses.size() > 1) result.z_loss = losses[1] / targets_;
     if (results_->experts) result.experts = results_->statistics(results_->experts->values());
     return result;
   }
 
  private:
   struct Results {
-    Readback loss, control;
+    Readback losses, control;
     std::vector<ReceivedHeaders> headers;
     bool enqueued = false;
     std::optional<Readback> experts = {};

@@ -14,20 +14,21 @@ class StepScalars {
       : config_(config),
         stream_(context.compute),
         groups_(groups),
-        all_(room(context, "scalars of all ranks", {groups.ranks(), 1 + units})),
-        loss_(room(context, "loss", {1})),
+        all_(room(context, "scalars of all ranks", {groups.ranks(), config.loss_sums() + units})),
+        losses_(room(context, "loss", {config.loss_sums()})),
         square_sums_(room(context, "square sums", {units * config.layout.zero.shards * config.layout.tensor.ranks})),
         control_(room(context, "update control", {4})) {}
 
-  // This rank's row: its loss, then for each unit the square sum of the gradients that it counts.
+  // This rank's row: its losses, then for each unit the square sum of the gradients that it counts.
   Tensor mine() const { return all_.slice(groups_.rank() * all_.shape[1], {all_.shape[1]}); }
-  const Tensor& loss() const { return loss_; }        // of all ranks, once combined
+  Tensor my_losses() const { return mine().slice(0, {config_.loss_sums()}); }
+  const Tensor& losses() const { return losses_; }    // of all ranks, once combined; the reported loss is the first
   const Tensor& control() const { return control_; }  // the values that the update needs
 
-  // loss() and the square sums = the values combined over all ranks.
+  // losses() and the square sums = the values combined over all ranks.
   void combine() {
     groups_.gather_scalars(all_, stream_);
-    combine_scalars(loss_, square_sums_, all_, config_.layout.zero.shards, config_.layout.tensor.ranks,
+    combine_scalars(losses_, square_sums_, all_, config_.layout.zero.shards, config_.layout.tensor.ranks,
                     config_.layout.pipeline.stages, stream_);
   }
 
@@ -37,16 +38,16 @@ class StepScalars {
     const int64_t units = static_cast<int64_t>(state.size()), shards = config_.layout.zero.shards;
     if (config_.layout.zero.updates() != ZeroConfig::Updates::server) {
       for (int64_t u = 0; u < units; ++u)
-        state.gradients.square_sum_of(static_cast<size_t>(u), mine().slice(1 + u, {1}), stream_);
+        state.gradients.square_sum_of(static_cast<size_t>(u), mine().slice(config_.loss_sums() + u, {1}), stream_);
       combine();
-      return clip_control(control_, square_sums_, loss_, rule, stream_);
+      return clip_control(control_, square_sums_, losses_.slice(0, {1}), rule, stream_);
     }
     combine();  // the losses
     if (groups_.first()) {
       for (int64_t i = 0; i < units * shards; ++i)
         state.gradients.square_sum_of(static_cast<size_t>(i / shards), square_sums_.slice(i, {1}), stream_,
                                       static_cast<int>(i % shards));
-      clip_control(control_, square_sums_, loss_, rule, stream_);
+      clip_control(control_, square_sums_, losses_.slice(0, {1}), rule, stream_);
     }
     groups_[GroupName::scalars].broadcast(control_, 0, stream_);
   }
@@ -59,7 +60,7 @@ class StepScalars {
   const StepConfig& config_;
   Stream& stream_;
   const Groups& groups_;
-  Tensor all_, loss_, square_sums_, control_;  // fp64: (ranks, 1 + units) (1) (units tp shards) (4)
+  Tensor all_, losses_, square_sums_, control_;  // fp64: (ranks, losses + units) (losses) (units tp shards) (4)
 };
 
 }  // namespace llmc

@@ -75,7 +75,7 @@ class Trainer {
                     config.layout.pipeline.asynchronous() ? weight_versions(config.pipeline(), groups_.me.stage) : 1}),
         scalars_(config_, context_, groups_, static_cast<int64_t>(state_.size())),
         experts_(config_, context_),
-        stage_(config_, context_, state_, scalars_.mine().slice(0, {1}), experts_),
+        stage_(config_, context_, state_, scalars_.my_losses(), experts_),
         interpreter_(config_, context_, state_, stage_),
         drain_(groups_, streams_of(context_)) {
     if (config.layout.pipeline.asynchronous())
@@ -130,7 +130,7 @@ class Trainer {
     }
     update(optimizer);
     PendingStep pending(targets);
-    pending.enqueued(scalars_.loss(), scalars_.control(), interpreter_.take_headers(), context_.compute);
+    pending.enqueued(scalars_.losses(), scalars_.control(), interpreter_.take_headers(), context_.compute);
     if (!experts_.empty())
       pending.enqueued_experts(
           experts_.record(),
@@ -213,7 +213,7 @@ class Trainer {
     context_.compute.synchronize();
     check_headers();
     const bool on_paper = context_.compute.device().kind == DeviceKind::null;
-    return on_paper ? 0 : *HostView(scalars_.loss(), context_.compute).data<double>() / static_cast<double>(targets);
+    return on_paper ? 0 : *HostView(scalars_.losses(), context_.compute).data<double>() / static_cast<double>(targets);
   }
 
   // ---- Generation --------------------------------------------------------------------------------------------------

@@ -71,16 +71,17 @@ TEST_CASE("added losses have the CPU's bits", "[cuda]") {
 TEST_CASE("the scalars of all ranks are combined as on the CPU", "[cuda]") {
   const auto [ranks, units, shards, tensor] =
       GENERATE(std::tuple{1, 1, 1, 1}, std::tuple{4, 14, 2, 1}, std::tuple{70, 3, 35, 1}, std::tuple{140, 5, 7, 4});
-  const auto values = normal_values<float>(ranks * (1 + units), 1);
+  const int64_t L = GENERATE(1, 2);
+  const auto values = normal_values<float>(ranks * (L + units), 1);
   const std::vector<double> gathered(values.begin(), values.end());
-  std::vector<double> loss(1), sums(static_cast<size_t>(units * tensor * shards));
-  cpu::combine_scalars(loss.data(), sums.data(), gathered.data(), ranks, units, shards, tensor, 1);
+  std::vector<double> losses(static_cast<size_t>(L)), sums(static_cast<size_t>(units * tensor * shards));
+  cpu::combine_scalars(losses.data(), sums.data(), gathered.data(), ranks, L, units, shards, tensor, 1);
   const auto run = [&, ranks = ranks, units = units, shards = shards, tensor = tensor]() -> Outputs {
-    DeviceArray<double> loss_out(1), sums_out(units * tensor * shards), from(gathered);
-    cuda::combine_scalars(loss_out, sums_out, from, ranks, units, shards, tensor, 1, nullptr);
-    return {{"loss", bits_of(loss_out)}, {"sums", bits_of(sums_out)}};
+    DeviceArray<double> losses_out(L), sums_out(units * tensor * shards), from(gathered);
+    cuda::combine_scalars(losses_out, sums_out, from, ranks, L, units, shards, tensor, 1, nullptr);
+    return {{"losses", bits_of(losses_out)}, {"sums", bits_of(sums_out)}};
   };
-  check_bits(run, {{"loss", halves(loss)}, {"sums", halves(sums)}});
+  check_bits(run, {{"losses", halves(losses)}, {"sums", halves(sums)}});
 }
 
 TEST_CASE("the update control has the CPU's bits", "[cuda]") {

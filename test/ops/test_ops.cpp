@@ -169,26 +169,37 @@ TEST_CASE("attention: fp32 gradients are exact up to rounding where large scores
   }
 }
 
-TEST_CASE("cross-entropy: finite differences; padding columns become zero and have no effect", "[ops]") {
+TEST_CASE("cross-entropy, with and without z-loss: finite differences; padding columns become zero and have no effect",
+          "[ops]") {
   Bench b;
+  const double coefficient = GENERATE(0.0, 0.3);
   constexpr int64_t N = 6, V = 9, padded = 16;
   const Tensor targets = b.integers({0, 8, 3, 3, 5, 1});
   const Tensor original = b.normal({N, padded}, 2), logits = b.poisoned(DType::fp64, {N, padded}),
                losses = b.poisoned(DType::fp64, {N});
+  const HeadZLoss z{coefficient, b.poisoned(DType::fp64, {N})};
   for (int64_t n = 0; n < N; ++n)  // arbitrary values in the padding
     for (int64_t v = V; v < padded; ++v) original.data<double>()[n * padded + v] = 1e30;
   auto value = [&] {
     copy(logits, original, b.stream);
-    cross_entropy(losses, logits, targets, V, 0.25, Gradient::no, b.stream);
+    cross_entropy(losses, logits, targets, V, 0.25, Gradient::no, b.stream, z);
     b.stream.synchronize();
     double sum = 0;
-    for (int64_t n = 0; n < N; ++n) sum += 0.25 * losses.data<double>()[n];
+    for (int64_t n = 0; n < N; ++n)
+      sum += 0.25 * (losses.data<double>()[n] + coefficient * z.squares.data<double>()[n]);
     return sum;
   };
   value();
   REQUIRE(relative_distance(logits.data<double>(), original.data<double>(), N * padded) ==
-          0);  // untouched without Gradient::yes
-  cross_entropy(losses, logits, targets, V, 0.25, Gradient::yes, b.stream);
+          0);                        // untouched without Gradient::yes
+  for (int64_t n = 0; n < N; ++n) {  // whatever the coefficient, the reported loss and (log Z)^2 are the same
+    double sum = 0;
+    for (int64_t v = 0; v < V; ++v) sum += std::exp(original.data<double>()[n * padded + v]);
+    REQUIRE(std::abs(z.squares.data<double>()[n] - std::pow(std::log(sum), 2)) < 1e-12);
+    const double at_target = original.data<double>()[n * padded + targets.data<int32_t>()[n]];
+    REQUIRE(std::abs(losses.data<double>()[n] - (std::log(sum) - at_target)) < 1e-12);
+  }
+  cross_entropy(losses, logits, targets, V, 0.25, Gradient::yes, b.stream, z);
   b.stream.synchronize();
   const Tensor gradient = b.poisoned(DType::fp64, {N, padded});
   copy(gradient, logits, b.stream);

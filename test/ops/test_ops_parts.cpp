@@ -254,14 +254,16 @@ TEST_CASE("the loss of a vocabulary in parts is that of the whole, also with lar
           }
         }
         const Tensor expected = b.as(DType::fp64, whole), expected_losses = b.poisoned(DType::fp64, {N});
-        cross_entropy(expected_losses, expected, targets, V, scale, Gradient::yes, b.stream);
+        const HeadZLoss expected_z{0.01, b.poisoned(DType::fp64, {N})}, z{0.01, b.poisoned(stat, {N})};
+        cross_entropy(expected_losses, expected, targets, V, scale, Gradient::yes, b.stream, expected_z);
         std::string losses_of_first;
         for (size_t p = 0; p < parts.size(); ++p) {
           const Tensor mine = of_rank(logits, p), kept = b.poisoned(d, mine.shape);
           copy(kept, mine, b.stream);
           for (const Gradient gradient : {Gradient::no, Gradient::yes}) {
             poison(losses, b.stream);
-            cross_entropy_merge(losses, mine, stats, targets, parts[p], scale, gradient, b.stream);
+            poison(z.squares, b.stream);
+            cross_entropy_merge(losses, mine, stats, targets, parts[p], scale, gradient, b.stream, z);
             b.stream.synchronize();
             if (losses_of_first.empty()) losses_of_first = bits_of(losses);
             REQUIRE(bits_of(losses) == losses_of_first);  // the same on every rank
@@ -287,6 +289,10 @@ TEST_CASE("the loss of a vocabulary in parts is that of the whole, also with lar
         REQUIRE(relative_distance(got.data<double>(), expected_losses.data<double>(), N) <
                 (d == DType::fp64 ? 1e-14 : 1e-6));
         REQUIRE(got.data<double>()[3] == 0);
+        const Tensor squares = b.as(DType::fp64, z.squares);
+        REQUIRE(relative_distance(squares.data<double>(), expected_z.squares.data<double>(), N) <
+                (d == DType::fp64 ? 1e-14 : 2e-6));
+        REQUIRE(squares.data<double>()[3] == 0);
       }
   const Tensor logits = b.zeros(DType::fp32, {1, 8}), stats = b.zeros(DType::fp32, {1, 3}), targets = b.integers({0});
   REQUIRE_ERROR(cross_entropy_stats(stats, logits, targets, {16, 9}, b.stream), "9 tokens from 16 on in 8 columns");

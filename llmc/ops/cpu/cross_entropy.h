@@ -19,10 +19,9 @@ void softmax_sum(A& largest, A& sum, const T* row, int64_t V) {
   largest = most, sum = total;
 }
 
-// row = scale (softmax - 1 at the target), 0 in the padding.   target: a column, or -1
+// row = factor exp(row - largest) - scale at the target, 0 in the padding.   target: a column, or -1
 template <class T, class A>
-void softmax_gradient(T* row, A largest, A sum, int64_t target, int64_t V, int64_t V_padded, A scale) {
-  const A factor = scale / sum;
+void softmax_gradient(T* row, A largest, A factor, int64_t target, int64_t V, int64_t V_padded, A scale) {
   const A at_target = target < 0 ? A(0) : static_cast<A>(row[target]);
 #pragma omp simd
   for (int64_t v = 0; v < V; ++v) store(row[v], exponential(static_cast<A>(row[v]) - largest) * factor);
@@ -34,19 +33,23 @@ void softmax_gradient(T* row, A largest, A sum, int64_t target, int64_t V, int64
 
 template <class T, class A = accumulator_t<T>>
 void cross_entropy(A* losses, T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t V_padded, A scale,
-                   Gradient gradient) {
+                   Gradient gradient, const ZLoss<A>& z = {}) {
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < N; ++n) {
     T* row = logits + n * V_padded;
     if (targets[n] < 0) {
       losses[n] = 0;
+      z.record(n, 0);
       if (gradient == Gradient::yes) std::fill(row, row + V_padded, T(A(0)));
       continue;
     }
     A largest, sum;
     detail::softmax_sum(largest, sum, row, V);
-    losses[n] = std::log(sum) + largest - static_cast<A>(row[targets[n]]);
-    if (gradient == Gradient::yes) detail::softmax_gradient(row, largest, sum, targets[n], V, V_padded, scale);
+    const A log_z = std::log(sum) + largest;
+    losses[n] = log_z - static_cast<A>(row[targets[n]]);
+    z.record(n, log_z);
+    if (gradient == Gradient::yes)
+      detail::softmax_gradient(row, largest, scale * z.gradient(log_z) / sum, targets[n], V, V_padded, scale);
   }
 }
 
@@ -68,12 +71,13 @@ void cross_entropy_stats(A* stats, const T* logits, const int32_t* targets, int6
 // stats (P, N, 3): of all parts, which are merged in order
 template <class T, class A = accumulator_t<T>>
 void cross_entropy_merge(A* losses, T* logits, const A* stats, const int32_t* targets, int64_t P, int64_t N,
-                         int64_t V_padded, const Vocabulary& part, A scale, Gradient gradient) {
+                         int64_t V_padded, const Vocabulary& part, A scale, Gradient gradient, const ZLoss<A>& z = {}) {
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < N; ++n) {
     T* row = logits + n * V_padded;
     if (targets[n] < 0) {
       losses[n] = 0;
+      z.record(n, 0);
       if (gradient == Gradient::yes) std::fill(row, row + V_padded, T(A(0)));
       continue;
     }
@@ -85,9 +89,12 @@ void cross_entropy_merge(A* losses, T* logits, const A* stats, const int32_t* ta
       sum += of_part[1] * exponential(of_part[0] - largest);  // 0 for an empty part, whose largest is -infinity
       target_logit += of_part[2];
     }
-    losses[n] = std::log(sum) + largest - target_logit;
+    const A log_z = std::log(sum) + largest;
+    losses[n] = log_z - target_logit;
+    z.record(n, log_z);
     const int64_t target = part.has(targets[n]) ? targets[n] - part.first : -1;
-    if (gradient == Gradient::yes) detail::softmax_gradient(row, largest, sum, target, part.size, V_padded, scale);
+    if (gradient == Gradient::yes)
+      detail::softmax_gradient(row, largest, scale * z.gradient(log_z) / sum, target, part.size, V_padded, scale);
   }
 }
 

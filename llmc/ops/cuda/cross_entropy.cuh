@@ -124,7 +124,7 @@ inline constexpr int64_t row_softmax_threads = 512;  // two blocks on each multi
 template <class T, int pack, Gradient gradient>
 __global__ void __launch_bounds__(1024)
     cross_entropy_kernel(float* __restrict__ losses, T* logits, const int32_t* __restrict__ targets, int V,
-                         int V_padded, int kept, float scale) {
+                         int V_padded, int kept, float scale, ZLoss<float> z) {
   using Pack = Packed<T, pack>;
   T* kept_row = nullptr;  // (kept)
   if constexpr (gradient == Gradient::yes) {
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(1024)
   T* row = logits + static_cast<int64_t>(blockIdx.x) * V_padded;
   const int target = targets[blockIdx.x];
   if (target < 0) {
-    if (threadIdx.x == 0) losses[blockIdx.x] = 0;
+    if (threadIdx.x == 0) losses[blockIdx.x] = 0, z.record(blockIdx.x, 0);
     if constexpr (gradient == Gradient::yes) detail::zero_row<T, pack>(row, 0, V_padded);
     return;
   }
@@ -149,10 +149,11 @@ __global__ void __launch_bounds__(1024)
       [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
   const float target_logit = to_float(row[target]);  // before the barriers after which the row is written
   softmax.reduce();
-  if (threadIdx.x == 0) losses[blockIdx.x] = logf(softmax.sum) + softmax.largest - target_logit;
+  const float log_z = logf(softmax.sum) + softmax.largest;
+  if (threadIdx.x == 0) losses[blockIdx.x] = log_z - target_logit, z.record(blockIdx.x, log_z);
 
   if constexpr (gradient == Gradient::yes) {
-    const float factor = scale / softmax.sum;
+    const float factor = scale * z.gradient(log_z) / softmax.sum;
     const auto store = [&](const Kept<Pack>& packed, int v) {
       detail::softmax_gradient<T>(detail::logits_of(packed, v, V), v, softmax.largest, factor, target, scale)
           .store_streaming(row + v);
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(1024)
 // losses (N) = ; with Gradient::yes the logits (N, V_padded) become their gradients. targets (N): -1 is ignored.
 template <class T>
 void cross_entropy(float* losses, T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t V_padded,
-                   float scale, Gradient gradient, cudaStream_t stream) {
+                   float scale, Gradient gradient, const ZLoss<float>& z, cudaStream_t stream) {
   constexpr int64_t static_shared = 1 << 10;  // upper bound for the reductions' arrays
   constexpr int64_t element = sizeof(T);
   const auto run = [&]<int pack, Gradient wanted>() {
@@ -180,7 +181,7 @@ void cross_entropy(float* losses, T* logits, const int32_t* targets, int64_t N, 
     const int64_t fits = (device_shared_bytes() - static_shared) / (step * element) * step;
     const int64_t kept = wanted == Gradient::no ? 0 : std::min(round_up(V, step), fits);
     launch(cross_entropy_kernel<T, pack, wanted>, N, threads, std::min(kept, V_padded) * element, stream, losses,
-           logits, targets, static_cast<int>(V), static_cast<int>(V_padded), static_cast<int>(kept), scale);
+           logits, targets, static_cast<int>(V), static_cast<int>(V_padded), static_cast<int>(kept), scale, z);
   };
   with_packs<full_pack<T>>(rows_fit_packs(V_padded, full_pack<T>, logits), [&]<int pack>() {
     if (gradient == Gradient::no) run.template operator()<pack, Gradient::no>();
@@ -214,12 +215,12 @@ template <class T, int pack, Gradient gradient>
 __global__ void __launch_bounds__(detail::row_softmax_threads)
     cross_entropy_merge_kernel(float* __restrict__ losses, T* __restrict__ logits, const float* __restrict__ stats,
                                const int32_t* __restrict__ targets, int64_t P, int64_t V_padded, Vocabulary part,
-                               float scale) {
+                               float scale, ZLoss<float> z) {
   using Pack = Packed<T, pack>;
   T* row = logits + blockIdx.x * V_padded;
   const int64_t target = targets[blockIdx.x];
   if (target < 0) {
-    if (threadIdx.x == 0) losses[blockIdx.x] = 0;
+    if (threadIdx.x == 0) losses[blockIdx.x] = 0, z.record(blockIdx.x, 0);
     if constexpr (gradient == Gradient::yes) detail::zero_row<T, pack>(row, 0, static_cast<int>(V_padded));
     return;
   }
@@ -232,10 +233,11 @@ __global__ void __launch_bounds__(detail::row_softmax_threads)
     sum += of_part[1] * expf(of_part[0] - largest);  // 0 for an empty part, whose largest is -infinity
     target_logit += of_part[2];
   }
-  if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) + largest - target_logit;
+  const float log_z = logf(sum) + largest;
+  if (threadIdx.x == 0) losses[blockIdx.x] = log_z - target_logit, z.record(blockIdx.x, log_z);
 
   if constexpr (gradient == Gradient::yes) {
-    const float factor = scale / sum;
+    const float factor = scale * z.gradient(log_z) / sum;
     const int V = static_cast<int>(part.size), column = static_cast<int>(part.has(target) ? target - part.first : -1);
     detail::for_packs<Pack>(
         0, V, [&](int v) { return Pack::load_streaming(row + v); },
@@ -262,12 +264,12 @@ void cross_entropy_stats(float* stats, const T* logits, const int32_t* targets, 
 template <class T>
 void cross_entropy_merge(float* losses, T* logits, const float* stats, const int32_t* targets, int64_t P, int64_t N,
                          int64_t V_padded, const Vocabulary& part, float scale, Gradient gradient,
-                         cudaStream_t stream) {
+                         const ZLoss<float>& z, cudaStream_t stream) {
   const auto run = [&]<int pack, Gradient wanted>() {
     const unsigned threads =
         wanted == Gradient::yes ? row_threads(V_padded, pack, detail::row_softmax_threads) : warp_size;
     launch(cross_entropy_merge_kernel<T, pack, wanted>, N, threads, 0, stream, losses, logits, stats, targets, P,
-           V_padded, part, scale);
+           V_padded, part, scale, z);
   };
   if (gradient == Gradient::no) run.template operator()<1, Gradient::no>();
   else if (rows_fit_packs(V_padded, full_pack<T>, logits)) run.template operator()<full_pack<T>, Gradient::yes>();

@@ -163,6 +163,12 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--muon-momentum", "", o.muon_momentum, between(0, 0.9999999), must_match, "muon's Nesterov momentum");
   visit("--cautious-decay", "", o.cautious_decay, Limits{}, must_match,
         "with muon, weights decay only where the update makes them smaller");
+  visit(
+      "--z-loss", "", o.z_loss, between(0, 1000), must_match,
+      "coefficient of a loss that keeps the output layer's logits from drifting (PaLM): the mean, over tokens, of the "
+      "square of log Z, the logarithm of the sum of their exponentials; training minimizes it too, but the reported "
+      "and the validation loss leave it out, and z_loss in metrics.jsonl is the mean without this factor; 1e-4 is "
+      "usual");
   visit("--grad-clip", "", o.grad_clip, at_least(0), branch,
         "largest gradient norm; larger gradients are scaled down to it; 0: no clipping");
   visit("--skip-loss-z", "", o.skip_loss_z, at_least(0), branch,

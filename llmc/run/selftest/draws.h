@@ -116,6 +116,7 @@ inline Draw draw_task(Dice& dice) {
     step.experts.bias_rate = dice.pick({0.0, 0.0, 0.02});
     if (dice.one_in(2)) step.experts.capacity_factor = dice.pick({1.0, 1.25});
   }
+  step.z_loss = dice.pick({0.0, 0.01});
   return d;
 }
 
@@ -259,6 +260,7 @@ inline Choices choices(const Draw& d) {
               zero.optimizer == Optimizer::muon
                   ? formatted("muon {}, heads {}", zero.muon.coefficients, zero.muon.heads)
                   : formatted("{}", zero.optimizer),
+              formatted("z-loss x {}", s.z_loss),
               d.max_norm > 0 ? "clipped" : "not clipped"};
   if (m.experts.count > 0)
     for (const std::string& choice :
@@ -315,6 +317,7 @@ inline std::vector<std::string> axis_values(const Draw& d) {
           formatted("embeddings {}", s.model.tied ? "tied" : "untied"),
           formatted("documents {}", s.documents == Documents::apart ? "apart" : "together"),
           formatted("optimizer {}", zero.optimizer),
+          formatted("z-loss {}", s.z_loss > 0 ? "on" : "off"),
           formatted("clipping {}", d.max_norm > 0 ? "on" : "off"),
           formatted("dp {}", several(s.layout.readers())),
           formatted("replicas {}", several(zero.replicas)),
