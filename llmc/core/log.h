@@ -92,6 +92,7 @@ struct ValLine {
   std::vector<std::pair<std::string, double>> sets = {};  // the losses of sets with names
   std::optional<double> choices = std::nullopt,
                         choices_normalized = std::nullopt;  // fractions of questions answered correctly
+  std::vector<ValLine> averaged = {};                       // the same with the weights' moving average (one at most)
 };
 
 // A checkpoint that has become visible after `step`. stall_s: seconds that training waited; cpu_s: of the processor, in
@@ -227,20 +228,13 @@ class Log {
   }
 
   void val(const ValLine& v) {
-    std::string text =
-        formatted("validation at step {} | loss {:.4f} | perplexity {:.3f}", v.step, v.loss, std::exp(v.loss));
-    nlohmann::ordered_json object = {{"kind", "val"}, {"step", v.step}, {"loss", v.loss}};
-    for (const auto& [name, loss] : v.sets) {
-      text += formatted(" | {} {:.4f}", name, loss);
-      object["losses"][name] = loss;
-    }
-    if (v.choices) {
-      text += formatted(" | choices_acc {:.2f}%", 100 * *v.choices);
-      object["choices_acc"] = *v.choices;
-    }
-    if (v.choices_normalized) {
-      text += formatted(", choices_acc_norm {:.2f}%", 100 * *v.choices_normalized);
-      object["choices_acc_norm"] = *v.choices_normalized;
+    std::string text = formatted("validation at step {} | ", v.step);
+    nlohmann::ordered_json object = {{"kind", "val"}, {"step", v.step}};
+    add_results(v, text, object);
+    for (const ValLine& averaged : v.averaged) {
+      text += " | ema: ";
+      object["ema"] = nlohmann::ordered_json::object();
+      add_results(averaged, text, object["ema"]);
     }
     line(text);
     write(object);
@@ -310,6 +304,24 @@ class Log {
   }
 
  private:
+  // The results of a validation, as text and as JSON.
+  static void add_results(const ValLine& v, std::string& text, nlohmann::ordered_json& object) {
+    text += formatted("loss {:.4f} | perplexity {:.3f}", v.loss, std::exp(v.loss));
+    object["loss"] = v.loss;
+    for (const auto& [name, loss] : v.sets) {
+      text += formatted(" | {} {:.4f}", name, loss);
+      object["losses"][name] = loss;
+    }
+    if (v.choices) {
+      text += formatted(" | choices_acc {:.2f}%", 100 * *v.choices);
+      object["choices_acc"] = *v.choices;
+    }
+    if (v.choices_normalized) {
+      text += formatted(", choices_acc_norm {:.2f}%", 100 * *v.choices_normalized);
+      object["choices_acc_norm"] = *v.choices_normalized;
+    }
+  }
+
   using Clock = std::chrono::steady_clock;
   static constexpr int rows_per_screen = 25;
 

@@ -17,7 +17,8 @@ struct Precision {
   Operands linear = Operands::as_stored;  // how linear layers of blocks read theirs in training
   DType wire = DType::fp32;               // gradients on their way between data-parallel ranks
   DType state = DType::fp32;              // sums of gradients, master weights, optimizer slots, statistics of rows
-  bool masters = true;  // copies of the weights in `state`; without them updates are rounded stochastically
+  bool masters = true;    // copies of the weights in `state`; without them updates are rounded stochastically
+  bool averages = false;  // a moving average of the weights, in `state`
 
   Precision() = default;
   // Mixed precision as one word: weights, activations and products in this dtype, all sums in its accumulator.
@@ -32,6 +33,7 @@ struct Precision {
   bool uniform() const {
     Precision same = weights;
     same.masters = masters;
+    same.averages = averages;
     same.linear = linear;
     same.wire = wire;
     return *this == same;

@@ -1,4 +1,4 @@
-// ops_step.h: the ops at the end of a step: loss, gradient norm, clipping, update. Conventions: ops.h.
+// ops_step.h: the ops at the end of a step: loss, gradient norm, clipping, update, average. Conventions: ops.h.
 #pragma once
 #include <array>
 
@@ -184,6 +184,20 @@ inline void update_weights(Optimizer optimizer, Tensor weight, Tensor master, co
                          control.data<double>(), n, options);
                });
              });
+}
+
+// average += share (weight - average). Nothing changes where control forbids the update.   average, weight (n)
+inline void average_weights(Tensor average, Tensor weight, Tensor control, double share, Stream& stream) {
+  detail::check_tensor("average_weights", "weight", weight, average.dtype, average.shape);
+  CHECK_TENSOR(control, DType::fp64, 4);
+  RUN_OP(average_weights, average.dtype, detail::bytes_of({average, average, weight}), (average), average.data<A>(),
+         weight.data<A>(), control.data<double>(), average.numel(), A(share));
+}
+
+// a = b, b = a
+inline void exchange(Tensor a, Tensor b, Stream& stream) {
+  detail::check_tensor("exchange", "b", b, a.dtype, a.shape);
+  RUN_OP(exchange, a.dtype, 2 * detail::bytes_of({a, b}), (a, b), a.data<A>(), b.data<A>(), a.numel());
 }
 
 }  // namespace llmc

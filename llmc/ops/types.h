@@ -267,6 +267,7 @@ struct OptimizerOptions {
   Decay decay = Decay::always;                          // of Muon
   bool decays_embeddings = true;                        // does the weight decay of matrices include these tables?
   std::array<float, rate_groups> rates = {1, 1, 1, 1};  // learning rates of groups of parameters, as parts of lr
+  double average_share = 0;                             // of the new weights in their moving average
 
   float rate(RateGroup group) const { return rates[static_cast<size_t>(group)]; }
 };

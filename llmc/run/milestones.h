@@ -94,15 +94,17 @@ class Milestones {
 
   void validate() {
     Progress& progress = r_.progress;
-    const ValLine found = validation_->line(
-        progress.done,
-        {.poll = hooks_.poll,
-         .micro_batch = [&](const char* what, int64_t done,
-                            int64_t total) { r_.log.progress(formatted("{}: micro-batch", what), done, total); },
-         .cannot_read =
-             [&](const Error& error) {
-               r_.cannot_read(error, formatted("the validation after step {}", progress.done));
-             }});
+    const ValidationHooks hooks{
+        .poll = hooks_.poll,
+        .micro_batch = [&](const char* what, int64_t done,
+                           int64_t total) { r_.log.progress(formatted("{}: micro-batch", what), done, total); },
+        .cannot_read =
+            [&](const Error& error) {
+              r_.cannot_read(error, formatted("the validation after step {}", progress.done));
+            }};
+    ValLine found = validation_->line(progress.done, hooks);
+    if (o_.ema)
+      found.averaged.push_back(r_.run.trainer.with_averages([&] { return validation_->line(progress.done, hooks); }));
     r_.log.val(found);
     require_finite(found.loss, "validation ");
     if (found.loss < progress.best_val)

@@ -98,6 +98,7 @@ inline ModelConfig choose_model(const Options& o) {
 inline Precision choose_precision(const Options& o) {
   Precision precision = o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32;
   precision.masters = o.master_weights == MasterWeights::fp32;
+  precision.averages = o.ema.has_value();
   precision.linear = o.products;
   if (o.reduce_dtype == WeightType::bf16) precision.wire = DType::bf16;
   CHECK(o.reduce_dtype == WeightType::fp32 || o.dp_sync == DpSync::all_reduce,
@@ -321,6 +322,10 @@ inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
   return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac, o.decay_steps};
 }
 
+// The share of the weights after update `step` in a moving average that decays by `decay`. The first 1 / (1 - decay)
+// weights count equally, so that the initial ones do not count for long.
+inline double average_share(double decay, int64_t step) { return std::max(1 - decay, 1 / static_cast<double>(step)); }
+
 inline OptimizerOptions optimizer_options(const Options& o, double lr, int64_t step) {
   const auto part = [&](const std::optional<double>& rate) { return rate ? static_cast<float>(*rate / o.lr) : 1.0f; };
   return {.lr = static_cast<float>(lr),
@@ -333,7 +338,8 @@ inline OptimizerOptions optimizer_options(const Options& o, double lr, int64_t s
           .momentum = static_cast<float>(o.muon_momentum),
           .decay = o.cautious_decay ? Decay::cautious : Decay::always,
           .decays_embeddings = o.decay_embeddings == OnOff::on,
-          .rates = {1, part(o.embed_lr), part(o.head_lr), part(o.scalar_lr)}};
+          .rates = {1, part(o.embed_lr), part(o.head_lr), part(o.scalar_lr)},
+          .average_share = o.ema ? average_share(*o.ema, step) : 0};
 }
 
 // Rejects a --model whose files do not hold the tensors of its config.json, before taking memory for them, and one of

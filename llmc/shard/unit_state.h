@@ -25,7 +25,7 @@
 
 namespace llmc {
 
-enum class StateKind : uint8_t { weight, master, slot };
+enum class StateKind : uint8_t { weight, master, average, slot };
 
 // One entry of the StateTable: the elements [begin, begin + tensor.numel()) of param->box(), held by this rank.
 struct StateEntry {
@@ -34,11 +34,12 @@ struct StateEntry {
   int64_t begin;
   Tensor tensor;    // flat, without padding rows
   size_t slot = 0;  // which one of the parameter's rule
-  // "weight", "master" or the name of the slot, such as "moment1".
+  // "weight", "master", "average" or the name of the slot, such as "moment1".
   const char* name() const {
-    return kind == StateKind::weight   ? "weight"
-           : kind == StateKind::master ? "master"
-                                       : rule_of(param->rule).slots[slot].name;
+    return kind == StateKind::weight    ? "weight"
+           : kind == StateKind::master  ? "master"
+           : kind == StateKind::average ? "average"
+                                        : rule_of(param->rule).slots[slot].name;
   }
   Elements elements() const { return param->elements_from(begin); }  // where they are in the whole parameter
 
@@ -84,6 +85,10 @@ class UnitState {
       versions_.push_back(flat("weight versions", dtype, whole_));
     if (zero.holds == Holds::weights) return;
     if (precision.keeps_masters()) master_ = flat("master weights", state, update_range_);
+    if (precision.averages) {
+      CHECK(precision.keeps_masters() || dtype == state, "{} weights without a master copy have no average", dtype);
+      average_ = flat("moving average of weights", state, update_range_);
+    }
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
     else gradient_sum_ = flat("gradients", state, update_range_);
     make_slots(zero, state, arena);
@@ -207,10 +212,24 @@ class UnitState {
       const Range r = overlap({begin, end - begin}, update_range_);
       if (r.size == 0) continue;
       auto in_update_range = [&](const Tensor& t) { return t.empty() ? t : part(t, update_range_, r); };
-      update_weights(first.rule, in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_),
-                     in_update_range(master_), slots_for_step(first.rule, r), in_update_range(reduced_gradients()),
-                     control, options_for(first, options), stream);
+      update_weights(first.rule, in_update_range(weights_in_update_range()), in_update_range(master_),
+                     slots_for_step(first.rule, r), in_update_range(reduced_gradients()), control,
+                     options_for(first, options), stream);
     }
+  }
+
+  // The moving average of the weights begins at them; follows an update; and takes their place, and they its, which a
+  // second time undoes, bit for bit.
+  void begin_average(Stream& stream) const {
+    if (!average_.empty()) copy(average_, updated_weights(), stream);
+  }
+  void follow_average(Tensor control, const OptimizerOptions& options, Stream& stream) const {
+    if (!average_.empty()) average_weights(average_, updated_weights(), control, options.average_share, stream);
+  }
+  void exchange_average(Stream& stream) const {
+    if (average_.empty()) return;
+    exchange(average_, updated_weights(), stream);
+    if (!master_.empty()) convert(weights_in_update_range(), master_, stream);
   }
 
   // The boxes of all parameters. `weights`: weights(), or a copy of them.
@@ -233,6 +252,7 @@ class UnitState {
       if (sharded_ == Sharded::weights) add(StateKind::weight, weight_shard_, shard_range_);
       else add(StateKind::weight, weights_, whole_);
       add(StateKind::master, master_, update_range_);
+      add(StateKind::average, average_, update_range_);
       const Range updated = overlap(param, update_range_);
       if (updated.size == 0 || slots_.empty()) continue;
       const SlotTensors slots = slots_of(spec_.params[i].rule, updated);
@@ -350,6 +370,9 @@ class UnitState {
     return options;
   }
 
+  // The weights of update_range(), in the training dtype, and as they are updated.
+  Tensor weights_in_update_range() const { return sharded_ == Sharded::nothing ? weights_ : weight_shard_; }
+  Tensor updated_weights() const { return master_.empty() ? weights_in_update_range() : master_; }
   bool rounds_stochastically() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
 
   // One parameter at a time: each has its own random numbers.
@@ -359,8 +382,8 @@ class UnitState {
       if (r.size == 0) continue;
       const ParamSpec& p = spec_.params[i];
       auto in_update_range = [&](const Tensor& t) { return t.empty() ? t : part(t, update_range_, r); };
-      update_weights_stochastic(p.rule, in_update_range(sharded_ == Sharded::nothing ? weights_ : weight_shard_),
-                                slots_for_step(p.rule, r), in_update_range(reduced_gradients()), control, p.name,
+      update_weights_stochastic(p.rule, in_update_range(weights_in_update_range()), slots_for_step(p.rule, r),
+                                in_update_range(reduced_gradients()), control, p.name,
                                 p.elements_from(r.begin - layout_.offsets[i]), options_for(p, options), stream);
     }
   }
@@ -397,7 +420,7 @@ class UnitState {
   Tensor gradients_, gradient_sum_;  // fp32; with GradReduce::micro the sum of the reduced micro-batches
   // Matrices of gradients that nothing has been added to since their sums began, by the buffer that they are in.
   mutable std::map<const std::byte*, std::vector<Tensor>> unwritten_;
-  Tensor master_;  // fp32, of update_range_, as the slots are
+  Tensor master_, average_;  // fp32, of update_range_, as the slots are
   std::vector<Slots> slots_;
 };
 

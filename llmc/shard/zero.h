@@ -21,15 +21,30 @@ class ModelState : public Units {
 
   void update(Tensor control, const OptimizerOptions& options, Stream& compute) {
     matrices.make(control, options, compute);
+    change_weights(compute, [&](const UnitState& unit) {
+      unit.update(control, options, compute);
+      unit.follow_average(control, options, compute);
+    });
+  }
+  void begin_averages(Stream& stream) const {
+    for_each([&](size_t u) { unit(u).begin_average(stream); });
+  }
+  // The moving averages take the place of the weights, and the weights theirs.
+  void exchange_averages(Stream& compute) {
+    change_weights(compute, [&](const UnitState& unit) { unit.exchange_average(compute); });
+  }
+
+ private:
+  // change(unit) changes the part of the weights that this rank updates.
+  template <class F>
+  void change_weights(Stream& compute, F&& change) {
     const bool divided = zero_config().stage < 3 && zero_config().updates() != ZeroConfig::Updates::everyone;
     for_each([&](size_t u) {
-      unit(u).update(control, options, compute);
+      change(unit(u));
       if (divided && zero_config(sharing_of(u)).ranks() > 1) gather_updated(u, compute);
     });
     if (divided) compute.wait(groups().gather_stream().record());
   }
-
- private:
   // Every rank of a group gets the weights of a unit from the ranks that have updated them.
   void gather_updated(size_t u, Stream& compute) {
     const Tensor updated = unit(u).weights();
@@ -63,6 +78,7 @@ inline void init_weights(const ModelState& state, uint64_t seed, Stream& stream)
       init_normal(e.tensor, e.param->init_std, e.elements(), seed, e.param->name, stream);
     if (e.param->init == Init::ones) fill(e.tensor, 1.0f, stream);
   }
+  state.begin_averages(stream);
 }
 
 }  // namespace llmc

@@ -216,6 +216,21 @@ class Trainer {
     return on_paper ? 0 : *HostView(scalars_.losses(), context_.compute).data<double>() / static_cast<double>(targets);
   }
 
+  // Calls f() with the moving averages in the place of the weights.
+  template <class F>
+  auto with_averages(F&& f) {
+    require_flushed();
+    state_.exchange_averages(context_.compute);
+    try {
+      auto result = f();
+      state_.exchange_averages(context_.compute);
+      return result;
+    } catch (const Interrupted&) {  // the run may go on to save its weights
+      state_.exchange_averages(context_.compute);
+      throw;
+    }
+  }
+
   // ---- Generation --------------------------------------------------------------------------------------------------
 
   // The logits (V) after the last of these tokens. The sequence is padded to a power of two: causal attention does not

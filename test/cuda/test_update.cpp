@@ -137,3 +137,21 @@ TEST_CASE("AdamW refuses bf16 weights without a master copy", "[optimizer][cuda]
                                                  8, options, nullptr),
                       Catch::Matchers::ContainsSubstring("need a master copy"));
 }
+
+TEST_CASE("averages of weights, and their exchange, have the CPU's bits", "[cuda]") {
+  const int64_t n = some_size();
+  const bool allow = GENERATE(true, false);
+  const auto weight = normal_values<float>(n, 1), average = normal_values<float>(n, 2);
+  // A power of two as the share: a fused multiply-add rounds as a product and a sum do.
+  auto expected = average;
+  const std::vector<double> control = {7.0, factor, allow ? 1.0 : 0.0};
+  cpu::average_weights(expected.data(), weight.data(), control.data(), n, 0.25f);
+  const auto run = [&]() -> Outputs {
+    DeviceArray<float> averages(average), weights(weight);
+    cuda::average_weights(averages, weights, control_of(allow), n, 0.25f, nullptr);
+    cuda::exchange(averages, weights, n, nullptr);
+    return {{"weights", averages.host()}, {"average", weights.host()}};
+  };
+  const Outputs right = {{"weights", weight}, {"average", expected}};
+  REQUIRE(same_bits(check_kernel(run, right, 1e-30), right));
+}

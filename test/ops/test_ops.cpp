@@ -223,6 +223,34 @@ TEST_CASE("a control that forbids the update changes nothing", "[ops]") {
   REQUIRE(m.data<float>()[7] == 0);
 }
 
+TEST_CASE("averages follow weights unless the update is forbidden, and change places with them", "[ops]") {
+  Bench b;
+  for (const DType d : {DType::fp32, DType::fp64}) {
+    const Tensor weight = b.as(d, b.normal({1001})), average = b.as(d, b.normal({1001})),
+                 control = b.zeros(DType::fp64, {4});
+    const Tensor w = b.as(DType::fp64, weight), a = b.as(DType::fp64, average);
+    const std::string weights = bits_of(weight), before = bits_of(average);
+    average_weights(average, weight, control, 0.125, b.stream);
+    b.stream.synchronize();
+    REQUIRE(bits_of(average) == before);
+    control.data<double>()[2] = 1;
+    average_weights(average, weight, control, 0.125, b.stream);
+    b.stream.synchronize();
+    const std::string after = bits_of(average);
+    const Tensor found = b.as(DType::fp64, average);
+    const double rounding = d == DType::fp64 ? 0x1p-53 : 0x1p-24;  // of the difference, the product and the sum
+    for (int64_t i = 0; i < 1001; ++i) {
+      const double before_i = a.data<double>()[i], weight_i = w.data<double>()[i];
+      REQUIRE(std::abs(found.data<double>()[i] - (0.875 * before_i + 0.125 * weight_i)) <=
+              3 * rounding * (std::abs(before_i) + std::abs(weight_i)));
+    }
+    exchange(average, weight, b.stream);
+    b.stream.synchronize();
+    REQUIRE(bits_of(average) == weights);
+    REQUIRE(bits_of(weight) == after);
+  }
+}
+
 TEST_CASE("the gradient norm adds in double, clips as torch does, and forbids non-finite updates", "[ops]") {
   Bench b;
   const Tensor x = b.poisoned(DType::fp32, {200003}), sums = b.poisoned(DType::fp64, {2}),

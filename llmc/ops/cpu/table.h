@@ -39,7 +39,7 @@
   OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(round_to_fp8) OP(scale) OP(square_sum) OP(swiglu_backward) OP(swiglu_forward) \
   OP(update_weights)
 #define CPU_OPS_OF_SUMS(OP) \
-  OP(add_losses) OP(join_segments) OP(muon_direction) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) \
+  OP(add_losses) OP(average_weights) OP(exchange) OP(join_segments) OP(muon_direction) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) \
   OP(router_statistics)
 #define CPU_OPS_OF_NO_TYPE(OP) \
   OP(add_expert_counts) OP(arrival_plan) OP(clip_control) OP(combine_scalars) OP(copy) OP(count_dropped) \

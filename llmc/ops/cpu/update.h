@@ -1,4 +1,4 @@
-// update.h: an optimizer's step on one segment. Contracts: ops/ops.h.
+// update.h: an optimizer's step on one segment, and the moving average of its weights. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cpu/simd.h"
 #include "ops/optimizers.h"
@@ -62,6 +62,23 @@ inline void update_weights_stochastic(Optimizer optimizer, bf16* weight, float* 
         }
       }
   });
+}
+
+template <class A>
+void average_weights(A* average, const A* weight, const double* control, int64_t n, A share) {
+  if (control[2] == 0) return;
+#pragma omp parallel for simd schedule(static)
+  for (int64_t i = 0; i < n; ++i) average[i] += share * (weight[i] - average[i]);
+}
+
+template <class A>
+void exchange(A* a, A* b, int64_t n) {
+#pragma omp parallel for simd schedule(static)
+  for (int64_t i = 0; i < n; ++i) {
+    const A before = a[i];
+    a[i] = b[i];
+    b[i] = before;
+  }
 }
 
 }  // namespace CPU_ISA

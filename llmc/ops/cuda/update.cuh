@@ -1,4 +1,5 @@
-// update.cuh: an optimizer's step on one segment; each array is read and written once. Contracts: ops/ops.h.
+// update.cuh: an optimizer's step on one segment, and the moving average of its weights; each array is read and written
+// once. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/vec.cuh"
@@ -100,6 +101,35 @@ inline void update_weights_stochastic(Optimizer optimizer, bf16* weight, float* 
                                       const OptimizerOptions& options, const Philox& words, cudaStream_t stream) {
   detail::update_weights<Master::none, bf16>(optimizer, weight, nullptr, slot1, slot2, gradient, control, elements, n,
                                              options, words, stream);
+}
+
+// One thread per element: fp32 loads of neighbours are whole transactions.
+template <int threads>
+__global__ void average_weights_kernel(float* __restrict__ average, const float* __restrict__ weight,
+                                       const double* __restrict__ control, int64_t n, float share) {
+  if (control[2] == 0) return;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (i < n) average[i] += share * (weight[i] - average[i]);
+}
+
+template <int threads>
+__global__ void exchange_kernel(float* __restrict__ a, float* __restrict__ b, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  if (i >= n) return;
+  const float before = a[i];
+  a[i] = b[i];
+  b[i] = before;
+}
+
+inline void average_weights(float* average, const float* weight, const double* control, int64_t n, float share,
+                            cudaStream_t stream) {
+  constexpr int threads = 256;
+  launch(average_weights_kernel<threads>, ceil_div(n, threads), threads, 0, stream, average, weight, control, n, share);
+}
+
+inline void exchange(float* a, float* b, int64_t n, cudaStream_t stream) {
+  constexpr int threads = 256;
+  launch(exchange_kernel<threads>, ceil_div(n, threads), threads, 0, stream, a, b, n);
 }
 
 }  // namespace llmc::cuda

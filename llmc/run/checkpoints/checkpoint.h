@@ -1,8 +1,9 @@
 // checkpoint.h: checkpoints as Hugging Face directories, complete or absent (contract 13). OUT/step-000500/ holds
 // config.json and model.safetensors as transformers loads them, optimizer-*.safetensors with slices of master weights
-// and optimizer slots, trainer.json, the tokenizer's files, and manifest.json with the size and checksums of each. All
-// is written to a temporary directory, with every write, fsync and close checked. A rename makes the checkpoint
-// visible; then the parent directory is synced. Any layout reads what any other wrote, bit for bit (contract 6).
+// and optimizer slots, trainer.json, the tokenizer's files, and manifest.json with the size and checksums of each. With
+// --ema the folder ema/ has the averaged weights, as a model with a manifest of its own. All is written to a temporary
+// directory, with every write, fsync and close checked. A rename makes the checkpoint visible; then the parent
+// directory is synced. Any layout reads what any other wrote, bit for bit (contract 6).
 #pragma once
 #include <sys/statvfs.h>
 
@@ -51,6 +52,9 @@ inline std::vector<int64_t> checkpoint_steps(const std::string& out_dir) {
   return steps;
 }
 
+// The folder of a checkpoint with the moving average of the weights.
+inline const std::string averages_folder = "ema/";
+
 // Whether this is a plain file name, so that a manifest or index cannot point outside its directory.
 inline bool is_file_name(const std::string& name) {
   return !name.empty() && name.find('/') == name.npos && shown(name) == name;
@@ -64,7 +68,8 @@ inline std::map<std::string, FileRecord> read_manifest(const std::string& path) 
   CHECK(records.is_object(), "{}: \"files\" is {}, expected an object; the file is damaged", file, records);
   std::map<std::string, FileRecord> files;
   for (const auto& [name, record] : records.items()) {
-    CHECK(is_file_name(name), "{} names {}, expected a file in the same directory", file, shown(name));
+    CHECK(is_file_name(name.starts_with(averages_folder) ? name.substr(averages_folder.size()) : name),
+          "{} names {}, expected a file in the same directory", file, shown(name));
     files.emplace(name, FileRecord::from_json(record, formatted("{}: the record of {}", file, shown(name))));
   }
   return files;
@@ -139,14 +144,15 @@ inline int64_t weights_bytes(const ModelConfig& config, DType dtype) {
   return count_parameters(parameter_table(config)) * size_of(dtype);
 }
 
-// The size of a checkpoint on disk, to within a few kilobytes: weights in the training dtype, master weights and the
-// optimizer's slots.
+// The size of a checkpoint on disk, to within a few kilobytes: weights in the training dtype, master weights, averages
+// and the optimizer's slots.
 inline int64_t checkpoint_bytes(const ModelConfig& config, const Precision& precision, const ZeroConfig& zero) {
-  const int64_t masters = precision.keeps_masters() ? 1 : 0;
+  const int64_t masters = precision.keeps_masters() ? 1 : 0, averages = precision.averages ? 1 : 0;
   int64_t numbers = 0;
   for (const UnitSpec& unit : parameter_table(config, zero.optimizer))
-    for (const ParamSpec& p : unit.params) numbers += p.numel() * (masters + std::ssize(rule_of(p.rule).slots));
-  return weights_bytes(config, precision.weights) + numbers * size_of(precision.state);
+    for (const ParamSpec& p : unit.params)
+      numbers += p.numel() * (masters + averages + std::ssize(rule_of(p.rule).slots));
+  return (1 + averages) * weights_bytes(config, precision.weights) + numbers * size_of(precision.state);
 }
 
 // The write speed assumed before the first checkpoint: that of a slow disk or a busy shared file system.
@@ -198,6 +204,7 @@ inline void load_weights(const std::vector<std::string>& paths, const ModelConfi
       of_parts.insert(of_parts.end(), entries[part].begin(), entries[part].end());
     scatter_hf(tensors[i], *places[i].file, places[i].name, of_parts, stream);
   }
+  state.begin_averages(stream);
 }
 
 inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state,
@@ -276,9 +283,15 @@ inline void require_whole(const std::vector<Slice>& slices, const ParamSpec& p, 
         stride);
 }
 
-// Rejects slices unless they hold every element of every parameter's state exactly once, and nothing else.
+inline bool has_averages(const std::map<std::string, std::vector<Slice>>& slices) {
+  return std::ranges::any_of(slices, [](const auto& slice) { return slice.first.ends_with(":average"); });
+}
+
+// Rejects slices unless they hold every element of every parameter's state exactly once, and nothing else. Averages of
+// the weights may be there or not.
 inline void require_whole_slices(const std::map<std::string, std::vector<Slice>>& slices, const std::string& path,
                                  const ParamTable& table, bool masters) {
+  const bool averages = has_averages(slices);
   std::set<std::string> expected;
   for (const UnitSpec& unit : table)
     for (const ParamSpec& p : unit.params) {
@@ -289,6 +302,7 @@ inline void require_whole_slices(const std::map<std::string, std::vector<Slice>>
         require_whole(found->second, p, what, path);
       };
       if (masters) require("master");
+      if (averages) require("average");
       for (const OptimizerSlot& slot : rule_of(p.rule).slots) require(slot.name);
     }
   for (const auto& [what, all] : slices)
@@ -336,7 +350,8 @@ inline void read_slice(const Slice& s, const StateEntry& entry, float* host) {
 }  // namespace detail
 
 // Loads the whole state of a checkpoint, bit for bit: weights, then the optimizer's slices, whatever layout wrote them.
-// written_by: its optimizer; none: the same. The slots of parameters that another one updated begin at zero.
+// written_by: its optimizer; none: the same. The slots of parameters that another one updated begin at zero, and
+// averages of weights that the checkpoint does not have begin at the weights.
 inline void load_checkpoint(const std::string& path, const ModelConfig& config, const ModelState& state, Stream& stream,
                             std::optional<Optimizer> written_by = std::nullopt) {
   std::vector<std::string> models, optimizers;
@@ -357,11 +372,14 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   std::map<std::string, Optimizer> rules;
   for (const UnitSpec& unit : written)
     for (const ParamSpec& p : unit.params) rules[p.name] = p.rule;
+  const bool averages = detail::has_averages(slices);
   for (const StateEntry& e : table)
-    if (e.kind == StateKind::master || (e.kind == StateKind::slot && rules.at(e.param->name) == e.param->rule))
+    if (e.kind == StateKind::master || (e.kind == StateKind::average && averages) ||
+        (e.kind == StateKind::slot && rules.at(e.param->name) == e.param->rule))
       write_on_host(e.tensor, stream, [&](const Tensor& host) {
         for (const detail::Slice& s : slices.at(detail::what_of(e))) detail::read_slice(s, e, host.data<float>());
       });
+  if (!averages) state.begin_averages(stream);
 }
 
 }  // namespace llmc

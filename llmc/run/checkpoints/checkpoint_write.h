@@ -64,13 +64,15 @@ inline std::vector<std::byte> gather_boxes(const HfTensor& hf, StateTable weight
 // A file of tensors, which come one after the other, in any number of pieces.
 class TensorFile {
  public:
-  TensorFile(std::string path, std::vector<TensorInfo> tensors) : path_(std::move(path)), tensors_(std::move(tensors)) {
+  // name: in the directory
+  TensorFile(std::string directory, std::string name, std::vector<TensorInfo> tensors)
+      : directory_(std::move(directory)), name_(std::move(name)), tensors_(std::move(tensors)) {
     for (const TensorInfo& t : tensors_) bytes_ += t.bytes();
   }
   int64_t bytes() const { return bytes_; }
   const TensorInfo& next() { return tensors_[taken_++]; }  // the tensor that comes next
 
-  void open() { writer_.emplace(path_, tensors_); }
+  void open() { writer_.emplace(directory_ + "/" + name_, tensors_); }
   // A piece of the tensor, in host memory.
   void write(const TensorInfo& t, const std::byte* bytes, int64_t n) {
     const Tensor piece{.dtype = t.dtype, .shape = {n / size_of(t.dtype)}, .bytes = const_cast<std::byte*>(bytes)};
@@ -82,12 +84,10 @@ class TensorFile {
     writer_->write(bytes, n);
   }
   // Returns the name of the file and its record.
-  std::pair<std::string, nlohmann::ordered_json> finish() {
-    return {std::filesystem::path(path_).filename(), writer_->finish().to_json()};
-  }
+  std::pair<std::string, nlohmann::ordered_json> finish() { return {name_, writer_->finish().to_json()}; }
 
  private:
-  std::string path_;
+  std::string directory_, name_;
   std::vector<TensorInfo> tensors_;
   int64_t bytes_ = 0;
   size_t taken_ = 0;
@@ -151,7 +151,8 @@ class CheckpointWrite {
         temporary_(formatted("{}/.tmp-step-{:06}", out_dir, step)),
         step_(step),
         config_(config),
-        dtype_(state.precision().weights),
+        precision_(state.precision()),
+        dtype_(precision_.weights),
         contents_(std::move(contents)),
         groups_(state.groups()),
         plan_(config, state),
@@ -165,8 +166,13 @@ class CheckpointWrite {
     });
     agree();
     if (std::ssize(memory.bytes) >= BackgroundCopies::alignment) copies_.emplace(memory.bytes);
-    capture_weights(state, stream);
+    capture_weights("", state, stream);
     capture_slices(state, stream);
+    if (has_averages()) {
+      state.exchange_averages(stream);
+      capture_weights(averages_folder, state, stream);
+      state.exchange_averages(stream);
+    }
     if (groups_.first()) write_texts();
     if (copies_) copies_->end();
     else seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
@@ -227,15 +233,17 @@ class CheckpointWrite {
   void make_directory(const ModelState& state) {
     std::error_code error;
     if (contents_.part == Part::model) std::filesystem::remove_all(path_, error);  // left by an earlier attempt
-    detail::require_space(out_dir_, contents_.part == Part::all ? checkpoint_bytes(config_, dtype_, state.zero_config())
-                                                                : weights_bytes(config_, dtype_));
+    detail::require_space(out_dir_, contents_.part == Part::all
+                                        ? checkpoint_bytes(config_, precision_, state.zero_config())
+                                        : weights_bytes(config_, dtype_));
     std::filesystem::remove_all(temporary_, error);
     if (!error) std::filesystem::create_directory(temporary_, error);  // but not OUT: it would have no lock
+    if (!error && has_averages()) std::filesystem::create_directory(temporary_ + "/" + averages_folder, error);
     CHECK(!error, "cannot create {}: {}", temporary_, error.message());
     directory_ = identity_of(temporary_);
   }
   detail::TensorFile& begin_file(const std::string& name, const std::vector<TensorInfo>& tensors) {
-    files_.push_back(std::make_unique<detail::TensorFile>(temporary_ + "/" + name, tensors));
+    files_.push_back(std::make_unique<detail::TensorFile>(temporary_, name, tensors));
     detail::TensorFile& file = *files_.back();
     bytes_ += file.bytes();
     fault_.attempt([&] { file.open(); });
@@ -252,10 +260,14 @@ class CheckpointWrite {
     const auto write_text = [this](const std::string& name, const std::string& text) {
       write([this, name, text] { records_[name] = write_recorded_text(temporary_ + "/" + name, text).to_json(); });
     };
-    for (const auto& [name, text] : contents_.more) write_text(name, text);
-    write_text("config.json", config_to_hf(config_, dtype_).dump(2) + "\n");
-    write_text("trainer.json", contents_.trainer.dump(2) + "\n");
-    if (plan_.writers.size() > 1) write_text("model.safetensors.index.json", plan_.index(dtype_));
+    std::vector<std::string> folders = {""};
+    if (has_averages()) folders.push_back(averages_folder);
+    for (const std::string& folder : folders) {
+      for (const auto& [name, text] : contents_.more) write_text(folder + name, text);
+      write_text(folder + "config.json", config_to_hf(config_, dtype_).dump(2) + "\n");
+      write_text(folder + "trainer.json", contents_.trainer.dump(2) + "\n");
+      if (plan_.writers.size() > 1) write_text(folder + "model.safetensors.index.json", plan_.index(dtype_));
+    }
   }
   // The next tensor of a file. copies: the stream of a GPU that holds it; null: it is in host memory
   void add(detail::TensorFile& file, const std::byte* bytes, Stream* copies = nullptr) {
@@ -275,13 +287,15 @@ class CheckpointWrite {
     else if (fault_.text.empty()) copies_->then([this, work] { writing_.attempt(work); });
   }
 
-  // One unit is gathered, and one tensor is in host memory, at a time.
-  void capture_weights(ModelState& state, Stream& stream) {
+  bool has_averages() const { return precision_.averages && contents_.part == Part::all; }
+
+  // One unit is gathered, and one tensor is in host memory, at a time. folder: of the checkpoint; empty or with a slash
+  void capture_weights(const std::string& folder, ModelState& state, Stream& stream) {
     std::vector<TensorInfo> mine;
     for (size_t i = 0; i < plan_.tensors.size(); ++i)
       if (plan_.writer[plan_.unit[i]] == groups_.rank())
         mine.push_back({plan_.tensors[i].name, dtype_, plan_.tensors[i].shape});
-    detail::TensorFile* const file = mine.empty() ? nullptr : &begin_file(plan_.file(groups_.rank()), mine);
+    detail::TensorFile* const file = mine.empty() ? nullptr : &begin_file(folder + plan_.file(groups_.rank()), mine);
     const ParamTable parameters = parameter_table(config_);
     for (size_t u = 0; u < state.size(); ++u)
       if (state.stage_of(u) == groups_.me.stage)
@@ -327,9 +341,16 @@ class CheckpointWrite {
   // On rank 0. all: the records of all ranks
   void make_visible(const nlohmann::ordered_json& all) const {
     CHECK(directory_ == identity_of(temporary_), "{} was moved, deleted or replaced while it was written", temporary_);
-    write_text_durably(temporary_ + "/manifest.json",
-                       nlohmann::ordered_json{{"format", 1}, {"step", step_}, {"files", all}}.dump(1) + "\n");
-    fsync_directory(temporary_);
+    const auto write_manifest = [this](const std::string& folder, const nlohmann::ordered_json& files) {
+      write_text_durably(temporary_ + "/" + folder + "manifest.json",
+                         nlohmann::ordered_json{{"format", 1}, {"step", step_}, {"files", files}}.dump(1) + "\n");
+      fsync_directory(folder.empty() ? temporary_ : temporary_ + "/" + folder);
+    };
+    nlohmann::ordered_json averages;
+    for (const auto& [name, record] : all.items())
+      if (name.starts_with(averages_folder)) averages[name.substr(averages_folder.size())] = record;
+    if (!averages.empty()) write_manifest(averages_folder, averages);
+    write_manifest("", all);
     if (contents_.before_visible) contents_.before_visible();
     std::error_code error;
     std::filesystem::rename(temporary_, path_, error);
@@ -345,6 +366,7 @@ class CheckpointWrite {
   const std::string out_dir_, path_, temporary_;
   const int64_t step_;
   const ModelConfig config_;
+  const Precision precision_;
   const DType dtype_;
   const CheckpointContents contents_;
   Groups& groups_;

@@ -62,6 +62,7 @@ struct Options {
   std::optional<double> beta2_in_use() const { return beta2 ? beta2 : rule_of(optimizer).usual_beta2; }
   OnOff decay_embeddings = OnOff::on;
   double z_loss = 0;
+  std::optional<double> ema;                           // none: no average of the weights
   std::optional<double> embed_lr, head_lr, scalar_lr;  // none: --lr
   NewtonSchulz muon_ns = NewtonSchulz::quintic;
   MuonScale muon_scale = MuonScale::rms;

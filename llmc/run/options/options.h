@@ -171,6 +171,11 @@ void visit_options(O& o, Visitor&& visit) {
       "usual");
   visit("--grad-clip", "", o.grad_clip, at_least(0), branch,
         "largest gradient norm; larger gradients are scaled down to it; 0: no clipping");
+  visit("--ema", "", o.ema, between(0, 0.9999999), branch,
+        "after every update, average the fp32 weights: this much of the average so far and the rest of the new weights "
+        "(the first 1 / (1 - DECAY) weights count equally). Each validation has a second loss with the averages, and "
+        "each checkpoint a folder ema with them, a model for --model; 4 bytes per parameter, sharded like the "
+        "optimizer's state; 0.999 is usual; default: none");
   visit("--skip-loss-z", "", o.skip_loss_z, at_least(0), branch,
         "a loss is a spike if it is more than this many standard deviations above the mean of the last 128 that were "
         "none (in this stage); default: never");

@@ -141,7 +141,8 @@ inline std::vector<Loss> losses_of(const StepConfig& step, const Plan& plan, con
 inline double update_seconds(const Plan& plan) {
   double sum = 0;
   for (const auto& [name, t] : plan.step_ops)
-    if (name.ends_with("_update") || name == "square_sum" || name == "combine_scalars" || name == "clip_control")
+    if (name.ends_with("_update") || name == "average_weights" || name == "square_sum" || name == "combine_scalars" ||
+        name == "clip_control")
       sum += t.seconds;
   return sum;
 }

@@ -251,9 +251,9 @@ class LayoutSearch {
     return place->second;
   }
   static bool is_state(const std::string& label) {
-    return label == "weights" || label == "master weights" || label == "gradients" || label.starts_with("AdamW") ||
-           label.starts_with("Muon") || label == "gathered weights" || label == "gradients in flight" ||
-           label == "NCCL";
+    return label == "weights" || label == "master weights" || label == "moving average of weights" ||
+           label == "gradients" || label.starts_with("AdamW") || label.starts_with("Muon") ||
+           label == "gathered weights" || label == "gradients in flight" || label == "NCCL";
   }
 
   // Parameters of a rank before ZeRO: of the stage with most, and of the largest unit.

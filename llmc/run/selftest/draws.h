@@ -117,6 +117,7 @@ inline Draw draw_task(Dice& dice) {
     if (dice.one_in(2)) step.experts.capacity_factor = dice.pick({1.0, 1.25});
   }
   step.z_loss = dice.pick({0.0, 0.01});
+  step.precision.averages = step.precision.masters && dice.one_in(2);
   return d;
 }
 
@@ -261,6 +262,7 @@ inline Choices choices(const Draw& d) {
                   ? formatted("muon {}, heads {}", zero.muon.coefficients, zero.muon.heads)
                   : formatted("{}", zero.optimizer),
               formatted("z-loss x {}", s.z_loss),
+              formatted("{}", s.precision.averages ? "weights averaged" : "not averaged"),
               d.max_norm > 0 ? "clipped" : "not clipped"};
   if (m.experts.count > 0)
     for (const std::string& choice :
@@ -318,6 +320,7 @@ inline std::vector<std::string> axis_values(const Draw& d) {
           formatted("documents {}", s.documents == Documents::apart ? "apart" : "together"),
           formatted("optimizer {}", zero.optimizer),
           formatted("z-loss {}", s.z_loss > 0 ? "on" : "off"),
+          formatted("averages {}", s.precision.averages ? "on" : "off"),
           formatted("clipping {}", d.max_norm > 0 ? "on" : "off"),
           formatted("dp {}", several(s.layout.readers())),
           formatted("replicas {}", several(zero.replicas)),

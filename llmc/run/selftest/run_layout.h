@@ -45,7 +45,8 @@ struct Parts {
 // errors show in proportion: AdamW's epsilon is as large as the gradients. Lion: see Directions.
 inline OptimizerOptions update_options(Optimizer optimizer, int64_t step) {
   const float lr = optimizer == Optimizer::adamw ? 1e-2f : optimizer == Optimizer::sgd ? 0.1f : 1e-3f;
-  return {.lr = lr, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = step};
+  return {
+      .lr = lr, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-2f, .weight_decay = 0.1f, .step = step, .average_share = 0.5};
 }
 
 // Where a layout runs.
