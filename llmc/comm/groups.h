@@ -139,6 +139,13 @@ class Groups {
     (*this)[GroupName::scalar_columns].all_gather(rows, compute);
   }
 
+  // Groups one after another, through which a few numbers get from every rank to all others.
+  std::vector<Comm*> scalar_tiers() const {
+    using enum GroupName;
+    if (ranks() <= most_in_one_ring) return {&(*this)[scalars]};
+    return {&(*this)[scalar_rows], &(*this)[scalar_columns]};
+  }
+
   // The groups that share a unit within a replica, and which shard of it this rank has.
   struct Sharers {
     Comm &gradients, &weights;

@@ -322,6 +322,10 @@ inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimiz
       p.rule = rule_of(rule).of_matrices && !matrix ? Optimizer::adamw : rule;
       if (matrix && p.name.find(".attn.") != p.name.npos && !p.name.ends_with("proj.weight"))
         p.group_rows = p.shape[0] / c.n_kv_head;
+      // Keys that several heads share stay as they are, so that no head loses what another one exceeds.
+      const bool shared = c.n_kv_head < c.n_head, of_queries = p.name.find(".attn.q.") != p.name.npos;
+      if (c.family.qk_norm == QkNorm::none && (of_queries || p.name.find(".attn.k.") != p.name.npos))
+        p.clip = !shared ? ClipShare::root : of_queries ? ClipShare::whole : ClipShare::none;
     }
   return table;
 }

@@ -80,6 +80,7 @@ struct Sequences {
   std::optional<CachedKeys> cache = {};    // of the text that the rows continue
   Routing routing = {};                    // for a layer with experts
   Operands linear = Operands::as_stored;   // of the products of linear layers
+  Tensor largest_logits = {};              // (Hq) fp64: of this rank's heads in a step so far; or an empty tensor
   Tensor boundaries() const {              // for attention
     if (documents == Documents::together) return {};
     return all_positions.empty() ? positions : all_positions;

@@ -29,7 +29,10 @@ class SliceAttention {
   // Appends the slice's keys and values to those of the slices before, and attends to all of them.
   void forward(const parallel::AttentionTensors& a) const {
     copy_box(keys_.keys_values, in_sequences(), a.qkv, in_slice(), box(), g_.compute);
-    attention_forward(a.out, a.lse, a.qkv, keys_.keys_values, a.positions, pairs(), g_.compute);
+    auto scope = g_.arena.scope();
+    const RowStatistics rows = a.rows(g_);
+    attention_forward(a.out, rows, a.qkv, keys_.keys_values, a.positions, pairs(), g_.compute);
+    a.record(rows.largest, g_);
   }
   // dqkv (B T_k, (Hq + 2 Hkv) D) = ... (overwrites all of it); the gradient of the keys += ... for the slices before.
   void backward(Tensor dqkv, Tensor dout, const parallel::AttentionTensors& a) const {

@@ -62,7 +62,9 @@ class Attention : Layer {
   parallel::ColumnLinear qkv() const { return column("attn.q", 3); }
   parallel::RowLinear proj() const { return row("attn.proj"); }
   AttentionShape shape() const { return attention_shape(config, sequences.shape); }
-  parallel::AttentionTensors tensors() const { return {a.attention, a.lse, a.heads, sequences.boundaries()}; }
+  parallel::AttentionTensors tensors() const {
+    return {a.attention, a.lse, a.heads, sequences.boundaries(), sequences.largest_logits};
+  }
   SliceAttention slice_attention() const { return {a.slice_keys, shape(), *sequences.slice, group}; }
   parallel::Parameters q_norm() const { return {unit, "attn.q_norm"}; }
   parallel::Parameters k_norm() const { return {unit, "attn.k_norm"}; }

@@ -15,4 +15,5 @@
 #include "ops/ops_layers.h"        // norms, linear, activations, sums of parts
 #include "ops/ops_memory.h"        // zero, copy, convert, fill, add, scale, initial weights
 #include "ops/ops_muon.h"          // Muon: momentum of a matrix, Newton-Schulz iteration
+#include "ops/ops_qk_clip.h"       // QK-clip: largest logits of heads, their weights
 #include "ops/ops_step.h"          // loss, gradient norm, clipping, update

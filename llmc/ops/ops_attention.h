@@ -130,15 +130,24 @@ inline std::vector<std::string> attention_notices([[maybe_unused]] const Device&
   return {};
 }
 
+// Statistics of attention's rows, (B, Hq, queries.length) each; empty tensors where they are not wanted.
+struct RowStatistics {
+  Tensor lse;      // log of the sum of exponentials, for the backward
+  Tensor largest;  // score, for QK-clip (ops_qk_clip.h)
+  RowStatistics(Tensor lse_ = {}, Tensor largest_ = {}) : lse(lse_), largest(largest_) {}
+};
+
 // softmax(q k^T / sqrt(D)) v per head, for the block's query rows over the keys that they see; query head h reads
 // key-value head h / (Hq / Hkv).
-// out (B queries.length, Hq D); lse (B, Hq, queries.length): log of the sum of exponentials, for the backward, or an
-// empty tensor; q (B queries.length, Hq D or more): the first heads of a row; kv (B keys.length, 2 Hkv D or more): the
-// last ones, keys and then values; positions (B queries.length) int32, for packed documents, which must not attend to
-// each other: a row at position p sees itself and the p keys before it; or an empty tensor
-inline void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor kv, Tensor positions,
+// out (B queries.length, Hq D); q (B queries.length, Hq D or more): the first heads of a row; kv (B keys.length, 2 Hkv
+// D or more): the last ones, keys and then values; positions (B queries.length) int32, for packed documents, which must
+// not attend to each other: a row at position p sees itself and the p keys before it; or an empty tensor
+inline void attention_forward(Tensor out, RowStatistics rows, Tensor q, Tensor kv, Tensor positions,
                               const AttentionBlock& block, Stream& stream) {
-  detail::check_attention("attention_forward", out, lse, q, kv, positions, block);
+  detail::check_attention("attention_forward", out, rows.lse, q, kv, positions, block);
+  if (!rows.largest.empty())
+    detail::check_tensor("attention_forward", "largest", rows.largest, accumulator_of(q.dtype),
+                         {block.B, block.Hq, block.queries.length});
   detail::check_tensor("attention_forward", "out", out, q.dtype, out.shape);
   CHECK(block.all_keys && block.offset >= 0, "attention_forward: every row must see a key; see attention_merge()");
   const OpCost cost{.name = "attention_forward",
@@ -148,10 +157,11 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor kv, Tenso
   auto scope = stream.scratch().scope();
 #ifdef TRAIN_GPT_CUDNN
   if (detail::by_cudnn(stream, q, kv, block)) {
+    CHECK(rows.largest.empty(), "cuDNN's attention returns no largest scores: use --attention own");
     const AttentionShape shape = detail::shape_of(block);
     const Tensor work = detail::cudnn_scratch(stream, cuda::AttentionPass::forward, shape);
-    return stream.run(cost, {out, lse}, [=, &stream] {
-      stream.kept<cuda::AttentionPlans>().forward(out.data<bf16>(), lse.data<float>(), q.data<bf16>(),
+    return stream.run(cost, {out, rows.lse}, [=, &stream] {
+      stream.kept<cuda::AttentionPlans>().forward(out.data<bf16>(), rows.lse.data<float>(), q.data<bf16>(),
                                                   detail::data_or_null(positions), work.bytes, shape, stream.cuda());
     });
   }
@@ -160,14 +170,16 @@ inline void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor kv, Tenso
   const int threads = stream.device().threads;
   const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_forward_scratch,
                                                    ON_GPU(cuda::attention_forward_scratch(block)), block);
-  detail::run_op(
-      stream, q.dtype, cost, detail::rows_written(out, block.B, block.queries),
-      [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-        const AttentionOutputs<X, A> to{{out.data<X>(), out.shape[1]}, lse.empty() ? nullptr : lse.data<A>()};
-        const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
-        RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                      cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
-      });
+  detail::run_op(stream, q.dtype, cost, detail::rows_written(out, block.B, block.queries),
+                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   const AttentionOutputs<X, A> to{{out.data<X>(), out.shape[1]},
+                                                   rows.lse.empty() ? nullptr : rows.lse.data<A>(),
+                                                   {},
+                                                   rows.largest.empty() ? nullptr : rows.largest.data<A>()};
+                   const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+                   RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
+                                 cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
+                 });
 }
 
 // Attention over keys that come in several blocks. Exponentials are relative to the largest score so far, so that none

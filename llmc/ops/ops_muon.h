@@ -104,4 +104,18 @@ inline void newton_schulz(Tensor x, NewtonSchulz coefficients, double scale, Str
   }
 }
 
+// NorMuon (Li et al. 2025): an orthogonal update is nearly so by columns or by rows alone, and its rows may differ in
+// size by far. Each is divided by the root of its second moment, a running mean of its mean square, then all by one
+// number, so that the matrix is as large as before. A forbidden update leaves the moments.
+// x (rows, columns); second_moments (rows) in the accumulator dtype; control (4) fp64
+inline void normalise_rows(Tensor x, Tensor second_moments, Tensor control, double beta2, Stream& stream) {
+  const int64_t rows = x.shape[0], columns = x.shape[1];
+  CHECK_TENSOR(second_moments, accumulator_of(x.dtype), rows);
+  CHECK_TENSOR(control, DType::fp64, 4);
+  auto scope = stream.scratch().scope();
+  const Tensor sums = stream.scratch().alloc("scratch", "square sums of rows", DType::fp64, {2 * rows + 1});
+  RUN_OP(normalise_rows, x.dtype, 3 * detail::bytes_of({x}), (x, second_moments), x.data<X>(), second_moments.data<A>(),
+         sums.data<double>(), control.data<double>(), rows, columns, beta2);
+}
+
 }  // namespace llmc

@@ -93,20 +93,35 @@ struct AttentionInputs {
   HeadRows<const T> queries, keys, values;
   const int32_t* positions;  // for all query rows, or nullptr: sequences are one document each
 };
-// The outputs of the forward: out and lse; or, if `sums` is set, it merges the block into sums, largest and total
-// (RunningAttention in ops_attention.h).
+// The outputs of the forward: out, and of each row lse and the largest score; or, if `sums` is set, it merges the block
+// into sums, largest and total (RunningAttention in ops_attention.h).
 template <class T, class A>
 struct AttentionOutputs {
   HeadRows<T> out;
   A* lse = nullptr;  // (B, Hq, queries.length), or nullptr: not wanted
   HeadRows<A> sums = {};
-  A *largest = nullptr, *total = nullptr;  // (B, Hq, queries.length)
+  A *largest = nullptr, *total = nullptr;  // (B, Hq, queries.length), largest without `sums` like lse
 };
 // The outputs of the backward: the gradients in the training dtype, or, if query_sums is set, it adds to sums.
 template <class T, class A>
 struct AttentionGradients {
   HeadRows<T> queries = {}, keys = {}, values = {};
   HeadRows<A> query_sums = {}, key_sums = {}, value_sums = {};
+};
+
+// How QK-clip shrinks the weights that make a head's queries or keys, if its largest logit is above a limit: to their
+// share of limit / logit (Kimi Team 2025, algorithm 1).
+enum class ClipShare : uint8_t { none, root, whole };
+struct HeadClip {
+  double limit;
+  ClipShare share;
+  int64_t elements;  // of the parameter, for each head
+
+  constexpr double factor(double logit) const {
+    // After a logit that is not finite no update is made.
+    if (!(logit > limit) || logit > std::numeric_limits<double>::max()) return 1;
+    return share == ClipShare::root ? std::sqrt(limit / logit) : limit / logit;
+  }
 };
 
 // The boxes of a tensor that copy_box() copies: element (i, j, k) is at begin + i * outer + j * inner + k.
@@ -248,6 +263,9 @@ struct UpdateRule {
 
 // Which weights decay: all, or only those that the update makes smaller (Chen et al. 2025, cautious weight decay).
 enum class Decay : uint8_t { always, cautious };
+
+// By what NorMuon multiplies a row of an orthogonal update, whose second moment this is.
+constexpr double row_factor(double second_moment) { return 1 / (std::sqrt(second_moment) + 1e-10); }
 
 // Parameters with a learning rate of their own: tables of tokens and positions; an output layer that is not tied to
 // one; norms and biases; and all others.

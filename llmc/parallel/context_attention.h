@@ -35,6 +35,16 @@ struct AttentionTensors {
   Tensor out, lse;   // (B T, Hq D); room for (B, Hq, T) numbers, for the backward
   Tensor qkv;        // (B T, (Hq + 2 Hkv) D)
   Tensor positions;  // (B T), or (B P T) of whole sequences with ulysses; or an empty tensor
+  Tensor largest;    // (Hq) fp64: the largest logit of each head so far, for QK-clip; or an empty tensor
+
+  // The statistics that a forward writes; the caller has opened a scope for temporaries.
+  RowStatistics rows(const Group& g) const {
+    return {lse, largest.empty() ? Tensor{} : g.temporary("largest scores", lse.dtype, lse.shape)};
+  }
+  // After the forward, from the largest score of each row.
+  void record(const Tensor& scores, const Group& g) const {
+    if (!largest.empty()) largest_logits(largest, scores, g.compute);
+  }
 };
 
 namespace detail {
@@ -143,6 +153,7 @@ inline void ring_forward(const AttentionTensors& a, const ContextGroup& c) {
     });
   }
   attention_finish(a.out, a.lse, running, c.g.compute);
+  a.record(running.largest, c.g);
 }
 
 inline void ring_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, const ContextGroup& c) {
@@ -226,9 +237,11 @@ void for_slices(const ContextGroup& c, F&& f) {
 
 inline void all_gather_forward(const AttentionTensors& a, const ContextGroup& c) {
   const Tensor kv = gather_keys(a.qkv, c);
+  const RowStatistics rows = a.rows(c.g);
   for_slices(c, [&](const AttentionBlock& block) {
-    llmc::attention_forward(a.out, a.lse, a.qkv, kv, a.positions, block, c.g.compute);
+    llmc::attention_forward(a.out, rows, a.qkv, kv, a.positions, block, c.g.compute);
   });
+  a.record(rows.largest, c.g);
 }
 
 inline void all_gather_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, const ContextGroup& c) {
@@ -310,8 +323,12 @@ inline void ulysses_forward(const AttentionTensors& a, const ContextGroup& c) {
   const int64_t width = heads.queries * c.shape.D;
   const Tensor all = heads_of_sequences(a.qkv, heads, c);
   const Tensor result = c.temporary("attention of some heads", a.qkv.dtype, c.P * c.N, width);
-  llmc::attention_forward(result, a.lse.reshaped({shape.B, shape.Hq, shape.T}), all, all, a.positions,
-                          whole_sequences(shape), c.g.compute);
+  AttentionTensors of_heads = a;
+  of_heads.lse = a.lse.reshaped({shape.B, shape.Hq, shape.T});
+  if (!a.largest.empty()) of_heads.largest = a.largest.slice(c.r * shape.Hq, {shape.Hq});
+  const RowStatistics rows = of_heads.rows(c.g);
+  llmc::attention_forward(result, rows, all, all, a.positions, whole_sequences(shape), c.g.compute);
+  of_heads.record(rows.largest, c.g);
   const Tensor shares = to_rows(result, a.qkv.dtype, c);
   for (int p = 0; p < c.P; ++p) c.copy_columns(a.out, p * width, rows_of(shares, {p * c.N, c.N}), 0, width);
 }
@@ -362,9 +379,12 @@ inline void ulysses_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a
 // attention_forward() over whole sequences; this rank has the rows of its share.
 inline void attention_forward(const AttentionTensors& a, const AttentionShape& shape, const ContextParallel& context,
                               const Group& g) {
-  if (context.ranks == 1)
-    return llmc::attention_forward(a.out, a.lse, a.qkv, a.qkv, a.positions, whole_sequences(shape), g.compute);
   auto scope = g.arena.scope();
+  if (context.ranks == 1) {
+    const RowStatistics rows = a.rows(g);
+    llmc::attention_forward(a.out, rows, a.qkv, a.qkv, a.positions, whole_sequences(shape), g.compute);
+    return a.record(rows.largest, g);
+  }
   const detail::ContextGroup c{g, shape};
   switch (context.attention) {
     case ContextAttention::ring: return detail::ring_forward(a, c);

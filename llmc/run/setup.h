@@ -223,6 +223,11 @@ inline StepConfig choose_step(const Options& o) {
   CHECK(!o.head_lr || !step.model.tied,
         "--head-lr {} with --model {}, whose output layer is its embedding: use --embed-lr", o.head_lr.value_or(0),
         o.model);
+  CHECK(!o.qk_clip || step.model.family.qk_norm == QkNorm::none,
+        "--qk-clip {} with --model {}, whose queries and keys are normalised: the size of their weights is that of no "
+        "logit: leave it out",
+        o.qk_clip.value_or(0), o.model);
+  step.qk_clip = o.qk_clip;
   step.experts = choose_experts(o, step.model);
   step.layout = choose_layout(o, step.model);
   if (o.total_batch_size)
@@ -261,6 +266,9 @@ inline void require_cudnn_can(const StepConfig& step, const Device& device, cons
   CHECK(!device.cudnn || (step.precision.products == DType::bf16 && !o.mask_documents),
         "--attention cudnn needs --dtype bf16 and cannot mask documents: leave out --mask-documents, use --dtype bf16, "
         "or use --attention own");
+  CHECK(!device.cudnn || !step.qk_clip,
+        "--attention cudnn returns no logits for --qk-clip {}: use --attention own, or leave out --qk-clip",
+        step.qk_clip.value_or(0));
   CHECK(!device.cudnn || step.layout.context.ranks == 1,
         "--attention cudnn computes whole sequences on one rank, and --cp {} divides them: use --attention own",
         step.layout.context.ranks);

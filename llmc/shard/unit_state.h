@@ -211,10 +211,21 @@ class UnitState {
       const int64_t end = i < spec_.params.size() ? layout_.offsets[i] : layout_.size;
       const Range r = overlap({begin, end - begin}, update_range_);
       if (r.size == 0) continue;
-      auto in_update_range = [&](const Tensor& t) { return t.empty() ? t : part(t, update_range_, r); };
-      update_weights(first.rule, in_update_range(weights_in_update_range()), in_update_range(master_),
-                     slots_for_step(first.rule, r), in_update_range(reduced_gradients()), control,
-                     options_for(first, options), stream);
+      update_weights(first.rule, part_of_weights(r), part_of_master(r), slots_for_step(first.rule, r),
+                     part(reduced_gradients(), update_range_, r), control, options_for(first, options), stream);
+    }
+  }
+
+  // QK-clip, after update(). largest (Hq) fp64: the largest logit of each head
+  void clip_heads(const Tensor& largest, double limit, const Tensor& control, const OptimizerOptions& options,
+                  Stream& stream) const {
+    for (size_t i = 0; i < spec_.params.size(); ++i) {
+      const ParamSpec& p = spec_.params[i];
+      const Range r = overlap({layout_.offsets[i], p.box().numel()}, update_range_);
+      if (p.clip == ClipShare::none || r.size == 0) continue;
+      llmc::clip_heads(part_of_weights(r), part_of_master(r), largest, control, p.name,
+                       p.elements_from(r.begin - layout_.offsets[i]),
+                       {.limit = limit, .share = p.clip, .elements = p.numel() / largest.numel()}, options, stream);
     }
   }
 
@@ -381,12 +392,15 @@ class UnitState {
       const Range r = overlap({layout_.offsets[i], spec_.params[i].box().numel()}, update_range_);
       if (r.size == 0) continue;
       const ParamSpec& p = spec_.params[i];
-      auto in_update_range = [&](const Tensor& t) { return t.empty() ? t : part(t, update_range_, r); };
-      update_weights_stochastic(p.rule, in_update_range(weights_in_update_range()), slots_for_step(p.rule, r),
-                                in_update_range(reduced_gradients()), control, p.name,
+      update_weights_stochastic(p.rule, part_of_weights(r), slots_for_step(p.rule, r),
+                                part(reduced_gradients(), update_range_, r), control, p.name,
                                 p.elements_from(r.begin - layout_.offsets[i]), options_for(p, options), stream);
     }
   }
+
+  // The weights, and the master copies, of elements that this rank updates.
+  Tensor part_of_weights(const Range& r) const { return part(weights_in_update_range(), update_range_, r); }
+  Tensor part_of_master(const Range& r) const { return master_.empty() ? master_ : part(master_, update_range_, r); }
 
   // The elements `r` of the unit, from a tensor that holds the elements `held`.
   static Tensor part(const Tensor& t, const Range& held, const Range& r) {

@@ -19,11 +19,14 @@ class ModelState : public Units {
         versions(*this, kept.versions),
         matrices(*this, arena) {}
 
-  void update(Tensor control, const OptimizerOptions& options, Stream& compute) {
+  // updated(u): enqueues what else changes the weights of a unit, before others get them
+  template <class Updated>
+  void update(Tensor control, const OptimizerOptions& options, Stream& compute, Updated&& updated) {
     matrices.make(control, options, compute);
-    change_weights(compute, [&](const UnitState& unit) {
-      unit.update(control, options, compute);
-      unit.follow_average(control, options, compute);
+    change_weights(compute, [&](size_t u) {
+      unit(u).update(control, options, compute);
+      updated(u);
+      unit(u).follow_average(control, options, compute);
     });
   }
   void begin_averages(Stream& stream) const {
@@ -31,16 +34,16 @@ class ModelState : public Units {
   }
   // The moving averages take the place of the weights, and the weights theirs.
   void exchange_averages(Stream& compute) {
-    change_weights(compute, [&](const UnitState& unit) { unit.exchange_average(compute); });
+    change_weights(compute, [&](size_t u) { unit(u).exchange_average(compute); });
   }
 
  private:
-  // change(unit) changes the part of the weights that this rank updates.
+  // change(u) changes the part of a unit's weights that this rank updates.
   template <class F>
   void change_weights(Stream& compute, F&& change) {
     const bool divided = zero_config().stage < 3 && zero_config().updates() != ZeroConfig::Updates::everyone;
     for_each([&](size_t u) {
-      change(unit(u));
+      change(u);
       if (divided && zero_config(sharing_of(u)).ranks() > 1) gather_updated(u, compute);
     });
     if (divided) compute.wait(groups().gather_stream().record());

@@ -16,6 +16,7 @@
 #include "train/expert_record.h"
 #include "train/head_pass.h"
 #include "train/in_flight.h"
+#include "train/logit_record.h"
 #include "train/step_config.h"
 
 namespace llmc {
@@ -53,9 +54,10 @@ class HeldLayer {
 
 class Stage {
  public:
-  // loss_sums (StepConfig::loss_sums()) fp64: the losses of every micro-batch are added to them. experts: their records
+  // loss_sums (StepConfig::loss_sums()) fp64: the losses of every micro-batch are added to them. experts, logits: what
+  // a step records
   Stage(const StepConfig& config, const Context& context, ModelState& state, const Tensor& loss_sums,
-        const ExpertRecord& experts)
+        const ExpertRecord& experts, const LogitRecord& logits)
       : config_(config),
         context_(context),
         state_(state),
@@ -64,6 +66,7 @@ class Stage {
         parallel_{state.groups(), context.arena, context.compute},
         head_pass_(config, context, parallel_, loss_sums),
         experts_(experts),
+        logits_(logits),
         chunks_(config.model_chunks()),
         layer_units_(layer_units(config.model)) {
     if (config.model.family.positions == Positions::rotary) {
@@ -218,7 +221,10 @@ class Stage {
                 rotary_table_, pass.purpose == Purpose::generate ? Documents::together : config_.documents,
                 context,       slot.inputs.all_positions,
                 slot.slice};
-    if (pass.purpose == Purpose::train) s.linear = config_.precision.linear;
+    if (pass.purpose == Purpose::train) {
+      s.linear = config_.precision.linear;
+      s.largest_logits = logits_.of(layer);
+    }
     if (pass.cache != nullptr) s.cache = {pass.cache->layers[static_cast<size_t>(layer)], pass.cache->rows};
     if (!units_of(layer).experts) return s;
     s.routing = {stream_rows_of(slot.shape, config_.layout.tensor, context, state_.groups().me.tensor),
@@ -320,6 +326,7 @@ class Stage {
   parallel::Group parallel_;
   HeadPass head_pass_;
   const ExpertRecord& experts_;
+  const LogitRecord& logits_;
   std::vector<Chunk> chunks_;
   std::vector<LayerUnits> layer_units_;
   Tensor rotary_table_;  // (T, D); empty without rotary positions

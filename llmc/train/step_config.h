@@ -57,7 +57,8 @@ struct StepConfig {
   bool generates = true;  // plan memory for a text and its key-value cache
   Documents documents = Documents::together;
   ExpertOptions experts = {};
-  double z_loss = 0;  // coefficient of the output layer's own loss (ZLoss); 0: none
+  double z_loss = 0;                   // coefficient of the output layer's own loss (ZLoss); 0: none
+  std::optional<double> qk_clip = {};  // the largest logit of attention that leaves weights as they are; none: any
 
   // The sums of losses that a rank keeps: the reported loss and, if there is one, (log Z)^2.
   int64_t loss_sums() const { return z_loss > 0 ? 2 : 1; }
@@ -187,12 +188,19 @@ struct ExpertStatistics {
   int rounds = 1;               // with --ep, the most exchanges that a layer took, in rank 0's group
 };
 
+// The largest logits of attention in one step.
+struct LogitStatistics {
+  double largest;   // 0 if all are negative
+  int64_t clipped;  // heads of the model that exceeded the limit
+};
+
 struct StepResult {
   double loss;       // mean over all target tokens
   double grad_norm;  // before clipping
   bool applied;      // false: the loss or the norm was not finite or above its limit, and no weight has changed
   std::optional<ExpertStatistics> experts = {};  // none: a model without experts
   std::optional<double> z_loss = {};             // the mean of (log Z)^2, without its coefficient; none: no such loss
+  std::optional<LogitStatistics> logits = {};    // none: no QK-clip
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
@@ -211,6 +219,11 @@ class PendingStep {
     results_->experts.emplace(record, stream);
     results_->statistics = std::move(statistics);
   }
+  // record: a LogitRecord's
+  void enqueued_logits(const Tensor& record, double limit, Stream& stream) {
+    results_->logits.emplace(record, stream);
+    results_->limit = limit;
+  }
   StepResult wait() const {
     CHECK(results_->enqueued, "the caller waits for a step that has only begun: flush first");
     for (const ReceivedHeaders& headers : results_->headers) headers.check();
@@ -219,6 +232,11 @@ class PendingStep {
     StepResult result{losses[0] / targets_, control[0], control[2] != 0};
     if (losses.size() > 1) result.z_loss = losses[1] / targets_;
     if (results_->experts) result.experts = results_->statistics(results_->experts->values());
+    if (results_->logits) {
+      const std::vector<double> largest = results_->logits->values();
+      result.logits = {*std::max_element(largest.begin(), largest.end()),
+                       std::count_if(largest.begin(), largest.end(), [&](double x) { return x > results_->limit; })};
+    }
     return result;
   }
 
@@ -227,7 +245,8 @@ class PendingStep {
     Readback losses, control;
     std::vector<ReceivedHeaders> headers;
     bool enqueued = false;
-    std::optional<Readback> experts = {};
+    std::optional<Readback> experts = {}, logits = {};
+    double limit = 0;
     std::function<ExpertStatistics(std::span<const double>)> statistics = {};
   };
   std::shared_ptr<Results> results_ = std::make_shared<Results>();  // shared by all copies

@@ -75,7 +75,8 @@ class Trainer {
                     config.layout.pipeline.asynchronous() ? weight_versions(config.pipeline(), groups_.me.stage) : 1}),
         scalars_(config_, context_, groups_, static_cast<int64_t>(state_.size())),
         experts_(config_, context_),
-        stage_(config_, context_, state_, scalars_.my_losses(), experts_),
+        logits_(config_, context_, groups_),
+        stage_(config_, context_, state_, scalars_.my_losses(), experts_, logits_),
         interpreter_(config_, context_, state_, stage_),
         drain_(groups_, streams_of(context_)) {
     if (config.layout.pipeline.asynchronous())
@@ -138,6 +139,7 @@ class Trainer {
             return experts_.statistics(record, rounds);
           },
           context_.compute);
+    if (!logits_.empty()) pending.enqueued_logits(logits_.record(), *config_.qk_clip, context_.compute);
     return pending;
   }
   // A step that was not finite has made all later updates impossible: from now on they are possible again.
@@ -157,9 +159,11 @@ class Trainer {
   void accumulate_gradients(const BatchSource& batches, Launch launch = Launch::replay) {
     state_.gradients.begin(context_.compute);
     if (!experts_.empty()) zero(experts_.record(), context_.compute);
+    logits_.begin();
     run(actions_, {.purpose = Purpose::train, .shape = config_.batch, .launch = launch}, batches);
     state_.gradients.finish(context_.compute);
     if (!experts_.empty()) groups_[GroupName::scalars].all_reduce(experts_.record(), context_.compute);
+    logits_.combine();
   }
 
   // The biases of all layers with experts, E each; empty without --moe-bias-rate.
@@ -301,7 +305,8 @@ class Trainer {
 
   void update(const OptimizerOptions& optimizer) {
     const StreamRange traced = span(SpanKind::layer, "update");
-    state_.update(scalars_.control(), optimizer, context_.compute);
+    state_.update(scalars_.control(), optimizer, context_.compute,
+                  [&](size_t u) { logits_.clip(state_, u, scalars_.control(), optimizer); });
     experts_.update_biases(scalars_.control(), context_.compute);
   }
 
@@ -317,6 +322,7 @@ class Trainer {
   ModelState state_;
   StepScalars scalars_;
   ExpertRecord experts_;
+  LogitRecord logits_;
   Stage stage_;
   Interpreter interpreter_;
   std::optional<Pipedream> pipedream_;  // for an asynchronous pipeline

@@ -14,6 +14,7 @@
 #include "ops/cuda/mma.cuh"
 #include "ops/cuda/muon.cuh"
 #include "ops/cuda/projection_norm.cuh"
+#include "ops/cuda/qk_clip.cuh"
 #include "ops/cuda/qk_norm.cuh"
 #include "ops/cuda/quantise.cuh"
 #include "ops/cuda/rmsnorm.cuh"
@@ -52,6 +53,10 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   muon_direction(f, f, d, N, 1, stream);
   divide_by_norm(x, d, N, 1, 1, stream);
   linear_combination(x, 1, x, 1, f, N, stream);
+  normalise_rows(x, f, d, d, N, C, 1, stream);
+  largest_logits(d, f, 1, N, C, stream);
+  largest_of_ranks(d, d, 1, N, stream);
+  clip_heads(x, f, d, d, {}, N, {}, rng, stream);
   cross_entropy(f, x, ids, N, C, C, 1, Gradient::yes, {}, stream);
   const Vocabulary part = {N, N};
   cross_entropy_stats(f, x, ids, N, C, part, stream);

@@ -61,15 +61,16 @@ struct Case {
 
   struct Forward {
     std::vector<T> out;
-    std::vector<float> lse;
+    std::vector<float> lse, largest;
   } forward = cpu_forward();
 
   const int32_t* places() const { return documents == Documents::yes ? positions.data() : nullptr; }
   Forward cpu_forward() const {
-    Forward f{std::vector<T>(dout.size()), std::vector<float>(static_cast<size_t>(s.B * s.Hq * s.T))};
+    const std::vector<float> statistic(static_cast<size_t>(s.B * s.Hq * s.T));
+    Forward f{std::vector<T>(dout.size()), statistic, statistic};
     std::vector<std::byte> scratch(static_cast<size_t>(cpu::attention_forward_scratch(block, sizeof(float), 1)));
-    cpu::attention_forward<T>({heads(f.out.data(), s.Hq, 0), f.lse.data()}, inputs(qkv.data(), places()),
-                              scratch.data(), block, 1);
+    cpu::attention_forward<T>({heads(f.out.data(), s.Hq, 0), f.lse.data(), {}, f.largest.data()},
+                              inputs(qkv.data(), places()), scratch.data(), block, 1);
     return f;
   }
   Outputs cpu() const {
@@ -78,7 +79,7 @@ struct Case {
     cpu::attention_backward<T>(outputs_in(dqkv.data()), dout.data(), forward.out.data(), forward.lse.data(),
                                inputs(qkv.data(), places()), scratch.data(), block, 1);
     Outputs outputs = gradients(dqkv);
-    outputs.insert(outputs.end(), {{"out", forward.out}, {"lse", forward.lse}});
+    outputs.insert(outputs.end(), {{"out", forward.out}, {"lse", forward.lse}, {"largest", forward.largest}});
     return outputs;
   }
   Outputs cuda() const {
@@ -89,13 +90,13 @@ struct Case {
   }
   Outputs cuda_forward() const {
     DeviceArray<T> out(static_cast<int64_t>(dout.size())), in(qkv);
-    DeviceArray<float> lse(s.B * s.Hq * s.T);
+    DeviceArray<float> lse(s.B * s.Hq * s.T), largest(s.B * s.Hq * s.T);
     DeviceArray<int32_t> device_positions(positions);
     cuda::attention_forward<T>(
-        {heads<T>(out, s.Hq, 0), lse},
+        {heads<T>(out, s.Hq, 0), lse, {}, largest},
         inputs(in, documents == Documents::yes ? static_cast<int32_t*>(device_positions) : nullptr), nullptr, block,
         nullptr, instructions);
-    return {{"out", out.host()}, {"lse", lse.host()}};
+    return {{"out", out.host()}, {"lse", lse.host()}, {"largest", largest.host()}};
   }
   // From the CPU's outputs.
   Outputs cuda_backward() const {

@@ -5,6 +5,32 @@
 
 using namespace llmc;
 
+TEMPLATE_TEST_CASE("the kernels that normalise rows match the CPU", "[cuda]", float, bf16) {
+  using T = TestType;
+  const int64_t rows = GENERATE(1, 3, 300), columns = rows == 300 ? 5 : GENERATE(1, 37, 700);
+  const std::vector<T> x = normal_values<T>(rows * columns, 1);
+  const std::vector<float> one = normal_values<float>(rows, 2);
+  std::vector<float> moments;
+  for (const float m : one) moments.push_back(m * m);
+  for (const double allowed : {1.0, 0.0}) {
+    const std::vector<double> control = {7.0, 0.5, allowed, 0.0};
+    std::vector<T> normalised = x;
+    std::vector<float> after = moments;
+    std::vector<double> sums(static_cast<size_t>(2 * rows + 1));
+    cpu::normalise_rows(normalised.data(), after.data(), sums.data(), control.data(), rows, columns, 0.95);
+    const auto run = [&]() -> Outputs {
+      DeviceArray<T> xs(x);
+      DeviceArray<float> ms(moments);
+      cuda::normalise_rows<T>(xs, ms, DeviceArray<double>(sums), DeviceArray<double>(control), rows, columns, 0.95,
+                              nullptr);
+      return {{"rows", xs.host()}, {"moments", ms.host()}};
+    };
+    check_kernel(run, {{"rows", normalised}, {"moments", after}}, sizeof(T) == 2 ? 1e-3 : 1e-5);
+    if (rows == 300 && allowed > 0)
+      check_barriers(run, {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
+  }
+}
+
 TEST_CASE("the kernel of Muon's momentum matches the CPU", "[cuda]") {
   const int64_t n = GENERATE(1, 3, 255, 1027);
   for (const double allowed : {1.0, 0.0}) {

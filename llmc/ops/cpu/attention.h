@@ -47,6 +47,7 @@ void few_rows_forward(const AttentionOutputs<T, A>& to, const AttentionInputs<T>
           continue;
         }
         if (to.lse != nullptr) to.lse[at] = most + std::log(sum);
+        if (to.largest != nullptr) to.largest[at] = most;
         T* out = head_of(to.out, s.queries, b, h, s.D) + i * to.out.stride;
         for (int64_t d = 0; d < s.D; ++d) store(out[d], sums[d] / sum);
       }
@@ -80,6 +81,7 @@ void write_rows(const AttentionOutputs<T, A>& to, const AttentionBlock& s, int64
   }
   for (int64_t i = 0; i < rows && to.lse != nullptr && !merges; ++i)
     to.lse[first + i] = panel.largest[i] + std::log(panel.total[i]);
+  if (to.largest != nullptr && !merges) std::copy_n(panel.largest, rows, to.largest + first);
 }
 
 }  // namespace detail

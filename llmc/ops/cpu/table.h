@@ -19,6 +19,7 @@
 #include "ops/cpu/matmul.h"
 #include "ops/cpu/muon.h"
 #include "ops/cpu/projection_norm.h"
+#include "ops/cpu/qk_clip.h"
 #include "ops/cpu/quantise.h"
 #include "ops/cpu/rmsnorm.h"
 #include "ops/cpu/router.h"
@@ -31,19 +32,19 @@
 // clang-format off
 #define CPU_OPS_OF_TYPE(OP) \
   OP(add_positions) OP(attention_finish) \
-  OP(cache_append) OP(column_sum) OP(combine_backward) OP(combine_rows) OP(cross_entropy) OP(cross_entropy_merge) \
+  OP(cache_append) OP(clip_heads) OP(column_sum) OP(combine_backward) OP(combine_rows) OP(cross_entropy) OP(cross_entropy_merge) \
   OP(cross_entropy_stats) OP(dispatch_rows) OP(divide_by_norm) OP(embedding_backward) OP(embedding_forward) OP(fill) OP(gelu_backward) \
-  OP(gelu_backward_with_bias) OP(gelu_forward) OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(linear_combination) OP(merge_parts) \
+  OP(gelu_backward_with_bias) OP(gelu_forward) OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(linear_combination) OP(merge_parts) OP(normalise_rows) \
   OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums) OP(qk_norm_backward) \
   OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward) OP(residual_rmsnorm_forward) \
   OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(round_to_fp8) OP(scale) OP(square_sum) OP(swiglu_backward) OP(swiglu_forward) \
   OP(update_weights)
 #define CPU_OPS_OF_SUMS(OP) \
-  OP(add_losses) OP(average_weights) OP(exchange) OP(join_segments) OP(muon_direction) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) \
+  OP(add_losses) OP(average_weights) OP(exchange) OP(join_segments) OP(largest_logits) OP(muon_direction) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) \
   OP(router_statistics)
 #define CPU_OPS_OF_NO_TYPE(OP) \
   OP(add_expert_counts) OP(arrival_plan) OP(clip_control) OP(combine_scalars) OP(copy) OP(count_dropped) \
-  OP(dispatch_plan) OP(expert_counts) OP(poison) OP(segment_starts) OP(split_in_three) OP(update_expert_biases) OP(zero)
+  OP(dispatch_plan) OP(expert_counts) OP(largest_of_ranks) OP(poison) OP(segment_starts) OP(split_in_three) OP(update_expert_biases) OP(zero)
 // clang-format on
 
 namespace llmc::cpu {

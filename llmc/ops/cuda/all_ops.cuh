@@ -14,6 +14,7 @@
 #include "ops/cuda/matmul.cuh"
 #include "ops/cuda/muon.cuh"
 #include "ops/cuda/projection_norm.cuh"
+#include "ops/cuda/qk_clip.cuh"
 #include "ops/cuda/qk_norm.cuh"
 #include "ops/cuda/quantise.cuh"
 #include "ops/cuda/rmsnorm.cuh"

@@ -85,7 +85,8 @@ inline int64_t attention_forward_scratch(const AttentionBlock& s) {
 template <class T>
 void attention_forward(const AttentionOutputs<T, float>& to, const AttentionInputs<T>& from, float* scratch,
                        const AttentionBlock& s, cudaStream_t stream, TensorCores instructions = tensor_cores()) {
-  if (detail::few_rows(s) && to.sums.data == nullptr && to.lse == nullptr && from.positions == nullptr)
+  if (detail::few_rows(s) && to.sums.data == nullptr && to.lse == nullptr && to.largest == nullptr &&
+      from.positions == nullptr)
     return detail::attention_cached(to.out, from, scratch, s, stream);
   const KernelOutputs<T> outputs = {Heads<T>(to.out, s.queries, s.D, s.offset),
                                     Heads<float>(to.sums, s.queries, s.D, s.offset), from_row_0(to.lse, s),

@@ -49,7 +49,7 @@ struct KernelOutputs {
   float *lse, *largest, *total;  // from row 0 on
 };
 
-// out = outs / softmax's sums, and lse.
+// out = outs / softmax's sums, and the statistics of the rows.
 template <Copy copy, int M, int ND, class T>
 __device__ void store_outputs(const KernelOutputs<T>& to, const KernelBlock& s, const BlockOfQueries& at, int first,
                               const OnlineSoftmax<M>& softmax, Accumulators<M, ND>& outs, float scale) {
@@ -60,8 +60,10 @@ __device__ void store_outputs(const KernelOutputs<T>& to, const KernelBlock& s, 
       const float total = quad_reduce(softmax.sum[m][half], Sum{});
       scale_row(outs, m, half, 1.0f / total);
       const int row = first + 16 * m + fragment_row(2 * half);
-      if (to.lse != nullptr && row < s.offset + s.rows && fragment_column(0) == 0)
-        s.statistic(to.lse, at.b, at.h)[row] = softmax.largest[m][half] * scale * ln_2 + logf(total);
+      if (row >= s.offset + s.rows || fragment_column(0) != 0) continue;
+      const float largest = softmax.largest[m][half] * scale * ln_2;
+      if (to.lse != nullptr) s.statistic(to.lse, at.b, at.h)[row] = largest + logf(total);
+      if (to.largest != nullptr) s.statistic(to.largest, at.b, at.h)[row] = largest;
     }
   store_rows<copy>(to.out.of(at.b, at.h), first, outs);
 }

@@ -70,6 +70,7 @@ struct Options {
   MuonProducts muon_products = MuonProducts::automatic;
   double muon_momentum = 0.95;
   bool cautious_decay = false;
+  std::optional<double> qk_clip;                   // none: logits of any size
   std::optional<double> skip_loss_z, skip_grad_z;  // none: no loss or norm is an outlier
   std::optional<OnSpike> on_spike;                 // none: outliers are skipped, what is not finite stops the run
   bool rolls_back() const { return on_spike == OnSpike::rollback; }

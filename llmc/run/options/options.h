@@ -169,6 +169,10 @@ void visit_options(O& o, Visitor&& visit) {
       "square of log Z, the logarithm of the sum of their exponentials; training minimizes it too, but the reported "
       "and the validation loss leave it out, and z_loss in metrics.jsonl is the mean without this factor; 1e-4 is "
       "usual");
+  visit(
+      "--qk-clip", "", o.qk_clip, above_zero(), branch,
+      "largest logit of attention: after an update, the query and key weights of a head that had a larger one shrink, "
+      "so that it would have had this one (QK-clip); 100 is usual; default: no limit");
   visit("--grad-clip", "", o.grad_clip, at_least(0), branch,
         "largest gradient norm; larger gradients are scaled down to it; 0: no clipping");
   visit("--ema", "", o.ema, between(0, 0.9999999), branch,

@@ -102,6 +102,10 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
                      o.seq_len, readers, micro)
                .c_str(),
            "leave it out, or change --batch-size");
+  refuse(o.qk_clip.has_value(), formatted("--qk-clip {}", o.qk_clip.value_or(0)),
+         "a stage makes its update while later micro-batches are computed with other weights, whose logits it would "
+         "shrink again",
+         "leave it out");
   refuse(o.skip_loss_z || o.skip_grad_z, o.skip_loss_z ? "--skip-loss-z" : "--skip-grad-z",
          "the loss and the norm of the whole model tell outliers, and a stage updates before they are known",
          "leave it out");

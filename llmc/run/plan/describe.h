@@ -200,6 +200,7 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
                               o.weight_decay, o.decay_embeddings == OnOff::on ? "" : " (but embeddings)", o.grad_clip) +
                         (o.z_loss > 0 ? formatted(", z-loss x {}", o.z_loss) : "") +
                         (o.ema ? formatted(", weights averaged with decay {}", *o.ema) : "") +
+                        (o.qk_clip ? formatted(", logits to {}", *o.qk_clip) : "") +
                         (step.layout.pipeline.asynchronous() ? ", stage by stage by its own norm" : "")}};
   if (const std::string notice = vocabulary_notice(o, m); !notice.empty())
     rows.insert(rows.begin() + 1, {"vocabulary", notice});

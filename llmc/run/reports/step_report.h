@@ -169,6 +169,8 @@ class StepReport {
   std::vector<std::pair<const char*, double>> more_numbers(const StepResult& result) const {
     std::vector<std::pair<const char*, double>> all = {{"data_ms", 1e3 * data_seconds_}};
     if (result.z_loss) all.emplace_back("z_loss", *result.z_loss);
+    if (const auto& l = result.logits)
+      all.insert(all.end(), {{"largest_logit", l->largest}, {"clipped_heads", static_cast<double>(l->clipped)}});
     if (!result.experts) return all;
     const ExpertStatistics& e = *result.experts;
     all.insert(all.end(), {{"moe_balance_loss", e.balance_loss},
