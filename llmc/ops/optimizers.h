@@ -79,11 +79,17 @@ constexpr auto names_of_values(MuonScale) { return std::array{"rms", "spectral"}
 enum class HeadGroups : uint8_t { together, apart };
 constexpr auto names_of_values(HeadGroups) { return std::array{"together", "apart"}; }
 
+// Whether the rows of an orthogonal update stay as they are, or are divided by the root of a second moment (NorMuon).
+enum class MuonRows : uint8_t { plain, normalised };
+constexpr auto names_of_values(MuonRows) { return std::array{"plain", "normalised"}; }
+inline constexpr OptimizerSlot row_moment{"row_moment", "Muon row moments"};  // one number for each row of a matrix
+
 // How Muon makes the update of a matrix.
 struct Muon {
   NewtonSchulz coefficients = NewtonSchulz::quintic;
   MuonScale scale = MuonScale::rms;
   HeadGroups heads = HeadGroups::together;
+  MuonRows rows = MuonRows::plain;
   std::optional<DType> dtype = {};  // of the products; none: that of the weights
   bool operator==(const Muon&) const = default;
 };

@@ -12,7 +12,8 @@
 // tensor-parallel ranks that hold different parts:
 //   at stages 1 to 3    n s to the owner, Q n s back, without what the owner itself holds
 //   at stage 0          (T - 1) n s / T to the owner, (Q P - 1 / T) n s back
-// Experts have the shards of their own group, and T = 1.
+// Experts have the shards of their own group, and T = 1. With --muon-rows normalised the second moments of all rows of
+// a unit, in fp32, are summed over the ranks, of which each has those of its own matrices.
 #pragma once
 #include <string>
 #include <utility>
@@ -42,13 +43,13 @@ class MatrixUpdates {
   // Replaces the reduced gradients of all matrices by their updates; momenta follow.
   void make(const Tensor& control, const OptimizerOptions& options, Stream& compute) {
     if (rounds_.empty()) return;
-    take_scratch(compute);
+    take_scratch(control, options, compute);
     for (const Round& round : rounds_) {
       for (const OfUnit& u : round) {
         units_.unit(u.index).begin_matrices(control, options, compute);
         gather(u, compute);
       }
-      for (const OfUnit& u : round) iterate(u, compute);
+      for (const OfUnit& u : round) iterate(u, control, options, compute);
       for (const OfUnit& u : round) send_back(u, compute);
     }
   }
@@ -253,13 +254,33 @@ class MatrixUpdates {
           if (const UnitHolders::Piece p = u.holders.piece(u.matrices[i], s); p.held.size > 0) f(s, i, p);
   }
 
-  void iterate(const OfUnit& u, Stream& compute) {
+  void iterate(const OfUnit& u, const Tensor& control, const OptimizerOptions& options, Stream& compute) {
+    const UnitState& unit = units_.unit(u.index);
     for (size_t i = 0; i < u.matrices.size(); ++i) {
-      if (u.place[i] < 0) continue;
       const Matrix& m = u.matrices[i];
-      newton_schulz(own_matrix(u, i), muon_.coefficients, scale_of(muon_.scale, m.rows, m.columns), compute);
-      units_.groups().hooks.iterated(units_.unit(u.index).spec().params[m.param].name, m.row);
+      if (u.place[i] < 0) {
+        if (const Tensor others = row_moments(m); !others.empty() && exchanges(u)) zero(others, compute);
+        continue;
+      }
+      iterate(m, own_matrix(u, i), control, options, compute);
+      units_.groups().hooks.iterated(unit.spec().params[m.param].name, m.row);
     }
+    if (!exchanges(u) || unit.row_moments().empty()) return;
+    Stream& stream = units_.groups().gather_stream();
+    stream.wait(compute.record());
+    group(u).all_reduce(unit.row_moments(), stream);  // exact: all but the owner add 0
+    compute.wait(stream.record());
+  }
+  void iterate(const Matrix& m, Tensor matrix, const Tensor& control, const OptimizerOptions& options,
+               Stream& stream) const {
+    newton_schulz(matrix, muon_.coefficients, scale_of(muon_.scale, m.rows, m.columns), stream);
+    if (const Tensor moments = row_moments(m); !moments.empty())
+      normalise_rows(matrix, moments, control, options.beta2, stream);
+  }
+  // Those of a matrix; or an empty tensor
+  Tensor row_moments(const Matrix& m) const {
+    const UnitState& unit = units_.unit(m.unit);
+    return unit.row_moments().empty() ? Tensor{} : unit.row_moments(m.param).slice(m.row, {m.rows});
   }
 
   // The gradients of this rank = the updates of all owners.
@@ -312,15 +333,14 @@ class MatrixUpdates {
   }
 
   // All ranks of a stage have scratch for its largest matrix, since a plan is that of one of them.
-  void take_scratch(Stream& compute) {
+  void take_scratch(const Tensor& control, const OptimizerOptions& options, Stream& compute) {
     if (scratch_bytes_ == 0) {
       const Device paper = compute.device().on_paper();
       Arena counted(paper);
       Stream alone(paper, counted);
       for (const Round& round : rounds_)
         for (const OfUnit& u : round)
-          for (const Matrix& m : u.matrices)
-            newton_schulz(own_.slice(0, {m.rows, m.columns}), muon_.coefficients, 1, alone);
+          for (const Matrix& m : u.matrices) iterate(m, own_.slice(0, {m.rows, m.columns}), control, options, alone);
       scratch_bytes_ = counted.high_water();
     }
     auto scope = compute.scratch().scope();

@@ -25,7 +25,7 @@
 
 namespace llmc {
 
-enum class StateKind : uint8_t { weight, master, average, slot };
+enum class StateKind : uint8_t { weight, master, average, slot, row_moment };
 
 // One entry of the StateTable: the elements [begin, begin + tensor.numel()) of param->box(), held by this rank.
 struct StateEntry {
@@ -36,10 +36,11 @@ struct StateEntry {
   size_t slot = 0;  // which one of the parameter's rule
   // "weight", "master", "average" or the name of the slot, such as "moment1".
   const char* name() const {
-    return kind == StateKind::weight    ? "weight"
-           : kind == StateKind::master  ? "master"
-           : kind == StateKind::average ? "average"
-                                        : rule_of(param->rule).slots[slot].name;
+    return kind == StateKind::weight       ? "weight"
+           : kind == StateKind::master     ? "master"
+           : kind == StateKind::average    ? "average"
+           : kind == StateKind::row_moment ? llmc::row_moment.name
+                                           : rule_of(param->rule).slots[slot].name;
   }
   Elements elements() const { return param->elements_from(begin); }  // where they are in the whole parameter
 
@@ -92,6 +93,7 @@ class UnitState {
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
     else gradient_sum_ = flat("gradients", state, update_range_);
     make_slots(zero, state, arena);
+    if (zero.muon.rows == MuonRows::normalised) make_row_moments(shard, state, arena);
   }
 
   const UnitSpec& spec() const { return spec_; }
@@ -186,7 +188,16 @@ class UnitState {
     for (const Slots& s : slots_)
       for (const Tensor& t : s.tensors)
         if (!t.empty()) zero(t, stream);
+    if (!row_moments_.empty()) zero(row_moments_, stream);
   }
+
+  // The second moments of a parameter's rows (MuonRows), all of them on every rank; of the whole unit
+  Tensor row_moments(size_t param) const {
+    int64_t begin = 0;
+    for (size_t i = 0; i < param; ++i) begin += rows_[i].numel();
+    return row_moments_.slice(begin, {rows_[param].numel()});
+  }
+  const Tensor& row_moments() const { return row_moments_; }
 
   // The gradients of matrices become the directions of their updates, and their momenta follow. What
   // shard/matrix_updates.h makes of them must be in the same place when update() is called.
@@ -269,6 +280,9 @@ class UnitState {
       const SlotTensors slots = slots_of(spec_.params[i].rule, updated);
       for (size_t slot = 0; slot < slots.size(); ++slot) add(StateKind::slot, slots[slot], updated, slot);
     }
+    if (!row_moments_.empty())
+      for (size_t i = 0; i < rows_.size(); ++i)
+        if (rows_[i].numel() > 0) table.push_back({&rows_[i], StateKind::row_moment, 0, row_moments(i)});
   }
 
   // Appends the reduced gradients that this rank holds, like append_to().
@@ -355,6 +369,19 @@ class UnitState {
     }
   }
 
+  // They are few, and so every rank has all of them: its part of a matrix may have any of its rows.
+  void make_row_moments(int shard, DType dtype, Arena& arena) {
+    int64_t all = 0;
+    for (const ParamSpec& p : spec_.params) {
+      const Box box = p.box();
+      rows_.push_back({.name = p.name, .shape = {rule_of(p.rule).of_matrices ? p.shape[0] : 0}, .rule = p.rule});
+      rows_.back().first_copy = p.first_copy && box.row == 0 && box.column == 0 && shard == 0;
+      all += rows_.back().numel();
+    }
+    if (all > 0 && update_range_.size > 0)
+      row_moments_ = arena.alloc(llmc::row_moment.label, spec_.name.c_str(), dtype, {all});
+  }
+
   // The slots of elements of the unit that are in one run of a rule.
   SlotTensors slots_of(Optimizer rule, const Range& r) const {
     SlotTensors slots;
@@ -436,6 +463,8 @@ class UnitState {
   mutable std::map<const std::byte*, std::vector<Tensor>> unwritten_;
   Tensor master_, average_;  // fp32, of update_range_, as the slots are
   std::vector<Slots> slots_;
+  std::vector<ParamSpec> rows_;  // the row moments of each parameter as a parameter of its own
+  Tensor row_moments_;           // fp32, of all of them
 };
 
 }  // namespace llmc

@@ -46,6 +46,7 @@ inline std::vector<HeldUnits> units_held(const ModelState& state) {
     StateTable table;
     state.unit(u).append_to(table);
     for (const StateEntry& e : table) {
+      if (e.kind == StateKind::row_moment) continue;  // on every rank
       HeldParam& p = unit.params[static_cast<size_t>(e.param - params.data())];
       if (e.kind == StateKind::weight) p.weights = {e.begin, e.tensor.numel()};
       if (e.kind == StateKind::slot && e.slot == 0) p.slots = {e.begin, e.tensor.numel()};

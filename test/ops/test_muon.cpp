@@ -183,3 +183,41 @@ TEST_CASE("a matrix of zeros stays one", "[ops][muon]") {
   b.stream.synchronize();
   for (int64_t i = 0; i < x.numel(); ++i) REQUIRE(x.data<float>()[i] == 0);
 }
+
+TEST_CASE("NorMuon divides rows by the roots of their second moments and leaves the size of the matrix",
+          "[ops][muon]") {
+  for (const DType dtype : {DType::fp64, DType::fp32, DType::bf16}) {
+    Bench b;
+    constexpr int64_t rows = 5, columns = 33;
+    const Tensor control = b.zeros(DType::fp64, {4}), moments = b.zeros(accumulator_of(dtype), {rows});
+    const double unit = dtype == DType::fp64 ? 1e-14 : dtype == DType::fp32 ? 1e-6 : 0x1p-8;
+    for (const double allowed : {1.0, 0.0, 1.0}) {
+      const Tensor x = b.normal({rows, columns});
+      for (int64_t i = 0; i < rows * columns; ++i) x.data<double>()[i] *= 1 + static_cast<double>(i / columns);
+      const Tensor given = b.as(dtype, x), before = b.as(DType::fp64, given), old = b.as(DType::fp64, moments);
+      control.data<double>()[2] = allowed;
+      normalise_rows(given, moments, control, 0.75, b.stream);
+      b.stream.synchronize();
+      const Tensor now = b.as(DType::fp64, given), second = b.as(DType::fp64, moments);
+      REQUIRE(std::abs(std::sqrt(dot(now, now) / dot(before, before)) - 1) < unit);
+      std::vector<double> scales;  // by what the divided rows are multiplied
+      for (int64_t i = 0; i < rows; ++i) {
+        const Tensor row = before.slice(i * columns, {columns}), its = now.slice(i * columns, {columns});
+        const double mean = dot(row, row) / columns, was = old.data<double>()[i], is = second.data<double>()[i];
+        REQUIRE(std::abs(is - (allowed > 0 ? 0.75 * was + 0.25 * mean : was)) <= 2 * unit * is);
+        scales.push_back(std::sqrt(dot(its, its) / dot(row, row)) / row_factor(is));
+      }
+      for (const double s : scales) REQUIRE(std::abs(s / scales[0] - 1) < 4 * unit);
+    }
+  }
+}
+
+TEST_CASE("NorMuon leaves a matrix of zeros", "[ops][muon]") {
+  Bench b;
+  const Tensor x = b.zeros(DType::fp32, {4, 9}), moments = b.zeros(DType::fp32, {4}),
+               control = b.zeros(DType::fp64, {4});
+  control.data<double>()[2] = 1;
+  normalise_rows(x, moments, control, 0.75, b.stream);
+  b.stream.synchronize();
+  for (int64_t i = 0; i < x.numel(); ++i) REQUIRE(x.data<float>()[i] == 0);
+}

@@ -79,13 +79,29 @@ Values orthogonal(Values x, int64_t rows, int64_t columns) {
   }
   return x;
 }
+// Divides the rows of x by the roots of their second moments, and scales all back together.
+void normalise(Values& x, Values& moments, int64_t rows, int64_t columns, double beta2) {
+  moments.resize(static_cast<size_t>(rows));
+  const auto size = [&] { return std::sqrt(std::inner_product(x.begin(), x.end(), x.begin(), 0.0)); };
+  const double before = size();
+  for (int64_t i = 0; i < rows; ++i) {
+    const auto row = x.begin() + i * columns;
+    double& moment = moments[static_cast<size_t>(i)];
+    moment =
+        beta2 * moment + (1 - beta2) * std::inner_product(row, row + columns, row, 0.0) / static_cast<double>(columns);
+    std::for_each(row, row + columns, [&](double& e) { e /= std::sqrt(moment) + 1e-10; });
+  }
+  const double after = size();
+  for (double& e : x) e *= before / after;
+}
 
 }  // namespace
 
 TEST_CASE("each matrix is iterated once a step by one rank, in every layout", "[parallel][muon]") {
   for (uint64_t n = 0; n < 16; ++n) {
     const selftest::Draw d = selftest::draw(n % 2 == 0 ? 4 : 8, 7000 + n);
-    const StepConfig step = with_muon(d.step, n % 4 == 0 ? HeadGroups::apart : HeadGroups::together);
+    StepConfig step = with_muon(d.step, n % 4 == 0 ? HeadGroups::apart : HeadGroups::together);
+    step.layout.zero.muon.rows = n % 3 == 0 ? MuonRows::normalised : MuonRows::plain;
     INFO(n << ": " << to_string(d));
     const Counted hooks;
     const selftest::Outcome outcome = selftest::run_layout(step, {}, {.hooks = hooks, .max_norm = d.max_norm});
@@ -101,17 +117,20 @@ TEST_CASE("each matrix is iterated once a step by one rank, in every layout", "[
   }
 }
 
-TEST_CASE("Muon follows its plain formula in fp64 for twenty steps, in every family", "[parallel][muon]") {
+TEST_CASE("Muon follows its plain formula in fp64 for twenty steps, in every family, and NorMuon its own",
+          "[parallel][muon]") {
   for (const Family& family : families) {
+    const MuonRows kind = family.norm == Norm::layernorm ? MuonRows::normalised : MuonRows::plain;
     INFO(family.model_type);
     StepConfig step = with_muon(
         selftest::step_config(selftest::awkward_model(family.model_type, true), DType::fp64, 1, ZeroConfig{}));
     step.batch = {1, 8}, step.micro_batches = 1;
+    step.layout.zero.muon.rows = kind;
     World world{Mesh()};
     Run run(step, make_plan(step, {DeviceKind::cpu, 1}), {DeviceKind::cpu, 1}, world, 0);
     init_weights(run.trainer.state(), 1, run.stream);
     const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, 0, m); };
-    std::map<std::string, Values> weights, momenta;
+    std::map<std::string, Values> weights, momenta, moments;
     const auto values = [&](const StateEntry& e) {
       const HostView view(e.tensor, run.stream);
       return Values(view.data<double>(), view.data<double>() + e.tensor.numel());
@@ -134,17 +153,20 @@ TEST_CASE("Muon follows its plain formula in fp64 for twenty steps, in every fam
         const double mu = options.momentum;
         for (size_t i = 0; i < g.size(); ++i)
           m[i] = mu * m[i] + (1 - mu) * g[i], nesterov[i] = mu * m[i] + (1 - mu) * g[i];
-        const Values x = orthogonal(nesterov, rows, columns);
+        Values x = orthogonal(nesterov, rows, columns);
         const double scale = 0.2 * std::sqrt(static_cast<double>(std::max(rows, columns))), lr = options.lr;
-        for (size_t i = 0; i < g.size(); ++i) w[i] = w[i] * (1 - lr * options.weight_decay) - lr * scale * x[i];
+        for (double& value : x) value *= scale;
+        if (kind == MuonRows::normalised) normalise(x, moments[e.param->name], rows, columns, options.beta2);
+        for (size_t i = 0; i < g.size(); ++i) w[i] = w[i] * (1 - lr * options.weight_decay) - lr * x[i];
       }
       run.trainer.step(batches, options, {});
     }
     for (const StateEntry& e : run.trainer.state().state_table()) {
-      if (e.kind != StateKind::weight || !is_matrix(e)) continue;
-      INFO(e.param->name);
-      const Values now = values(e);
-      REQUIRE(relative_distance(now.data(), weights[e.param->name].data(), e.tensor.numel()) < 1e-5);
+      if (!is_matrix(e) || (e.kind != StateKind::weight && e.kind != StateKind::row_moment)) continue;
+      INFO(e.param->name << " " << e.name());
+      const Values now = values(e), &plain = (e.kind == StateKind::weight ? weights : moments)[e.param->name];
+      REQUIRE(now.size() == plain.size());
+      REQUIRE(relative_distance(now.data(), plain.data(), e.tensor.numel()) < 1e-5);
     }
   }
 }

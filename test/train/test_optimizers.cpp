@@ -192,6 +192,7 @@ TEST_CASE("options that an optimizer does not have are refused by name", "[train
         {"--optimizer lion --adam-eps 1e-6", "--adam-eps 1e-06 with --optimizer lion"},
         {"--optimizer adam", "--optimizer"},
         {"--muon-ns polar-express", "--muon-ns with --optimizer adamw"},
+        {"--muon-rows normalised", "--muon-rows with --optimizer adamw"},
         {"--optimizer lion --cautious-decay", "--cautious-decay with --optimizer lion"},
         {"--optimizer muon --head-lr 1", "--head-lr 1 with --model"},
         {"--lr 0 --embed-lr 1", "--embed-lr 1 with --lr 0"},
@@ -294,4 +295,19 @@ TEST_CASE("with --qk-clip stages agree bitwise, with masters and without, runs r
       REQUIRE(weights == reference);
     }
   }
+}
+
+TEST_CASE("NorMuon's row moments are the same at every stage, and are resumed bit for bit at another one",
+          "[train][muon]") {
+  const TempDir dir;
+  const std::string two =
+      "--muon-rows normalised --lr-schedule constant --warmup-steps 1 --local-ranks 2 --grad-reduce micro ";
+  run_well(run_of("muon", dir / "whole", two + "--zero-stage 3 --max-steps 6"));
+  run_well(run_of("muon", dir / "moved", two + "--zero-stage 2 --max-steps 3"));
+  REQUIRE(read_whole(dir / "moved/step-000003/optimizer-00001-of-00002.safetensors")
+              .find("blocks.0.attn.q.weight:row_moment[0:") != std::string::npos);
+  run_well(run_of("muon", dir / "moved", two + "--zero-stage 0 --max-steps 6"));
+  REQUIRE(weights_in(dir / "moved/step-000006") == weights_in(dir / "whole/step-000006"));
+  run_well(run_of("muon", dir / "plain", "--lr-schedule constant --warmup-steps 1 --local-ranks 2 --max-steps 6"));
+  REQUIRE(steps_of(dir / "plain").back()["loss"] != steps_of(dir / "whole").back()["loss"]);
 }

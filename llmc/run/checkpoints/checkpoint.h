@@ -150,8 +150,10 @@ inline int64_t checkpoint_bytes(const ModelConfig& config, const Precision& prec
   const int64_t masters = precision.keeps_masters() ? 1 : 0, averages = precision.averages ? 1 : 0;
   int64_t numbers = 0;
   for (const UnitSpec& unit : parameter_table(config, zero.optimizer))
-    for (const ParamSpec& p : unit.params)
+    for (const ParamSpec& p : unit.params) {
       numbers += p.numel() * (masters + averages + std::ssize(rule_of(p.rule).slots));
+      if (zero.muon.rows == MuonRows::normalised && rule_of(p.rule).of_matrices) numbers += p.shape[0];
+    }
   return (1 + averages) * weights_bytes(config, precision.weights) + numbers * size_of(precision.state);
 }
 
@@ -290,20 +292,21 @@ inline bool has_averages(const std::map<std::string, std::vector<Slice>>& slices
 // Rejects slices unless they hold every element of every parameter's state exactly once, and nothing else. Averages of
 // the weights may be there or not.
 inline void require_whole_slices(const std::map<std::string, std::vector<Slice>>& slices, const std::string& path,
-                                 const ParamTable& table, bool masters) {
+                                 const ParamTable& table, bool masters, bool row_moments) {
   const bool averages = has_averages(slices);
   std::set<std::string> expected;
   for (const UnitSpec& unit : table)
     for (const ParamSpec& p : unit.params) {
-      const auto require = [&](const char* kind) {
+      const auto require = [&](const char* kind, const ParamSpec& of) {
         const std::string what = *expected.insert(formatted("{}:{}", p.name, kind)).first;
         const auto found = slices.find(what);
         CHECK(found != slices.end(), "{}: has no {}; it was written with other options", path, what);
-        require_whole(found->second, p, what, path);
+        require_whole(found->second, of, what, path);
       };
-      if (masters) require("master");
-      if (averages) require("average");
-      for (const OptimizerSlot& slot : rule_of(p.rule).slots) require(slot.name);
+      if (masters) require("master", p);
+      if (averages) require("average", p);
+      for (const OptimizerSlot& slot : rule_of(p.rule).slots) require(slot.name, p);
+      if (row_moments && rule_of(p.rule).of_matrices) require(row_moment.name, {.name = p.name, .shape = {p.shape[0]}});
     }
   for (const auto& [what, all] : slices)
     CHECK(expected.contains(what), "{}: tensor {} belongs to no state of this model; it was written with other options",
@@ -368,14 +371,15 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   const StateTable table = state.state_table();
   const std::map<std::string, std::vector<detail::Slice>> slices = detail::find_slices(files);
   const ParamTable written = parameter_table(config, written_by.value_or(state.zero_config().optimizer));
-  detail::require_whole_slices(slices, path, written, state.precision().keeps_masters());
+  detail::require_whole_slices(slices, path, written, state.precision().keeps_masters(),
+                               state.zero_config().muon.rows == MuonRows::normalised);
   std::map<std::string, Optimizer> rules;
   for (const UnitSpec& unit : written)
     for (const ParamSpec& p : unit.params) rules[p.name] = p.rule;
   const bool averages = detail::has_averages(slices);
   for (const StateEntry& e : table)
     if (e.kind == StateKind::master || (e.kind == StateKind::average && averages) ||
-        (e.kind == StateKind::slot && rules.at(e.param->name) == e.param->rule))
+        ((e.kind == StateKind::slot || e.kind == StateKind::row_moment) && rules.at(e.param->name) == e.param->rule))
       write_on_host(e.tensor, stream, [&](const Tensor& host) {
         for (const detail::Slice& s : slices.at(detail::what_of(e))) detail::read_slice(s, e, host.data<float>());
       });

@@ -15,7 +15,7 @@ inline ZeroConfig choose_zero(const Options& o) {
   if (!zero.reduce_by_stage)
     zero.grad_reduce = o.grad_reduce == GradReduceChoice::micro ? GradReduce::micro : GradReduce::step;
   zero.optimizer = o.optimizer;
-  zero.muon = {.coefficients = o.muon_ns, .scale = o.muon_scale, .heads = o.muon_heads};
+  zero.muon = {.coefficients = o.muon_ns, .scale = o.muon_scale, .heads = o.muon_heads, .rows = o.muon_rows};
   if (o.muon_products != MuonProducts::automatic)
     zero.muon.dtype = o.muon_products == MuonProducts::bf16 ? DType::bf16 : DType::fp32;
   zero.sync = o.dp_sync;

@@ -42,7 +42,7 @@ inline const std::vector<OptionKind>& option_kinds() {
         "--data-changed", "--stages", "--pack", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume",
         "--log-every", "--overfit-batch", "--optimizer", "--lr", "--warmup-steps", "--lr-schedule", "--decay-steps", "--final-lr-frac",
         "--weight-decay", "--decay-embeddings", "--beta1", "--beta2", "--adam-eps", "--embed-lr", "--head-lr", "--scalar-lr", "--muon-ns",
-        "--muon-scale", "--muon-heads", "--muon-products", "--muon-momentum", "--cautious-decay", "--qk-clip", "--z-loss", "--ema", "--grad-clip",
+        "--muon-scale", "--muon-heads", "--muon-rows", "--muon-products", "--muon-momentum", "--cautious-decay", "--qk-clip", "--z-loss", "--ema", "--grad-clip",
         "--skip-loss-z", "--skip-grad-z", "--on-spike", "--max-rollbacks",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
         "--checkpoint-errors", "--checkpoint-mode", "--check-replicas", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights", "--products",

@@ -67,6 +67,7 @@ struct Options {
   NewtonSchulz muon_ns = NewtonSchulz::quintic;
   MuonScale muon_scale = MuonScale::rms;
   HeadGroups muon_heads = HeadGroups::together;
+  MuonRows muon_rows = MuonRows::plain;
   MuonProducts muon_products = MuonProducts::automatic;
   double muon_momentum = 0.95;
   bool cautious_decay = false;

@@ -158,6 +158,9 @@ void visit_options(O& o, Visitor&& visit) {
         "--weight-decay fit; spectral: sqrt(max(1, rows / columns))");
   visit("--muon-heads", "", o.muon_heads, any_of<HeadGroups>(), must_match,
         "apart: the rows of the query, key and value weights of each group of heads are a matrix of their own");
+  visit("--muon-rows", "", o.muon_rows, any_of<MuonRows>(), must_match,
+        "normalised: the rows of an orthogonal update are divided by the root of a running mean of their squares, of "
+        "decay --beta2, and scaled back together (NorMuon)");
   visit("--muon-products", "", o.muon_products, any_of<MuonProducts>(), must_match,
         "dtype of the iteration's products and of what ranks send for it; auto: that of --dtype");
   visit("--muon-momentum", "", o.muon_momentum, between(0, 0.9999999), must_match, "muon's Nesterov momentum");

@@ -259,6 +259,7 @@ inline void validate_optimizer(const Options& o) {
   for (const auto& [given, option] : {std::pair{o.muon_ns != usual.muon_ns, "--muon-ns"},
                                       {o.muon_scale != usual.muon_scale, "--muon-scale"},
                                       {o.muon_heads != usual.muon_heads, "--muon-heads"},
+                                      {o.muon_rows != usual.muon_rows, "--muon-rows"},
                                       {o.muon_products != usual.muon_products, "--muon-products"},
                                       {o.muon_momentum != usual.muon_momentum, "--muon-momentum"},
                                       {o.cautious_decay, "--cautious-decay"}})

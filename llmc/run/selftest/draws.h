@@ -118,6 +118,9 @@ inline Draw draw_task(Dice& dice) {
   }
   step.z_loss = dice.pick({0.0, 0.01});
   step.precision.averages = step.precision.masters && dice.one_in(2);
+  if (step.layout.zero.optimizer == Optimizer::muon) step.layout.zero.muon.rows = dice.pick(all_values<MuonRows>());
+  // A limit that many heads exceed.
+  if (step.model.family.qk_norm == QkNorm::none && dice.one_in(2)) step.qk_clip = 0.01;
   return d;
 }
 
@@ -197,7 +200,7 @@ inline bool is_possible(const Draw& d, int64_t sequences) {
   return step.micro_batches > 0 && d.sequences() == sequences && step.batch.T % step.layout.context.slices() == 0 &&
          (!p.layers.empty() || p.chunks() <= step.model.n_layer) &&
          !(sliced && (step.experts.aux_loss > 0 || step.experts.capacity_factor)) &&
-         !(asynchronous && d.max_norm > 0) && layout_faults(step.layout, step.model).empty();
+         !(asynchronous && (d.max_norm > 0 || step.qk_clip)) && layout_faults(step.layout, step.model).empty();
 }
 
 }  // namespace detail
@@ -259,11 +262,12 @@ inline Choices choices(const Draw& d) {
               formatted("documents {}", s.documents == Documents::apart ? "apart" : "together"),
               formatted("{} sequences", d.sequences()),
               zero.optimizer == Optimizer::muon
-                  ? formatted("muon {}, heads {}", zero.muon.coefficients, zero.muon.heads)
+                  ? formatted("muon {}, heads {}, rows {}", zero.muon.coefficients, zero.muon.heads, zero.muon.rows)
                   : formatted("{}", zero.optimizer),
               formatted("z-loss x {}", s.z_loss),
               formatted("{}", s.precision.averages ? "weights averaged" : "not averaged"),
-              d.max_norm > 0 ? "clipped" : "not clipped"};
+              d.max_norm > 0 ? "clipped" : "not clipped",
+              s.qk_clip ? formatted("logits to {}", *s.qk_clip) : "any logits"};
   if (m.experts.count > 0)
     for (const std::string& choice :
          {formatted("experts {} of {}", m.experts.per_token, m.experts.count), formatted("width {}", m.experts.width),
@@ -322,6 +326,7 @@ inline std::vector<std::string> axis_values(const Draw& d) {
           formatted("z-loss {}", s.z_loss > 0 ? "on" : "off"),
           formatted("averages {}", s.precision.averages ? "on" : "off"),
           formatted("clipping {}", d.max_norm > 0 ? "on" : "off"),
+          formatted("qk clip {}", s.qk_clip ? "on" : "off"),
           formatted("dp {}", several(s.layout.readers())),
           formatted("replicas {}", several(zero.replicas)),
           formatted("stage {}", zero.stage),

@@ -122,7 +122,7 @@ inline void collect_state(Outcome& outcome, const ModelState& state, int rank, S
 // the slices of all ranks are collected.
 inline void require_whole(Outcome& outcome, const StepConfig& step) {
   struct Expected {
-    int weights, state;
+    int weights, state, row_moments;
   };
   std::map<std::string, Expected> expected;
   for (const UnitSpec& unit : part_of(parameter_table(step.model), step.layout.tensor, 0)) {
@@ -135,12 +135,15 @@ inline void require_whole(Outcome& outcome, const StepConfig& step) {
       const bool twice = unit.name == "embedding" && step.model.tied &&
                          step.pipeline().stage_of(step.layout.pipeline.chunks() - 1) != 0;
       const int copies = p.copies * (twice ? 2 : 1);
-      expected[p.name] = {copies * of_weights, copies * of_state};
+      const int parts = unit.sharing == Sharing::experts ? 1 : step.layout.tensor.ranks;
+      expected[p.name] = {copies * of_weights, copies * of_state,
+                          zero.updates() == ZeroConfig::Updates::server ? 1 : zero.ranks() * parts};
     }
   }
   auto check = [&](const Wholes& all, int Expected::*times) {
     for (const auto& [name, whole] : all) {
-      const int n = expected.at(name.substr(0, name.find(':'))).*times;
+      const Expected& its = expected.at(name.substr(0, name.find(':')));
+      const int n = name.ends_with(formatted(":{}", row_moment.name)) ? its.row_moments : its.*times;
       for (const int holders : whole.holders)
         if (holders != n) outcome.fault = formatted("{} ranks hold an element of {}, expected {}", holders, name, n);
     }
