@@ -16,6 +16,7 @@
 #include "run/checkpoints/progress.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/checkpoints/seen_samples.h"
+#include "run/coord_check.h"
 #include "run/evaluate.h"
 #include "run/generate.h"
 #include "run/job.h"
@@ -557,6 +558,7 @@ int main(int argc, char** argv) {
     else if (o.place.process > 0) return static_cast<int>(ExitStatus::done);  // one process is enough
     else if (o.verify_data) run_verify_data(o);
     else if (!o.tokenize.empty()) run_tokenize(o);
+    else if (!o.coord_check.empty()) run_coord_check(o);
     else if (o.plan) run_plan(o);
     else if (o.plan_auto) run_plan_auto(o);
     else if (o.plan_examples) run_plan_examples(o);

@@ -13,6 +13,7 @@
 
 #include "comm/context_parallel.h"
 #include "model/expert_config.h"
+#include "model/parametrization.h"
 #include "ops/ops_attention.h"
 #include "shard/parts.h"
 
@@ -79,6 +80,8 @@ struct ModelConfig {
   float init_std = 0.02f;
   Rotary rotary = {};
   Experts experts = {};
+  std::optional<BaseShape> base = {};  // from which initial weights and rates follow; none: standard parametrization
+  const ScalingRules* scaling = &scaling_rules;
   // Special tokens by their names in config.json, as JSON (a number, a list, null), kept for the config.json of
   // checkpoints; "": absent.
   std::map<std::string, std::string> special_tokens = {};
@@ -87,6 +90,13 @@ struct ModelConfig {
   int64_t q_size() const { return n_head * head_size; }
   int64_t kv_size() const { return n_kv_head * head_size; }
   int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
+  Growth growth() const {
+    const auto over = [](int64_t size, int64_t of_base) {
+      return static_cast<double>(size) / static_cast<double>(of_base);
+    };
+    if (!base) return {};
+    return {over(n_embd, base->width), over(n_layer, base->depth), over(head_size, base->head_size)};
+  }
   // Columns of the MLP's first product: with SwiGLU the gates, then the ups.
   int64_t mlp_in_size() const { return family.mlp == Mlp::swiglu ? 2 * n_ffn : n_ffn; }
   bool is_sparse(int64_t layer) const {
@@ -206,17 +216,18 @@ struct WantedParameters {
 };
 
 // The parameters, with GPT-2's initialisation: normal 0.02, projections into the residual stream scaled by
-// 1 / sqrt(2 L) (Radford et al. 2019). A tied token embedding is one parameter, used by the embedding and the head.
+// 1 / sqrt(2 L) (Radford et al. 2019), for L layers of the base, if there is one. A tied token embedding is one
+// parameter, used by the embedding and the head.
 //
 // The experts of a layer are a unit of their own, since they are shared among different ranks from the rest of the
 // layer. It has the gates and ups of all experts, expert by expert, then their downs, without gaps. So a grouped
 // product sees one tensor of each kind, (E, 2 F, C) and (E, C, F), which are also transformers' fused tensors, and the
 // rows of every expert are aligned like those of the first.
 inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimizer::adamw,
-                                  const WantedParameters& wanted = {}) {
+                                  const WantedParameters& wanted = {}, const Muon& muon = {}) {
   const int64_t C = c.n_embd, F = c.n_ffn, D = c.head_size, Q = c.q_size(), KV = c.kv_size();
   const float std = c.init_std;
-  const float residual_std = std / std::sqrt(2.0f * static_cast<float>(c.n_layer));
+  const float residual_std = std / std::sqrt(2.0f * static_cast<float>(c.base ? c.base->depth : c.n_layer));
   const bool all_biases = c.family.biases == Biases::all, qkv_biases = c.family.biases != Biases::none;
   using enum TensorSplit;
   using enum Placement;
@@ -235,7 +246,7 @@ inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimiz
         {.name = name, .shape = {n}, .tp = tp, .init = init, .placement = placement, .most_parts = most_parts});
   };
   auto norm = [&](const std::string& name) {
-    vector(name + ".weight", C, by_row, Init::ones);
+    vector(name + ".weight", C, by_row, Init::constant);
     if (c.family.norm == Norm::layernorm) vector(name + ".bias", C, by_row, Init::zeros);
   };
   table.push_back({"embedding", {table_of_tokens("wte.weight")}});
@@ -268,12 +279,12 @@ inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimiz
       vector(block + ".attn.v.bias", KV, outputs, Init::zeros, adjacent, c.n_kv_head);
     }
     if (c.family.qk_norm == QkNorm::by_head) {
-      vector(block + ".attn.q_norm.weight", D, by_head, Init::ones);
-      vector(block + ".attn.k_norm.weight", D, by_head, Init::ones);
+      vector(block + ".attn.q_norm.weight", D, by_head, Init::constant);
+      vector(block + ".attn.k_norm.weight", D, by_head, Init::constant);
     }
     if (c.family.qk_norm == QkNorm::by_projection) {
-      vector(block + ".attn.q_norm.weight", Q, outputs, Init::ones);
-      vector(block + ".attn.k_norm.weight", KV, outputs, Init::ones, aligned, c.n_kv_head);
+      vector(block + ".attn.q_norm.weight", Q, outputs, Init::constant);
+      vector(block + ".attn.k_norm.weight", KV, outputs, Init::constant, aligned, c.n_kv_head);
     }
     matrix(".attn.proj.weight", C, Q, inputs, residual_std);
     if (all_biases) vector(block + ".attn.proj.bias", C, by_row, Init::zeros);
@@ -326,6 +337,11 @@ inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimiz
       const bool shared = c.n_kv_head < c.n_head, of_queries = p.name.find(".attn.q.") != p.name.npos;
       if (c.family.qk_norm == QkNorm::none && (of_queries || p.name.find(".attn.k.") != p.name.npos))
         p.clip = !shared ? ClipShare::root : of_queries ? ClipShare::whole : ClipShare::none;
+      parametrize(p, {.growth = c.growth(),
+                      .tied = c.tied,
+                      .query_norm = c.family.qk_norm != QkNorm::none,
+                      .muon = muon,
+                      .rules = c.scaling});
     }
   return table;
 }

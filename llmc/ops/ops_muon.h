@@ -10,9 +10,8 @@
 
 namespace llmc {
 
-inline double scale_of(MuonScale scale, int64_t rows, int64_t columns) {
-  const double m = static_cast<double>(rows), n = static_cast<double>(columns);
-  return scale == MuonScale::rms ? 0.2 * std::sqrt(std::max(m, n)) : std::sqrt(std::max(1.0, m / n));
+inline double scale_of(MuonScale scale, double rows, double columns) {
+  return scale == MuonScale::rms ? 0.2 * std::sqrt(std::max(rows, columns)) : std::sqrt(std::max(1.0, rows / columns));
 }
 
 namespace detail {

@@ -65,15 +65,19 @@ inline Device choose_device(const Options& o) {
 
 // One rank per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; in modes that use one rank, one.
 inline int64_t default_ranks(const Options& o) {
-  if (o.generate || o.verify_data || o.print_schedule || o.plan_auto || o.plan_examples || !o.tokenize.empty())
+  if (o.generate || o.verify_data || o.print_schedule || o.plan_auto || o.plan_examples || !o.tokenize.empty() ||
+      !o.coord_check.empty())
     return 1;
   const int64_t gpus = o.device == DeviceChoice::cpu || !o.machine.empty() ? 0 : visible_gpus().count;
   return std::max(o.pp * std::lcm(o.tp * o.cp, o.ep), gpus);
 }
 
-// The model, with the rotary positions of --rope-theta and --rope-factor, which make room for longer sequences.
+// The model, with the base of --parametrization, and the rotary positions of --rope-theta and --rope-factor, which make
+// room for longer sequences.
 inline ModelConfig choose_model(const Options& o) {
   ModelConfig model = resolve_model(o.model, {o.n_layer, o.n_head, o.n_kv_head, o.n_embd, o.n_ffn, o.vocab_size});
+  if (o.parametrization != Parametrization::standard && o.base_width)
+    model.base = {*o.base_width, o.base_depth.value_or(model.n_layer), o.base_head_size.value_or(model.head_size)};
   if (!o.rope_theta && !o.rope_factor) return model;
   CHECK(model.family.positions == Positions::rotary,
         "{} is for rotary positions, and --model {} learns its positions: leave it out",

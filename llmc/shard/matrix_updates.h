@@ -273,7 +273,8 @@ class MatrixUpdates {
   }
   void iterate(const Matrix& m, Tensor matrix, const Tensor& control, const OptimizerOptions& options,
                Stream& stream) const {
-    newton_schulz(matrix, muon_.coefficients, scale_of(muon_.scale, m.rows, m.columns), stream);
+    newton_schulz(matrix, muon_.coefficients,
+                  scale_of(muon_.scale, static_cast<double>(m.rows), static_cast<double>(m.columns)), stream);
     if (const Tensor moments = row_moments(m); !moments.empty())
       normalise_rows(matrix, moments, control, options.beta2, stream);
   }

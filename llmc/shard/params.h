@@ -15,7 +15,7 @@
 
 namespace llmc {
 
-enum class Init : uint8_t { normal, zeros, ones };
+enum class Init : uint8_t { normal, zeros, constant };
 
 // How tensor parallelism divides a parameter among the ranks of a group (parts.h).
 enum class TensorSplit : uint8_t {
@@ -44,10 +44,11 @@ struct ParamSpec {
   Shape shape;       // global and without padding; matrices are (out, in)
   TensorSplit tp = TensorSplit::by_row;
   Init init = Init::normal;
-  float init_std = 0.02f;
-  bool decay = false;                     // weight decay: matrices only
-  Optimizer rule = Optimizer::adamw;      // which optimizer updates it
-  RateGroup rates = RateGroup::matrices;  // whose learning rate it has
+  float init_std = 0.02f, init_value = 1;  // of Init::normal, Init::constant
+  bool decay = false;                      // weight decay: matrices only
+  Optimizer rule = Optimizer::adamw;       // which optimizer updates it
+  RateGroup rates = RateGroup::matrices;   // whose learning rate it has
+  float rate = 1, eps = 1;  // of which it has these parts, and this one of epsilon; decay is by as much per step
   int64_t padded_rows = 0;  // rows stored, including padding at the end, which is always zero; 0: no padding
   Placement placement = Placement::aligned;
   int64_t most_parts = 0;  // it divides into at most this many parts; further ranks have copies; 0: any number

@@ -212,7 +212,7 @@ class UnitState {
   void update(Tensor control, const OptimizerOptions& options, Stream& stream) const {
     if (rounds_stochastically()) return update_stochastic(control, options, stream);
     const auto alike = [&](const ParamSpec& a, const ParamSpec& b) {
-      return a.rule == b.rule && decays(a, options) == decays(b, options) &&
+      return a.rule == b.rule && decays(a, options) == decays(b, options) && a.eps == b.eps && a.rate == b.rate &&
              options.rate(a.rates) == options.rate(b.rates);
     };
     for (size_t i = 0; i < spec_.params.size();) {  // one call for neighbours that are updated alike, gaps included
@@ -403,8 +403,9 @@ class UnitState {
     return p.decay && (p.rates != RateGroup::embedding || options.decays_embeddings);
   }
   static OptimizerOptions options_for(const ParamSpec& p, OptimizerOptions options) {
-    options.lr *= options.rate(p.rates);
-    if (!decays(p, options)) options.weight_decay = 0;
+    options.lr *= options.rate(p.rates) * p.rate;
+    options.weight_decay = decays(p, options) ? options.weight_decay / p.rate : 0;
+    options.eps *= p.eps;
     return options;
   }
 

@@ -79,7 +79,7 @@ inline void init_weights(const ModelState& state, uint64_t seed, Stream& stream)
     if (e.kind != StateKind::weight && e.kind != StateKind::master) continue;
     if (e.param->init == Init::normal)
       init_normal(e.tensor, e.param->init_std, e.elements(), seed, e.param->name, stream);
-    if (e.param->init == Init::ones) fill(e.tensor, 1.0f, stream);
+    if (e.param->init == Init::constant) fill(e.tensor, e.param->init_value, stream);
   }
   state.begin_averages(stream);
 }

@@ -31,8 +31,9 @@ inline ParamTable table_of_rank(const StepConfig& config, const Groups& groups) 
   WantedParameters wanted{
       .layer = [&](int64_t l) { return stages.has(units[static_cast<size_t>(l)].block, groups.me.stage); }};
   if (config.layout.expert.ranks > 1) wanted.experts = config.layout.expert.held_by(groups.me.expert);
-  ParamTable table = part_of(parameter_table(config.model, config.layout.zero.optimizer, wanted), config.layout.tensor,
-                             groups.me.tensor);
+  const ZeroConfig& zero = config.layout.zero;
+  ParamTable table =
+      part_of(parameter_table(config.model, zero.optimizer, wanted, zero.muon), config.layout.tensor, groups.me.tensor);
   if (stages.copy_of_embedding == groups.me.stage)
     for (ParamSpec& p : table.front().params) p.first_copy = false;
   return table;

@@ -29,7 +29,8 @@ struct OptionKind {
     model = 512,
     data = 1024,  // for training or validation
     tokenizer = 2048,
-    interruption = 4096
+    interruption = 4096,
+    update = 8192
   } kind;
   std::vector<std::string_view> names;
 };
@@ -40,15 +41,17 @@ inline const std::vector<OptionKind>& option_kinds() {
       // clang-format off
       {OptionKind::training, {
         "--data-changed", "--stages", "--pack", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume",
-        "--log-every", "--overfit-batch", "--optimizer", "--lr", "--warmup-steps", "--lr-schedule", "--decay-steps", "--final-lr-frac",
-        "--weight-decay", "--decay-embeddings", "--beta1", "--beta2", "--adam-eps", "--embed-lr", "--head-lr", "--scalar-lr", "--muon-ns",
-        "--muon-scale", "--muon-heads", "--muon-rows", "--muon-products", "--muon-momentum", "--cautious-decay", "--qk-clip", "--z-loss", "--ema", "--grad-clip",
+        "--log-every", "--overfit-batch", "--warmup-steps", "--lr-schedule", "--decay-steps", "--final-lr-frac", "--ema", "--grad-clip",
         "--skip-loss-z", "--skip-grad-z", "--on-spike", "--max-rollbacks",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
         "--checkpoint-errors", "--checkpoint-mode", "--check-replicas", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights", "--products",
         "--grad-reduce", "--reduce-dtype", "--profile", "--trace", "--trace-step",
         "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch",
         "--moe-aux-loss", "--moe-z-loss", "--moe-bias-rate", "--moe-capacity-factor"}},
+      {OptionKind::update, {
+        "--optimizer", "--lr", "--weight-decay", "--decay-embeddings", "--beta1", "--beta2", "--adam-eps", "--embed-lr",
+        "--head-lr", "--scalar-lr", "--muon-ns", "--muon-scale", "--muon-heads", "--muon-rows", "--muon-products",
+        "--muon-momentum", "--cautious-decay", "--z-loss", "--qk-clip", "--parametrization", "--base-width", "--base-depth", "--base-head-size"}},
       {OptionKind::train_data, {"--train-data", "--data"}},
       {OptionKind::val_data, {"--val-data", "--val"}},
       {OptionKind::data, {"--data-format"}},
@@ -88,6 +91,8 @@ inline std::optional<Mode> mode_of(const Options& o) {
   if (!o.tokenize.empty())
     return Mode{"--tokenize", "which reads text and does not train", K::tokenizer | K::interruption};
   if (o.selftest) return Mode{"--selftest", "which has models and layouts of its own, on --local-ranks ranks", 0};
+  if (!o.coord_check.empty())
+    return Mode{"--coord-check", "which trains for a few steps on a text of its own", K::update | K::model};
   if (o.plan_auto)
     return Mode{"--plan-auto", "which searches the layout of a step", K::model | K::tokenizer | K::batch};
   if (o.plan_examples) return Mode{"--plan-examples", "which plans the runs of papers", 0};

@@ -9,6 +9,7 @@
 #include "data/packing.h"
 #include "data/token_format.h"
 #include "model/activations.h"
+#include "model/parametrization.h"
 #include "ops/cpu/isa.h"
 #include "ops/optimizers.h"
 #include "run/options/option_values.h"
@@ -71,7 +72,9 @@ struct Options {
   MuonProducts muon_products = MuonProducts::automatic;
   double muon_momentum = 0.95;
   bool cautious_decay = false;
-  std::optional<double> qk_clip;                   // none: logits of any size
+  std::optional<double> qk_clip;  // none: logits of any size
+  Parametrization parametrization = Parametrization::standard;
+  std::optional<int64_t> base_width, base_depth, base_head_size;
   std::optional<double> skip_loss_z, skip_grad_z;  // none: no loss or norm is an outlier
   std::optional<OnSpike> on_spike;                 // none: outliers are skipped, what is not finite stops the run
   bool rolls_back() const { return on_spike == OnSpike::rollback; }
@@ -145,8 +148,9 @@ struct Options {
   std::string selftest_draws;
   bool plan_auto = false, plan_examples = false;
   std::optional<int64_t> plan_ranks;
-  std::string machine;          // to plan for; empty: this one
-  std::optional<double> price;  // of a GPU-hour
+  std::string machine;                    // to plan for; empty: this one
+  std::optional<double> price;            // of a GPU-hour
+  std::string coord_check, coord_depths;  // widths, depths; empty: none
   bool print_schedule = false, print_stages = false, json = false;
   std::string print_samples;
   std::optional<int64_t> micro_batches;  // to draw; none: twice --pp

@@ -176,6 +176,18 @@ void visit_options(O& o, Visitor&& visit) {
       "--qk-clip", "", o.qk_clip, above_zero(), branch,
       "largest logit of attention: after an update, the query and key weights of a head that had a larger one shrink, "
       "so that it would have had this one (QK-clip); 100 is usual; default: no limit");
+  visit(
+      "--parametrization", "", o.parametrization, any_of<Parametrization>(), must_match,
+      "how initial weights, learning rates, decay and epsilon follow the model's size, so that the --lr that is best "
+      "for a small model is best for a large one: standard: they do not; mup: from those of a model with --base-width "
+      "on, with the width; completep: also from --base-depth on, with the number of layers");
+  visit("--base-width", "", o.base_width, between(1, largest_size), must_match,
+        "with mup and completep, the --n-embd for which --lr was chosen");
+  visit("--base-depth", "", o.base_depth, between(1, largest_size), must_match,
+        "with completep, the --n-layer for which --lr was chosen");
+  visit("--base-head-size", "", o.base_head_size, between(1, largest_size), must_match,
+        "with mup and completep, the channels of a head for which --lr was chosen; default: the model's, whose width "
+        "then lies in the number of heads");
   visit("--grad-clip", "", o.grad_clip, at_least(0), branch,
         "largest gradient norm; larger gradients are scaled down to it; 0: no clipping");
   visit("--ema", "", o.ema, between(0, 0.9999999), branch,
@@ -419,6 +431,14 @@ void visit_options(O& o, Visitor&& visit) {
         "this machine, by their datasheet");
   visit("--price", "", o.price, between(0, 1e6), free,
         "with --plan, the price of a GPU for an hour, for that of the run");
+  visit(
+      "--coord-check", "", o.coord_check, Limits{}, free,
+      "instead of training, train --model with each of these widths, such as 128,256,512, for ten steps, from three "
+      "seeds, on a made-up text, and print the sizes of activations and of their changes: PASS, if neither depends on "
+      "the width, so that --parametrization and the optimizer's options suit all of them; heads keep their size, or "
+      "with --n-head their number");
+  visit("--coord-depths", "", o.coord_depths, Limits{}, free,
+        "with --coord-check, also train the first width with each of these numbers of layers, such as 2,4,8");
   visit("--print-schedule", "", o.print_schedule, Limits{}, free,
         "instead of training, draw what each stage of a pipeline of --pp stages does when, with --schedule, "
         "--pp-chunks and --token-slices, how long it idles and how much it keeps; needs no data");

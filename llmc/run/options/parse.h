@@ -266,6 +266,24 @@ inline void validate_optimizer(const Options& o) {
     CHECK(!given || o.optimizer == Optimizer::muon,
           "{} with --optimizer {}: it is for the matrices of muon: use --optimizer muon, or leave it out", option,
           o.optimizer);
+  const bool scaled = o.parametrization != Parametrization::standard,
+             by_depth = o.parametrization == Parametrization::completep;
+  for (const auto& [base, option, used] : {std::tuple{o.base_width, "--base-width", scaled},
+                                           {o.base_depth, "--base-depth", by_depth},
+                                           {o.base_head_size, "--base-head-size", scaled}})
+    CHECK(!base || used, "{} {} with --parametrization {}, which does not use it: {}", option, base.value_or(0),
+          o.parametrization,
+          scaled ? "use --parametrization completep, or leave it out" : "add --parametrization mup, or leave it out");
+  CHECK(!scaled || o.base_width,
+        "--parametrization {} needs --base-width, the --n-embd of the model for which --lr was chosen",
+        o.parametrization);
+  CHECK(!by_depth || o.base_depth,
+        "--parametrization {} needs --base-depth, the --n-layer of the model for which --lr was chosen",
+        o.parametrization);
+  CHECK(!scaled || o.optimizer != Optimizer::sgd,
+        "--parametrization {} with --optimizer {}: its rates are for adamw, lion and muon: use one of them, or "
+        "--parametrization standard",
+        o.parametrization, o.optimizer);
   for (const auto& [rate, option] :
        {std::pair{o.embed_lr, "--embed-lr"}, {o.head_lr, "--head-lr"}, {o.scalar_lr, "--scalar-lr"}})
     CHECK(!rate || o.lr > 0, "{} {} with --lr 0, of whose schedule it is a part: use an --lr above 0", option,
@@ -320,9 +338,11 @@ inline void validate_tokenize(const Options& o) {
 // Checks combinations, as far as the options alone decide.
 inline void validate(const Options& o) {
   CHECK(o.evaluate + o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule + o.print_stages +
-                !o.print_samples.empty() + o.plan_auto + o.plan_examples + !o.tokenize.empty() <=
+                !o.print_samples.empty() + !o.coord_check.empty() + o.plan_auto + o.plan_examples +
+                !o.tokenize.empty() <=
             1,
-        "--evaluate, --generate, --plan, --plan-auto, --plan-examples, --selftest, --tokenize, --verify-data, "
+        "--coord-check, --evaluate, --generate, --plan, --plan-auto, --plan-examples, --selftest, --tokenize, "
+        "--verify-data, "
         "--print-schedule, --print-stages and --print-samples: choose one of them");
   if (!o.tokenize.empty()) return validate_tokenize(o);
   CHECK(o.tokenize_out.empty(), "--out {} is for --tokenize: add it; the directory of a run is --out-dir",
@@ -348,6 +368,9 @@ inline void validate(const Options& o) {
         "--machine {} measures processors, and --device is cuda: leave out one of them; a plan for a GPU that is here "
         "has the times of its datasheet",
         local_machine);
+  CHECK(!o.coord_check.empty() || o.coord_depths.empty(),
+        "--coord-depths {} is for --coord-check: add it, or leave out --coord-depths", shown(o.coord_depths));
+  if (!o.coord_check.empty()) return validate_optimizer(o);
   if (o.print_schedule || o.plan_auto || o.plan_examples) return;
   validate_pipeline(o);
   if (o.selftest) return;
@@ -380,7 +403,7 @@ inline void validate(const Options& o) {
 // Is it a run that trains, or one on paper, or a check of its data?
 inline bool trains(const Options& o) {
   return !o.generate && !o.evaluate && !o.selftest && !o.print_schedule && !o.plan_auto && !o.plan_examples &&
-         o.tokenize.empty();
+         o.tokenize.empty() && o.coord_check.empty();
 }
 
 // The parsed command line.

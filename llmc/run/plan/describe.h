@@ -204,6 +204,13 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
                         (step.layout.pipeline.asynchronous() ? ", stage by stage by its own norm" : "")}};
   if (const std::string notice = vocabulary_notice(o, m); !notice.empty())
     rows.insert(rows.begin() + 1, {"vocabulary", notice});
+  if (const Growth by = m.growth(); m.base)
+    rows.emplace_back(
+        "parametrization",
+        formatted("{}: {} channels for {} of the base (x {}), {} layers for {} (x {}), heads of {} for {} "
+                  "(x {})",
+                  o.parametrization, m.n_embd, m.base->width, by.width, m.n_layer, m.base->depth, by.depth, m.head_size,
+                  m.base->head_size, by.head_size));
   if (m.experts.count > 0)
     for (auto& row : expert_rows(step)) rows.insert(rows.end() - 1, std::move(row));
   if (step.layout.pipeline.stages > 1) rows.insert(rows.end() - 1, {"pipeline", pipeline_text(step)});

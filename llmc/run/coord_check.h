@@ -1,0 +1,316 @@
+// coord_check.h: --coord-check: do the sizes of activations, and how far some steps of training change them, stay the
+// same when a model becomes wider or deeper? If they do, so does the best learning rate (Yang et al. 2022, appendix D).
+// Every model trains for a few steps, from several seeds, on the same made-up text; then the slope of each size over
+// the widths is fitted, log against log.
+#pragma once
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "run/setup.h"
+
+namespace llmc::coord {
+
+inline constexpr int64_t steps = 10, seeds = 3, least_width = 128;
+inline constexpr BatchShape batch_shape{8, 32};
+
+// Activations of all layers. Scores: of attention, of the last row of each sequence, before the softmax.
+enum class Kind : uint8_t { embedding, qkv, scores, attention, hidden, stream, logits };
+constexpr auto names_of_values(Kind) {
+  return std::array{"embedding", "queries, keys, values", "attention scores", "attention", "hidden", "residual stream",
+                    "logits"};
+}
+inline constexpr size_t kinds = std::size(names_of_values(Kind{}));
+// Whether the size is to stay the same. What weights that have learnt nothing contribute to logits and scores vanishes
+// with the width, and what blocks contribute to the stream with the depth: there, only the change does.
+inline bool keeps_size(Kind kind) { return kind != Kind::scores && kind != Kind::logits; }
+// How far from zero a slope may be. Without a multiplier or with a wrong rate it is off by 1/2 or 1. Scores vary most
+// from seed to seed; with the depth l, sizes approach their limits as slowly as 1 / l.
+inline double most_slope(Kind kind, bool of_width) { return kind == Kind::scores ? 0.25 : of_width ? 0.05 : 0.15; }
+
+using Activations = std::array<std::vector<float>, kinds>;
+
+// A text of few tokens, so that all contexts have something in common: what has not, a model's random weights, vanishes
+// only slowly with the width. The next token is one of four that follow from the last one.
+inline constexpr int64_t vocabulary = 8;
+inline HostBatch read_batch(int64_t V, uint64_t seed, int64_t step) {
+  const Philox rng(seed, formatted("coordinate check, step {}", step));
+  const uint64_t tokens = static_cast<uint64_t>(V), T = static_cast<uint64_t>(batch_shape.T);
+  HostBatch batch;
+  for (uint64_t b = 0, i = 0; b < static_cast<uint64_t>(batch_shape.B); ++b) {
+    uint64_t token = rng.bits(i++) % tokens;
+    for (uint64_t t = 0; t < T; ++t) {
+      batch.tokens.push_back(static_cast<int32_t>(token));
+      token = (5 * token + 1 + rng.bits(i++) % 4) % tokens;
+      batch.targets.push_back(static_cast<int32_t>(token));
+      batch.positions.push_back(static_cast<int32_t>(t));
+    }
+  }
+  return batch;
+}
+
+inline std::vector<float> values_of(const Tensor& t, Stream& stream) {
+  const HostView view(t, stream);
+  std::vector<float> values(static_cast<size_t>(t.numel()));
+  with_type(t.dtype, [&](auto tag) {
+    const auto* from = view.data<typename decltype(tag)::type>();
+    for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(from[i]);
+  });
+  return values;
+}
+
+// Appends q k / sqrt(D) of the last row of each sequence with all of its rows. heads (N, (Hq + 2 Hkv) D)
+inline void append_scores(std::vector<float>& scores, const std::vector<float>& heads, const ModelConfig& c) {
+  const int64_t D = c.head_size, width = c.qkv_size(), T = batch_shape.T;
+  for (int64_t b = 0; b < batch_shape.B; ++b)
+    for (int64_t h = 0; h < c.n_head; ++h) {
+      const float* q = heads.data() + ((b + 1) * T - 1) * width + h * D;
+      for (int64_t t = 0; t < T; ++t) {
+        const float* k = heads.data() + (b * T + t) * width + c.q_size() + h / (c.n_head / c.n_kv_head) * D;
+        double score = 0;
+        for (int64_t i = 0; i < D; ++i) score += static_cast<double>(q[i]) * static_cast<double>(k[i]);
+        scores.push_back(static_cast<float>(score / std::sqrt(static_cast<double>(D))));
+      }
+    }
+}
+
+// Those of one forward.
+inline Activations activations_of(Trainer& trainer, const HostBatch& batch) {
+  Stream& stream = trainer.stream();
+  Activations all;
+  std::vector<float> heads;
+  struct Inspection {
+    Stream& stream;
+    ~Inspection() { stream.set_inspector(nullptr); }
+  } inspection{stream};
+  const auto keep = [&](Kind kind, const std::vector<float>& values) {
+    std::vector<float>& to = all[static_cast<size_t>(kind)];
+    to.insert(to.end(), values.begin(), values.end());
+  };
+  stream.set_inspector([&](std::string_view op, const Tensor& t) {
+    const std::string_view name = t.name;
+    const bool product = op == "linear_forward";
+    if (name == "embedded" && op != "zero") keep(Kind::embedding, values_of(t, stream));
+    if (name == "qkv" && product) keep(Kind::qkv, values_of(t, stream));
+    if (name == "qkv" || name == "heads") heads = values_of(t, stream);
+    if (name == "attention" && op == "attention_forward") {
+      append_scores(all[static_cast<size_t>(Kind::scores)], heads, trainer.config().model);
+      keep(Kind::attention, values_of(t, stream));
+    }
+    if (name == "activated") keep(Kind::hidden, values_of(t, stream));
+    if (name == "out" && op == "residual_forward") keep(Kind::stream, values_of(t, stream));
+    if (name == "logits" && product) keep(Kind::logits, values_of(t, stream));
+  });
+  trainer.evaluate(1, batch_shape.rows(), [&](int64_t) { return batch; });
+  return all;
+}
+
+// The root mean square; 0 of nothing.
+inline double size_of_all(const std::vector<float>& values, const std::vector<float>* before = nullptr) {
+  double sum = 0;
+  for (size_t i = 0; i < values.size(); ++i) {
+    const double x = static_cast<double>(values[i]) - (before == nullptr ? 0 : static_cast<double>((*before)[i]));
+    sum += x * x;
+  }
+  return values.empty() ? 0 : std::sqrt(sum / static_cast<double>(values.size()));
+}
+
+// After the steps; the change is that since the beginning.
+struct Sizes {
+  double size = 0, change = 0;
+};
+using ModelSizes = std::array<Sizes, kinds>;
+
+inline ModelSizes train(const Options& o, const StepConfig& step, const Device& device, uint64_t seed) {
+  ModelSizes sizes;
+  const Plan plan = make_plan(step, device);
+  World world(step.layout.mesh());
+  run_ranks(world, [&](int rank) {
+    Run run(step, plan, device, world, rank);
+    init_weights(run.trainer.state(), seed, run.stream);
+    const auto batch = [&](int64_t s) { return read_batch(step.model.vocab_size, seed, s); };
+    const Activations before = activations_of(run.trainer, batch(0));
+    for (int64_t s = 1; s <= steps; ++s) {
+      const StepResult result =
+          run.trainer.step([&](int64_t) { return batch(s); }, optimizer_options(o, o.lr, s), {.max_norm = 0});
+      CHECK(result.applied, "--coord-check: step {} of a model with {} channels has loss {}: lower --lr", s,
+            step.model.n_embd, result.loss);
+    }
+    const Activations after = activations_of(run.trainer, batch(0));
+    for (size_t k = 0; k < kinds; ++k) sizes[k] = {size_of_all(after[k]), size_of_all(after[k], &before[k])};
+  });
+  return sizes;
+}
+
+// The means over all seeds of the logarithms.
+inline ModelSizes sizes_of(const Options& o, const ModelConfig& model, const Device& device, int64_t count) {
+  StepConfig step{.model = model, .precision = choose_precision(o), .batch = batch_shape, .generates = false};
+  step.layout.zero = choose_zero(o);
+  step.layout.expert = expert_parallel(model, 1);
+  ModelSizes mean;
+  for (int64_t s = 0; s < count; ++s) {
+    const ModelSizes sizes = train(o, step, device, static_cast<uint64_t>(o.seed + s));
+    for (size_t k = 0; k < kinds; ++k)
+      mean[k].size += std::log(sizes[k].size) / static_cast<double>(count),
+          mean[k].change += std::log(sizes[k].change) / static_cast<double>(count);
+  }
+  return mean;
+}
+
+// The slope of the line of least squares.
+inline double slope_of(const std::vector<double>& x, const std::vector<double>& y) {
+  const double n = static_cast<double>(x.size());
+  double mean_x = 0, mean_y = 0, xy = 0, xx = 0;
+  for (size_t i = 0; i < x.size(); ++i) mean_x += x[i] / n, mean_y += y[i] / n;
+  for (size_t i = 0; i < x.size(); ++i)
+    xy += (x[i] - mean_x) * (y[i] - mean_y), xx += (x[i] - mean_x) * (x[i] - mean_x);
+  return xy / xx;
+}
+
+// The sizes of one kind over all models along an axis.
+struct Line {
+  Kind kind;
+  bool change;                // or the size itself
+  std::vector<double> sizes;  // of each model
+  double slope, most;         // the largest that is good
+  bool checked;
+  bool good() const { return !checked || std::abs(slope) <= most; }  // NaN is not
+};
+struct Axis {
+  std::string name;  // "width"
+  std::vector<int64_t> values;
+  std::vector<Line> lines;
+  bool good() const {
+    return std::ranges::all_of(lines, [](const Line& line) { return line.good(); });
+  }
+};
+
+// model_of(value): the model of this width or depth
+template <class ModelOf>
+Axis check_axis(const char* name, const std::vector<int64_t>& values, const Options& o, const Device& device,
+                ModelOf&& model_of, int64_t count = seeds) {
+  const bool width = name == std::string_view("width");
+  Axis axis{name, values, {}};
+  std::vector<ModelSizes> all;
+  for (const int64_t v : values) all.push_back(sizes_of(o, model_of(v), device, count));
+  for (const Kind kind : all_values<Kind>())
+    for (const bool change : {false, true}) {
+      Line line{kind, change, {}, 0, most_slope(kind, width), change || (width && keeps_size(kind))};
+      std::vector<double> x, y;
+      for (size_t i = 0; i < values.size(); ++i) {
+        const Sizes& sizes = all[i][static_cast<size_t>(kind)];
+        const double log_size = change ? sizes.change : sizes.size;
+        line.sizes.push_back(std::exp(log_size));
+        if (!width || values[i] >= least_width)
+          x.push_back(std::log(static_cast<double>(values[i]))), y.push_back(log_size);
+      }
+      line.slope = slope_of(x, y);
+      if (line.sizes[0] > 0) axis.lines.push_back(std::move(line));  // a model with experts alone has no "hidden"
+    }
+  return axis;
+}
+
+// The model of --model with this width, whose heads keep their size, unless --n-head says how many there are, and with
+// this depth.
+inline ModelConfig model_of(Options o, std::optional<int64_t> width, std::optional<int64_t> depth) {
+  if (!o.vocab_size) o.vocab_size = vocabulary;
+  if (depth) o.n_layer = depth;
+  if (width && !o.n_head) {
+    const int64_t head_size = choose_model(o).head_size;
+    CHECK(*width % head_size == 0,
+          "--coord-check: the width {} is no multiple of the head size, {}: use {}, or --n-head", *width, head_size,
+          multiples_beside(*width, head_size));
+    o.n_head = *width / head_size;
+  }
+  if (width) o.n_embd = width;
+  return choose_model(o);
+}
+
+inline std::vector<int64_t> numbers_of(const char* option, const std::string& text) {
+  std::vector<int64_t> numbers;
+  for (size_t at = 0; at <= text.size();) {
+    const size_t end = std::min(text.find(',', at), text.size());
+    int64_t n = 0;
+    const auto [rest, error] = std::from_chars(text.data() + at, text.data() + end, n);
+    CHECK(error == std::errc() && rest == text.data() + end && n > 0 && n <= static_cast<int64_t>(largest_size),
+          "{} {}: expected numbers with commas between them, such as 128,256,512", option, shown(text));
+    numbers.push_back(n);
+    at = end + 1;
+  }
+  CHECK(std::ranges::is_sorted(numbers, std::less_equal()), "{} {}: expected numbers that rise", option, shown(text));
+  return numbers;
+}
+
+inline std::vector<Axis> check(const Options& o) {
+  const std::vector<int64_t> widths = numbers_of("--coord-check", o.coord_check);
+  CHECK(std::ranges::count_if(widths, [](int64_t w) { return w >= least_width; }) >= 2,
+        "--coord-check {}: slopes are over widths from {} on: give at least two of these", o.coord_check, least_width);
+  const Device device = choose_device(o);
+  std::vector<Axis> axes = {
+      check_axis("width", widths, o, device, [&](int64_t width) { return model_of(o, width, {}); })};
+  if (o.coord_depths.empty()) return axes;
+  const std::vector<int64_t> depths = numbers_of("--coord-depths", o.coord_depths);
+  CHECK(depths.size() >= 2, "--coord-depths {}: expected at least two depths", o.coord_depths);
+  axes.push_back(check_axis("depth", depths, o, device, [&](int64_t depth) { return model_of(o, widths[0], depth); }));
+  return axes;
+}
+
+inline std::string text_of(const std::vector<Axis>& axes) {
+  std::string text;
+  for (const Axis& axis : axes) {
+    text += formatted("{:-30}", axis.name);
+    for (const int64_t v : axis.values) text += formatted(" {:9}", v);
+    text += "    slope\n";
+    for (const Line& line : axis.lines) {
+      text += formatted("{:-22}{:-8}", name_of(line.kind), line.change ? "change" : "size");
+      for (const double size : line.sizes) text += formatted(" {:9.3g}", size);
+      text += formatted("   {:+.3f}{}\n", line.slope,
+                        !line.good() ? formatted("  FAILED: beyond {}", line.most)
+                                     : std::string(line.checked ? "" : "  (not checked)"));
+    }
+  }
+  return text;
+}
+
+inline nlohmann::ordered_json json_of(const Options& o, const std::vector<Axis>& axes, bool good) {
+  nlohmann::ordered_json json = {{"parametrization", name_of(o.parametrization)}, {"passed", good}};
+  for (const Axis& axis : axes) {
+    nlohmann::ordered_json lines = nlohmann::ordered_json::array();
+    for (const Line& line : axis.lines)
+      lines.push_back({{"kind", name_of(line.kind)},
+                       {"of", line.change ? "change" : "size"},
+                       {"values", line.sizes},
+                       {"slope", line.slope},
+                       {"checked", line.checked},
+                       {"most", line.most}});
+    json["axes"].push_back({{"axis", axis.name}, {"values", axis.values}, {"lines", lines}});
+  }
+  return json;
+}
+
+}  // namespace llmc::coord
+
+namespace llmc {
+
+inline void run_coord_check(const Options& o) {
+  omp_set_num_threads(choose_device(o).threads);
+  const std::vector<coord::Axis> axes = coord::check(o);
+  const bool good = std::ranges::all_of(axes, [](const coord::Axis& axis) { return axis.good(); });
+  if (o.json) std::printf("%s\n", coord::json_of(o, axes, good).dump(1).c_str());
+  else
+    std::printf("%s",
+                formatted("{}, {}, lr {}: root mean squares after {} steps, and of what the steps changed\n{}{}\n",
+                          o.parametrization, rule_of(o.optimizer).title, o.lr, coord::steps, coord::text_of(axes),
+                          good ? "PASS: activations do not depend on the size of the model"
+                               : "FAIL: activations depend on the size of the model")
+                    .c_str());
+  if (!good)
+    throw Error(formatted("--coord-check: activations of --parametrization {} depend on the size of the model",
+                          o.parametrization),
+                ExitStatus::diverged);
+}
+
+}  // namespace llmc
