@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# With --parametrization completep every family trains as PyTorch does with multipliers of activations, and transformers
+# computes the same with the checkpoint: see check_parametrization.py. A sweep of rates runs, goes on and is drawn. The
+# first part needs a Python with torch and transformers.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export PYTHONDONTWRITEBYTECODE=1
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+fail() {
+  echo "long_parametrization_test: $1" >&2
+  exit 1
+}
+
+data=test/golden/gpt2_tiny/train.bin
+sweep() {
+  WIDTHS='16 32' RATES='1e-3 1e-2' HEAD_SIZE=8 scripts/sweep_lr.sh "$dir/sweep" --model d1 --vocab-size 211 \
+    --train-data $data --val-data $data --val-steps 2 --seq-len 32 --max-steps 5 --parametrization mup --base-width 16
+}
+sweep >"$dir/log" || [ -s "$dir/sweep/sweep.csv" ] || fail "the sweep failed: $(cat "$dir/log")"   # no matplotlib
+[ "$(wc -l <"$dir/sweep/sweep.csv")" = 5 ] || fail "sweep.csv is $(cat "$dir/sweep/sweep.csv")"
+cp "$dir/sweep/sweep.csv" "$dir/before"
+sweep >"$dir/log" || true
+cmp "$dir/before" "$dir/sweep/sweep.csv" || fail "the sweep, repeated, has other losses"
+if WIDTHS=16 RATES=1 scripts/sweep_lr.sh "$dir/bad" --model d1 --no-such-option 2>"$dir/log"; then fail "a bad option"; fi
+grep -q "ended with status 1: see $dir/bad/width-16/lr-1/log" "$dir/log" || fail "a bad option: $(cat "$dir/log")"
+
+if ! python=$(scripts/find_python.sh torch transformers safetensors); then
+  echo "long_parametrization_test: skipped: no Python here has torch, transformers and safetensors; set PYTHON=..."
+  exit 77
+fi
+"$python" test/scripts/python/check_parametrization.py test/golden/gpt2_tiny test/golden/families/* test/golden/experts/* ||
+  fail "the trainer differs from PyTorch"
+echo "long_parametrization_test: ok"
