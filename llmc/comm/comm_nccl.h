@@ -91,7 +91,9 @@ inline ncclDataType_t nccl_type(DType dtype) {
     case DType::fp16: return ncclFloat16;
     case DType::fp64: return ncclFloat64;
     case DType::int32: return ncclInt32;
-    case DType::e4m3: break;  // never travels
+    case DType::e4m3:
+    case DType::e5m3:
+    case DType::int16: break;  // never travel
   }
   throw Error("NCCL has no such data type");
 }

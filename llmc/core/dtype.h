@@ -9,18 +9,22 @@
 
 namespace llmc {
 
-enum class DType : uint8_t { fp32, bf16, fp16, fp64, int32, e4m3 };
+enum class DType : uint8_t { fp32, bf16, fp16, fp64, int32, e4m3, e5m3, int16 };
 
-constexpr auto names_of_values(DType) { return std::array{"fp32", "bf16", "fp16", "fp64", "int32", "e4m3"}; }
+constexpr auto names_of_values(DType) {
+  return std::array{"fp32", "bf16", "fp16", "fp64", "int32", "e4m3", "e5m3", "int16"};
+}
 
 inline int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::bf16:
-    case DType::fp16: return 2;
+    case DType::fp16:
+    case DType::int16: return 2;
     case DType::fp64: return 8;
     case DType::fp32:
     case DType::int32: return 4;
-    case DType::e4m3: return 1;
+    case DType::e4m3:
+    case DType::e5m3: return 1;
   }
   return 0;
 }
@@ -45,6 +49,20 @@ struct bf16 {
   explicit operator double() const { return static_cast<double>(static_cast<float>(*this)); }
 };
 static_assert(sizeof(bf16) == 2);
+
+// fp32 numbers as the bf16 that they round to and 16 bits more (--master-weights split): what must be added to the
+// bf16's bits, as the upper half of the fp32's. Of two ties around a bf16 with an even last bit, only one has a place:
+// splittable() moves the one that rounds down by one unit, 2^-24 of its size at most, toward 0.
+constexpr float splittable(float value) {
+  const uint32_t u = std::bit_cast<uint32_t>(value);
+  return std::bit_cast<float>(u - ((u & 0x1ffffu) == 0x8000u ? 1u : 0u));
+}
+// Of a splittable number.
+constexpr int16_t lower_half(float value) { return static_cast<int16_t>(std::bit_cast<uint32_t>(value) & 0xffffu); }
+constexpr float joined_halves(uint16_t upper, int16_t lower) {
+  return std::bit_cast<float>((static_cast<uint32_t>(upper) << 16) +
+                              static_cast<uint32_t>(static_cast<int32_t>(lower)));
+}
 
 // out = value, rounded to the type of out. For loops that must vectorise: g++ does not vectorise assigning a struct.
 inline void store(bf16& out, float value) { out.bits = bf16::rounded_bits(value); }
@@ -101,6 +119,15 @@ constexpr DType dtype_of<int32_t>() {
 template <>
 constexpr DType dtype_of<e4m3>() {
   return DType::e4m3;
+}
+
+template <>
+constexpr DType dtype_of<e5m3>() {
+  return DType::e5m3;
+}
+template <>
+constexpr DType dtype_of<int16_t>() {
+  return DType::int16;
 }
 
 template <class T>

@@ -1,5 +1,7 @@
 // precision.h: which dtype each part of a run has, as one value.
 #pragma once
+#include <optional>
+
 #include "core/dtype.h"
 
 namespace llmc {
@@ -17,8 +19,11 @@ struct Precision {
   Operands linear = Operands::as_stored;  // how linear layers of blocks read theirs in training
   DType wire = DType::fp32;               // gradients on their way between data-parallel ranks
   DType state = DType::fp32;              // sums of gradients, master weights, optimizer slots, statistics of rows
-  bool masters = true;    // copies of the weights in `state`; without them updates are rounded stochastically
-  bool averages = false;  // a moving average of the weights, in `state`
+  // Other dtypes of the optimizer's slots; none: `state`. e4m3 and e5m3 stand for 8 bits.
+  std::optional<DType> moment1 = {}, moment2 = {};
+  bool split_masters = false;  // masters are the weights and 16 more bits each
+  bool averages = false;       // a moving average of the weights, in `state`
+  bool masters = true;         // copies of the weights in `state`; without them updates are rounded stochastically
 
   Precision() = default;
   // Mixed precision as one word: weights, activations and products in this dtype, all sums in its accumulator.
@@ -36,9 +41,14 @@ struct Precision {
     same.averages = averages;
     same.linear = linear;
     same.wire = wire;
+    same.moment1 = moment1, same.moment2 = moment2;
+    same.split_masters = split_masters;
     return *this == same;
   }
   bool keeps_masters() const { return masters && weights != state; }
+  DType master_dtype() const { return split_masters ? DType::int16 : state; }
+  DType slot_dtype(size_t slot) const { return (slot == 0 ? moment1 : moment2).value_or(state); }
+  bool small_state() const { return moment1 || moment2 || (split_masters && keeps_masters()); }
   bool operator==(const Precision&) const = default;
 };
 

@@ -303,7 +303,7 @@ inline void scatter_hf(const HfTensor& hf, const SafetensorsReader& file, const 
         for (int64_t k = 0; k < n; ++k) to[i + k] = To(static_cast<float>(from[at - begin + k * step]));
       });
     };
-    write_on_host(e.tensor, stream, [&](const Tensor& host) {
+    write_state(e, stream, [&](const Tensor& host) {
       with_type(host.dtype, [&]<class To>(type_tag<To>) {
         if (info.dtype == DType::fp32) copy(host.data<To>(), type_tag<float>{});
         if (info.dtype == DType::bf16) copy(host.data<To>(), type_tag<bf16>{});

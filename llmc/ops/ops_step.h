@@ -4,6 +4,7 @@
 
 #include "ops/ops_memory.h"
 #include "ops/optimizers.h"
+#include "ops/small_state.h"
 
 namespace llmc {
 
@@ -198,6 +199,42 @@ inline void average_weights(Tensor average, Tensor weight, Tensor control, doubl
 inline void exchange(Tensor a, Tensor b, Stream& stream) {
   detail::check_tensor("exchange", "b", b, a.dtype, a.shape);
   RUN_OP(exchange, a.dtype, 2 * detail::bytes_of({a, b}), (a, b), a.data<A>(), b.data<A>(), a.numel());
+}
+
+// The same with state in few bits (small_state.h): slots of fp32, bf16, e4m3 or e5m3, the latter two with scales; a
+// master of fp32, of int16, or for bf16 weights none. The segment is whole blocks of a unit, from element `first` on.
+inline void update_small_state(Optimizer optimizer, Tensor weight, Tensor master, const SlotTensors& slots,
+                               const SlotTensors& scales, Tensor gradient, Tensor control, std::string_view unit,
+                               int64_t first, const OptimizerOptions& options, Stream& stream) {
+  const int64_t n = weight.numel();
+  CHECK(first % state_block == 0 && n % state_block == 0,
+        "update_small_state: elements [{}, {}) of unit {} are not whole blocks of {}", first, first + n, unit,
+        state_block);
+  CHECK_TENSOR(gradient, DType::fp32, n);
+  CHECK_TENSOR(control, DType::fp64, 4);
+  SmallUpdate u{.masters = weight.dtype == DType::fp32    ? Masters::weights
+                           : master.empty()               ? Masters::none
+                           : master.dtype == DType::int16 ? Masters::split
+                                                          : Masters::copy,
+                .weight = weight.bytes,
+                .master = master.bytes,
+                .gradient = gradient.data<float>(),
+                .control = control.data<double>(),
+                .first = first,
+                .n = n,
+                .words = state_words(options.seed, unit, options.step),
+                .weight_words = rounding_words(options.seed, unit, options.step)};
+  for (size_t s = 0; s < rule_of(optimizer).slots.size(); ++s) {
+    CHECK(slots[s].numel() == n && scales[s].empty() == (size_of(slots[s].dtype) > 1),
+          "update_small_state: slot {} has {} elements {} scales, expected {}", s, slots[s].numel(),
+          scales[s].empty() ? "without" : "with", n);
+    u.slots[s] = {slots[s].dtype, slots[s].bytes, detail::data_or_null<float>(scales[s])};
+  }
+  const double bytes = 2 * detail::bytes_of({weight, master, slots[0], slots[1], scales[0], scales[1]});
+  stream.run({rule_of(optimizer).op, 0, bytes + detail::bytes_of({gradient})}, {weight}, [=, &stream] {
+    RUN_ON_DEVICE(stream, float, cuda::update_small_state(optimizer, u, options, stream.cuda()),
+                  cpu::state_ops().update_small_state(optimizer, u, options));
+  });
 }
 
 }  // namespace llmc

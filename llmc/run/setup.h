@@ -101,8 +101,30 @@ inline ModelConfig choose_model(const Options& o) {
 
 inline Precision choose_precision(const Options& o) {
   Precision precision = o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32;
-  precision.masters = o.master_weights == MasterWeights::fp32;
+  precision.masters = o.master_weights != MasterWeights::none;
+  precision.split_masters = o.master_weights == MasterWeights::split;
   precision.averages = o.ema.has_value();
+  const auto in_few_bits = [](MomentType type, DType in_8_bits) -> std::optional<DType> {
+    if (type == MomentType::fp32) return std::nullopt;
+    return type == MomentType::bf16 ? DType::bf16 : in_8_bits;
+  };
+  precision.moment1 = in_few_bits(o.moment1_dtype, DType::e4m3);
+  precision.moment2 = in_few_bits(o.moment2_dtype, DType::e5m3);
+  CHECK(!precision.split_masters || o.dtype == WeightType::bf16,
+        "--master-weights split with --dtype {}: the weights are their own masters: use --dtype bf16, or leave it out",
+        o.dtype);
+  CHECK(!precision.split_masters || o.schedule != Schedule::pipedream,
+        "--master-weights split with --schedule pipedream, which keeps several versions of the weights: use "
+        "--master-weights fp32");
+  CHECK(!precision.split_masters || !(o.ema || o.qk_clip),
+        "--master-weights split with {}, which needs whole fp32 weights: use --master-weights fp32",
+        o.ema ? "--ema" : "--qk-clip");
+  CHECK(o.optimizer != Optimizer::muon || !precision.small_state(),
+        "--optimizer muon keeps its momentum and masters in fp32: leave out --moment1-dtype, --moment2-dtype and "
+        "--master-weights split, or use --optimizer adamw");
+  CHECK(!precision.moment2 || rule_of(o.optimizer).slots.size() > 1,
+        "--moment2-dtype {} with --optimizer {}, which has no second moment: leave it out", o.moment2_dtype,
+        o.optimizer);
   precision.linear = o.products;
   if (o.reduce_dtype == WeightType::bf16) precision.wire = DType::bf16;
   CHECK(o.reduce_dtype == WeightType::fp32 || o.dp_sync == DpSync::all_reduce,

@@ -72,7 +72,15 @@ inline HeldCopy held_copy(const StateEntry& e, const std::string& unit, Stream& 
   where.add(e.param->name.data(), std::ssize(e.param->name));
   where.add(e.name(), static_cast<int64_t>(std::strlen(e.name())));
   where.add(numbers, sizeof numbers);
-  HeldCopy held{e.param->name, unit, where.value(), hash_of_bits(e.tensor, stream)};
+  HeldCopy held{e.param->name, unit, where.value(), 0};
+  if (e.small()) {
+    const StateView view(e, stream);
+    RunningHash contents;
+    contents.add(view.tensor().bytes, view.tensor().size_bytes());
+    held.contents = contents.value();
+  } else {
+    held.contents = hash_of_bits(e.tensor, stream);
+  }
   if (e.kind != StateKind::weight) held.name += formatted(":{}", e.name());
   if (e.tensor.numel() < e.param->numel())
     held.name += formatted("[{}:{}]", elements.index(0), elements.index(e.tensor.numel() - 1) + 1);

@@ -34,6 +34,11 @@ struct StateEntry {
   int64_t begin;
   Tensor tensor;    // flat, without padding rows
   size_t slot = 0;  // which one of the parameter's rule
+  // Of state in few bits (state_view.h). Slots in 8 bits: their whole blocks, of which the tensor begins at element
+  // `in_block`, and the scales of these; masters in halves: the weights.
+  Tensor blocks = {}, scales = {}, weight = {};
+  int64_t in_block = 0;
+  bool small() const { return !blocks.empty() || !weight.empty(); }
   // "weight", "master", "average" or the name of the slot, such as "moment1".
   const char* name() const {
     return kind == StateKind::weight       ? "weight"
@@ -62,7 +67,7 @@ class UnitState {
   // versions: how many versions of the weights are kept; one is used at a time
   UnitState(const UnitSpec& spec, const Precision& precision, const ZeroConfig& zero, int shard, Arena& arena,
             int64_t versions = 1)
-      : spec_(spec), layout_(spec, zero.ranks()) {
+      : spec_(spec), layout_(spec, zero.ranks()), small_(precision.small_state()) {
     const DType dtype = precision.weights, state = precision.state;
     whole_ = {0, layout_.size};
     find_copies();
@@ -85,14 +90,14 @@ class UnitState {
     while (static_cast<int64_t>(versions_.size()) < versions)
       versions_.push_back(flat("weight versions", dtype, whole_));
     if (zero.holds == Holds::weights) return;
-    if (precision.keeps_masters()) master_ = flat("master weights", state, update_range_);
+    if (precision.keeps_masters()) master_ = flat("master weights", precision.master_dtype(), update_range_);
     if (precision.averages) {
       CHECK(precision.keeps_masters() || dtype == state, "{} weights without a master copy have no average", dtype);
       average_ = flat("moving average of weights", state, update_range_);
     }
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
     else gradient_sum_ = flat("gradients", state, update_range_);
-    make_slots(zero, state, arena);
+    make_slots(zero, precision, arena);
     if (zero.muon.rows == MuonRows::normalised) make_row_moments(shard, state, arena);
   }
 
@@ -186,8 +191,9 @@ class UnitState {
     for (const Tensor& t : {sharded_ == Sharded::weights ? weight_shard_ : weights_, master_})
       if (!t.empty()) zero(t, stream);
     for (const Slots& s : slots_)
-      for (const Tensor& t : s.tensors)
-        if (!t.empty()) zero(t, stream);
+      for (const SlotTensors& all : {s.tensors, s.scales})
+        for (const Tensor& t : all)
+          if (!t.empty()) zero(t, stream);
     if (!row_moments_.empty()) zero(row_moments_, stream);
   }
 
@@ -210,7 +216,7 @@ class UnitState {
   }
 
   void update(Tensor control, const OptimizerOptions& options, Stream& stream) const {
-    if (rounds_stochastically()) return update_stochastic(control, options, stream);
+    if (rounds_stochastically() && !small_) return update_stochastic(control, options, stream);
     const auto alike = [&](const ParamSpec& a, const ParamSpec& b) {
       return a.rule == b.rule && decays(a, options) == decays(b, options) && a.eps == b.eps && a.rate == b.rate &&
              options.rate(a.rates) == options.rate(b.rates);
@@ -222,8 +228,14 @@ class UnitState {
       const int64_t end = i < spec_.params.size() ? layout_.offsets[i] : layout_.size;
       const Range r = overlap({begin, end - begin}, update_range_);
       if (r.size == 0) continue;
-      update_weights(first.rule, part_of_weights(r), part_of_master(r), slots_for_step(first.rule, r),
-                     part(reduced_gradients(), update_range_, r), control, options_for(first, options), stream);
+      const Tensor weight = part_of_weights(r), master = part_of_master(r),
+                   gradient = part(reduced_gradients(), update_range_, r);
+      if (small_)
+        update_small_state(first.rule, weight, master, slots_for_step(first.rule, r), scales_of(first.rule, r),
+                           gradient, control, spec_.name, r.begin, options_for(first, options), stream);
+      else
+        update_weights(first.rule, weight, master, slots_for_step(first.rule, r), gradient, control,
+                       options_for(first, options), stream);
     }
   }
 
@@ -274,11 +286,22 @@ class UnitState {
       if (sharded_ == Sharded::weights) add(StateKind::weight, weight_shard_, shard_range_);
       else add(StateKind::weight, weights_, whole_);
       add(StateKind::master, master_, update_range_);
-      add(StateKind::average, average_, update_range_);
       const Range updated = overlap(param, update_range_);
+      if (!master_.empty() && master_.dtype == DType::int16 && updated.size > 0)
+        table.back().weight = part_of_weights(updated);
+      add(StateKind::average, average_, update_range_);
       if (updated.size == 0 || slots_.empty()) continue;
-      const SlotTensors slots = slots_of(spec_.params[i].rule, updated);
-      for (size_t slot = 0; slot < slots.size(); ++slot) add(StateKind::slot, slots[slot], updated, slot);
+      const Optimizer rule = spec_.params[i].rule;
+      const SlotTensors slots = slots_of(rule, updated);
+      const int64_t first = updated.begin / state_block * state_block;
+      const Range whole{first, round_up(updated.end(), state_block) - first};
+      for (size_t slot = 0; slot < slots.size(); ++slot) {
+        add(StateKind::slot, slots[slot], updated, slot);
+        if (slots[slot].empty() || size_of(slots[slot].dtype) > 1) continue;
+        table.back().blocks = slots_of(rule, whole)[slot];
+        table.back().scales = scales_of(rule, whole)[slot];
+        table.back().in_block = updated.begin - first;
+      }
     }
     if (!row_moments_.empty())
       for (size_t i = 0; i < rows_.size(); ++i)
@@ -335,7 +358,7 @@ class UnitState {
   struct Slots {
     Optimizer rule;
     std::vector<Range> runs;  // of the unit
-    SlotTensors tensors;
+    SlotTensors tensors, scales;
   };
 
   // The parameters of a rule that are neighbours, gaps included, as far as a shard's rank updates them.
@@ -353,7 +376,7 @@ class UnitState {
   }
 
   // All ranks of the shard group take as much memory as the one that needs the most.
-  void make_slots(const ZeroConfig& zero, DType dtype, Arena& arena) {
+  void make_slots(const ZeroConfig& zero, const Precision& precision, Arena& arena) {
     for (const Optimizer rule : all_values<Optimizer>()) {
       const auto has_rule = [&](const ParamSpec& p) { return p.rule == rule; };
       if (update_range_.size == 0 || std::none_of(spec_.params.begin(), spec_.params.end(), has_rule)) continue;
@@ -363,9 +386,15 @@ class UnitState {
         for (const Range& r : runs_of(rule, update_range_of(layout_.size, zero, shard))) size += r.size;
         most = std::max(most, size);
       }
-      Slots& slots = slots_.emplace_back(Slots{rule, runs_of(rule, update_range_), {}});
-      for (size_t i = 0; i < rule_of(rule).slots.size(); ++i)
-        slots.tensors[i] = arena.alloc(rule_of(rule).slots[i].label, spec_.name.c_str(), dtype, {most});
+      Slots& slots = slots_.emplace_back(Slots{rule, runs_of(rule, update_range_), {}, {}});
+      for (size_t i = 0; i < rule_of(rule).slots.size(); ++i) {
+        const char* label = rule_of(rule).slots[i].label;
+        const DType dtype = precision.slot_dtype(i);
+        slots.tensors[i] = arena.alloc(label, spec_.name.c_str(), dtype, {most});
+        if (size_of(dtype) > 1) continue;
+        require_own_blocks();
+        slots.scales[i] = arena.alloc(label, "scales", DType::fp32, {ceil_div(most, state_block)});
+      }
     }
   }
 
@@ -395,6 +424,34 @@ class UnitState {
       }
     }
     return slots;
+  }
+  // The scales of whole blocks of the unit that are in one run of a rule.
+  SlotTensors scales_of(Optimizer rule, const Range& r) const {
+    SlotTensors scales;
+    for (const Slots& s : slots_) {
+      int64_t begin = 0;  // of the run in the slots
+      for (const Range& run : s.runs) {
+        if (s.rule == rule && overlap(run, r).size == r.size)
+          for (size_t i = 0; i < scales.size(); ++i)
+            if (!s.scales[i].empty())
+              scales[i] = s.scales[i].slice((r.begin - run.begin + begin) / state_block, {r.size / state_block});
+        begin += run.size;
+      }
+    }
+    return scales;
+  }
+  // Ranks that have copies of a parameter must scale them alike: none of its blocks has another parameter's elements.
+  void require_own_blocks() const {
+    for (size_t i = 0; i < spec_.params.size(); ++i) {
+      const ParamSpec& p = spec_.params[i];
+      const int64_t begin = layout_.offsets[i], end = begin + p.stored_shape().numel();
+      const bool shared_end =
+          end % state_block != 0 && i + 1 < spec_.params.size() && spec_.params[i + 1].placement == Placement::adjacent;
+      CHECK(p.copies == 1 || (begin % state_block == 0 && !shared_end),
+            "moments in 8 bits: {} ranks have copies of {}, which shares blocks of {} elements with other parameters: "
+            "use --moment1-dtype bf16 --moment2-dtype bf16, or a smaller --tp",
+            p.copies, p.name, state_block);
+    }
   }
   SlotTensors slots_for_step(Optimizer rule, const Range& r) const {
     return rule_of(rule).of_matrices ? SlotTensors{} : slots_of(rule, r);
@@ -454,6 +511,7 @@ class UnitState {
   UnitSpec spec_;
   UnitLayout layout_;
   Sharded sharded_;
+  bool small_;  // state in few bits
   Range whole_, shard_range_, update_range_;
   std::vector<Range> counted_, matrices_, rest_;
   std::vector<PartialSum> partial_sums_;
@@ -462,7 +520,7 @@ class UnitState {
   Tensor gradients_, gradient_sum_;  // fp32; with GradReduce::micro the sum of the reduced micro-batches
   // Matrices of gradients that nothing has been added to since their sums began, by the buffer that they are in.
   mutable std::map<const std::byte*, std::vector<Tensor>> unwritten_;
-  Tensor master_, average_;  // fp32, of update_range_, as the slots are
+  Tensor master_, average_;  // fp32, or masters int16: of update_range_, as the slots are
   std::vector<Slots> slots_;
   std::vector<ParamSpec> rows_;  // the row moments of each parameter as a parameter of its own
   Tensor row_moments_;           // fp32, of all of them

@@ -5,6 +5,7 @@
 #include "shard/gathered_weights.h"
 #include "shard/gradient_reducer.h"
 #include "shard/matrix_updates.h"
+#include "shard/state_view.h"
 #include "shard/weight_versions.h"
 
 namespace llmc {
@@ -77,6 +78,14 @@ inline void init_weights(const ModelState& state, uint64_t seed, Stream& stream)
     if (state.has(u)) state.unit(u).zero_all(stream);
   for (const StateEntry& e : state.state_table()) {
     if (e.kind != StateKind::weight && e.kind != StateKind::master) continue;
+    if (e.small() && e.param->init != Init::zeros) {  // as fp32 masters are
+      write_state(e, stream, [&](const Tensor& host) {
+        float* out = host.data<float>();
+        if (e.param->init == Init::constant) std::fill_n(out, host.numel(), e.param->init_value);
+        else cpu::ops<float>().init_normal(out, e.elements(), host.numel(), e.param->init_std, {seed, e.param->name});
+      });
+      continue;
+    }
     if (e.param->init == Init::normal)
       init_normal(e.tensor, e.param->init_std, e.elements(), seed, e.param->name, stream);
     if (e.param->init == Init::constant) fill(e.tensor, e.param->init_value, stream);

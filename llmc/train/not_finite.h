@@ -54,7 +54,7 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   stream.synchronize();
   std::optional<NotFinite> found;
   for (const StateEntry& e : trainer.state().state_table())
-    if (!found && !all_finite(e.tensor, stream))
+    if (!found && !(e.small() ? all_finite(StateView(e, stream).tensor()) : all_finite(e.tensor, stream)))
       found = NotFinite{e.param->name, formatted("{}, before the step", e.name()), "", -1, -1, -1, {}};
   // If the state of one rank is bad already, no rank repeats the step.
   for (const std::string& bad :

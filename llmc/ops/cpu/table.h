@@ -23,6 +23,7 @@
 #include "ops/cpu/quantise.h"
 #include "ops/cpu/rmsnorm.h"
 #include "ops/cpu/router.h"
+#include "ops/cpu/small_state.h"
 #include "ops/cpu/step.h"
 #include "ops/cpu/swiglu.h"
 #include "ops/cpu/update.h"
@@ -102,11 +103,17 @@ struct ProductsOf {
   decltype(&cpu::register_peak<Multiply<Sum>>) register_peak;
 };
 
+// What works on state in few bits, which has dtypes of its own.
+struct StateOps {
+  decltype(&cpu::update_small_state) update_small_state;
+};
+
 // The tables of each set; constants, so that no code of an unused set runs. fp64 is for finite differences and other
 // references: every processor computes it alike.
 extern const OpsOf<double> portable_fp64;
 extern const OpsOf<float> portable_fp32, avx2_fp32, avx512_fp32;
 extern const OpsOf<bf16> portable_bf16, avx2_bf16, avx512_bf16;
+extern const StateOps portable_state, avx2_state, avx512_state;
 extern const ProductsOf<double> portable_fp64_products;
 extern const ProductsOf<float> portable_fp32_products, avx2_fp32_products, avx512_fp32_products;
 extern const ProductsOf<bf16> portable_bf16_products, avx2_bf16_products, avx512_bf16_products, avx512_pairs_products,
@@ -154,6 +161,10 @@ const ProductsOf<T>& products_of([[maybe_unused]] Isa isa) {
 #endif
     return detail::of_vectors(isa, CPU_SETS(bf16, _products));
   }
+}
+inline const StateOps& state_ops() {
+  static const StateOps& in_use = detail::of_vectors(isa_in_use(), CPU_SETS(state, ));
+  return in_use;
 }
 #undef CPU_SETS
 

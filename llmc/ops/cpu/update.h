@@ -14,6 +14,10 @@ inline void advance(const Step& step, A& weight, A* slot1, A* slot2, int64_t i, 
   else step(weight, gradient);
 }
 
+// Masters in fp32 are always splittable, so that they are those of --master-weights split, bit for bit.
+inline float splittable(float x) { return llmc::splittable(x); }
+inline double splittable(double x) { return x; }
+
 // master == nullptr: the weights are their own master copy. slot2 is unused where the rule has one slot. Nothing
 // changes where control (4) forbids the update.
 template <class W, class A = accumulator_t<W>>
@@ -31,7 +35,9 @@ void update_weights(Optimizer optimizer, W* weight, A* master, A* slot1, A* slot
     }
 #pragma omp parallel for simd schedule(static)
     for (int64_t i = 0; i < n; ++i) {
-      advance(step, master[i], slot1, slot2, i, gradient[i] * gradient_scale);
+      A m = splittable(master[i]);
+      advance(step, m, slot1, slot2, i, gradient[i] * gradient_scale);
+      master[i] = splittable(m);
       store(weight[i], master[i]);
     }
   });

@@ -28,6 +28,7 @@ __global__ void update_kernel(W* __restrict__ weight, float* __restrict__ master
     Packed<W, size> ws;
     if constexpr (where == Master::copy) {
       ps = Pack::load_streaming(master + at);
+      for (int i = 0; i < size; ++i) ps.elements[i] = splittable(ps[i]);
     } else {
       ws = Packed<W, size>::load(weight + at);
       for (int i = 0; i < size; ++i) ps.set(i, ws[i]);
@@ -38,6 +39,8 @@ __global__ void update_kernel(W* __restrict__ weight, float* __restrict__ master
       else if constexpr (Step::slots == 1) step(ps.elements[i], firsts.elements[i], g);
       else step(ps.elements[i], g);
     }
+    if constexpr (where == Master::copy)
+      for (int i = 0; i < size; ++i) ps.elements[i] = splittable(ps[i]);
     if constexpr (where == Master::none) {
       const int64_t index = elements.index(at), first = index % 4;
       const auto random = words.words(static_cast<uint64_t>(index / 4));

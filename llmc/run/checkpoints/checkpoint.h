@@ -380,7 +380,7 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   for (const StateEntry& e : table)
     if (e.kind == StateKind::master || (e.kind == StateKind::average && averages) ||
         ((e.kind == StateKind::slot || e.kind == StateKind::row_moment) && rules.at(e.param->name) == e.param->rule))
-      write_on_host(e.tensor, stream, [&](const Tensor& host) {
+      write_state(e, stream, [&](const Tensor& host) {
         for (const detail::Slice& s : slices.at(detail::what_of(e))) detail::read_slice(s, e, host.data<float>());
       });
   if (!averages) state.begin_averages(stream);

@@ -88,7 +88,8 @@ inline int64_t bytes_of_share(const ModelConfig& config, const ModelState& state
   const auto first = weights.begin() + state.groups().me.stage * state.groups().ranks_of_stage();
   int64_t bytes = *std::max_element(first, first + state.groups().ranks_of_stage());
   if (state.precision().averages) bytes *= 2;
-  for (const OwnedSlices owned(state); const StateEntry& e : owned.slices) bytes += e.tensor.size_bytes();
+  for (const OwnedSlices owned(state); const StateEntry& e : owned.slices)
+    bytes += e.tensor.numel() * std::max(size_of(DType::fp32), size_of(e.tensor.dtype));
   return bytes;
 }
 

@@ -326,14 +326,16 @@ class CheckpointWrite {
     if (contents_.part == Part::model || !owned.any()) return;
     std::vector<TensorInfo> slices;
     for (const StateEntry& e : owned.slices)
-      slices.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)), e.tensor.dtype, {e.tensor.numel()}});
+      slices.push_back({detail::slice_range(e).tensor_name(detail::what_of(e)),
+                        e.small() ? DType::fp32 : e.tensor.dtype,
+                        {e.tensor.numel()}});
     detail::TensorFile& file =
         begin_file(formatted("optimizer-{:05}-of-{:05}.safetensors", groups_.me.stage * owned.owners + owned.place + 1,
                              groups_.stages() * owned.owners),
                    slices);
     for (const StateEntry& e : owned.slices) {
-      if (copies_ && copy_stream_ != nullptr) add(file, e.tensor.bytes, copy_stream_);
-      else add(file, HostView(e.tensor, stream).tensor().bytes);
+      if (copies_ && copy_stream_ != nullptr && !e.small()) add(file, e.tensor.bytes, copy_stream_);
+      else add(file, StateView(e, stream).tensor().bytes);
     }
     end_file(file);
   }

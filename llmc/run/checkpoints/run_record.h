@@ -88,7 +88,9 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
     // The other schedules give the same results. What is for Muon's matrices alone may begin with it.
     const bool of_muon =
         then.optimizer != now.optimizer && (is.name.starts_with("--muon-") || is.name == "--cautious-decay");
-    const ResumeRule rule = pipedream || matrices ? ResumeRule::warn : of_muon ? ResumeRule::free : is.rule;
+    // Both are the same numbers.
+    const bool masters = is.name == "--master-weights" && was.text != "none" && is.text != "none";
+    const ResumeRule rule = pipedream || matrices || masters ? ResumeRule::warn : of_muon ? ResumeRule::free : is.rule;
     if (was.text == is.text || rule == ResumeRule::free || (is.name == "--grad-reduce" && is.text == "auto")) continue;
     const std::string change = formatted("{} was '{}' and is now '{}'{}", is.name, shown(was.text), is.text,
                                          matrices ? ": the state of matrices begins at zero" : "");

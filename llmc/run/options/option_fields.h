@@ -104,6 +104,7 @@ struct Options {
   RecomputeChoice recompute = {};
   int64_t head_chunks = 0;
   MasterWeights master_weights = MasterWeights::fp32;
+  MomentType moment1_dtype = MomentType::fp32, moment2_dtype = MomentType::fp32;
   std::optional<double> memory_limit;  // GiB; none: what the machine has
   Schedule schedule = Schedule::one_f_one_b;
   std::string token_slices = "1";

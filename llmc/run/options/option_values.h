@@ -26,8 +26,10 @@ constexpr auto names_of_values(OnSpike) { return std::array{"stop", "skip", "rol
 enum class WeightType : uint8_t { fp32, bf16 };
 constexpr auto names_of_values(WeightType) { return std::array{"fp32", "bf16"}; }
 constexpr auto names_of_values(Operands) { return std::array{"dtype", "fp8-block"}; }
-enum class MasterWeights : uint8_t { fp32, none };
-constexpr auto names_of_values(MasterWeights) { return std::array{"fp32", "none"}; }
+enum class MasterWeights : uint8_t { fp32, split, none };
+constexpr auto names_of_values(MasterWeights) { return std::array{"fp32", "split", "none"}; }
+enum class MomentType : uint8_t { fp32, bf16, bits8 };
+constexpr auto names_of_values(MomentType) { return std::array{"fp32", "bf16", "8bit"}; }
 enum class MuonProducts : uint8_t { automatic, fp32, bf16 };
 constexpr auto names_of_values(MuonProducts) { return std::array{"auto", "fp32", "bf16"}; }
 enum class OnOff : uint8_t { on, off };

@@ -264,9 +264,17 @@ void visit_options(O& o, Visitor&& visit) {
         "fp8-block: numbers rounded to fp8 (E4M3), in blocks of 128 along the sum, or of 128 x 128 weights, that are "
         "scaled by powers of two; sums stay fp32, and embedding, head, norms and attention --dtype; on GPUs, Hopper "
         "(compute capability 9.0) with cuBLASLt 12.9; on CPUs the same numbers, but no faster");
-  visit("--master-weights", "-w", o.master_weights, any_of<MasterWeights>(), must_match,
-        "master copy of bf16 weights; none: the optimizer updates the bf16 weights with stochastic rounding, which "
-        "saves 4 bytes per parameter");
+  visit(
+      "--master-weights", "-w", o.master_weights, any_of<MasterWeights>(), must_match,
+      "master copy of bf16 weights; split: the same numbers as fp32, kept as the bf16 weights and 16 more bits, which "
+      "saves 2 bytes per parameter; none: the optimizer updates the bf16 weights with stochastic rounding, which "
+      "saves 4");
+  visit(
+      "--moment1-dtype", "", o.moment1_dtype, any_of<MomentType>(), warn,
+      "type of AdamW's first moment, or the momentum of Lion and SGD, rounded stochastically: 8bit: E4M3 with a scale "
+      "for 64 numbers; saves 2 bytes per parameter (bf16) or 2.94 (8bit)");
+  visit("--moment2-dtype", "", o.moment2_dtype, any_of<MomentType>(), warn,
+        "the same for AdamW's second moment; 8bit: five bits of exponent and three of mantissa, never rounded to 0");
   visit("--head-chunks", "", o.head_chunks, between(0, 1 << 20), warn,
         "compute the head in this many chunks of a micro-batch, so that the logits of only one exist at a time; 0: as "
         "few as keep them below 1 GiB");

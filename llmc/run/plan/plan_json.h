@@ -85,6 +85,7 @@ inline OrderedJson precision_json(const StepConfig& step) {
   return {{"weights", name_of(step.precision.weights)},
           {"state", name_of(step.precision.state)},
           {"master_weights", step.precision.keeps_masters()},
+          {"moments", {name_of(step.precision.slot_dtype(0)), name_of(step.precision.slot_dtype(1))}},
           {"recompute", std::string(step.recomputation())}};
 }
 inline OrderedJson batch_json(const StepConfig& step, std::optional<int64_t> max_steps) {

@@ -289,7 +289,7 @@ class LayoutSearch {
     const Parameters p = parameters_of(step);
     const ZeroConfig& zero = step.layout.zero;
     const double weight = static_cast<double>(size_of(step.precision.weights)), N = zero.shards,
-                 state = 8 + (step.precision.keeps_masters() ? 4 : 0);
+                 state = state_bytes(step.precision);
     double bytes = zero.stage == 3   ? p.all * (weight + 4 + state) / N + 2 * p.largest * (weight + 4)
                    : zero.stage == 2 ? p.all * (weight + (4 + state) / N) + 2 * p.largest * 4
                                      : p.all * (weight + 4 + state / N);
@@ -307,6 +307,15 @@ class LayoutSearch {
     const double groups =
         has(N > 1) * 2 + has(step.layout.tensor.ranks > 1) + has(step.layout.context.ranks > 1) + has(P > 1) * 4;
     return bytes + groups * (416 << 20);  // NCCL's, as nccl_bytes() has it for three ranks or more of a server
+  }
+  // Of a parameter: two slots and a master.
+  static double state_bytes(const Precision& p) {
+    double bytes = p.keeps_masters() ? static_cast<double>(size_of(p.master_dtype())) : 0;
+    for (const size_t slot : {0, 1}) {
+      const int64_t size = size_of(p.slot_dtype(slot));
+      bytes += static_cast<double>(size) + (size > 1 ? 0 : 4.0 / state_block);
+    }
+    return bytes;
   }
   static double message_bytes(const StepConfig& step) {
     const int64_t rows = step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows());

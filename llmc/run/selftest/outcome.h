@@ -97,9 +97,9 @@ inline void collect(Wholes& all, std::string& fault, const StateEntry& e, const 
   whole.values.resize(static_cast<size_t>(e.param->numel()));
   whole.holders.resize(whole.values.size());
   const Elements elements = e.elements();
-  const HostView held(e.tensor, stream);
-  with_type(e.tensor.dtype, [&](auto tag) {
-    const auto* from = held.data<typename decltype(tag)::type>();
+  const StateView held(e, stream);
+  with_type(held.tensor().dtype, [&](auto tag) {
+    const auto* from = held.tensor().data<typename decltype(tag)::type>();
     for (int64_t i = 0; i < e.tensor.numel(); ++i) {
       const size_t element = static_cast<size_t>(elements.index(i));
       const float value = static_cast<float>(from[i]);

@@ -226,12 +226,12 @@ void change_weights(const ModelState& state, Stream& stream, F&& f) {
   for (const StateEntry& e : state.state_table()) {
     if (e.kind != StateKind::weight && e.kind != StateKind::master) continue;
     const Elements elements = e.elements();
-    const HostView drawn(e.tensor, stream);
-    write_on_host(e.tensor, stream, [&](const Tensor& host) {
+    const StateView drawn(e, stream);
+    write_state(e, stream, [&](const Tensor& host) {
       with_type(host.dtype, [&](auto tag) {
         using X = typename decltype(tag)::type;
         for (int64_t i = 0; i < host.numel(); ++i)
-          host.data<X>()[i] = X(f(e.param->name, static_cast<float>(drawn.data<X>()[i]), elements.index(i)));
+          host.data<X>()[i] = X(f(e.param->name, static_cast<float>(drawn.tensor().data<X>()[i]), elements.index(i)));
       });
     });
   }

@@ -29,4 +29,5 @@
 #include "ops/cpu/isa.h"
 #include "ops/cpu/matmul_shape.h"
 #include "ops/optimizers.h"
+#include "ops/small_state.h"
 #include "ops/types.h"
