@@ -245,6 +245,7 @@ class Training {
       : r_(job, beginning, world, rank),
         job_(job),
         o_(job.options),
+        after_(beginning.after),
         log_(beginning.log),
         progress_(r_.progress),
         updates_(r_, [this] { poll(); }),
@@ -389,7 +390,7 @@ class Training {
     throw SharedError(
         formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", early.reason,
                   progress_.done, job_.max_steps, r_.saved_to(), o_.restart ? ", without --restart," : "",
-                  progress_.done == r_.first && comes_again(early.reason)
+                  after_ == After::start && progress_.done == r_.first && comes_again(early.reason)
                       ? " (this start completed no update: another such would not either)"
                       : ""),
         ExitStatus::requeue);
@@ -433,6 +434,7 @@ class Training {
   TrainingRank r_;
   const Job& job_;
   const Options& o_;
+  After after_;
   Log& log_;
   Progress& progress_;
   Updates updates_;
