@@ -62,6 +62,7 @@ struct Case {
   struct Forward {
     std::vector<T> out;
     std::vector<float> lse, largest;
+    Outputs outputs() const { return {{"out", out}, {"lse", lse}, {"largest", largest}}; }
   } forward = cpu_forward();
 
   const int32_t* places() const { return documents == Documents::yes ? positions.data() : nullptr; }
@@ -78,9 +79,7 @@ struct Case {
     std::vector<std::byte> scratch(static_cast<size_t>(cpu::attention_backward_scratch(block, sizeof(float), 1)));
     cpu::attention_backward<T>(outputs_in(dqkv.data()), dout.data(), forward.out.data(), forward.lse.data(),
                                inputs(qkv.data(), places()), scratch.data(), block, 1);
-    Outputs outputs = gradients(dqkv);
-    outputs.insert(outputs.end(), {{"out", forward.out}, {"lse", forward.lse}, {"largest", forward.largest}});
-    return outputs;
+    return joined(gradients(dqkv), forward.outputs());
   }
   Outputs cuda() const {
     Outputs outputs = cuda_backward();
@@ -260,7 +259,7 @@ TEMPLATE_TEST_CASE("attention of new rows to a cache matches the CPU", "[cuda]",
 TEMPLATE_TEST_CASE("attention handles scores whose exponentials overflow a float", "[cuda]", float, bf16) {
   constexpr float size = 20;  // scores of some hundreds
   const Case<TestType> c{{1, 70, 1, 1, 64}, Documents::no, size};
-  check_kernel([&] { return c.cuda_forward(); }, {{"out", c.forward.out}, {"lse", c.forward.lse}}, 0x1p-7);
+  check_kernel([&] { return c.cuda_forward(); }, c.forward.outputs(), 0x1p-7);
   const CachedCase<TestType> cached{{1, 2, 1, 1, 64}, 600, size};
   check_kernel([&] { return cached.cuda(); }, cached.cpu(), 0x1p-7);
 }
