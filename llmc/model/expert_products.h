@@ -81,19 +81,26 @@ class ExpertExchange : SparseLayer {
     auto scope = group.arena.scope();
     const Tensor sent = room_like("rows by expert", e.outputs);
     rows_by_expert(sent);
+    const Event packed = stream().record();
     std::optional<Arrival> counts;
     if (padded_ > 0) counts = send_counts();
-    *e.rounds = counts ? ExpertRounds::padded(ranks_.size(), padded_) : exchange_counts();
-    const int rounds = e.rounds->rounds();
-    if (r.training && r.training->rounds) *r.training->rounds = std::max(*r.training->rounds, rounds);
     const Tensor out = room_like("outputs of experts", e.received.rows),
                  arrived = room_like("rows that arrive", e.received.rows);
     const ReceivedRows further = counts ? ReceivedRows{} : received_in_round();
+    if (counts) {
+      *e.rounds = ExpertRounds::padded(ranks_.size(), padded_);
+    } else {
+      const Readback all_counts = gather_counts();
+      meanwhile();  // enqueued before the host waits
+      *e.rounds = rounds_of(all_counts);
+    }
+    const int rounds = e.rounds->rounds();
+    if (r.training && r.training->rounds) *r.training->rounds = std::max(*r.training->rounds, rounds);
     for (int round = 0; round < rounds; ++round) {
       auto scope_of_round = group.arena.scope();
       const ReceivedRows& received = round == 0 ? e.received : further;
-      const Arrival arrival = send_rows(arrived, sent, round);
-      if (round == 0) meanwhile();
+      const Arrival arrival = send_rows(arrived, sent, round, round == 0 ? packed : stream().record());
+      if (counts) meanwhile();
       if (counts) plan_arrival(received, *counts);
       else plan_arrival(received, round);
       take_rows(received.rows, arrival, received);
@@ -123,7 +130,7 @@ class ExpertExchange : SparseLayer {
       return_rows(drows, dreceived, received, round);
     };
     {
-      const Arrival arrival = send_rows(darrived, doutputs, 0);
+      const Arrival arrival = send_rows(darrived, doutputs, 0, stream().record());
       meanwhile();
       compute(first, arrival, 0);
     }
@@ -136,7 +143,9 @@ class ExpertExchange : SparseLayer {
     }
     if (e.rounds->rounds() > 1) rows_by_expert(sent);
     for (int round = 1; round < e.rounds->rounds(); ++round) {
-      const Arrival arrival = send_rows(arrived, sent, round), darrival = send_rows(darrived, doutputs, round);
+      const Event free = stream().record();
+      const Arrival arrival = send_rows(arrived, sent, round, free),
+                    darrival = send_rows(darrived, doutputs, round, free);
       plan_arrival(further, round);
       take_rows(further.rows, arrival, further);
       OwnExperts(*this, further).interior();
@@ -160,12 +169,10 @@ class ExpertExchange : SparseLayer {
     return round;
   }
 
-  // Plans which rows are sent to which rank, from the number of rows that each rank has for each expert: the host waits
-  // for these numbers.
-  ExpertRounds exchange_counts() const {
-    auto scope = group.arena.scope();
+  // The number of rows that each rank has for each expert, on its way to the host.
+  Readback gather_counts() const {
     const int P = ranks_.size(), me = ranks_.rank();
-    const int64_t E = config.experts.count, own = E / P, most = e.received.rows.shape[0];
+    const int64_t E = config.experts.count;
     const Tensor table = room("rows for each expert", DType::int32, {P, E}),
                  numbers = room("rows for each expert", DType::fp64, {P * E});
     expert_counts(parallel::rows_of(table, {me, 1}).reshaped({E}), e.offsets, stream());
@@ -173,7 +180,12 @@ class ExpertExchange : SparseLayer {
     ranks_.all_gather(table, travel_);
     zero(numbers, travel_);
     add_expert_counts(numbers, table.reshaped({1, P * E}), travel_);
-    const Readback on_host(numbers, travel_);
+    return {numbers, travel_};
+  }
+  // Plans which rows are sent to which rank: the host waits for their numbers.
+  ExpertRounds rounds_of(const Readback& on_host) const {
+    const int P = ranks_.size(), me = ranks_.rank();
+    const int64_t E = config.experts.count, own = E / P, most = e.received.rows.shape[0];
     std::vector<int64_t> counts;
     if (on_host.moves_data()) {
       for (const double rows : on_host.values()) counts.push_back(static_cast<int64_t>(rows));
@@ -203,9 +215,9 @@ class ExpertExchange : SparseLayer {
   }
 
   // Sends the rows of a round. sent: rows in the order of their experts; arrived (R, C): the rows that come, in the
-  // order of the ranks that sent them
-  Arrival send_rows(Tensor arrived, Tensor sent, int round) const {
-    travel_.wait(stream().record());
+  // order of the ranks that sent them; ready: `sent` is complete, and `arrived` is free
+  Arrival send_rows(Tensor arrived, Tensor sent, int round, const Event& ready) const {
+    travel_.wait(ready);
     ranks_.all_to_all_rows(arrived, sent, e.rounds->blocks_sent(ranks_.rank(), round),
                            e.rounds->blocks_received(ranks_.rank(), round), travel_);
     return {arrived, travel_.record()};

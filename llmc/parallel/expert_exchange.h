@@ -15,7 +15,8 @@
 // needs.
 //
 // The rows of each round follow from one table: how many rows each rank has for each expert. All ranks gather it and
-// their hosts read it: the host waits for the device once in each forward of a layer, recomputed ones included.
+// their hosts read it: the host waits for the device once in each forward of a layer, recomputed ones included, after
+// it has enqueued the shared expert.
 //
 // The host does not wait where a capacity bounds the rows from each rank to every other, and a rank has room for that
 // many from every rank (ExpertPlacement::stride() in model/expert_config.h). Then each rank sends that many in one

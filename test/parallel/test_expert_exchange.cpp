@@ -10,6 +10,35 @@
 
 using namespace llmc;
 
+namespace {
+
+// The counts of rows that the host waits for come once it has enqueued a further gather of rows for --tp, or late.
+struct Watched final : Comm {
+  static inline thread_local std::shared_ptr<std::atomic<int>> gathers;  // of rows, enqueued by the host of this rank
+  static inline std::atomic<bool> late = false;
+  explicit Watched(Comm&& group) : Comm(std::move(group)) {}
+  void all_gather(Tensor all, Stream& stream) override {
+    if (name() == "activations") ++*gathers;
+    else
+      stream.enqueue([enqueued = gathers, before = gathers->load()] {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+        while (*enqueued == before && !late)
+          if (std::this_thread::sleep_for(std::chrono::milliseconds(1)); std::chrono::steady_clock::now() > end)
+            late = true;
+      });
+    Comm::all_gather(all, stream);
+  }
+};
+struct Watches final : Poison {
+  std::unique_ptr<Comm> joined(std::unique_ptr<Comm> group) const override {
+    if (group->name() != "activations" && group->name() != "experts") return group;
+    if (!Watched::gathers) Watched::gathers = std::make_shared<std::atomic<int>>(0);
+    return std::make_unique<Watched>(std::move(*group));
+  }
+};
+
+}  // namespace
+
 // Every row exactly once, from its sender to the rank of its expert, never more in a round than there is room for.
 TEST_CASE("rounds of rows to experts have all of them once, and never more than the room", "[parallel][ep]") {
   const int P = 3;
@@ -148,4 +177,15 @@ TEST_CASE("the host waits for no counts of rows where a capacity bounds them; wi
     });
     REQUIRE(all_enqueued == bounded);
   }
+}
+
+TEST_CASE("the shared expert is enqueued before the host waits for the counts of rows", "[parallel][ep]") {
+  const selftest::Model model{"qwen2_moe", false, DType::fp32, 8, 2, 20};
+  Layout layout{.tensor = tensor_parallel(model.config(), 2)};
+  layout.expert = expert_parallel(model.config(), 2);
+  StepConfig step = selftest::step_config(model.config(), model.dtype, 1, layout);
+  step.micro_batches = 1;
+  const Watches watches;
+  REQUIRE(selftest::run_layout(step, {}, {.hooks = watches}, 1).fault == "");
+  REQUIRE_FALSE(Watched::late);
 }
