@@ -136,6 +136,48 @@ TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between t
         }
 }
 
+TEST_CASE("a linear layer of tensor-parallel ranks is one product and one collective, or with overlap four of each",
+          "[parallel][tp]") {
+  const selftest::Model model = model_of("gpt2", 8, 8);
+  const auto plan_of = [&](int tp, bool overlap) {
+    StepConfig step = step_of(model, tp, true);
+    step.batch.B = 8;
+    step.head_chunks = 1;
+    step.micro_batches = 2;
+    step.layout.tensor.overlap = overlap;
+    return make_plan(step, {DeviceKind::cpu, 1}, 0, Passes::step);
+  };
+  const OpLedger alone = plan_of(1, false).step_ops;
+  const int64_t L = model.config().n_layer, M = 2;
+  for (const int tp : {2, 4, 8}) {
+    OpLedger whole = plan_of(tp, false).step_ops, pieces = plan_of(tp, true).step_ops;
+    for (const char* op : {"linear_forward", "linear_backward_input"}) {
+      INFO("tp " << tp << ", " << op);
+      REQUIRE(whole.at(op).calls == alone.at(op).calls);
+      REQUIRE(pieces.at(op).calls == std::min(tp, 4) * alone.at(op).calls);
+    }
+    // Of a block: before q, k, v and up, and again for their weight gradients; in the backward before proj and down.
+    // Of the ends: the gradient of the embedding, the rows of the head, the numbers of the loss.
+    REQUIRE(whole.at("all_gather").calls == M * (6 * L + 3) + 1);  // the scalars
+    REQUIRE(whole.at("all_to_all_rows").calls == M * (4 * L + 2));
+    REQUIRE((pieces.at("all_gather").calls == 1 && !pieces.contains("all_to_all_rows")));  // on a stream of their own
+  }
+}
+
+TEST_CASE("pieces of a few ranks each, not equally many, compute what one piece does", "[parallel][tp]") {
+  for (const int tp : {5, 6, 8})
+    for (const bool sequence : {true, false}) {
+      INFO("tp " << tp << ", by rows " << sequence);
+      StepConfig step = step_of(model_of("llama", tp, tp), tp, sequence);
+      step.model.n_layer = 1;
+      step.micro_batches = 1;
+      const selftest::Outcome whole = selftest::run_layout(step, {}, {.hooks = poison_hooks}, 1);
+      step.layout.tensor.overlap = true;
+      const selftest::Outcome pieces = selftest::run_layout(step, {}, {.hooks = poison_hooks}, 1);
+      REQUIRE((pieces.fault == "" && pieces.losses == whole.losses && pieces.gradients == whole.gradients));
+    }
+}
+
 TEST_CASE("with sequence parallelism a rank keeps its share of the activations", "[parallel][tp]") {
   auto activations = [](int tp, bool sequence) {
     StepConfig step{.model = resolve_model("llama3:8B", {}), .precision = DType::bf16, .batch = {1, 8192}};
