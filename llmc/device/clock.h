@@ -3,7 +3,8 @@
 //
 // The simplest model of concurrency: every stream has engines of its own, so that ops and transfers of different
 // streams do not slow each other down. But where links are shared, collectives of side streams go one after another
-// through the tier that bounds them; and where streams share processors, whatever they do goes one after another. The
+// through the tier that bounds them; where streams share processors, whatever they do goes one after another; and NCCL
+// begins transfers in the order in which the host enqueues them, whatever their streams. The
 // host enqueues in no time; and the ranks of a group run in step, so that a
 // transfer begins as soon as this rank arrives, and takes as long as this rank's own bytes.
 #pragma once
@@ -24,6 +25,8 @@ struct InUse {
 struct LinkTimes {
   std::map<size_t, InUse> tiers;
   InUse processors;
+  bool in_order = false;  // does a transfer begin only when those enqueued before it have begun?
+  InUse last;             // until the last of them begins
 };
 
 // The time of a stream, in seconds. Without a machine it stays 0.
@@ -38,8 +41,11 @@ class PaperClock {
   // Runs an op that takes this long.
   void run(const OpCost& cost, double seconds) {
     if (!machine_) return;
+    const bool ordered = cost.messages > 0 && links_ && links_->in_order;
+    if (ordered) wait(links_->last.until, links_->last.group);
     InUse* const shared = seconds > 0 ? shared_by(cost) : nullptr;
     if (shared != nullptr) wait(shared->until, cost.messages > 0 ? cost.group : shared->group);
+    if (ordered) links_->last = {now_, cost.group};
     now_ += seconds;
     if (shared != nullptr) *shared = {now_, cost.messages > 0 ? cost.group : nullptr};
     if (cost.messages > 0) {

@@ -1,7 +1,15 @@
-// gathered_weights.h: the weights of stage 3, whole only while they are used: a unit is gathered one acquire() ahead,
-// and released after it was used. At the other stages the weights are always whole.
+// gathered_weights.h: when the weights of a unit are whole. At stage 3 only while they are used: a unit is gathered one
+// acquire() ahead, and released after it was used. At stages 1 and 2, and with servers, they are gathered once after
+// each update, and acquire() waits for those of its unit alone, so that the others arrive while the next step computes.
+// At stage 0 every rank has updated all of them.
+//
+// A gather is enqueued two units ahead of its use, not right after the update: NCCL launches the collectives of a rank
+// in the order in which the host enqueues them, and one of the compute stream, as in a layer of --tp, would begin only
+// when all gathers enqueued before it have begun.
 #pragma once
 #include <algorithm>
+#include <deque>
+#include <map>
 #include <utility>
 #include <vector>
 
@@ -34,7 +42,15 @@ class GatheredWeights {
     gather_ahead();
   }
   const UnitState& acquire(size_t u, Stream& compute) {
-    if (!sharded()) return units_.unit(u);
+    if (!sharded()) {
+      while (!outdated_.empty() && outdated_.front().first <= u) gather_updated();
+      if (const auto found = arriving_.find(u); found != arriving_.end()) {
+        compute.wait(found->second);
+        arriving_.erase(found);
+      }
+      gather_updated_ahead();
+      return units_.unit(u);
+    }
     CHECK(acquired_ < issued_ && order_[acquired_] == u);
     Buffer* buffer = gathered_.front();
     gathered_.erase(gathered_.begin());
@@ -54,6 +70,24 @@ class GatheredWeights {
     held_.erase(held);
     gather_ahead();
   }
+
+  // After the update of a unit; called for all units in their order.
+  void updated(size_t u, Stream& compute) {
+    const ZeroConfig& zero = units_.zero_config(units_.sharing_of(u));
+    if (sharded() || zero.updates() == ZeroConfig::Updates::everyone || zero.ranks() == 1) return;
+    units_.groups().hooks.released_except(units_.unit(u).weights(), units_.unit(u).update_range(), compute);
+    outdated_.emplace_back(u, compute.record());
+    gather_updated_ahead();
+  }
+  // Whether weights of the last update have yet to be waited for.
+  bool arriving() const { return !outdated_.empty() || !arriving_.empty(); }
+  // Waits for all of them: before anything but acquire() reads weights.
+  void settle(Stream& compute) {
+    while (!outdated_.empty()) gather_updated();
+    for (const auto& [u, event] : arriving_) compute.wait(event);
+    arriving_.clear();
+  }
+
   // Calls f(unit) with all of its weights, for a checkpoint; called by all ranks of the shard group.
   template <class F>
   void with_whole_unit(size_t u, Stream& compute, F&& f) {
@@ -85,12 +119,34 @@ class GatheredWeights {
     buffer->ready = stream.record();
   }
 
+  // Begins to gather the weights of the first unit of outdated_ from the ranks that have updated them.
+  void gather_updated() {
+    const auto [u, updated] = std::move(outdated_.front());
+    outdated_.pop_front();
+    const Tensor weights = units_.unit(u).weights();
+    Comm& group = units_.sharers(u).weights;
+    Stream& stream = units_.groups().gather_stream();
+    stream.wait(updated);
+    switch (units_.zero_config().sync) {
+      case DpSync::all_reduce: group.all_gather(weights, stream); break;
+      case DpSync::parameter_server_chain: group.broadcast(weights, 0, stream); break;
+      case DpSync::parameter_server:
+      case DpSync::partitioned_server: group.pull(weights, units_.zero_config().owners(), stream); break;
+    }
+    arriving_[u] = stream.record();
+  }
+  void gather_updated_ahead() {
+    while (!outdated_.empty() && arriving_.size() < 2) gather_updated();
+  }
+
   Units& units_;
   UnitBuffers buffers_;
-  std::vector<size_t> order_;                     // the units to acquire in this pass
-  size_t issued_ = 0, acquired_ = 0;              // how many of them have their gather begun, and are acquired
-  std::vector<Buffer*> gathered_;                 // issued and not yet acquired
-  std::vector<std::pair<size_t, Buffer*>> held_;  // unit and buffer, between acquire and release
+  std::deque<std::pair<size_t, Event>> outdated_;  // units updated, whose gathers are not begun
+  std::map<size_t, Event> arriving_;               // units whose gathers are begun, and not yet waited for
+  std::vector<size_t> order_;                      // the units to acquire in this pass
+  size_t issued_ = 0, acquired_ = 0;               // how many of them have their gather begun, and are acquired
+  std::vector<Buffer*> gathered_;                  // issued and not yet acquired
+  std::vector<std::pair<size_t, Buffer*>> held_;   // unit and buffer, between acquire and release
   Event updated_weights_;
 };
 

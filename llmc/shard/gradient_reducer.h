@@ -1,5 +1,10 @@
 // gradient_reducer.h: the sums of the gradients over micro-batches and ranks: reduced once per step, or after every
-// micro-batch, unit by unit while the next one computes.
+// micro-batch, unit by unit while the next one computes; and their square sums, right after they are reduced.
+//
+// NCCL launches the collectives of a rank in the order in which the host enqueues them: one of the compute stream, as
+// in a layer of --tp, begins only when the reductions enqueued before it have begun. A unit's reduction begins when
+// that of the unit before is over, which a block's backward has hidden by then. Only the embedding's backward hides
+// nothing: its reduction is enqueued after the first block of the next micro-batch.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -29,8 +34,12 @@ class GradientReducer {
     if (largest > 0) narrow_ = NarrowSums(units.precision().wire, ranks, largest, arena);
   }
 
-  // Before the first micro-batch of a step.
-  void begin(Stream& compute) {
+  // Before the first micro-batch of a step. square_sums (units) fp64, or none: where finish() has put those of the
+  // gradients that this rank counts in its shard of each unit
+  void begin(Stream& compute, const Tensor& square_sums = {}) {
+    waiting_.reset();
+    square_sums_ = square_sums;
+    summed_.clear();
     for (const auto& [u, buffer] : current_) buffer->release(compute);  // left by an interrupted step
     current_.clear();
     std::vector<Tensor> zeroed;
@@ -44,6 +53,7 @@ class GradientReducer {
   void start(size_t u, Stream& compute) {
     if (!by_micro_batch()) return;
     UnitState& unit = units_.unit(u);
+    if (u == 0) enqueue_waiting();
     Buffer* buffer = buffers_.take(u);
     CHECK(buffer != nullptr, "{}: its gradients have no buffer", unit.spec().name);
     compute.wait(buffer->free);
@@ -63,15 +73,24 @@ class GradientReducer {
     unit.zero_unwritten(compute);
     const bool alone = units_.zero_config(units_.sharing_of(u)).ranks() == 1 && unit.partial_sums().empty();
     if (!by_micro_batch() && (!last_micro_batch || alone)) return;
+    enqueue_waiting();
+    waiting_ = {u, last_micro_batch, unit.gradients(), compute.record()};
+    if (u > 0 || last_micro_batch) enqueue_waiting();
+  }
+  // After the forward of a block has been enqueued.
+  void enqueue_waiting() {
+    if (!waiting_) return;
+    const auto [u, last_micro_batch, all, computed] = *std::exchange(waiting_, std::nullopt);
+    const UnitState& unit = units_.unit(u);
     Groups& groups = units_.groups();
     Stream& stream = groups.reduce_stream();
-    stream.wait(compute.record());
-    const Tensor all = unit.gradients(), shard = all.slice(unit.shard_range().begin, {unit.shard_range().size});
+    stream.wait(computed);
+    const Tensor shard = all.slice(unit.shard_range().begin, {unit.shard_range().size});
     if (zero().sync == DpSync::all_reduce) {
       Comm& sharers = units_.sharers(u).gradients;
       reduce_scatter(all, sharers, stream);  // the shard group first, then the replicas (contract 3)
       all_reduce(shard, groups[GroupName::replicas], stream);
-      sum_partial(unit, stream);
+      sum_partial(unit, all, stream);
       if (zero().stage == 0) all_gather(all, sharers, stream);
     } else {
       groups[GroupName::gradients].push(all, zero().owners(), stream);
@@ -90,6 +109,7 @@ class GradientReducer {
     } else {
       groups.hooks.released_except(all, unit.update_range(), stream);
     }
+    if (last_micro_batch) sum_squares(u, stream);
   }
   // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets the sum of the
   // gradients of both.
@@ -101,6 +121,8 @@ class GradientReducer {
       groups[GroupName::tied_gradients].all_reduce(units_.front().reduced_gradients(), groups.reduce_stream());
     }
     compute.wait(groups.reduce_stream().record());
+    for (size_t u = 0; u < units_.size() && !square_sums_.empty(); ++u)
+      if (!summed_.contains(u)) square_sum_of(u, place_of_sum(u), compute);
   }
 
   // out (1) fp64 = the square sum of the gradients that this rank counts in its shard of a unit, or, on a parameter
@@ -133,16 +155,26 @@ class GradientReducer {
     all_gather(all, group, stream);
   }
 
+  Tensor place_of_sum(size_t u) const { return square_sums_.slice(static_cast<int64_t>(u), {1}); }
+  // On the stream of reductions, unless more is added to the gradients, or its scratch memory is too small.
+  void sum_squares(size_t u, Stream& stream) {
+    const int64_t scratch = ceil_div(units_.unit(u).shard_range().size, square_sum_block) * size_of(DType::fp64);
+    if (square_sums_.empty() || units_.groups().ranks() == 1 || scratch > Groups::scratch_bytes) return;
+    if (u == 0 && units_.shares_embedding()) return;
+    square_sum_of(u, place_of_sum(u), stream);
+    summed_.insert(u);
+  }
+
   // Sums, in this rank's shard, the partial gradients of the tensor-parallel ranks that have copies of a parameter.
   // Each sends 2 (P - 1) / P of the bytes of such gradients in its shard.
-  void sum_partial(const UnitState& unit, Stream& stream) {
+  void sum_partial(const UnitState& unit, const Tensor& gradients, Stream& stream) {
     Groups& groups = units_.groups();
     for (const auto& [range, copies] : unit.partial_sums()) {
       const Range r = overlap(range, unit.shard_range());
       Comm& group =
           groups[copies == groups.layout.tensor.ranks ? GroupName::partial_gradients : GroupName::head_gradients];
       if (r.size == 0) continue;
-      const Tensor partial = unit.gradients().slice(r.begin, {r.size});
+      const Tensor partial = gradients.slice(r.begin, {r.size});
       group.all_reduce(partial, stream);
       if (units_.zero_config(unit.spec().sharing).ranks() == 1 || narrow_.empty()) continue;
       narrow_.round(partial, stream);  // stage 0 gathers it
@@ -154,9 +186,20 @@ class GradientReducer {
     return found;
   }
 
+  // A reduction that is not enqueued yet.
+  struct Waiting {
+    size_t unit;
+    bool last_micro_batch;
+    Tensor gradients;
+    Event computed;
+  };
+
   Units& units_;
   UnitBuffers buffers_;
-  NarrowSums narrow_;                                // with a wire narrower than the state
+  NarrowSums narrow_;  // with a wire narrower than the state
+  std::optional<Waiting> waiting_;
+  Tensor square_sums_;
+  std::set<size_t> summed_;                          // units whose square sums are there, or on their way
   std::set<size_t> sums_to_write_;                   // units whose first micro-batch is not yet reduced
   std::vector<std::pair<size_t, Buffer*>> current_;  // unit and buffer, between start and reduction
 };

@@ -35,6 +35,7 @@ class ModelState : public Units {
   }
   // The moving averages take the place of the weights, and the weights theirs.
   void exchange_averages(Stream& compute) {
+    weights.settle(compute);
     change_weights(compute, [&](size_t u) { unit(u).exchange_average(compute); });
   }
 
@@ -42,26 +43,10 @@ class ModelState : public Units {
   // change(u) changes the part of a unit's weights that this rank updates.
   template <class F>
   void change_weights(Stream& compute, F&& change) {
-    const bool divided = zero_config().stage < 3 && zero_config().updates() != ZeroConfig::Updates::everyone;
     for_each([&](size_t u) {
       change(u);
-      if (divided && zero_config(sharing_of(u)).ranks() > 1) gather_updated(u, compute);
+      weights.updated(u, compute);
     });
-    if (divided) compute.wait(groups().gather_stream().record());
-  }
-  // Every rank of a group gets the weights of a unit from the ranks that have updated them.
-  void gather_updated(size_t u, Stream& compute) {
-    const Tensor updated = unit(u).weights();
-    Comm& group = sharers(u).weights;
-    Stream& stream = groups().gather_stream();
-    stream.wait(compute.record());
-    groups().hooks.released_except(updated, unit(u).update_range(), stream);
-    switch (zero_config().sync) {
-      case DpSync::all_reduce: return group.all_gather(updated, stream);
-      case DpSync::parameter_server_chain: return group.broadcast(updated, 0, stream);
-      case DpSync::parameter_server:
-      case DpSync::partitioned_server: return group.pull(updated, zero_config().owners(), stream);
-    }
   }
 
  public:

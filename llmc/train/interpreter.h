@@ -78,12 +78,14 @@ class Interpreter {
     take_message(action, open.memory);
     const StreamRange range(context_.compute, [&] { return action_span(action, config_.pipeline()); });
     const bool first = action.kind != ActionKind::forward && action.micro_batch == 0;  // writes gradients, does not add
-    if (on_paper() && replayable(action, pass))
+    const bool replays = replayable(action, pass);
+    if (replays) state_.weights.settle(context_.compute);  // a graph waits for no other stream
+    if (on_paper() && replays)
       return context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, first, nullptr, nullptr}],
                                        [&] { dispatch(action, open.memory.slot(action), pass, logits); });
     const Slot slot = open.memory.slot(action);
     auto enqueue_it = [&] { dispatch(action, slot, pass, logits); };
-    if (!replayable(action, pass)) return enqueue_it();
+    if (!replays) return enqueue_it();
     context_.compute.replayed(
         replays_[{action.kind, action.chunk, action.slice, first, slot.inputs.tokens.bytes, slot.input.bytes}],
         enqueue_it);
@@ -229,6 +231,8 @@ class Interpreter {
     if (config_.layout.zero.stage == 3 || config_.layout.zero.grad_reduce == GradReduce::micro) return false;
     if (config_.layout.tensor.ranks > 1 || config_.layout.context.ranks > 1 || config_.layout.expert.ranks > 1)
       return false;
+    // The first forward after an update waits for the weights of each unit as it comes to it.
+    if (action.kind == ActionKind::forward && action.micro_batch == 0 && state_.weights.arriving()) return false;
     if (config_.layout.pipeline.stages > 1) return on_paper() && !is_last(action);
     const bool reduces = action.kind == ActionKind::backward && is_last(action) && config_.layout.zero.ranks() > 1;
     return !reduces;

@@ -146,7 +146,7 @@ class Pipedream {
       if (a.kind == ActionKind::backward) {
         state_.versions.begin_backward(a.micro_batch);
         zero(row_, context_.compute);
-        state_.gradients.begin(context_.compute);
+        state_.gradients.begin(context_.compute, row_.slice(config_.loss_sums(), {row_.numel() - config_.loss_sums()}));
       }
       interpreter_.enqueue(a, *pass_, batches);
     }
@@ -164,8 +164,6 @@ class Pipedream {
       return action_span({ActionKind::update, groups_.me.stage, k}, config_.pipeline());
     });
     state_.gradients.finish(compute);
-    for (size_t u = 0; u < state_.size(); ++u)
-      state_.gradients.square_sum_of(u, row_.slice(config_.loss_sums() + static_cast<int64_t>(u), {1}), compute);
     Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
     compute.wait(report.free);
     copy(report.row, row_, compute);

@@ -259,6 +259,7 @@ class Stage {
     if (again == Again::yes && sequence.routing.training) sequence.routing.training->records = false;
     Block({model_, unit, acts, sequence, parallel_}).forward(x);
     held.release();
+    state_.gradients.enqueue_waiting();  // of the micro-batch before
   }
 
   // ---- Backward ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,11 @@ class StepScalars {
   // This rank's row: its losses, then for each unit the square sum of the gradients that it counts.
   Tensor mine() const { return all_.slice(groups_.rank() * all_.shape[1], {all_.shape[1]}); }
   Tensor my_losses() const { return mine().slice(0, {config_.loss_sums()}); }
+  // Where the square sums of this rank come from; none with a parameter server, which has the gradients of all ranks.
+  Tensor square_sums() const {
+    if (config_.layout.zero.updates() == ZeroConfig::Updates::server) return {};
+    return mine().slice(config_.loss_sums(), {mine().numel() - config_.loss_sums()});
+  }
   const Tensor& losses() const { return losses_; }    // of all ranks, once combined; the reported loss is the first
   const Tensor& control() const { return control_; }  // the values that the update needs
 
@@ -37,8 +42,6 @@ class StepScalars {
   void decide(ModelState& state, const UpdateRule& rule) {
     const int64_t units = static_cast<int64_t>(state.size()), shards = config_.layout.zero.shards;
     if (config_.layout.zero.updates() != ZeroConfig::Updates::server) {
-      for (int64_t u = 0; u < units; ++u)
-        state.gradients.square_sum_of(static_cast<size_t>(u), mine().slice(config_.loss_sums() + u, {1}), stream_);
       combine();
       return clip_control(control_, square_sums_, losses_.slice(0, {1}), rule, stream_);
     }

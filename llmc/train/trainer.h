@@ -146,8 +146,15 @@ class Trainer {
   // A step that was not finite has made all later updates impossible: from now on they are possible again.
   void allow_updates() { zero(scalars_.control(), context_.compute); }
   // Enqueues the rest of all steps that have begun; needed before anything other than a further step, and before the
-  // weights are read. Returns whether there was anything to enqueue.
-  bool flush() { return pipedream_ && pipedream_->flush(); }
+  // weights are read. Returns whether an asynchronous pipeline had anything to compute.
+  bool flush() {
+    state_.weights.settle(context_.compute);
+    return pipedream_ && pipedream_->flush();
+  }
+  // On paper: what precedes a step is the update of another one, whose weights are still being gathered.
+  void follow_another_step() {
+    if (config_.layout.zero.updates() != ZeroConfig::Updates::everyone) update({});
+  }
   // How many steps begin before the first of them is completely enqueued.
   int steps_under_way() const { return config_.layout.pipeline.asynchronous() ? config_.layout.pipeline.stages : 1; }
   StepResult step(const BatchSource& batches, const OptimizerOptions& optimizer, UpdateRule rule) {
@@ -158,7 +165,7 @@ class Trainer {
 
   // Gradients of the mean loss of the whole step, summed over the ranks, left in state().
   void accumulate_gradients(const BatchSource& batches, Launch launch = Launch::replay) {
-    state_.gradients.begin(context_.compute);
+    state_.gradients.begin(context_.compute, scalars_.square_sums());
     if (!experts_.empty()) zero(experts_.record(), context_.compute);
     logits_.begin();
     run(actions_, {.purpose = Purpose::train, .shape = config_.batch, .launch = launch}, batches);

@@ -108,6 +108,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   if (!KeptLists::exist()) kept.emplace();
   Device device = target.on_paper();
   device.links = std::make_shared<LinkTimes>();
+  device.links->in_order = target.collectives == Collectives::library;
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
   Groups groups(config.layout, rank, device, Groups::null_groups(rank));
@@ -115,12 +116,15 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
   if (config.layout.zero.holds == Holds::training_state && passes != Passes::forwards) {
+    trainer.follow_another_step();
+    for (Comm* comm : groups.tensor_groups()) comm->forget_bytes();
     const double begin = stream.seconds(), exposed_before = stream.exposed_seconds();
     const std::map<std::string, double> exposed = stream.exposed_by_group();
     stream.set_ledger(&plan.step_ops);
     std::vector<PassTime> actions;
     if (device.machine) trainer.time_actions(&actions);
-    trainer.step(nothing, {}, {.max_norm = 1});
+    trainer.begin_step(nothing, {}, {.max_norm = 1});
+    if (config.layout.pipeline.asynchronous()) trainer.flush();
     trainer.time_actions(nullptr);
     for (const PassTime& a : actions) plan.action_seconds.push_back(a.end - a.begin);
     stream.set_ledger(nullptr);

@@ -29,20 +29,24 @@ struct StageAlone {
 inline StageAlone stage_alone(const StepConfig& config, const Device& target, int stage) {
   Device device = target.on_paper();
   device.links = std::make_shared<LinkTimes>();
+  device.links->in_order = target.collectives == Collectives::library;
   Arena arena(device), scratch(device);
   Stream stream(device, scratch);
   const int rank = stage * (config.layout.ranks() / config.layout.pipeline.stages);
   Groups groups(config.layout, rank, device, Groups::null_groups(rank));
   Trainer trainer(config, {arena, stream, &groups});
+  trainer.follow_another_step();
   RankTrace trace(stream, groups);
   StageAlone alone{.begin = stream.seconds()};
   trainer.time_actions(&alone.actions);
-  trainer.step([](int64_t) { return HostBatch{}; }, {}, {.max_norm = 1});
+  trainer.begin_step([](int64_t) { return HostBatch{}; }, {}, {.max_norm = 1});
+  if (config.layout.pipeline.asynchronous()) trainer.flush();
   trainer.time_actions(nullptr);
   alone.end = stream.seconds();
   for (Track& track : trace.take()) {
     if (RankTrace::is_link(track.name)) continue;  // the messages are those of the simulation
-    for (TraceSpan& s : track.spans) s.begin = std::max(s.begin, alone.begin);  // waits since before the step
+    std::erase_if(track.spans, [&](const TraceSpan& s) { return s.end < alone.begin; });  // of the update before
+    for (TraceSpan& s : track.spans) s.begin = std::max(s.begin, alone.begin);
     alone.tracks.push_back(std::move(track));
   }
   return alone;

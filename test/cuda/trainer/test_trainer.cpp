@@ -116,7 +116,9 @@ std::vector<std::function<bool()>> programs_with_waits() {
       step.layout.zero.grad_reduce = stage == 3 ? GradReduce::micro : GradReduce::step;
       step.micro_batches = 1;
     }
-    find(step, stage == 0 ? gpu : own_gpus(2));  // with threads the host waits at every exchange
+    // With threads the host waits at every exchange. At stage 1 the weights of an update arrive during the next step.
+    if (stage == 1) find_in([=] { return asynchronous_steps(step, own_gpus(2), 2); });
+    else find(step, stage == 0 ? gpu : own_gpus(2));
   }
   StepConfig shared_out = tiny;
   shared_out.model.n_layer = 1;

@@ -16,8 +16,8 @@ inline const selftest::Machine gpu{.device = {.kind = DeviceKind::cuda}};
 // GPUs of their own for the ranks, with NCCL between them.
 inline selftest::Machine own_gpus(int count) { return {.device = gpu.device, .backend = Backend::nccl, .gpus = count}; }
 
-// Steps of an asynchronous pipeline, all begun before the host waits for one, a flush, a validation and one more step:
-// losses, norms and weights.
+// Steps that all begin before the host waits for one, a flush, a validation and one more step: losses, norms and
+// weights.
 inline selftest::Outcome asynchronous_steps(const StepConfig& step, const selftest::Machine& machine, int steps) {
   selftest::Outcome outcome;
   std::mutex mutex;
