@@ -12,6 +12,7 @@
 #include "comm/world.h"
 #include "core/log.h"
 #include "core/signals.h"
+#include "run/average.h"
 #include "run/batch_reader.h"
 #include "run/checkpoints/progress.h"
 #include "run/checkpoints/run_dir.h"
@@ -561,6 +562,7 @@ int main(int argc, char** argv) {
     else if (o.verify_data) run_verify_data(o);
     else if (!o.tokenize.empty()) run_tokenize(o);
     else if (!o.coord_check.empty()) run_coord_check(o);
+    else if (!o.average.empty()) run_average(o);
     else if (o.plan) run_plan(o);
     else if (o.plan_auto) run_plan_auto(o);
     else if (o.plan_examples) run_plan_examples(o);

@@ -58,7 +58,7 @@ inline Log make_log(const Options& o, const Processes& processes = {}) {
 // Modes that run on ranks, --selftest included; the others need one process.
 inline bool needs_ranks(const Options& o) {
   return !o.generate && !o.plan && !o.verify_data && !o.print_schedule && !o.print_stages && o.print_samples.empty() &&
-         !o.plan_auto && !o.plan_examples && o.tokenize.empty() && o.coord_check.empty();
+         !o.plan_auto && !o.plan_examples && o.tokenize.empty() && o.average.empty() && o.coord_check.empty();
 }
 
 // Sets the number of ranks, and which of them are this process's, as far as launcher and options say.

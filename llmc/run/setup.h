@@ -66,7 +66,7 @@ inline Device choose_device(const Options& o) {
 // One rank per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; in modes that use one rank, one.
 inline int64_t default_ranks(const Options& o) {
   if (o.generate || o.verify_data || o.print_schedule || o.plan_auto || o.plan_examples || !o.tokenize.empty() ||
-      !o.coord_check.empty())
+      !o.average.empty() || !o.coord_check.empty())
     return 1;
   const int64_t gpus = o.device == DeviceChoice::cpu || !o.machine.empty() ? 0 : visible_gpus().count;
   return std::max(o.pp * std::lcm(o.tp * o.cp, o.ep), gpus);

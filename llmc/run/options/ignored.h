@@ -90,6 +90,7 @@ inline std::optional<Mode> mode_of(const Options& o) {
                 K::train_data | K::val_data | K::data | K::model | K::tokenizer};
   if (!o.tokenize.empty())
     return Mode{"--tokenize", "which reads text and does not train", K::tokenizer | K::interruption};
+  if (!o.average.empty()) return Mode{"--average", "which averages weights and does not train", 0};
   if (o.selftest) return Mode{"--selftest", "which has models and layouts of its own, on --local-ranks ranks", 0};
   if (!o.coord_check.empty())
     return Mode{"--coord-check", "which trains for a few steps on a text of its own", K::update | K::model};

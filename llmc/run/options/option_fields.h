@@ -138,6 +138,7 @@ struct Options {
   std::string rendezvous;
   double init_timeout = 600, comm_timeout = 300;  // seconds
   std::string tokenize, tokenize_out, tokenize_field = "text";
+  std::string average;  // directories, with commas between them
   TokenizeSplit tokenize_split = TokenizeSplit::train;
   int64_t shard_size = 100'000'000;
   bool evaluate = false, generate = false, interactive = false, plan = false, selftest = false, verify_data = false,

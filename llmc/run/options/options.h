@@ -467,9 +467,13 @@ void visit_options(O& o, Visitor&& visit) {
         "instead of training, turn files into token shards with --tokenizer, on --threads: text, a document each, or "
         "JSON lines (.jsonl, .ndjson, .json), also packed by gzip or zstd; files, or quoted patterns, with commas "
         "between them. Every document begins with the end of text. An interrupted command, repeated, goes on");
+  visit("--average", "", o.average, Limits{}, free,
+        "instead of training, average the weights of several models of one shape, such as the last checkpoints of a "
+        "run or their folders ema: directories, with commas between them; the mean is a new model in the directory "
+        "--out");
   visit("--out", "", o.tokenize_out, Limits{}, free,
         "with --tokenize, what the names of the shards begin with: PREFIX_train_000000.bin; --restart replaces those "
-        "that are there");
+        "that are there; with --average, the directory to make");
   visit("--tokenize-field", "", o.tokenize_field, Limits{}, free,
         "with --tokenize, the field of JSON lines that is text");
   visit("--tokenize-split", "", o.tokenize_split, any_of<TokenizeSplit>(), free,

@@ -45,7 +45,8 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
   }
 }
 
-// The words of a command line; --tokenize takes several, as a shell expands a pattern, with commas between them.
+// The words of a command line; --tokenize and --average take several, as a shell expands a pattern, with commas between
+// them.
 inline std::vector<std::string> joined_words(int argc, const char* const* argv) {
   std::vector<std::string> words;
   enum { none, first, more } files = none;  // what the next word may be
@@ -56,7 +57,8 @@ inline std::vector<std::string> joined_words(int argc, const char* const* argv) 
       continue;
     }
     words.push_back(word);
-    files = word == "--tokenize" ? first : word.starts_with("--tokenize=") || (files == first && !option) ? more : none;
+    const bool joined = word.starts_with("--tokenize=") || word.starts_with("--average=");
+    files = word == "--tokenize" || word == "--average" ? first : joined || (files == first && !option) ? more : none;
   }
   return words;
 }
@@ -335,17 +337,22 @@ inline void validate_tokenize(const Options& o) {
   CHECK(o.tokenizer != "auto", "--tokenize needs a --tokenizer: bytes, or a tokenizer.json");
 }
 
+inline void validate_average(const Options& o) {
+  CHECK(!o.tokenize_out.empty(), "--average {} needs --out with the directory to make", o.average);
+}
+
 // Checks combinations, as far as the options alone decide.
 inline void validate(const Options& o) {
   CHECK(o.evaluate + o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule + o.print_stages +
                 !o.print_samples.empty() + !o.coord_check.empty() + o.plan_auto + o.plan_examples +
-                !o.tokenize.empty() <=
+                !o.tokenize.empty() + !o.average.empty() <=
             1,
-        "--coord-check, --evaluate, --generate, --plan, --plan-auto, --plan-examples, --selftest, --tokenize, "
-        "--verify-data, "
-        "--print-schedule, --print-stages and --print-samples: choose one of them");
+        "--average, --coord-check, --evaluate, --generate, --plan, --plan-auto, --plan-examples, --selftest, "
+        "--tokenize, --verify-data, --print-schedule, --print-stages and --print-samples: choose one of them");
   if (!o.tokenize.empty()) return validate_tokenize(o);
-  CHECK(o.tokenize_out.empty(), "--out {} is for --tokenize: add it; the directory of a run is --out-dir",
+  if (!o.average.empty()) return validate_average(o);
+  CHECK(o.tokenize_out.empty(),
+        "--out {} is for --tokenize and --average: add one of them; the directory of a run is --out-dir",
         shown(o.tokenize_out));
   for (const auto& [given, option] : {std::pair{o.tokenize_field != Options().tokenize_field, "--tokenize-field"},
                                       {o.tokenize_split != Options().tokenize_split, "--tokenize-split"},
@@ -403,7 +410,7 @@ inline void validate(const Options& o) {
 // Is it a run that trains, or one on paper, or a check of its data?
 inline bool trains(const Options& o) {
   return !o.generate && !o.evaluate && !o.selftest && !o.print_schedule && !o.plan_auto && !o.plan_examples &&
-         o.tokenize.empty() && o.coord_check.empty();
+         o.tokenize.empty() && o.average.empty() && o.coord_check.empty();
 }
 
 // The parsed command line.
