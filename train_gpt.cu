@@ -89,7 +89,8 @@ class Updates {
                           .largest_loss = limits.loss,
                           .largest_norm = limits.grad_norm};
     PendingStep result = r_.trace.timed("enqueue the step", [&] {
-      return r_.run.trainer.begin_step(batches_of_next_step(), optimizer_options(o_, lr, step), rule);
+      return r_.run.trainer.begin_step(batches_of_next_step(), optimizer_options(o_, lr, step, job_.step.tokens()),
+                                       rule);
     });
     under_way_.push_back({step, lr, limits, std::move(result)});
     begun_ = step;

@@ -67,8 +67,12 @@ struct Job {
     asked.usual_aux_loss = options.usual_aux_loss = usual_aux_loss(step.model);
     step.model.special_tokens = choose_special_tokens(o, *tokenizer, step.model);
     prompt_tokens(*tokenizer, o.prompt, step.model);  // rejects a bad --prompt now, not at the first sample
-    CHECK(o.warmup_steps <= max_steps, "--warmup-steps {} exceeds the {} steps of the run ({})", o.warmup_steps,
+    const int64_t warmup = warmup_steps(o, step.tokens());
+    CHECK(warmup <= max_steps, "--warmup-{} exceeds the {} steps of the run ({})",
+          o.warmup_tokens ? formatted("tokens {}, or {} steps,", o.warmup_tokens->text, warmup)
+                          : formatted("steps {}", warmup),
           max_steps, length_text(o));
+    weight_decay(options, step.tokens());  // rejects a bad --weight-decay-tokens
     cut_validation_data();
     for (const ValidationSet& set : data->val)
       val_samples.push_back(samples_of_steps(set.shards, o.val_steps.value_or(usual_val_steps), samples_per_step));

@@ -1,12 +1,16 @@
-// length.h: how long a run is: --max-steps, --tokens or --epochs as a number of updates.
+// length.h: how long a run is: --max-steps, --tokens or --epochs as a number of updates; and what else is given in
+// tokens and counted in updates.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <string>
 
 #include "core/check.h"
+#include "core/shape.h"
 #include "run/options/options.h"
+#include "train/lr_schedule.h"
 
 namespace llmc {
 
@@ -36,6 +40,25 @@ inline int64_t choose_steps(const Options& o, int64_t tokens_per_step, int64_t o
   CHECK(steps <= most, "{} is more steps of {} tokens than 64 bits count: use at most {}", length_text(o),
         tokens_per_step, most);
   return steps;
+}
+
+// In steps of so many tokens.
+inline int64_t warmup_steps(const Options& o, int64_t tokens_per_step) {
+  return o.warmup_tokens ? ceil_div(o.warmup_tokens->tokens, tokens_per_step) : o.warmup_steps;
+}
+inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps, int64_t tokens_per_step) {
+  std::optional<int64_t> decay = o.decay_steps;
+  if (o.decay_tokens) decay = ceil_div(o.decay_tokens->tokens, tokens_per_step);
+  return {o.lr_schedule, o.lr, warmup_steps(o, tokens_per_step), max_steps, o.final_lr_frac, decay};
+}
+
+// Of a step of so many tokens: per step and learning rate.
+inline double weight_decay(const Options& o, int64_t tokens_per_step) {
+  if (!o.weight_decay_tokens) return o.weight_decay;
+  CHECK(tokens_per_step <= o.weight_decay_tokens->tokens,
+        "--weight-decay-tokens {}: a step has {} tokens, and weights cannot decay within one: use more",
+        o.weight_decay_tokens->text, tokens_per_step);
+  return static_cast<double>(tokens_per_step) / (o.lr * static_cast<double>(o.weight_decay_tokens->tokens));
 }
 
 }  // namespace llmc

@@ -13,6 +13,7 @@
 #include "data/dataloader.h"
 #include "device/gpu.h"
 #include "run/checkpoints/checkpoint.h"
+#include "run/length.h"
 #include "run/options/parse.h"
 #include "run/plan/count_costs.h"
 #include "run/plan/machines.h"
@@ -351,22 +352,18 @@ inline int64_t samples_of_steps(const TokenShards& data, int64_t steps, int64_t 
   return steps > data.samples() / samples_per_step ? data.samples() : steps * samples_per_step;
 }
 
-// In steps.
-inline LrSchedule choose_lr_schedule(const Options& o, int64_t max_steps) {
-  return {o.lr_schedule, o.lr, o.warmup_steps, max_steps, o.final_lr_frac, o.decay_steps};
-}
-
 // The share of the weights after update `step` in a moving average that decays by `decay`. The first 1 / (1 - decay)
 // weights count equally, so that the initial ones do not count for long.
 inline double average_share(double decay, int64_t step) { return std::max(1 - decay, 1 / static_cast<double>(step)); }
 
-inline OptimizerOptions optimizer_options(const Options& o, double lr, int64_t step) {
+// tokens: of this step
+inline OptimizerOptions optimizer_options(const Options& o, double lr, int64_t step, int64_t tokens) {
   const auto part = [&](const std::optional<double>& rate) { return rate ? static_cast<float>(*rate / o.lr) : 1.0f; };
   return {.lr = static_cast<float>(lr),
           .beta1 = static_cast<float>(o.beta1),
           .beta2 = static_cast<float>(o.beta2_in_use().value_or(0)),
           .eps = static_cast<float>(o.adam_eps),
-          .weight_decay = static_cast<float>(o.weight_decay),
+          .weight_decay = static_cast<float>(weight_decay(o, tokens)),
           .step = step,
           .seed = static_cast<uint64_t>(o.seed),
           .momentum = static_cast<float>(o.muon_momentum),

@@ -81,3 +81,38 @@ TEST_CASE("--decay-embeddings off is the same in every layout, and a run keeps i
   }
   refused(untied(dir / "one", "--weight-decay 0.5 --max-steps 6"), "--decay-embeddings was 'off' and is now 'on'");
 }
+
+TEST_CASE("--warmup-tokens, --decay-tokens and --weight-decay-tokens are the numbers of steps that they stand for",
+          "[train][decay]") {
+  const TempDir dir;
+  const std::string steps = "--max-steps 12 --weight-decay 0.5 --lr-schedule wsd --decay-steps 3 --warmup-steps 2",
+                    tokens =
+                        "--max-steps 12 --weight-decay-tokens 51200 --lr-schedule wsd --decay-tokens 600 "
+                        "--warmup-tokens 257";
+  const auto run = [&](const std::string& name, const std::string& options) {
+    run_well(untied(dir / name, "--warmup-steps 0 " + options));
+    return metric(dir / name, "train", "lr");
+  };
+  REQUIRE(run("tokens", tokens) == run("steps", steps));  // 256 tokens a step: 1e-2 * 0.5 = 256 / 51200
+  REQUIRE(weights_of(dir / "tokens/step-000012") == weights_of(dir / "steps/step-000012"));
+  // Twice the batch decays by as much in as many tokens.
+  run("large", "--max-steps 2 --total-batch-size 512 --weight-decay-tokens 51200");
+  run("initial", "--lr 0 --max-steps 1");
+  const std::vector<float> initial = unused_rows(weights_of(dir / "initial/step-000001")),
+                           large = unused_rows(weights_of(dir / "large/step-000002"));
+  for (size_t i = 0; i < initial.size(); ++i)
+    REQUIRE(std::abs(large[i] - initial[i] * std::pow(1 - 512.0 / 51200, 2)) <= 1e-6 * std::abs(initial[i]));
+
+  for (const auto& [options, why] :
+       {std::pair{"--decay-tokens 1M", "--decay-tokens 1M is for --lr-schedule wsd"},
+        {"--lr-schedule wsd --decay-tokens 256 --decay-steps 1", "--decay-tokens 256 with --decay-steps 1"},
+        {"--warmup-tokens 256 --warmup-steps 1", "--warmup-tokens 256 with --warmup-steps 1"},
+        {"--warmup-steps 0 --warmup-tokens 1M", "--warmup-tokens 1M, or 3907 steps, exceeds the 4 steps of the run"},
+        {"--weight-decay-tokens 1M --weight-decay 0.5", "--weight-decay-tokens 1M with --weight-decay 0.5"},
+        {"--weight-decay-tokens 1M --lr 0", "--weight-decay-tokens 1M with --lr 0"},
+        {"--weight-decay-tokens 1M --optimizer sgd", "--weight-decay-tokens 1M with --optimizer sgd"},
+        {"--weight-decay-tokens 255", "--weight-decay-tokens 255: a step has 256 tokens"}}) {
+    INFO(options);
+    refused(untied(dir / "refused", options), why);
+  }
+}

@@ -195,7 +195,8 @@ inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job
   if (from.step >= job.max_steps || job.course.recipe().staged) return;
   const nlohmann::json options = member(from.trainer, "options");
   if (options.is_object() && options.value("--stages", std::string()) != "") return;
-  const LrSchedule then = choose_lr_schedule(options_from_record(from.path + "/trainer.json", options), before);
+  const LrSchedule then =
+      choose_lr_schedule(options_from_record(from.path + "/trainer.json", options), before, job.step.tokens());
   const double next = job.course.learning_rate(from.step + 1);
   if (before == job.max_steps && learning_rate(then, from.step + 1) == next) return;
   log.line(

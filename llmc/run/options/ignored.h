@@ -41,7 +41,7 @@ inline const std::vector<OptionKind>& option_kinds() {
       // clang-format off
       {OptionKind::training, {
         "--data-changed", "--stages", "--pack", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume",
-        "--log-every", "--overfit-batch", "--warmup-steps", "--lr-schedule", "--decay-steps", "--final-lr-frac", "--ema", "--grad-clip",
+        "--log-every", "--overfit-batch", "--warmup-steps", "--warmup-tokens", "--lr-schedule", "--decay-steps", "--decay-tokens", "--final-lr-frac", "--ema", "--grad-clip",
         "--skip-loss-z", "--skip-grad-z", "--on-spike", "--max-rollbacks",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
         "--checkpoint-errors", "--checkpoint-mode", "--check-replicas", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights", "--moment1-dtype", "--moment2-dtype", "--products",
@@ -49,7 +49,7 @@ inline const std::vector<OptionKind>& option_kinds() {
         "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch",
         "--moe-aux-loss", "--moe-z-loss", "--moe-bias-rate", "--moe-capacity-factor"}},
       {OptionKind::update, {
-        "--optimizer", "--lr", "--weight-decay", "--decay-embeddings", "--beta1", "--beta2", "--adam-eps", "--embed-lr",
+        "--optimizer", "--lr", "--weight-decay", "--weight-decay-tokens", "--decay-embeddings", "--beta1", "--beta2", "--adam-eps", "--embed-lr",
         "--head-lr", "--scalar-lr", "--muon-ns", "--muon-scale", "--muon-heads", "--muon-rows", "--muon-products",
         "--muon-momentum", "--cautious-decay", "--z-loss", "--qk-clip", "--parametrization", "--base-width", "--base-depth", "--base-head-size"}},
       {OptionKind::train_data, {"--train-data", "--data"}},

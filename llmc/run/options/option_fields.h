@@ -56,11 +56,14 @@ struct Options {
   Optimizer optimizer = Optimizer::adamw;
   double lr = 3e-4;
   int64_t warmup_steps = 0;
+  std::optional<TokenCount> warmup_tokens;  // instead
   LrShape lr_schedule = LrShape::cosine;
-  std::optional<int64_t> decay_steps;  // of wsd; none: the last fifth
+  std::optional<int64_t> decay_steps;      // of wsd; none: the last fifth
+  std::optional<TokenCount> decay_tokens;  // instead
   double final_lr_frac = 0, weight_decay = 0.1, beta1 = 0.9, adam_eps = 1e-8, grad_clip = 1;
   std::optional<double> beta2;  // none: the optimizer's, if it has one
   std::optional<double> beta2_in_use() const { return beta2 ? beta2 : rule_of(optimizer).usual_beta2; }
+  std::optional<TokenCount> weight_decay_tokens;  // instead of weight_decay
   OnOff decay_embeddings = OnOff::on;
   double z_loss = 0;
   std::optional<double> ema;                           // none: no average of the weights

@@ -126,15 +126,23 @@ void visit_options(O& o, Visitor&& visit) {
         "peak learning rate; Lion's is about a tenth of AdamW's, SGD's far larger");
   visit("--warmup-steps", "-u", o.warmup_steps, at_least(0), branch,
         "updates over which the learning rate rises to its peak");
+  visit("--warmup-tokens", "", o.warmup_tokens, Limits{}, branch,
+        "instead of --warmup-steps, the tokens of the warm-up, such as 10M: as many updates as that takes, rounded up");
   visit("--lr-schedule", "-k", o.lr_schedule, any_of<LrShape>(), branch,
         "learning rate after the warm-up, down to --final-lr-frac at the last step; 1-sqrt: by the square root of the "
         "share that is done; wsd: constant, then 1-sqrt over the last fifth of the run, or --decay-steps");
   visit("--decay-steps", "", o.decay_steps, at_least(1), branch,
         "updates of the decay of --lr-schedule wsd; default: the last fifth of the run");
+  visit("--decay-tokens", "", o.decay_tokens, at_least(1), branch,
+        "instead of --decay-steps, the tokens of the decay: as many updates as that takes, rounded up");
   visit("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), branch,
         "learning rate of the last step, as a fraction of the peak; ignored with --lr-schedule constant");
   visit("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match,
         "decoupled weight decay, for matrices only, not for biases and norms; with sgd, part of the gradient");
+  visit(
+      "--weight-decay-tokens", "", o.weight_decay_tokens, at_least(1), must_match,
+      "instead of --weight-decay, its time scale: at the peak learning rate, weights decay by a factor of e over this "
+      "many tokens, such as 2B, whatever the batch: the weight decay is the tokens of a step / (--lr x this)");
   visit("--decay-embeddings", "", o.decay_embeddings, any_of<OnOff>(), must_match,
         "whether the tables of tokens and positions decay like other matrices; a table that is also the output layer "
         "is one of them");

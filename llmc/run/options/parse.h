@@ -249,6 +249,22 @@ inline void validate_length(const Options& o) {
 inline void validate_optimizer(const Options& o) {
   CHECK(!o.decay_steps || o.lr_schedule == LrShape::wsd,
         "--decay-steps {} is for --lr-schedule wsd: add it, or leave out --decay-steps", o.decay_steps.value_or(0));
+  CHECK(!o.decay_tokens || o.lr_schedule == LrShape::wsd,
+        "--decay-tokens {} is for --lr-schedule wsd: add it, or leave out --decay-tokens", o.decay_tokens->text);
+  CHECK(!o.decay_tokens || !o.decay_steps, "--decay-tokens {} with --decay-steps {}: give one of them",
+        o.decay_tokens->text, *o.decay_steps);
+  CHECK(!o.warmup_tokens || o.warmup_steps == 0, "--warmup-tokens {} with --warmup-steps {}: give one of them",
+        o.warmup_tokens->text, o.warmup_steps);
+  if (o.weight_decay_tokens) {
+    const std::string given = "--weight-decay-tokens " + o.weight_decay_tokens->text;
+    CHECK(o.weight_decay == Options().weight_decay, "{} with --weight-decay {}: give one of them", given,
+          o.weight_decay);
+    CHECK(o.lr > 0, "{} with --lr 0, at which nothing decays: use an --lr above 0", given);
+    CHECK(o.optimizer != Optimizer::sgd,
+          "{} with --optimizer sgd, whose weight decay is a part of the gradient and so of the momentum: use "
+          "--weight-decay",
+          given);
+  }
   CHECK(!o.beta2 || rule_of(o.optimizer).usual_beta2,
         "--beta2 {} with --optimizer {}, which has no second moment: leave it out", o.beta2.value_or(0), o.optimizer);
   CHECK(o.adam_eps == Options{}.adam_eps || rule_of(o.optimizer).uses_eps,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/log.h"
+#include "run/length.h"
 #include "run/options/options.h"
 #include "run/plan/remedy.h"
 #include "run/reports/gpu_peaks.h"
@@ -196,8 +197,9 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
                  step.layout.ranks() == step.layout.readers() ? "rank(s)" : "group(s) of ranks")},
       {"layout", layout_text(step)},
       {"optimizer", formatted("{}, lr {:.2e} {} after {} warm-up steps, weight decay {}{}, clip {}",
-                              rule_of(step.layout.zero.optimizer).title, o.lr, o.lr_schedule, o.warmup_steps,
-                              o.weight_decay, o.decay_embeddings == OnOff::on ? "" : " (but embeddings)", o.grad_clip) +
+                              rule_of(step.layout.zero.optimizer).title, o.lr, o.lr_schedule,
+                              warmup_steps(o, step.tokens()), weight_decay(o, step.tokens()),
+                              o.decay_embeddings == OnOff::on ? "" : " (but embeddings)", o.grad_clip) +
                         (o.z_loss > 0 ? formatted(", z-loss x {}", o.z_loss) : "") +
                         (o.ema ? formatted(", weights averaged with decay {}", *o.ema) : "") +
                         (o.qk_clip ? formatted(", logits to {}", *o.qk_clip) : "") +

@@ -117,7 +117,7 @@ class Course {
     int64_t all = choose_steps(o, only.tokens_per_step, of_an_epoch);
     if (!o.max_steps && origin_.step > 0) all += before;
     only.steps = std::max<int64_t>(0, all - origin_.step);
-    only.schedule = {o.lr_schedule, o.lr, o.warmup_steps, all, o.final_lr_frac, o.decay_steps};
+    only.schedule = choose_lr_schedule(o, all, only.tokens_per_step);
     only.counted = origin_.step;
     take_skips(only);
     stretches_.push_back(std::move(only));

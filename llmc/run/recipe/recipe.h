@@ -298,6 +298,8 @@ inline Recipe read_recipe(const Options& o) {
                                       {o.epochs.has_value(), "--epochs"},
                                       {o.warmup_steps > 0, "--warmup-steps"},
                                       {o.decay_steps.has_value(), "--decay-steps"},
+                                      {o.warmup_tokens.has_value(), "--warmup-tokens"},
+                                      {o.decay_tokens.has_value(), "--decay-tokens"},
                                       {o.overfit_batch, "--overfit-batch"}})
     CHECK(!given, "{} with --stages {}, whose stages say this in tokens (tokens, warmup, decay): leave it out", option,
           o.stages);
