@@ -159,7 +159,8 @@ class Updates {
       r_.run.trainer.flush();
       r_.checkpoints.settle(r_.progress, r_.run);  // may be the one to return to, and is of an earlier step
     }
-    r_.report.finished(update.step, update.lr, result);
+    if (result.noise && result.applied) r_.progress.noise.add(*result.noise);
+    r_.report.finished(update.step, update.lr, result, r_.progress.noise);
     if (result.applied) {  // what a spike was computed from says nothing about what is usual
       r_.progress.losses.add(result.loss);
       r_.progress.norms.add(result.grad_norm);

@@ -134,8 +134,8 @@ inline ModelSizes train(const Options& o, const StepConfig& step, const Device& 
     const auto batch = [&](int64_t s) { return read_batch(step.model.vocab_size, seed, s); };
     const Activations before = activations_of(run.trainer, batch(0));
     for (int64_t s = 1; s <= steps; ++s) {
-      const StepResult result =
-          run.trainer.step([&](int64_t) { return batch(s); }, optimizer_options(o, o.lr, s), {.max_norm = 0});
+      const StepResult result = run.trainer.step([&](int64_t) { return batch(s); },
+                                                 optimizer_options(o, o.lr, s, step.tokens()), {.max_norm = 0});
       CHECK(result.applied, "--coord-check: step {} of a model with {} channels has loss {}: lower --lr", s,
             step.model.n_embd, result.loss);
     }

@@ -21,6 +21,7 @@
 #include "run/ranks.h"
 #include "text/tokenizer.h"
 #include "train/lr_schedule.h"
+#include "train/noise_scale.h"
 #include "train/sample.h"
 #include "train/slice_times.h"
 
@@ -262,6 +263,9 @@ inline StepConfig choose_step(const Options& o) {
         *o.total_batch_size / (step.batch.rows() * step.layout.readers());  // validated with the options
   step.head_chunks = o.head_chunks;
   step.z_loss = o.z_loss;
+  step.noise_scale = o.noise_scale;
+  CHECK(!o.noise_scale || noise_fault(step).empty(), "--noise-scale: {}; or leave out --noise-scale",
+        noise_fault(step));
   require_countable(step);
   step.layout.pipeline.layers = choose_layers(o, step);
   CHECK(step.segment <= step.largest_chunk(),

@@ -34,12 +34,17 @@ class GradientReducer {
     if (largest > 0) narrow_ = NarrowSums(units.precision().wire, ranks, largest, arena);
   }
 
+  // From here on, sums (2) fp64 = the sum of the squares of the gradients before they are reduced, as far as this rank
+  // counts them, and, after finish(), that of the gradients that this leaves out, of all ranks.
+  void record_squares(const Tensor& sums) { squares_ = sums; }
+
   // Before the first micro-batch of a step. square_sums (units) fp64, or none: where finish() has put those of the
   // gradients that this rank counts in its shard of each unit
   void begin(Stream& compute, const Tensor& square_sums = {}) {
     waiting_.reset();
     square_sums_ = square_sums;
     summed_.clear();
+    if (!squares_.empty()) llmc::zero(squares_, compute);
     for (const auto& [u, buffer] : current_) buffer->release(compute);  // left by an interrupted step
     current_.clear();
     std::vector<Tensor> zeroed;
@@ -73,6 +78,7 @@ class GradientReducer {
     unit.zero_unwritten(compute);
     const bool alone = units_.zero_config(units_.sharing_of(u)).ranks() == 1 && unit.partial_sums().empty();
     if (!by_micro_batch() && (!last_micro_batch || alone)) return;
+    if (!squares_.empty()) add_squares(0, unit.own_gradients(), compute);
     enqueue_waiting();
     waiting_ = {u, last_micro_batch, unit.gradients(), compute.record()};
     if (u > 0 || last_micro_batch) enqueue_waiting();
@@ -123,6 +129,8 @@ class GradientReducer {
     compute.wait(groups.reduce_stream().record());
     for (size_t u = 0; u < units_.size() && !square_sums_.empty(); ++u)
       if (!summed_.contains(u)) square_sum_of(u, place_of_sum(u), compute);
+    if (!squares_.empty() && groups.me.replica == 0)
+      units_.for_each([&](size_t u) { add_squares(1, units_.unit(u).counted_partial_sums(), compute); });
   }
 
   // out (1) fp64 = the square sum of the gradients that this rank counts in its shard of a unit, or, on a parameter
@@ -180,6 +188,9 @@ class GradientReducer {
       narrow_.round(partial, stream);  // stage 0 gathers it
     }
   }
+  void add_squares(int64_t sum, const std::vector<Tensor>& gradients, Stream& compute) const {
+    for (const Tensor& g : gradients) square_sum(squares_.slice(sum, {1}), g, compute, Accumulate::yes);
+  }
   std::vector<std::pair<size_t, Buffer*>>::iterator oldest(size_t u) {
     const auto found = std::find_if(current_.begin(), current_.end(), [&](const auto& c) { return c.first == u; });
     CHECK(found != current_.end(), "{}: its gradients were not begun", units_.unit(u).spec().name);
@@ -200,6 +211,7 @@ class GradientReducer {
   std::optional<Waiting> waiting_;
   Tensor square_sums_;
   std::set<size_t> summed_;                          // units whose square sums are there, or on their way
+  Tensor squares_;                                   // none: they are not wanted
   std::set<size_t> sums_to_write_;                   // units whose first micro-batch is not yet reduced
   std::vector<std::pair<size_t, Buffer*>> current_;  // unit and buffer, between start and reduction
 };

@@ -145,6 +145,29 @@ class UnitState {
   };
   const std::vector<PartialSum>& partial_sums() const { return partial_sums_; }
   Tensor gradient_sum() const { return gradient_sum_; }
+  // What this rank counts of gradients(), from its samples alone, without partial sums.
+  std::vector<Tensor> own_gradients() const {
+    std::vector<Tensor> own;
+    for (const Range& counted : counted_) {
+      int64_t begin = counted.begin;
+      const auto add_to = [&](int64_t end) {
+        if (end > begin) own.push_back(gradients_.slice(begin, {end - begin}));
+      };
+      for (const PartialSum& partial : partial_sums_)
+        if (const Range r = overlap(partial.range, counted); r.size > 0) add_to(r.begin), begin = r.end();
+      add_to(counted.end());
+    }
+    return own;
+  }
+  // What own_gradients() leaves out, of the sums over all ranks and in this rank's shard.
+  std::vector<Tensor> counted_partial_sums() const {
+    std::vector<Tensor> counted;
+    for (const PartialSum& partial : partial_sums_)
+      for (const Range& c : counted_)
+        if (const Range r = overlap(overlap(partial.range, c), shard_range_); r.size > 0)
+          counted.push_back(part(reduced_gradients(), update_range_, r));
+    return counted;
+  }
 
   // This unit's part of a buffer that several units share in turn.
   Tensor in_buffer(const Tensor& buffer) const {

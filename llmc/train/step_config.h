@@ -60,6 +60,8 @@ struct StepConfig {
   double z_loss = 0;                   // coefficient of the output layer's own loss (ZLoss); 0: none
   std::optional<double> qk_clip = {};  // the largest logit of attention that leaves weights as they are; none: any
 
+  bool noise_scale = false;  // estimates the noise of the gradient (noise_scale.h)
+
   // The sums of losses that a rank keeps: the reported loss and, if there is one, (log Z)^2.
   int64_t loss_sums() const { return z_loss > 0 ? 2 : 1; }
   Pipeline pipeline() const {
@@ -194,6 +196,12 @@ struct LogitStatistics {
   int64_t clipped;  // heads of the model that exceeded the limit
 };
 
+// Estimates of one step, without bias (noise_scale.h): the square of the true gradient's norm, and the trace of the
+// covariance of the gradients of single tokens. Either may be negative.
+struct GradientNoise {
+  double square, trace;
+};
+
 struct StepResult {
   double loss;       // mean over all target tokens
   double grad_norm;  // before clipping
@@ -201,6 +209,7 @@ struct StepResult {
   std::optional<ExpertStatistics> experts = {};  // none: a model without experts
   std::optional<double> z_loss = {};             // the mean of (log Z)^2, without its coefficient; none: no such loss
   std::optional<LogitStatistics> logits = {};    // none: no QK-clip
+  std::optional<GradientNoise> noise = {};       // with StepConfig::noise_scale
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
@@ -224,12 +233,19 @@ class PendingStep {
     results_->logits.emplace(record, stream);
     results_->limit = limit;
   }
+  // squares: those of the gradients before they were reduced; noise(squares, gradient norm): computes the estimates
+  void enqueued_noise(const Tensor& squares, std::function<GradientNoise(std::span<const double>, double)> noise,
+                      Stream& stream) {
+    results_->squares.emplace(squares, stream);
+    results_->noise = std::move(noise);
+  }
   StepResult wait() const {
     CHECK(results_->enqueued, "the caller waits for a step that has only begun: flush first");
     for (const ReceivedHeaders& headers : results_->headers) headers.check();
     const std::vector<double> control = results_->control.values();
     const std::vector<double> losses = results_->losses.values();
     StepResult result{losses[0] / targets_, control[0], control[2] != 0};
+    if (results_->squares) result.noise = results_->noise(results_->squares->values(), control[0]);
     if (losses.size() > 1) result.z_loss = losses[1] / targets_;
     if (results_->experts) result.experts = results_->statistics(results_->experts->values());
     if (results_->logits) {
@@ -248,6 +264,8 @@ class PendingStep {
     std::optional<Readback> experts = {}, logits = {};
     double limit = 0;
     std::function<ExpertStatistics(std::span<const double>)> statistics = {};
+    std::optional<Readback> squares = {};
+    std::function<GradientNoise(std::span<const double>, double)> noise = {};
   };
   std::shared_ptr<Results> results_ = std::make_shared<Results>();  // shared by all copies
   double targets_;

@@ -13,6 +13,7 @@
 #include "device/profiler_range.h"
 #include "shard/zero.h"
 #include "train/interpreter.h"
+#include "train/noise_scale.h"
 #include "train/padding.h"
 #include "train/pipedream.h"
 #include "train/stage.h"
@@ -82,6 +83,11 @@ class Trainer {
         drain_(groups_, streams_of(context_)) {
     if (config.layout.pipeline.asynchronous())
       pipedream_.emplace(config_, context_, state_, interpreter_, scalars_.mine(), scalars_.control());
+    if (config.noise_scale) {
+      CHECK(noise_fault(config).empty(), "no gradient noise scale: {}", noise_fault(config));
+      squares_ = context_.arena.alloc("step scalars", "squares of gradients", DType::fp64, {2});
+      state_.gradients.record_squares(squares_);
+    }
     detail::check_layout(config, groups_);
     zero(scalars_.control(), context_.compute);
     if (config.layout.expert.ranks > 1) {  // for the tables of the rows that are exchanged
@@ -124,6 +130,7 @@ class Trainer {
     const StreamRange traced = span(SpanKind::step, pipedream_ ? "turn" : "step");
     if (pipedream_) return pipedream_->begin_step(batches, optimizer, rule);
     accumulate_gradients(batches);
+    if (!squares_.empty()) groups_[GroupName::scalars].all_reduce(squares_, context_.compute);
     const double targets = static_cast<double>(config_.tokens()) / rule.scale;
     rule.largest_loss *= targets;
     {
@@ -133,6 +140,15 @@ class Trainer {
     update(optimizer);
     PendingStep pending(targets);
     pending.enqueued(scalars_.losses(), scalars_.control(), interpreter_.take_headers(), context_.compute);
+    if (!squares_.empty())
+      pending.enqueued_noise(
+          squares_,
+          [scale = rule.scale, batches = small_batches(config_), targets](std::span<const double> squares,
+                                                                          double norm) {
+            const double unscaled = norm / scale;
+            return gradient_noise(squares[0], unscaled * unscaled - squares[1], batches, targets);
+          },
+          context_.compute);
     if (!experts_.empty())
       pending.enqueued_experts(
           experts_.record(),
@@ -333,6 +349,7 @@ class Trainer {
   LogitRecord logits_;
   Stage stage_;
   Interpreter interpreter_;
+  Tensor squares_;                      // (2) fp64 with StepConfig::noise_scale (gradient_reducer.h)
   std::optional<Pipedream> pipedream_;  // for an asynchronous pipeline
   Drain drain_;                         // last: the streams are idle before anything else is destroyed
 };

@@ -10,12 +10,14 @@
 #include "run/checkpoints/recipe_record.h"
 #include "run/job.h"
 #include "train/detector.h"
+#include "train/noise_scale.h"
 
 namespace llmc {
 
 struct Progress {
   int64_t done = 0;  // updates made
   OutlierDetector losses, norms;
+  NoiseScale noise;
   int64_t skipped_in_a_row = 0;  // of these updates, the last ones that --on-spike skip left out
   int64_t last_made() const { return done - skipped_in_a_row; }
   int64_t rollback_point = 0;  // the step to whose checkpoint a rollback returns; 0: the beginning
@@ -63,6 +65,8 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
         {"cpu_isa", progress.cpu_isa}}},
       {"layout", detail::layout_text(job.step)},
       {"options", options_json(job.asked)}};
+  if (job.step.noise_scale)
+    trainer["noise_scale"] = {{"square", progress.noise.square()}, {"trace", progress.noise.trace()}};
   if (!job.parent.is_null()) trainer["parent"] = job.parent;
   return trainer;
 }
@@ -236,6 +240,12 @@ inline Progress progress_at(const ResumePoint& from) {
   };
   progress.skipped_in_a_row = count("skipped_in_a_row", detectors, 0, OutlierDetector::window);
   progress.rollback_point = count("rollback_point", from.trainer, from.step, from.step);
+  if (const nlohmann::json noise = member(from.trainer, "noise_scale"); !noise.is_null()) {
+    CHECK(member(noise, "square").is_number() && member(noise, "trace").is_number(),
+          "{}/trainer.json: \"noise_scale\" is {}, expected a square and a trace; the file is damaged", from.path,
+          noise);
+    progress.noise = NoiseScale(noise["square"], noise["trace"]);
+  }
   if (!best.is_null()) {
     const std::optional<int64_t> step = whole_number(member(best, "step"));
     CHECK(step && member(best, "loss").is_number(),

@@ -41,7 +41,7 @@ inline const std::vector<OptionKind>& option_kinds() {
       // clang-format off
       {OptionKind::training, {
         "--data-changed", "--stages", "--pack", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume",
-        "--log-every", "--overfit-batch", "--warmup-steps", "--warmup-tokens", "--lr-schedule", "--decay-steps", "--decay-tokens", "--final-lr-frac", "--ema", "--grad-clip",
+        "--log-every", "--overfit-batch", "--warmup-steps", "--warmup-tokens", "--lr-schedule", "--decay-steps", "--decay-tokens", "--final-lr-frac", "--ema", "--noise-scale", "--grad-clip",
         "--skip-loss-z", "--skip-grad-z", "--on-spike", "--max-rollbacks",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
         "--checkpoint-errors", "--checkpoint-mode", "--check-replicas", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights", "--moment1-dtype", "--moment2-dtype", "--products",

@@ -66,7 +66,8 @@ struct Options {
   std::optional<TokenCount> weight_decay_tokens;  // instead of weight_decay
   OnOff decay_embeddings = OnOff::on;
   double z_loss = 0;
-  std::optional<double> ema;                           // none: no average of the weights
+  std::optional<double> ema;  // none: no average of the weights
+  bool noise_scale = false;
   std::optional<double> embed_lr, head_lr, scalar_lr;  // none: --lr
   NewtonSchulz muon_ns = NewtonSchulz::quintic;
   MuonScale muon_scale = MuonScale::rms;

@@ -203,6 +203,11 @@ void visit_options(O& o, Visitor&& visit) {
         "(the first 1 / (1 - DECAY) weights count equally). Each validation has a second loss with the averages, and "
         "each checkpoint a folder ema with them, a model for --model; 4 bytes per parameter, sharded like the "
         "optimizer's state; 0.999 is usual; default: none");
+  visit("--noise-scale", "", o.noise_scale, Limits{}, free,
+        "estimate the gradient noise scale (McCandlish et al. 2018), in tokens: batches far below it waste no samples, "
+        "and far above it no time; from the norms of the gradients of data-parallel ranks, or with --grad-reduce micro "
+        "of micro-batches, before they are added up, which are read once more for it. In metrics.jsonl noise_scale is "
+        "the ratio of the averages, over about 100 updates, of noise_trace and noise_square");
   visit("--skip-loss-z", "", o.skip_loss_z, at_least(0), branch,
         "a loss is a spike if it is more than this many standard deviations above the mean of the last 128 that were "
         "none (in this stage); default: never");

@@ -58,7 +58,7 @@ class StepReport {
   // An update has finished. Its time runs from the end of the previous one, or from start_clock(). With an asynchronous
   // pipeline it is the mean over the last updates, as many as are under way: several finish together when the pipeline
   // is flushed, and none while it fills.
-  void finished(int64_t step, double lr, const StepResult& result) {
+  void finished(int64_t step, double lr, const StepResult& result, const NoiseScale& noise) {
     between_.push_back(seconds_since(clock_));
     clock_ = std::chrono::steady_clock::now();
     totals_.step_seconds += between_.back();
@@ -94,7 +94,7 @@ class StepReport {
                 .memory = on_gpu ? job_.plan.total_bytes() : resident_bytes(),
                 .skipped = !result.applied,
                 .column = experts_column(result),
-                .more = more_numbers(result)},
+                .more = more_numbers(result, noise)},
                step % o_.log_every == 0 || step == first_ + 1 || step == job_.max_steps);
   }
 
@@ -166,11 +166,14 @@ class StepReport {
     return std::pair{"experts",
                      formatted("{:.1f}-", e.smallest) + formatted(e.largest < 9.95 ? "{:.1f}" : "{:.0f}", e.largest)};
   }
-  std::vector<std::pair<const char*, double>> more_numbers(const StepResult& result) const {
+  std::vector<std::pair<const char*, double>> more_numbers(const StepResult& result, const NoiseScale& noise) const {
     std::vector<std::pair<const char*, double>> all = {{"data_ms", 1e3 * data_seconds_}};
     if (result.z_loss) all.emplace_back("z_loss", *result.z_loss);
     if (const auto& l = result.logits)
       all.insert(all.end(), {{"largest_logit", l->largest}, {"clipped_heads", static_cast<double>(l->clipped)}});
+    if (result.noise)
+      all.insert(all.end(), {{"noise_square", result.noise->square}, {"noise_trace", result.noise->trace}});
+    if (result.noise && noise.tokens()) all.emplace_back("noise_scale", *noise.tokens());
     if (!result.experts) return all;
     const ExpertStatistics& e = *result.experts;
     all.insert(all.end(), {{"moe_balance_loss", e.balance_loss},
