@@ -1,4 +1,4 @@
-// Muon on CUDA: the iteration of matrices, and their way to an owner and back, against the CPU.
+// Muon on CUDA: the iteration of matrices, their rows, their way to an owner and back, and QK-clip, against the CPU.
 #include "cuda/trainer/trainer_test.h"
 
 using namespace llmc;
@@ -8,6 +8,8 @@ namespace {
 StepConfig step_with_muon(const char* family, DType dtype, const Layout& layout = {}) {
   StepConfig step = selftest::step_config(selftest::awkward_model(family), dtype, 1, layout);
   step.layout.zero.optimizer = Optimizer::muon;
+  if (step.model.family.qk_norm == QkNorm::none) step.qk_clip = 0.01;  // which many heads exceed
+  else step.layout.zero.muon.rows = MuonRows::normalised;
   step.model.n_layer = 2;
   step.micro_batches = 4 / step.layout.readers();
   return step;
