@@ -21,6 +21,7 @@
 #include "run/evaluate.h"
 #include "run/generate.h"
 #include "run/job.h"
+#include "run/local_checkpoints.h"
 #include "run/milestones.h"
 #include "run/modes.h"
 #include "run/news.h"
@@ -267,6 +268,7 @@ class Training {
     if (beginning.after == After::stretch)
       progress_.validated = resume->trainer.value("validated", nlohmann::json()) == true;
     else take_directory(beginning);
+    if (!o_.checkpoint_local.empty()) save_locally(r_, world, beginning.directory);
     if (job.course.recipe().staged) {
       const auto [text, facts] = stage_text(job.course, job.number);
       if (progress_.done == job.stretch().first_step) log_.stage(progress_.done + 1, text, facts);
@@ -521,7 +523,8 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
     const std::vector<int64_t> saved = checkpoint_steps(o.out_dir);
     const std::string text =
         error.what() +
-        (saved.empty() ? std::string() : formatted("; the same command resumes from step {}", saved.back()));
+        (saved.empty() ? std::string() : formatted("; the same command resumes from step {}", saved.back())) +
+        (o.checkpoint_local.empty() ? "" : "; from a later local checkpoint, if one is complete");
     log.file_line("train_gpt: " + text);
     throw PeerError(text, error.status());
   } catch (const Error& error) {

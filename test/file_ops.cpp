@@ -1,6 +1,7 @@
 // file_ops.so: intercepts the trainer's C library calls (LD_PRELOAD) and numbers the operations that change files under
 // $FILE_OPS_ROOT.
 //   FILE_OPS_KILL=n    kills the process (SIGKILL) before operation n; half of the bytes of a write are written
+//   FILE_OPS_KILL_AT=t the same before the first operation with t in its words
 //   FILE_OPS_MOVE=n    renames $FILE_OPS_ROOT to $FILE_OPS_ROOT.moved before operation n
 //   FILE_OPS_LOG=f     logs each operation to file f, with the bytes of writes: test_durable.cpp replays them
 //   FILE_OPS_SLEEP=s   the first operation takes s seconds
@@ -72,6 +73,7 @@ bool operation(const std::string& words, const void* bytes, size_t n, Halfway&& 
   if (is_now("FILE_OPS_MOVE"))
     syscall(SYS_renameat2, AT_FDCWD, root(), AT_FDCWD, (std::string(root()) + ".moved").c_str(), 0);
   if (is_now("FILE_OPS_KILL")) halfway(), die();
+  if (const char* at = getenv("FILE_OPS_KILL_AT"); at != nullptr && words.find(at) != std::string::npos) die();
   const bool fails = is_now("FILE_OPS_FAIL") || (getenv("FILE_OPS_FAIL_ALL") != nullptr && first("FILE_OPS_FAIL") > 0 &&
                                                  count > first("FILE_OPS_FAIL"));
   if (fails) errno = getenv("FILE_OPS_ERRNO") != nullptr ? atoi(getenv("FILE_OPS_ERRNO")) : EIO;

@@ -57,6 +57,10 @@ class World {
     return join(rank, name, mesh_.group(rank, along));
   }
 
+  // The number of a group of some ranks of other processes, which talk to each other through local().links alone. All
+  // members call it between the same joins.
+  int channel(int rank, const std::string& name) { return group_number(rank, name); }
+
   // A rank has failed: every wait for a peer ends with a PeerError, now and from now on.
   void abort() {
     std::vector<std::shared_ptr<GpuCollectives>> alive;

@@ -104,6 +104,7 @@ struct CheckpointLine {
   std::string mode;
   int64_t bytes;
   double stall_s, write_s, cpu_s;
+  bool local = false;  // on the nodes' own disks; path: rank 0's part of it
 };
 
 // A run has returned to an earlier step, and leaves out some samples of its order.
@@ -244,15 +245,11 @@ class Log {
     const double mb_per_s = static_cast<double>(c.bytes) / std::max(c.write_s, 1e-9) / 1e6;
     line(formatted("checkpoint: {}; training stood still for {:.2f} s; written in {:.2f} s, {:.0f} MB/s", c.path,
                    c.stall_s, c.write_s, mb_per_s));
-    write({{"kind", "checkpoint"},
-           {"step", c.step},
-           {"saved", c.saved},
-           {"mode", c.mode},
-           {"bytes", c.bytes},
-           {"stall_s", c.stall_s},
-           {"write_s", c.write_s},
-           {"cpu_s", c.cpu_s},
-           {"mb_per_s", mb_per_s}});
+    nlohmann::ordered_json object = {{"kind", "checkpoint"}, {"step", c.step},   {"saved", c.saved},
+                                     {"mode", c.mode},       {"bytes", c.bytes}, {"stall_s", c.stall_s},
+                                     {"write_s", c.write_s}, {"cpu_s", c.cpu_s}, {"mb_per_s", mb_per_s}};
+    if (c.local) object["local"] = true;
+    write(object);
   }
 
   // After this step all stages of an asynchronous pipeline have made the same updates.

@@ -30,7 +30,8 @@ class Milestones {
   // Is anything due after this step?
   bool after(int64_t step) const {
     return due(step, o_.check_replicas) || due(step, validation_ ? o_.val_every : 0) || due(step, o_.sample_every) ||
-           due(step, o_.checkpoint_every) || step == r_.job.last_step() || r_.checkpoints.retries_at(step);
+           due(step, o_.checkpoint_every) || step == r_.job.last_step() || r_.checkpoints.retries_at(step) ||
+           r_.checkpoints.local_due(step);
   }
   // Does what is due after the last update.
   void reach() {
@@ -43,6 +44,7 @@ class Milestones {
     const bool best = o_.keep_best && progress.best_step == progress.done, last = progress.done == r_.job.last_step();
     const bool by_rule = last || best || due(progress.done, o_.checkpoint_every);
     if (!by_rule && !r_.checkpoints.retries_at(progress.done)) {
+      if (r_.checkpoints.local_due(progress.done)) return save({.wait = false, .where = Where::local});
       if (due(progress.done, o_.check_replicas)) r_.checkpoints.compare_copies(progress.done, r_.run);
       return;
     }

@@ -38,12 +38,15 @@ inline bool person_reads(const Options& o) {
 }
 
 // The options that must be the same for all processes: all but those that say where a process is. On another processor
-// --cpu-isa auto takes other instructions, which round differently.
+// --cpu-isa auto takes other instructions, which round differently. A node's own disk may
+// have another name than those of others.
 inline NamedValues options_to_agree_on(const Options& o) {
   NamedValues all;
   for (const OptionText& t : option_texts(o))
     if (t.name != "--rank" && t.name != "--rendezvous" && t.name != "--threads")
-      all.emplace_back(t.name, t.name == "--cpu-isa" ? cpu::recorded_isa() : t.text);
+      all.emplace_back(t.name, t.name == "--cpu-isa"                               ? cpu::recorded_isa()
+                               : t.name == "--checkpoint-local" && !t.text.empty() ? "a directory"
+                                                                                   : t.text);
   return all;
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/checksum.h"
+#include "run/checkpoints/local_resume.h"
 #include "run/checkpoints/recipe_record.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/job.h"
@@ -27,34 +28,25 @@ struct Start {
   std::vector<Rollback> rollbacks = {};
 };
 
-// Waits for what process 0 has written: a network file system may take a moment to show it to the others.
-inline void wait_for_path(const std::string& path) {
-  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  while (!path_exists(path) && std::chrono::steady_clock::now() < limit)
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-}
-
 namespace detail {
 
-// Opens the out directory and looks where to begin. A run that was stopped after its last update may still lack the
-// last validation.
-inline Start find_start(const Job& job, Log& log) {
+// Looks in the out directory where to begin. A run that was stopped after its last update may still lack the last
+// validation.
+inline void find_start(Start& start, const Job& job, Log& log) {
   const Options& o = job.asked;
-  Start start{.directory = std::make_unique<RunDirectory>(log, o), .resume = {}};
   start.resume = start.directory->resume_point(log, o);
   start.shuffled = start.directory->shuffled_before();
   start.rollbacks = start.directory->rollbacks();
-  if (!start.resume) return start;
+  if (!start.resume) return;
   const int64_t step = start.resume->step;
   const int64_t steps = resumed_course(*start.resume, job).course.steps();
-  if (step < steps) return start;
+  if (step < steps) return;
   CHECK(start.resume->begin == Begin::resume,
         "--branch-from {} is at step {}, and the branch ends at step {} ({}): nothing would be left to do; name an "
         "earlier checkpoint, or a longer run",
         start.resume->path, step, steps, o.stages.empty() ? length_text(o) : "--stages " + o.stages);
   start.complete = step > steps || !job.validates() || start.directory->validated(step);
   if (start.complete) start.directory->drop_incomplete_line();
-  return start;
 }
 
 // Rejects an out directory that is not the same for all processes: process 0 writes a file with an unguessable name,
@@ -90,10 +82,14 @@ inline void require_shared_directory(const Processes& processes, const std::stri
 inline Start find_start(const Processes& processes, const Job& job, Log& log) {
   Start start;
   together(processes, "--out-dir", [&] {
-    if (processes.process() == 0) start = detail::find_start(job, log);
+    if (processes.process() == 0) start.directory = std::make_unique<RunDirectory>(log, job.asked);
+  });
+  if (!processes.alone()) detail::require_shared_directory(processes, job.options.out_dir);
+  adopt_local_checkpoint(processes, job.asked, start.directory.get(), log);
+  together(processes, "a checkpoint to resume from", [&] {
+    if (processes.process() == 0) detail::find_start(start, job, log);
   });
   if (processes.alone()) return start;
-  detail::require_shared_directory(processes, job.options.out_dir);
   const nlohmann::ordered_json mine = {start.resume ? start.resume->path : "",
                                        start.resume ? start.resume->step : 0,
                                        start.shuffled,

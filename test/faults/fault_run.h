@@ -49,8 +49,10 @@ struct Ended {
 };
 
 struct FaultRun {
-  std::string name, options;
+  std::string name, options;  // NODE in them: a directory of each process, beside the out directory
   int processes = 1;
+
+  static std::string node(const std::string& out, int process) { return llmc::formatted("{}-node-{}", out, process); }
 
   // Starts it, and waits for its end. environment: of one of the processes, which `draw` chooses; none: of all
   Ended start(const std::string& out, const std::string& environment, std::optional<uint64_t> draw = 0) const {
@@ -64,8 +66,8 @@ struct FaultRun {
       command += llmc::formatted(
           "(XDG_CACHE_HOME=build/cache CUDA_VISIBLE_DEVICES= {} ./train_gpt {} >{}.out 2>&1 "
           "</dev/null; echo $? >{}.status) 2>{}.shell & ",
-          own, tiny(out, options) + (processes > 1 ? place : ""), dir / std::to_string(p), dir / std::to_string(p),
-          dir / std::to_string(p));
+          own, tiny(out, for_process(out, p)) + (processes > 1 ? place : ""), dir / std::to_string(p),
+          dir / std::to_string(p), dir / std::to_string(p));
     }
     CHECK(std::system((command + "wait").c_str()) == 0, "{}: the shell has failed", name);  // may be on another thread
     Ended ended;
@@ -86,6 +88,12 @@ struct FaultRun {
     REQUIRE(operations.size() > 100);
     return {result_of(out), operations};
   }
+
+ private:
+  std::string for_process(const std::string& out, int process) const {
+    const size_t at = options.find("NODE");
+    return at == options.npos ? options : std::string(options).replace(at, 4, node(out, process));
+  }
 };
 
 // The option that leaves memory for copies of half of a checkpoint, so that it is copied a part at a time.
@@ -101,15 +109,17 @@ inline std::string memory_for_a_part(const std::string& options) {
   return llmc::formatted("--memory-limit {:.12f}", static_cast<double>(without + copies / 2) / (1 << 30));
 }
 
-// 1, 2 and 4 ranks, as threads and processes; in the last ones a checkpoint is copied a part at a time.
+// 1, 2 and 4 ranks, as threads and processes, some with local checkpoints; in the last ones a checkpoint is copied a
+// part at a time.
 inline std::vector<FaultRun> fault_runs() {
-  const std::string saves = "--max-steps 12 --checkpoint-every 3 --keep-checkpoints 1 --keep-every 6 ";
+  const std::string saves = "--max-steps 12 --checkpoint-every 3 --keep-checkpoints 1 --keep-every 6 ",
+                    local = "--checkpoint-local NODE --checkpoint-local-every 2 ";
   return {{"one rank", saves},
           {"one rank, sync", saves + "--checkpoint-mode sync"},
           {"two ranks", saves + "--local-ranks 2 --zero-stage 2"},
           {"four ranks", saves + "--local-ranks 4 --zero-stage 3 --dtype bf16"},
-          {"two stages", saves + "--pp 2 --n-layer 2 --local-ranks 2"},
+          {"two stages", saves + local + "--pp 2 --n-layer 2 --local-ranks 2"},
           {"two processes", saves + "--zero-stage 1 --init-timeout 10", 2},
-          {"four ranks in two processes", saves + "--local-ranks 2 --zero-stage 2 --init-timeout 10", 2},
+          {"four ranks in two processes", saves + local + "--local-ranks 2 --zero-stage 2 --init-timeout 10", 2},
           {"a part at a time", saves + "--n-embd 96 " + memory_for_a_part(saves + "--n-embd 96")}};
 }

@@ -60,11 +60,9 @@ inline bool is_file_name(const std::string& name) {
   return !name.empty() && name.find('/') == name.npos && shown(name) == name;
 }
 
-// The manifest's record of each file; files that it does not list are not part of the checkpoint.
-inline std::map<std::string, FileRecord> read_manifest(const std::string& path) {
-  const std::string file = path + "/manifest.json";
-  CHECK(path_exists(file), "{} has no manifest.json", path);
-  const nlohmann::json records = member(read_json(file), "files");
+// The manifest's record of each file; files that it does not list are not part of the checkpoint. file: for messages
+inline std::map<std::string, FileRecord> records_of(const nlohmann::json& manifest, const std::string& file) {
+  const nlohmann::json records = member(manifest, "files");
   CHECK(records.is_object(), "{}: \"files\" is {}, expected an object; the file is damaged", file, records);
   std::map<std::string, FileRecord> files;
   for (const auto& [name, record] : records.items()) {
@@ -73,6 +71,11 @@ inline std::map<std::string, FileRecord> read_manifest(const std::string& path) 
     files.emplace(name, FileRecord::from_json(record, formatted("{}: the record of {}", file, shown(name))));
   }
   return files;
+}
+inline std::map<std::string, FileRecord> read_manifest(const std::string& path) {
+  const std::string file = path + "/manifest.json";
+  CHECK(path_exists(file), "{} has no manifest.json", path);
+  return records_of(read_json(file), file);
 }
 
 // Which part of a checkpoint to check: all of it, or only what is needed to load the model: shape and weights.

@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "run/checkpoints/checkpoint_write.h"
+#include "run/checkpoints/local_copies.h"
+#include "run/checkpoints/local_parts.h"
 #include "run/checkpoints/progress.h"
 #include "run/checkpoints/replicas.h"
 #include "run/checkpoints/run_dir.h"
@@ -23,11 +25,15 @@ namespace llmc {
 // the run ends early.
 enum class Because : uint8_t { rule, clock, end };
 
+// Which checkpoints: those in the out directory, or those on the nodes' own disks (--checkpoint-local).
+enum class Where : uint8_t { out, local };
+
 struct Save {
   OnFailure on_failure = OnFailure::fail;
   Because because = Because::rule;
   bool best = false;  // it has the best validation loss so far
   bool wait = true;   // until it is written
+  Where where = Where::out;
 };
 
 // One per rank; all ranks call save() and settle() together.
@@ -59,6 +65,18 @@ class CheckpointSaver {
     return minutes > 0 && retry_.at == 0 && !pending_ && seconds_since(saved_at_) >= 60 * minutes;
   }
 
+  // From now on, this process's part of local checkpoints is in `parts`; leads: its first rank makes it, and has it
+  // copied to another disk. copies: none: to no other
+  void save_locally(LocalParts parts, bool leads, std::unique_ptr<LocalCopies> copies) {
+    local_ = std::move(parts);
+    leads_ = leads;
+    copies_ = std::move(copies);
+  }
+  // Is a local checkpoint due after this step? After one that could not be written, 1, 2, 4 ... are left out.
+  bool local_due(int64_t step) const {
+    return local_ && step % o_.checkpoint_local_every == 0 && step >= local_retry_.at;
+  }
+
   // Rank 0 checks whether the out directory is still the run's.
   News look_at_directory() {
     if (directory_ == nullptr || out_dir_ != o_.out_dir) return {};
@@ -86,19 +104,25 @@ class CheckpointSaver {
   // instead, the weights alone are saved if possible. Non-finite weights end the run, and so do copies that differ.
   void save(Progress& progress, Run& run, const Save& how) {
     settle(progress, run);
-    if (directory_is_new(run)) last_.clear();
-    if (last_ == checkpoint_path(out_dir_, progress.done)) return there_is(progress.done, how, progress);
+    wait_for_copies(run);
+    const bool local = how.where == Where::local;
+    if (local && !local_due(progress.done)) return;  // the last one has failed just now
+    if (!local && directory_is_new(run)) last_.clear();
+    if (last_ == checkpoint_path(out_dir_, progress.done))
+      return local ? void() : there_is(progress.done, how, progress);
     compare_copies(progress.done, run);
     log_.progress("writing checkpoint", 0, 1);
     nlohmann::ordered_json trainer = to_json_object(progress, job_, run.trainer.expert_biases());
-    if (how.because == Because::rule) trainer["rollback_point"] = progress.done;
-    if (how.because == Because::clock) trainer["saved_by"] = saved_by_clock;
+    if (local) trainer = text_of_rank_0(trainer, run), trainer["saved_by"] = saved_locally;
+    else if (how.because == Because::rule) trainer["rollback_point"] = progress.done;
+    else if (how.because == Because::clock) trainer["saved_by"] = saved_by_clock;
     const CheckpointMode mode = how.wait ? CheckpointMode::sync : o_.checkpoint_mode;
     Pending pending{.how = how, .mode = mode, .trainer = std::move(trainer)};
     if (saving_) saving_(true);
     try {
-      report_.timed(Task::checkpoint,
-                    [&] { pending.write = begin_write(progress.done, run, pending.trainer, Part::all, mode); });
+      report_.timed(Task::checkpoint, [&] {
+        pending.write = begin_write(progress.done, run, pending.trainer, Part::all, mode, how.where);
+      });
     } catch (const CheckpointError& error) {
       return failed(error, pending, progress, run);
     }
@@ -116,27 +140,39 @@ class CheckpointSaver {
     if (!pending_) return;
     Pending pending = std::move(*std::exchange(pending_, std::nullopt));
     const auto begin = std::chrono::steady_clock::now();
+    std::string path;
     try {
-      last_ = pending.write->publish();
+      path = pending.write->publish();
     } catch (const CheckpointError& error) {
       return failed(error, pending, progress, run);
     }
     if (saving_) saving_(false);
-    retry_ = {};
-    saved_at_ = pending.begin;
+    const bool local = pending.how.where == Where::local;
     const WriteTimes times = pending.write->times();
-    write_seconds_ = times.seconds;
     const double stall = pending.stalled + seconds_since(begin);
-    stop_.saved(pending.mode == CheckpointMode::async ? stall + times.seconds : stall);
+    write_seconds_ = times.seconds;
+    if (local) {
+      local_retry_ = {};
+    } else {
+      last_ = path;
+      retry_ = {};
+      saved_at_ = pending.begin;
+      stop_.saved(pending.mode == CheckpointMode::async ? stall + times.seconds : stall);
+    }
     log_.checkpoint({.step = progress.done,
-                     .path = last_,
+                     .path = path,
                      .saved = pending.write->step(),
                      .mode = name_of(pending.mode),
                      .bytes = job_.checkpoint_bytes(),
                      .stall_s = stall,
                      .write_s = times.seconds,
-                     .cpu_s = times.cpu_seconds});
-    there_is(pending.write->step(), pending.how, progress);
+                     .cpu_s = times.cpu_seconds,
+                     .local = local});
+    if (!local) there_is(pending.write->step(), pending.how, progress);
+    if (!local && leads_ && pending.write->step() == job_.max_steps) local_->clear();
+    if (local && leads_) local_->saved(pending.write->step());
+    if (local) copying_ = true;
+    if (local && copies_) copies_->begin(local_->name(pending.write->step()).text());
   }
 
  private:
@@ -160,23 +196,45 @@ class CheckpointSaver {
     std::unique_ptr<CheckpointWrite> write = nullptr;
   };
 
+  // Until the last local checkpoint is on other disks, too.
+  void wait_for_copies(Run& run) {
+    if (!std::exchange(copying_, false)) return;
+    const std::vector<std::string> faults =
+        run.groups[GroupName::control].all_gather_text("copies", copies_ ? copies_->wait() : "");
+    for (const std::string& fault : faults)
+      if (!fault.empty())
+        return log_.line(formatted("WARNING: a part of a local checkpoint was not copied to another disk: {}", fault));
+  }
+
+  // Processes record other options where those say which process it is; a checkpoint has one trainer.json.
+  static nlohmann::ordered_json text_of_rank_0(const nlohmann::ordered_json& trainer, const Run& run) {
+    const std::string mine = run.groups.first() ? trainer.dump() : "";
+    return nlohmann::ordered_json::parse(run.groups[GroupName::control].all_gather_text("trainer.json", mine)[0]);
+  }
+
   std::unique_ptr<CheckpointWrite> begin_write(int64_t step, Run& run, const nlohmann::ordered_json& trainer, Part part,
-                                               CheckpointMode mode) const {
+                                               CheckpointMode mode, Where where = Where::out) const {
     CheckpointContents contents{.trainer = trainer, .more = job_.tokenizer_files, .part = part};
-    if (part == Part::all)
+    if (where == Where::local)
+      contents.own = OwnPart{.name = local_->name(step).text(),
+                             .first = leads_,
+                             .bytes = job_.checkpoint_bytes() / std::max<int64_t>(1, o_.place.processes),
+                             .facts = local_->facts(o_.place.processes)};
+    if (part == Part::all && directory_ != nullptr)
       contents.before_visible = [this] {
         log_.sync_metrics();  // a resumed run appends to them
         if (out_dir_ == o_.out_dir) directory_->ensure_run_file(job_.asked);
       };
     CopyMemory memory;
     if (mode == CheckpointMode::async) memory = {run.copies_of_state.bytes(), run.saves.get()};
-    return std::make_unique<CheckpointWrite>(out_dir_, step, job_.step.model, run.trainer.state(), run.stream,
-                                             std::move(contents), memory);
+    return std::make_unique<CheckpointWrite>(contents.own ? local_->directory() : out_dir_, step, job_.step.model,
+                                             run.trainer.state(), run.stream, std::move(contents), memory);
   }
 
   void failed(const CheckpointError& error, const Pending& pending, Progress& progress, Run& run) {
     if (saving_) saving_(false);
     const bool diverged = error.status() == ExitStatus::diverged;
+    if (!diverged && pending.how.where == Where::local) return local_failed(error, pending, progress);
     if (!diverged && directory_is_new(run)) {  // moved or deleted while this was written
       last_.clear();
       Save again = pending.how;
@@ -195,6 +253,16 @@ class CheckpointSaver {
     retry_.pause *= 2;
     log_.line(formatted("WARNING: no checkpoint after step {}: {}; {}; trying again by step {}", step, error.what(),
                         last, std::min(retry_.at, job_.max_steps)));
+  }
+
+  // Local checkpoints only shorten what is computed again after a failure: without one the run goes on.
+  void local_failed(const CheckpointError& error, const Pending& pending, const Progress& progress) {
+    local_retry_.at = progress.done + local_retry_.pause * o_.checkpoint_local_every;
+    local_retry_.pause *= 2;
+    log_.line(formatted(
+        "WARNING: no local checkpoint after step {}: {}; training goes on, and the next is tried after step {}",
+        pending.write ? pending.write->step() : progress.done, error.what(),
+        round_up(local_retry_.at, o_.checkpoint_local_every)));
   }
 
   // There is a checkpoint of this step now. Deletes old ones.
@@ -232,7 +300,10 @@ class CheckpointSaver {
     int64_t at = 0;     // step after which to retry; 0: no checkpoint has failed
     int64_t pause = 1;  // updates until the retry after that
     Because because = Because::rule;
-  } retry_;
+  } retry_, local_retry_;
+  std::optional<LocalParts> local_;
+  std::unique_ptr<LocalCopies> copies_;
+  bool leads_ = false, copying_ = false;
   double write_seconds_ = static_cast<double>(job_.checkpoint_bytes()) / assumed_bytes_per_second;
   std::function<void()> best_is_lost_;
   std::function<void(bool)> saving_;

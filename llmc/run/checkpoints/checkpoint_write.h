@@ -120,12 +120,22 @@ class CheckpointError : public Error {
   using Error::Error;
 };
 
+// A checkpoint of which each process has a directory of its own, on its node's disk (local_parts.h): what its ranks
+// write, and what rank 0 writes besides.
+struct OwnPart {
+  std::string name;              // of this process's part
+  bool first = false;            // among the ranks of its process: makes the directory
+  int64_t bytes = 0;             // of the part, about
+  nlohmann::ordered_json facts;  // of the manifest
+};
+
 // What a checkpoint has besides weights and optimizer state.
 struct CheckpointContents {
   nlohmann::ordered_json trainer = {};           // of trainer.json
   std::map<std::string, std::string> more = {};  // names and contents of further files, such as the tokenizer's
   std::function<void()> before_visible = {};     // called on rank 0 before the rename
-  Part part = Part::all;  // model: without the optimizer's slices, under a name that no run resumes from
+  Part part = Part::all;            // model: without the optimizer's slices, under a name that no run resumes from
+  std::optional<OwnPart> own = {};  // none: all ranks write to one directory
 };
 
 // Where a rank copies what it writes, to write it while training goes on.
@@ -147,14 +157,18 @@ class CheckpointWrite {
   CheckpointWrite(const std::string& out_dir, int64_t step, const ModelConfig& config, ModelState& state,
                   Stream& stream, CheckpointContents contents, const CopyMemory& memory = {})
       : out_dir_(out_dir),
-        path_(contents.part == Part::all ? checkpoint_path(out_dir, step) : weights_path(out_dir, step)),
-        temporary_(formatted("{}/.tmp-step-{:06}", out_dir, step)),
+        path_(contents.own                 ? out_dir + "/" + contents.own->name
+              : contents.part == Part::all ? checkpoint_path(out_dir, step)
+                                           : weights_path(out_dir, step)),
+        temporary_(contents.own ? out_dir + "/.tmp-" + contents.own->name
+                                : formatted("{}/.tmp-step-{:06}", out_dir, step)),
         step_(step),
         config_(config),
         precision_(state.precision()),
         dtype_(precision_.weights),
         contents_(std::move(contents)),
         groups_(state.groups()),
+        leads_(contents_.own ? contents_.own->first : groups_.first()),
         plan_(config, state),
         copy_stream_(memory.stream) {
     const auto begin = std::chrono::steady_clock::now();
@@ -162,7 +176,7 @@ class CheckpointWrite {
     CHECK(contents_.part == Part::model || !path_exists(path_),
           "{} already exists: remove it, or choose another --out-dir", path_);
     fault_.attempt([&] {
-      if (groups_.first()) make_directory(state);
+      if (leads_) make_directory(state);
     });
     agree();
     if (std::ssize(memory.bytes) >= BackgroundCopies::alignment) copies_.emplace(memory.bytes);
@@ -173,7 +187,7 @@ class CheckpointWrite {
       capture_weights(averages_folder, state, stream);
       state.exchange_averages(stream);
     }
-    if (groups_.first()) write_texts();
+    if (leads_) write_texts();
     if (copies_) copies_->end();
     else seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
@@ -203,7 +217,7 @@ class CheckpointWrite {
         times_.seconds = std::max<double>(times_.seconds, rank["seconds"]);
         times_.cpu_seconds += rank["cpu_seconds"].get<double>();
       }
-      if (groups_.first()) make_visible(files);
+      if (leads_) make_visible(files);
     });
     agree();
     return path_;
@@ -225,7 +239,8 @@ class CheckpointWrite {
     }
     if (first.empty()) return;
     std::error_code ignored;
-    if (groups_.first()) std::filesystem::remove_all(temporary_, ignored);
+    if (leads_) std::filesystem::remove_all(temporary_, ignored);
+    if (contents_.own && visible_) std::filesystem::remove_all(path_, ignored);  // others have no part of it
     control.barrier();  // a rank that throws ends the others, even before they have removed it
     throw CheckpointError(first, status);
   }
@@ -233,7 +248,9 @@ class CheckpointWrite {
   void make_directory(const ModelState& state) {
     std::error_code error;
     if (contents_.part == Part::model) std::filesystem::remove_all(path_, error);  // left by an earlier attempt
-    detail::require_space(out_dir_, contents_.part == Part::all
+    if (contents_.own) std::filesystem::create_directories(out_dir_, error);       // somebody may have deleted it
+    detail::require_space(out_dir_, contents_.own ? contents_.own->bytes
+                                    : contents_.part == Part::all
                                         ? checkpoint_bytes(config_, precision_, state.zero_config())
                                         : weights_bytes(config_, dtype_));
     std::filesystem::remove_all(temporary_, error);
@@ -255,7 +272,7 @@ class CheckpointWrite {
       records_[name] = record;
     });
   }
-  // What rank 0 writes besides.
+  // What rank 0 writes besides, or the first rank of each process.
   void write_texts() {
     const auto write_text = [this](const std::string& name, const std::string& text) {
       write([this, name, text] { records_[name] = write_recorded_text(temporary_ + "/" + name, text).to_json(); });
@@ -287,7 +304,8 @@ class CheckpointWrite {
     else if (fault_.text.empty()) copies_->then([this, work] { writing_.attempt(work); });
   }
 
-  bool has_averages() const { return precision_.averages && contents_.part == Part::all; }
+  // Whether the averages are also a model of their own: not in a node's checkpoint, whose slices have them.
+  bool has_averages() const { return precision_.averages && contents_.part == Part::all && !contents_.own; }
 
   // One unit is gathered, and one tensor is in host memory, at a time. folder: of the checkpoint; empty or with a slash
   void capture_weights(const std::string& folder, ModelState& state, Stream& stream) {
@@ -340,12 +358,14 @@ class CheckpointWrite {
     end_file(file);
   }
 
-  // On rank 0. all: the records of all ranks
-  void make_visible(const nlohmann::ordered_json& all) const {
+  // On the rank that leads. all: the records of all ranks
+  void make_visible(const nlohmann::ordered_json& all) {
     CHECK(directory_ == identity_of(temporary_), "{} was moved, deleted or replaced while it was written", temporary_);
     const auto write_manifest = [this](const std::string& folder, const nlohmann::ordered_json& files) {
-      write_text_durably(temporary_ + "/" + folder + "manifest.json",
-                         nlohmann::ordered_json{{"format", 1}, {"step", step_}, {"files", files}}.dump(1) + "\n");
+      nlohmann::ordered_json manifest = {{"format", 1}, {"step", step_}};
+      if (contents_.own) manifest.update(contents_.own->facts);
+      manifest["files"] = files;
+      write_text_durably(temporary_ + "/" + folder + "manifest.json", manifest.dump(1) + "\n");
       fsync_directory(folder.empty() ? temporary_ : temporary_ + "/" + folder);
     };
     nlohmann::ordered_json averages;
@@ -357,6 +377,7 @@ class CheckpointWrite {
     std::error_code error;
     std::filesystem::rename(temporary_, path_, error);
     CHECK(!error, "cannot rename {} to {}: {}", temporary_, path_, error.message());
+    visible_ = true;
     try {
       fsync_directory(out_dir_);
     } catch (const Error&) {  // a crash could undo the rename, so undo it now
@@ -372,9 +393,11 @@ class CheckpointWrite {
   const DType dtype_;
   const CheckpointContents contents_;
   Groups& groups_;
+  const bool leads_;  // makes the directory
   const detail::WritePlan plan_;
   Stream* const copy_stream_;
-  FileIdentity directory_;  // temporary_, on rank 0
+  FileIdentity directory_;  // temporary_, on the rank that leads
+  bool visible_ = false;
   int64_t bytes_ = 0;
   double seconds_ = 0;  // that writing took, if training waited for it
   WriteTimes times_;

@@ -13,14 +13,15 @@
 
 namespace llmc {
 
-inline constexpr const char* saved_by_clock = "clock";  // in trainer.json, if saved for --checkpoint-minutes alone
+// In trainer.json, if saved for --checkpoint-minutes alone, or for --checkpoint-local alone.
+inline constexpr const char *saved_by_clock = "clock", *saved_locally = "local";
 
 class Retention {
  public:
   explicit Retention(std::string out_dir) : path_(std::move(out_dir)) {}
 
-  // Deletes all checkpoints except the newest `keep` (0: keeps all), the two newest saved by the clock alone, multiples
-  // of `keep_every`, the one that OUT/best links to, and the one to which a rollback would return.
+  // Deletes all checkpoints except the newest `keep` (0: keeps all), the two newest saved by the clock alone or
+  // locally, multiples of `keep_every`, the one that OUT/best links to, and the one to which a rollback would return.
   void prune(int64_t keep, int64_t keep_every, std::optional<int64_t> rollback_point) {
     constexpr size_t keep_by_clock = 2;
     std::error_code none;
@@ -49,12 +50,13 @@ class Retention {
   void forget() { by_clock_.clear(); }
 
  private:
-  // Whether trainer.json says that a checkpoint was saved for --checkpoint-minutes alone.
+  // Whether trainer.json says that a checkpoint was saved for --checkpoint-minutes or --checkpoint-local alone.
   bool saved_by_the_clock(int64_t step) {
     const auto [found, is_new] = by_clock_.try_emplace(step, false);
     if (is_new) try {
-        found->second = read_json(checkpoint_path(path_, step) + "/trainer.json").value("saved_by", nlohmann::json()) ==
-                        saved_by_clock;
+        const nlohmann::json by =
+            read_json(checkpoint_path(path_, step) + "/trainer.json").value("saved_by", nlohmann::json());
+        found->second = by == saved_by_clock || by == saved_locally;
       } catch (const std::exception&) {  // do not delete a damaged one early
       }
     return found->second;

@@ -68,6 +68,7 @@ class RunDirectory {
       if (path_exists(run_file())) {
         record_ = read_run_record(run_file());
         rollbacks_ = record_->rollbacks;
+        local_ = record_->local;
         require_parent(run_file(), record_->parent, o.branch_from, path_);  // before its options, which may differ
         require_same_options(run_file(), record_->options, o);
       }
@@ -123,12 +124,26 @@ class RunDirectory {
     traces_.keep();
     const bool ours = (resume || !rollbacks_.empty()) && has_steps();
     const MetricsKept kept = ours ? truncate_metrics(log, resume) : MetricsKept();
-    if (!ours) replace(metrics_file(), "");
+    if (!ours) replace(metrics_file(), ""), local_ = {};
+    local_.begin(resume && resume->begin == Begin::resume ? resume->step : 0, !o.checkpoint_local.empty());
     write_run_file(o);
     return kept;
   }
 
   const std::vector<Rollback>& rollbacks() const { return rollbacks_; }
+  const LocalHistory& local() const { return local_; }
+
+  // Makes a directory in which all files of a checkpoint lie one of this step, in the place of a damaged one.
+  void adopt(Log& log, int64_t step, const std::string& temporary, const std::string& manifest) const {
+    const std::string path = checkpoint_path(path_, step);
+    write_text_durably(temporary + "/manifest.json", manifest);
+    fsync_directory(temporary);
+    if (path_exists(path)) log.line("WARNING: " + set_aside(step, "damaged"));
+    std::error_code error;
+    std::filesystem::rename(temporary, path, error);
+    CHECK(!error, "cannot rename {} to {}: {}", temporary, path, error.message());
+    fsync_directory(path_);
+  }
 
   // The newest intact checkpoint up to `step` to which a rollback may return; none: there is none.
   std::optional<ResumePoint> rollback_point(Log& log, int64_t step) const {
@@ -208,7 +223,7 @@ class RunDirectory {
   std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
 
   void write_run_file(const Options& o) const {
-    replace(run_file(), run_record_text(o, parent_, rollbacks_));
+    replace(run_file(), run_record_text(o, parent_, rollbacks_, local_));
     claimed_ = std::make_unique<const File>(File::open_read(run_file()));
   }
 
@@ -316,6 +331,7 @@ class RunDirectory {
   std::optional<RunRecord> record_;  // run.json, if the run has completed a step
   nlohmann::json parent_;            // a branch's parent
   std::vector<Rollback> rollbacks_;  // of the run so far
+  LocalHistory local_;               // of the run, with this start once it has claimed the directory
   bool shuffled_before_ = true;
   DirectoryLock lock_;
   NewFiles traces_;                              // removed before the lock is released

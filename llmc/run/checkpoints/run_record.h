@@ -7,6 +7,7 @@
 
 #include "core/checksum.h"
 #include "core/log.h"
+#include "run/checkpoints/local_parts.h"
 #include "run/checkpoints/rollback.h"
 #include "run/options/parse.h"
 
@@ -135,13 +136,15 @@ inline void check_resumed_options(Log& log, const std::string& file, const nlohm
 struct RunRecord {
   nlohmann::json options, parent;  // parent: a branch's, see parent_of() in resume_point.h; otherwise null
   std::vector<Rollback> rollbacks = {};
+  LocalHistory local = {};
 };
 
 inline std::string run_record_text(const Options& o, const nlohmann::json& parent = {},
-                                   const std::vector<Rollback>& rollbacks = {}) {
+                                   const std::vector<Rollback>& rollbacks = {}, const LocalHistory& local = {}) {
   nlohmann::ordered_json record = {{"format", 2}, {"options", options_json(o)}};
   if (!parent.is_null()) record["parent"] = parent;
   if (!rollbacks.empty()) record["rollbacks"] = to_json_object(rollbacks);
+  if (!local.run.empty()) record["local"] = local.to_json();
   record["checksum"] = checksum(nlohmann::json(record).dump());
   return record.dump(1) + "\n";
 }
@@ -162,10 +165,12 @@ inline RunRecord parse_run_record(const std::string& text, const std::string& fi
           remedy);
   }
   for (const auto& [name, value] : record.items())
-    CHECK(name == "format" || name == "options" || ((name == "parent" || name == "rollbacks") && format == 2),
+    CHECK(name == "format" || name == "options" ||
+              ((name == "parent" || name == "rollbacks" || name == "local") && format == 2),
           "{}: {} is unknown; the file is damaged{}", file, shown(name), remedy);
   RunRecord run{record.value("options", nlohmann::json()), record.value("parent", nlohmann::json()),
-                rollbacks_from_json(record.value("rollbacks", nlohmann::json::array()), file)};
+                rollbacks_from_json(record.value("rollbacks", nlohmann::json::array()), file),
+                LocalHistory::from_json(member(record, "local"), file)};
   options_from_record(file, run.options);
   return run;
 }

@@ -102,6 +102,9 @@ struct Options {
   bool keep_best = false;
   OnFailure checkpoint_errors = OnFailure::retry;
   CheckpointMode checkpoint_mode = CheckpointMode::async;
+  std::string checkpoint_local;
+  int64_t checkpoint_local_every = 0, checkpoint_local_keep = 2;
+  OnOff checkpoint_local_copies = OnOff::on;
   int64_t check_replicas = 0;
   WeightType dtype = WeightType::fp32;
   Operands products = Operands::as_stored;

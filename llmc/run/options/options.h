@@ -265,6 +265,18 @@ void visit_options(O& o, Visitor&& visit) {
         "as "
         "a rank writes or, where there is less, training waits for the rest; the last checkpoint, and those before an "
         "early end, are waited for; sync: all are");
+  visit("--checkpoint-local", "", o.checkpoint_local, Limits{}, free,
+        "a directory on each node's own disk, or in /dev/shm, for checkpoints that are more frequent than those in "
+        "--out-dir: each process writes its own part; a start takes the newest checkpoint that is complete, from "
+        "wherever its parts are; it may have another name on every node");
+  visit("--checkpoint-local-every", "", o.checkpoint_local_every, at_least(0), free,
+        "updates between checkpoints in --checkpoint-local");
+  visit("--checkpoint-local-keep", "", o.checkpoint_local_keep, between(1, 1000), free,
+        "number of newest checkpoints to keep in --checkpoint-local");
+  visit(
+      "--checkpoint-local-copies", "", o.checkpoint_local_copies, any_of<OnOff>(), free,
+      "on: send what is saved in --checkpoint-local to another process, on another host if there is one, which keeps a "
+      "copy in its own --checkpoint-local, so that the loss of a node loses nothing");
   visit("--check-replicas", "", o.check_replicas, at_least(0), free,
         "updates between comparisons of what ranks hold copies of, weights and optimizer state, bit for bit, besides "
         "the one before each checkpoint; a difference ends the run with status 2; 0: no others");

@@ -321,6 +321,34 @@ inline void validate_spikes(const Options& o) {
         "with; leave out one of them");
 }
 
+inline void validate_local_checkpoints(const Options& o) {
+  const Options usual;
+  const bool local = !o.checkpoint_local.empty();
+  CHECK(local || o.checkpoint_local_every == 0,
+        "--checkpoint-local-every {}: where are these checkpoints saved? Give --checkpoint-local a directory on each "
+        "node's own disk, or leave out --checkpoint-local-every",
+        o.checkpoint_local_every);
+  CHECK(local || o.checkpoint_local_keep == usual.checkpoint_local_keep,
+        "--checkpoint-local-keep {} is for --checkpoint-local: add it, or leave out --checkpoint-local-keep",
+        o.checkpoint_local_keep);
+  CHECK(local || o.checkpoint_local_copies == OnOff::on,
+        "--checkpoint-local-copies off is for --checkpoint-local: add it, or leave out --checkpoint-local-copies");
+  if (!local) return;
+  CHECK(o.checkpoint_local_every > 0,
+        "--checkpoint-local {}: how often? Give --checkpoint-local-every, such as 50 updates",
+        shown(o.checkpoint_local));
+  CHECK(o.schedule != Schedule::pipedream,
+        "--checkpoint-local with --schedule pipedream: a checkpoint empties the pipeline, which changes what the run "
+        "learns; use --checkpoint-every alone");
+  std::error_code none;
+  const auto real = [&](const std::string& path) { return std::filesystem::weakly_canonical(path, none); };
+  const std::filesystem::path out = real(o.out_dir), dir = real(o.checkpoint_local);
+  CHECK(std::mismatch(out.begin(), out.end(), dir.begin(), dir.end()).first != out.end(),
+        "--checkpoint-local {} is in --out-dir {}, which all nodes share: name a directory on each node's own disk, or "
+        "in /dev/shm",
+        shown(o.checkpoint_local), shown(o.out_dir));
+}
+
 inline void validate_experts(const Options& o) {
   CHECK(!o.moe_capacity_factor || o.moe_dispatch == Dispatch::capacity,
         "--moe-capacity-factor {} with --moe-dispatch dropless, which has no capacity: use --moe-dispatch capacity, or "
@@ -405,7 +433,8 @@ inline void validate(const Options& o) {
   CHECK(!o.interactive, "--interactive is for --generate: add it, or leave out --interactive");
   CHECK(o.prompt != "-", "--prompt - stands for stdin, which --generate reads, not training: give a text");
   if (!o.verify_data)
-    validate_optimizer(o), validate_spikes(o), validate_experts(o), validate_length(o), validate_trace(o);
+    validate_optimizer(o), validate_spikes(o), validate_local_checkpoints(o), validate_experts(o), validate_length(o),
+        validate_trace(o);
   if (!o.verify_data && o.stages.empty()) validate_layout(o);  // that of each stage: recipe.h
   if (o.evaluate) return validate_evaluation(o);
   if (!o.print_samples.empty()) number_range("--print-samples", o.print_samples, "the number of a step");

@@ -19,7 +19,7 @@ inline constexpr int64_t least_copies = int64_t{1} << 20;
 // Does the run write checkpoints while it goes on? Only the last one, and those before an early end, are waited for.
 inline bool copies_checkpoints(const Options& o) {
   return o.checkpoint_mode == CheckpointMode::async &&
-         (o.checkpoint_every > 0 || o.minutes_between_checkpoints() > 0 || o.keep_best);
+         (o.checkpoint_every > 0 || o.minutes_between_checkpoints() > 0 || o.keep_best || !o.checkpoint_local.empty());
 }
 
 // Bytes of this host's memory that are free for one of its ranks, before it takes any.
