@@ -223,6 +223,13 @@ coord::Axis over_widths(const Options& o, const std::vector<int64_t>& widths,
       },
       seeds);
 }
+coord::Axis over_depths(const Options& o, const ScalingRules* rules = &scaling_rules) {
+  return coord::check_axis("depth", {4, 8, 16}, o, {DeviceKind::cpu, 2}, [&](int64_t depth) {
+    ModelConfig c = coord::model_of(o, 128, depth);
+    c.scaling = rules;
+    return c;
+  });
+}
 
 }  // namespace
 
@@ -238,4 +245,37 @@ TEST_CASE("the coordinate check passes with a parametrization that fits, and fai
   const coord::Axis bad = over_widths(o, {128, 256}, &scaling_rules, 1);
   INFO(coord::text_of({bad}));
   REQUIRE_FALSE(bad.good());
+}
+
+TEST_CASE("the coordinate check passes with every optimizer, and fails with any rule left out",
+          "[train][parametrization][long]") {
+  const std::vector<int64_t> widths = {128, 256, 512};
+  for (const auto& [optimizer, lr] :
+       {std::pair{Optimizer::adamw, 2e-3}, {Optimizer::lion, 4e-4}, {Optimizer::muon, 1e-2}}) {
+    const Options o = coord_options(optimizer, lr);
+    const coord::Axis width = over_widths(o, widths), depth = over_depths(o);
+    INFO(name_of(optimizer) << "\n" << coord::text_of({width, depth}));
+    REQUIRE((width.good() && depth.good()));
+  }
+  Options o = coord_options(Optimizer::adamw, 2e-3);
+  for (double ScalingRules::*rule :
+       {&ScalingRules::hidden_std, &ScalingRules::hidden_rate, &ScalingRules::output, &ScalingRules::query}) {
+    ScalingRules wrong;
+    wrong.*rule = 0;
+    const coord::Axis width = over_widths(o, widths, &wrong);
+    INFO(coord::text_of({width}));
+    REQUIRE_FALSE(width.good());
+  }
+  ScalingRules wrong;
+  wrong.branch = 0;
+  REQUIRE_FALSE(over_depths(o, &wrong).good());
+  o.adam_eps = 1e-2, o.lr = 5e-3;  // epsilon is larger than gradients
+  o.n_head.reset(), o.base_head_size.reset();
+  const coord::Axis width = over_widths(o, widths), depth = over_depths(o);
+  INFO(coord::text_of({width, depth}));
+  REQUIRE((width.good() && depth.good()));
+  wrong = {.gradient_width = 0};
+  REQUIRE_FALSE(over_widths(o, widths, &wrong).good());
+  wrong = {.gradient_depth = 0};
+  REQUIRE_FALSE(over_depths(o, &wrong).good());
 }
