@@ -203,6 +203,7 @@ TEST_CASE("a start takes the newest checkpoint that is complete on the nodes' di
       std::vector<std::string> names;
       for (const LocalName& name : local_names(ours)) names.push_back(name.text());
       fs::remove_all(ours);
+      fs::create_directories(ours);
       for (const LocalName& name : local_names(theirs))
         fs::copy(theirs + "/" + name.text(), ours + "/" + LocalName{name.step, start, name.process}.text(),
                  fs::copy_options::recursive);
