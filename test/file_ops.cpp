@@ -6,6 +6,7 @@
 //   FILE_OPS_LOG=f     logs each operation to file f, with the bytes of writes: test_durable.cpp replays them
 //   FILE_OPS_SLEEP=s   the first operation takes s seconds
 //   FILE_OPS_FULL=t    writes to files with t in their path fail as on a full disk; FILE_OPS_FULL_WRITES=n: the first n
+//   FILE_OPS_HANG=t    writes to files with t in their path never end
 //   FILE_OPS_FAIL=n    operation n fails, with the number FILE_OPS_ERRNO (default: EIO); FILE_OPS_FAIL_ALL=1: and all
 //                      that come later
 //   FILE_OPS_CLOCK=s   each look at the clock on the wall jumps by up to s seconds, forwards or backwards
@@ -135,6 +136,13 @@ int close(int fd) {
   return good ? status : -1;
 }
 ssize_t write(int fd, const void* bytes, size_t n) {
+  if (const char* stuck = getenv("FILE_OPS_HANG")) {
+    std::unique_lock lock(mutex);
+    const auto file = files().find(fd);
+    const bool hangs = file != files().end() && file->second.find(stuck) != std::string::npos;
+    lock.unlock();
+    while (hangs) pause();
+  }
   {
     std::lock_guard lock(mutex);
     const auto file = files().find(fd);

@@ -18,7 +18,7 @@ class Watchdog;
 struct LocalRanks {
   int first = 0, count = 0;      // count 0: all ranks are here
   Links* links = nullptr;        // to ranks of other processes
-  Watchdog* watchdog = nullptr;  // for ranks of several processes
+  Watchdog* watchdog = nullptr;  // of several ranks
 
   bool here(int rank) const { return count == 0 || (rank >= first && rank < first + count); }
 };

@@ -14,10 +14,16 @@
 
 namespace llmc {
 
-// This process and the others of its job. A process that is alone meets nobody.
+// This process and the others of its job. A process that is alone meets nobody, but its ranks watch each other.
 class Processes {
  public:
   Processes() = default;
+  Processes(int local_ranks, const Timeouts& timeouts) : timeouts_(timeouts) {
+    greeting_.local_ranks = local_ranks;
+    if (local_ranks == 1) return;
+    control_ = std::make_unique<ControlPlane>(greeting_, Rendezvous());
+    watchdog_ = std::make_unique<Watchdog>(*control_, timeouts_);
+  }
   // Meets the others; blocks until all are there and agree, or throws on all of them. mpi: tensors go over MPI if it
   // has started the processes, otherwise over TCP.
   Processes(const Launched& launch, Greeting greeting, Rendezvous at, bool mpi, double comm_timeout)
@@ -55,12 +61,12 @@ class Processes {
   Processes(const Processes&) = delete;
   Processes& operator=(const Processes&) = delete;
 
-  bool alone() const { return control_ == nullptr; }
+  bool alone() const { return greeting_.processes == 1; }
   int process() const { return alone() ? 0 : control_->process(); }
   int count() const { return alone() ? 1 : control_->processes(); }
-  ControlPlane* control() const { return control_.get(); }  // none: alone
+  ControlPlane* control() const { return control_.get(); }  // alone: of no use
   LocalRanks local_ranks() const {
-    if (alone()) return {};
+    if (alone()) return {.watchdog = watchdog_.get()};
     return {.first = process() * greeting_.local_ranks,
             .count = greeting_.local_ranks,
             .links = &links(),

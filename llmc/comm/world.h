@@ -30,7 +30,7 @@ class World {
   explicit World(Mesh mesh, Backend backend = Backend::threads, const Hooks& hooks = no_hooks, LocalRanks local = {})
       : mesh_(std::move(mesh)), backend_(backend), hooks_(hooks), local_(local) {
     if (backend == Backend::nccl) prepare_nccl();
-    if (local_.count == 0) local_ = {.first = 0, .count = mesh_.size()};
+    if (local_.count == 0) local_.count = mesh_.size();
     local_.count = std::min(local_.count, mesh_.size() - local_.first);
     CHECK(local_.count == mesh_.size() || local_.links != nullptr);
     if (local_.watchdog == nullptr) return;

@@ -83,7 +83,9 @@ inline void take_place(Options& o) {
 // Meets the other processes of the job, and completes this process's place.
 inline std::unique_ptr<Processes> meet(Options& o) {
   Place& place = o.place;
-  if (place.processes == 1 || !needs_ranks(o)) return std::make_unique<Processes>();
+  if (place.processes == 1 || !needs_ranks(o))
+    return std::make_unique<Processes>(needs_ranks(o) ? static_cast<int>(place.local_ranks) : 1,
+                                       Timeouts{o.init_timeout, o.comm_timeout});
   const Launched launch = detail::launch_of(o);
   const std::string me = formatted("rank {} on {}: ", place.first_rank(), host_name());
   Rendezvous at;

@@ -181,7 +181,7 @@ void run_ranks(World& world, F&& rank_main) {
     } catch (const SharedError&) {
       throw;
     } catch (const std::exception& error) {  // in the words common to all processes
-      const Fault fault = watchdog != nullptr ? watchdog->fault() : Fault();
+      const Fault fault = watchdog != nullptr && !watchdog->alone() ? watchdog->fault() : Fault();
       if (!fault.known()) throw;
       throw Error(fault.why, fault.status);
     }

@@ -65,7 +65,7 @@ struct TrainingRank {
   std::string unreadable;  // why this rank cannot read a sample that is needed; empty: it can
 
   const Options& options() const { return job.options; }
-  Watchdog* watchdog() const { return local.watchdog; }  // with several processes; else null
+  Watchdog* watchdog() const { return local.watchdog; }  // of several ranks; else null
   Comm& control() const { return run.groups[GroupName::control]; }
 
   // The next poll tells all ranks that this one cannot read its samples, and what needs them.

@@ -28,6 +28,19 @@ TEST_CASE("a clock that jumps by days changes nothing", "[faults][checkpoint]") 
   }
 }
 
+TEST_CASE("a rank that hangs among threads of one process is named, and the process ends", "[faults][failures]") {
+  const TempDir dir(in_memory());
+  const FaultRun run{"two threads",
+                     "--max-steps 4 --checkpoint-every 2 --local-ranks 2 --checkpoint-mode sync --comm-timeout 0.5"};
+  const Ended ended = run.start(dir / "run", shim(dir, "FILE_OPS_HANG=model-00002"));
+  INFO(ended.said);
+  REQUIRE(ended.all(3));
+  REQUIRE(ended.said.find("train_gpt: rank 1 on ") != std::string::npos);
+  REQUIRE(ended.said.find("has not arrived at ") != std::string::npos);
+  REQUIRE(ended.said.find("; it is writing a checkpoint") != std::string::npos);
+  REQUIRE(run.start(dir / "run", "").good());
+}
+
 TEST_CASE("a rank that is stopped for less than the timeout, again and again, is waited for", "[faults][failures]") {
   const FaultRun run{"two processes", "--max-steps 200 --checkpoint-every 50 --zero-stage 2 --comm-timeout 5", 2};
   const TempDir dir(in_memory());

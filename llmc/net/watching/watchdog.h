@@ -69,7 +69,11 @@ class Watchdog {
     control_.report_failure({failure(control_.name_of_rank(rank), error), status});
   }
 
-  // A line about a rank that is much slower than the others, now and then; known to process 0.
+  // Its ranks are all there are.
+  bool alone() const { return control_.processes() == 1; }
+
+  // A line about a rank that is much slower than the others, now and then; known to process 0. Ranks of one process
+  // share its processors.
   std::optional<std::string> notice() {
     std::lock_guard lock(mutex_);
     if (!notice_ || !next_notice_.passed()) return std::nullopt;
@@ -129,7 +133,7 @@ class Watchdog {
     const NameOfRank name = [this](int rank) { return control_.name_of_rank(rank); };
     if (control_.process() == 1 && seen_[0].silent < 8 * period_) return;  // process 0 judges
     if (const auto line = Judge(seen_, timeouts_, name).verdict()) return control_.end_job(*line);
-    const auto slow = straggler(seen_, name);
+    const auto slow = alone() ? std::nullopt : straggler(seen_, name);
     std::lock_guard lock(mutex_);
     notice_ = slow;
   }
