@@ -30,6 +30,7 @@
 #include "run/ranks.h"
 #include "run/recipe/print_stages.h"
 #include "run/recorded_choices.h"
+#include "run/reports/device_check.h"
 #include "run/reports/next_steps.h"
 #include "run/reports/report.h"
 #include "run/spikes.h"
@@ -472,6 +473,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
     if (!resume && !job->rollbacks.empty()) job.emplace(job_from_beginning(*job));
   });
   require_same_everywhere(processes, *job, resume);
+  if (o.check_devices) check_devices(processes, job->device, o.place, job->step.precision.weights, log);
   if (!o.trace.empty())
     together(processes, "trace", [&] {
       traced_step(o.trace_step, resume ? resume->step : 0, job->last_step());

@@ -29,9 +29,9 @@ class Milestones {
 
   // Is anything due after this step?
   bool after(int64_t step) const {
-    return due(step, o_.check_replicas) || due(step, validation_ ? o_.val_every : 0) || due(step, o_.sample_every) ||
-           due(step, o_.checkpoint_every) || step == r_.job.last_step() || r_.checkpoints.retries_at(step) ||
-           r_.checkpoints.local_due(step);
+    return due(step, o_.check_replicas) || due(step, o_.verify_updates) || due(step, validation_ ? o_.val_every : 0) ||
+           due(step, o_.sample_every) || due(step, o_.checkpoint_every) || step == r_.job.last_step() ||
+           r_.checkpoints.retries_at(step) || r_.checkpoints.local_due(step);
   }
   // Does what is due after the last update.
   void reach() {
@@ -39,6 +39,7 @@ class Milestones {
     if (validation_ && due(progress.done, o_.val_every) && !progress.validated)
       r_.report.timed(Task::validation, [&] { validate(); });
     if (progress.done == 0) return;
+    if (due(progress.done, o_.verify_updates)) r_.checkpoints.verify_update(progress.done, r_.run);
     if (progress.done > r_.first && due(progress.done, o_.sample_every))
       r_.report.timed(Task::sample, [&] { sample(); });
     const bool best = o_.keep_best && progress.best_step == progress.done, last = progress.done == r_.job.last_step();

@@ -9,6 +9,7 @@
 #include "core/environment.h"
 #include "core/log.h"
 #include "data/verify_data.h"
+#include "run/checkpoints/run_record.h"
 #include "run/length.h"
 #include "run/options/parse.h"
 #include "run/plan/examples.h"
@@ -293,13 +294,35 @@ inline void run_print_stages(const Options& o) {
   std::printf("%s\n", (o.json ? stages_json(course) : stages_text(course)).c_str());
 }
 
-// --print-samples: from the beginning of a run.
+namespace detail {
+
+// The rollbacks of the run in --out-dir, if it has these options; none: there is no such run.
+inline std::vector<Rollback> recorded_rollbacks(const Options& o) {
+  const std::string file = o.out_dir + "/run.json";
+  if (!path_exists(file)) return {};
+  const RunRecord record = read_run_record(file);
+  if (record.rollbacks.empty()) return {};
+  const std::string changes = option_changes(file, record.options, o).refused;
+  if (!changes.empty()) {
+    print_error(
+        formatted("notice: {} records rollbacks of a run with other options, which are not taken into account:{}", file,
+                  changes));
+    return {};
+  }
+  print_error(
+      formatted("notice: without the samples that the {} rollback(s) in {} leave out", record.rollbacks.size(), file));
+  return record.rollbacks;
+}
+
+}  // namespace detail
+
+// --print-samples: from the beginning of a run, or of the one in --out-dir.
 inline void run_print_samples(const Options& o) {
   const Recipe recipe = read_recipe(o);
   Sources sources(recipe.sources, recipe.longest());
   pack(sources, o, [](const std::string&) {});
   const std::vector<std::vector<Reseed>> seeds(sources.size(), {{0, 0, static_cast<uint64_t>(o.seed)}});
-  const Course course(recipe, epoch_tokens_of(sources));
+  const Course course(recipe, epoch_tokens_of(sources), {}, skips_of(detail::recorded_rollbacks(o)));
   const NumberRange steps = number_range("--print-samples", o.print_samples, "the number of a step");
   const int64_t first = static_cast<int64_t>(steps.first),
                 last = static_cast<int64_t>(steps.last.value_or(steps.first));
@@ -313,8 +336,9 @@ inline void run_print_samples(const Options& o) {
                                    {"seq_len", stretch.seq_len},
                                    {"tokens_per_step", stretch.tokens_per_step},
                                    {"lr", stretch.learning_rate(step)}};
+    const int64_t before = stretch.samples_after(step) - stretch.samples - stretch.samples_per_step;
     for (int64_t i = 0; i < stretch.samples_per_step; ++i) {
-      const DataLoader::Sample s = loader.sample((step - 1 - stretch.first_step) * stretch.samples_per_step + i);
+      const DataLoader::Sample s = loader.sample(before + i);
       json["samples"].push_back(nlohmann::ordered_json::array({sources[s.source].name, s.index, s.begin, s.targets}));
     }
     std::printf("%s\n", json.dump().c_str());

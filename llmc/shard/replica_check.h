@@ -87,11 +87,12 @@ inline HeldCopy held_copy(const StateEntry& e, const std::string& unit, Stream& 
   return held;
 }
 
+// only: this unit alone; none: all
 inline std::vector<HeldCopies> copies_held(const ModelState& state, const std::vector<SharedByAll>& shared,
-                                           Stream& stream) {
+                                           Stream& stream, std::optional<size_t> only) {
   std::vector<HeldCopies> held;
   for (size_t u = 0; u < state.size(); ++u) {
-    if (!state.has(u)) continue;
+    if (!state.has(u) || (only && u != *only)) continue;
     StateTable table;
     state.unit(u).append_to(table);
     std::map<std::tuple<StateKind, size_t, int>, HeldCopies> of_unit;
@@ -139,12 +140,13 @@ inline std::string describe_copies(const std::vector<std::pair<std::string, uint
 }  // namespace detail
 
 // How copies of the model's state differ, in words; none: they are equal. Called by all ranks, between two steps; all
-// get the same answer. me: this rank and where it runs.
+// get the same answer. me: this rank and where it runs. only: this unit alone; none: all
 inline std::optional<std::string> diverged_copies(const ModelState& state, const std::string& me, Stream& stream,
-                                                  const std::vector<SharedByAll>& shared = {}) {
+                                                  const std::vector<SharedByAll>& shared = {},
+                                                  std::optional<size_t> only = {}) {
   if (state.groups().ranks() == 1) return std::nullopt;
   Comm& control = state.groups()[GroupName::control];
-  const std::vector<detail::HeldCopies> held = detail::copies_held(state, shared, stream);
+  const std::vector<detail::HeldCopies> held = detail::copies_held(state, shared, stream, only);
   std::vector<uint64_t> hashes;
   for (const detail::HeldCopies& copies : held) hashes.insert(hashes.end(), {copies.where(), copies.contents()});
   std::map<uint64_t, uint64_t> first;

@@ -137,15 +137,24 @@ TEST_CASE("a bit that flips in a weight of one of two ranks ends the run at the 
   REQUIRE(run.log().find("the last good one is " + checkpoint_path(out, last)) != std::string::npos);
 }
 
-TEST_CASE("--check-replicas finds a flipped bit between checkpoints", "[run][replicas]") {
+TEST_CASE("--check-replicas finds a flipped bit between checkpoints, and so does --verify-updates, a unit at a time",
+          "[run][replicas]") {
   const TempDir dir;
   run_well(constant(dir / "one", "1"));
-  const std::string out = dir / "run";
-  Running run(constant(out, "1000000 --check-replicas 40"), dir / "log");
-  for (int i = 0; i < 600 && !std::filesystem::exists(out + "/metrics.jsonl") && !run.ended(); ++i) sleep_ms(50);
-  flip_until_it_ends(run, out, weights_in(checkpoint_path(dir / "one", 1)));
-  REQUIRE(steps_done(out) % 40 == 0);
-  REQUIRE(run.log().find(formatted("the replicas have diverged by step {}: wte.weight", steps_done(out))) !=
-          std::string::npos);
-  REQUIRE(run.log().find("there is none to go back to") != std::string::npos);
+  for (const std::string option : {"--check-replicas 40", "--verify-updates 20"}) {
+    const std::string out = dir / option.substr(2, 6);
+    Running run(constant(out, "1000000 " + option), dir / "log");
+    for (int i = 0; i < 600 && !std::filesystem::exists(out + "/metrics.jsonl") && !run.ended(); ++i) sleep_ms(50);
+    flip_until_it_ends(run, out, weights_in(checkpoint_path(dir / "one", 1)));
+    const size_t steps = steps_done(out);
+    if (option.starts_with("--check")) REQUIRE(steps % 40 == 0);
+    else REQUIRE(steps % 60 == 0);  // three units: the embedding, a block, the head
+    REQUIRE(run.log().find(formatted("the replicas have diverged by step {}: wte.weight", steps)) != std::string::npos);
+    REQUIRE(run.log().find("there is none to go back to") != std::string::npos);
+  }
+  const std::string why = "every update is made by one rank alone, and nobody can compare it: use --dp-replicate 2";
+  refused(tiny(dir / "no", "--verify-updates 5"), why);
+  refused(tiny(dir / "no", "--verify-updates 5 --local-ranks 2 --zero-stage 1"), why);
+  refused(tiny(dir / "no", "--verify-updates 5 --local-ranks 2 --optimizer muon"),
+          "--verify-updates 5 with --optimizer muon: one rank makes the update");
 }

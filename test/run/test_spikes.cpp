@@ -115,6 +115,13 @@ TEST_CASE("after a rollback a run is bit for bit one whose data never had the sa
     REQUIRE(trainer["data_cursor"] == 8 * 160);
     REQUIRE(trainer["tokens"] == 264 * 150);
   }
+  // --print-samples knows what the run in --out-dir has left out; another run has left out nothing.
+  const auto first_of_step_131 = [&](const std::string& out, const std::string& more) -> int64_t {
+    return json::parse(said(data.run("bad", out, data.rollback + "--print-samples 131 " + more)))["samples"][0][1];
+  };
+  REQUIRE(first_of_step_131("rolled0", "") == 8 * 130 + 80);
+  REQUIRE(first_of_step_131("elsewhere", "") == 8 * 130);
+  REQUIRE(first_of_step_131("rolled0", "--lr 1e-3") == 8 * 130);
 }
 
 TEST_CASE("processes that roll back together do what threads do", "[run][spikes]") {

@@ -98,6 +98,14 @@ class CheckpointSaver {
     report_.timed(Task::checkpoint, [&] { require_equal_copies(run, o_.place, step, last_); });
   }
 
+  // The same of one unit alone, another one each time: all ranks that hold its copies have made its update.
+  void verify_update(int64_t step, Run& run) const {
+    const auto units = static_cast<int64_t>(run.trainer.state().size());
+    report_.timed(Task::checkpoint, [&] {
+      require_equal_copies(run, o_.place, step, last_, static_cast<size_t>(step / o_.verify_updates % units));
+    });
+  }
+
   // Saves the checkpoint of step progress.done, unless it exists already. With --checkpoint-mode async it is written
   // while training goes on, unless `wait`; the next save, or a settle(), makes it visible. If it cannot be written, for
   // example on a full disk, training may go on and the save is retried after 1, 2, 4 ... more updates. If the run ends

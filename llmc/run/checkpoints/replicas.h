@@ -1,5 +1,6 @@
 // replicas.h: ends a run whose replicas have diverged, because nobody knows what it trains.
 #pragma once
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,14 +12,16 @@
 namespace llmc {
 
 // Ends the run on all ranks if their copies of the model's state differ; called by all, between two updates. last: the
-// last checkpoint; empty: none.
-inline void require_equal_copies(Run& run, const Place& place, int64_t step, const std::string& last) {
+// last checkpoint; empty: none. only: of this unit alone; none: of all
+inline void require_equal_copies(Run& run, const Place& place, int64_t step, const std::string& last,
+                                 std::optional<size_t> only = {}) {
   const std::string process = place.processes > 1 ? formatted(" of process {}", place.process) : "",
                     me = formatted("rank {}{} on {}", run.groups.rank(), process, host_name());
   std::vector<SharedByAll> shared;
   const std::vector<float> biases = run.trainer.expert_biases();
-  if (!biases.empty()) shared.push_back({"the biases of the experts", biases});
-  const std::optional<std::string> differ = diverged_copies(run.trainer.state(), me, run.trainer.stream(), shared);
+  if (!biases.empty() && !only) shared.push_back({"the biases of the experts", biases});
+  const std::optional<std::string> differ =
+      diverged_copies(run.trainer.state(), me, run.trainer.stream(), shared, only);
   if (!differ) return;
   throw SharedError(
       formatted(

@@ -105,7 +105,8 @@ struct Options {
   std::string checkpoint_local;
   int64_t checkpoint_local_every = 0, checkpoint_local_keep = 2;
   OnOff checkpoint_local_copies = OnOff::on;
-  int64_t check_replicas = 0;
+  int64_t check_replicas = 0, verify_updates = 0;
+  bool check_devices = false;
   WeightType dtype = WeightType::fp32;
   Operands products = Operands::as_stored;
   RecomputeChoice recompute = {};

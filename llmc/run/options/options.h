@@ -280,6 +280,14 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--check-replicas", "", o.check_replicas, at_least(0), free,
         "updates between comparisons of what ranks hold copies of, weights and optimizer state, bit for bit, besides "
         "the one before each checkpoint; a difference ends the run with status 2; 0: no others");
+  visit(
+      "--verify-updates", "", o.verify_updates, at_least(0), free,
+      "updates between comparisons of one unit (a block, say), another one each time, between the ranks that have all "
+      "made its update: as --check-replicas, at a fraction of its cost; 0: none");
+  visit(
+      "--check-devices", "", o.check_devices, Limits{}, free,
+      "before the first step, time a product and a copy on every rank's device, for some milliseconds, and name ranks "
+      "that are much slower than the others");
   visit("Numerics and memory");
   visit("--dtype", "", o.dtype, any_of<WeightType>(), must_match,
         "type of weights and activations; gradients and optimizer state are fp32");
@@ -482,7 +490,8 @@ void visit_options(O& o, Visitor&& visit) {
   visit(
       "--print-samples", "", o.print_samples, Limits{}, free,
       "instead of training, print the samples of steps N-M, a line of JSON for each step: source, sample in its files, "
-      "first token in that sample, number of targets; the samples of a run do not depend on its layout");
+      "first token in that sample, number of targets; the samples of a run do not depend on its layout. If --out-dir "
+      "holds this run, those that its rollbacks leave out are left out here, too");
   visit("--micro-batches", "", o.micro_batches, between(1, 1 << 20), free,
         "with --print-schedule, the micro-batches of a step; default: twice --pp");
   visit("--json", "", o.json, Limits{}, free,

@@ -187,6 +187,13 @@ inline void validate_layout(const Options& o) {
         values, together, o.ranks, group);
   CHECK(readers % o.dp_replicate == 0, "--dp-replicate {} does not divide the {} {}", o.dp_replicate, readers,
         together == 1 ? "ranks" : "data-parallel ranks, each of which is a group of " + group);
+  CHECK(o.verify_updates == 0 || o.dp_replicate > 1 || (o.zero_stage == 0 && o.ranks > o.tp * o.pp),
+        "--verify-updates {}: with --zero-stage {} and one replica, every update is made by one rank alone, and nobody "
+        "can compare it: use --dp-replicate 2, or leave it out",
+        o.verify_updates, o.zero_stage);
+  CHECK(o.verify_updates == 0 || (o.optimizer != Optimizer::muon && o.dp_sync == DpSync::all_reduce),
+        "--verify-updates {} with {}: one rank makes the update, and sends it to the others: use --check-replicas",
+        o.verify_updates, o.optimizer == Optimizer::muon ? "--optimizer muon" : formatted("--dp-sync {}", o.dp_sync));
   CHECK(o.cp == 1 || o.seq_len % (2 * o.cp) == 0,
         "--cp {} cuts sequences into {} equal slices, and {} does not divide --seq-len {}: use {}, or another --cp",
         o.cp, 2 * o.cp, 2 * o.cp, o.seq_len, multiples_beside(o.seq_len, 2 * o.cp));
