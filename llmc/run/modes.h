@@ -9,6 +9,7 @@
 #include "core/environment.h"
 #include "core/log.h"
 #include "data/verify_data.h"
+#include "run/checkpoints/recipe_record.h"
 #include "run/checkpoints/run_record.h"
 #include "run/length.h"
 #include "run/options/parse.h"
@@ -322,7 +323,8 @@ inline void run_print_samples(const Options& o) {
   Sources sources(recipe.sources, recipe.longest());
   pack(sources, o, [](const std::string&) {});
   const std::vector<std::vector<Reseed>> seeds(sources.size(), {{0, 0, static_cast<uint64_t>(o.seed)}});
-  const Course course(recipe, epoch_tokens_of(sources), {}, skips_of(detail::recorded_rollbacks(o)));
+  const Course course(recipe, epoch_tokens_of(sources), {},
+                      skips_of(detail::recorded_rollbacks(o), recipe_checksum(recipe)));
   const NumberRange steps = number_range("--print-samples", o.print_samples, "the number of a step");
   const int64_t first = static_cast<int64_t>(steps.first),
                 last = static_cast<int64_t>(steps.last.value_or(steps.first));
