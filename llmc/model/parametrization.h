@@ -2,8 +2,8 @@
 // for a small model, the base, stays best for a larger one.
 //
 //   standard    They do not: GPT-2's initial weights, one learning rate.
-//   mup         They follow the width: the maximal update parametrization (Yang et al. 2022, arXiv 2203.03466, Table
-//   8). completep   And the depth (Dey et al. 2025, arXiv 2505.01618, Table 1 with alpha = 1).
+//   mup         They follow the width: maximal update parametrization (Yang et al. 2022, arXiv 2203.03466, table 8).
+//   completep   And the depth (Dey et al. 2025, arXiv 2505.01618, table 1 with alpha = 1).
 //
 // Both papers multiply logits, attention scores and what a block adds to the residual stream by a constant. Here the
 // constant is folded into the weights from the beginning: a weight a w with gradient g / a follows AdamW as w does, if
