@@ -114,7 +114,7 @@ Ladder classifier_ladder(int64_t N, int64_t V) {
                        {"llmc/ops/cuda/cross_entropy.cuh: the row is kept in shared memory: the logits are read once",
                         [=] {
                           cross_entropy<bf16>(p->losses, p->gradients, p->wanted, N, V, V_padded, gradient_scale,
-                                              Gradient::yes, nullptr);
+                                              Gradient::yes, {}, nullptr);
                         }}},
           .prepare =
               [=] {

@@ -91,7 +91,7 @@ inline nlohmann::ordered_json trainer_of_average(const std::vector<Averaged>& mo
     CHECK(average.is_null() || its.size() == biases.size(), "--average: {} has {} biases of experts and {} has {}",
           models[0].directory, biases.size(), m.directory, its.size());
     if (average.is_null()) biases.resize(its.size());
-    else if (average["seq_len"] != member(trainer, "seq_len")) return nullptr;
+    else if (average["seq_len"].dump() != member(trainer, "seq_len").dump()) return nullptr;
     for (size_t i = 0; i < its.size(); ++i) biases[i] += its[i] / static_cast<double>(models.size());
     for (const char* field : {"step", "tokens_per_step", "seq_len"}) average[field] = member(trainer, field);
     average["average_of"].push_back(m.directory);
