@@ -30,6 +30,9 @@ class ModelState : public Units {
       unit(u).follow_average(control, options, compute);
     });
   }
+  void update(Tensor control, const OptimizerOptions& options, Stream& compute) {
+    update(control, options, compute, [](size_t) {});
+  }
   void begin_averages(Stream& stream) const {
     for_each([&](size_t u) { unit(u).begin_average(stream); });
   }

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(256) small_state_kernel(SmallUpdate u, Step st
   float weights[of_thread] = {}, slots[2][of_thread] = {}, gradient[of_thread] = {};
   if (active) {
     load_masters(weights, u, at);
-    for (size_t s = 0; s < Step::slots; ++s) load_slot(slots[s], u.slots[s], at);
+    for (size_t s = 0; s != Step::slots; ++s) load_slot(slots[s], u.slots[s], at);
     load_state<float>(gradient, u.gradient, at);
   }
 #pragma unroll
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(256) small_state_kernel(SmallUpdate u, Step st
   if (active) store_masters(u, at, weights);
   if constexpr (Step::slots > 0) {
     const auto random = u.words.words(static_cast<uint64_t>((u.first + at) / 4));
-    for (size_t s = 0; s < Step::slots; ++s) store_slot(u.slots[s], at, active, slots[s], random, s == 0 ? 16 : 0);
+    for (size_t s = 0; s != Step::slots; ++s) store_slot(u.slots[s], at, active, slots[s], random, s == 0 ? 16 : 0);
   }
 }
 
