@@ -15,7 +15,10 @@ inline constexpr int of_thread = 4, block_lanes = state_block / of_thread;  // e
 template <class T>
 __device__ void load_state(float (&out)[of_thread], const void* from, int64_t at, float scale = 1) {
   const auto pack = Packed<T, of_thread>::load(static_cast<const T*>(from) + at);
-  for (int i = 0; i < of_thread; ++i) out[i] = static_cast<float>(pack.elements[i]) * scale;
+  for (int i = 0; i < of_thread; ++i) {
+    if constexpr (sizeof(T) == 1) out[i] = static_cast<float>(pack.elements[i]) * scale;
+    else out[i] = pack[i] * scale;
+  }
 }
 __device__ inline void load_slot(float (&out)[of_thread], const StateArray& slot, int64_t at) {
   switch (slot.dtype) {
