@@ -169,6 +169,7 @@ inline selftest::Outcome given_step(const StepConfig& step, const Hooks& hooks =
         state.update(s.control,
                      {.lr = 0.01f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 0.1f, .step = 1},
                      h.stream);
+        state.weights.settle(h.stream);
         h.synchronize();
 
         const std::lock_guard lock(mutex);
