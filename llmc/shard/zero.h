@@ -40,6 +40,7 @@ class ModelState : public Units {
   void exchange_averages(Stream& compute) {
     weights.settle(compute);
     change_weights(compute, [&](size_t u) { unit(u).exchange_average(compute); });
+    weights.settle(compute);
   }
 
  private:

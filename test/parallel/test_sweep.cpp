@@ -27,6 +27,7 @@ bool exclude_each_other(const std::string& a, const std::string& b) {
       {{"sequences sliced"}, {"cp ring", "cp all-gather", "cp ulysses", "aux loss on", "dispatch by capacity"}},
       {{"pp one"}, {"layers listed"}},
       {{"qk clip on"}, {"schedule pipedream", "family qwen3", "family qwen3_moe", "family olmoe"}},
+      {{"averages on"}, {"dtype bf16 without masters"}},
       {{"replicas several"}, {"dp one"}},
       {{"tp one"}, {"overlap on"}},
       {{"family mixtral", "family qwen2_moe", "family qwen3_moe", "family olmoe"},
