@@ -47,7 +47,6 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   add_losses(d, f, N, stream);
   combine_scalars(d, d, d, N, 1, N, N, 1, 1, stream);
   update_weights(Optimizer::adamw, x, f, f, f, f, d, N, {}, stream);
-  update_small_state(Optimizer::adamw, {}, {}, stream);
   average_weights(f, f, d, N, 1, stream);
   exchange(f, f, N, stream);
   clip_control(d, d, N, d, {}, stream);
