@@ -4,9 +4,10 @@
 // The simplest model of concurrency: every stream has engines of its own, so that ops and transfers of different
 // streams do not slow each other down. But where links are shared, collectives of side streams go one after another
 // through the tier that bounds them; where streams share processors, whatever they do goes one after another; and NCCL
-// begins transfers in the order in which the host enqueues them, whatever their streams. The
-// host enqueues in no time; and the ranks of a group run in step, so that a
-// transfer begins as soon as this rank arrives, and takes as long as this rank's own bytes.
+// begins collectives in the order in which the host enqueues them, whatever their streams (a message between two ranks
+// begins at once and waits for the other rank, which delays nobody). The host enqueues in no time; and the ranks of a
+// group run in step, so that a transfer begins as soon as this rank arrives, and takes as long as this rank's own
+// bytes.
 #pragma once
 #include <map>
 #include <memory>
@@ -25,7 +26,7 @@ struct InUse {
 struct LinkTimes {
   std::map<size_t, InUse> tiers;
   InUse processors;
-  bool in_order = false;  // does a transfer begin only when those enqueued before it have begun?
+  bool in_order = false;  // does a collective begin only when those enqueued before it have begun?
   InUse last;             // until the last of them begins
 };
 
@@ -41,7 +42,7 @@ class PaperClock {
   // Runs an op that takes this long.
   void run(const OpCost& cost, double seconds) {
     if (!machine_) return;
-    const bool ordered = cost.messages > 0 && links_ && links_->in_order;
+    const bool ordered = links_ && links_->in_order && cost.messages > 0 && cost.pattern != Pattern::neighbours;
     if (ordered) wait(links_->last.until, links_->last.group);
     InUse* const shared = seconds > 0 ? shared_by(cost) : nullptr;
     if (shared != nullptr) wait(shared->until, cost.messages > 0 ? cost.group : shared->group);
