@@ -41,7 +41,7 @@ class GradientReducer {
   // Before the first micro-batch of a step. square_sums (units) fp64, or none: where finish() has put those of the
   // gradients that this rank counts in its shard of each unit
   void begin(Stream& compute, const Tensor& square_sums = {}) {
-    waiting_.reset();
+    waiting_.clear();
     square_sums_ = square_sums;
     summed_.clear();
     if (!squares_.empty()) llmc::zero(squares_, compute);
@@ -79,14 +79,61 @@ class GradientReducer {
     const bool alone = units_.zero_config(units_.sharing_of(u)).ranks() == 1 && unit.partial_sums().empty();
     if (!by_micro_batch() && (!last_micro_batch || alone)) return;
     if (!squares_.empty()) add_squares(0, unit.own_gradients(), compute);
-    enqueue_waiting();
-    waiting_ = {u, last_micro_batch, unit.gradients(), compute.record()};
-    if (u > 0 || last_micro_batch) enqueue_waiting();
+    if (!last_micro_batch || !delays_other_stages()) enqueue_waiting();
+    waiting_.push_back({u, last_micro_batch, unit.gradients(), compute.record()});
+    if (last_micro_batch ? !delays_other_stages() : u > 0) enqueue_waiting();
   }
   // After the forward of a block has been enqueued.
   void enqueue_waiting() {
-    if (!waiting_) return;
-    const auto [u, last_micro_batch, all, computed] = *std::exchange(waiting_, std::nullopt);
+    for (const Waiting& w : std::exchange(waiting_, {})) enqueue(w);
+  }
+  // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets the sum of the
+  // gradients of both.
+  void finish(Stream& compute) {
+    enqueue_waiting();
+    CHECK(sums_to_write_.empty(), "the gradients of {} units were not reduced", sums_to_write_.size());
+    Groups& groups = units_.groups();
+    if (units_.shares_embedding()) {
+      groups.reduce_stream().wait(compute.record());
+      groups[GroupName::tied_gradients].all_reduce(units_.front().reduced_gradients(), groups.reduce_stream());
+    }
+    compute.wait(groups.reduce_stream().record());
+    for (size_t u = 0; u < units_.size() && !square_sums_.empty(); ++u)
+      if (!summed_.contains(u)) square_sum_of(u, place_of_sum(u), compute);
+    if (!squares_.empty() && groups.me.replica == 0)
+      units_.for_each([&](size_t u) { add_squares(1, units_.unit(u).counted_partial_sums(), compute); });
+  }
+
+  // out (1) fp64 = the square sum of the gradients that this rank counts in its shard of a unit, or, on a parameter
+  // server, in shard `k`.
+  void square_sum_of(size_t u, const Tensor& out, Stream& compute, std::optional<int> k = std::nullopt) const {
+    const int shard = k.value_or(units_.sharers(u).shard);
+    const std::vector<Tensor> counted = units_.has(u) ? units_.unit(u).counted_gradients(shard) : std::vector<Tensor>();
+    if (counted.empty()) llmc::zero(out, compute);
+    for (size_t i = 0; i < counted.size(); ++i)
+      square_sum(out, counted[i], compute, i == 0 ? Accumulate::no : Accumulate::yes);
+  }
+
+ private:
+  using Buffer = UnitBuffers::Buffer;
+  const ZeroConfig& zero() const { return units_.zero_config(); }
+  bool by_micro_batch() const { return zero().grad_reduce == GradReduce::micro; }
+  // With NCCL, a collective of the compute stream (of --tp) waits until reductions enqueued before it have begun; and
+  // for the last backward of a stage wait all stages before it. So there reductions come after it.
+  bool delays_other_stages() const {
+    const Layout& layout = units_.groups().layout;
+    return !by_micro_batch() && layout.pipeline.stages > 1 && layout.tensor.ranks > 1;
+  }
+
+  // A reduction that is not enqueued yet.
+  struct Waiting {
+    size_t unit;
+    bool last_micro_batch;
+    Tensor gradients;
+    Event computed;
+  };
+  void enqueue(const Waiting& waiting) {
+    const auto& [u, last_micro_batch, all, computed] = waiting;
     const UnitState& unit = units_.unit(u);
     Groups& groups = units_.groups();
     Stream& stream = groups.reduce_stream();
@@ -117,36 +164,6 @@ class GradientReducer {
     }
     if (last_micro_batch) sum_squares(u, stream);
   }
-  // After the last micro-batch: the compute stream waits for the sums. A tied table on two stages gets the sum of the
-  // gradients of both.
-  void finish(Stream& compute) {
-    CHECK(sums_to_write_.empty(), "the gradients of {} units were not reduced", sums_to_write_.size());
-    Groups& groups = units_.groups();
-    if (units_.shares_embedding()) {
-      groups.reduce_stream().wait(compute.record());
-      groups[GroupName::tied_gradients].all_reduce(units_.front().reduced_gradients(), groups.reduce_stream());
-    }
-    compute.wait(groups.reduce_stream().record());
-    for (size_t u = 0; u < units_.size() && !square_sums_.empty(); ++u)
-      if (!summed_.contains(u)) square_sum_of(u, place_of_sum(u), compute);
-    if (!squares_.empty() && groups.me.replica == 0)
-      units_.for_each([&](size_t u) { add_squares(1, units_.unit(u).counted_partial_sums(), compute); });
-  }
-
-  // out (1) fp64 = the square sum of the gradients that this rank counts in its shard of a unit, or, on a parameter
-  // server, in shard `k`.
-  void square_sum_of(size_t u, const Tensor& out, Stream& compute, std::optional<int> k = std::nullopt) const {
-    const int shard = k.value_or(units_.sharers(u).shard);
-    const std::vector<Tensor> counted = units_.has(u) ? units_.unit(u).counted_gradients(shard) : std::vector<Tensor>();
-    if (counted.empty()) llmc::zero(out, compute);
-    for (size_t i = 0; i < counted.size(); ++i)
-      square_sum(out, counted[i], compute, i == 0 ? Accumulate::no : Accumulate::yes);
-  }
-
- private:
-  using Buffer = UnitBuffers::Buffer;
-  const ZeroConfig& zero() const { return units_.zero_config(); }
-  bool by_micro_batch() const { return zero().grad_reduce == GradReduce::micro; }
 
   // The collectives of data-parallel ranks, in the dtype in which gradients travel.
   void reduce_scatter(const Tensor& all, Comm& group, Stream& stream) const {
@@ -197,18 +214,10 @@ class GradientReducer {
     return found;
   }
 
-  // A reduction that is not enqueued yet.
-  struct Waiting {
-    size_t unit;
-    bool last_micro_batch;
-    Tensor gradients;
-    Event computed;
-  };
-
   Units& units_;
   UnitBuffers buffers_;
   NarrowSums narrow_;  // with a wire narrower than the state
-  std::optional<Waiting> waiting_;
+  std::vector<Waiting> waiting_;
   Tensor square_sums_;
   std::set<size_t> summed_;                          // units whose square sums are there, or on their way
   Tensor squares_;                                   // none: they are not wanted
