@@ -434,33 +434,31 @@ class UnitState {
       row_moments_ = arena.alloc(llmc::row_moment.label, spec_.name.c_str(), dtype, {all});
   }
 
-  // The slots of elements of the unit that are in one run of a rule.
+  // Calls f(slots, where the elements `r` of the unit begin in them) if these are in one run of a rule.
+  template <class F>
+  void with_slots(Optimizer rule, const Range& r, F&& f) const {
+    for (const Slots& s : slots_) {
+      int64_t begin = 0;  // of the run in the slots
+      for (const Range& run : s.runs) {
+        if (s.rule == rule && overlap(run, r).size == r.size) f(s, begin + r.begin - run.begin);
+        begin += run.size;
+      }
+    }
+  }
   SlotTensors slots_of(Optimizer rule, const Range& r) const {
     SlotTensors slots;
-    for (const Slots& s : slots_) {
-      int64_t begin = 0;  // of the run in the slots
-      for (const Range& run : s.runs) {
-        if (s.rule == rule && overlap(run, r).size == r.size)
-          for (size_t i = 0; i < rule_of(rule).slots.size(); ++i)
-            slots[i] = part(s.tensors[i], {run.begin - begin, 0}, r);
-        begin += run.size;
-      }
-    }
+    with_slots(rule, r, [&](const Slots& s, int64_t at) {
+      for (size_t i = 0; i < rule_of(rule).slots.size(); ++i) slots[i] = s.tensors[i].slice(at, {r.size});
+    });
     return slots;
   }
-  // The scales of whole blocks of the unit that are in one run of a rule.
+  // Of whole blocks.
   SlotTensors scales_of(Optimizer rule, const Range& r) const {
     SlotTensors scales;
-    for (const Slots& s : slots_) {
-      int64_t begin = 0;  // of the run in the slots
-      for (const Range& run : s.runs) {
-        if (s.rule == rule && overlap(run, r).size == r.size)
-          for (size_t i = 0; i < scales.size(); ++i)
-            if (!s.scales[i].empty())
-              scales[i] = s.scales[i].slice((r.begin - run.begin + begin) / state_block, {r.size / state_block});
-        begin += run.size;
-      }
-    }
+    with_slots(rule, r, [&](const Slots& s, int64_t at) {
+      for (size_t i = 0; i < scales.size(); ++i)
+        if (!s.scales[i].empty()) scales[i] = s.scales[i].slice(at / state_block, {r.size / state_block});
+    });
     return scales;
   }
   // Ranks that have copies of a parameter must scale them alike: none of its blocks has another parameter's elements.

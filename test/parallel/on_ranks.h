@@ -1,4 +1,4 @@
-// on_ranks.h: a function on every rank of a layout, as threads; shared by the tests of layouts.
+// on_ranks.h: a function on every rank of a layout, as threads, and memory of its plan; shared by the tests of layouts.
 #pragma once
 #include "run/ranks.h"
 
@@ -13,4 +13,12 @@ void on_ranks(const llmc::StepConfig& step, F&& f) {
     init_weights(run.trainer.state(), 42, run.stream);
     f(run);
   });
+}
+
+// The bytes that a plan counts under this label.
+inline int64_t planned_bytes(const llmc::Plan& plan, const std::string& label) {
+  int64_t bytes = 0;
+  for (const llmc::MemoryLine& line : plan.memory)
+    if (line.label == label) bytes += line.bytes;
+  return bytes;
 }

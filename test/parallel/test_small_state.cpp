@@ -30,13 +30,6 @@ void require_same(const Outcome& found, const Outcome& expected) {
   REQUIRE(found.optimizer_state == expected.optimizer_state);
 }
 
-int64_t planned(const Plan& plan, const std::string& label) {
-  int64_t bytes = 0;
-  for (const MemoryLine& line : plan.memory)
-    if (line.label == label) bytes += line.bytes;
-  return bytes;
-}
-
 }  // namespace
 
 TEST_CASE("masters in halves are fp32 masters, bit for bit", "[parallel][optimizer]") {
@@ -89,7 +82,7 @@ TEST_CASE("copies of weights stay equal with moments in few bits, or the layout 
 TEST_CASE("plans count state in few bits", "[plan][optimizer]") {
   const StepConfig step = selftest::step_config(selftest::awkward_model("gpt2"), DType::bf16, 1, zero_of(1, 2));
   const auto bytes = [](const StepConfig& s, const char* label) {
-    return planned(make_plan(s, {DeviceKind::cpu, 1}, 0, Passes::step), label);
+    return planned_bytes(make_plan(s, {DeviceKind::cpu, 1}, 0, Passes::step), label);
   };
   const StepConfig small = split(with_moments(step, DType::bf16, DType::e5m3));
   const auto expected = [&](int64_t of_element, int64_t of_block) {  // a shard of each unit, by allocations

@@ -26,13 +26,6 @@ ZeroConfig zero_of(int stage, int shards) {
   return zero;
 }
 
-int64_t planned(const Plan& plan, const std::string& label) {
-  int64_t bytes = 0;
-  for (const MemoryLine& line : plan.memory)
-    if (line.label == label) bytes += line.bytes;
-  return bytes;
-}
-
 }  // namespace
 
 TEST_CASE("recomputing segments changes no bits, in every schedule and layout", "[pp][recompute]") {
@@ -88,9 +81,9 @@ TEST_CASE("a stage keeps the input of every segment, and the outputs within one 
       const Plan blocks = make_plan(recomputed(step, {Recompute::block, 1}), {DeviceKind::cpu, 1}, 0, Passes::step),
                  plan = make_plan(recomputed(step, {Recompute::block, N}), {DeviceKind::cpu, 1}, 0, Passes::step);
       INFO(name_of(schedule) << ", segments of " << N);
-      REQUIRE(planned(blocks, "activations") - planned(plan, "activations") ==
+      REQUIRE(planned_bytes(blocks, "activations") - planned_bytes(plan, "activations") ==
               passes * (n - ceil_div(n, N)) * arena.used());
-      REQUIRE(planned(plan, "recomputed") - planned(blocks, "recomputed") == (N - 1) * arena.used());
+      REQUIRE(planned_bytes(plan, "recomputed") - planned_bytes(blocks, "recomputed") == (N - 1) * arena.used());
     }
 }
 
