@@ -66,7 +66,8 @@ TEST_CASE("a shard whose tokens change while a run reads it ends the run, which 
   const TempDir dir(in_memory());
   const std::string shard = dir / "train.bin", good = read_whole(tiny_data);
   std::string changed = good;
-  for (size_t at = 1024; at < changed.size(); at += 2) changed[at] = static_cast<char>((changed[at] + 1) % 200);
+  for (size_t at = 1024; at < changed.size(); at += 2)  // tokens of the vocabulary of 211
+    changed[at] = static_cast<char>((static_cast<unsigned char>(changed[at]) + 1) % 200);
   const auto arguments = [&](const std::string& out) {
     std::string words = tiny(dir / out, "--max-steps 600 --checkpoint-every 100");
     return words.replace(words.find(tiny_data), tiny_data.size(), shard);
