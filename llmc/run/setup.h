@@ -80,6 +80,12 @@ inline ModelConfig choose_model(const Options& o) {
   ModelConfig model = resolve_model(o.model, {o.n_layer, o.n_head, o.n_kv_head, o.n_embd, o.n_ffn, o.vocab_size});
   if (o.parametrization != Parametrization::standard && o.base_width)
     model.base = {*o.base_width, o.base_depth.value_or(model.n_layer), o.base_head_size.value_or(model.head_size)};
+  if (o.init_std) {
+    CHECK(o.from_scratch || model_preset(o.model),
+          "--init-std {} with --model {}, whose weights are read: add --from-scratch, or leave it out", *o.init_std,
+          o.model);
+    model.init_std = static_cast<float>(*o.init_std);
+  }
   if (!o.rope_theta && !o.rope_factor) return model;
   CHECK(model.family.positions == Positions::rotary,
         "{} is for rotary positions, and --model {} learns its positions: leave it out",

@@ -5,6 +5,7 @@
 
 #include "catch2.h"
 #include "run/coord_check.h"
+#include "run/known_state.h"
 #include "tiny_run.h"
 
 using namespace llmc;
@@ -192,6 +193,24 @@ TEST_CASE("with completep, layouts are the run of one rank; runs resume; saved m
     const double saved = nlohmann::json::parse(evaluated)["loss"].get<double>();
     REQUIRE(std::abs(saved / validations(dir / "one").at(6) - 1) < 1e-6);
   }
+}
+
+TEST_CASE("initial weights have the standard deviation asked for", "[train][parametrization]") {
+  const TempDir dir;
+  const auto deviation = [&](const std::string& out, const std::string& more) {
+    run_well(tiny(dir / out, "--max-steps 1 --lr 1e-12 --weight-decay 0 " + more));
+    const std::string bytes = weights_of(dir / out + "/step-000001").at("transformer.wte.weight");
+    std::vector<float> weights(bytes.size() / sizeof(float));
+    std::memcpy(weights.data(), bytes.data(), bytes.size());
+    double squares = 0;
+    for (const float w : weights) squares += static_cast<double>(w) * w;
+    return std::pair{std::sqrt(squares / static_cast<double>(weights.size())), weights.size()};
+  };
+  for (const auto& [options, expected] : {std::pair{"", 0.02}, {"--init-std 0.1", 0.1}}) {
+    const auto [found, count] = deviation(formatted("std-{}", expected), options);
+    REQUIRE(std::abs(found / expected - 1) < 5 / std::sqrt(2.0 * static_cast<double>(count)));  // five standard errors
+  }
+  refused(tiny(dir / "x", "--init-std 0.1 --model " + dir / "std-0.1/step-000001"), "add --from-scratch");
 }
 
 TEST_CASE("bases that cannot be used are refused", "[train][parametrization]") {

@@ -163,6 +163,7 @@ inline const std::vector<ForeignTrainer>& foreign_trainers() {
         {"--ffn-hidden-size", "--n-ffn", ""},
         {"--num-attention-heads", "--n-head", ""},
         {"--num-query-groups", "--n-kv-head", ""},
+        {"--init-method-std", "--init-std", ""},
         {"--train-iters", "--max-steps", ""},
         {"--train-samples", "--tokens", "sequences x --seq-len"},
         {"--min-lr", "--final-lr-frac", as_fraction},

@@ -52,7 +52,7 @@ inline const std::vector<OptionKind>& option_kinds() {
       {OptionKind::update, {
         "--optimizer", "--lr", "--weight-decay", "--weight-decay-tokens", "--decay-embeddings", "--beta1", "--beta2", "--adam-eps", "--embed-lr",
         "--head-lr", "--scalar-lr", "--muon-ns", "--muon-scale", "--muon-heads", "--muon-rows", "--muon-products",
-        "--muon-momentum", "--cautious-decay", "--z-loss", "--qk-clip", "--parametrization", "--base-width", "--base-depth", "--base-head-size"}},
+        "--muon-momentum", "--cautious-decay", "--z-loss", "--qk-clip", "--parametrization", "--base-width", "--base-depth", "--base-head-size", "--init-std"}},
       {OptionKind::train_data, {"--train-data", "--data"}},
       {OptionKind::val_data, {"--val-data", "--val"}},
       {OptionKind::data, {"--data-format"}},

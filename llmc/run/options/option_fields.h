@@ -37,7 +37,7 @@ struct Options {
   std::string model = "d12";
   bool from_scratch = false;
   std::optional<int64_t> n_layer, n_head, n_kv_head, n_embd, n_ffn, vocab_size;
-  std::optional<double> rope_theta, rope_factor;  // none: the model's
+  std::optional<double> init_std, rope_theta, rope_factor;  // none: the model's
 
   int64_t batch_size = 4, seq_len = 1024;
   std::optional<int64_t> total_batch_size;

@@ -76,6 +76,10 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--vocab-size", "", o.vocab_size, between(1, largest_size), must_match,
         "vocabulary size, 257 for byte tokens; default: the model's; of a preset with a --tokenizer, its number of "
         "tokens");
+  visit("--init-std", "", o.init_std, between(1e-6, 1), must_match,
+        "standard deviation of a new model's weights; of those into the residual stream, this over the root of twice "
+        "the layers; with --parametrization, of the base. A narrow model learns faster from about 1 / sqrt(--n-embd); "
+        "default: the model's, 0.02");
   visit("--rope-theta", "", o.rope_theta, above_zero(), recipe,
         "base of the rotary positions' wavelengths; default: the model's");
   visit("--rope-factor", "", o.rope_factor, between(1, 1e6), recipe,

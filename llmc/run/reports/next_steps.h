@@ -82,6 +82,7 @@ inline void report_next_steps(Log& log, const Options& o, const std::string& che
   more.model = checkpoint;  // the checkpoint knows its own shape
   more.from_scratch = false;
   more.n_layer = more.n_head = more.n_kv_head = more.n_embd = more.n_ffn = more.vocab_size = std::nullopt;
+  more.init_std = std::nullopt;
   more.seed = o.seed < std::numeric_limits<int64_t>::max() ? o.seed + 1 : 0;  // the same seed draws the same samples
   more.out_dir = detail::free_directory(detail::without_continued(out), "-continued");
   made.generate = true;
