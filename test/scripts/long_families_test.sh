@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Random models of every family train as with PyTorch's AdamW, and transformers loads the results: see
-# check_families.py. Needs a Python with torch and transformers. SEED=N repeats a run; otherwise the seed is random.
+# check_families.py. With Muon, random layouts do: see check_muon_layouts.py. Needs a Python with torch and transformers. SEED=N repeats a run; otherwise the seed is random.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if ! python=$(scripts/find_python.sh torch transformers safetensors); then
@@ -24,4 +24,6 @@ done
 for wrong in '--weight-decay 0' '--beta2 0.951' '--final-lr-frac 0.101' '--grad-clip 0'; do
   if check --seed 1 --family gpt2 --trainer-options "$wrong" >/dev/null 2>&1; then fail "$wrong was not noticed"; fi
 done
+layouts=(test/scripts/python/check_muon_layouts.py --count 40 --seed "${SEED:-$RANDOM}")
+"$python" "${layouts[@]}" || fail "layouts with Muon differ from PyTorch: ${layouts[*]} repeats it"
 echo "long_families_test: ok"
