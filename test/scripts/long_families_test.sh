@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Random models of every family train as with PyTorch's AdamW, and transformers loads the results: see
-# check_families.py. With Muon, random layouts do: see check_muon_layouts.py. Needs a Python with torch and transformers. SEED=N repeats a run; otherwise the seed is random.
+# check_families.py. With Muon, random layouts do: see check_muon_layouts.py. Needs a Python with torch and
+# transformers. SEED=N repeats a run; otherwise the seed is random.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if ! python=$(scripts/find_python.sh torch transformers safetensors); then
