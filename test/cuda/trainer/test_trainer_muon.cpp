@@ -18,8 +18,9 @@ StepConfig step_with_muon(const char* family, DType dtype, const Layout& layout 
 }  // namespace
 
 TEST_CASE("Muon on a GPU matches the CPU", "[cuda][trainer][muon]") {
-  const selftest::Outcome fp32 = selftest::run_layout(step_with_muon("olmoe", DType::fp32));
-  require_close(selftest::run_layout(step_with_muon("olmoe", DType::fp32), gpu), fp32);
+  StepConfig step = step_with_muon("olmoe", DType::fp32);
+  step.model.n_layer = 1;
+  require_close(selftest::run_layout(step, gpu), selftest::run_layout(step));
 }
 
 TEST_CASE("Muon on a GPU in bf16 is as good as on the CPU", "[cuda][trainer][muon]") {
