@@ -318,9 +318,10 @@ build/mpi/exchanges: test/mpi/exchanges.cpp build/test.flags build/cpu/all
 
 # ---- CUDA kernels on a CPU: test/cuda_on_cpu/README.md ---------------------------------------------------------------
 
-# Compiled with the C++ compiler, twice: with AddressSanitizer, which also runs all orders of threads, and with
-# ThreadSanitizer. Without OpenMP, whose threads are not under test; only its library is linked, because the CPU's ops
-# ask it for thread numbers. The emulator itself at -O2: it is small, and runs for minutes.
+# Compiled with the C++ compiler: with AddressSanitizer, which also runs all orders of threads, and with ThreadSanitizer;
+# `make test` has the tests of the trainer without either, which takes half the time to compile and a third to run.
+# Without OpenMP, whose threads are not under test; only its library is linked, because the CPU's ops ask it for thread
+# numbers. The emulator itself at -O2: it is small, and runs for minutes.
 LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cuda/attention.cu
 # Excluded: the test of a library for GPUs.
 CUDNN_TEST := test/cuda/test_attention_cudnn.cpp
@@ -406,7 +407,8 @@ build/fuzz.flags: FORCE
 # all wait for it, since one that needs it takes longest.
 CALLERS := $(patsubst test/%/,%,$(sort $(dir $(shell grep -lE 'run_program|\./train_gpt' test/*/*.cpp test/*/*.h))))
 RUN_THE_TRAINER := trainer $(strip $(foreach name,$(filter-out trainer,$(TEST_NAMES)),$(if $(filter $(CALLERS),$(name)),$(name))))
-LONGEST_TESTS := $(if $(LONG),test/trainer tsan/trainer) asan/trainer asan/kernels
+EMULATED_TRAINER := $(if $(LONG),asan,emulated)/trainer
+LONGEST_TESTS := $(if $(LONG),test/trainer tsan/trainer) $(EMULATED_TRAINER) asan/kernels
 ALL_TEST_PROGRAMS := $(LONGEST_TESTS) $(filter-out $(LONGEST_TESTS), \
                      $(patsubst %,test/%,$(filter-out $(RUN_THE_TRAINER),$(TEST_NAMES)) $(RUN_THE_TRAINER)) \
                      asan/emulator asan/fuzz $(if $(LONG),$(CUDA_TESTS:%=tsan/%)))
@@ -420,7 +422,7 @@ TEST_RUNS := $(patsubst %,run/%,$(firstword $(TEST_PROGRAMS)) $(if $(FAULTS),,sm
 # Files that several of them need are built before the first one begins; the trainer, which takes longer to compile than
 # all of those, before the programs that run it.
 SHARED_BY_TESTS := build/pch/pch.h.gch build/test/main.o build/file_ops.so build/net_ops.so build/nvml_stand_in.so \
-                   $(if $(FAULTS),,$(patsubst %.cpp,build/asan/%.o,$(STAND_INS) $(PORTABLE_OPS))) \
+                   $(if $(FAULTS),,$(foreach kind,asan $(if $(LONG),,emulated),$(patsubst %.cpp,build/$(kind)/%.o,$(STAND_INS) $(PORTABLE_OPS)))) \
                    $(if $(LONG),$(patsubst %.cpp,build/tsan/%.o,$(STAND_INS) $(PORTABLE_OPS))) build/cpu/all
 .PHONY: $(TEST_RUNS)
 $(TEST_RUNS): $(SHARED_BY_TESTS)
