@@ -195,7 +195,7 @@ class Groups {
   static Streams make_streams(const Layout& layout, const Device& device) {
     Streams streams;
     const auto make = [&](Lane lane, bool needed) {
-      const int64_t bytes = layout.ranks() > 1 ? scratch_bytes : 0;
+      const int64_t bytes = layout.ranks() > 1 || layout.zero.offload.any() ? scratch_bytes : 0;
       if (needed) streams[static_cast<size_t>(lane)] = std::make_unique<OwnStream>(device, bytes);
     };
     make(Lane::reduce, true);
@@ -203,6 +203,8 @@ class Groups {
     make(Lane::exchange, layout.tensor.overlap);
     make(Lane::context, layout.context.ranks > 1);
     make(Lane::expert, layout.expert.ranks > 1);
+    make(Lane::to_device, layout.zero.offload.any());
+    make(Lane::to_host, layout.zero.offload.any());
     return streams;
   }
   static std::vector<std::unique_ptr<Comm>> join_all(std::span<const GroupRow> table, const Layout& layout, int rank,

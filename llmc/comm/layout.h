@@ -9,6 +9,7 @@
 #include "comm/server.h"
 #include "comm/tensor_parallel.h"
 #include "core/enum_names.h"
+#include "core/offload.h"
 #include "ops/optimizers.h"
 #include "schedule/pipeline.h"
 
@@ -34,12 +35,14 @@ struct ZeroConfig {
   Optimizer optimizer = Optimizer::adamw;  // whose slots are sharded like the master weights
   Muon muon = {};                          // with Optimizer::muon
   DpSync sync = DpSync::all_reduce;        // servers need stage 0 and one replica
+  Offload offload = {};
 
-  // Also sets grad_reduce to the default of the stage: micro where gradients are sharded, because it saves their
-  // memory.
+  // Also sets grad_reduce to the default of the stage: micro where gradients are sharded or in host memory, because it
+  // saves their memory.
   void set_stage(int new_stage) {
     stage = new_stage;
-    if (reduce_by_stage) grad_reduce = stage >= 2 ? GradReduce::micro : GradReduce::step;
+    if (reduce_by_stage)
+      grad_reduce = stage >= 2 || offload.has(Offloaded::gradients) ? GradReduce::micro : GradReduce::step;
   }
   int ranks() const { return shards * replicas; }
   // Which ranks update a unit, and so hold its master weights and slots.

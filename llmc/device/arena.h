@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,12 +21,19 @@ struct MemoryLine {
   int64_t bytes = 0;
 };
 
+// Whose memory an arena takes: the device's, or its host's, which a GPU reads and writes over the bus. For a CPU both
+// are the same memory.
+enum class MemoryOf : uint8_t { device, host };
+
 class Arena {
  public:
   static constexpr int64_t alignment = 256;
 
   // capacity: in bytes. The null device has no memory and no limit; it only counts.
-  Arena(Device device, int64_t capacity = 0) : device_(device) { reserve(capacity); }
+  Arena(Device device, int64_t capacity = 0, MemoryOf whose = MemoryOf::device) : device_(device), whose_(whose) {
+    if (whose == MemoryOf::host) base_ = nowhere(41);
+    reserve(capacity);
+  }
   // Takes the memory, once, before the first tensor: for an arena made before others, such as NCCL, take theirs.
   void reserve(int64_t capacity) {
     CHECK(capacity_ == 0, "an arena takes its memory once");
@@ -33,6 +41,12 @@ class Arena {
     const int64_t wanted = round_up(capacity, alignment);
     if (wanted == 0) return;
 #ifdef TRAIN_GPT_CUDA
+    if (device_.kind == DeviceKind::cuda && whose_ == MemoryOf::host) {
+      pinned_.emplace(static_cast<size_t>(wanted));
+      base_ = pinned_->data();
+      capacity_ = wanted;
+      return;
+    }
     if (device_.kind == DeviceKind::cuda) {
       base_ = cuda::allocate(device_.gpu, static_cast<size_t>(wanted));
       capacity_ = wanted;
@@ -67,7 +81,7 @@ class Arena {
   ~Arena() {
     if (device_.kind == DeviceKind::null || capacity_ == 0) return;
 #ifdef TRAIN_GPT_CUDA
-    if (device_.kind == DeviceKind::cuda) cuda::release(base_);
+    if (device_.kind == DeviceKind::cuda && whose_ == MemoryOf::device) cuda::release(base_);
 #endif
     if (device_.kind == DeviceKind::cpu) munmap(base_, static_cast<size_t>(capacity_));
   }
@@ -112,7 +126,8 @@ class Arena {
   void poison_free() {
     if (capacity_ == 0 || device_.kind == DeviceKind::null) return;
 #ifdef TRAIN_GPT_CUDA
-    if (device_.kind == DeviceKind::cuda) return cuda::fill_now(base_ + used_, 0xff, capacity_ - used_);
+    if (device_.kind == DeviceKind::cuda && whose_ == MemoryOf::device)
+      return cuda::fill_now(base_ + used_, 0xff, capacity_ - used_);
 #endif
     std::fill(base_ + used_, base_ + capacity_, std::byte{0xff});
   }
@@ -141,12 +156,17 @@ class Arena {
   }
 
   Device device_;
+  MemoryOf whose_;
   int64_t capacity_ = 0, used_ = 0, high_water_ = 0;
-  std::byte* base_ = reinterpret_cast<std::byte*>(uintptr_t{1} << 40);  // null device: never dereferenced
+  static std::byte* nowhere(int bit) { return reinterpret_cast<std::byte*>(uintptr_t{1} << bit); }
+  std::byte* base_ = nowhere(40);  // null device: never dereferenced
   std::vector<std::pair<const char*, int64_t>> stack_;
   std::vector<MemoryLine> live_, table_at_high_water_;
   std::vector<const char*> labels_;  // of the lines that are live
   bool rising_ = false;              // the lines that are live are those of the high-water mark
+#ifdef TRAIN_GPT_CUDA
+  std::optional<cuda::PinnedMemory> pinned_;
+#endif
 };
 
 }  // namespace llmc

@@ -49,7 +49,7 @@ class PaperClock {
     if (ordered) links_->last = {now_, cost.group};
     now_ += seconds;
     if (shared != nullptr) *shared = {now_, cost.messages > 0 ? cost.group : nullptr};
-    if (cost.messages > 0) {
+    if (cost.messages > 0 || cost.host.both() > 0) {
       last_transfer_ = cost.group;
       expose(seconds, cost.group);
     }

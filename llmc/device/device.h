@@ -234,6 +234,8 @@ class Stream {
 
   // On the null device: when all enqueued work would be done.
   double seconds() const { return clock_.now(); }
+  // Bytes copied on it between the memories of the device and of its host.
+  const HostBytes& host_bytes() const { return host_bytes_; }
   // The part of it that this stream spends waiting for others or transferring: it is exposed, because no work of this
   // stream hides it. The stream works the rest of the time.
   double exposed_seconds() const { return clock_.exposed(); }
@@ -323,6 +325,8 @@ class Stream {
     if (noted_ != nullptr) noted_->ops.push_back({cost, seconds}), noted_->is_only_ops &= cost.group == nullptr;
     const double before = this->seconds();
     clock_.run(cost, seconds);
+    host_bytes_.to_device += cost.host.to_device;
+    host_bytes_.to_host += cost.host.to_host;
     const double begin = this->seconds() - seconds;
     if (books_.are_open()) books_.book(cost, seconds);
     if (trace_ == nullptr) return;
@@ -407,6 +411,7 @@ class Stream {
   Device device_;
   Arena& scratch_;
   PaperClock clock_;
+  HostBytes host_bytes_;  // on the null device
   OpBooks books_;
   StreamTrace* trace_ = nullptr;
   Inspector inspector_;

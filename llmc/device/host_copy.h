@@ -31,7 +31,7 @@ class HostView {
     if (stream.device().kind == DeviceKind::cuda) {
       stream.synchronize();  // a peer's error ends this wait, but not that of the pageable copy
       copy_ = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
-      CUDA_CHECK(cudaMemcpyAsync(copy_.get(), t.bytes, detail::bytes_of(t), cudaMemcpyDeviceToHost, stream.cuda()));
+      CUDA_CHECK(cudaMemcpyAsync(copy_.get(), t.bytes, detail::bytes_of(t), cudaMemcpyDefault, stream.cuda()));
       tensor_ = detail::at_host(t, copy_.get());
     }
 #endif
@@ -110,7 +110,7 @@ void write_on_host(const Tensor& t, Stream& stream, F&& f) {
   if (stream.device().kind == DeviceKind::cuda) {
     const auto host = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
     f(detail::at_host(t, host.get()));
-    CUDA_CHECK(cudaMemcpyAsync(t.bytes, host.get(), detail::bytes_of(t), cudaMemcpyHostToDevice, stream.cuda()));
+    CUDA_CHECK(cudaMemcpyAsync(t.bytes, host.get(), detail::bytes_of(t), cudaMemcpyDefault, stream.cuda()));
     return stream.synchronize();
   }
 #endif

@@ -39,6 +39,12 @@ struct LinkPath {
   size_t tier;  // the slowest
 };
 
+// Bytes copied between the memory of a device and that of its host.
+struct HostBytes {
+  double to_device = 0, to_host = 0;
+  double both() const { return to_device + to_host; }
+};
+
 // The cost of an op, computed from its shapes alone; the null device adds these up.
 struct OpCost {
   const char* name;
@@ -54,6 +60,7 @@ struct OpCost {
   const char* group = nullptr;                // its name
   const std::vector<int>* members = nullptr;  // the ranks among which it moves data, ascending; none: neighbours
   const LinkPath* path = nullptr;             // among them, if it was found before
+  HostBytes host = {};                        // of a copy between the host's memory and the device
 };
 
 // What an op was measured to take: seconds of a call, for each byte and for each flop.
@@ -80,7 +87,8 @@ struct Machine {
   std::vector<LinkTier> links = {LinkTier{}};  // by growing number of ranks; the last one joins all
   // Does a ring go through the cards of all its members in a server at once, as NCCL's do, or through one?
   bool rails = true;
-  bool share_links = false;  // do collectives of different streams wait for each other?
+  double host_bytes_per_s = 0;  // between a GPU and its host's memory, in each of two directions; 0: memory is one
+  bool share_links = false;     // do collectives of different streams wait for each other?
   // Do the streams of a rank wait for each other, because the same processors do their work?
   bool one_at_a_time = false;
   std::map<std::string, OpRate, std::less<>> measured = {};  // by op; the times of others follow from what is below
@@ -101,6 +109,7 @@ struct Machine {
       const LinkPath path = path_of(c);
       return static_cast<double>(c.messages) * path.latency_s + c.link_bytes / path.bytes_per_s;
     }
+    if (c.host.both() > 0 && host_bytes_per_s > 0) return op_s + c.host.both() / host_bytes_per_s;
     if (c.flops == 0 && c.bytes == 0) return 0;
     if (const auto m = measured.find(std::string_view(c.name)); m != measured.end())
       return m->second.call + m->second.byte * c.bytes + m->second.flop * c.flops;

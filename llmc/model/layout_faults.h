@@ -48,6 +48,30 @@ inline void pipedream_faults(Faults& faults, const Layout& l) {
                 "once; leave it out, or use --schedule 1f1b");
 }
 
+// State in host memory comes to the device by pieces, which an update must be able to do without the rest.
+inline void offload_faults(Faults& faults, const Layout& l) {
+  const Offload& offload = l.zero.offload;
+  const bool gradients = offload.has(Offloaded::gradients), weights = offload.has(Offloaded::weights);
+  faults.unless(
+      !rule_of(l.zero.optimizer).of_matrices || !(gradients || offload.has(Offloaded::moments)),
+      "--offload {} with --optimizer {}, which works on whole matrices of gradients and momenta: use --offload "
+      "master, or --optimizer adamw",
+      std::string(offload), l.zero.optimizer);
+  faults.unless(
+      !weights || l.zero.stage == 3,
+      "--offload weights with --zero-stage {}: a unit's weights come before they are used, as those of stage 3 "
+      "do: use --zero-stage 3, which one rank may have, too",
+      l.zero.stage);
+  faults.unless(!gradients || l.zero.grad_reduce == GradReduce::micro,
+                "--offload gradients with --grad-reduce {}: their sums are in host memory, where each micro-batch adds "
+                "to them: use --grad-reduce micro",
+                l.zero.grad_reduce);
+  faults.unless(
+      !gradients || l.zero.sync == DpSync::all_reduce,
+      "--offload gradients with --dp-sync {}: servers add gradients on their devices: use --dp-sync all-reduce",
+      l.zero.sync);
+}
+
 inline void tensor_faults(Faults& faults, const Layout& l, const ModelConfig& c) {
   std::vector<int64_t> would_do;
   for (const int64_t n : divisors(c.n_head))
@@ -111,6 +135,7 @@ inline Faults layout_faults(const Layout& l) {
                 l.context.ranks);
   detail::server_faults(faults, l);
   detail::pipedream_faults(faults, l);
+  detail::offload_faults(faults, l);
   return faults;
 }
 
@@ -120,6 +145,12 @@ inline Faults layout_faults(const Layout& l, const ModelConfig& model) {
   detail::tensor_faults(faults, l, model);
   detail::context_faults(faults, l, model);
   detail::expert_faults(faults, l, model);
+  faults.unless(
+      !l.zero.offload.has(Offloaded::gradients) || !model.tied || l.pipeline.stages == 1 ||
+          l.pipeline.schedule == Schedule::zb_v,
+      "--offload gradients with --pp {} and {}, whose embedding is also its head: both end stages add the "
+      "gradients of their tables on their devices: leave out gradients, or use a model with a head of its own",
+      l.pipeline.stages, model.family.model_type);
   faults.unless(!l.pipeline.asynchronous() || !model.tied,
                 "{} with --schedule pipedream: its embedding is also its head, and the first and the last stage update "
                 "at different times, so a table that both have would not stay the same; use a model with a head of its "

@@ -80,6 +80,22 @@ inline void copy(Tensor out, Tensor x, Stream& stream) {
              [=, &stream] { CALL_OP(stream, void, copy, out.bytes, x.bytes, x.size_bytes()); });
 }
 
+// The same between the memories of a device and of its host: over the bus, if the device is a GPU.
+inline constexpr const char* host_copies = "host memory";
+namespace detail {
+inline void copy_between(const char* op, const Tensor& out, const Tensor& x, const HostBytes& bytes, Stream& stream) {
+  check_tensor(op, "x", x, out.dtype, out.shape);
+  stream.run({.name = op, .bytes = bytes_of({out, x}), .group = host_copies, .host = bytes}, {out},
+             [=, &stream] { CALL_OP(stream, void, copy, out.bytes, x.bytes, x.size_bytes()); });
+}
+}  // namespace detail
+inline void copy_to_device(Tensor out, Tensor x, Stream& stream) {
+  detail::copy_between("copy_to_device", out, x, {.to_device = detail::bytes_of({x})}, stream);
+}
+inline void copy_to_host(Tensor out, Tensor x, Stream& stream) {
+  detail::copy_between("copy_to_host", out, x, {.to_host = detail::bytes_of({x})}, stream);
+}
+
 // out = x in the dtype of out, rounded to nearest even
 inline void convert(Tensor out, Tensor x, Stream& stream) {
   CHECK(out.shape == x.shape, "convert: shapes {} and {} differ", to_string(out.shape), to_string(x.shape));

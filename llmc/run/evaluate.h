@@ -139,6 +139,7 @@ struct Evaluation {
     asked.total_batch_size.reset();  // it may state the size of a validation
     StepConfig forward = choose_step(asked);
     forward.layout.zero.holds = Holds::weights;
+    forward.layout.zero.offload = {};
     forward.generates = false;
     forward.recompute = Recompute::block;  // there is no backward
     if (forward.model.experts.count > 0 && !trained.expert_biases.empty()) {

@@ -163,6 +163,10 @@ struct Job {
       StepConfig as_before = step;
       as_before.layout.zero.grad_reduce = *from_name<GradReduce>(recorded.get<std::string>());
       if (as_before.layout.zero.grad_reduce != step.layout.zero.grad_reduce) {
+        CHECK(!step.layout.zero.offload.has(Offloaded::gradients),
+              "--offload gradients adds them after every micro-batch, and this run began with --grad-reduce {}, which "
+              "rounds differently: leave out gradients, or give --grad-reduce micro",
+              as_before.layout.zero.grad_reduce);
         const Plan planned = plan_run(options, as_before, rank_device, free_memory_of_rank(options));
         if (fits(planned, memory_limit(options, rank_device))) step = as_before, plan = planned;
         else

@@ -234,6 +234,10 @@ inline void run_plan_auto(const Options& asked) {
           "--plan-auto with --products {}: not built yet; leave it out, and try it with --plan on the layout that is "
           "found",
           o.products);
+    CHECK(!o.offload.any(),
+          "--plan-auto with --offload {}: not built yet; leave it out, and try it with --plan on the layout that is "
+          "found",
+          std::string(o.offload));
     SearchFor what;
     what.step.model = choose_model(o);
     what.step.precision = choose_precision(o);

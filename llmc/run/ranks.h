@@ -19,7 +19,7 @@
 namespace llmc {
 
 struct Run {
-  Arena arena, scratch;
+  Arena arena, scratch, host;  // host: for what is offloaded
   Stream stream;
   std::unique_ptr<Stream> copies, saves;  // on a GPU: of inputs to it, and of checkpoints from it
   HostBuffer copies_of_state;             // of a checkpoint that is written while training goes on
@@ -29,6 +29,7 @@ struct Run {
   Run(const StepConfig& config, const Plan& plan, const Device& device, World& world, int rank)
       : arena(device),
         scratch(device),
+        host(device, 0, MemoryOf::host),
         stream(device, scratch),
         copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
         saves(copies && plan.of(rank).copy_bytes > 0 ? std::make_unique<Stream>(device, scratch) : nullptr),
@@ -40,7 +41,8 @@ struct Run {
               return world.join(rank, name, members, device.gpu);
             },
             world.hooks()),
-        trainer((take_memory(plan.of(rank), device, world.hooks()), config), {arena, stream, &groups, copies.get()}) {
+        trainer((take_memory(plan.of(rank), device, world.hooks()), config),
+                {arena, stream, &groups, &host, copies.get()}) {
     if (world.backend() == Backend::nccl)
       for (Stream* s : streams()) s->set_watch([this] { groups.check(); });
   }
@@ -51,6 +53,7 @@ struct Run {
   void touch_memory() {
     arena.touch();
     scratch.touch();
+    host.touch();
     copies_of_state.touch();
   }
 
@@ -109,6 +112,7 @@ struct Run {
     try {
       arena.reserve(plan.arena_bytes);
       scratch.reserve(plan.scratch_bytes);
+      host.reserve(plan.host_bytes);
     } catch (const Error& error) {
       std::string message = error.what();
       for (const MemoryLine& line : plan.memory) message += formatted("\n  {:-22} {} bytes", line.label, line.bytes);
@@ -116,6 +120,7 @@ struct Run {
     }
     hooks.arena_created(arena);
     hooks.arena_created(scratch);
+    hooks.arena_created(host);
   }
 };
 

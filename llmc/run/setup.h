@@ -133,6 +133,14 @@ inline Precision choose_precision(const Options& o) {
   CHECK(!precision.moment2 || rule_of(o.optimizer).slots.size() > 1,
         "--moment2-dtype {} with --optimizer {}, which has no second moment: leave it out", o.moment2_dtype,
         o.optimizer);
+  CHECK(!o.offload.has(Offloaded::master) || precision.keeps_masters(),
+        "--offload master with {}: there are no master weights: use --offload {}",
+        o.dtype == WeightType::fp32 ? formatted("--dtype {}, whose weights are their own", o.dtype)
+                                    : formatted("--master-weights {}", o.master_weights),
+        "moments");
+  CHECK(!o.noise_scale || !o.offload.has(Offloaded::gradients),
+        "--noise-scale reads whole sums of gradients, which --offload gradients has in host memory: leave out one of "
+        "them");
   precision.linear = o.products;
   if (o.reduce_dtype == WeightType::bf16) precision.wire = DType::bf16;
   CHECK(o.reduce_dtype == WeightType::fp32 || o.dp_sync == DpSync::all_reduce,

@@ -113,8 +113,14 @@ class GatheredWeights {
     stream.wait(updated_weights_);
     stream.wait(buffer->free);
     const UnitState& unit = units_.unit(u);
-    const Tensor all = unit.in_buffer(buffer->memory);
-    copy(all.slice(unit.shard_range().begin, {unit.shard_range().size}), unit.weight_shard(), stream);
+    const Tensor all = unit.in_buffer(buffer->memory),
+                 own = all.slice(unit.shard_range().begin, {unit.shard_range().size});
+    if (units_.zero_config().offload.has(Offloaded::weights)) {
+      stream.wait(units_.groups().find_stream(Lane::to_host)->record());  // the last update's
+      copy_to_device(own, unit.weight_shard(), stream);
+    } else {
+      copy(own, unit.weight_shard(), stream);
+    }
     units_.sharers(u).weights.all_gather(all, stream);
     buffer->ready = stream.record();
   }

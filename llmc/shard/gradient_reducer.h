@@ -23,6 +23,14 @@ class GradientReducer {
   GradientReducer(Units& units, int64_t blocks_open, Arena& arena) : units_(units) {
     if (by_micro_batch() && zero().holds == Holds::training_state)
       buffers_ = UnitBuffers(units, "gradients in flight", units.precision().state, blocks_open + 1, arena);
+    if (at_host()) {
+      CHECK(by_micro_batch() && zero().sync == DpSync::all_reduce && !units.shares_embedding(),
+            "sums of gradients in host memory: reduced by micro-batch, without servers and tables on two stages");
+      int64_t largest = 0;
+      units.for_each([&](size_t u) { largest = std::max(largest, units.unit(u).update_range().size); });
+      arriving_ = arena.alloc("offloaded state", "gradients", units.precision().state,
+                              {std::min(largest, zero().offload.piece)});
+    }
     if (units.precision().wire == units.precision().state || zero().holds != Holds::training_state) return;
     CHECK(zero().sync == DpSync::all_reduce, "servers add gradients in {}", units.precision().state);
     int64_t ranks = 1, largest = 0;
@@ -118,6 +126,7 @@ class GradientReducer {
   using Buffer = UnitBuffers::Buffer;
   const ZeroConfig& zero() const { return units_.zero_config(); }
   bool by_micro_batch() const { return zero().grad_reduce == GradReduce::micro; }
+  bool at_host() const { return zero().offload.has(Offloaded::gradients) && zero().holds == Holds::training_state; }
   // With NCCL, a collective of the compute stream (of --tp) waits until reductions enqueued before it have begun; and
   // for the last backward of a stage wait all stages before it. So there reductions come after it.
   bool delays_other_stages() const {
@@ -152,7 +161,8 @@ class GradientReducer {
       const bool first = sums_to_write_.erase(u) > 0;
       if (const Range kept = unit.update_range(); kept.size > 0) {
         const Tensor mine = all.slice(kept.begin, {kept.size});
-        if (first) copy(unit.gradient_sum(), mine, stream);
+        if (at_host()) add_at_host(u, mine, first, last_micro_batch, stream);
+        else if (first) copy(unit.gradient_sum(), mine, stream);
         else add_to(unit.gradient_sum(), mine, stream);
       }
       const auto current = oldest(u);
@@ -162,7 +172,23 @@ class GradientReducer {
     } else {
       groups.hooks.released_except(all, unit.update_range(), stream);
     }
-    if (last_micro_batch) sum_squares(u, stream);
+    if (last_micro_batch && !at_host()) sum_squares(u, stream);
+  }
+
+  // sum = or += mine, where the sum is in host memory: it is added to what is on the device, piece by piece, and goes
+  // back from there.
+  void add_at_host(size_t u, const Tensor& mine, bool first, bool last_micro_batch, Stream& stream) {
+    UnitState& unit = units_.unit(u);
+    for (int64_t begin = 0, n; begin < mine.numel() && !first; begin += n) {
+      n = std::min(arriving_.numel(), mine.numel() - begin);
+      copy_to_device(arriving_.slice(0, {n}), unit.gradient_sum().slice(begin, {n}), stream);
+      add_to(mine.slice(begin, {n}), arriving_.slice(0, {n}), stream);
+    }
+    copy_to_host(unit.gradient_sum(), mine, stream);
+    if (!last_micro_batch) return;
+    unit.attach(unit.update_range(), {{unit.gradient_sum(), mine}});
+    sum_squares(u, stream);
+    unit.detach();
   }
 
   // The collectives of data-parallel ranks, in the dtype in which gradients travel.
@@ -184,7 +210,9 @@ class GradientReducer {
   // On the stream of reductions, unless more is added to the gradients, or its scratch memory is too small.
   void sum_squares(size_t u, Stream& stream) {
     const int64_t scratch = ceil_div(units_.unit(u).shard_range().size, square_sum_block) * size_of(DType::fp64);
-    if (square_sums_.empty() || units_.groups().ranks() == 1 || scratch > Groups::scratch_bytes) return;
+    CHECK(!at_host() || scratch <= Groups::scratch_bytes, "unit {} is too large for sums of gradients in host memory",
+          units_.unit(u).spec().name);
+    if (square_sums_.empty() || (units_.groups().ranks() == 1 && !at_host()) || scratch > Groups::scratch_bytes) return;
     if (u == 0 && units_.shares_embedding()) return;
     square_sum_of(u, place_of_sum(u), stream);
     summed_.insert(u);
@@ -216,6 +244,7 @@ class GradientReducer {
 
   Units& units_;
   UnitBuffers buffers_;
+  Tensor arriving_;    // a piece of a sum from host memory
   NarrowSums narrow_;  // with a wire narrower than the state
   std::vector<Waiting> waiting_;
   Tensor square_sums_;

@@ -1,5 +1,5 @@
 // unit_state.h: which part of a unit's weights, gradients, master weights and optimizer slots a rank holds; and the
-// corresponding entries of the StateTable. No other file computes an offset from a number of ranks.
+// corresponding entries of the StateTable (state_table.h). No other file computes an offset from a number of ranks.
 //
 // A unit's flat buffer divides into as many equal shards as the shard group has ranks. Two ranges of it matter to a
 // rank; they differ only at stage 0:
@@ -9,10 +9,14 @@
 //                    where every rank repeats the same update; its own shard at stages 1 to 3. With a parameter server:
 //                    the whole unit on the server, nothing on the other ranks; with partitioned ones: its own shard
 //
+// What is offloaded (core/offload.h) is in the host's memory, and the StateTable finds it there. An update reads and
+// writes a piece of it that is attached on the device (host_state.h).
+//
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,53 +25,17 @@
 #include "device/arena.h"
 #include "device/device.h"
 #include "ops/ops.h"
-#include "shard/params.h"
+#include "shard/state_table.h"
 
 namespace llmc {
 
-enum class StateKind : uint8_t { weight, master, average, slot, row_moment };
-
-// One entry of the StateTable: the elements [begin, begin + tensor.numel()) of param->box(), held by this rank.
-struct StateEntry {
-  const ParamSpec* param;
-  StateKind kind;
-  int64_t begin;
-  Tensor tensor;    // flat, without padding rows
-  size_t slot = 0;  // which one of the parameter's rule
-  // Of state in few bits (state_view.h). Slots in 8 bits: their whole blocks, of which the tensor begins at element
-  // `in_block`, and the scales of these; masters in halves: the weights.
-  Tensor blocks = {}, scales = {}, weight = {};
-  int64_t in_block = 0;
-  bool small() const { return !blocks.empty() || !weight.empty(); }
-  // "weight", "master", "average" or the name of the slot, such as "moment1".
-  const char* name() const {
-    return kind == StateKind::weight       ? "weight"
-           : kind == StateKind::master     ? "master"
-           : kind == StateKind::average    ? "average"
-           : kind == StateKind::row_moment ? llmc::row_moment.name
-                                           : rule_of(param->rule).slots[slot].name;
-  }
-  Elements elements() const { return param->elements_from(begin); }  // where they are in the whole parameter
-
-  // Calls f(i, index, n) for each row, or part of one: elements [i, i + n) of the tensor are those of the parameter
-  // from `index` on.
-  template <class F>
-  void for_each_row(F&& f) const {
-    const Elements where = elements();
-    for (int64_t i = 0, n; i < tensor.numel(); i += n) {
-      n = std::min(tensor.numel() - i, where.columns - (where.begin + i) % where.columns);
-      f(i, where.index(i), n);
-    }
-  }
-};
-using StateTable = std::vector<StateEntry>;
-
 class UnitState {
  public:
+  // host: memory for what is offloaded; none: nothing is
   // versions: how many versions of the weights are kept; one is used at a time
   UnitState(const UnitSpec& spec, const Precision& precision, const ZeroConfig& zero, int shard, Arena& arena,
-            int64_t versions = 1)
-      : spec_(spec), layout_(spec, zero.ranks()), small_(precision.small_state()) {
+            Arena* host = nullptr, int64_t versions = 1)
+      : spec_(spec), layout_(spec, zero.ranks()), small_(precision.small_state()), offload_(zero.offload) {
     const DType dtype = precision.weights, state = precision.state;
     whole_ = {0, layout_.size};
     find_copies();
@@ -77,11 +45,14 @@ class UnitState {
     sharded_ = zero.stage == 3                                       ? Sharded::weights
                : zero.updates() == ZeroConfig::Updates::shard_owners ? Sharded::optimizer
                                                                      : Sharded::nothing;
-    auto flat = [&](const char* label, DType d, const Range& r) {
-      return r.size == 0 ? Tensor{} : arena.alloc(label, spec_.name.c_str(), d, {r.size});
+    CHECK(host != nullptr || !offload_.any(), "--offload {}: there is no host memory", std::string(offload_));
+    const auto memory_for = [&](Offloaded part) -> Arena& { return offload_.has(part) ? *host : arena; };
+    auto flat = [&](const char* label, DType d, const Range& r, std::optional<Offloaded> part = std::nullopt) {
+      Arena& memory = part ? memory_for(*part) : arena;
+      return r.size == 0 ? Tensor{} : memory.alloc(label, spec_.name.c_str(), d, {r.size});
     };
     if (zero.stage == 3) {
-      weight_shard_ = flat("weights", dtype, shard_range_);
+      weight_shard_ = flat("weights", dtype, shard_range_, Offloaded::weights);
     } else {
       weights_ = flat("weights", dtype, whole_);
       weight_shard_ = weights_.slice(shard_range_.begin, {shard_range_.size});
@@ -90,14 +61,15 @@ class UnitState {
     while (static_cast<int64_t>(versions_.size()) < versions)
       versions_.push_back(flat("weight versions", dtype, whole_));
     if (zero.holds == Holds::weights) return;
-    if (precision.keeps_masters()) master_ = flat("master weights", precision.master_dtype(), update_range_);
+    if (precision.keeps_masters())
+      master_ = flat("master weights", precision.master_dtype(), update_range_, Offloaded::master);
     if (precision.averages) {
       CHECK(precision.keeps_masters() || dtype == state, "{} weights without a master copy have no average", dtype);
-      average_ = flat("moving average of weights", state, update_range_);
+      average_ = flat("moving average of weights", state, update_range_, Offloaded::master);
     }
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
-    else gradient_sum_ = flat("gradients", state, update_range_);
-    make_slots(zero, precision, arena);
+    else gradient_sum_ = flat("gradients", state, update_range_, Offloaded::gradients);
+    make_slots(zero, precision, memory_for(Offloaded::moments));
     if (zero.muon.rows == MuonRows::normalised) make_row_moments(shard, state, arena);
   }
 
@@ -128,6 +100,7 @@ class UnitState {
   Tensor reduced_gradients() const {
     return gradient_sum_.empty() ? gradients_.slice(update_range_.begin, {update_range_.size}) : gradient_sum_;
   }
+  Tensor reduced_gradients(const Range& r) const { return here(part(reduced_gradients(), update_range_, r)); }
   Tensor reduced_gradients_or_none() const { return update_range_.size > 0 ? reduced_gradients() : Tensor{}; }
   // The part of shard `k`, summed over all ranks, that this rank counts in the gradient norm. `k` is its own shard, or
   // on a parameter server any; if several tensor-parallel ranks have the same elements, the first of them counts them.
@@ -135,7 +108,7 @@ class UnitState {
     std::vector<Tensor> counted;
     for (const Range& r : counted_)
       if (const Range in_shard = overlap(r, {shard_range_.size * k, shard_range_.size}); in_shard.size > 0)
-        counted.push_back(part(reduced_gradients(), update_range_, in_shard));
+        counted.push_back(reduced_gradients(in_shard));
     return counted;
   }
   // Elements for which each of `copies` tensor-parallel ranks has a partial gradient.
@@ -234,9 +207,43 @@ class UnitState {
     for (const Slots& s : slots_)
       if (rule_of(s.rule).of_matrices)
         for (const Range& r : s.runs)
-          muon_direction(part(reduced_gradients(), update_range_, r), slots_of(s.rule, r)[0], control, options.momentum,
-                         stream);
+          muon_direction(reduced_gradients(r), slots_of(s.rule, r)[0], control, options.momentum, stream);
   }
+
+  // ---- State in host memory ----------------------------------------------------------------------------------------
+
+  // A tensor of the state in host memory, and whether an update changes it. Weights are read, too: an update that is
+  // skipped leaves them as they are.
+  struct AtHost {
+    Tensor tensor;
+    bool changes = true;
+  };
+  // Of these elements, which this rank updates.
+  std::vector<AtHost> at_host(const Range& r) const {
+    std::vector<AtHost> all;
+    const auto add = [&](Offloaded what, const Tensor& t, bool changes = true) {
+      if (offload_.has(what) && !t.empty()) all.push_back({part(t, update_range_, r), changes});
+    };
+    add(Offloaded::weights, weight_shard_);
+    add(Offloaded::master, master_);
+    add(Offloaded::master, average_);
+    add(Offloaded::gradients, gradient_sum_, false);
+    if (!offload_.has(Offloaded::moments)) return all;
+    for (const Slots& s : slots_) {
+      const Range held = s.of(r);
+      for (size_t i = 0; i < s.tensors.size() && held.size > 0; ++i) {
+        if (!s.tensors[i].empty()) all.push_back({s.tensors[i].slice(held.begin, {held.size})});
+        if (!s.scales[i].empty())
+          all.push_back({s.scales[i].slice(held.begin / state_block, {ceil_div(held.size, state_block)})});
+      }
+    }
+    return all;
+  }
+  // From here on, update() and what follows it work on the elements `r` alone. Their state is where `moved` says: pairs
+  // of tensors in host memory and on the device.
+  using Moved = std::vector<std::pair<Tensor, Tensor>>;
+  void attach(const Range& r, Moved moved) { attached_ = r, moved_ = std::move(moved); }
+  void detach() { attached_.reset(), moved_.clear(); }
 
   void update(Tensor control, const OptimizerOptions& options, Stream& stream) const {
     if (rounds_stochastically() && !small_) return update_stochastic(control, options, stream);
@@ -249,12 +256,11 @@ class UnitState {
       const int64_t begin = layout_.offsets[i];
       while (i < spec_.params.size() && alike(spec_.params[i], first)) ++i;
       const int64_t end = i < spec_.params.size() ? layout_.offsets[i] : layout_.size;
-      const Range r = overlap({begin, end - begin}, update_range_);
+      const Range r = overlap({begin, end - begin}, in_reach());
       if (r.size == 0) continue;
-      const Tensor weight = part_of_weights(r), master = part_of_master(r),
-                   gradient = part(reduced_gradients(), update_range_, r);
+      const Tensor weight = part_of_weights(r), master = part_of_master(r), gradient = reduced_gradients(r);
       if (small_)
-        update_small_state(first.rule, weight, master, slots_for_step(first.rule, r), scales_of(first.rule, r),
+        update_small_state(first.rule, weight, master, slots_for_step(first.rule, r), scales_for_step(first.rule, r),
                            gradient, control, spec_.name, r.begin, options_for(first, options), stream);
       else
         update_weights(first.rule, weight, master, slots_for_step(first.rule, r), gradient, control,
@@ -267,7 +273,7 @@ class UnitState {
                   Stream& stream) const {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
       const ParamSpec& p = spec_.params[i];
-      const Range r = overlap({layout_.offsets[i], p.box().numel()}, update_range_);
+      const Range r = overlap({layout_.offsets[i], p.box().numel()}, in_reach());
       if (p.clip == ClipShare::none || r.size == 0) continue;
       llmc::clip_heads(part_of_weights(r), part_of_master(r), largest, control, p.name,
                        p.elements_from(r.begin - layout_.offsets[i]),
@@ -278,15 +284,16 @@ class UnitState {
   // The moving average of the weights begins at them; follows an update; and takes their place, and they its, which a
   // second time undoes, bit for bit.
   void begin_average(Stream& stream) const {
-    if (!average_.empty()) copy(average_, updated_weights(), stream);
+    if (!average_.empty()) copy(average_, master_.empty() ? weights_in_update_range() : master_, stream);
   }
   void follow_average(Tensor control, const OptimizerOptions& options, Stream& stream) const {
-    if (!average_.empty()) average_weights(average_, updated_weights(), control, options.average_share, stream);
+    if (average_.empty()) return;
+    average_weights(average(), updated_weights(), control, options.average_share, stream);
   }
   void exchange_average(Stream& stream) const {
     if (average_.empty()) return;
-    exchange(average_, updated_weights(), stream);
-    if (!master_.empty()) convert(weights_in_update_range(), master_, stream);
+    exchange(average(), updated_weights(), stream);
+    if (!master_.empty()) convert(part_of_weights(in_reach()), part_of_master(in_reach()), stream);
   }
 
   // The boxes of all parameters. `weights`: weights(), or a copy of them.
@@ -382,6 +389,19 @@ class UnitState {
     Optimizer rule;
     std::vector<Range> runs;  // of the unit
     SlotTensors tensors, scales;
+    // Where in them those of the elements `r` of the unit are.
+    Range of(const Range& r) const {
+      Range all;
+      int64_t begin = 0;
+      for (const Range& run : runs) {
+        if (const Range both = overlap(run, r); both.size > 0) {
+          if (all.size == 0) all.begin = begin + both.begin - run.begin;
+          all.size += both.size;
+        }
+        begin += run.size;
+      }
+      return all;
+    }
   };
 
   // The parameters of a rule that are neighbours, gaps included, as far as a shard's rank updates them.
@@ -475,7 +495,14 @@ class UnitState {
     }
   }
   SlotTensors slots_for_step(Optimizer rule, const Range& r) const {
-    return rule_of(rule).of_matrices ? SlotTensors{} : slots_of(rule, r);
+    SlotTensors slots = rule_of(rule).of_matrices ? SlotTensors{} : slots_of(rule, r);
+    for (Tensor& t : slots) t = here(t);
+    return slots;
+  }
+  SlotTensors scales_for_step(Optimizer rule, const Range& r) const {
+    SlotTensors scales = scales_of(rule, r);
+    for (Tensor& t : scales) t = here(t);
+    return scales;
   }
   static bool decays(const ParamSpec& p, const OptimizerOptions& options) {
     return p.decay && (p.rates != RateGroup::embedding || options.decays_embeddings);
@@ -487,26 +514,43 @@ class UnitState {
     return options;
   }
 
-  // The weights of update_range(), in the training dtype, and as they are updated.
+  // The elements that an update works on.
+  Range in_reach() const {
+    CHECK(attached_ || !offload_.any() || update_range_.size == 0, "unit {}: its state is in host memory", spec_.name);
+    return attached_.value_or(update_range_);
+  }
+  // A part of the state: on the device, if it is attached there.
+  Tensor here(Tensor t) const {
+    for (const auto& [home, device] : moved_)
+      if (t.bytes >= home.bytes && t.bytes < home.bytes + home.size_bytes()) {
+        t.bytes = device.bytes + (t.bytes - home.bytes);
+        break;
+      }
+    return t;
+  }
+
+  // The weights of update_range(), in the training dtype; and those in reach, as they are updated.
   Tensor weights_in_update_range() const { return sharded_ == Sharded::nothing ? weights_ : weight_shard_; }
-  Tensor updated_weights() const { return master_.empty() ? weights_in_update_range() : master_; }
+  Tensor updated_weights() const { return master_.empty() ? part_of_weights(in_reach()) : part_of_master(in_reach()); }
+  Tensor average() const { return here(part(average_, update_range_, in_reach())); }
   bool rounds_stochastically() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
 
   // One parameter at a time: each has its own random numbers.
   void update_stochastic(Tensor control, const OptimizerOptions& options, Stream& stream) const {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const Range r = overlap({layout_.offsets[i], spec_.params[i].box().numel()}, update_range_);
+      const Range r = overlap({layout_.offsets[i], spec_.params[i].box().numel()}, in_reach());
       if (r.size == 0) continue;
       const ParamSpec& p = spec_.params[i];
-      update_weights_stochastic(p.rule, part_of_weights(r), slots_for_step(p.rule, r),
-                                part(reduced_gradients(), update_range_, r), control, p.name,
-                                p.elements_from(r.begin - layout_.offsets[i]), options_for(p, options), stream);
+      update_weights_stochastic(p.rule, part_of_weights(r), slots_for_step(p.rule, r), reduced_gradients(r), control,
+                                p.name, p.elements_from(r.begin - layout_.offsets[i]), options_for(p, options), stream);
     }
   }
 
   // The weights, and the master copies, of elements that this rank updates.
-  Tensor part_of_weights(const Range& r) const { return part(weights_in_update_range(), update_range_, r); }
-  Tensor part_of_master(const Range& r) const { return master_.empty() ? master_ : part(master_, update_range_, r); }
+  Tensor part_of_weights(const Range& r) const { return here(part(weights_in_update_range(), update_range_, r)); }
+  Tensor part_of_master(const Range& r) const {
+    return master_.empty() ? master_ : here(part(master_, update_range_, r));
+  }
 
   // The elements `r` of the unit, from a tensor that holds the elements `held`.
   static Tensor part(const Tensor& t, const Range& held, const Range& r) {
@@ -533,6 +577,9 @@ class UnitState {
   UnitLayout layout_;
   Sharded sharded_;
   bool small_;  // state in few bits
+  Offload offload_;
+  std::optional<Range> attached_;  // the elements that an update works on; none: all
+  Moved moved_;
   Range whole_, shard_range_, update_range_;
   std::vector<Range> counted_, matrices_, rest_;
   std::vector<PartialSum> partial_sums_;

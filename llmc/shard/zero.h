@@ -4,6 +4,7 @@
 #pragma once
 #include "shard/gathered_weights.h"
 #include "shard/gradient_reducer.h"
+#include "shard/host_state.h"
 #include "shard/matrix_updates.h"
 #include "shard/state_view.h"
 #include "shard/weight_versions.h"
@@ -18,9 +19,10 @@ class ModelState : public Units {
         weights(*this, arena),
         gradients(*this, kept.blocks_open, arena),
         versions(*this, kept.versions),
-        matrices(*this, arena) {}
+        matrices(*this, arena),
+        host(*this, arena) {}
 
-  // updated(u): enqueues what else changes the weights of a unit, before others get them
+  // updated(u): enqueues what else changes the weights of a unit in reach, before others get them
   template <class Updated>
   void update(Tensor control, const OptimizerOptions& options, Stream& compute, Updated&& updated) {
     matrices.make(control, options, compute);
@@ -38,19 +40,21 @@ class ModelState : public Units {
   }
   // The moving averages take the place of the weights, and the weights theirs.
   void exchange_averages(Stream& compute) {
-    weights.settle(compute);
+    settle(compute);
     change_weights(compute, [&](size_t u) { unit(u).exchange_average(compute); });
+    settle(compute);
+  }
+  // Before anything but the next step reads or writes the state: waits for what is still on its way.
+  void settle(Stream& compute) {
     weights.settle(compute);
+    host.settle(compute);
   }
 
  private:
-  // change(u) changes the part of a unit's weights that this rank updates.
+  // change(u) changes the part of a unit's weights that this rank updates, as far as it is in reach.
   template <class F>
   void change_weights(Stream& compute, F&& change) {
-    for_each([&](size_t u) {
-      change(u);
-      weights.updated(u, compute);
-    });
+    host.for_each(compute, change, [&](size_t u) { weights.updated(u, compute); });
   }
 
  public:
@@ -58,6 +62,7 @@ class ModelState : public Units {
   GradientReducer gradients;
   WeightVersions versions;
   MatrixUpdates matrices;
+  HostState host;
 };
 
 // Fresh weights (contract 7): they depend only on the seed, the parameter's name and the element's global index, not on

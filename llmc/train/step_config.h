@@ -23,6 +23,7 @@ struct Context {
   Arena& arena;
   Stream& compute;
   Groups* groups = nullptr;  // none: this rank is the only one
+  Arena* host = nullptr;     // memory of the host for what is offloaded; none: nothing is
   Stream* copies = nullptr;  // uploads inputs to a GPU while it computes; none: the compute stream does
 };
 

@@ -74,7 +74,8 @@ class Trainer {
                {.stages = config.stage_units(),
                 .blocks_open = blocks_open(actions_, config.model_chunks()),
                 .versions =
-                    config.layout.pipeline.asynchronous() ? weight_versions(config.pipeline(), groups_.me.stage) : 1}),
+                    config.layout.pipeline.asynchronous() ? weight_versions(config.pipeline(), groups_.me.stage) : 1,
+                .host = context.host}),
         scalars_(config_, context_, groups_, static_cast<int64_t>(state_.size())),
         experts_(config_, context_),
         logits_(config_, context_, groups_),
@@ -164,12 +165,14 @@ class Trainer {
   // Enqueues the rest of all steps that have begun; needed before anything other than a further step, and before the
   // weights are read. Returns whether an asynchronous pipeline had anything to compute.
   bool flush() {
-    state_.weights.settle(context_.compute);
-    return pipedream_ && pipedream_->flush();
+    const bool computed = pipedream_ && pipedream_->flush();
+    state_.settle(context_.compute);
+    return computed;
   }
-  // On paper: what precedes a step is the update of another one, whose weights are still being gathered.
+  // On paper: what precedes a step is the update of another one, whose weights are still being gathered
+  // or copied to host memory.
   void follow_another_step() {
-    if (config_.layout.zero.updates() != ZeroConfig::Updates::everyone) update({});
+    if (config_.layout.zero.updates() != ZeroConfig::Updates::everyone || config_.layout.zero.offload.any()) update({});
   }
   // How many steps begin before the first of them is completely enqueued.
   int steps_under_way() const { return config_.layout.pipeline.asynchronous() ? config_.layout.pipeline.stages : 1; }

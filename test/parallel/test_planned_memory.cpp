@@ -43,7 +43,8 @@ std::string differences(const StepConfig& step, const Plan& plan) {
     }
     std::lock_guard lock(mutex);
     for (const auto& [what, used, planned] : {std::tuple("arena", run.arena.high_water(), plan.of(rank).arena_bytes),
-                                              {"scratch", run.scratch.high_water(), plan.of(rank).scratch_bytes}})
+                                              {"scratch", run.scratch.high_water(), plan.of(rank).scratch_bytes},
+                                              {"host", run.host.high_water(), plan.of(rank).host_bytes}})
       if (used != planned) text += formatted("rank {}: {} uses {} bytes, planned {}; ", rank, what, used, planned);
   });
   return text;

@@ -109,8 +109,9 @@ void zero_each(Each&& each, cudaStream_t stream) {
   launch_small();
 }
 
+// Either may be in pinned memory of the host.
 inline void copy(std::byte* out, const std::byte* x, int64_t bytes, cudaStream_t stream) {
-  CUDA_CHECK(cudaMemcpyAsync(out, x, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream));
+  CUDA_CHECK(cudaMemcpyAsync(out, x, static_cast<size_t>(bytes), cudaMemcpyDefault, stream));
 }
 
 // All bits set: a NaN in every floating-point dtype.

@@ -10,6 +10,7 @@ inline ZeroConfig choose_zero(const Options& o) {
   ZeroConfig zero;
   zero.replicas = static_cast<int>(o.dp_replicate);
   zero.shards = static_cast<int>(o.ranks / o.tp / o.pp / o.dp_replicate);
+  zero.offload = o.offload;
   zero.reduce_by_stage = o.grad_reduce == GradReduceChoice::automatic;
   zero.set_stage(static_cast<int>(o.zero_stage));
   if (!zero.reduce_by_stage)

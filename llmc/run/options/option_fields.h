@@ -110,6 +110,7 @@ struct Options {
   WeightType dtype = WeightType::fp32;
   Operands products = Operands::as_stored;
   RecomputeChoice recompute = {};
+  Offload offload = {};
   int64_t head_chunks = 0;
   MasterWeights master_weights = MasterWeights::fp32;
   MomentType moment1_dtype = MomentType::fp32, moment2_dtype = MomentType::fp32;

@@ -71,6 +71,13 @@ template <NamedEnum E>
 Limits any_of() {
   return one_of(all_names<E>());
 }
+// Some of them, separated by commas.
+template <NamedEnum E>
+Limits any_of_list() {
+  Limits limits = any_of<E>();
+  limits.choices.insert(limits.choices.begin(), "none");
+  return limits;
+}
 inline Limits with_segments(std::vector<std::string> choices) {
   choices.push_back("block:N");
   return one_of(std::move(choices));

@@ -67,6 +67,18 @@ inline void parse_value(const std::string& name, const std::string& text, Recomp
   CHECK(error == std::errc() && after == end && field.segment >= 1 && field.segment <= 1 << 20,
         "{} {}: expected block:N, N the blocks of a segment, from 1 to 1048576", name, shown(text));
 }
+inline void parse_value(const std::string& name, const std::string& text, Offload& field) {
+  field = {};
+  if (text == "none") return;
+  for (size_t begin = 0, end; begin <= text.size(); begin = end + 1) {
+    end = std::min(text.find(',', begin), text.size());
+    const std::string word = text.substr(begin, end - begin);
+    const std::optional<Offloaded> part = from_name<Offloaded>(word);
+    CHECK(part && !field.has(*part), "{} {}: '{}' {}: expected none, or some of {}, separated by commas", name,
+          shown(text), shown(word), part ? "is there twice" : "is no state", all_names<Offloaded>());
+    field.add(*part);
+  }
+}
 inline void parse_value(const std::string& name, const std::string& text, TextList& field) {
   std::string valid;
   parse_value(name, text, valid);
@@ -129,7 +141,8 @@ inline void check_limits(Options& o) {
                          } else if constexpr (detail::is_optional<T>) {
                            if (field) check_number(*field);
                          } else if constexpr (!std::is_same_v<T, bool> && !std::is_same_v<T, TextList> &&
-                                              !std::is_same_v<T, RecomputeChoice> && !NamedEnum<T>) {
+                                              !std::is_same_v<T, RecomputeChoice> && !std::is_same_v<T, Offload> &&
+                                              !NamedEnum<T>) {
                            check_number(field);
                          }
                        }});

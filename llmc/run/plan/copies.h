@@ -32,8 +32,8 @@ inline void add_copies(Plan& plan, const Device& device, int64_t limit, int64_t 
   const bool on_cpu = device.computes_as() != DeviceKind::cuda;
   int64_t own = 0;  // of this stage, which needs less than another one perhaps
   for (const MemoryLine& line : plan.memory) own += line.bytes;
-  const int64_t room = on_cpu ? std::min(limit, free) - own : free;
-  plan.copy_bytes = std::min(plan.share_bytes, room / Arena::alignment * Arena::alignment);
+  const int64_t room = on_cpu ? std::min(limit, free) - own : free - plan.host_bytes;
+  plan.copy_bytes = std::min(plan.share_bytes, std::max<int64_t>(0, room) / Arena::alignment * Arena::alignment);
   if (plan.copy_bytes < std::min(plan.share_bytes, least_copies)) plan.copy_bytes = 0;
   if (on_cpu && plan.copy_bytes > 0) plan.memory.push_back({copies_label, plan.copy_bytes});
 }

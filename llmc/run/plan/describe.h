@@ -190,7 +190,10 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
            "{}{} ({} per token, {} per step)", human_count(count_parameters(parameter_table(m))),
            m.experts.count == 0 ? "" : formatted(", of which a token uses {}", human_count(count_active_parameters(m))),
            human_flops(flops), human_flops(flops * static_cast<double>(step.tokens())))},
-      {"numerics", formatted("{}, recompute {}", o.dtype, step.recomputation())},
+      {"numerics", formatted("{}, recompute {}{}", o.dtype, step.recomputation(),
+                             step.layout.zero.offload.any()
+                                 ? formatted(", in host memory {}", std::string(step.layout.zero.offload))
+                                 : "")},
       {"batch",
        formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
                  human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.layout.readers(),

@@ -30,6 +30,7 @@ namespace detail {
 //     (dev/results/gpu-h200.md); of the H100 in fp8, where none was measured, in the same proportion.
 //   share of a link: NCCL's bus bandwidth in all-reduces of 1 GiB and more, about 230 GB/s with NVLink 3 and 360 with
 //     NVLink 4; between servers, 85%.
+//   host_link: PCIe's 16 lanes, in each of two directions; 80% of it is usual for copies of pinned memory.
 //   us of a link: a step of NCCL's rings by the protocol LL128, from the tables by which NCCL chooses
 //   (graph/tuning.cc). attention_share, half_keys, half_channels: FlashAttention-2, forward and backward together, on
 //   an A100 (up to 220
@@ -52,7 +53,7 @@ inline constexpr const char* machines_text = R"({
   "source": "NVIDIA A100 80GB datasheet, SXM; DGX A100: HDR InfiniBand, 200 Gb/s for each GPU",
   "tflops": {"bf16": 312, "tf32": 156, "fp32": 19.5}, "memory_gib": 80, "memory_gb_per_s": 2039,
   "links": [{"ranks": 8, "gb_per_s": 300, "share": 0.77, "us": 1.9}, {"gb_per_s": 25, "share": 0.85, "us": 4}],
-  "product_share": 0.72, "multiprocessors": 108, "tile_fill": 120,
+  "product_share": 0.72, "host_link": {"gb_per_s": 32, "share": 0.8}, "multiprocessors": 108, "tile_fill": 120,
   "attention_share": 0.75, "half_keys": 200, "half_channels": 20,
   "memory_share": 0.85, "op_us": 3, "watts": 812},
 "a100-40x8": {
@@ -61,7 +62,7 @@ inline constexpr const char* machines_text = R"({
   "source": "NVIDIA H100 datasheet, SXM; DGX H100: NDR InfiniBand, 400 Gb/s for each GPU",
   "tflops": {"fp8": 1979, "bf16": 989.5, "tf32": 494.7, "fp32": 66.9}, "memory_gib": 79.6, "memory_gb_per_s": 3350,
   "links": [{"ranks": 8, "gb_per_s": 450, "share": 0.8, "us": 1.9}, {"gb_per_s": 50, "share": 0.85, "us": 4}],
-  "product_share": {"fp8": 0.5, "bf16": 0.66, "fp32": 0.66}, "multiprocessors": 132, "tile_fill": 200,
+  "product_share": {"fp8": 0.5, "bf16": 0.66, "fp32": 0.66}, "host_link": {"gb_per_s": 64, "share": 0.8}, "multiprocessors": 132, "tile_fill": 200,
   "attention_share": 0.45, "half_keys": 300, "half_channels": 40,
   "memory_share": 0.85, "op_us": 3, "watts": 1275},
 "h200x8": {
@@ -87,11 +88,15 @@ inline constexpr const char* machines_text = R"({
   "tflops": {"bf16": 165.2, "tf32": 82.6, "fp32": 82.6}, "memory_gib": 23.99, "memory_gb_per_s": 1008,
   "links": [{"ranks": 8, "gb_per_s": 32, "share": 0.3, "us": 8}, {"gb_per_s": 0.39, "share": 0.85, "us": 20}],
   "multiprocessors": 128, "watts": 600},
+"rtx4080x8": {
+  "like": "rtx4090x8", "source": "NVIDIA Ada GPU Architecture whitepaper: GeForce RTX 4080 16GB; PCIe 4 through the host; 25 Gb/s Ethernet for 8 GPUs",
+  "tflops": {"bf16": 97.5, "tf32": 48.7, "fp32": 48.7}, "memory_gib": 15.99, "memory_gb_per_s": 716.8,
+  "multiprocessors": 76, "watts": 470},
 "v100x8": {
   "like": "a100x8", "source": "NVIDIA V100 datasheet, SXM2 32GB; DGX-1: EDR InfiniBand, 50 Gb/s for each GPU",
   "tflops": {"fp32": 15.7}, "memory_gib": 32, "memory_gb_per_s": 900,
   "links": [{"ranks": 8, "gb_per_s": 150, "share": 0.8, "us": 1.9}, {"gb_per_s": 6.25, "share": 0.85, "us": 4}],
-  "multiprocessors": 80, "watts": 437},
+  "host_link": {"gb_per_s": 16, "share": 0.8}, "multiprocessors": 80, "watts": 437},
 "cpux64": {
   "source": "AMD EPYC 9554 datasheet: 64 cores, 3.75 GHz together, AVX-512, 12 channels of DDR5-4800; 25 Gb/s Ethernet",
   "cores": 64, "tflops": {"bf16": 15.4, "fp32": 7.7}, "memory_gib": 384, "memory_gb_per_s": 460.8,
@@ -149,6 +154,7 @@ class MachineReader {
     m.memory_bytes = number(json_, "memory_gib", 0, 0) * (1 << 30);
     m.bytes_per_s = number(json_, "memory_gb_per_s", positive) * 1e9;
     read_links(m);
+    if (!json_.contains("cores")) m.host_bytes_per_s = host_rate(json_.value("host_link", usual_host_link()));
     m.share_links = true;
     if (json_.contains("rails")) {
       CHECK(json_["rails"].is_boolean(), "--machine {}: rails is {}: use true or false", shown(where_),
@@ -167,7 +173,7 @@ class MachineReader {
     m.memory_share = number(json_, "memory_share", positive, 1);
     m.op_s = number(json_, "op_us", 0, 0) * 1e-6;
     m.watts = number(json_, "watts", 0, 0);
-    require_known(json_, {"source", "cores", "tflops", "memory_gib", "memory_gb_per_s", "links", "rails",
+    require_known(json_, {"source", "cores", "tflops", "memory_gib", "memory_gb_per_s", "links", "host_link", "rails",
                           "product_share", "multiprocessors", "tile_fill", "attention_share", "half_keys",
                           "half_channels", "score_bytes", "memory_share", "op_us", "core_gb_per_s", "watts"});
     if (json_.contains("cores")) share_out(m, use);
@@ -186,6 +192,13 @@ class MachineReader {
           "--machine {}: {} is {}: use a number{}", shown(where_), name, shown(value.dump()),
           least > 0 ? " above 0" : " of at least 0");
     return value.get<double>();
+  }
+  // PCIe 4, if a machine does not say.
+  static nlohmann::json usual_host_link() { return {{"gb_per_s", 32}, {"share", 0.8}}; }
+  double host_rate(const nlohmann::json& link) const {
+    CHECK(link.is_object(), "--machine {}: host_link is not an object with gb_per_s and share", shown(where_));
+    require_known(link, {"gb_per_s", "share"});
+    return number(link, "gb_per_s", positive) * number(link, "share", positive, 1) * 1e9;
   }
   // A share of the peak: a number, or one for each dtype.
   double share(const char* name, DType dtype) const {

@@ -29,9 +29,20 @@ inline OrderedJson rank_json(const Plan& plan) {
     ops.push_back({{"op", name}, {"calls", t.calls}, {"flops", t.flops}, {"bytes", t.bytes}, {"seconds", t.seconds}});
   for (const auto& [group, seconds] : plan.exposed_by_group)
     if (seconds > 0) exposed.push_back({{"group", group}, {"seconds", seconds}});
-  return {{"memory_bytes", bytes}, {"memory", memory},  {"checkpoint_copy_bytes", plan.copy_bytes},
-          {"flops", plan.flops()}, {"ops", ops},        {"sent_bytes", plan.bytes_sent()},
-          {"sent", sent},          {"exposed", exposed}};
+  OrderedJson host = OrderedJson::array();
+  for (const MemoryLine& line : plan.host_memory) host.push_back({{"name", line.label}, {"bytes", line.bytes}});
+  return {{"memory_bytes", bytes},
+          {"memory", memory},
+          {"checkpoint_copy_bytes", plan.copy_bytes},
+          {"host_memory_bytes", plan.host_bytes},
+          {"host_memory", host},
+          {"to_device_bytes", plan.step_host.to_device},
+          {"to_host_bytes", plan.step_host.to_host},
+          {"flops", plan.flops()},
+          {"ops", ops},
+          {"sent_bytes", plan.bytes_sent()},
+          {"sent", sent},
+          {"exposed", exposed}};
 }
 
 // The passes of each stage, with begin and end in seconds, and then its update: an array for each stage. None without a
@@ -86,7 +97,8 @@ inline OrderedJson precision_json(const StepConfig& step) {
           {"state", name_of(step.precision.state)},
           {"master_weights", step.precision.keeps_masters()},
           {"moments", {name_of(step.precision.slot_dtype(0)), name_of(step.precision.slot_dtype(1))}},
-          {"recompute", std::string(step.recomputation())}};
+          {"recompute", std::string(step.recomputation())},
+          {"offload", std::string(step.layout.zero.offload)}};
 }
 inline OrderedJson batch_json(const StepConfig& step, std::optional<int64_t> max_steps) {
   return {{"tokens_per_step", step.tokens()},

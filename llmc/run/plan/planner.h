@@ -20,16 +20,22 @@ inline constexpr const char* nccl_label = "NCCL";
 // That of the work space of ops.
 inline constexpr const char* scratch_label = "op scratch";
 
+// That of what is offloaded, where the device uses the host's memory.
+inline constexpr const char* offloaded_label = "offloaded";
+
 // That of the copies of an asynchronous checkpoint.
 inline constexpr const char* copies_label = "checkpoint copies";
 
 struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
-  int64_t share_bytes = 0;         // of a checkpoint that a rank writes, at most
-  int64_t copy_bytes = 0;          // host memory for copies of them (copies.h)
-  std::vector<MemoryLine> memory;  // of a rank, live at the high-water mark, scratch last
-  OpLedger step_ops;               // calls, flops and bytes per training step of a rank, if it trains
+  int64_t host_bytes = 0;               // of the host, for what is offloaded
+  std::vector<MemoryLine> host_memory;  // what they are for
+  int64_t share_bytes = 0;              // of a checkpoint that a rank writes, at most
+  int64_t copy_bytes = 0;               // host memory for copies of them (copies.h)
+  std::vector<MemoryLine> memory;       // of a rank, live at the high-water mark, scratch last
+  OpLedger step_ops;                    // calls, flops and bytes per training step of a rank, if it trains
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
+  HostBytes step_host;  // copied in a step between the memories of a rank and of its host
   // The time of a training step on paper, on the target's machine; 0 without. Exposed: the compute stream waits for
   // others, or does transfers itself.
   double step_seconds = 0, exposed_seconds = 0;
@@ -109,10 +115,16 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   Device device = target.on_paper();
   device.links = std::make_shared<LinkTimes>();
   device.links->in_order = target.collectives == Collectives::library;
-  Arena arena(device), scratch(device);
+  Arena arena(device), scratch(device), host(device, 0, MemoryOf::host);
   Stream stream(device, scratch);
   Groups groups(config.layout, rank, device, Groups::null_groups(rank));
-  Trainer trainer(config, {arena, stream, &groups});
+  Trainer trainer(config, {arena, stream, &groups, &host});
+  const auto copied = [&] {  // over the bus so far
+    HostBytes all = stream.host_bytes();
+    for (const Stream* s : groups.streams())
+      all.to_device += s->host_bytes().to_device, all.to_host += s->host_bytes().to_host;
+    return all;
+  };
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
   if (config.layout.zero.holds == Holds::training_state && passes != Passes::forwards) {
@@ -120,6 +132,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     for (Comm* comm : groups.tensor_groups()) comm->forget_bytes();
     const double begin = stream.seconds(), exposed_before = stream.exposed_seconds();
     const std::map<std::string, double> exposed = stream.exposed_by_group();
+    const HostBytes copied_before = copied();
     stream.set_ledger(&plan.step_ops);
     std::vector<PassTime> actions;
     if (device.machine) trainer.time_actions(&actions);
@@ -129,6 +142,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     for (const PassTime& a : actions) plan.action_seconds.push_back(a.end - a.begin);
     stream.set_ledger(nullptr);
     plan.step_seconds = stream.seconds() - begin;
+    plan.step_host = {copied().to_device - copied_before.to_device, copied().to_host - copied_before.to_host};
     plan.exposed_seconds = stream.exposed_seconds() - exposed_before;
     for (const auto& [group, seconds] : stream.exposed_by_group())
       plan.exposed_by_group[group] = seconds - (exposed.contains(group) ? exposed.at(group) : 0);
@@ -139,15 +153,20 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   if (passes != Passes::step) run_forwards(trainer);
   plan.arena_bytes = arena.high_water();
   plan.scratch_bytes = scratch.high_water();
+  plan.host_bytes = host.high_water();
+  plan.host_memory = host.table();
   plan.memory = arena.table();
   plan.memory.push_back({scratch_label, plan.scratch_bytes});
-  if (groups.ranks() > 1) plan.memory.push_back({"ring chunks", std::ssize(groups.streams()) * Groups::scratch_bytes});
+  if (groups.ranks() > 1 || config.layout.zero.offload.any())
+    plan.memory.push_back({"ring chunks", std::ssize(groups.streams()) * Groups::scratch_bytes});
   if (target.collectives == Collectives::library) {
     int64_t bytes = 0;
     for (const Comm* comm : groups.tensor_groups())
       bytes += nccl_bytes(comm->name(), comm->size(), static_cast<int>(comm->partners().size()));
     if (bytes > 0) plan.memory.push_back({nccl_label, bytes});
   }
+  if (target.computes_as() != DeviceKind::cuda && plan.host_bytes > 0)  // it is the same memory
+    plan.memory.push_back({offloaded_label, plan.host_bytes});
   if (groups.ranks() > 1 && rank == 0 && config.layout.zero.updates() == ZeroConfig::Updates::server)
     plan.others = std::make_shared<Plan>(make_plan(config, target, 1, passes));
   if (config.layout.pipeline.stages > 1 && rank == 0) {

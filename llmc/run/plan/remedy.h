@@ -10,6 +10,7 @@
 
 #include "core/log.h"
 #include "device/gpu.h"
+#include "model/layout_faults.h"
 #include "run/options/options.h"
 #include "run/plan/planner.h"
 #include "run/rank_device.h"
@@ -44,9 +45,10 @@ struct Remedy {
 
 // Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce), which are, in this order,
 // ZeRO stage 1, recomputation, smaller micro-batches and higher stages, then recomputation of segments; then another
-// number of ranks, then bf16, then bf16 without master weights; last, fewer tokens per sequence. A few plans suffice
-// for each choice of ranks and dtype: memory grows with the micro-batch and falls with recomputation, so the smallest
-// plan is tried first.
+// number of ranks; then, on GPUs, state in host memory, part by part; then bf16, then bf16 without master weights;
+// last, fewer tokens per sequence. GPUs that are not here are not easily more: there, host memory comes first. A few
+// plans suffice for each choice of ranks and dtype: memory grows with the micro-batch and falls with recomputation, so
+// the smallest plan is tried first.
 class RemedySearch {
  public:
   RemedySearch(const Options& o, const StepConfig& asked, const Device& device, Begun begun)
@@ -57,9 +59,13 @@ class RemedySearch {
       std::vector<StepConfig> steps;
       for (const int ranks : ranks_to_try())
         if (const std::optional<StepConfig> step = with_ranks(numerics, ranks)) steps.push_back(*step);
+      if (is_gpu_elsewhere(device_))
+        if (std::optional<Remedy> found = offloaded(numerics)) return found;
       if (steps.size() > 2 && !could_fit(steps.back())) continue;  // nor would fewer ranks
       for (const StepConfig& step : steps)
         if (std::optional<Remedy> found = cheapest(step)) return found;
+      if (!is_gpu_elsewhere(device_))
+        if (std::optional<Remedy> found = offloaded(numerics)) return found;
     }
     return shorter_sequences();
   }
@@ -166,6 +172,25 @@ class RemedySearch {
     step.segment = choice.segment;
   }
 
+  // With as little as possible in host memory.
+  std::optional<Remedy> offloaded(StepConfig step) {
+    if (device_.computes_as() != DeviceKind::cuda || step.layout.zero.holds == Holds::weights) return std::nullopt;
+    if (is_gpu_elsewhere(device_))
+      if (std::optional<Remedy> found = cheapest(step)) return found;
+    for (const Offloaded part : all_values<Offloaded>()) {
+      Offload& offload = step.layout.zero.offload;
+      if (offload.has(part) || (part == Offloaded::master && !step.precision.keeps_masters())) continue;
+      offload.add(part);
+      step.layout.zero.set_stage(part == Offloaded::weights ? 3 : step.layout.zero.stage);
+      // Other optimizers, schedules and servers may not allow it, nor may a run that reduces gradients otherwise.
+      if (!layout_faults(step.layout, step.model).empty() || (step.noise_scale && part >= Offloaded::gradients) ||
+          (begun_ == Begun::yes && part >= Offloaded::gradients))
+        break;
+      if (std::optional<Remedy> found = cheapest(step)) return found;
+    }
+    return std::nullopt;
+  }
+
   // Recomputation of segments costs a forward more than that of blocks.
   std::optional<Remedy> cheapest(StepConfig step) {
     keep_few(step);
@@ -190,8 +215,10 @@ class RemedySearch {
       set_recomputation(step, recompute);
       return step;
     };
-    for (int stage = sharded ? std::max(step.layout.zero.stage, 1) : step.layout.zero.stage;
-         stage <= (sharded ? 3 : stage); ++stage) {
+    const int first = step.layout.zero.offload.has(Offloaded::weights) ? 3
+                      : sharded                                        ? std::max(step.layout.zero.stage, 1)
+                                                                       : step.layout.zero.stage;
+    for (int stage = first; stage <= (sharded ? 3 : first); ++stage) {
       set_stage(step, stage);
       if (!fits_on_paper(set(sizes.back(), most))) {
         if (!sharded) break;

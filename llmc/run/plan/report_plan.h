@@ -30,6 +30,18 @@ inline Rows memory_rows(const Plan& plan) {
   return rows;
 }
 
+// What is offloaded, and the bytes that a step copies.
+inline Rows host_rows(const Plan& plan) {
+  Rows rows;
+  for (const MemoryLine& line : plan.host_memory)
+    if (line.bytes > 0) rows.emplace_back(line.label, human_bytes(line.bytes));
+  rows.emplace_back("total", human_bytes(plan.host_bytes));
+  rows.emplace_back("copied per step", formatted("{} to the device, {} to the host",
+                                                 human_bytes(static_cast<int64_t>(plan.step_host.to_device)),
+                                                 human_bytes(static_cast<int64_t>(plan.step_host.to_host))));
+  return rows;
+}
+
 // The part of the model that a stage has: "embedding, 0-7 and 64-71, head". chunks: step.model_chunks()
 inline std::string modules_text(const StepConfig& step, const std::vector<Chunk>& chunks, int stage) {
   std::string text;
@@ -184,6 +196,7 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
             : step.layout.pipeline.stages > 1 ? formatted("memory per rank of stage {}, which needs most", largest)
                                               : "memory per rank",
             rows);
+  if (plan.host_memory.size() > 0) log.table("host memory of such a rank, pinned", host_rows(p));
   if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
   if (step.layout.pipeline.stages > 1)
     log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
@@ -248,6 +261,11 @@ inline std::vector<std::string> plan_notices(const Options& o, const Device& dev
 // Rejects a run, or a generation, that needs more memory than --memory-limit or the machine allows.
 inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, const Device& device,
                            Begun begun = Begun::no) {
+  const Plan& most = plan.of_stage(plan.stage_with_most([](const Plan& p) { return p.host_bytes; }));
+  CHECK(device.kind != DeviceKind::cuda || most.host_bytes <= free_memory_of_rank(o),
+        "--offload {} needs {} of host memory for a rank, and its share of what is free is {}: leave out a part, or "
+        "share the state among more ranks, with --zero-stage 1",
+        std::string(step.layout.zero.offload), human_bytes(most.host_bytes), human_bytes(free_memory_of_rank(o)));
   if (fits(plan, memory_limit(o, device))) return;
   std::string message =
       formatted("{} needs {} and {}",

@@ -99,6 +99,7 @@ struct Loss {
   std::string what, remedy;
 };
 inline std::string remedy_of_group(const std::string& group, const StepConfig& step) {
+  if (group == host_copies) return "a larger --total-batch-size, or less --offload";
   if (group == "activations" || group == "head gradients")
     return step.layout.tensor.overlap ? "a smaller --tp" : "--tp-overlap, or a smaller --tp";
   if (group == "keys and values") return "a smaller --cp";
@@ -203,7 +204,7 @@ inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whol
       {"", utilisation_text(step, whole, time.step(), machine)},
       {"compute", share(time.compute) +
                       (step.layout.pipeline.stages == 1 ? "" : formatted(", of stage {}, the slowest", time.stage))}};
-  if (step.layout.ranks() > 1)
+  if (step.layout.ranks() > 1 || time.exposed > 0)
     rows.emplace_back("exposed communication", share(time.exposed) + ", which no computation hides");
   for (const auto& [group, seconds] : plan.exposed_by_group)
     if (seconds > 1e-3 * time.step()) rows.emplace_back("  " + group, share(seconds));
@@ -223,6 +224,8 @@ inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whol
       links += formatted(", {:.1f} GB/s and {:.1f} us{}", tier.bytes_per_s * 1e-9, tier.latency_s * 1e6,
                          &tier == &machine.links.back() ? (machine.links.size() > 1 ? " beyond" : " of link")
                                                         : formatted(" among {} ranks", tier.ranks));
+  if (step.layout.zero.offload.any() && machine.host_bytes_per_s > 0)
+    links += formatted(", {:.1f} GB/s to host memory and back", machine.host_bytes_per_s * 1e-9);
   rows.emplace_back("rates",
                     formatted("{:.1f} TFLOP/s, {:.1f} GB/s of memory{}{}", machine.flops_per_s * 1e-12,
                               machine.bytes_per_s * 1e-9, links, machine.op_s == 0 ? "; no time for launches" : ""));

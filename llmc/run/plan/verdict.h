@@ -35,6 +35,8 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
     text += formatted(" --total-batch-size {}", to.tokens());
   if (to.layout.zero.sync != from.layout.zero.sync) text += formatted(" --dp-sync {}", to.layout.zero.sync);
   if (to.layout.zero.stage != from.layout.zero.stage) text += formatted(" --zero-stage {}", to.layout.zero.stage);
+  if (to.layout.zero.offload != from.layout.zero.offload)
+    text += formatted(" --offload {}", std::string(to.layout.zero.offload));
   if (to.recomputation() != from.recomputation()) text += formatted(" --recompute {}", to.recomputation());
   const auto simple = [](Schedule s) { return s == Schedule::gpipe || s == Schedule::one_f_one_b; };
   const bool alike =
@@ -54,7 +56,9 @@ inline int64_t traffic_of_step(const Plan& plan) {
 
 // The costs of the change besides the memory that it saves: "; 33% more work; each rank sends 3.1 GiB a step instead of
 // ..".
-inline std::string price_text(const StepConfig& from, const Plan& before, const Remedy& remedy) {
+// machine: of the plan's clock, if it has one
+inline std::string price_text(const StepConfig& from, const Plan& before, const Remedy& remedy,
+                              const Machine* machine) {
   const StepConfig& to = remedy.step;
   std::string text;
   const double work = flops_of_step(remedy.plan, to) / flops_of_step(before, from);
@@ -69,6 +73,17 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
   if (to.layout.zero.sync != from.layout.zero.sync)
     text += "; gradients are then added in another order, which rounds differently";
   if (to.precision != from.precision) text += "; less exact";
+  if (to.layout.zero.offload.any()) {
+    const Plan& plan = remedy.plan.of_stage(remedy.plan.stage_with_most([](const Plan& p) { return p.host_bytes; }));
+    const HostBytes& host = plan.step_host;
+    text += formatted("; each rank has {} in host memory, and copies {} a step to its device and {} back",
+                      human_bytes(plan.host_bytes), human_bytes(static_cast<int64_t>(host.to_device)),
+                      human_bytes(static_cast<int64_t>(host.to_host)));
+    if (machine != nullptr && machine->host_bytes_per_s > 0)
+      text += formatted(", {:.2f} s at {:.1f} GB/s, as much of it as computation does not hide",
+                        std::max(host.to_device, host.to_host) / machine->host_bytes_per_s,
+                        machine->host_bytes_per_s * 1e-9);
+  }
   return text;
 }
 
@@ -77,10 +92,11 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
 // named.
 inline std::optional<Remedy> fastest_remedy(const StepConfig& asked, const Device& device, int64_t limit) {
   const Layout& l = asked.layout;
-  const bool searched = l.zero.replicas == 1 && l.zero.sync == DpSync::all_reduce && l.zero.reduce_by_stage &&
-                        l.tensor.sequence && !l.tensor.overlap && l.context.attention == ContextAttention::ring &&
-                        l.pipeline.slices.empty() && !l.pipeline.asynchronous() && asked.head_chunks == 0 &&
-                        l.zero.holds == Holds::training_state && asked.tokens() % asked.batch.T == 0;
+  const bool searched = l.zero.replicas == 1 && !l.zero.offload.any() && l.zero.sync == DpSync::all_reduce &&
+                        l.zero.reduce_by_stage && l.tensor.sequence && !l.tensor.overlap &&
+                        l.context.attention == ContextAttention::ring && l.pipeline.slices.empty() &&
+                        !l.pipeline.asynchronous() && asked.head_chunks == 0 && l.zero.holds == Holds::training_state &&
+                        asked.tokens() % asked.batch.T == 0;
   if (!is_gpu_elsewhere(device) || !searched) return std::nullopt;
   SearchFor what{.step = asked,
                  .ranks = l.ranks(),
@@ -129,7 +145,8 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
   if (found)
     return formatted(
         "does not fit into {}; it would with{} ({} instead of {}{}){}", what, change_text(step, found->step),
-        human_bytes(found->plan.total_bytes()), human_bytes(plan.total_bytes()), price_text(step, plan, *found),
+        human_bytes(found->plan.total_bytes()), human_bytes(plan.total_bytes()),
+        price_text(step, plan, *found, device.machine.get()),
         found->step.batch.T < step.batch.T ? ", or with --cp, which divides long sequences among ranks" : "");
   const Remedy& least = *search.least();
   StepConfig changed = least.step;  // was planned with few micro-batches

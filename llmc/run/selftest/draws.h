@@ -193,6 +193,20 @@ inline void draw_layout(Dice& dice, int max_ranks, StepConfig& step) {
   if (l.expert.ranks > 1) step.experts.imbalance = dice.pick({0.5, 1.0, static_cast<double>(l.expert.ranks)});
 }
 
+// Some of the parts of the state that may be in host memory.
+inline void draw_offload(Dice& dice, StepConfig& step) {
+  if (!dice.one_in(3)) return;
+  StepConfig with = step;
+  with.layout.zero.offload.piece = dice.pick({64, 1 << 22});
+  for (const Offloaded part : all_values<Offloaded>()) {
+    if (dice.one_in(2) || (part == Offloaded::master && !step.precision.keeps_masters())) continue;
+    StepConfig more = with;
+    more.layout.zero.offload.add(part);
+    if (layout_faults(more.layout, more.model).empty()) with = more;
+  }
+  if (with.layout.zero.offload.any()) step = with;
+}
+
 inline bool is_possible(const Draw& d, int64_t sequences) {
   const StepConfig& step = d.step;
   const PipelineParallel& p = step.layout.pipeline;
@@ -213,19 +227,24 @@ inline Draw draw(int max_ranks, uint64_t number) {
     Draw d = task;
     d.number = number;
     detail::draw_layout(of_layout, max_ranks, d.step);
-    if (detail::is_possible(d, task.sequences())) return d;
+    if (!detail::is_possible(d, task.sequences())) continue;
+    Dice of_host(number, "offload of a draw");
+    detail::draw_offload(of_host, d.step);
+    return d;
   }
   throw Error(formatted("draw {} of at most {} ranks: no layout is possible", number, max_ranks));
 }
 
 // The layout that must agree bit for bit (contracts 3, 4 and 11): stage 0, without overlap and recomputation, without
-// stages; with a tied table, whose gradients stages add up in another order, with the same number of stages.
+// stages, with everything on the device; with a tied table, whose gradients stages add up in another order, with the
+// same number of stages.
 inline StepConfig first_of_its_kind(const StepConfig& step) {
   StepConfig first = step;
   Layout& l = first.layout;
   const bool same_stages = step.model.tied && l.pipeline.stages > 1;
   if (l.zero.sync != DpSync::all_reduce) l.zero.sync = DpSync::parameter_server;
   l.zero.stage = 0;
+  l.zero.offload = {};
   l.tensor.overlap = false;
   first.recompute = Recompute::none;
   first.segment = 1;
@@ -282,6 +301,7 @@ inline Choices choices(const Draw& d) {
                 formatted("replicas {}", zero.replicas),
                 formatted("stage {}", zero.stage),
                 formatted("reduce {}", zero.grad_reduce),
+                formatted("offload {}", std::string(zero.offload)),
                 formatted("{}", zero.sync),
                 tensor.ranks > 1 ? formatted("tp {}{}{}", tensor.ranks, tensor.sequence ? " by rows" : "",
                                              tensor.overlap ? " overlapped" : "")
@@ -331,6 +351,7 @@ inline std::vector<std::string> axis_values(const Draw& d) {
           formatted("replicas {}", several(zero.replicas)),
           formatted("stage {}", zero.stage),
           formatted("reduce {}", zero.grad_reduce),
+          formatted("offload {}", zero.offload.any() ? "some" : "none"),
           formatted("sync {}", zero.sync),
           formatted("tp {}", tensor.ranks == 1 ? "one"
                              : tensor.sequence ? "by rows"

@@ -1,0 +1,32 @@
+// offload.h: which state of a rank is in the host's memory, as one value; the device has a part of it while that is
+// used (ZeRO-Infinity: Rajbhandari et al. 2021).
+#pragma once
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "core/enum_names.h"
+
+namespace llmc {
+
+enum class Offloaded : uint8_t { moments, master, gradients, weights };
+constexpr auto names_of_values(Offloaded) { return std::array{"moments", "master", "gradients", "weights"}; }
+
+struct Offload {
+  std::array<bool, 4> parts = {};  // by Offloaded
+  int64_t piece = 1 << 22;         // elements of a unit that are on the device at a time: a multiple of 64
+
+  bool has(Offloaded part) const { return parts[static_cast<size_t>(part)]; }
+  void add(Offloaded part) { parts[static_cast<size_t>(part)] = true; }
+  bool any() const { return *this != Offload{.piece = piece}; }
+  bool operator==(const Offload&) const = default;
+  // As --offload has it: "moments,master", or "none".
+  operator std::string() const {
+    std::string text;
+    for (const Offloaded part : all_values<Offloaded>())
+      if (has(part)) text += (text.empty() ? "" : ",") + std::string(name_of(part));
+    return text.empty() ? "none" : text;
+  }
+};
+
+}  // namespace llmc
