@@ -20,6 +20,7 @@
 #include "run/coord_check.h"
 #include "run/evaluate.h"
 #include "run/generate.h"
+#include "run/go_on.h"
 #include "run/job.h"
 #include "run/local_checkpoints.h"
 #include "run/milestones.h"
@@ -48,33 +49,37 @@ namespace {
 // there. Step s is the run's s-th update.
 class Updates {
  public:
-  // poll(): called between micro-batches; may end the run
-  Updates(TrainingRank& rank, std::function<void()> poll)
+  Updates(TrainingRank& rank, GoOn& go_on)
       : r_(rank),
         job_(rank.job),
         o_(rank.options()),
-        poll_(std::move(poll)),
+        go_on_(go_on),
         batches_(job_.data->loader(job_.course, job_.stretch(), o_.shuffled(), job_.step.model.vocab_size,
                                    job_.document_begin),
                  {.rank = rank.run.groups.reader(), .ranks = job_.step.layout.readers(), .batch_size = o_.batch_size},
                  job_.step.micro_batches) {}
 
   // The first update follows this step.
-  void begin_after(int64_t step) { begun_ = step; }
+  void begin_after(int64_t step) {
+    begun_ = step;
+    count();
+  }
   int64_t begun() const { return begun_; }
-  size_t under_way() const { return under_way_.size(); }
-
   // Takes the batches of the next step, before any rank begins it.
   void take_batches() {
     if (under_way_.empty()) r_.report.start_clock();
-    const int64_t step = begun_ + 1;
+    const int64_t step = taken_ = begun_ + 1;
     ahead_ = {};
+    std::vector<int64_t> next;
+    for (int64_t s = step + 1; s <= std::min(step + 1 + go_on_.ahead(), job_.last_step()); ++s)
+      next.push_back(cursor(s));
     try {
-      ahead_ = batches_.take(cursor(step), step < job_.last_step() ? std::optional(cursor(step + 1)) : std::nullopt);
+      ahead_ = batches_.take(cursor(step), next);
     } catch (const Error& error) {
-      r_.cannot_read(error, formatted("step {}", step));
+      cannot_read(error.what(), step);
     }
     r_.report.waited_for_data(batches_.waited());
+    if (go_on_.asks_before(0)) look_at_batches(step + go_on_.ahead());
   }
 
   // Begins the next update. While a GPU runs it, the previous one is reported. If the next step needs its result, or on
@@ -91,14 +96,14 @@ class Updates {
                           .largest_loss = limits.loss,
                           .largest_norm = limits.grad_norm};
     PendingStep result = r_.trace.timed("enqueue the step", [&] {
-      return r_.run.trainer.begin_step(batches_of_next_step(), optimizer_options(o_, lr, step, job_.step.tokens()),
-                                       rule);
+      return r_.run.trainer.begin_step(
+          batches_of_next_step(), optimizer_options(o_, lr, step, job_.step.tokens()), rule,
+          go_on_.alone() ? NoticeSource() : [this] { return notices(); });
     });
     under_way_.push_back({step, lr, limits, std::move(result)});
     begun_ = step;
-    const bool waits = job_.device.kind != DeviceKind::cuda || o_.profile || o_.skip_loss_z || o_.skip_grad_z ||
-                       o_.on_spike == OnSpike::skip;
-    while (static_cast<int>(under_way_.size() + waits) > r_.run.trainer.steps_under_way()) finish_one();
+    count();
+    while (static_cast<int>(under_way_.size() + go_on_.waits()) > r_.run.trainer.steps_under_way()) finish_one();
   }
 
   // Waits for all updates under way, and reports them. Flushes are recorded, because they change what the run learns.
@@ -110,7 +115,7 @@ class Updates {
 
   BatchSource batches_of(int64_t step) {
     return [this, step](int64_t m) {
-      poll_within_step();
+      poll_within_step(m);
       return batches_.read(cursor(step), m);
     };
   }
@@ -133,8 +138,19 @@ class Updates {
   };
 
   // Not in a pipeline: there, a host may be waiting for a message from a stage that is at another point of its list.
-  void poll_within_step() const {
-    if (job_.step.layout.pipeline.stages == 1) poll_();
+  void poll_within_step(int64_t micro_batch) const {
+    if (job_.step.layout.pipeline.stages == 1 && micro_batch > 0 && go_on_.asks_before(micro_batch)) go_on_.poll();
+  }
+  Notices notices() {
+    look_at_batches(begun_ + 2 + go_on_.ahead());
+    return go_on_.notices();
+  }
+  // Waits until all batches up to those of step `last` are read, or cannot be.
+  void look_at_batches(int64_t last) {
+    if (const auto fault = batches_.fault_within(last - taken_)) cannot_read(fault->second, taken_ + fault->first);
+  }
+  void cannot_read(const std::string& error, int64_t step) {
+    if (r_.unreadable.empty()) r_.cannot_read(error, formatted("step {}", step), step);
   }
   // Where a step begins in the samples of the stretch.
   int64_t cursor(int64_t step) const {
@@ -144,7 +160,7 @@ class Updates {
   // The batches that were read ahead.
   BatchSource batches_of_next_step() {
     return [this, step = begun_ + 1](int64_t m) {
-      poll_within_step();
+      poll_within_step(m);
       if (job_.step.micro_batches > 1)
         r_.log.progress(formatted("step {}: micro-batch", step), m + 1, job_.step.micro_batches);
       return std::move(ahead_.micro_batches[static_cast<size_t>(m)]);
@@ -155,12 +171,14 @@ class Updates {
   void finish_one() {
     const Update update = std::move(under_way_.front());
     under_way_.pop_front();
+    count();
     const StepResult result = r_.trace.timed("wait for the result", [&] { return update.result.wait(); });
     if (o_.profile && under_way_.empty()) r_.run.stream.synchronize(), r_.run.stream.set_ledger(nullptr);
     if (!result.applied && (!result.finite() || action_at(result) != OnSpike::skip)) {
       r_.run.trainer.flush();
       r_.checkpoints.settle(r_.progress, r_.run);  // may be the one to return to, and is of an earlier step
     }
+    go_on_.hear(result.notices);
     if (result.noise && result.applied) r_.progress.noise.add(*result.noise);
     r_.report.finished(update.step, update.lr, result, r_.progress.noise);
     if (result.applied) {  // what a spike was computed from says nothing about what is usual
@@ -233,13 +251,15 @@ class Updates {
         ExitStatus::diverged);
   }
 
+  void count() { go_on_.begun(begun_, std::ssize(under_way_)); }
+
   TrainingRank& r_;
   const Job& job_;
   const Options& o_;
-  std::function<void()> poll_;
+  GoOn& go_on_;
   BatchReader batches_;
   BatchReader::Step ahead_;  // step begun_ + 1
-  int64_t begun_ = 0;
+  int64_t begun_ = 0, taken_ = 0;
   std::deque<Update> under_way_;
 };
 
@@ -253,8 +273,9 @@ class Training {
         after_(beginning.after),
         log_(beginning.log),
         progress_(r_.progress),
-        updates_(r_, [this] { poll(); }),
-        milestones_(r_, {.poll = [this] { poll(); }, .last_batch = [this] { return updates_.last_batch(); }}) {
+        go_on_(r_),
+        updates_(r_, go_on_),
+        milestones_(r_, {.poll = [this] { go_on_.poll(); }, .last_batch = [this] { return updates_.last_batch(); }}) {
     check_groups(r_.run.groups, r_.run.stream, [&](int r) {
       return r_.watchdog() != nullptr ? r_.watchdog()->name_of_rank(r) : formatted("rank {}", r);
     });
@@ -306,8 +327,8 @@ class Training {
       while (updates_.begun() < job_.last_step()) {
         r_.trace.begin(updates_.begun() + 1);
         r_.trace.timed("read the batches", [&] { updates_.take_batches(); });
-        directory_ = r_.checkpoints.look_at_directory();
-        const NewsKind news = r_.trace.timed("agree to go on", [&] { return poll(); });
+        go_on_.seen(r_.checkpoints.look_at_directory());
+        const NewsKind news = r_.trace.timed("agree to go on", [&] { return go_on_.agree(); });
         if (news == NewsKind::none) r_.checkpoints.settle(progress_, r_.run);
         if (news == NewsKind::save) save_by_clock();
         r_.trace.begin_streams(r_.run);
@@ -316,6 +337,7 @@ class Training {
         if (milestones_.after(updates_.begun())) {
           updates_.finish();
           r_.trace.timed("validation, sample, checkpoint", [&] { milestones_.reach(); });
+          go_on_.forget();
         }
         r_.trace.write(job_.step, r_.run);
       }
@@ -350,29 +372,12 @@ class Training {
                           beginning.resume->path));
   }
 
-  // Throws on all ranks if one of them has a reason to end; otherwise returns the news that all have heard. Called
-  // between micro-batches, sampled tokens and updates.
-  NewsKind poll() const {
-    News mine;
-    // Carrying on means waiting for the next update and for those under way; and for a checkpoint, before another one.
-    const std::string stop = r_.stop.reason(static_cast<double>(1 + updates_.under_way()) * r_.report.last_seconds() +
-                                            r_.checkpoints.seconds_to_settle());
-    if (directory_.kind == NewsKind::lost) mine = directory_;
-    else if (!r_.unreadable.empty()) mine = {NewsKind::unreadable, r_.unreadable};
-    else if (!stop.empty()) mine = {NewsKind::stop, stop};
-    else if (r_.number == 0 && r_.checkpoints.clock_says()) mine = {NewsKind::save};
-    else mine = directory_;
-    if (mine.kind == NewsKind::none && r_.checkpoints.is_writing()) mine = {NewsKind::writing};
-    const News all = most_urgent(r_.control().all_gather_text("time to stop", mine.message()));
-    if (all.kind >= NewsKind::stop) throw EndsEarly{all};
-    return all.kind;
-  }
-
   // Called between two updates. Like a validation, it does not affect the results.
   void save_by_clock() {
     updates_.finish();
     if (progress_.done == 0) return;
     milestones_.save({.on_failure = o_.checkpoint_errors, .because = Because::clock, .wait = false});
+    go_on_.forget();
     r_.report.start_clock();  // for the next update
   }
 
@@ -443,9 +448,9 @@ class Training {
   After after_;
   Log& log_;
   Progress& progress_;
+  GoOn go_on_;
   Updates updates_;
   Milestones milestones_;
-  News directory_;                        // rank 0's, from the last look at the out directory
   std::vector<DataChange> changed_data_;  // since the checkpoint that this start resumes from
 };
 
@@ -557,6 +562,7 @@ int main(int argc, char** argv) {
     reports = o.place.rank_on_host == 0;
     if (!command.print && !command.version) {
       processes = meet(o);
+      if (!processes) return static_cast<int>(ExitStatus::done);  // a spare that was not needed
       reports = o.place.rank_on_host == 0;
       if (const std::string notice = notice_of_ignored(o); !notice.empty() && o.place.process == 0) print_error(notice);
     }

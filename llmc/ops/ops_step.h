@@ -94,21 +94,22 @@ inline void square_sum(Tensor out, Tensor x, Stream& stream, Accumulate accumula
 }
 
 // Combines the scalars of all ranks, which are ordered by stage, replica, shard, then tensor-parallel rank: losses (L)
-// fp64 = the sums over the ranks whose tensor-parallel rank is 0, since a group's ranks have the same losses;
-// square_sums (units tensor_ranks shards) fp64 = those of each stage's first replica, ordered by unit, then by
-// tensor-parallel rank, then by shard (contract 10). gathered (ranks, L + units): each rank's losses, then the sums of
-// its shards.
-inline void combine_scalars(Tensor losses, Tensor square_sums, Tensor gathered, int64_t shards, int64_t tensor_ranks,
-                            int64_t stages, Stream& stream) {
-  const int64_t ranks = gathered.shape[0], L = losses.numel(), units = gathered.shape[1] - L;
+// fp64 = the sums over the ranks whose tensor-parallel rank is 0, since a group's ranks have the same losses; notices
+// (N) fp64 = the largest of all ranks, and at least 0; square_sums (units tensor_ranks shards) fp64 = those of each
+// stage's first replica, ordered by unit, then by tensor-parallel rank, then by shard (contract 10). gathered (ranks, L
+// + N + units): each rank's losses, then its notices, then the sums of its shards.
+inline void combine_scalars(Tensor losses, Tensor notices, Tensor square_sums, Tensor gathered, int64_t shards,
+                            int64_t tensor_ranks, int64_t stages, Stream& stream) {
+  const int64_t ranks = gathered.shape[0], L = losses.numel(), N = notices.numel(), units = gathered.shape[1] - L - N;
   CHECK(ranks % (stages * shards * tensor_ranks) == 0,
         "combine_scalars: {} ranks are not {} stages of replicas of {} shards x {} ranks", ranks, stages, shards,
         tensor_ranks);
   CHECK_TENSOR(losses, DType::fp64, L);
+  CHECK_TENSOR(notices, DType::fp64, N);
   CHECK_TENSOR(square_sums, DType::fp64, units * tensor_ranks * shards);
   stream.run({"combine_scalars", 0, detail::bytes_of({gathered})}, {}, [=, &stream] {
-    CALL_OP(stream, void, combine_scalars, losses.data<double>(), square_sums.data<double>(), gathered.data<double>(),
-            ranks, L, units, shards, tensor_ranks, stages);
+    CALL_OP(stream, void, combine_scalars, losses.data<double>(), notices.data<double>(), square_sums.data<double>(),
+            gathered.data<double>(), ranks, L, N, units, shards, tensor_ranks, stages);
   });
 }
 

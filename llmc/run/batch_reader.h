@@ -1,8 +1,14 @@
-// batch_reader.h: the batches of a rank's steps, each read by a thread while the step before it is computed.
+// batch_reader.h: the batches of a rank's steps, read by threads while the steps before them are computed.
 #pragma once
 #include <chrono>
+#include <deque>
 #include <future>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "data/dataloader.h"
@@ -25,16 +31,29 @@ class BatchReader {
   struct Step {
     std::vector<HostBatch> micro_batches;  // this rank's
     int64_t targets = 0;                   // of all ranks
+    std::string fault = {};                // why they cannot be read; empty: they can
   };
-  // All of a step. While it is computed, those of the step at `next` are read; none: nothing follows.
+  // All of a step. While it is computed, those of the steps that follow, which begin at `next`, are read.
   // Throws Error if they cannot be read.
-  Step take(int64_t cursor, std::optional<int64_t> next) {
+  Step take(int64_t cursor, const std::vector<int64_t>& next) {
     const auto begin = std::chrono::steady_clock::now();
-    if (!ahead_.valid() || ahead_cursor_ != cursor) begin_reading(cursor);
-    Step step = ahead_.get();
+    if (ahead_.empty() || ahead_.front().cursor != cursor) ahead_.clear(), begin_reading(cursor);
+    Reading first = std::move(ahead_.front());
+    ahead_.pop_front();
+    first.done.get();
     waited_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    if (next) begin_reading(*next);
-    return step;
+    for (size_t i = ahead_.size(); i < next.size(); ++i) begin_reading(next[i]);
+    if (!first.step->fault.empty()) throw Error(first.step->fault);
+    return std::move(*first.step);
+  }
+  // The first of the next n steps that cannot be read: how many steps follow the last one taken, and why.
+  std::optional<std::pair<int64_t, std::string>> fault_within(int64_t n) const {
+    for (size_t i = 0; i < ahead_.size() && std::cmp_less(i, n); ++i) {
+      ahead_[i].done.wait();
+      if (const std::string& fault = ahead_[i].step->fault; !fault.empty())
+        return std::pair{static_cast<int64_t>(i) + 1, fault};
+    }
+    return std::nullopt;
   }
   // How long the last take() waited, in seconds.
   double waited() const { return waited_; }
@@ -45,28 +64,36 @@ class BatchReader {
     loader.read_batch(cursor, micro_batch, who_, host.tokens, host.targets, host.positions);
     return host;
   }
+  struct Reading {
+    int64_t cursor;
+    std::unique_ptr<Step> step = std::make_unique<Step>();
+    std::future<void> done = {};  // last: it ends before what it uses
+  };
   void begin_reading(int64_t cursor) {
-    if (ahead_.valid()) ahead_.wait();
-    ahead_cursor_ = cursor;
-    const auto all = [this, cursor] {
-      Step step;
-      for (int64_t m = 0; m < micro_batches_; ++m) step.micro_batches.push_back(read(ahead_loader_, cursor, m));
-      step.targets = ahead_loader_.targets(cursor, micro_batches_ * who_.ranks * who_.batch_size);
-      return step;
+    Reading reading{cursor};
+    const auto all = [this, cursor, step = reading.step.get()] {
+      const std::lock_guard lock(loader_is_used_);
+      try {
+        for (int64_t m = 0; m < micro_batches_; ++m) step->micro_batches.push_back(read(ahead_loader_, cursor, m));
+        step->targets = ahead_loader_.targets(cursor, micro_batches_ * who_.ranks * who_.batch_size);
+      } catch (const Error& error) {
+        step->fault = error.what();
+      }
     };
     try {
-      ahead_ = std::async(std::launch::async, all);
+      reading.done = std::async(std::launch::async, all);
     } catch (const std::system_error&) {  // no thread could be started
-      ahead_ = std::async(std::launch::deferred, all);
+      reading.done = std::async(std::launch::deferred, all);
     }
+    ahead_.push_back(std::move(reading));
   }
 
   DataLoader loader_, ahead_loader_;
   DataLoader::Reader who_;
   int64_t micro_batches_;
-  int64_t ahead_cursor_ = 0;
-  std::future<Step> ahead_;  // last: it ends before what it uses
   double waited_ = 0;
+  std::mutex loader_is_used_;  // ahead_loader_
+  std::deque<Reading> ahead_;  // last: they end before what they use
 };
 
 }  // namespace llmc

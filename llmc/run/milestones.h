@@ -103,7 +103,7 @@ class Milestones {
                            int64_t total) { r_.log.progress(formatted("{}: micro-batch", what), done, total); },
         .cannot_read =
             [&](const Error& error) {
-              r_.cannot_read(error, formatted("the validation after step {}", progress.done));
+              r_.cannot_read(error.what(), formatted("the validation after step {}", progress.done));
             }};
     ValLine found = validation_->line(progress.done, hooks);
     if (o_.ema)

@@ -1,5 +1,5 @@
-// news.h: the messages that ranks exchange between micro-batches and updates, so that all of them save or end at the
-// same point, whichever has the reason.
+// news.h: what ranks tell each other, so that all of them save or end at the same point, whichever has the reason. The
+// kind travels with the reduction of every step (Notices); only if it ends the run do ranks exchange texts.
 #pragma once
 #include <string>
 #include <vector>
@@ -9,8 +9,8 @@
 namespace llmc {
 
 // In order of urgency, the most urgent last.
-enum class NewsKind : char {
-  none = '0',
+enum class NewsKind : uint8_t {
+  none,
   writing,     // a checkpoint: this rank's part is not there yet
   save,        // rank 0: it is time, or the out directory is a new one
   stop,        // a signal or the time limit; text: which
@@ -23,15 +23,21 @@ struct News {
   std::string text = {};
 
   // As a message to the other ranks; "" for none.
-  std::string message() const { return kind == NewsKind::none ? "" : static_cast<char>(kind) + text; }
+  std::string message() const {
+    return kind == NewsKind::none ? "" : std::string(1, static_cast<char>('0' + static_cast<int>(kind))) + text;
+  }
 };
+
+// A kind as a notice of a step.
+inline double urgency(NewsKind kind) { return static_cast<double>(kind); }
+inline NewsKind kind_of_urgency(double urgency) { return static_cast<NewsKind>(urgency); }
 
 // The most urgent of all ranks' messages; among equals, that of the lowest rank.
 inline News most_urgent(const std::vector<std::string>& messages) {
   News first;
   for (const std::string& message : messages)
-    if (!message.empty() && static_cast<NewsKind>(message[0]) > first.kind)
-      first = {static_cast<NewsKind>(message[0]), message.substr(1)};
+    if (const auto kind = static_cast<NewsKind>(message.empty() ? 0 : message[0] - '0'); kind > first.kind)
+      first = {kind, message.substr(1)};
   return first;
 }
 

@@ -60,18 +60,20 @@ struct TrainingRank {
   OpLedger ops;     // declared before the stream that records ops in it
   Run run;
 
-  Progress progress;       // recorded in checkpoints
-  int64_t first = 0;       // updates done before this start
-  std::string unreadable;  // why this rank cannot read a sample that is needed; empty: it can
+  Progress progress;          // recorded in checkpoints
+  int64_t first = 0;          // updates done before this start
+  std::string unreadable;     // why this rank cannot read a sample that is needed; empty: it can
+  int64_t unreadable_at = 0;  // the step that needs it; 0: it is needed now
 
   const Options& options() const { return job.options; }
   Watchdog* watchdog() const { return local.watchdog; }  // of several ranks; else null
   Comm& control() const { return run.groups[GroupName::control]; }
 
-  // The next poll tells all ranks that this one cannot read its samples, and what needs them.
-  void cannot_read(const Error& error, const std::string& what_for) {
+  // All ranks will hear that this one cannot read its samples, and what needs them.
+  void cannot_read(const std::string& error, const std::string& what_for, int64_t at = 0) {
+    unreadable_at = at;
     unreadable = (run.groups.ranks() > 1 ? formatted("rank {} on {}: ", number, host_name()) : "") +
-                 formatted("{}; {} needs it", error.what(), what_for);
+                 formatted("{}; {} needs it", error, what_for);
   }
   std::string saved_to() const { return progress.done > 0 ? ", saved to " + checkpoints.last() : ""; }
 };

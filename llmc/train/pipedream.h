@@ -27,8 +27,8 @@ namespace llmc {
 
 class Pipedream {
  public:
-  // row (losses + units) fp64: this rank's losses, to which the stage adds, and its square sums. control: of the
-  // update.
+  // row (losses + notices + units) fp64: this rank's losses, to which the stage adds, notices and square sums. control:
+  // of the update.
   Pipedream(const StepConfig& config, const Context& context, ModelState& state, Interpreter& interpreter,
             const Tensor& row, const Tensor& control)
       : config_(config),
@@ -58,13 +58,14 @@ class Pipedream {
   bool flushed() const { return !pass_; }
 
   // If reading the batch throws, the step has not begun.
-  PendingStep begin_step(const BatchSource& batches, const OptimizerOptions& optimizer, const UpdateRule& rule) {
+  PendingStep begin_step(const BatchSource& batches, const OptimizerOptions& optimizer, const UpdateRule& rule,
+                         const NoticeSource& notices) {
     CHECK(std::isinf(rule.largest_loss) && std::isinf(rule.largest_norm),
           "an asynchronous pipeline cannot skip outliers of the whole model's loss or norm");
     HostBatch batch = batches(0);
     if (!pass_) open();
     const int64_t k = begun_++;
-    under_way_.push_back({optimizer, rule, PendingStep(static_cast<double>(config_.tokens()) / rule.scale)});
+    under_way_.push_back({optimizer, rule, notices, PendingStep(static_cast<double>(config_.tokens()) / rule.scale)});
     PendingStep pending = under_way_.back().result;
     run_turn(k, [&](int64_t) { return std::move(batch); });
     return pending;
@@ -88,6 +89,7 @@ class Pipedream {
   struct Step {
     OptimizerOptions optimizer;
     UpdateRule rule;
+    NoticeSource notices;
     PendingStep result;
   };
   // This rank's row of a step, until it is reported.
@@ -110,7 +112,7 @@ class Pipedream {
           index(at),
           stages(stages_of_group),
           rows(p.scalar("scalars of all ranks", {int64_t{ranks}, p.row_.numel()})),
-          losses(p.scalar("loss", {p.config_.loss_sums()})),
+          losses(p.scalar("loss", {p.config_.scalars_before_squares()})),
           square_sums(p.scalar("square sums", {static_cast<int64_t>(p.state_.size()) * p.config_.layout.zero.shards *
                                                p.config_.layout.tensor.ranks})) {}
   };
@@ -119,8 +121,9 @@ class Pipedream {
     const int64_t n = row.numel();
     copy(e.rows.slice(e.index * n, {n}), row, stream);
     e.group.all_gather(e.rows, stream);
-    combine_scalars(e.losses, e.square_sums, e.rows, config_.layout.zero.shards, config_.layout.tensor.ranks, e.stages,
-                    stream);
+    const int64_t L = config_.loss_sums();
+    combine_scalars(e.losses.slice(0, {L}), e.losses.slice(L, {Notices::count}), e.square_sums, e.rows,
+                    config_.layout.zero.shards, config_.layout.tensor.ranks, e.stages, stream);
     clip_control(control, e.square_sums, e.losses.slice(0, {1}), rule, stream);
   }
 
@@ -146,7 +149,8 @@ class Pipedream {
       if (a.kind == ActionKind::backward) {
         state_.versions.begin_backward(a.micro_batch);
         zero(row_, context_.compute);
-        state_.gradients.begin(context_.compute, row_.slice(config_.loss_sums(), {row_.numel() - config_.loss_sums()}));
+        const int64_t before = config_.scalars_before_squares();
+        state_.gradients.begin(context_.compute, row_.slice(before, {row_.numel() - before}));
       }
       interpreter_.enqueue(a, *pass_, batches);
     }
@@ -164,6 +168,8 @@ class Pipedream {
       return action_span({ActionKind::update, groups_.me.stage, k}, config_.pipeline());
     });
     state_.gradients.finish(compute);
+    if (const NoticeSource& notices = step(k).notices)
+      upload(row_.slice(config_.loss_sums(), {Notices::count}), notices().values(), compute);
     Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
     compute.wait(report.free);
     copy(report.row, row_, compute);

@@ -45,6 +45,15 @@ struct ExpertOptions {
   }
 };
 
+// What a rank tells all others with the reduction of its scalars; the largest of all ranks comes back with the step's
+// result. Numbers from 0 on; 0: nothing.
+struct Notices {
+  static constexpr int64_t count = 2;
+  double urgency = 0;  // of its reason not to go on as before
+  double seconds = 0;  // that a step takes
+  std::vector<double> values() const { return {urgency, seconds}; }
+};
+
 struct StepConfig {
   ModelConfig model;
   Precision precision = {};
@@ -69,6 +78,8 @@ struct StepConfig {
     return {layout.pipeline.schedule, layout.pipeline.stages, layout.pipeline.chunks_per_stage, micro_batches,
             static_cast<int>(slices_for(Purpose::train))};
   }
+  // A rank's row of scalars: its losses, its notices (Notices), then a square sum for each unit.
+  int64_t scalars_before_squares() const { return loss_sums() + Notices::count; }
   // The chunks of the whole model, in its order.
   std::vector<Chunk> model_chunks() const {
     if (!layout.pipeline.layers.empty()) return chunks_of(layout.pipeline.layers);
@@ -177,6 +188,7 @@ struct HostBatch {
 };
 
 using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
+using NoticeSource = std::function<Notices()>;
 
 // Receives the loss of every row (B T) of a micro-batch of this rank, 0 for rows that other context-parallel ranks
 // have; called on the stream.
@@ -211,6 +223,7 @@ struct StepResult {
   std::optional<double> z_loss = {};             // the mean of (log Z)^2, without its coefficient; none: no such loss
   std::optional<LogitStatistics> logits = {};    // none: no QK-clip
   std::optional<GradientNoise> noise = {};       // with StepConfig::noise_scale
+  Notices notices = {};
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
@@ -219,7 +232,7 @@ struct StepResult {
 class PendingStep {
  public:
   explicit PendingStep(double targets) : targets_(targets) {}
-  // Call when the whole step is enqueued; its results will be in these tensors.
+  // Call when the whole step is enqueued; its results will be in these tensors. losses: with the notices after them
   void enqueued(const Tensor& losses, const Tensor& control, std::vector<ReceivedHeaders> headers, Stream& stream) {
     *results_ = {Readback(losses, stream), Readback(control, stream), std::move(headers), true};
   }
@@ -247,7 +260,9 @@ class PendingStep {
     const std::vector<double> losses = results_->losses.values();
     StepResult result{losses[0] / targets_, control[0], control[2] != 0};
     if (results_->squares) result.noise = results_->noise(results_->squares->values(), control[0]);
-    if (losses.size() > 1) result.z_loss = losses[1] / targets_;
+    const size_t sums = losses.size() - Notices::count;
+    if (sums > 1) result.z_loss = losses[1] / targets_;
+    result.notices = {losses[sums], losses[sums + 1]};
     if (results_->experts) result.experts = results_->statistics(results_->experts->values());
     if (results_->logits) {
       const std::vector<double> largest = results_->logits->values();

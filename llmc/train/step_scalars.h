@@ -14,27 +14,34 @@ class StepScalars {
       : config_(config),
         stream_(context.compute),
         groups_(groups),
-        all_(room(context, "scalars of all ranks", {groups.ranks(), config.loss_sums() + units})),
-        losses_(room(context, "loss", {config.loss_sums()})),
+        all_(room(context, "scalars of all ranks", {groups.ranks(), config.scalars_before_squares() + units})),
+        losses_(room(context, "loss", {config.scalars_before_squares()})),
         square_sums_(room(context, "square sums", {units * config.layout.zero.shards * config.layout.tensor.ranks})),
         control_(room(context, "update control", {4})) {}
 
-  // This rank's row: its losses, then for each unit the square sum of the gradients that it counts.
+  // This rank's row: its losses and notices, then for each unit the square sum of the gradients that it counts.
   Tensor mine() const { return all_.slice(groups_.rank() * all_.shape[1], {all_.shape[1]}); }
   Tensor my_losses() const { return mine().slice(0, {config_.loss_sums()}); }
   // Where the square sums of this rank come from; none with a parameter server, which has the gradients of all ranks.
   Tensor square_sums() const {
     if (config_.layout.zero.updates() == ZeroConfig::Updates::server) return {};
-    return mine().slice(config_.loss_sums(), {mine().numel() - config_.loss_sums()});
+    const int64_t before = config_.scalars_before_squares();
+    return mine().slice(before, {mine().numel() - before});
   }
-  const Tensor& losses() const { return losses_; }    // of all ranks, once combined; the reported loss is the first
+  // This rank tells all others.
+  void notify(const Notices& notices) {
+    upload(mine().slice(config_.loss_sums(), {Notices::count}), notices.values(), stream_);
+  }
+  // Of all ranks, once combined; the reported loss is the first. The notices follow.
+  const Tensor& losses() const { return losses_; }
   const Tensor& control() const { return control_; }  // the values that the update needs
 
-  // losses() and the square sums = the values combined over all ranks.
+  // losses(), notices and the square sums = the values combined over all ranks.
   void combine() {
     groups_.gather_scalars(all_, stream_);
-    combine_scalars(losses_, square_sums_, all_, config_.layout.zero.shards, config_.layout.tensor.ranks,
-                    config_.layout.pipeline.stages, stream_);
+    const int64_t L = config_.loss_sums();
+    combine_scalars(losses_.slice(0, {L}), losses_.slice(L, {Notices::count}), square_sums_, all_,
+                    config_.layout.zero.shards, config_.layout.tensor.ranks, config_.layout.pipeline.stages, stream_);
   }
 
   // control() from the loss and the gradient norm of all ranks. With a parameter server only the server has gradients,
@@ -63,7 +70,8 @@ class StepScalars {
   const StepConfig& config_;
   Stream& stream_;
   const Groups& groups_;
-  Tensor all_, losses_, square_sums_, control_;  // fp64: (ranks, losses + units) (losses) (units tp shards) (4)
+  Tensor all_, losses_, square_sums_,
+      control_;  // fp64: (ranks, losses + notices + units) (losses + notices) (units tp shards) (4)
 };
 
 }  // namespace llmc

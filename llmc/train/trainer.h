@@ -124,18 +124,20 @@ class Trainer {
   // ---- Training ----------------------------------------------------------------------------------------------------
 
   // Enqueues one update. `optimizer.step` counts from 1. rule.largest_loss: limit of the mean loss. rule.scale: above 1
-  // where rows of the step have no target. With an
-  // asynchronous pipeline the update is complete after P - 1 further ones, or flush().
-  PendingStep begin_step(const BatchSource& batches, const OptimizerOptions& optimizer, UpdateRule rule) {
+  // where rows of the step have no target. notices(): what this rank then tells all others. With an asynchronous
+  // pipeline the update is complete after P - 1 further ones, or flush().
+  PendingStep begin_step(const BatchSource& batches, const OptimizerOptions& optimizer, UpdateRule rule,
+                         const NoticeSource& notices = {}) {
     const ProfilerRange range("step");
     const StreamRange traced = span(SpanKind::step, pipedream_ ? "turn" : "step");
-    if (pipedream_) return pipedream_->begin_step(batches, optimizer, rule);
+    if (pipedream_) return pipedream_->begin_step(batches, optimizer, rule, notices);
     accumulate_gradients(batches);
     if (!squares_.empty()) groups_[GroupName::scalars].all_reduce(squares_, context_.compute);
     const double targets = static_cast<double>(config_.tokens()) / rule.scale;
     rule.largest_loss *= targets;
     {
       const StreamRange norm = span(SpanKind::layer, "norm of the gradients");
+      if (notices) scalars_.notify(notices());
       scalars_.decide(state_, rule);
     }
     update(optimizer);

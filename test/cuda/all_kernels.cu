@@ -45,7 +45,7 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   column_sum(f, f, x, N, C, stream);
   square_sum(d, d, x, N, Accumulate::no, stream);
   add_losses(d, f, N, stream);
-  combine_scalars(d, d, d, N, 1, N, N, 1, 1, stream);
+  combine_scalars(d, d, d, d, N, 1, 1, N, N, 1, 1, stream);
   update_weights(Optimizer::adamw, x, f, f, f, f, d, N, {}, stream);
   average_weights(f, f, d, N, 1, stream);
   exchange(f, f, N, stream);

@@ -71,17 +71,19 @@ TEST_CASE("added losses have the CPU's bits", "[cuda]") {
 TEST_CASE("the scalars of all ranks are combined as on the CPU", "[cuda]") {
   const auto [ranks, units, shards, tensor] =
       GENERATE(std::tuple{1, 1, 1, 1}, std::tuple{4, 14, 2, 1}, std::tuple{70, 3, 35, 1}, std::tuple{140, 5, 7, 4});
-  const int64_t L = GENERATE(1, 2);
-  const auto values = normal_values<float>(ranks * (L + units), 1);
+  const auto [L, N] = GENERATE(std::pair{1, 2}, std::pair{2, 1});
+  const auto values = normal_values<float>(ranks * (L + N + units), 1);
   const std::vector<double> gathered(values.begin(), values.end());
-  std::vector<double> losses(static_cast<size_t>(L)), sums(static_cast<size_t>(units * tensor * shards));
-  cpu::combine_scalars(losses.data(), sums.data(), gathered.data(), ranks, L, units, shards, tensor, 1);
-  const auto run = [&, ranks = ranks, units = units, shards = shards, tensor = tensor]() -> Outputs {
-    DeviceArray<double> losses_out(L), sums_out(units * tensor * shards), from(gathered);
-    cuda::combine_scalars(losses_out, sums_out, from, ranks, L, units, shards, tensor, 1, nullptr);
-    return {{"losses", bits_of(losses_out)}, {"sums", bits_of(sums_out)}};
+  std::vector<double> losses(static_cast<size_t>(L)), notices(static_cast<size_t>(N)),
+      sums(static_cast<size_t>(units * tensor * shards));
+  cpu::combine_scalars(losses.data(), notices.data(), sums.data(), gathered.data(), ranks, L, N, units, shards, tensor,
+                       1);
+  const auto run = [&, ranks = ranks, units = units, shards = shards, tensor = tensor, L = L, N = N]() -> Outputs {
+    DeviceArray<double> losses_out(L), notices_out(N), sums_out(units * tensor * shards), from(gathered);
+    cuda::combine_scalars(losses_out, notices_out, sums_out, from, ranks, L, N, units, shards, tensor, 1, nullptr);
+    return {{"losses", bits_of(losses_out)}, {"notices", bits_of(notices_out)}, {"sums", bits_of(sums_out)}};
   };
-  check_bits(run, {{"losses", halves(losses)}, {"sums", halves(sums)}});
+  check_bits(run, {{"losses", halves(losses)}, {"notices", halves(notices)}, {"sums", halves(sums)}});
 }
 
 TEST_CASE("the update control has the CPU's bits", "[cuda]") {

@@ -354,20 +354,23 @@ TEST_CASE("square sums add up, and the scalars of tensor-parallel ranks are comb
   square_sum(sum, y, b.stream, Accumulate::yes);
   square_sum(each.slice(0, {1}), x, b.stream);
   square_sum(each.slice(1, {1}), y, b.stream);
-  // 2 replicas x 3 shards x 2 tensor-parallel ranks, 2 units: rank r has loss 2^r, and 100 r + u for unit u.
-  const Tensor gathered = b.poisoned(DType::fp64, {12, 3}), loss = b.poisoned(DType::fp64, {1}),
-               sums = b.poisoned(DType::fp64, {2 * 2 * 3});
+  // 2 replicas x 3 shards x 2 tensor-parallel ranks, 2 units: rank r has loss 2^r, notices r and 11 - r, of which the
+  // largest are those of the last and the first rank, and 100 r + u for unit u.
+  const Tensor gathered = b.poisoned(DType::fp64, {12, 5}), loss = b.poisoned(DType::fp64, {1}),
+               notices = b.poisoned(DType::fp64, {2}), sums = b.poisoned(DType::fp64, {2 * 2 * 3});
   for (int64_t r = 0; r < 12; ++r) {
-    double* row = gathered.data<double>() + 3 * r;
-    row[0] = std::ldexp(1, static_cast<int>(r)), row[1] = 100 * static_cast<double>(r), row[2] = row[1] + 1;
+    double* row = gathered.data<double>() + 5 * r;
+    row[0] = std::ldexp(1, static_cast<int>(r)), row[1] = static_cast<double>(r), row[2] = 11 - row[1];
+    row[3] = 100 * row[1], row[4] = row[3] + 1;
   }
-  combine_scalars(loss, sums, gathered, 3, 2, 1, b.stream);
+  combine_scalars(loss, notices, sums, gathered, 3, 2, 1, b.stream);
   b.stream.synchronize();
   REQUIRE(sum.data<double>()[0] == each.data<double>()[0] + each.data<double>()[1]);
   REQUIRE(loss.data<double>()[0] == 1 + 4 + 16 + 64 + 256 + 1024);
+  REQUIRE((notices.data<double>()[0] == 11 && notices.data<double>()[1] == 11));
   const std::vector<double> found(sums.data<double>(), sums.data<double>() + 12);
   REQUIRE(found == std::vector<double>{0, 200, 400, 100, 300, 500, 1, 201, 401, 101, 301, 501});
-  REQUIRE_ERROR(combine_scalars(loss, sums, gathered, 3, 5, 1, b.stream),
+  REQUIRE_ERROR(combine_scalars(loss, notices, sums, gathered, 3, 5, 1, b.stream),
                 "12 ranks are not 1 stages of replicas of 3 shards x 5");
 }
 

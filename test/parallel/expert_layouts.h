@@ -123,12 +123,13 @@ inline void add_gradients(const UnitState& unit, const Groups& groups, int64_t m
 enum class Planted { nothing, norm_of_dense_shard };
 
 struct Scalars {
-  Tensor gathered, loss, square_sums, control;
+  Tensor gathered, loss, notice, square_sums, control;
   Scalars(const StepConfig& step, Holder& h) {
     const int64_t units = static_cast<int64_t>(h.state.size());
     auto alloc = [&](const Shape& shape) { return h.arena.alloc("test", "scalars", DType::fp64, shape); };
-    gathered = alloc({step.layout.ranks(), 1 + units});
+    gathered = alloc({step.layout.ranks(), 2 + units});
     loss = alloc({1});
+    notice = alloc({1});
     square_sums = alloc({units * step.layout.zero.shards * step.layout.tensor.ranks});
     control = alloc({4});
     for (const Tensor& t : {gathered, control}) zero(t, h.stream);
@@ -161,9 +162,9 @@ inline selftest::Outcome given_step(const StepConfig& step, const Hooks& hooks =
         const Tensor mine = s.gathered.slice(h.groups.rank() * s.gathered.shape[1], {s.gathered.shape[1]});
         const std::optional<int> shard = planted == Planted::nothing ? std::nullopt : std::optional(h.groups.me.shard);
         for (size_t u = 0; u < state.size(); ++u)
-          state.gradients.square_sum_of(u, mine.slice(1 + static_cast<int64_t>(u), {1}), h.stream, shard);
+          state.gradients.square_sum_of(u, mine.slice(2 + static_cast<int64_t>(u), {1}), h.stream, shard);
         h.groups[GroupName::scalars].all_gather(s.gathered, h.stream);
-        combine_scalars(s.loss, s.square_sums, s.gathered, step.layout.zero.shards, step.layout.tensor.ranks,
+        combine_scalars(s.loss, s.notice, s.square_sums, s.gathered, step.layout.zero.shards, step.layout.tensor.ranks,
                         step.layout.pipeline.stages, h.stream);
         clip_control(s.control, s.square_sums, s.loss, {.max_norm = 1}, h.stream);
         state.update(s.control,

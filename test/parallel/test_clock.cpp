@@ -84,7 +84,7 @@ TEST_CASE("what is exposed of a step's communication is what no computation can 
         if (unit.name == "embedding" || unit.name == "blocks.0") first += UnitLayout(unit, P).size;
       }
       auto f = [&](int64_t bytes) { return static_cast<double>(bytes / P * (P - 1)); };
-      const double scalars = 8 * 6 * (P - 1);  // the loss and a square sum for each unit
+      const double scalars = 8 * 8 * (P - 1);  // the loss, two notices and a square sum for each unit
       const double bytes = f(4 * first) + scalars + f(4 * first);
       const int transfers = 2 + 1 + 2;
       const Plan plan = make_plan(config, device);

@@ -127,7 +127,7 @@ TEST_CASE("what context-parallel ranks send obeys the law, planned and between t
     const StepConfig step = step_of(c, 8, 2, {2, 32}, 3);
     const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
     REQUIRE(sent_to(plan, "keys and values") == Law(step).of_step(step));
-    REQUIRE(sent_to(plan, "scalars") == (step.layout.ranks() - 1) * 8 * (1 + step.model.n_layer + 2));
+    REQUIRE(sent_to(plan, "scalars") == (step.layout.ranks() - 1) * 8 * (3 + step.model.n_layer + 2));
     require_as_planned(step);
   }
 }

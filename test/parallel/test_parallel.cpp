@@ -158,7 +158,7 @@ TEST_CASE("bytes sent per step match the formula, planned and between threads", 
           law["gradients"] = (stage == 0 ? 2 : 1) * f(G) * R;
           law["replicas"] = 2 * (G / P / Q * (Q - 1)) * R;
           law["weights"] = stage == 3 ? f(2 * W - W_once) * M : stage > 0 ? f(W) : 0;
-          law["scalars"] = (P * Q - 1) * 8 * 6;  // loss and five units
+          law["scalars"] = (P * Q - 1) * 8 * 8;  // loss, two notices and five units
           const Plan plan = make_plan(config, {DeviceKind::cpu, 1});
           for (const auto& [group, bytes] : plan.step_traffic) {
             INFO(group);

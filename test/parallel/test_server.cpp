@@ -112,7 +112,7 @@ TEST_CASE("bytes through every rank's link match the law of --dp-sync, planned a
             // The losses of all ranks, and a central server's decision.
             const bool tells =
                 (sync == DpSync::parameter_server || sync == DpSync::parameter_server_chain) && rank + 1 < P;
-            if (run.groups[GroupName::scalars].bytes_sent() != (P - 1) * 8 * 6 + (tells ? 4 * 8 : 0))
+            if (run.groups[GroupName::scalars].bytes_sent() != (P - 1) * 8 * 8 + (tells ? 4 * 8 : 0))
               wrong += formatted("rank {}: {} bytes of scalars\n", rank, run.groups[GroupName::scalars].bytes_sent());
             if (rank > 1) return;  // plans are of ranks 0 and 1
             for (const GroupName id : {GroupName::gradients, GroupName::weights, GroupName::scalars})

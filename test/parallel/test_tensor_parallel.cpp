@@ -97,7 +97,7 @@ TEST_CASE("what tensor-parallel ranks send obeys the laws, planned and between t
           const int64_t of_loss = (P - 1) * (sequence ? R : step.batch.rows()) * 3 * 4;
           std::map<std::string, int64_t> law;
           law["activations"] = M * (of_blocks + of_ends + of_loss);
-          law["scalars"] = (P - 1) * 8 * (1 + L + 2);
+          law["scalars"] = (P - 1) * 8 * (3 + L + 2);
           // All-reduced in fp32: parameters that lie beside each other together, with the gaps between and after them.
           for (const UnitSpec& unit : part_of(parameter_table(m), step.layout.tensor, 0)) {
             const UnitLayout layout(unit);

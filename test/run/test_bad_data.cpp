@@ -28,14 +28,15 @@ TEST_CASE("a bad token in mid-run ends all ranks after a save, and the repaired 
           "[run]") {
   const TempDir dir;
   const std::string shard = dir / "a.bin", other = dir / "b.bin";
-  // The last of the eight samples of step 3 that the second of two ranks reads.
-  constexpr int64_t position = 23 * 33 + 5;
+  // The last of the eight samples of step 6 that the second of two ranks reads. Ranks hear of it with the results of
+  // step 5; in the next start, whose first step it is, before it.
+  constexpr int64_t position = 47 * 33 + 5;
   for (const std::string layout : {"", "--local-ranks 2", "--local-ranks 2 --pp 2 --n-layer 2"}) {
     INFO(layout);
     fs::copy_file(tiny_data, shard, fs::copy_options::overwrite_existing);
     const uint16_t good = token_at(shard, position);
     for (const char* run : {"whole", "run"}) fs::remove_all(dir / run);
-    const std::string options = "--max-steps 5 " + on(shard) + layout;
+    const std::string options = "--max-steps 8 " + on(shard) + layout;
     run_well(tiny(dir / "whole", options));
     set_token(shard, position, 60000);
     for (int start = 0; start < 2; ++start) {  // nor does another start lose anything
@@ -44,7 +45,7 @@ TEST_CASE("a bad token in mid-run ends all ranks after a save, and the repaired 
       REQUIRE(r.status == 1);
       REQUIRE(r.err.find(formatted("{}: token 60000 at position {} is outside the model's vocabulary of 211", shard,
                                    position)) != std::string::npos);
-      REQUIRE(r.err.find("; step 3 needs it. The run ended after step 2 of 5, saved to " + (dir / "run/step-000002") +
+      REQUIRE(r.err.find("; step 6 needs it. The run ended after step 5 of 8, saved to " + (dir / "run/step-000005") +
                          ". Repair the file") != std::string::npos);
       REQUIRE((r.err.find("train_gpt: rank 1 on ") == 0) == (layout == "--local-ranks 2"));
       REQUIRE(r.err.find('\n') == r.err.size() - 1);  // said once
@@ -60,15 +61,15 @@ TEST_CASE("a bad token in mid-run ends all ranks after a save, and the repaired 
     REQUIRE(accepted.status == 0);
     REQUIRE(losses(dir / "run") == losses(dir / "whole"));  // the other change was in step 1
     // Named on the console, in the metrics and in all later checkpoints.
-    const std::string notice = "notice: " + shard + " has changed since step 2 (checksum ";
+    const std::string notice = "notice: " + shard + " has changed since step 5 (checksum ";
     REQUIRE(accepted.out.find(notice) != std::string::npos);
     REQUIRE(read_whole(dir / "run/log.txt").find(notice) != std::string::npos);
-    REQUIRE(read_whole(dir / "run/metrics.jsonl").find("{\"kind\":\"data\",\"step\":2,\"shard\":\"" + shard) !=
+    REQUIRE(read_whole(dir / "run/metrics.jsonl").find("{\"kind\":\"data\",\"step\":5,\"shard\":\"" + shard) !=
             std::string::npos);
-    run_well(tiny(dir / "run", "--max-steps 6 " + on(shard) + layout));
-    const nlohmann::json changes = read_json(dir / "run/step-000006/trainer.json")["data_changes"];
+    run_well(tiny(dir / "run", "--max-steps 9 " + on(shard) + layout));
+    const nlohmann::json changes = read_json(dir / "run/step-000009/trainer.json")["data_changes"];
     REQUIRE(changes.size() == 1);
-    REQUIRE(changes[0]["step"] == 2);
+    REQUIRE(changes[0]["step"] == 5);
     REQUIRE(changes[0]["shard"] == shard);
   }
 }

@@ -196,6 +196,20 @@ TEST_CASE("a trace that cannot be written, or would show nothing, is refused bef
   refused("--generate --model out --trace " + (dir / "t.json"), "--trace");
 }
 
+TEST_CASE("ranks ask each other by texts whether to go on only until they know how long a step takes", "[run][trace]") {
+  const TempDir dir;
+  for (const std::string layout : {"--local-ranks 2", "--local-ranks 2 --pp 2 --n-layer 2"})
+    for (const int step : {1, 6}) {
+      const std::string file = dir / "t.json", out = dir / "out";
+      std::filesystem::remove_all(out);
+      run_well(tiny(out, formatted("{} --max-steps 7 --trace-step {} --trace {}", layout, step, file)));
+      INFO(layout << ", step " << step);
+      const std::string text = read_whole(file);
+      REQUIRE(text.find("agree to go on") != std::string::npos);
+      REQUIRE((text.find("ask all ranks whether to go on") != std::string::npos) == (step == 1));
+    }
+}
+
 TEST_CASE("a run that ends before the traced step says that there is no trace", "[run][trace]") {
   const TempDir dir;
   const ProgramResult r = run_program(

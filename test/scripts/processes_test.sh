@@ -216,6 +216,24 @@ else tcp 2 "${long[@]}" --local-ranks 2 --out-dir "$dir/stopped"; fi || fail "re
 for file in "$dir"/whole/step-000400/*.safetensors; do
   cmp -s "$file" "$dir/stopped/step-000400/${file##*/}" || fail "${file##*/} differs after a stop"
 done
+
+# So it does from any rank, whatever the layout. The losses come from the first rank of a tensor-parallel group, or from
+# the last stage: the signal does not.
+for layout in '--tp 2' '--pp 2' '--zero-stage 3' '--dp-sync parameter-server'; do
+  for rank in 0 1; do
+    rm -rf "$dir/stopped"
+    (
+      until grep -qs '"step":9,' "$dir/stopped/metrics.jsonl"; do sleep 0.02; done
+      kill -TERM "$(trainers_with --out-dir "$dir/stopped" --rank $rank)"
+    ) &
+    # shellcheck disable=SC2086    # options
+    ! tcp 2 "${long[@]}" --max-steps 100000 $layout --out-dir "$dir/stopped" || fail "$layout: not stopped"
+    if [ "${statuses[*]}" != '75 75' ] || ! grep -q 'stopped by SIGTERM.*saved to' "$dir/log.0"; then
+      fail "$layout, a signal to rank $rank: statuses ${statuses[*]}"
+    fi
+  done
+done
+
 # Strangers at the rendezvous, with garbage and with recordings, while a run trains: refused, and nothing changes.
 count=40
 [ "$all" != all ] || count=500

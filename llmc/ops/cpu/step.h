@@ -42,19 +42,23 @@ void add_losses(double* sum, const A* losses, int64_t N) {
   *sum += ordered_sum(N, [=](int64_t n) { return static_cast<double>(losses[n]); });
 }
 
-// gathered (ranks, L + units); the tensor-parallel ranks of a shard are neighbours.
-inline void combine_scalars(double* losses, double* square_sums, const double* gathered, int64_t ranks, int64_t L,
-                            int64_t units, int64_t shards, int64_t tensor_ranks, int64_t stages) {
-  const int64_t row = L + units, of_stage = ranks / stages * row;
+// gathered (ranks, L + N + units); the tensor-parallel ranks of a shard are neighbours.
+inline void combine_scalars(double* losses, double* notices, double* square_sums, const double* gathered, int64_t ranks,
+                            int64_t L, int64_t N, int64_t units, int64_t shards, int64_t tensor_ranks, int64_t stages) {
+  const int64_t row = L + N + units, of_stage = ranks / stages * row;
   for (int64_t l = 0; l < L; ++l) {
     losses[l] = 0;
     for (int64_t r = 0; r < ranks; r += tensor_ranks) losses[l] += gathered[r * row + l];
+  }
+  for (int64_t n = 0; n < N; ++n) {
+    notices[n] = 0;
+    for (int64_t r = 0; r < ranks; ++r) notices[n] = std::max(notices[n], gathered[r * row + L + n]);
   }
   for (int64_t u = 0; u < units; ++u)
     for (int64_t t = 0; t < tensor_ranks; ++t)
       for (int64_t s = 0; s < shards; ++s) {
         double sum = 0;  // one stage has the value, the others have zeros
-        for (int64_t p = 0; p < stages; ++p) sum += gathered[p * of_stage + (s * tensor_ranks + t) * row + L + u];
+        for (int64_t p = 0; p < stages; ++p) sum += gathered[p * of_stage + (s * tensor_ranks + t) * row + L + N + u];
         *square_sums++ = sum;
       }
 }

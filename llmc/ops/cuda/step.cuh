@@ -106,29 +106,37 @@ __device__ inline double sum_in_order(const double* x, int64_t stride, int64_t n
 
 // One warp.
 template <class Double>
-__global__ void combine_scalars_kernel(Double* __restrict__ losses, Double* __restrict__ square_sums,
-                                       const Double* __restrict__ gathered, int64_t ranks, int64_t L, int64_t units,
-                                       int64_t shards, int64_t tensor_ranks, int64_t stages) {
-  const int64_t row = L + units, of_stage = ranks / stages * row;
+__global__ void combine_scalars_kernel(Double* __restrict__ losses, Double* __restrict__ notices,
+                                       Double* __restrict__ square_sums, const Double* __restrict__ gathered,
+                                       int64_t ranks, int64_t L, int64_t N, int64_t units, int64_t shards,
+                                       int64_t tensor_ranks, int64_t stages) {
+  const int64_t row = L + N + units, of_stage = ranks / stages * row;
   for (int64_t l = 0; l < L; ++l) {
     const Double total = detail::sum_in_order(gathered + l, tensor_ranks * row, ranks / tensor_ranks);
     if (threadIdx.x == 0) losses[l] = total;
+  }
+  for (int64_t n = 0; n < N; ++n) {
+    Double most = 0;
+    for (int64_t r = threadIdx.x; r < ranks; r += warp_size) most = fmax(most, gathered[r * row + L + n]);
+    for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) most = fmax(most, __shfl_xor_sync(all_lanes, most, lanes));
+    if (threadIdx.x == 0) notices[n] = most;
   }
   for (int64_t i = threadIdx.x; i < units * tensor_ranks * shards; i += warp_size) {
     const int64_t shard = i % shards, tensor_rank = i / shards % tensor_ranks, unit = i / shards / tensor_ranks;
     Double sum = 0;  // one stage has the value, the others have zeros
     for (int64_t p = 0; p < stages; ++p)
-      sum += gathered[p * of_stage + (shard * tensor_ranks + tensor_rank) * row + L + unit];
+      sum += gathered[p * of_stage + (shard * tensor_ranks + tensor_rank) * row + L + N + unit];
     square_sums[i] = sum;
   }
 }
 
-// losses (L) = the sums over the first of each tensor_ranks ranks; square_sums (units, tensor_ranks, shards) = ;
-// gathered (ranks, L + units)
-inline void combine_scalars(double* losses, double* square_sums, const double* gathered, int64_t ranks, int64_t L,
-                            int64_t units, int64_t shards, int64_t tensor_ranks, int64_t stages, cudaStream_t stream) {
-  launch(combine_scalars_kernel<double>, 1, warp_size, 0, stream, losses, square_sums, gathered, ranks, L, units,
-         shards, tensor_ranks, stages);
+// losses (L) = the sums over the first of each tensor_ranks ranks; notices (N) = the largest of all ranks; square_sums
+// (units, tensor_ranks, shards) = ; gathered (ranks, L + N + units)
+inline void combine_scalars(double* losses, double* notices, double* square_sums, const double* gathered, int64_t ranks,
+                            int64_t L, int64_t N, int64_t units, int64_t shards, int64_t tensor_ranks, int64_t stages,
+                            cudaStream_t stream) {
+  launch(combine_scalars_kernel<double>, 1, warp_size, 0, stream, losses, notices, square_sums, gathered, ranks, L, N,
+         units, shards, tensor_ranks, stages);
 }
 
 // One warp.
