@@ -9,15 +9,23 @@
 
 namespace llmc {
 
-enum class Offloaded : uint8_t { moments, master, gradients, weights };
-constexpr auto names_of_values(Offloaded) { return std::array{"moments", "master", "gradients", "weights"}; }
+enum class Offloaded : uint8_t { moments, master, gradients, weights, activations };
+constexpr auto names_of_values(Offloaded) {
+  return std::array{"moments", "master", "gradients", "weights", "activations"};
+}
 
 struct Offload {
-  std::array<bool, 4> parts = {};  // by Offloaded
+  std::array<bool, 5> parts = {};  // by Offloaded
   int64_t piece = 1 << 22;         // elements of a unit that are on the device at a time: a multiple of 64
 
   bool has(Offloaded part) const { return parts[static_cast<size_t>(part)]; }
   void add(Offloaded part) { parts[static_cast<size_t>(part)] = true; }
+  // Is any of what lasts from step to step?
+  bool has_state() const {
+    Offload state = *this;
+    state.parts[static_cast<size_t>(Offloaded::activations)] = false;
+    return state.any();
+  }
   bool any() const { return *this != Offload{.piece = piece}; }
   bool operator==(const Offload&) const = default;
   // As --offload has it: "moments,master", or "none".

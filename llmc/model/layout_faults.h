@@ -66,6 +66,13 @@ inline void offload_faults(Faults& faults, const Layout& l) {
                 "--offload gradients with --grad-reduce {}: their sums are in host memory, where each micro-batch adds "
                 "to them: use --grad-reduce micro",
                 l.zero.grad_reduce);
+  const bool activations = offload.has(Offloaded::activations), to_itself = l.pipeline.schedule == Schedule::zb_v;
+  faults.unless(!activations || (!to_itself && l.pipeline.schedule != Schedule::pipedream),
+                "--offload activations with --schedule {}, {}: use --schedule 1f1b", l.pipeline.schedule,
+                to_itself ? "one of whose stages passes outputs to itself, on the device"
+                          : "whose micro-batches follow each other over steps");
+  faults.unless(!activations || l.pipeline.slices.empty(),
+                "--offload activations with --token-slices: not built; leave out one of them");
   faults.unless(
       !gradients || l.zero.sync == DpSync::all_reduce,
       "--offload gradients with --dp-sync {}: servers add gradients on their devices: use --dp-sync all-reduce",

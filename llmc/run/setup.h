@@ -280,6 +280,11 @@ inline StepConfig choose_step(const Options& o) {
   step.noise_scale = o.noise_scale;
   CHECK(!o.noise_scale || noise_fault(step).empty(), "--noise-scale: {}; or leave out --noise-scale",
         noise_fault(step));
+  CHECK(!o.offload.has(Offloaded::activations) || (o.recompute.what == Recompute::block && o.token_slices == "1"),
+        "--offload activations is for the inputs of blocks that are recomputed, of whole sequences, and this is "
+        "--recompute "
+        "{}, --token-slices {}: use --recompute block and --token-slices 1",
+        o.recompute, o.token_slices);
   require_countable(step);
   step.layout.pipeline.layers = choose_layers(o, step);
   CHECK(step.segment <= step.largest_chunk(),

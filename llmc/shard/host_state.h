@@ -21,7 +21,7 @@ namespace llmc {
 class HostState {
  public:
   HostState(Units& units, Arena& arena) : units_(units), offload_(units.zero_config().offload) {
-    if (!offload_.any() || units.zero_config().holds != Holds::training_state) return;
+    if (!offload_.has_state() || units.zero_config().holds != Holds::training_state) return;
     int64_t largest = 0, pieces = 0;
     units_.for_each([&](size_t u) {
       for_each_piece(u, [&](const Range& r) { largest = std::max(largest, bytes_of(u, r)), ++pieces; });

@@ -45,7 +45,7 @@ class UnitState {
     sharded_ = zero.stage == 3                                       ? Sharded::weights
                : zero.updates() == ZeroConfig::Updates::shard_owners ? Sharded::optimizer
                                                                      : Sharded::nothing;
-    CHECK(host != nullptr || !offload_.any(), "--offload {}: there is no host memory", std::string(offload_));
+    CHECK(host != nullptr || !offload_.has_state(), "--offload {}: there is no host memory", std::string(offload_));
     const auto memory_for = [&](Offloaded part) -> Arena& { return offload_.has(part) ? *host : arena; };
     auto flat = [&](const char* label, DType d, const Range& r, std::optional<Offloaded> part = std::nullopt) {
       Arena& memory = part ? memory_for(*part) : arena;
@@ -516,7 +516,8 @@ class UnitState {
 
   // The elements that an update works on.
   Range in_reach() const {
-    CHECK(attached_ || !offload_.any() || update_range_.size == 0, "unit {}: its state is in host memory", spec_.name);
+    CHECK(attached_ || !offload_.has_state() || update_range_.size == 0, "unit {}: its state is in host memory",
+          spec_.name);
     return attached_.value_or(update_range_);
   }
   // A part of the state: on the device, if it is attached there.

@@ -41,6 +41,7 @@ struct Slot {
   BatchShape shape;                                    // of the rows that this rank has
   std::optional<SequenceRows> slice = {};              // which tokens; none: whole sequences
   std::vector<OutputGradients> output_gradients = {};  // by block, in both parts of a backward in parts
+  std::vector<Tensor> at_host = {};  // by block: where its output is kept (host_activations.h); empty: on the device
 
   // The residual stream that enters block `l` of the chunk, and that leaves the last one.
   const Tensor& block_input(size_t l) const { return l > 0 ? blocks[l - 1].out : input; }
@@ -73,8 +74,9 @@ class PassMemory {
  public:
   // chunks: live as long as this. period: micro-batch m uses the sets of micro-batch m modulo `period`; 0: the list has
   // all micro-batches
+  // host: memory for outputs of blocks that are offloaded; none: none are
   PassMemory(const StepConfig& config, const std::vector<Chunk>& chunks, const std::vector<Action>& actions,
-             const Pass& pass, Arena& arena, int64_t period = 0)
+             const Pass& pass, Arena& arena, int64_t period = 0, Arena* host = nullptr)
       : config_(config),
         purpose_(pass.purpose),
         period_(period),
@@ -93,8 +95,11 @@ class PassMemory {
             actions,
             [&](int c) {
               const int64_t all = layers(c);
-              return sets_of_one_kind(pass.purpose == Purpose::train ? ceil_div(all, segment()) - sends_output(c)
-                                                                     : std::min<int64_t>(all, 2));
+              if (pass.purpose != Purpose::train) return sets_of_one_kind(std::min<int64_t>(all, 2));
+              std::vector<int> kinds = sets_of_one_kind(ceil_div(all, segment()) - sends_output(c));
+              if (config.keeps_at_host(pass.purpose)) std::ranges::fill(kinds, at_host);
+              if (has_head(c) && !kinds.empty()) kinds.back() = 0;
+              return kinds;
             },
             ActionKind::forward, is_backward),
         sent_sets_(
@@ -127,8 +132,9 @@ class PassMemory {
     auto outputs = [&](const PassSets& sets) {
       std::vector<Tensor> tensors;
       for (const BatchShape& room : rooms(sets, actions))
-        tensors.push_back(arena.alloc("activations", "out", config.precision.activations,
-                                      {config.layout.tensor.stream_rows(room.rows()), model_.n_embd}));
+        tensors.push_back((sets.kind_of<int>(tensors.size()) == at_host ? *host : arena)
+                              .alloc("activations", "out", config.precision.activations,
+                                     {config.layout.tensor.stream_rows(room.rows()), model_.n_embd}));
       return tensors;
     };
     outputs_ = outputs(output_sets_);
@@ -182,6 +188,10 @@ class PassMemory {
         blocks[l] = blocks_[set_of(sets, static_cast<int64_t>(l))];
         const bool sent = l + 1 == blocks.size() && sends_output(a.chunk);
         if (!sent || a.kind == ActionKind::forward) blocks[l].out = output(a, static_cast<int64_t>(l));
+        if (!sent && is_at_host(a, static_cast<int64_t>(l))) {
+          slot.at_host.resize(blocks.size());
+          slot.at_host[l] = blocks[l].out;
+        }
       }
     }
     for (size_t l = 0; sliced() && l < blocks.size(); ++l) {
@@ -238,6 +248,16 @@ class PassMemory {
       return PassSets();
     return PassSets(
         actions, [&](int c) { return kinds_of(c); }, from, is_weight_part);
+  }
+  static constexpr int at_host = 1;  // the kind of sets of outputs in host memory
+  bool has_head(int chunk) const { return chunks_[static_cast<size_t>(chunk)].has_head; }
+  // Is the output of a block of the action's chunk kept, and in host memory?
+  bool is_at_host(const Action& a, int64_t layer) const {
+    if (!config_.keeps_at_host(purpose_)) return false;
+    const bool last = layer + 1 == layers(a.chunk);
+    if (!last && layer % segment() + 1 < segment()) return false;
+    return output_sets_.kind_of<int>(set_of(output_sets_.of(a.chunk, a.micro_batch, a.slice), layer / segment())) ==
+           at_host;
   }
   static size_t set_of(std::span<const size_t> sets, int64_t layer) {
     return sets[static_cast<size_t>(layer) % sets.size()];

@@ -4,6 +4,7 @@
 #pragma once
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -35,6 +36,8 @@ class Interpreter {
   // micro-batch.
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
     auto scope = context_.arena.scope();
+    std::optional<Arena::Scope> at_host;
+    if (context_.host != nullptr) at_host.emplace(*context_.host);
     OpenPass open = begin(actions, pass);
     const Tensor logits = pass.purpose == Purpose::generate ? stage_.head_pass().logits_room() : Tensor{};
     if (state_.weights.sharded()) state_.weights.start_pass(units_acquired(actions, pass.purpose), context_.compute);
@@ -62,7 +65,7 @@ class Interpreter {
   // Begins a pass, with room for as many micro-batches in flight as these actions have; the caller opens a scope of the
   // arena. period: after this many micro-batches the use of memory repeats; 0: it does not
   OpenPass begin(const std::vector<Action>& actions, const Pass& pass, int64_t period = 0) {
-    PassMemory memory(config_, chunks_here_, actions, pass, context_.arena, period);
+    PassMemory memory(config_, chunks_here_, actions, pass, context_.arena, period, context_.host);
     reserve_messages(actions, pass, memory);
     stage_.begin_pass();
     return {pass, std::move(memory)};
@@ -83,7 +86,8 @@ class Interpreter {
     if (on_paper() && replays)
       return context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, first, nullptr, nullptr}],
                                        [&] { dispatch(action, open.memory.slot(action), pass, logits); });
-    const Slot slot = open.memory.slot(action);
+    Slot slot = open.memory.slot(action);
+    stage_.place(slot, action.kind);
     auto enqueue_it = [&] { dispatch(action, slot, pass, logits); };
     if (!replays) return enqueue_it();
     context_.compute.replayed(
@@ -228,6 +232,7 @@ class Interpreter {
   // which are actions of their own, do not matter.
   bool replayable(const Action& action, const Pass& pass) const {
     if (pass.purpose != Purpose::train || pass.launch == Launch::enqueue) return false;
+    if (config_.keeps_at_host(pass.purpose)) return false;
     if (config_.layout.zero.stage == 3 || config_.layout.zero.grad_reduce == GradReduce::micro) return false;
     if (config_.layout.tensor.ranks > 1 || config_.layout.context.ranks > 1 || config_.layout.expert.ranks > 1)
       return false;

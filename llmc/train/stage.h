@@ -15,6 +15,7 @@
 #include "shard/zero.h"
 #include "train/expert_record.h"
 #include "train/head_pass.h"
+#include "train/host_activations.h"
 #include "train/in_flight.h"
 #include "train/logit_record.h"
 #include "train/step_config.h"
@@ -67,6 +68,7 @@ class Stage {
         head_pass_(config, context, parallel_, loss_sums),
         experts_(experts),
         logits_(logits),
+        host_(config, context, state.groups()),
         chunks_(config.model_chunks()),
         layer_units_(layer_units(config.model)) {
     if (config.model.family.positions == Positions::rotary) {
@@ -113,6 +115,8 @@ class Stage {
   void count_memory_alone() { memory_alone_ = true; }
   void begin_pass() { counted_ = {}; }
 
+  void place(Slot& slot, ActionKind kind) { host_.place(slot, kind); }
+
   // logits: from logits_room(), for Purpose::generate
   void forward(int index, const Slot& slot, const Pass& pass, int64_t micro_batch, const Tensor& logits) {
     const Chunk& c = chunk(index);
@@ -121,7 +125,7 @@ class Stage {
       if (memory_alone_ && pass.purpose != Purpose::train &&
           std::exchange(counted_[model_.is_sparse(c.layers[l])], true))
         HeldLayer(units_of(c.layers[l]), state_, context_.compute).pass_by();
-      else forward_block(c.layers[l], slot.blocks[l], slot.block_input(l), slot, pass);
+      else forward_block(c.layers[l], l, slot, pass);
     if (!c.has_head || pass.purpose == Purpose::train) return;
     const Tensor& x = slot.output();
     const Head head = acquire_head();
@@ -134,9 +138,10 @@ class Stage {
   // reduced unit by unit. With slot.output_gradients this is the input part; backward_weight() completes the blocks.
   void backward(int index, const Slot& slot, const Pass& pass, bool last_micro_batch) {
     const Chunk& c = chunk(index);
+    host_.begin_backward(slot);
     if (c.has_head) backward_head(slot.output(), slot, last_micro_batch);
     for_blocks_back(
-        c, [&](size_t l) { forward_block(c.layers[l], slot.blocks[l], slot.block_input(l), slot, pass, Again::yes); },
+        c, [&](size_t l) { forward_block(c.layers[l], l, slot, pass, Again::yes); },
         [&](size_t l) { backward_block(c.layers[l], l, slot, pass, last_micro_batch); });
     if (c.has_embedding) backward_embedding(slot, last_micro_batch);
   }
@@ -249,15 +254,18 @@ class Stage {
 
   // again: a forward that the backward repeats, whose statistics have been recorded
   enum class Again : uint8_t { no, yes };
-  void forward_block(int64_t layer, const BlockActivations& acts, const Tensor& x, const Slot& slot, const Pass& pass,
-                     Again again = Again::no) {
+  // Block `l` of the chunk.
+  void forward_block(int64_t layer, size_t l, const Slot& slot, const Pass& pass, Again again = Again::no) {
+    if (again == Again::yes) host_.need_input(slot, l);
+    else host_.begin_output(slot, l);
     HeldLayer held(units_of(layer), state_, context_.compute);
     const UnitState& unit = held.block();
     const LayerRange range =
         set_current((again == Again::yes ? "recomputed forward of " : "forward of ") + unit.spec().name);
     Sequences sequence = sequences(slot, pass, layer, [&]() -> const UnitState& { return held.experts(); });
     if (again == Again::yes && sequence.routing.training) sequence.routing.training->records = false;
-    Block({model_, unit, acts, sequence, parallel_}).forward(x);
+    Block({model_, unit, slot.blocks[l], sequence, parallel_}).forward(slot.block_input(l));
+    if (again == Again::no) host_.keep_output(slot, l);
     held.release();
     state_.gradients.enqueue_waiting();  // of the micro-batch before
   }
@@ -283,6 +291,7 @@ class Stage {
     const BlockActivations& acts = slot.blocks[l];
     const Tensor& x = slot.block_input(l);  // (S, C)
     const bool whole = slot.output_gradients.empty();
+    host_.need_input(slot, l);
     const LayerUnits& units = units_of(layer);
     HeldLayer held(units, state_, context_.compute);
     const UnitState& unit = held.block();
@@ -299,6 +308,7 @@ class Stage {
     const Block block({model_, unit, acts, sequence, parallel_, whole ? nullptr : &slot.output_gradients[l], gathered});
     block.recompute(x, config_.recompute);
     block.backward(slot.gradient, x);
+    host_.drop_input(slot, l);
     if (whole) for_units(units, [&](size_t u) { reduce_gradients(u, slot, last_micro_batch); });
     held.release();
   }
@@ -328,6 +338,7 @@ class Stage {
   HeadPass head_pass_;
   const ExpertRecord& experts_;
   const LogitRecord& logits_;
+  HostActivations host_;
   std::vector<Chunk> chunks_;
   std::vector<LayerUnits> layer_units_;
   Tensor rotary_table_;  // (T, D); empty without rotary positions

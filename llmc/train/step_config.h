@@ -158,6 +158,10 @@ struct StepConfig {
     const bool needed = c.ranks > 1 && c.attention == ContextAttention::ulysses && documents == Documents::apart;
     return needed ? all.rows() : 0;
   }
+  // Whether outputs of blocks wait in host memory for the backward (host_activations.h).
+  bool keeps_at_host(Purpose purpose) const {
+    return purpose == Purpose::train && layout.zero.offload.has(Offloaded::activations);
+  }
   // A forward without a backward keeps as little as if all of it were recomputed.
   Recompute recompute_for(Purpose purpose) const { return purpose == Purpose::train ? recompute : Recompute::block; }
   RecomputeChoice recomputation() const { return {recompute, segment}; }

@@ -181,6 +181,8 @@ TEST_CASE("--offload is refused where it makes no sense, with a remedy", "[optio
         {"--offload moments --optimizer muon", "--offload moments with --optimizer muon, which works on whole"},
         {"--offload gradients --local-ranks 2 --pp 2", "whose embedding is also its head: both end stages add"},
         {"--offload gradients --local-ranks 2 --dp-sync parameter-server --grad-reduce micro", "servers add gradients"},
+        {"--offload activations", "and this is --recompute none, --token-slices 1: use --recompute block"},
+        {"--offload activations -r block --local-ranks 2 --pp 2 --schedule zb-v", "passes outputs to itself"},
         {"--offload gradients --noise-scale --local-ranks 2", "--noise-scale reads whole sums of gradients"}}) {
     const ProgramResult r = run_program(std::string("--plan --model d2 ") + options);
     INFO(options << ": " << r.err);
@@ -200,4 +202,42 @@ TEST_CASE("a plan that does not fit names what host memory would make of it, and
                              "each rank has ", " in host memory, and copies ", " s at 25.6 GB/s"})
       REQUIRE(r.out.find(text) != std::string::npos);
   }
+}
+
+TEST_CASE("inputs of blocks that wait in host memory change no bit", "[parallel][offload][recompute]") {
+  const auto step_with = [](int64_t segment, int64_t layers, const PipelineParallel& pipeline) {
+    Layout layout = layout_of(1, 2);
+    layout.pipeline = pipeline;
+    StepConfig step = step_of("llama", DType::bf16, layout, offload({moments, activations}));
+    step.model.n_layer = layers;
+    step.recompute = Recompute::block;
+    step.segment = segment;
+    step.micro_batches = 4;
+    return step;
+  };
+  for (const int64_t segment : {1, 2}) {
+    require_same(step_with(segment, 5, {}));
+    for (const Schedule schedule : {Schedule::gpipe, Schedule::one_f_one_b, Schedule::zb_h1})
+      require_same(step_with(segment, 5, {schedule, 2, 1}));
+    require_same(step_with(segment, 8, {Schedule::interleaved, 2, 2}));
+  }
+}
+
+TEST_CASE("plans count activations in host memory, and their copies", "[plan][offload][recompute]") {
+  StepConfig step = step_of("llama", DType::bf16, layout_of(0, 1), offload({activations}));
+  step.model.n_layer = 7;
+  step.recompute = Recompute::block;
+  step.segment = 2;
+  step.micro_batches = 3;
+  StepConfig without = step;
+  without.layout.zero.offload = {};
+  const Plan plan = make_plan(step, {DeviceKind::cuda}, 0, Passes::step),
+             usual = make_plan(without, {DeviceKind::cuda});
+  const int64_t output = step.batch.rows() * step.model.n_embd * 2, room = round_up(output, Arena::alignment);
+  // Of four segments the last one's output is the head's input.
+  REQUIRE(plan.host_bytes == 3 * room);
+  REQUIRE(planned_bytes(usual, "activations") - planned_bytes(plan, "activations") == 3 * room);
+  REQUIRE(planned_bytes(plan, "offloaded activations") == 4 * room);
+  REQUIRE(plan.step_host.to_host == static_cast<double>(3 * 3 * output));
+  REQUIRE(plan.step_host.to_device == plan.step_host.to_host);
 }

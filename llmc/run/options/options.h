@@ -322,8 +322,9 @@ void visit_options(O& o, Visitor&& visit) {
   visit(
       "--offload", "", o.offload, any_of_list<Offloaded>(), free,
       "state that is in pinned host memory, separated by commas: moments of the optimizer, master weights (and --ema's "
-      "average), gradients, whose sums each micro-batch adds to, and weights (with --zero-stage 3); the device has a "
-      "part of it while that is used; the same numbers; less memory, more time on the bus, which --plan states");
+      "average), gradients, whose sums each micro-batch adds to, and weights (with --zero-stage 3); also activations, "
+      "the inputs of blocks that wait for their backward (with --recompute block); the device has a part of all that "
+      "while it is used; the same numbers; less memory, more time on the bus, which --plan states");
   visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may use or, on a GPU, the size of each rank's card, 0.5 GiB of which is left to CUDA's "
         "libraries: a run that needs more is refused before it starts; default: the rank's share of the machine's "

@@ -182,9 +182,10 @@ class RemedySearch {
       if (offload.has(part) || (part == Offloaded::master && !step.precision.keeps_masters())) continue;
       offload.add(part);
       step.layout.zero.set_stage(part == Offloaded::weights ? 3 : step.layout.zero.stage);
+      if (part == Offloaded::activations) step.recompute = Recompute::block;
       // Other optimizers, schedules and servers may not allow it, nor may a run that reduces gradients otherwise.
       if (!layout_faults(step.layout, step.model).empty() || (step.noise_scale && part >= Offloaded::gradients) ||
-          (begun_ == Begun::yes && part >= Offloaded::gradients))
+          (begun_ == Begun::yes && part == Offloaded::gradients))
         break;
       if (std::optional<Remedy> found = cheapest(step)) return found;
     }

@@ -199,7 +199,9 @@ inline void draw_offload(Dice& dice, StepConfig& step) {
   StepConfig with = step;
   with.layout.zero.offload.piece = dice.pick({64, 1 << 22});
   for (const Offloaded part : all_values<Offloaded>()) {
-    if (dice.one_in(2) || (part == Offloaded::master && !step.precision.keeps_masters())) continue;
+    if (dice.one_in(2) || (part == Offloaded::master && !step.precision.keeps_masters()) ||
+        (part == Offloaded::activations && step.recompute != Recompute::block))
+      continue;
     StepConfig more = with;
     more.layout.zero.offload.add(part);
     if (layout_faults(more.layout, more.model).empty()) with = more;
