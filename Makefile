@@ -415,7 +415,7 @@ ALL_TEST_PROGRAMS := $(LONGEST_TESTS) $(filter-out $(LONGEST_TESTS), \
 TEST_PROGRAMS := $(if $(FAULTS),test/faults test/net,$(ALL_TEST_PROGRAMS))
 # The test of fresh machines is a separate target: it takes an hour, root and the network.
 FRESH_TEST := test/scripts/long_fresh_machine_test.sh
-FAULT_SCRIPTS := test/scripts/dead_ranks_test.sh test/scripts/supervise_test.sh
+FAULT_SCRIPTS := test/scripts/dead_ranks_test.sh test/scripts/supervise_test.sh test/scripts/spares_test.sh
 TEST_SCRIPTS := $(if $(FAULTS),$(FAULT_SCRIPTS),$(if $(TESTS),,$(filter-out $(FRESH_TEST) $(if $(LONG),,test/scripts/long_%),$(wildcard test/scripts/*_test.sh))))
 TEST_RUNS := $(patsubst %,run/%,$(firstword $(TEST_PROGRAMS)) $(if $(FAULTS),,smoke) $(wordlist 2,99,$(TEST_PROGRAMS))) \
              $(TEST_SCRIPTS:test/scripts/%=run/%)

@@ -34,7 +34,8 @@
 #                        fewer ranks, so fewer replicas share each batch, which stays the same. If the trainer refuses
 #                        that number (ranks must divide the batch), one host less is tried, and so on
 #   --spares N           of --hosts, so many wait: the others run, and a spare takes the place of one that stays away, at
-#                        once and with the same number of ranks; default: 0
+#                        once and with the same number of ranks; default: 0. Processes that wait, have started and have
+#                        read the checkpoints are ./train_gpt --spare: scripts/multi_node/README.md
 #   --min-hosts N        with fewer hosts it does not go on; default: all but the spares
 #   --host-wait SECONDS  how long hosts that do not answer are waited for; default: 300. One that is back later is used
 #                        from the next start on

@@ -18,10 +18,12 @@
 #include "core/log.h"
 #include "device/gpu.h"
 #include "device/host.h"
+#include "net/meeting/spare.h"
 #include "run/options/parse.h"
 #include "run/options/print.h"
 #include "run/reports/report.h"
 #include "run/setup.h"
+#include "run/spare_files.h"
 
 namespace llmc {
 
@@ -43,11 +45,23 @@ inline bool person_reads(const Options& o) {
 inline NamedValues options_to_agree_on(const Options& o) {
   NamedValues all;
   for (const OptionText& t : option_texts(o))
-    if (t.name != "--rank" && t.name != "--rendezvous" && t.name != "--threads")
+    if (t.name != "--rank" && t.name != "--spare" && t.name != "--rendezvous" && t.name != "--threads")
       all.emplace_back(t.name, t.name == "--cpu-isa"                               ? cpu::recorded_isa()
                                : t.name == "--checkpoint-local" && !t.text.empty() ? "a directory"
                                                                                    : t.text);
   return all;
+}
+
+// Rejects a spare that could not take the place of another process.
+inline void check_spare(const Options& o) {
+  CHECK(o.world_size && *o.world_size > 1 && !o.rendezvous.empty(),
+        "--spare needs --world-size and --rendezvous: those of the job's processes, which are two or more");
+  const Launched launch = find_launch({}, environment_variable, mpi_library());
+  CHECK(launch.processes == 1,
+        "--spare: {} has given this process a number, and would end all processes with the one that fails: start "
+        "processes and spares by --rank, --world-size and --rendezvous, or keep spare hosts (scripts/supervise.sh "
+        "--spares)",
+        launch.how);
 }
 
 }  // namespace detail
@@ -69,6 +83,10 @@ inline void take_place(Options& o) {
   Place& place = o.place;
   if ((o.plan || o.plan_auto) && !o.rank) {  // a plan needs no processes
     place.processes = o.plan_ranks ? *o.plan_ranks : o.world_size.value_or(1);
+  } else if (o.spare && !o.rank) {
+    detail::check_spare(o);
+    place.process = 1;  // for now: any but 0
+    place.processes = *o.world_size;
   } else {
     const Launched launch = detail::launch_of(o);
     place.process = launch.process;
@@ -80,27 +98,42 @@ inline void take_place(Options& o) {
   place.ranks_on_host = o.plan || o.plan_auto ? o.ranks : place.local_ranks;
 }
 
-// Meets the other processes of the job, and completes this process's place.
+// Meets the other processes of the job, and completes this process's place. None: a spare that was not needed.
 inline std::unique_ptr<Processes> meet(Options& o) {
   Place& place = o.place;
   if (place.processes == 1 || !needs_ranks(o))
     return std::make_unique<Processes>(needs_ranks(o) ? static_cast<int>(place.local_ranks) : 1,
                                        Timeouts{o.init_timeout, o.comm_timeout});
-  const Launched launch = detail::launch_of(o);
-  const std::string me = formatted("rank {} on {}: ", place.first_rank(), host_name());
   Rendezvous at;
-  at.where = launch.rendezvous;
   at.token = read_token(environment_variable);
   at.init_timeout = o.init_timeout;
   at.address = environment_variable("TRAIN_GPT_ADDRESS").value_or("");
-  at.say = [me](const std::string& text) { print_error(me + text); };
-  auto processes = std::make_unique<Processes>(launch,
-                                               Greeting{.process = launch.process,
-                                                        .processes = launch.processes,
-                                                        .local_ranks = static_cast<int>(place.local_ranks),
-                                                        .build = build_text(),
-                                                        .agree = detail::options_to_agree_on(o)},
-                                               std::move(at), o.comm != CommChoice::tcp, o.comm_timeout);
+  at.spare_wait = o.spare_wait;
+  const auto say_as = [&](const std::string& who) {
+    at.say = [me = who + " on " + host_name() + ": "](const std::string& text) { print_error(me + text); };
+  };
+  Greeting greeting{.processes = static_cast<int>(place.processes),
+                    .local_ranks = static_cast<int>(place.local_ranks),
+                    .build = build_text(),
+                    .agree = detail::options_to_agree_on(o)};
+  if (o.spare && !o.rank) {
+    say_as("spare");
+    at.where = o.rendezvous;
+    const SpareFiles files(o, at.say);
+    const std::optional<GivenPlace> given = wait_as_spare(greeting, at, o.comm_timeout + 10);
+    at.say(given ? formatted("takes the place of rank {}", given->process * place.local_ranks)
+                 : "the job has ended: not needed");
+    if (!given) return nullptr;
+    o.rank = given->process;
+    at.ticket = given->ticket;
+    take_place(o);
+  }
+  const Launched launch = detail::launch_of(o);
+  say_as(formatted("rank {}", place.first_rank()));
+  at.where = launch.rendezvous;
+  greeting.process = launch.process;
+  auto processes = std::make_unique<Processes>(launch, std::move(greeting), std::move(at), o.comm != CommChoice::tcp,
+                                               o.comm_timeout);
   const ControlPlane& control = *processes->control();
   place.by_mpi = launch.by == Launched::By::mpi;
   place.ranks_on_host = control.local_processes() * place.local_ranks;

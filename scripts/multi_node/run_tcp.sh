@@ -8,6 +8,9 @@
 # The first three are the rank of this process, the number of processes, and where they meet: a free port on the host of
 # rank 0, which the others must reach. --local-ranks 8: this process drives eight GPUs, or is eight ranks on the CPU.
 #
+# RANK "spare": beyond the number of processes; it waits, and takes the place of one that is lost when the job starts
+# again (scripts/multi_node/README.md).
+#
 # The job's token, the same on all hosts, is in TRAIN_GPT_TOKEN, or in the file TRAIN_GPT_TOKEN_FILE, which only you may
 # read. In a directory that all hosts share, once:
 #
@@ -16,10 +19,12 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 refuse() { echo "run_tcp.sh: $1" >&2; exit 1; }
 
-[ $# -ge 3 ] || refuse "expected RANK, NUMBER OF PROCESSES, HOST:PORT, and options of the trainer"
+[ $# -ge 3 ] || refuse "expected RANK or spare, NUMBER OF PROCESSES, HOST:PORT, and options of the trainer"
 if [ -z "${TRAIN_GPT_TOKEN:-}${TRAIN_GPT_TOKEN_FILE:-}" ]; then
   [ -e ~/train_gpt.token ] || refuse "there is no token: set TRAIN_GPT_TOKEN_FILE, or make one:
   (umask 077; head -c 32 /dev/urandom | base64 >~/train_gpt.token)"
   export TRAIN_GPT_TOKEN_FILE=~/train_gpt.token
 fi
-exec ./train_gpt --rank "$1" --world-size "$2" --rendezvous "$3" "${@:4}"
+place=(--rank "$1")
+[ "$1" != spare ] || place=(--spare)
+exec ./train_gpt "${place[@]}" --world-size "$2" --rendezvous "$3" "${@:4}"

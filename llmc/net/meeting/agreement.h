@@ -16,6 +16,9 @@ using NamedValues = std::vector<std::pair<std::string, std::string>>;
 // Stands in for an option's name, with the error as its value: this process cannot take part, and comes only to say so.
 inline constexpr const char* refusal = "";
 
+// The number of a process that waits for the place of another one: spare.h.
+inline constexpr int spare_process = -1;
+
 // The trainer's part of an introduction.
 struct Greeting {
   int process = 0, processes = 1, local_ranks = 1;
@@ -32,6 +35,8 @@ struct Peer {
   std::string address;  // where it listens; empty: on the machine of process 0
   int port = 0;
 };
+
+constexpr int64_t most_of_a_name = 255;  // of a host, as others repeat it
 
 struct Introduction {
   int protocol = protocol_version;
@@ -57,13 +62,13 @@ struct Introduction {
     auto number = [&](size_t i) { return std::atoi(parts[i].c_str()); };
     Introduction it{number(0),
                     {number(1), number(2), number(3), parts[4], {}},
-                    {number(1), parts[5], parts[6], parts[7], number(8)}};
+                    {number(1), shown(parts[5], most_of_a_name), parts[6], parts[7], number(8)}};
     for (size_t i = 9; i < parts.size(); i += 2) it.greeting.agree.emplace_back(parts[i], parts[i + 1]);
     return it;
   }
   // Throws if no job of any size can have such a process.
   void check() const {
-    CHECK(greeting.process >= 0 && greeting.process < greeting.processes && greeting.local_ranks >= 1 &&
+    CHECK(greeting.process >= spare_process && greeting.process < greeting.processes && greeting.local_ranks >= 1 &&
           peer.port > 0 && peer.port < 1 << 16);
   }
 };

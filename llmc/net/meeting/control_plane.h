@@ -33,7 +33,10 @@ class ControlPlane : public Roster {
  public:
   // Blocks until all processes have met and agree. If they do not, it throws the same SharedError on all of them.
   ControlPlane(const Greeting& greeting, Rendezvous at)
-      : Roster(greeting, at.token), answer_seconds_(std::min(60.0, at.init_timeout)), gatherings_(greeting.processes) {
+      : Roster(greeting, at.token),
+        answer_seconds_(std::min(60.0, at.init_timeout)),
+        say_(at.say),
+        gatherings_(greeting.processes) {
     if (processes() == 1) {
       peers_ = {introduction(me_, at, 0).peer};
       return;
@@ -51,7 +54,10 @@ class ControlPlane : public Roster {
     // The process at the other end of a cut connection asks whether this one is alive: so it stays until asked.
     if (cut_from_ && process() <= 1)
       changed_.wait_until(lock, Limit::seconds(1).deadline, [&] { return asked_by_.contains(*cut_from_); });
-    if (!aborted_ && !fault_.known() && std::uncaught_exceptions() == 0) broadcast({Kind::end, {}});
+    if (!aborted_ && !fault_.known() && std::uncaught_exceptions() == 0) {
+      broadcast({Kind::end, {}});
+      for (const auto& [line, host] : spares_) control_->send(line, {Kind::end, {}});
+    }
     ending_ = true;
   }
   ControlPlane(const ControlPlane&) = delete;
@@ -127,6 +133,7 @@ class ControlPlane : public Roster {
   void beat() {
     std::lock_guard lock(mutex_);
     if (process() <= 1) broadcast({Kind::beat, {}});
+    for (const auto& [line, host] : spares_) control_->send(line, {Kind::beat, {}});
   }
   // Which of processes 0 and 1 have said anything since the last call; and the processes that have said farewell.
   std::pair<std::set<int>, std::set<int>> take_heard() {
@@ -144,6 +151,7 @@ class ControlPlane : public Roster {
   void attend_meeting(Rendezvous& at);  // on the others
   void tell_verdict(int line);
   void connect_with_deputy();
+  Limit give_places(double spare_wait);
 
   // ---- Connections with other processes; on the listener's thread
 
@@ -157,7 +165,10 @@ class ControlPlane : public Roster {
         return changed_.notify_all();
       }
       const int line = control_->add(std::move(socket));
-      if (process() == 0) return void(seen_at_[line] = from.endpoint().host);
+      if (process() == 0) {
+        ticket_of_[line] = hello.numbers[1];
+        return void(seen_at_[line] = from.endpoint().host);
+      }
       std::erase_if(lines_, [&](const auto& l) { return l.second == hello.numbers[0]; });  // it has tried again
       lines_[line] = hello.numbers[0];
     };
@@ -171,8 +182,9 @@ class ControlPlane : public Roster {
     if (hello.job != id_ && (process() != 0 || hello.purpose == ConnectionPurpose::data)) return Answer::wrong_job;
     if (hello.purpose != ConnectionPurpose::control) return answer_to(hello);
     std::lock_guard lock(mutex_);
-    if (process() == 0) return verdict_ && !verdict_->known() ? Answer::complete : Answer::welcome;
     const int32_t from = hello.numbers[0];
+    if (process() == 0)
+      return from != spare_process && verdict_ && !verdict_->known() ? Answer::complete : Answer::welcome;
     return process() == 1 && from >= 2 && from < processes() ? Answer::welcome : Answer::wrong_process;
   }
 
@@ -222,6 +234,7 @@ class ControlPlane : public Roster {
     std::unique_lock lock(mutex_);
     if (meeting_) meeting_->leave(line);
     if (ending_) return;  // the others close their ends, too
+    if (const auto spare = spares_.extract(line)) say_(formatted("the spare on {} has gone", spare.mapped()));
     const auto known = lines_.find(line);
     // Until all are connected, process 1 cannot tell whether one tries again; process 0 notices one that ends.
     const bool counts = connected_ || process() == 0 || (known != lines_.end() && known->second == 0);
@@ -240,11 +253,34 @@ class ControlPlane : public Roster {
   }
   void arrived(int line, Introduction introduction) {
     introduction.check();
+    if (introduction.greeting.process == spare_process) return spare_arrived(line, introduction);
     if (introduction.peer.address.empty()) introduction.peer.address = seen_at_[line];
     if (verdict_ && !verdict_->known())  // it was welcome a moment ago
       return control_->send(line, {Kind::verdict, Fault{reason(Answer::complete), ExitStatus::refused}.parts()});
+    const auto given = tickets_.find(introduction.greeting.process);
+    if (given != tickets_.end() && given->second != ticket_of_[line])
+      return control_->send(line, {Kind::verdict, Fault{"a spare has taken the place of this process: with --spare it "
+                                                        "waits for another one",
+                                                        ExitStatus::refused}
+                                                      .parts()});
     meeting_->arrive(line, std::move(introduction));
     if (verdict_) tell_verdict(line);
+    changed_.notify_all();
+  }
+
+  // It waits from now on, also if the job has begun.
+  void spare_arrived(int line, const Introduction& spare) {
+    constexpr size_t most_spares = 64;
+    std::string fault = meeting_->fault_of_spare(spare);
+    if (fault.empty() && spares_.size() == most_spares) fault = formatted("there are {} spares already", most_spares);
+    if (fault.empty()) {
+      spares_[line] = spare.peer.host;
+      control_->send(line, {Kind::beat, {}});
+      say_(formatted("a spare waits on {}", spare.peer.host));
+    } else {
+      control_->send(line, {Kind::verdict, Fault{fault, ExitStatus::refused}.parts()});
+      say_(formatted("a spare on {} was refused: {}", spare.peer.host, fault));
+    }
     changed_.notify_all();
   }
 
@@ -281,7 +317,7 @@ class ControlPlane : public Roster {
   }
   void fail(const Fault& fault) {
     if (fault_.known()) return;
-    fault_ = fault;
+    fault_ = {Fault::limited(fault.why), fault.status};
     fault_known_.wake();
     if (process() <= 1) broadcast({Kind::fault, fault_.parts()});
     changed_.notify_all();
@@ -309,14 +345,19 @@ class ControlPlane : public Roster {
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::optional<Meeting> meeting_;      // on process 0
-  std::map<int, std::string> seen_at_;  // on process 0: where connections come from
-  std::optional<Fault> verdict_;        // why the job cannot begin; none known: it can
-  std::map<int, int> lines_;            // the number of a connection in control_, and the process at its other end
-  std::set<int> ended_;                 // processes that have said that they end
-  std::optional<int> cut_from_;         // a live process whose connection to this one was cut
-  std::set<int> asked_by_;              // processes that have asked whether this one is alive
-  Gatherings gatherings_;               // on process 0
+  std::optional<Meeting> meeting_;         // on process 0
+  std::map<int, std::string> seen_at_;     // on process 0: where connections come from
+  std::map<int, int> ticket_of_;           // on process 0: with which ticket they come
+  std::map<int, int> tickets_;             // on process 0: by process whose place a spare has been given
+  std::map<int, std::string> spares_;      // on process 0: the connections of those that wait, and their hosts
+  Limit::Clock::time_point last_given_{};  // on process 0: when they were given places
+  Say say_;
+  std::optional<Fault> verdict_;  // why the job cannot begin; none known: it can
+  std::map<int, int> lines_;      // the number of a connection in control_, and the process at its other end
+  std::set<int> ended_;           // processes that have said that they end
+  std::optional<int> cut_from_;   // a live process whose connection to this one was cut
+  std::set<int> asked_by_;        // processes that have asked whether this one is alive
+  Gatherings gatherings_;         // on process 0
   std::map<std::string, std::vector<std::string>> gathered_;  // by topic: the texts of all processes
   std::map<int, std::vector<std::string>> posts_;             // by process
   std::set<int> heard_;                                       // which of processes 0 and 1 were heard from

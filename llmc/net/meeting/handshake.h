@@ -22,7 +22,7 @@
 
 namespace llmc {
 
-inline constexpr uint32_t protocol_version = 3;
+inline constexpr uint32_t protocol_version = 4;
 inline constexpr std::array<char, 8> protocol_magic = {'t', 'r', 'a', 'i', 'n', 'g', 'p', 't'};
 inline constexpr double handshake_seconds = 5;  // a stranger may take no longer
 
@@ -33,9 +33,10 @@ struct Hello {
   uint32_t version = protocol_version;
   ConnectionPurpose purpose{};
   int32_t to_process = 0;
-  std::array<int32_t, 3>
-      numbers{};  // control, question: the process that connects; data: group, rank that sends, rank that receives
-  Nonce job{};    // zero: to be told
+  // control, question: the process that connects, and its Rendezvous::ticket; data: group, rank that sends, rank that
+  // receives
+  std::array<int32_t, 3> numbers{};
+  Nonce job{};  // zero: to be told
   Nonce nonce{};
 };
 struct Reply {

@@ -34,7 +34,8 @@ inline std::vector<std::string> parts_of(const std::vector<Peer>& peers) {
 inline std::vector<Peer> peers_from(const std::vector<std::string>& parts) {
   std::vector<Peer> peers;
   for (size_t i = 0; i + 4 <= parts.size(); i += 4)
-    peers.push_back({static_cast<int>(i / 4), parts[i], parts[i + 1], parts[i + 2], std::atoi(parts[i + 3].c_str())});
+    peers.push_back({static_cast<int>(i / 4), shown(parts[i], most_of_a_name), parts[i + 1], parts[i + 2],
+                     std::atoi(parts[i + 3].c_str())});
   return peers;
 }
 
@@ -49,6 +50,7 @@ class Meeting {
   }
 
   void arrive(int line, Introduction introduction) {
+    last_arrival_ = Limit::Clock::now();
     lines_.insert(line);
     all_.push_back({line, std::move(introduction)});
   }
@@ -77,6 +79,14 @@ class Meeting {
   Limit next() const { return last_call_ ? *last_call_ : end_; }
   // The verdict has been given, and everyone has read it.
   bool is_over() const { return missing().empty() && lines_.empty(); }
+
+  Limit::Clock::time_point last_arrival() const { return last_arrival_; }
+  // Why a spare cannot take any place; empty: it can.
+  std::string fault_of_spare(Introduction spare) const {
+    const int number = spare.greeting.process = all_[0].it.greeting.processes;  // beyond all others
+    const std::string text = disagreement({all_[0].it, spare});
+    return text.empty() ? text : formatted("{} ({} is the spare)", text, named({number}, local_ranks()));
+  }
 
   std::vector<int> missing() const {
     std::vector<int> processes;
@@ -138,8 +148,9 @@ class Meeting {
   std::string where_;
   double init_timeout_, patience_;  // seconds
   Limit end_;
-  std::vector<Arrival> all_;        // process 0 first
-  std::set<int> lines_;             // the open ones
+  std::vector<Arrival> all_;  // process 0 first
+  std::set<int> lines_;       // the open ones
+  Limit::Clock::time_point last_arrival_ = Limit::Clock::now();
   std::string left_;                // who has ended, as a sentence
   std::optional<Limit> last_call_;  // set once the processes here differ
 };

@@ -29,9 +29,11 @@ inline void ControlPlane::hold_meeting(Rendezvous& at) {
   listen(std::move(listening), at.say);
   NowAndThen reminder(std::min(5.0, at.init_timeout / 4));
   while (!(verdict_ = meeting_->verdict())) {
-    changed_.wait_until(lock, std::min(meeting_->next().deadline, reminder.next().deadline));
+    const Limit next = give_places(at.spare_wait);
+    changed_.wait_until(lock, std::min({meeting_->next().deadline, reminder.next().deadline, next.deadline}));
     if (reminder.due() && !meeting_->missing().empty()) at.say(meeting_->waiting());
   }
+  verdict_->why = Fault::limited(verdict_->why);
   if (!verdict_->known()) {
     peers_ = meeting_->peers();
     for (int p = 1; p < processes(); ++p) lines_[meeting_->line_of(p)] = p;
@@ -40,6 +42,23 @@ inline void ControlPlane::hold_meeting(Rendezvous& at) {
   if (!verdict_->known()) return;
   changed_.wait_until(lock, Limit::after(at.patience), [&] { return meeting_->is_over(); });
   throw SharedError(verdict_->why, verdict_->status);
+}
+
+// Gives spares the places of processes that stay away: once nobody has come for so long. Returns when to try again.
+inline Limit ControlPlane::give_places(double spare_wait) {
+  if (spares_.empty()) return Limit{};
+  const auto seconds = std::chrono::duration_cast<Limit::Clock::duration>(std::chrono::duration<double>(spare_wait));
+  const Limit due{std::max(meeting_->last_arrival(), last_given_) + seconds};
+  if (!due.passed()) return due;
+  last_given_ = Limit::Clock::now();
+  for (const int process : meeting_->missing()) {
+    if (spares_.empty()) break;
+    const auto spare = spares_.extract(spares_.begin());
+    const int ticket = ++tickets_[process];
+    control_->send(spare.key(), {Kind::place, {std::to_string(process), std::to_string(ticket)}});
+    say_(formatted("the spare on {} takes the place of {}", spare.mapped(), named({process}, local_ranks())));
+  }
+  return Limit{last_given_ + seconds};
 }
 
 inline void ControlPlane::attend_meeting(Rendezvous& at) {

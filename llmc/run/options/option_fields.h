@@ -146,6 +146,8 @@ struct Options {
   std::optional<int64_t> rank, world_size;
   std::string rendezvous;
   double init_timeout = 600, comm_timeout = 300;  // seconds
+  bool spare = false;
+  double spare_wait = 30;  // seconds
   std::string tokenize, tokenize_out, tokenize_field = "text";
   std::string average;  // directories, with commas between them
   TokenizeSplit tokenize_split = TokenizeSplit::train;

@@ -430,6 +430,13 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--rendezvous", "", o.rendezvous, Limits{}, free,
         "where the processes meet: HOST:PORT of process 0, or file:PATH on a shared file system; the environment "
         "variable TRAIN_GPT_TOKEN or TRAIN_GPT_TOKEN_FILE has the secret that all of them must know");
+  visit(
+      "--spare", "", o.spare, Limits{}, free,
+      "in the place of --rank: this process waits at the rendezvous, beyond the --world-size; when the job starts "
+      "again after a failure, it takes the place of a process, other than 0, that stays away. Meanwhile it reads each "
+      "new checkpoint, so that it is in the memory of its machine");
+  visit("--spare-wait", "", o.spare_wait, above_zero(), free,
+        "seconds that places are empty, and no process comes, before spares take them");
   visit("--init-timeout", "", o.init_timeout, above_zero(), free,
         "seconds to wait for all processes to meet, and for their first step");
   visit("--comm-timeout", "", o.comm_timeout, above_zero(), free,

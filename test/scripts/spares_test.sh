@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Spares that wait at the rendezvous: one takes the place of a process that was killed, and the run ends with the weights
+# of the run that lost nobody; another one is killed while it waits, and one is not needed.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+dir=$(mktemp -d)
+# shellcheck source=test/scripts/processes.sh
+. test/scripts/processes.sh
+# shellcheck disable=SC2046
+trap 'kill_all KILL $(jobs -p); rm -rf "$dir"' EXIT
+fail() {
+  echo "spares_test: $1" >&2
+  tail -n 20 "$dir"/log.* >&2
+  exit 1
+}
+unset TRAIN_GPT_TOKEN TRAIN_GPT_TOKEN_FILE
+run=(./train_gpt --model d1 --n-layer 2 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-size 2 --lr 1e-2
+  --threads 1 --device cpu --train-data test/golden/gpt2_tiny/train.bin --max-steps 800 --checkpoint-every 50)
+"${run[@]}" --local-ranks 2 --out-dir "$dir/whole" >"$dir/log.whole" 2>&1 || fail "the run that loses nobody"
+
+port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+job=("${run[@]}" --world-size 2 --rendezvous "127.0.0.1:$port" --out-dir "$dir/run" --spare-wait 0.5 --init-timeout 60)
+refuses() { # PART ARGUMENTS...
+  ! "${run[@]}" --out-dir "$dir/no" "${@:2}" >"$dir/log.no" 2>&1 || fail "${*:2} is not refused"
+  grep -qF -e "$1" "$dir/log.no" || fail "${*:2}: not refused as expected"
+}
+refuses '--spare needs --world-size and --rendezvous' --spare --rendezvous "127.0.0.1:$port"
+OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 refuses 'start processes and spares by --rank' \
+  --spare --world-size 2 --rendezvous "127.0.0.1:$port"
+
+pids=()
+for name in a b c; do
+  "${job[@]}" --spare >"$dir/log.$name" 2>&1 &
+  pids+=($!)
+done
+timeout 120 scripts/supervise.sh --delay 0 -- "${job[@]}" --rank 0 >"$dir/log.0" 2>&1 &
+supervised=$!
+"${job[@]}" --rank 1 >"$dir/log.1" 2>&1 &
+lost=$!
+waits() { grep -qs 'waits as a spare at' "$dir/log.$1"; }
+until waits a && waits b && waits c && compgen -G "$dir/run/step-*" >/dev/null; do
+  kill -0 $supervised || fail "the job has ended"
+  sleep 0.02
+done
+kill -KILL "${pids[2]}"
+until grep -qs 'the spare on .* has gone' "$dir/log.0"; do sleep 0.02; done
+kill -KILL $lost
+wait $supervised || fail "the job did not go on with a spare"
+for i in 0 1; do wait "${pids[i]}" || fail "a spare ended with an error"; done
+[ "$(cat "$dir"/log.[ab] | grep -c 'takes the place of rank 1')" = 1 ] || fail "not one spare has taken the place"
+[ "$(cat "$dir"/log.[ab] | grep -c 'the job has ended: not needed')" = 1 ] || fail "not one spare was left over"
+grep -q 'is read, and intact' "$dir/log.a" || fail "no checkpoint was read"
+grep -q 'resuming after step' "$dir/log.0" || fail "the run began anew"
+for file in "$dir"/whole/step-000800/*.safetensors; do
+  cmp -s "$file" "$dir/run/step-000800/${file##*/}" || fail "${file##*/} differs from that of the run that lost nobody"
+done
+echo "spares_test: ok"
