@@ -1,5 +1,6 @@
 // host_group.h: a group of ranks whose hosts send each other texts; comm.h adds the tensors.
 #pragma once
+#include <algorithm>
 #include <memory>
 #include <set>
 #include <string>
@@ -8,6 +9,7 @@
 
 #include "comm/ring.h"
 #include "core/check.h"
+#include "core/escape.h"
 #include "core/pulse.h"
 #include "net/watching/board.h"
 
@@ -72,14 +74,16 @@ class HostGroup {
     std::vector<std::string> all(static_cast<size_t>(rank() == root ? size() : 0), text);
     if (!transport_->moves_data()) return all;
     const Attending attending(place_.get(), "exchange", "", formatted("\"{}\"", topic));
+    std::string its_topic, nothing;
     if (rank() != root) {
-      for (const std::string* part : {&topic, &text}) send_text(root, *part);
+      for (const std::string* part : {&topic, &text}) exchange_texts(root, *part, nobody, nothing);
       return all;
     }
     for (int r = 0; r < size(); ++r) {
       if (r == root) continue;
-      require_topic(r, receive_text(r), topic);
-      all[static_cast<size_t>(r)] = receive_text(r);
+      exchange_texts(nobody, nothing, r, its_topic);
+      require_topic(r, its_topic, topic);
+      exchange_texts(nobody, nothing, r, all[static_cast<size_t>(r)]);
     }
     return all;
   }
@@ -91,20 +95,26 @@ class HostGroup {
   std::shared_ptr<Attendance> place_;  // none: nothing is recorded
 
  private:
+  static constexpr int nobody = -1;
   void require_topic(int sender, const std::string& its, const std::string& topic) const {
-    CHECK(its == topic, "{}: rank {} sent \"{}\" while rank {} was sending \"{}\"", name_, sender, its, rank(), topic);
+    CHECK(its == topic, "{}: rank {} sent \"{}\" while rank {} was sending \"{}\"", name_, sender, shown(its), rank(),
+          topic);
   }
-  void send_text(int to, const std::string& text) {
-    const uint64_t bytes = text.size();
-    transport_->exchange({to, &bytes, 8}, {});
-    transport_->exchange({to, text.data(), static_cast<int64_t>(bytes)}, {});
-  }
-  std::string receive_text(int from) {
-    uint64_t bytes = 0;
-    transport_->exchange({}, {from, &bytes, 8});
-    std::string text(bytes, '\0');
-    transport_->exchange({}, {from, text.data(), static_cast<int64_t>(bytes)});
-    return text;
+  // Sends a text to one rank and receives one from another, each as its size and then pieces: so that a wrong size
+  // takes no memory for what never comes.
+  void exchange_texts(int to, const std::string& out, int from, std::string& in) {
+    constexpr uint64_t piece = 16 << 20;
+    uint64_t to_send = to == nobody ? 0 : out.size(), to_come = 0;
+    transport_->exchange({to, &to_send, to == nobody ? 0 : 8}, {from, &to_come, from == nobody ? 0 : 8});
+    in.clear();
+    for (uint64_t at = 0; at < std::max(to_send, to_come); at += piece) {
+      const uint64_t sent = std::min(piece, to_send - std::min(at, to_send)),
+                     received = std::min(piece, to_come - std::min(at, to_come));
+      in.resize(in.size() + received);
+      transport_->exchange(
+          {sent > 0 ? to : nobody, out.data() + std::min<uint64_t>(at, out.size()), static_cast<int64_t>(sent)},
+          {received > 0 ? from : nobody, in.data() + in.size() - received, static_cast<int64_t>(received)});
+    }
   }
   std::vector<std::string> exchange_text(const std::string& text) {
     std::vector<std::string> all(static_cast<size_t>(size()), text);
@@ -112,12 +122,7 @@ class HostGroup {
     const Attending attending(place_.get(), "exchange", "", formatted("\"{}\"", text.substr(0, text.find('\n'))));
     for (int s = 1; s < size(); ++s) {
       const int to = (rank() + s) % size(), from = (rank() - s + size()) % size();
-      std::string& in = all[static_cast<size_t>(from)];
-      uint64_t out_bytes = text.size(), in_bytes = 0;
-      transport_->exchange({to, &out_bytes, 8}, {from, &in_bytes, 8});
-      in.resize(in_bytes);
-      transport_->exchange({to, text.data(), static_cast<int64_t>(out_bytes)},
-                           {from, in.data(), static_cast<int64_t>(in_bytes)});
+      exchange_texts(to, text, from, all[static_cast<size_t>(from)]);
     }
     return all;
   }

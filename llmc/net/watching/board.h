@@ -2,6 +2,7 @@
 // and whether it waits in it. Ranks write it at every collective; a thread sends it to the judges (judge.h).
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <deque>
 #include <map>
@@ -55,11 +56,12 @@ inline std::string runs_of(const std::vector<int>& numbers) {
   return text;
 }
 inline std::vector<int> from_runs(const std::string& text) {
+  constexpr long most = 1 << 20;
   std::vector<int> numbers;
   for (const char* at = text.c_str(); *at != '\0';) {
     char* end = nullptr;
     const long first = std::strtol(at, &end, 10), last = *end == '-' ? std::strtol(end + 1, &end, 10) : first;
-    CHECK(end != at && first >= 0 && last >= first && last - first < (1 << 20), "not a list of ranks");
+    CHECK(end != at && first >= 0 && last >= first && last - first < most - std::ssize(numbers), "not a list of ranks");
     for (long n = first; n <= last; ++n) numbers.push_back(static_cast<int>(n));
     at = *end == ' ' ? end + 1 : end;
   }
@@ -93,6 +95,7 @@ inline std::vector<RankState> ranks_from(const std::vector<std::string>& parts) 
     r.updates = number();
     r.saving = number() != 0;
     r.busy = std::strtod(text().c_str(), nullptr);
+    CHECK(std::isfinite(r.busy), "not a time");
     r.pulses = std::strtoull(text().c_str(), nullptr, 10);
     for (int64_t groups = number(); groups > 0; --groups) {
       GroupState& g = r.groups.emplace_back();
