@@ -137,8 +137,8 @@ struct TiedCountsTwice final : Comm {
   explicit TiedCountsTwice(Comm&& group) : Comm(std::move(group)) {}
   void all_gather(Tensor buffer, Stream& stream) override {
     Comm::all_gather(buffer, stream);
-    const int64_t n = buffer.numel() / size();
-    copy(buffer.slice(n * (size() - 1) + 1, {1}), buffer.slice(1, {1}), stream);  // unit 0 is the embedding
+    const int64_t n = buffer.numel() / size(), embedding = StepConfig().scalars_before_squares();
+    copy(buffer.slice(n * (size() - 1) + embedding, {1}), buffer.slice(embedding, {1}), stream);
   }
 };
 
