@@ -117,6 +117,13 @@ void write_on_host(const Tensor& t, Stream& stream, F&& f) {
   f(t);
 }
 
+// t = 0, in memory of the host that a GPU may read too, after everything enqueued so far.
+inline void zero_at_host(const Tensor& t, Stream& stream) {
+  if (t.empty() || stream.device().kind == DeviceKind::null) return;
+  stream.synchronize();
+  std::memset(t.bytes, 0, detail::bytes_of(t));
+}
+
 // t = values, in stream order.
 template <class T>
 void upload(const Tensor& t, std::vector<T> values, Stream& stream) {

@@ -24,6 +24,7 @@
 #include "comm/groups.h"
 #include "device/arena.h"
 #include "device/device.h"
+#include "device/host_copy.h"
 #include "ops/ops.h"
 #include "shard/state_table.h"
 
@@ -184,12 +185,15 @@ class UnitState {
   void all_written() { unwritten_.clear(); }
 
   void zero_all(Stream& stream) const {
-    for (const Tensor& t : {sharded_ == Sharded::weights ? weight_shard_ : weights_, master_})
-      if (!t.empty()) zero(t, stream);
+    const auto zero_part = [&](Offloaded part, const Tensor& t) {
+      if (offload_.has(part)) zero_at_host(t, stream);
+      else if (!t.empty()) zero(t, stream);
+    };
+    zero_part(Offloaded::weights, sharded_ == Sharded::weights ? weight_shard_ : weights_);
+    zero_part(Offloaded::master, master_);
     for (const Slots& s : slots_)
       for (const SlotTensors& all : {s.tensors, s.scales})
-        for (const Tensor& t : all)
-          if (!t.empty()) zero(t, stream);
+        for (const Tensor& t : all) zero_part(Offloaded::moments, t);
     if (!row_moments_.empty()) zero(row_moments_, stream);
   }
 
@@ -209,8 +213,6 @@ class UnitState {
         for (const Range& r : s.runs)
           muon_direction(reduced_gradients(r), slots_of(s.rule, r)[0], control, options.momentum, stream);
   }
-
-  // ---- State in host memory ----------------------------------------------------------------------------------------
 
   // A tensor of the state in host memory, and whether an update changes it. Weights are read, too: an update that is
   // skipped leaves them as they are.
@@ -287,8 +289,7 @@ class UnitState {
     if (!average_.empty()) copy(average_, master_.empty() ? weights_in_update_range() : master_, stream);
   }
   void follow_average(Tensor control, const OptimizerOptions& options, Stream& stream) const {
-    if (average_.empty()) return;
-    average_weights(average(), updated_weights(), control, options.average_share, stream);
+    if (!average_.empty()) average_weights(average(), updated_weights(), control, options.average_share, stream);
   }
   void exchange_average(Stream& stream) const {
     if (average_.empty()) return;

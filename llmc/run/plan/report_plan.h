@@ -196,7 +196,9 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
             : step.layout.pipeline.stages > 1 ? formatted("memory per rank of stage {}, which needs most", largest)
                                               : "memory per rank",
             rows);
-  if (plan.host_memory.size() > 0) log.table("host memory of such a rank, pinned", host_rows(p));
+  const bool apart =
+      std::ranges::none_of(p.memory, [](const MemoryLine& line) { return line.label == offloaded_label; });
+  if (p.host_bytes > 0) log.table(apart ? "host memory of a rank, pinned" : "of it offloaded", host_rows(p));
   if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
   if (step.layout.pipeline.stages > 1)
     log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));

@@ -55,7 +55,7 @@ TEST_CASE("on GPUs state in host memory changes no bit", "[cuda][trainer][offloa
 }
 
 TEST_CASE("every wait for state in host memory is needed, and no order of streams changes a bit",
-          "[cuda][trainer][offload][waits]") {
+          "[cuda][trainer][offload][waits][long]") {
   if (cuda_on_cpu::thread_sanitizer) return;  // it would stop at the first mutant, as it should
   const Gpus gpus(2);
   std::vector<std::function<bool()>> programs;
