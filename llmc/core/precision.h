@@ -9,14 +9,16 @@ namespace llmc {
 // Sums, and everything that is updated in small steps, are kept in this dtype.
 inline DType accumulator_of(DType dtype) { return dtype == DType::fp64 ? DType::fp64 : DType::fp32; }
 
-// How a product reads its operands: as they are stored, or rounded to E4M3, in blocks that are scaled by powers of two.
-enum class Operands : uint8_t { as_stored, fp8_block };
+// How a product reads its operands: as they are stored, or rounded to eight bits in blocks that are scaled by powers of
+// two: to E4M3 in blocks of 128; with fp8 gradients to E5M2; with mxfp8 in blocks of 32 (ops/ops_quantise.h).
+enum class Operands : uint8_t { as_stored, fp8_block, fp8, mxfp8 };
 
 struct Precision {
   DType weights = DType::fp32;            // as ranks hold and gather them
   DType activations = DType::fp32;        // and their gradients, between layers and between stages
   DType products = DType::fp32;           // the operands of matrix products
   Operands linear = Operands::as_stored;  // how linear layers of blocks read theirs in training
+  bool gathers_fp8 = false;               // weights of linear layers travel as E4M3 in training, at stage 3
   DType wire = DType::fp32;               // gradients on their way between data-parallel ranks
   DType state = DType::fp32;              // sums of gradients, master weights, optimizer slots, statistics of rows
   // Other dtypes of the optimizer's slots; none: `state`. e4m3 and e5m3 stand for 8 bits.
@@ -40,6 +42,7 @@ struct Precision {
     same.masters = masters;
     same.averages = averages;
     same.linear = linear;
+    same.gathers_fp8 = gathers_fp8;
     same.wire = wire;
     same.moment1 = moment1, same.moment2 = moment2;
     same.split_masters = split_masters;

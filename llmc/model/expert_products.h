@@ -18,11 +18,13 @@ class OwnExperts : SparseLayer {
   // out (R, C) = down(SwiGLU of gate and up) of the rows.
   void forward(Tensor out) const {
     interior();
-    grouped_linear_forward(out, received_.activated, weights().down, received_.offsets, stream());
+    grouped_linear_forward(out, received_.activated, weights().down, received_.offsets, stream(),
+                           reading(weights().down));
   }
   // Without the last product.
   void interior() const {
-    grouped_linear_forward(received_.up, received_.rows, weights().gate_up, received_.offsets, stream());
+    grouped_linear_forward(received_.up, received_.rows, weights().gate_up, received_.offsets, stream(),
+                           reading(weights().gate_up));
     activation();
   }
   void activation() const { swiglu_forward(received_.activated, received_.up, stream(), number_of_rows()); }
@@ -32,15 +34,16 @@ class OwnExperts : SparseLayer {
     auto scope = group.arena.scope();
     const Tensor dactivated = like("gradient of activated of experts", received_.activated);
     const Matrices m = weights();
-    grouped_linear_backward_input(dactivated, doutputs, m.down, received_.offsets, stream());
+    grouped_linear_backward_input(dactivated, doutputs, m.down, received_.offsets, stream(), reading(m.down));
     swiglu_backward(dup, dactivated, received_.up, stream(), number_of_rows());
-    grouped_linear_backward_input(drows, dup, m.gate_up, received_.offsets, stream());
+    grouped_linear_backward_input(drows, dup, m.gate_up, received_.offsets, stream(), reading(m.gate_up));
   }
   // The gradients of the experts' matrices += ...
   void backward_weight(Tensor dup, Tensor doutputs) const {
     const Matrices d = matrices(&UnitState::gradient);
     auto product = [&](Tensor dweight, Tensor dout, Tensor x) {
-      grouped_linear_backward_weight(dweight, dout, x, received_.offsets, r.experts().accumulate(dweight), stream());
+      grouped_linear_backward_weight(dweight, dout, x, received_.offsets, r.experts().accumulate(dweight), stream(),
+                                     sequences.linear);
     };
     product(d.down, doutputs, received_.activated);
     product(d.gate_up, dup, received_.rows);
@@ -59,6 +62,7 @@ class OwnExperts : SparseLayer {
     return {(unit.*of)(params[0].name, 2 * E).reshaped({E, 2 * F, C}),
             (unit.*of)(params[static_cast<size_t>(2 * E)].name, E).reshaped({E, C, F})};
   }
+  Reading reading(const Tensor& weight) const { return r.experts().reading(sequences.linear, weight); }
   // On the device.
   Tensor number_of_rows() const { return received_.offsets.slice(received_.offsets.shape[0] - 1, {1}); }
 

@@ -259,16 +259,34 @@ inline Tensor grouped_scratch(Stream& stream, int64_t K, DType in) {
                  ceil_div(cpu::grouped_scratch(K, in, stream.device().threads), int64_t{4}), ON_GPU(0));
 }
 
+// Operands as `read` says. In fp8 rows are read in blocks along themselves, also where the product sums over rows:
+// which rows an expert has, and so blocks of them, depends on the micro-batch and on the layout.
+inline Tensor grouped_rows(Tensor rows, Role role, Tensor offsets, const Reading& read, Stream& stream) {
+  if (read.operands == Operands::as_stored) return rows;
+  const Tensor out = stream.scratch().alloc("scratch", "fp8 operand", rows.dtype, rows.shape);
+  quantise({.rows = {out}, .columns = {}}, rows, role, read.operands, stream, offsets.slice(offsets.shape[0] - 1, {1}));
+  return out;
+}
+inline Tensor grouped_weight(Tensor weight, SumAlong sum, const Reading& read, Stream& stream) {
+  if (read.operands == Operands::as_stored) return weight;
+  const bool kept = !read.weight.rows.values.empty();
+  const Quantised q = kept ? read.weight : quantise(weight, Role::weights, sum, read.operands, stream);
+  return (sum == SumAlong::rows ? q.rows : q.columns).values;
+}
+
 }  // namespace detail
 
 // Rows of expert e: out = x weight[e]^T.   out (R, O); x (R, I); weight (E, O, I); offsets (E + 1) int32
-inline void grouped_linear_forward(Tensor out, Tensor x, Tensor weight, Tensor offsets, Stream& stream) {
+inline void grouped_linear_forward(Tensor out, Tensor x, Tensor weight, Tensor offsets, Stream& stream,
+                                   const Reading& read = {}) {
   const int64_t R = x.shape[0], E = weight.shape[0], O = weight.shape[1], I = weight.shape[2];
   CHECK_TENSOR(out, x.dtype, R, O);
   CHECK_TENSOR(x, x.dtype, R, I);
   CHECK_TENSOR(weight, x.dtype, E, O, I);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   auto scope = stream.scratch().scope();
+  x = detail::grouped_rows(x, detail::Role::activations, offsets, read, stream);
+  weight = detail::grouped_weight(weight, detail::SumAlong::rows, read, stream);
   const Tensor scratch = detail::grouped_scratch(stream, I, x.dtype);
   detail::run_op(
       stream, x.dtype, detail::grouped_cost("grouped_linear_forward", R, weight, x, out, {ceil_div(R, E), O, I, E}), {},
@@ -282,13 +300,16 @@ inline void grouped_linear_forward(Tensor out, Tensor x, Tensor weight, Tensor o
 }
 
 // Rows of expert e: dx = dout weight[e].
-inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Tensor offsets, Stream& stream) {
+inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Tensor offsets, Stream& stream,
+                                          const Reading& read = {}) {
   const int64_t R = dout.shape[0], E = weight.shape[0], O = weight.shape[1], I = weight.shape[2];
   CHECK_TENSOR(dx, dout.dtype, R, I);
   CHECK_TENSOR(dout, dout.dtype, R, O);
   CHECK_TENSOR(weight, dout.dtype, E, O, I);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   auto scope = stream.scratch().scope();
+  dout = detail::grouped_rows(dout, detail::Role::gradients, offsets, read, stream);
+  weight = detail::grouped_weight(weight, detail::SumAlong::columns, read, stream);
   const Tensor scratch = detail::grouped_scratch(stream, O, dout.dtype);
   detail::run_op(
       stream, dout.dtype,
@@ -306,7 +327,7 @@ inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight,
 // dweight[e] = or += (as requested) dout^T x over the rows of expert e, 0 if it has none.   dweight (E, O, I) in the
 // accumulator dtype
 inline void grouped_linear_backward_weight(Tensor dweight, Tensor dout, Tensor x, Tensor offsets,
-                                           Accumulate accumulate_dweight, Stream& stream) {
+                                           Accumulate accumulate_dweight, Stream& stream, const Reading& read = {}) {
   const int64_t R = x.shape[0], E = dweight.shape[0], O = dweight.shape[1], I = dweight.shape[2];
   CHECK_TENSOR(dweight, accumulator_of(x.dtype), E, O, I);
   CHECK_TENSOR(dout, x.dtype, R, O);
@@ -315,6 +336,8 @@ inline void grouped_linear_backward_weight(Tensor dweight, Tensor dout, Tensor x
   OpCost cost = detail::grouped_cost("grouped_linear_backward_weight", R, dweight, dout, x, {O, I, ceil_div(R, E), E});
   if (accumulate_dweight == Accumulate::yes) cost.bytes += detail::bytes_of({dweight});  // read and written
   auto scope = stream.scratch().scope();
+  dout = detail::grouped_rows(dout, detail::Role::gradients, offsets, read, stream);
+  x = detail::grouped_rows(x, detail::Role::activations, offsets, read, stream);
   const Tensor scratch = detail::grouped_scratch(stream, R, x.dtype);
   detail::run_op(stream, x.dtype, cost, {dweight}, [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
     RUN_ON_DEVICE(

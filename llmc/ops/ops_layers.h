@@ -183,27 +183,25 @@ inline void matmul(const char* name, Tensor c, const Operand& first, const Opera
 }  // namespace detail
 
 // out = x weight^T + bias.   out (N, O); x (N, I); weight (O, I); bias (O), or an empty tensor
-inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Stream& stream,
-                           Operands read = Operands::as_stored) {
+inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Stream& stream, const Reading& read = {}) {
   const int64_t N = x.shape[0], I = x.shape[1], O = weight.shape[0];
   CHECK_TENSOR(out, x.dtype, N, O);
   CHECK_TENSOR(weight, x.dtype, O, I);
   if (!bias.empty()) CHECK_TENSOR(bias, x.dtype, O);
   auto scope = stream.scratch().scope();
-  const detail::Operand a = detail::first_operand(x, Transpose::no, ScaledBy::segments, read, stream),
-                        b = detail::second_operand(weight, Transpose::yes, ScaledBy::tiles, read, stream);
+  const detail::Operand a = detail::first_operand(x, Transpose::no, detail::Role::activations, read, stream),
+                        b = detail::second_operand(weight, Transpose::yes, detail::Role::weights, read, stream);
   detail::matmul("linear_forward", out, a, b, I, bias, Accumulate::no, stream);
 }
 
 // dx = dout weight.
-inline void linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Stream& stream,
-                                  Operands read = Operands::as_stored) {
+inline void linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Stream& stream, const Reading& read = {}) {
   const int64_t N = dout.shape[0], I = weight.shape[1], O = weight.shape[0];
   CHECK_TENSOR(dx, dout.dtype, N, I);
   CHECK_TENSOR(dout, weight.dtype, N, O);
   auto scope = stream.scratch().scope();
-  const detail::Operand a = detail::first_operand(dout, Transpose::no, ScaledBy::segments, read, stream),
-                        b = detail::second_operand(weight, Transpose::no, ScaledBy::tiles, read, stream);
+  const detail::Operand a = detail::first_operand(dout, Transpose::no, detail::Role::gradients, read, stream),
+                        b = detail::second_operand(weight, Transpose::no, detail::Role::weights, read, stream);
   detail::matmul("linear_backward_input", dx, a, b, O, {}, Accumulate::no, stream);
 }
 
@@ -230,12 +228,12 @@ inline void linear_backward_bias(Tensor dbias, Tensor dout, Stream& stream) {
 namespace detail {
 
 inline void weight_gradient(Tensor dweight, Tensor dbias, const Operand& dout_turned, Tensor dout, Tensor x,
-                            Accumulate accumulate, Stream& stream, Operands read) {
+                            Accumulate accumulate, Stream& stream, const Reading& read) {
   CHECK_TENSOR(dout, x.dtype, x.shape[0], dout.shape[1]);
   CHECK_TENSOR(dweight, accumulator_of(x.dtype), dout.shape[1], x.shape[1]);
   {
     auto scope = stream.scratch().scope();
-    const Operand b = second_operand(x, Transpose::no, ScaledBy::segments, read, stream);
+    const Operand b = second_operand(x, Transpose::no, Role::activations, read, stream);
     matmul("linear_backward_weight", dweight, dout_turned, b, x.shape[0], {}, accumulate, stream);
   }
   if (!dbias.empty()) linear_backward_bias(dbias, dout, stream);
@@ -245,25 +243,26 @@ inline void weight_gradient(Tensor dweight, Tensor dbias, const Operand& dout_tu
 
 // dweight = or += (as requested) dout^T x, dbias += column sums of dout (dbias may be empty).
 inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Accumulate accumulate_dweight,
-                                   Stream& stream, Operands read = Operands::as_stored) {
+                                   Stream& stream, const Reading& read = {}) {
   auto scope = stream.scratch().scope();
-  const detail::Operand turned = detail::first_operand(dout, Transpose::yes, ScaledBy::segments, read, stream);
+  const detail::Operand turned = detail::first_operand(dout, Transpose::yes, detail::Role::gradients, read, stream);
   detail::weight_gradient(dweight, dbias, turned, dout, x, accumulate_dweight, stream, read);
 }
 
 // linear_backward_weight() and linear_backward_input(), which in fp8 then read dout once.
 inline void linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
-                            Accumulate accumulate_dweight, Stream& stream, Operands read = Operands::as_stored) {
-  if (read == Operands::as_stored) {
+                            Accumulate accumulate_dweight, Stream& stream, const Reading& read = {}) {
+  if (read.operands == Operands::as_stored) {
     linear_backward_weight(dweight, dbias, dout, x, accumulate_dweight, stream);
     return linear_backward_input(dx, dout, weight, stream);
   }
   CHECK_TENSOR(dx, dout.dtype, dout.shape[0], weight.shape[1]);
   auto scope = stream.scratch().scope();
-  const detail::Quantised q = detail::quantise(dout, detail::SumAlong::both, ScaledBy::segments, stream);
+  const detail::Quantised q =
+      detail::quantise(dout, detail::Role::gradients, detail::SumAlong::both, read.operands, stream);
   detail::weight_gradient(dweight, dbias, detail::first_operand(q, Transpose::yes), dout, x, accumulate_dweight, stream,
                           read);
-  const detail::Operand w = detail::second_operand(weight, Transpose::no, ScaledBy::tiles, read, stream);
+  const detail::Operand w = detail::second_operand(weight, Transpose::no, detail::Role::weights, read, stream);
   detail::matmul("linear_backward_input", dx, detail::first_operand(q, Transpose::no), w, weight.shape[0], {},
                  Accumulate::no, stream);
 }

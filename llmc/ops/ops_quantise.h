@@ -1,11 +1,20 @@
 // ops_quantise.h: operands of products in fp8. Conventions: ops.h.
 //
-// A block of numbers is divided by a power of two, so that the largest of them is within E4M3's range, and each is
-// rounded to E4M3 (core/fp8.h). Blocks are fixed parts of an operand, so that numbers do not depend on the micro-batch:
-// 128 that follow each other along the sum, for activations and gradients, whose rows differ in size; 128 x 128 for
-// weights, which are then the same numbers along rows and along columns (DeepSeek-AI 2024).
+// A block of numbers is divided by a power of two, so that the largest of them is within the range of E4M3 or E5M2, and
+// each is rounded (core/fp8.h). Blocks are fixed parts of an operand, so that numbers do not depend on the micro-batch:
+//
+//               activations, gradients       weights                 gradients are
+//   fp8-block   128 along the sum            128 x 128               E4M3            DeepSeek-AI 2024
+//   fp8         128 along the sum            128 x 128               E5M2            Micikevicius et al. 2022
+//   mxfp8        32 along the sum             32 along the sum       E4M3            Open Compute Project 2023; scales
+//                                                                                    rounded up: Mishra et al. 2025
+//
+// Weights in squares are the same numbers along rows and along columns. On Hopper tensor cores multiply fp8-block; in
+// all other cases the numbers keep the dtype of the operand, in which they are exact, and are multiplied in it.
 #pragma once
 #include "core/fp8.h"
+#include "core/precision.h"
+#include "ops/cpu/fp8_tiles.h"
 #include "ops/ops_memory.h"
 
 namespace llmc::detail {
@@ -31,52 +40,151 @@ struct Quantised {
 };
 enum class SumAlong : uint8_t { rows, columns, both };
 
-// x (R, C) in fp8, in scratch memory that the caller has opened. On a CPU the same numbers in x's dtype and order; on a
-// GPU E4M3 and scales, (R, C) for sums along rows and (C, R) for those along columns.
-inline Quantised quantise(Tensor x, SumAlong sum, ScaledBy by, Stream& stream) {
-  const int64_t R = x.shape[0], C = x.shape[1];
-  const bool tiles = by == ScaledBy::tiles, along_rows = sum != SumAlong::columns,
-             along_columns = sum != SumAlong::rows;
+// What an operand is.
+enum class Role : uint8_t { activations, weights, gradients };
+
+struct Fp8Recipe {
+  int64_t block = fp8_block;
+  bool weights_in_squares = true;
+  Fp8Format gradients = Fp8Format::e4m3;
+
+  // Blocks of an operand along whose rows, or columns, a product sums.
+  ScaleBlock blocks_of(Role role, SumAlong sum) const {
+    if (role == Role::weights && weights_in_squares) return {block, block};
+    return sum == SumAlong::rows ? ScaleBlock{1, block} : ScaleBlock{block, 1};
+  }
+  Fp8Format format_of(Role role) const { return role == Role::gradients ? gradients : Fp8Format::e4m3; }
+};
+constexpr Fp8Recipe recipe_of(Operands read) {
+  return read == Operands::mxfp8 ? Fp8Recipe{32, false}
+         : read == Operands::fp8 ? Fp8Recipe{fp8_block, true, Fp8Format::e5m2}
+                                 : Fp8Recipe{};
+}
+// Do tensor cores multiply the numbers in fp8?
+inline bool multiplies_fp8(Operands read, const Device& device) {
+  return read == Operands::fp8_block && device.computes_as() == DeviceKind::cuda;
+}
+
+// out = x (R, C) or (G, R, C), each matrix rounded to fp8 in blocks. rows: on the device, how many there are of (R, C);
+// or an empty tensor: all
+inline void round_to_fp8(Tensor out, Tensor x, ScaleBlock block, Fp8Format format, Stream& stream, Tensor rows = {}) {
+  const int64_t C = x.shape[x.shape.rank() - 1], R = x.shape[x.shape.rank() - 2], G = x.numel() / (R * C);
+  const int32_t* const count = rows.empty() ? nullptr : rows.data<int32_t>();
+  const Tensor checked = rows.empty() ? out : Tensor{};
+  RUN_OP(round_to_fp8, x.dtype, bytes_of({out, x}), (checked), out.data<X>(), x.data<X>(), G, R, C, block, format,
+         count);
+}
+
+// Memory for x (R, C), or (G, R, C) in fp8: numbers in x's dtype and order; or for tensor cores E4M3 and scales, (R, C)
+// for sums along rows and (C, R) for those along columns.
+inline Quantised room_in_fp8(const Tensor& x, Role role, SumAlong sum, Operands read, const Device& device,
+                             Arena& arena, const char* label) {
+  const bool along_rows = sum != SumAlong::columns, along_columns = sum != SumAlong::rows;
   Quantised q;
-  if (stream.device().computes_as() != DeviceKind::cuda) {
-    const auto round = [&](int64_t rows, int64_t columns) {
-      const Tensor out = stream.scratch().alloc("scratch", "fp8 operand", x.dtype, x.shape);
-      stream.run({"quantise", 0, bytes_of({out, x})}, {out}, [=] {
-        with_type(x.dtype, [&]<class X>(type_tag<X>) {
-          cpu::ops<X>().round_to_fp8(out.data<X>(), x.data<X>(), R, C, rows, columns);
-        });
-      });
-      return Operand{out};
-    };
-    if (along_rows) q.rows = round(tiles ? fp8_block : 1, fp8_block);
-    if (along_columns) q.columns = round(fp8_block, tiles ? fp8_block : 1);
+  if (!multiplies_fp8(read, device) || x.shape.rank() > 2) {
+    const bool alike = role == Role::weights && recipe_of(read).weights_in_squares;
+    const auto room = [&] { return Operand{arena.alloc(label, "fp8 operand", x.dtype, x.shape)}; };
+    if (along_rows || alike) q.rows = room();
+    if (along_columns) q.columns = alike ? q.rows : room();
     return q;
   }
+  const int64_t R = x.shape[0], C = x.shape[1];
   CHECK(R % 16 == 0 && C % 16 == 0, "{} {}: a matrix in fp8 has multiples of 16 rows and columns on a GPU", x.name,
         to_string(x.shape));
+  const ScaledBy by = role == Role::weights ? ScaledBy::tiles : ScaledBy::segments;
   const auto room = [&](int64_t M, int64_t K) {
-    const Tensor values = stream.scratch().alloc("scratch", "fp8 operand", DType::e4m3, {M, K}),
-                 scales =
-                     stream.scratch().alloc("scratch", "scales of an fp8 operand", DType::fp32, scales_of(by, M, K));
+    const Tensor values = arena.alloc(label, "fp8 operand", DType::e4m3, {M, K}),
+                 scales = arena.alloc(label, "scales of an fp8 operand", DType::fp32, scales_of(by, M, K));
     return Operand{values, Transpose::no, scales, by};
   };
   if (along_rows) q.rows = room(R, C);
   if (along_columns) q.columns = room(C, R);
+  return q;
+}
+
+// q = x in fp8. rows: as of round_to_fp8()
+inline void quantise(const Quantised& q, Tensor x, Role role, Operands read, Stream& stream, Tensor rows = {}) {
   const Operand a = q.rows, b = q.columns;
+  if (a.scales.empty() && b.scales.empty()) {
+    const Fp8Recipe recipe = recipe_of(read);
+    const auto round = [&](const Operand& to, SumAlong sum) {
+      if (!to.values.empty())
+        round_to_fp8(to.values, x, recipe.blocks_of(role, sum), recipe.format_of(role), stream, rows);
+    };
+    round(a, SumAlong::rows);
+    if (b.values.bytes != a.values.bytes) round(b, SumAlong::columns);
+    return;
+  }
   stream.run({"quantise", 0, bytes_of({x, a.values, a.scales, b.values, b.scales})}, {}, [=, &stream] {
 #ifdef TRAIN_GPT_CUDA
     const auto pointers = [](const Operand& o) {
       return o.values.empty() ? cuda::Fp8Operand{} : cuda::Fp8Operand{o.values.data<e4m3>(), o.scales.data<float>()};
     };
+    const ScaledBy by = a.scales.empty() ? b.scaled : a.scaled;
     with_type(x.dtype, [&]<class X>(type_tag<X>) {
       if constexpr (std::is_same_v<X, double>) refuse_fp64();
-      else cuda::quantise(pointers(a), pointers(b), x.data<X>(), R, C, by, stream.cuda());
+      else cuda::quantise(pointers(a), pointers(b), x.data<X>(), x.shape[0], x.shape[1], by, stream.cuda());
     });
 #else
-    (void)a, (void)b, (void)stream;  // planned only
+    (void)stream;  // planned only
 #endif
   });
+}
+// The same in scratch memory that the caller has opened.
+inline Quantised quantise(Tensor x, Role role, SumAlong sum, Operands read, Stream& stream, Tensor rows = {}) {
+  const Quantised q = room_in_fp8(x, role, sum, read, stream.device(), stream.scratch(), "scratch");
+  quantise(q, x, role, read, stream, rows);
   return q;
+}
+
+// Parts of matrices (G, R, C) in tiles that each have a scale, of weights in squares: for a rank that has a shard of
+// them. maxima (tiles) fp32 = the largest size of numbers in `part` of each tile; 0 where it has none; infinity where
+// one is not finite.   x (part.n)
+inline void tile_maxima(Tensor maxima, Tensor x, const TiledPart& part, Stream& stream) {
+  CHECK_TENSOR(maxima, DType::fp32, part.tiles());
+  CHECK_TENSOR(x, x.dtype, part.n);
+  stream.run({"tile_maxima", 0, bytes_of({maxima, x})}, {maxima}, [=, &stream] {
+    with_type(x.dtype, [&]<class X>(type_tag<X>) {
+      RUN_ON_DEVICE(stream, X, cuda::tile_maxima(maxima.data<float>(), x.data<X>(), part, stream.cuda()),
+                    cpu::tile_maxima(maxima.data<float>(), x.data<X>(), part));
+    });
+  });
+}
+// scales (tiles) of E4M3, from the maxima of all ranks.   maxima (ranks, tiles)
+inline void scales_of_ranks(Tensor scales, Tensor maxima, Stream& stream) {
+  const int64_t n = scales.numel(), ranks = maxima.shape[0];
+  CHECK_TENSOR(scales, DType::fp32, n);
+  CHECK_TENSOR(maxima, DType::fp32, ranks, n);
+  stream.run({"scales_of_ranks", 0, bytes_of({maxima, scales})}, {scales}, [=, &stream] {
+    RUN_ON_DEVICE(stream, void,
+                  cuda::scales_of_ranks(scales.data<float>(), maxima.data<float>(), ranks, n, stream.cuda()),
+                  cpu::scales_of_ranks(scales.data<float>(), maxima.data<float>(), ranks, n));
+  });
+}
+// out (part.n) E4M3 = x (part.n) divided by the scales, and back.
+inline void tiles_to_fp8(Tensor out, Tensor x, Tensor scales, const TiledPart& part, Stream& stream) {
+  CHECK_TENSOR(out, DType::e4m3, part.n);
+  CHECK_TENSOR(x, x.dtype, part.n);
+  CHECK_TENSOR(scales, DType::fp32, part.tiles());
+  stream.run({"tiles_to_fp8", 0, bytes_of({out, x})}, {}, [=, &stream] {
+    with_type(x.dtype, [&]<class X>(type_tag<X>) {
+      RUN_ON_DEVICE(stream, X,
+                    cuda::tiles_to_fp8(out.data<e4m3>(), x.data<X>(), scales.data<float>(), part, stream.cuda()),
+                    cpu::tiles_to_fp8(out.data<e4m3>(), x.data<X>(), scales.data<float>(), part));
+    });
+  });
+}
+inline void tiles_from_fp8(Tensor out, Tensor x, Tensor scales, const TiledPart& part, Stream& stream) {
+  CHECK_TENSOR(out, out.dtype, part.n);
+  CHECK_TENSOR(x, DType::e4m3, part.n);
+  CHECK_TENSOR(scales, DType::fp32, part.tiles());
+  stream.run({"tiles_from_fp8", 0, bytes_of({out, x})}, {out}, [=, &stream] {
+    with_type(out.dtype, [&]<class X>(type_tag<X>) {
+      RUN_ON_DEVICE(stream, X,
+                    cuda::tiles_from_fp8(out.data<X>(), x.data<e4m3>(), scales.data<float>(), part, stream.cuda()),
+                    cpu::tiles_from_fp8(out.data<X>(), x.data<e4m3>(), scales.data<float>(), part));
+    });
+  });
 }
 
 // The first operand of a product, op(A) (M, K), where A is stored as `as` says, and the second, op(B) (K, N).
@@ -90,13 +198,33 @@ inline Operand second_operand(const Quantised& b, Transpose as) {
   o.as = o.scales.empty() ? as : Transpose::yes;
   return o;
 }
-inline Operand first_operand(Tensor a, Transpose as, ScaledBy by, Operands read, Stream& stream) {
-  if (read == Operands::as_stored) return {a, as};
-  return first_operand(quantise(a, as == Transpose::no ? SumAlong::rows : SumAlong::columns, by, stream), as);
+inline SumAlong sum_of_first(Transpose as) { return as == Transpose::no ? SumAlong::rows : SumAlong::columns; }
+inline SumAlong sum_of_second(Transpose as) { return as == Transpose::yes ? SumAlong::rows : SumAlong::columns; }
+
+}  // namespace llmc::detail
+
+namespace llmc {
+
+// How a linear layer reads its operands, and its weights as it reads them, if they are kept.
+struct Reading {
+  Operands operands = Operands::as_stored;
+  detail::Quantised weight = {};
+  Reading(Operands o = Operands::as_stored) : operands(o) {}  // NOLINT: implicit
+  Reading(Operands o, const detail::Quantised& kept) : operands(o), weight(kept) {}
+};
+
+}  // namespace llmc
+
+namespace llmc::detail {
+
+inline Operand first_operand(Tensor a, Transpose as, Role role, const Reading& read, Stream& stream) {
+  if (read.operands == Operands::as_stored) return {a, as};
+  return first_operand(quantise(a, role, sum_of_first(as), read.operands, stream), as);
 }
-inline Operand second_operand(Tensor b, Transpose as, ScaledBy by, Operands read, Stream& stream) {
-  if (read == Operands::as_stored) return {b, as};
-  return second_operand(quantise(b, as == Transpose::yes ? SumAlong::rows : SumAlong::columns, by, stream), as);
+inline Operand second_operand(Tensor b, Transpose as, Role role, const Reading& read, Stream& stream) {
+  if (read.operands == Operands::as_stored) return {b, as};
+  if (role == Role::weights && !read.weight.rows.values.empty()) return second_operand(read.weight, as);
+  return second_operand(quantise(b, role, sum_of_second(as), read.operands, stream), as);
 }
 
 }  // namespace llmc::detail

@@ -50,7 +50,7 @@ inline Philox state_words(uint64_t seed, std::string_view unit, int64_t step) {
 }
 
 constexpr float state_scale(DType dtype, float largest) {
-  return dtype == DType::e5m3 ? e5m3_scale(largest) : fp8_scale(largest);
+  return dtype == DType::e5m3 ? fp8_scale<e5m3>(largest) : fp8_scale(largest);
 }
 
 }  // namespace llmc

@@ -16,6 +16,25 @@ enum class Bias : uint8_t { no, yes };
 // Which numbers of an operand in fp8 have a scale in common: 128 that follow each other along the sum of the product,
 // or 128 x 128. The last block of a row or column may be smaller.
 enum class ScaledBy : uint8_t { nothing, segments, tiles };
+// And the numbers themselves.
+enum class Fp8Format : uint8_t { e4m3, e5m2 };
+// So many rows and columns of a matrix have a scale in common.
+struct ScaleBlock {
+  int64_t rows, columns;
+};
+// Elements [first, first + n) of matrices one after another, which each divide into tiles of 128 x 128.
+struct TiledPart {
+  static constexpr int64_t size = 128;
+  int64_t matrices, rows, columns, first, n;
+
+  constexpr int64_t down() const { return (rows + size - 1) / size; }
+  constexpr int64_t across() const { return (columns + size - 1) / size; }
+  constexpr int64_t tiles() const { return matrices * down() * across(); }
+  constexpr int64_t tile_of(int64_t element) const {
+    const int64_t row = element / columns, column = element % columns;
+    return (row / rows * down() + row % rows / size) * across() + column / size;
+  }
+};
 
 // Bytes of cuBLASLt's work space: NVIDIA's recommendation for Hopper. A fixed size, not what an algorithm needs, so
 // that it can be planned without a GPU.

@@ -41,6 +41,7 @@ struct Parameters {
   bool bias_apart = false;  // another op adds to the bias's gradient
   Operands read = Operands::as_stored;
 
+  Reading reading() const { return unit.reading(read, weight()); }
   Tensor weight() const { return unit.weight(full(".weight"), fused); }
   Tensor dweight() const { return unit.gradient(full(".weight"), fused); }
   Tensor bias() const { return unit.has(full(".bias")) ? unit.weight(full(".bias"), fused) : Tensor{}; }
@@ -58,7 +59,7 @@ struct ColumnLinear {
   // room: where the gathered x (P S, I) stays, or an empty tensor
   void forward(Tensor out, Tensor x, Tensor room = {}) const {
     with_all_rows(out, x, room, "gathered", g, [&](Tensor out_rows, Tensor rows) {
-      linear_forward(out_rows, rows, p.weight(), p.bias(), g.compute, p.read);
+      linear_forward(out_rows, rows, p.weight(), p.bias(), g.compute, p.reading());
     });
   }
   // dx = dout weight, summed over the ranks. meanwhile(): enqueues work that does not depend on the result.
@@ -66,11 +67,11 @@ struct ColumnLinear {
   void backward_input(
       Tensor dx, Tensor dout, Meanwhile&& meanwhile = [] {}) const {
     auto product = [&](Tensor piece, const Range& rows) {
-      linear_backward_input(piece, rows_of(dout, rows), p.weight(), g.compute, p.read);
+      linear_backward_input(piece, rows_of(dout, rows), p.weight(), g.compute, p.reading());
     };
     if (g.size() > 1) return reduce(dx, dout.shape[0], {}, g, product, meanwhile);
     meanwhile();
-    linear_backward_input(dx, dout, p.weight(), g.compute, p.read);
+    linear_backward_input(dx, dout, p.weight(), g.compute, p.reading());
   }
   // dweight, dbias += (the unit knows which products of a sum write instead).   gathered: all rows of x, if they are
   // still there
@@ -78,13 +79,13 @@ struct ColumnLinear {
     auto scope = g.arena.scope();
     if (gathered.empty()) gathered = all_rows("gathered again", x, g);
     linear_backward_weight(p.dweight(), p.bias_apart ? Tensor{} : p.dbias(), dout,
-                           rows_of(gathered, {0, dout.shape[0]}), p.accumulate(), g.compute, p.read);
+                           rows_of(gathered, {0, dout.shape[0]}), p.accumulate(), g.compute, p.reading());
   }
   // Both at once: x travels while dx is computed, and dx while dweight is.
   void backward(Tensor dx, Tensor dout, Tensor x, Tensor gathered = {}) const {
     if (g.size() == 1)
       return linear_backward(dx, p.dweight(), p.bias_apart ? Tensor{} : p.dbias(), dout, x, p.weight(), p.accumulate(),
-                             g.compute, p.read);
+                             g.compute, p.reading());
     auto scope = g.arena.scope();
     Arrivals arrivals;
     if (g.by_rows() && gathered.empty()) {
@@ -105,30 +106,32 @@ struct RowLinear {
   const Group& g;
 
   void forward(Tensor out, Tensor x) const {
-    if (g.size() == 1) return linear_forward(out, x, p.weight(), p.bias(), g.compute, p.read);
+    if (g.size() == 1) return linear_forward(out, x, p.weight(), p.bias(), g.compute, p.reading());
     auto product = [&](Tensor piece, const Range& rows) {
-      linear_forward(piece, rows_of(x, rows), p.weight(), {}, g.compute, p.read);
+      linear_forward(piece, rows_of(x, rows), p.weight(), {}, g.compute, p.reading());
     };
     reduce(out, x.shape[0], p.bias(), g, product, [] {});
   }
   // dx = dout weight, for this rank's inputs.   room: where the gathered dout (P S, O) stays, or an empty tensor
   void backward_input(Tensor dx, Tensor dout, Tensor room = {}) const {
     with_all_rows(dx, dout, room, "gathered gradient", g, [&](Tensor dx_rows, Tensor rows) {
-      linear_backward_input(dx_rows, rows, p.weight(), g.compute, p.read);
+      linear_backward_input(dx_rows, rows, p.weight(), g.compute, p.reading());
     });
   }
   // dweight +=; dbias += the sum of this rank's rows of dout.   gathered: all rows of dout, if they are still there
   void backward_weight(Tensor dout, Tensor x, Tensor gathered = {}) const {
-    if (!g.by_rows()) return linear_backward_weight(p.dweight(), p.dbias(), dout, x, p.accumulate(), g.compute, p.read);
+    if (!g.by_rows())
+      return linear_backward_weight(p.dweight(), p.dbias(), dout, x, p.accumulate(), g.compute, p.reading());
     auto scope = g.arena.scope();
     if (gathered.empty()) gathered = all_rows("gathered gradient", dout, g);
-    linear_backward_weight(p.dweight(), {}, rows_of(gathered, {0, x.shape[0]}), x, p.accumulate(), g.compute, p.read);
+    linear_backward_weight(p.dweight(), {}, rows_of(gathered, {0, x.shape[0]}), x, p.accumulate(), g.compute,
+                           p.reading());
     if (const Tensor dbias = p.dbias(); !dbias.empty()) linear_backward_bias(dbias, dout, g.compute);
   }
   // Both at once.
   void backward(Tensor dx, Tensor dout, Tensor x) const {
     if (g.size() == 1)
-      return linear_backward(dx, p.dweight(), p.dbias(), dout, x, p.weight(), p.accumulate(), g.compute, p.read);
+      return linear_backward(dx, p.dweight(), p.dbias(), dout, x, p.weight(), p.accumulate(), g.compute, p.reading());
     auto scope = g.arena.scope();
     const Tensor room = room_for_rows("gathered gradient", dout, g);
     backward_input(dx, dout, room);

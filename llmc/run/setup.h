@@ -142,6 +142,18 @@ inline Precision choose_precision(const Options& o) {
         "--noise-scale reads whole sums of gradients, which --offload gradients has in host memory: leave out one of "
         "them");
   precision.linear = o.products;
+  precision.gathers_fp8 = o.gather_dtype == GatherType::fp8;
+  CHECK(!precision.gathers_fp8 || o.zero_stage == 3,
+        "--gather-dtype fp8 with --zero-stage {}, where weights are gathered once per update: use --zero-stage 3, or "
+        "leave it out",
+        o.zero_stage);
+  CHECK(!precision.gathers_fp8 || o.products == Operands::fp8_block || o.products == Operands::fp8,
+        "--gather-dtype fp8 with --products {}, {}: use --products fp8-block or fp8, or leave it out", o.products,
+        o.products == Operands::mxfp8 ? "whose weights are other numbers in the backward than in the forward"
+                                      : "which multiplies the weights as they are stored");
+  CHECK(!precision.gathers_fp8 || !o.offload.has(Offloaded::weights),
+        "--gather-dtype fp8 with --offload {}: shards in fp8 are made of weights on the device: leave out one of them",
+        std::string(o.offload));
   if (o.reduce_dtype == WeightType::bf16) precision.wire = DType::bf16;
   CHECK(o.reduce_dtype == WeightType::fp32 || o.dp_sync == DpSync::all_reduce,
         "--reduce-dtype bf16 with --dp-sync {}: servers add gradients in fp32: use --dp-sync all-reduce, or "
@@ -327,47 +339,54 @@ inline void require_cudnn_can(const StepConfig& step, const Device& device, cons
         o.token_slices);
 }
 
-// Rejects --products fp8-block where blocks of a product would depend on how the work is divided, and where the GPU
-// cannot multiply them.
+// Rejects --products in fp8 where blocks of a product would depend on how the work is divided, and on GPUs whose tensor
+// cores do not multiply such numbers.
 inline void require_fp8_can(const StepConfig& step, const Device& device) {
-  if (step.precision.linear != Operands::fp8_block) return;
+  const Operands read = step.precision.linear;
+  if (read == Operands::as_stored) return;
   const ModelConfig& m = step.model;
   const Layout& l = step.layout;
-  const std::string asked = formatted("--products {}", Operands::fp8_block);
-  CHECK(m.experts.count == 0, "{} with {} experts per layer: not built yet; use --products {}", asked, m.experts.count,
-        Operands::as_stored);
+  const std::string asked = formatted("--products {}", read);
+  const int64_t block = detail::recipe_of(read).block;
   std::vector<int64_t> runs = l.pipeline.slices;  // tokens of a sequence that a rank multiplies one after another
   if (runs.empty()) runs = {l.context.ranks > 1 ? l.context.share(step.batch.T) / 2 : step.batch.T};
   for (const int64_t run : runs)
-    CHECK(run % fp8_block == 0,
+    CHECK(run % block == 0,
           "{}: a rank multiplies {} tokens of a sequence at a time, and blocks have {}: use {}, or --products {}",
-          asked, run, fp8_block,
+          asked, run, block,
           l.pipeline.slices.empty() ? formatted("a --seq-len that is a multiple of {}",
-                                                fp8_block * (l.context.ranks > 1 ? 2 * l.context.ranks : 1))
-                                    : formatted("--token-slices whose lengths are multiples of {}", fp8_block),
+                                                block * (l.context.ranks > 1 ? 2 * l.context.ranks : 1))
+                                    : formatted("--token-slices whose lengths are multiples of {}", block),
           Operands::as_stored);
   const ModelConfig part = model_of_rank(m, l.tensor);
   const bool divided = l.tensor.ranks > 1;
-  const int64_t whole = divided ? fp8_block : 16;  // the part of a rank has whole blocks
+  const int64_t whole = divided ? block : 16;  // the part of a rank has whole blocks
   struct Width {
     const char* what;
     int64_t size, multiple;
   };
   for (const Width& w :
        {Width{"channels", m.n_embd, 16}, Width{"channels of the queries", part.q_size(), whole},
-        Width{"channels of the keys", part.kv_size(), whole}, Width{"channels of the feed-forward", part.n_ffn, whole}})
+        Width{"channels of the keys", part.kv_size(), whole},
+        Width{"channels of the feed-forward", m.sparse_layers() < m.n_layer ? part.n_ffn : whole, whole},
+        Width{"channels of the shared expert", part.experts.shared, whole}})
     CHECK(w.size % w.multiple == 0, "{}: the {} {} {} are no multiple of {}: use another {}, or --products {}", asked,
           w.size, w.what, divided ? "of a rank" : "of the model", w.multiple, divided ? "--tp" : "--model",
           Operands::as_stored);
   CHECK(
-      !device.machine || device.machine->cores > 0 || device.machine->fp8_flops_per_s > 0,
+      read != Operands::fp8_block || !device.machine || device.machine->cores > 0 ||
+          device.machine->fp8_flops_per_s > 0,
       "{}: its products are for Hopper, and --machine {} has no tflops in fp8: use h100x8 or h200x8, or --products {}",
       asked, device.machine->name, Operands::as_stored);
   if (device.kind != DeviceKind::cuda || is_gpu_elsewhere(device)) return;
   const GpuInfo gpu = gpu_info(device.gpu);
-  CHECK(gpu.major == 9 && gpu.minor == 0,
-        "{}: its products are for Hopper (sm_90), and GPU {} is {} (sm_{}{}): use --products {}", asked, device.gpu,
-        gpu.name, gpu.major, gpu.minor, Operands::as_stored);
+  const int capability = 10 * gpu.major + gpu.minor, least = read == Operands::mxfp8 ? 100 : 89;
+  CHECK(read == Operands::fp8_block ? capability == 90 : capability >= least,
+        "{}: its numbers are those of {}, and GPU {} is {} (sm_{}{}): use --products {}", asked,
+        read == Operands::fp8_block ? "Hopper (sm_90)"
+        : read == Operands::mxfp8   ? "Blackwell (from sm_100 on)"
+                                    : "Ada, Hopper and later (from sm_89 on)",
+        device.gpu, gpu.name, gpu.major, gpu.minor, Operands::as_stored);
 }
 
 // The samples in this many steps, at most all.

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "shard/fp8_shards.h"
 #include "shard/units.h"
 
 namespace llmc {
@@ -20,14 +21,26 @@ namespace llmc {
 class GatheredWeights {
  public:
   GatheredWeights(Units& units, Arena& arena) : units_(units) {
-    if (sharded()) buffers_ = UnitBuffers(units, "gathered weights", units.precision().weights, 2, arena);
+    if (!sharded()) return;
+    buffers_ = UnitBuffers(units, "gathered weights", units.precision().weights, 2, arena);
+    if (!units.precision().gathers_fp8) return;
+    int64_t largest = 0;
+    units.for_each([&](size_t u) {
+      if (units.unit(u).linear_matrices().empty()) return;
+      fp8_.emplace(u, Fp8Shard(units.unit(u), arena));
+      largest = std::max(largest, units.unit(u).size());
+    });
+    fp8_numbers_ = arena.alloc("gathered weights", "a unit in fp8", DType::e4m3, {largest});
   }
 
   // Whether acquire() must be foretold by start_pass().
   bool sharded() const { return units_.zero_config().stage == 3; }
+  // Whether weights travel in fp8, if --gather-dtype says so: in training.
+  enum class Travel : uint8_t { as_stored, as_trained };
   // `order`: the units in the order in which acquire() will be called for them.
-  void start_pass(std::vector<size_t> order, Stream& compute) {
+  void start_pass(std::vector<size_t> order, Stream& compute, Travel travel = Travel::as_stored) {
     if (!sharded()) return;
+    travel_ = travel;
     // Frees the buffers that an interrupted pass had gathered ahead or still held.
     for (Buffer* buffer : gathered_) held_.emplace_back(0, buffer);
     gathered_.clear();
@@ -49,6 +62,7 @@ class GatheredWeights {
         arriving_.erase(found);
       }
       gather_updated_ahead();
+      units_.unit(u).make_fp8_again(compute);
       return units_.unit(u);
     }
     CHECK(acquired_ < issued_ && order_[acquired_] == u);
@@ -86,6 +100,12 @@ class GatheredWeights {
     while (!outdated_.empty()) gather_updated();
     for (const auto& [u, event] : arriving_) compute.wait(event);
     arriving_.clear();
+    units_.for_each([&](size_t u) { units_.unit(u).make_fp8_again(compute); });
+  }
+  // Before a step: the numbers in fp8 of each unit's weights are made again when the unit is first used.
+  void begin_step() {
+    units_.for_each([&](size_t u) { units_.unit(u).weights_changed(); });
+    for (auto& [u, shard] : fp8_) shard.weights_changed();
   }
 
   // Calls f(unit) with all of its weights, for a checkpoint; called by all ranks of the shard group.
@@ -113,8 +133,13 @@ class GatheredWeights {
     stream.wait(updated_weights_);
     stream.wait(buffer->free);
     const UnitState& unit = units_.unit(u);
-    const Tensor all = unit.in_buffer(buffer->memory),
-                 own = all.slice(unit.shard_range().begin, {unit.shard_range().size});
+    const Tensor all = unit.in_buffer(buffer->memory);
+    if (const auto fp8 = fp8_.find(u); fp8 != fp8_.end() && travel_ == Travel::as_trained) {
+      fp8->second.gather(all, fp8_numbers_.slice(0, {unit.size()}), units_.sharers(u).weights, stream);
+      buffer->ready = stream.record();
+      return;
+    }
+    const Tensor own = all.slice(unit.shard_range().begin, {unit.shard_range().size});
     if (units_.zero_config().offload.has(Offloaded::weights)) {
       stream.wait(units_.groups().find_stream(Lane::to_host)->record());  // the last update's
       copy_to_device(own, unit.weight_shard(), stream);
@@ -147,6 +172,9 @@ class GatheredWeights {
 
   Units& units_;
   UnitBuffers buffers_;
+  std::map<size_t, Fp8Shard> fp8_;  // with --gather-dtype fp8, of units that have linear layers
+  Tensor fp8_numbers_;              // of one unit: the gather stream uses it for one after another
+  Travel travel_ = Travel::as_stored;
   std::deque<std::pair<size_t, Event>> outdated_;  // units updated, whose gathers are not begun
   std::map<size_t, Event> arriving_;               // units whose gathers are begun, and not yet waited for
   std::vector<size_t> order_;                      // the units to acquire in this pass

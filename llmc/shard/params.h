@@ -119,6 +119,17 @@ inline Range update_range_of(int64_t size, const ZeroConfig& zero, int shard) {
   return updates == ZeroConfig::Updates::everyone || shard == 0 ? Range{0, size} : Range{};
 }
 
+// How a parameter is updated, with these options for all.
+inline bool decays(const ParamSpec& p, const OptimizerOptions& options) {
+  return p.decay && (p.rates != RateGroup::embedding || options.decays_embeddings);
+}
+inline OptimizerOptions options_for(const ParamSpec& p, OptimizerOptions options) {
+  options.lr *= options.rate(p.rates) * p.rate;
+  options.weight_decay = decays(p, options) ? options.weight_decay / p.rate : 0;
+  options.eps *= p.eps;
+  return options;
+}
+
 inline size_t param_index(const UnitSpec& unit, const std::string& suffix) {
   for (size_t i = 0; i < unit.params.size(); ++i)
     if (unit.params[i].name.ends_with(suffix)) return i;

@@ -46,4 +46,9 @@ struct StateEntry {
 };
 using StateTable = std::vector<StateEntry>;
 
+// The elements `r` of a unit, from a tensor that holds the elements `held`.
+inline Tensor slice_of(const Tensor& t, const Range& held, const Range& r) {
+  return t.slice(r.begin - held.begin, {r.size});
+}
+
 }  // namespace llmc

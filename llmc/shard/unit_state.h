@@ -26,6 +26,7 @@
 #include "device/device.h"
 #include "device/host_copy.h"
 #include "ops/ops.h"
+#include "shard/fp8_weights.h"
 #include "shard/state_table.h"
 
 namespace llmc {
@@ -61,6 +62,8 @@ class UnitState {
     versions_.push_back(weights_);
     while (static_cast<int64_t>(versions_.size()) < versions)
       versions_.push_back(flat("weight versions", dtype, whole_));
+    if (precision.linear != Operands::as_stored) linear_ = linear_matrices_of(spec_, layout_);
+    if (zero.stage != 3) fp8_ = Fp8Weights(linear_, versions_, precision.linear, spec_.name.c_str(), arena);
     if (zero.holds == Holds::weights) return;
     if (precision.keeps_masters())
       master_ = flat("master weights", precision.master_dtype(), update_range_, Offloaded::master);
@@ -101,7 +104,7 @@ class UnitState {
   Tensor reduced_gradients() const {
     return gradient_sum_.empty() ? gradients_.slice(update_range_.begin, {update_range_.size}) : gradient_sum_;
   }
-  Tensor reduced_gradients(const Range& r) const { return here(part(reduced_gradients(), update_range_, r)); }
+  Tensor reduced_gradients(const Range& r) const { return here(slice_of(reduced_gradients(), update_range_, r)); }
   Tensor reduced_gradients_or_none() const { return update_range_.size > 0 ? reduced_gradients() : Tensor{}; }
   // The part of shard `k`, summed over all ranks, that this rank counts in the gradient norm. `k` is its own shard, or
   // on a parameter server any; if several tensor-parallel ranks have the same elements, the first of them counts them.
@@ -139,7 +142,7 @@ class UnitState {
     for (const PartialSum& partial : partial_sums_)
       for (const Range& c : counted_)
         if (const Range r = overlap(overlap(partial.range, c), shard_range_); r.size > 0)
-          counted.push_back(part(reduced_gradients(), update_range_, r));
+          counted.push_back(slice_of(reduced_gradients(), update_range_, r));
     return counted;
   }
 
@@ -150,6 +153,14 @@ class UnitState {
     return mine;
   }
   void attach_weights(const Tensor& buffer) { weights_ = in_buffer(buffer); }
+  // The matrices that --products in fp8 is about, and what lies between them; none in other runs.
+  const std::vector<LinearMatrix>& linear_matrices() const { return linear_; }
+  std::vector<Range> besides_linear_matrices() const { return besides(linear_, layout_.size); }
+  // How a linear layer reads this matrix of weights(), and its other operands, in training.
+  Reading reading(Operands read, const Tensor& matrix) const { return fp8_.reading(read, matrix); }
+  // From here on, the numbers in fp8 of weights() are not theirs, until make_fp8_again().
+  void weights_changed() { fp8_.changed(weights_); }
+  void make_fp8_again(Stream& stream) { fp8_.make_again(weights_, stream); }
   // From here on, weights() are those of this version.
   void use_version(size_t index) {
     weights_ = versions_[index];
@@ -224,7 +235,7 @@ class UnitState {
   std::vector<AtHost> at_host(const Range& r) const {
     std::vector<AtHost> all;
     const auto add = [&](Offloaded what, const Tensor& t, bool changes = true) {
-      if (offload_.has(what) && !t.empty()) all.push_back({part(t, update_range_, r), changes});
+      if (offload_.has(what) && !t.empty()) all.push_back({slice_of(t, update_range_, r), changes});
     };
     add(Offloaded::weights, weight_shard_);
     add(Offloaded::master, master_);
@@ -312,7 +323,7 @@ class UnitState {
       auto add = [&](StateKind kind, const Tensor& t, const Range& held, size_t slot = 0) {
         const Range r = overlap(param, held);
         if (!t.empty() && r.size > 0)
-          table.push_back({&spec_.params[i], kind, r.begin - param.begin, part(t, held, r), slot});
+          table.push_back({&spec_.params[i], kind, r.begin - param.begin, slice_of(t, held, r), slot});
       };
       if (sharded_ == Sharded::weights) add(StateKind::weight, weight_shard_, shard_range_);
       else add(StateKind::weight, weights_, whole_);
@@ -344,8 +355,8 @@ class UnitState {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
       const Range param{layout_.offsets[i], spec_.params[i].box().numel()}, r = overlap(param, update_range_);
       if (r.size > 0)
-        table.push_back(
-            {&spec_.params[i], StateKind::weight, r.begin - param.begin, part(reduced_gradients(), update_range_, r)});
+        table.push_back({&spec_.params[i], StateKind::weight, r.begin - param.begin,
+                         slice_of(reduced_gradients(), update_range_, r)});
     }
   }
 
@@ -505,15 +516,6 @@ class UnitState {
     for (Tensor& t : scales) t = here(t);
     return scales;
   }
-  static bool decays(const ParamSpec& p, const OptimizerOptions& options) {
-    return p.decay && (p.rates != RateGroup::embedding || options.decays_embeddings);
-  }
-  static OptimizerOptions options_for(const ParamSpec& p, OptimizerOptions options) {
-    options.lr *= options.rate(p.rates) * p.rate;
-    options.weight_decay = decays(p, options) ? options.weight_decay / p.rate : 0;
-    options.eps *= p.eps;
-    return options;
-  }
 
   // The elements that an update works on.
   Range in_reach() const {
@@ -534,7 +536,7 @@ class UnitState {
   // The weights of update_range(), in the training dtype; and those in reach, as they are updated.
   Tensor weights_in_update_range() const { return sharded_ == Sharded::nothing ? weights_ : weight_shard_; }
   Tensor updated_weights() const { return master_.empty() ? part_of_weights(in_reach()) : part_of_master(in_reach()); }
-  Tensor average() const { return here(part(average_, update_range_, in_reach())); }
+  Tensor average() const { return here(slice_of(average_, update_range_, in_reach())); }
   bool rounds_stochastically() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
 
   // One parameter at a time: each has its own random numbers.
@@ -549,14 +551,9 @@ class UnitState {
   }
 
   // The weights, and the master copies, of elements that this rank updates.
-  Tensor part_of_weights(const Range& r) const { return here(part(weights_in_update_range(), update_range_, r)); }
+  Tensor part_of_weights(const Range& r) const { return here(slice_of(weights_in_update_range(), update_range_, r)); }
   Tensor part_of_master(const Range& r) const {
-    return master_.empty() ? master_ : here(part(master_, update_range_, r));
-  }
-
-  // The elements `r` of the unit, from a tensor that holds the elements `held`.
-  static Tensor part(const Tensor& t, const Range& held, const Range& r) {
-    return t.slice(r.begin - held.begin, {r.size});
+    return master_.empty() ? master_ : here(slice_of(master_, update_range_, r));
   }
 
   Tensor view(const Tensor& buffer, const std::string& suffix, int fused) const {
@@ -585,8 +582,10 @@ class UnitState {
   Range whole_, shard_range_, update_range_;
   std::vector<Range> counted_, matrices_, rest_;
   std::vector<PartialSum> partial_sums_;
-  Tensor weights_, weight_shard_;    // in the training dtype
-  std::vector<Tensor> versions_;     // the buffers of all versions; weights_ is one of them
+  Tensor weights_, weight_shard_;  // in the training dtype
+  std::vector<Tensor> versions_;   // the buffers of all versions; weights_ is one of them
+  std::vector<LinearMatrix> linear_;
+  Fp8Weights fp8_;
   Tensor gradients_, gradient_sum_;  // fp32; with GradReduce::micro the sum of the reduced micro-batches
   // Matrices of gradients that nothing has been added to since their sums began, by the buffer that they are in.
   mutable std::map<const std::byte*, std::vector<Tensor>> unwritten_;

@@ -22,8 +22,10 @@ class WeightVersions {
     const size_t before = newest_;
     newest_ = (newest_ + 1) % read_by_.size();
     use(newest_);
-    if (newest_ == before) return;
-    units_.for_each([&](size_t u) { copy(units_.unit(u).version(newest_), units_.unit(u).version(before), compute); });
+    units_.for_each([&](size_t u) {
+      if (newest_ != before) copy(units_.unit(u).version(newest_), units_.unit(u).version(before), compute);
+      units_.unit(u).weights_changed();
+    });
   }
   // After a flush only the newest version is read.
   void forget_old(Stream& compute) {

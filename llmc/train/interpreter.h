@@ -40,7 +40,10 @@ class Interpreter {
     if (context_.host != nullptr) at_host.emplace(*context_.host);
     OpenPass open = begin(actions, pass);
     const Tensor logits = pass.purpose == Purpose::generate ? stage_.head_pass().logits_room() : Tensor{};
-    if (state_.weights.sharded()) state_.weights.start_pass(units_acquired(actions, pass.purpose), context_.compute);
+    if (state_.weights.sharded())
+      state_.weights.start_pass(
+          units_acquired(actions, pass.purpose), context_.compute,
+          pass.purpose == Purpose::train ? GatheredWeights::Travel::as_trained : GatheredWeights::Travel::as_stored);
     for (const Action& action : actions) {
       const double begin = context_.compute.seconds();
       enqueue(action, open, batches, logits);
@@ -68,6 +71,7 @@ class Interpreter {
     PassMemory memory(config_, chunks_here_, actions, pass, context_.arena, period, context_.host);
     reserve_messages(actions, pass, memory);
     stage_.begin_pass();
+    if (pass.purpose == Purpose::train) state_.weights.begin_step();
     return {pass, std::move(memory)};
   }
   void enqueue(const Action& action, OpenPass& open, const BatchSource& batches, const Tensor& logits = {}) {

@@ -8,6 +8,7 @@
 #include "ops/cuda/embedding.cuh"
 #include "ops/cuda/expert_ranks.cuh"
 #include "ops/cuda/experts.cuh"
+#include "ops/cuda/fp8_tiles.cuh"
 #include "ops/cuda/grouped_matmul.cuh"
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/matmul.cuh"
@@ -86,6 +87,10 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   swiglu_forward(x, x, N, C, ids, stream);
   swiglu_backward(x, x, x, N, C, ids, stream);
   for (const ScaledBy by : {ScaledBy::segments, ScaledBy::tiles}) quantise<T>({}, {}, x, N, C, by, stream);
+  round_to_fp8(x, x, 1, N, C, {1, C}, Fp8Format::e4m3, ids, stream);
+  tile_maxima(f, x, {}, stream);
+  tiles_to_fp8<T>(nullptr, x, f, {}, stream);
+  tiles_from_fp8<T>(x, nullptr, f, {}, stream);
   const Router router = {N, 1};
   const Segments segments = {N};
   router_forward(ids, f, f, f, N, router, stream);

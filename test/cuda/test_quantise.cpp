@@ -2,8 +2,10 @@
 #include <cmath>
 
 #include "cuda/device_test.h"
+#include "ops/cpu/fp8_tiles.h"
 #include "ops/cpu/matmul.h"
 #include "ops/cpu/quantise.h"
+#include "ops/cuda/fp8_tiles.cuh"
 #include "ops/cuda/matmul.cuh"
 #include "ops/cuda/quantise.cuh"
 
@@ -28,8 +30,9 @@ template <class T>
 std::vector<T> rounded(const std::vector<T>& x, int64_t R, int64_t C, Way way) {
   std::vector<T> out(x.size());
   const bool tiles = way.by == ScaledBy::tiles;
-  cpu::round_to_fp8(out.data(), x.data(), R, C, tiles || way.sum_over_rows ? fp8_block : 1,
-                    tiles || !way.sum_over_rows ? fp8_block : 1);
+  cpu::round_to_fp8(out.data(), x.data(), 1, R, C,
+                    ScaleBlock{tiles || way.sum_over_rows ? fp8_block : 1, tiles || !way.sum_over_rows ? fp8_block : 1},
+                    Fp8Format::e4m3, nullptr);
   return out;
 }
 
@@ -110,6 +113,58 @@ TEMPLATE_TEST_CASE("an operand in fp8 for sums along rows and columns is both of
             {"columns", meant<T>(turned.host(), turned_scales.host(), R, C, columns)}};
   };
   check_kernel(run, {{"rows", rounded(x, R, C, rows)}, {"columns", rounded(x, R, C, columns)}}, 1e-12);
+}
+
+TEMPLATE_TEST_CASE("numbers rounded to fp8 are the CPU's, bit for bit, for several matrices and for some of the rows",
+                   "[cuda]", float, bf16) {
+  using T = TestType;
+  const Fp8Format format = GENERATE(Fp8Format::e4m3, Fp8Format::e5m2);
+  const ScaleBlock block =
+      GENERATE(ScaleBlock{1, 128}, ScaleBlock{128, 1}, ScaleBlock{128, 128}, ScaleBlock{1, 32}, ScaleBlock{32, 1});
+  const int64_t G = GENERATE(1, 2), R = 131, C = 137, n = G * R * C;
+  const std::vector<int32_t> count = {100};
+  std::vector<T> x = uneven_values<T>(G * R, C, 1), expected(x.size());
+  store(x[3 * C + 5], NAN);
+  cpu::round_to_fp8(expected.data(), x.data(), G, R, C, block, format, G == 1 ? count.data() : nullptr);
+  const auto run = [&]() -> Outputs {
+    DeviceArray<T> in(x), out(std::vector<T>(static_cast<size_t>(n)));
+    DeviceArray<int32_t> rows(count);
+    const int32_t* const all = nullptr;
+    cuda::round_to_fp8<T>(out, in, G, R, C, block, format, G == 1 ? rows : all, nullptr);
+    return {{"x", floats(out.host())}};
+  };
+  const std::vector<float> found = run()[0].values, wanted = floats(expected);
+  for (size_t i = 0; i < found.size(); ++i)
+    if (std::bit_cast<uint32_t>(found[i]) != std::bit_cast<uint32_t>(wanted[i]) &&
+        !(std::isnan(found[i]) && std::isnan(wanted[i])))
+      FAIL("element " << i << " is " << found[i] << ", not " << wanted[i]);
+  if (G == 1 && block.rows == 128 && block.columns == 128 && sizeof(T) == 2 && format == Fp8Format::e4m3)
+    check_barriers(run, {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
+}
+
+TEMPLATE_TEST_CASE("parts of matrices in tiles have the CPU's scales and numbers in fp8", "[cuda]", float, bf16) {
+  using T = TestType;
+  const TiledPart part{2, 131, 137, GENERATE(int64_t{0}, int64_t{5000}), 20000};
+  const std::vector<T> x = uneven_values<T>(part.n, 1, 1);
+  std::vector<float> maxima(part.tiles()), scales(part.tiles());
+  std::vector<e4m3> numbers(part.n);
+  std::vector<T> back(part.n);
+  cpu::tile_maxima(maxima.data(), x.data(), part);
+  cpu::scales_of_ranks(scales.data(), maxima.data(), 1, part.tiles());
+  cpu::tiles_to_fp8(numbers.data(), x.data(), scales.data(), part);
+  cpu::tiles_from_fp8(back.data(), numbers.data(), scales.data(), part);
+  const auto run = [&]() -> Outputs {
+    DeviceArray<T> in(x), out(std::vector<T>(x.size()));
+    DeviceArray<e4m3> in_fp8(std::vector<e4m3>(x.size()));
+    DeviceArray<float> largest(std::vector<float>(maxima.size())), found(std::vector<float>(maxima.size()));
+    cuda::tile_maxima<T>(largest, in, part, nullptr);
+    cuda::scales_of_ranks(found, largest, 1, part.tiles(), nullptr);
+    cuda::tiles_to_fp8<T>(in_fp8, in, found, part, nullptr);
+    cuda::tiles_from_fp8<T>(out, in_fp8, found, part, nullptr);
+    return {{"scales", found.host()}, {"x", out.host()}};
+  };
+  const Outputs found = check_kernel(run, {{"scales", scales}, {"x", back}}, 1e-12);
+  REQUIRE(found[1].values == floats(back));
 }
 
 TEST_CASE("a block with a number that is not finite is NaN in fp8", "[cuda]") {

@@ -1,4 +1,4 @@
-// Runs with --products fp8-block: the same bits where only the work is divided otherwise, and rounding where sums are;
+// Runs with --products in fp8: the same bits where only the work is divided otherwise, and rounding where sums are;
 // resumed exactly; refused where blocks would not be whole.
 #include <algorithm>
 #include <map>
@@ -27,6 +27,16 @@ struct Setting {
            "--batch-size 1 --total-batch-size 1024 --lr 3e-3 --max-steps 4 --dtype bf16 --products fp8-block "
            "--train-data " +
            (dir / "data.bin") + " --out-dir " + (dir / name) + " " + more;
+  }
+  // The same tokens, for another model and kind of products.
+  std::map<int64_t, double> losses_of(const std::string& model, const std::string& products, const std::string& more,
+                                      const std::string& name = "run") const {
+    run_well(
+        "--restart --vocab-size 61 --seq-len 256 --batch-size 1 --total-batch-size 1024 --lr 3e-3 --max-steps 4 "
+        "--dtype bf16 --train-data " +
+        (dir / "data.bin") + " --out-dir " + (dir / name) + " --model " + model + " --products " + products + " " +
+        more);
+    return losses(dir / name);
   }
   std::map<int64_t, double> losses_of(const std::string& name, const std::string& more) const {
     run_well(options(name, more));
@@ -81,6 +91,58 @@ TEST_CASE("products in fp8 differ between layouts by less than from products in 
   }
 }
 
+TEST_CASE(
+    "every kind of fp8 gives the same bits with every schedule, recomputation and stage, with and without experts",
+    "[run][fp8][ep]") {
+  // Stages 0 to 2 keep the weights in fp8 from one update to the next; stage 3 rounds what it has gathered.
+  const Setting s;
+  const auto [model, products] =
+      GENERATE(std::pair{"d2-e4", "fp8-block"}, std::pair{"d2-e4", "mxfp8"}, std::pair{"d2", "fp8"});
+  const auto one = s.losses_of(model, products, "--local-ranks 1");
+  REQUIRE(s.losses_of(model, "dtype", "--local-ranks 1") != one);
+  for (const char* same : {"--recompute block --local-ranks 1", "--pp 2 --local-ranks 2 --schedule zb-h1"}) {
+    INFO(same);
+    REQUIRE(s.losses_of(model, products, same) == one);
+  }
+  const auto two = s.losses_of(model, products, "--local-ranks 2 --zero-stage 1 --grad-reduce micro");
+  REQUIRE(s.losses_of(model, products, "--local-ranks 2 --zero-stage 3") == two);
+}
+
+TEST_CASE("experts in fp8 differ between ranks that share them by less than from experts in bf16", "[run][fp8][ep]") {
+  const Setting s;
+  const auto one = s.losses_of("d2-e4", "fp8", "--local-ranks 1");
+  const double bf16 = largest_distance(s.losses_of("d2-e4", "dtype", "--local-ranks 1"), one);
+  for (const char* layout : {"--local-ranks 2 --ep 2", "--local-ranks 1 --batch-size 4"}) {
+    INFO(layout);
+    REQUIRE(largest_distance(s.losses_of("d2-e4", "fp8", layout), one) < bf16);
+  }
+}
+
+TEST_CASE("weights gathered in fp8 are those that products read: the same bits, with half the bytes", "[run][fp8]") {
+  const Setting s;
+  const std::string three = "--local-ranks 2 --zero-stage 3 --val-every 2 --val-steps 1 --val-data " +
+                            (s.dir / "data.bin") + " --recompute block ";
+  const std::string model =
+      GENERATE("d2-e4", "llama3:1B --n-layer 2 --n-head 2 --n-kv-head 2 --n-embd 208 --n-ffn 240");
+  const auto as_stored = s.losses_of(model, "fp8", three, "bf16");
+  REQUIRE(s.losses_of(model, "fp8", three + "--gather-dtype fp8", "fp8") == as_stored);
+  REQUIRE(validations(s.dir / "fp8") == validations(s.dir / "bf16"));
+}
+
+TEST_CASE("a gather in fp8 sends one byte for each weight of a linear layer instead of two", "[run][fp8]") {
+  const auto mib_sent = [](const char* gather) {
+    const std::string plan = said(
+        "--plan --model d8 --dtype bf16 --products fp8-block --local-ranks 2 --zero-stage 3 "
+        "--seq-len 256 --batch-size 1 --total-batch-size 512 --gather-dtype " +
+        std::string(gather));
+    const size_t sent = plan.find("sent per rank and step"), line = plan.find("  weights ", sent);
+    REQUIRE(line != std::string::npos);
+    return std::stod(plan.substr(line + 10));
+  };
+  // 8 layers of 12 x 512 x 512 weights are gathered twice; a rank sends half of them.
+  REQUIRE(std::fabs(mib_sent("dtype") - mib_sent("fp8") - 8 * 12 * 512 * 512 / 0x1p20) < 0.2);
+}
+
 TEST_CASE("a run in fp8 resumes exactly, and a change of --products is noticed", "[run][fp8]") {
   const Setting s;
   s.losses_of("whole", "--local-ranks 1");
@@ -112,4 +174,7 @@ TEST_CASE("layouts whose blocks would not be whole are refused in fp8", "[run][f
           "the 192 channels of the feed-forward of a rank are no");
   refused(s.options("no", "--local-ranks 1 --token-slices 4"), "a rank multiplies 64 tokens of a sequence at a time");
   refused(s.options("no", "--local-ranks 1 --plan --machine a100x1"), "has no tflops in fp8");
+  refused(s.options("no", "--local-ranks 2 --zero-stage 3 --gather-dtype fp8 --products mxfp8"),
+          "whose weights are other numbers in the backward than in the forward");
+  refused(s.options("no", "--local-ranks 2 --zero-stage 1 --gather-dtype fp8"), "use --zero-stage 3");
 }

@@ -6,6 +6,7 @@
 
 #include "core/fp8.h"
 #include "ops/cpu/simd.h"
+#include "ops/types.h"
 
 namespace llmc::cpu {
 inline namespace CPU_ISA {
@@ -20,35 +21,47 @@ uint32_t magnitude(T x) {
 
 }  // namespace detail
 
-// out (R, C) = x, rounded to E4M3 in blocks of block_rows x block_columns, which each have a scale. A thread has a
-// block of rows.
-template <class T>
-void round_to_fp8(T* out, const T* x, int64_t R, int64_t C, int64_t block_rows, int64_t block_columns) {
+namespace detail {
+
+template <class F, class T>
+void round_to_fp8(T* out, const T* x, int64_t R, int64_t C, const ScaleBlock& block) {
+  const int64_t width = block.columns > 1 ? block.columns : fp8_block;  // one block wide, or many of one column
 #pragma omp parallel for schedule(static)
-  for (int64_t row = 0; row < R; row += block_rows) {
-    const int64_t rows = std::min(block_rows, R - row);
-    for (int64_t column = 0; column < C; column += fp8_block) {
-      // fp8_block columns at a time: one block wide, or as many blocks of one column.
-      const int64_t columns = std::min(fp8_block, C - column);
+  for (int64_t row = 0; row < R; row += block.rows) {
+    const int64_t rows = std::min(block.rows, R - row);
+    for (int64_t column = 0; column < C; column += width) {
+      const int64_t columns = std::min(width, C - column);
       uint32_t largest[fp8_block] = {};
       for (int64_t r = row; r < row + rows; ++r)
 #pragma omp simd
-        for (int64_t c = 0; c < columns; ++c)
-          largest[c] = std::max(largest[c], detail::magnitude(x[r * C + column + c]));
-      if (block_columns > 1) std::fill_n(largest, columns, *std::max_element(largest, largest + columns));
+        for (int64_t c = 0; c < columns; ++c) largest[c] = std::max(largest[c], magnitude(x[r * C + column + c]));
+      if (block.columns > 1) std::fill_n(largest, columns, *std::max_element(largest, largest + columns));
       float scales[fp8_block], factors[fp8_block];
       for (int64_t c = 0; c < columns; ++c) {
-        scales[c] = fp8_scale(std::bit_cast<float>(largest[c]));
+        scales[c] = fp8_scale<F>(std::bit_cast<float>(largest[c]));
         factors[c] = reciprocal_of_power(scales[c]);
       }
       for (int64_t r = row; r < row + rows; ++r)
 #pragma omp simd
         for (int64_t c = 0; c < columns; ++c) {
           const int64_t i = r * C + column + c;
-          store(out[i], e4m3::rounded(static_cast<float>(x[i]) * factors[c]) * scales[c]);
+          store(out[i], F::rounded(static_cast<float>(x[i]) * factors[c]) * scales[c]);
         }
     }
   }
+}
+
+}  // namespace detail
+
+// out (G, R, C) = x, each matrix rounded to fp8 in blocks, of up to 128 columns, which each have a scale. A thread has
+// a row of blocks. count: if not null, only so many rows (of G = 1)
+template <class T>
+void round_to_fp8(T* out, const T* x, int64_t G, int64_t R, int64_t C, ScaleBlock block, Fp8Format format,
+                  const int32_t* count) {
+  if (count != nullptr) R = *count;
+  for (int64_t at = 0; at < G * R * C; at += R * C)
+    if (format == Fp8Format::e4m3) detail::round_to_fp8<e4m3>(out + at, x + at, R, C, block);
+    else detail::round_to_fp8<e5m2>(out + at, x + at, R, C, block);
 }
 
 }  // namespace CPU_ISA

@@ -189,4 +189,68 @@ void quantise(Fp8Operand out, Fp8Operand turned, const T* x, int64_t R, int64_t 
   else launch(quantise_tiles_kernel<T, false>, tiles, 256, shared, stream, out, turned, x, R, C);
 }
 
+// The numbers of a product in fp8 as T, for products that tensor cores do not compute in fp8: each of 128 threads, or a
+// warp, has one block of scaled numbers in turn, or all of them one.
+
+// out and x (R, C), in blocks of 32 or 128 numbers of a row. A warp has 128 columns of a row.
+template <class F, int width, class T>
+__global__ void __launch_bounds__(128)
+    round_rows_kernel(T* __restrict__ out, const T* __restrict__ x, int64_t R, int64_t C, const int32_t* count) {
+  constexpr int each = fp8_block / warp_size;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / warp_size) + threadIdx.x / warp_size,
+                first = static_cast<int64_t>(blockIdx.y) * fp8_block + threadIdx.x % warp_size;
+  if (row >= (count != nullptr ? *count : R)) return;
+  float values[each], largest[each];
+  for (int i = 0; i < each; ++i) {
+    const int64_t column = first + i * warp_size;
+    values[i] = column < C ? to_float(x[row * C + column]) : 0;
+    largest[i] = warp_reduce(larger_magnitude(0, values[i]), Magnitude{});
+  }
+  if constexpr (width == fp8_block)
+    for (int i = 1; i < each; ++i) largest[0] = larger_magnitude(largest[0], largest[i]);
+  for (int i = 0; i < each; ++i) {
+    const float scale = fp8_scale<F>(largest[width == fp8_block ? 0 : i]);
+    if (const int64_t column = first + i * warp_size; column < C)
+      out[row * C + column] = from_float<T>(F::rounded(values[i] * reciprocal_of_power(scale)) * scale);
+  }
+}
+
+// out and x (G, R, C), in blocks of `height` numbers of a column, or of 128 x 128. A block has 128 columns of them.
+template <class F, bool by_tile, class T>
+__global__ void __launch_bounds__(128) round_columns_kernel(T* __restrict__ out, const T* __restrict__ x, int64_t R,
+                                                            int64_t C, int height, const int32_t* count) {
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * fp8_block + threadIdx.x,
+                begin = static_cast<int64_t>(blockIdx.y) * height, all = count != nullptr ? *count : R,
+                end = min(begin + height, all), matrix = static_cast<int64_t>(blockIdx.z) * R * C;
+  float largest[1] = {0};
+  if (column < C)
+    for (int64_t r = begin; r < end; ++r)
+      largest[0] = larger_magnitude(largest[0], to_float(x[matrix + r * C + column]));
+  if constexpr (by_tile) block_reduce(largest, Magnitude{});
+  const float scale = fp8_scale<F>(largest[0]), factor = reciprocal_of_power(scale);
+  if (column < C)
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t i = matrix + r * C + column;
+      out[i] = from_float<T>(F::rounded(to_float(x[i]) * factor) * scale);
+    }
+}
+
+template <class T>
+void round_to_fp8(T* out, const T* x, int64_t G, int64_t R, int64_t C, ScaleBlock block, Fp8Format format,
+                  const int32_t* count, cudaStream_t stream) {
+  const auto run = [&]<class F>(type_tag<F>) {
+    const int64_t segments = ceil_div(C, fp8_block);
+    if (block.rows == 1) {
+      constexpr int64_t rows = 128 / warp_size;
+      const auto kernel = block.columns == fp8_block ? round_rows_kernel<F, fp8_block, T> : round_rows_kernel<F, 32, T>;
+      return launch(kernel, Grid(ceil_div(G * R, rows), segments), 128, 0, stream, out, x, G * R, C, count);
+    }
+    const auto kernel = block.columns > 1 ? round_columns_kernel<F, true, T> : round_columns_kernel<F, false, T>;
+    launch(kernel, Grid(segments, ceil_div(R, block.rows), G), 128, 0, stream, out, x, R, C, narrow<int>(block.rows),
+           count);
+  };
+  if (format == Fp8Format::e4m3) run(type_tag<e4m3>{});
+  else run(type_tag<e5m2>{});
+}
+
 }  // namespace llmc::cuda

@@ -128,6 +128,7 @@ struct Options {
   DpSync dp_sync = DpSync::all_reduce;
   GradReduceChoice grad_reduce = GradReduceChoice::automatic;
   WeightType reduce_dtype = WeightType::fp32;
+  GatherType gather_dtype = GatherType::dtype;
   std::optional<double> moe_aux_loss;  // none: as transformers would for this config.json
   double moe_z_loss = 0, moe_bias_rate = 0;
   Dispatch moe_dispatch = Dispatch::dropless;

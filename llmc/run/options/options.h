@@ -296,11 +296,12 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--dtype", "", o.dtype, any_of<WeightType>(), must_match,
         "type of weights and activations; gradients and optimizer state are fp32");
   visit("--products", "", o.products, any_of<Operands>(), warn,
-        "what the linear layers of blocks multiply in training, forward and backward: dtype: numbers as --dtype stores "
-        "them; "
-        "fp8-block: numbers rounded to fp8 (E4M3), in blocks of 128 along the sum, or of 128 x 128 weights, that are "
-        "scaled by powers of two; sums stay fp32, and embedding, head, norms and attention --dtype; on GPUs, Hopper "
-        "(compute capability 9.0) with cuBLASLt 12.9; on CPUs the same numbers, but no faster");
+        "what the linear layers of blocks, and their experts, multiply in training, forward and backward: dtype: "
+        "numbers as --dtype stores them; fp8-block: numbers rounded to fp8 (E4M3), in blocks of 128 along the sum, or "
+        "of 128 x 128 weights, that are scaled by powers of two; fp8: the same, but gradients as E5M2; mxfp8: E4M3 in "
+        "blocks of 32 along the sum. Sums stay fp32, and embedding, head, norms, router and attention --dtype. On GPUs "
+        "fp8-block runs on Hopper (compute capability 9.0) with cuBLASLt 12.9; fp8 (from 8.9 on), mxfp8 (from 10.0 "
+        "on) and experts multiply the same numbers as CPUs, but in bf16, which gains no speed");
   visit(
       "--master-weights", "-w", o.master_weights, any_of<MasterWeights>(), must_match,
       "master copy of bf16 weights; split: the same numbers as fp32, kept as the bf16 weights and 16 more bits, which "
@@ -366,6 +367,10 @@ void visit_options(O& o, Visitor&& visit) {
         "type in which gradients travel between data-parallel ranks: bf16: half the traffic; every rank's part is "
         "rounded to bf16, parts are added in fp32 in rank order, and the sum is rounded to bf16; what accumulates over "
         "micro-batches stays fp32");
+  visit("--gather-dtype", "", o.gather_dtype, any_of<GatherType>(), warn,
+        "how --zero-stage 3 gathers the weights of linear layers in training; fp8: with --products fp8-block or fp8, "
+        "as the E4M3 numbers that they multiply, rounded once per update, and scales: half the bytes of bf16, and the "
+        "same bits");
   visit("--tp", "", o.tp, between(1, 1 << 10), warn,
         "tensor parallelism: ranks that share every layer, each with some of its heads, feed-forward channels and "
         "vocabulary; neighbours, best on the fastest links; the others are data-parallel");
