@@ -296,8 +296,9 @@ std::string frames(const Recording&, Changes& changes) {
   Lines lines;
   MeetingPoint meeting;
   const auto frame = [](const std::string& bytes) { return bytes_of(uint64_t{bytes.size()}) + bytes; };
-  const std::string numbers(40, '\1'), text = "options\nof process 1";
-  const std::string said = changes.of(frame(numbers) + frame(bytes_of(uint64_t{text.size()})) + frame(text));
+  const auto text = [&](const std::string& bytes) { return frame(bytes_of(uint64_t{bytes.size()})) + frame(bytes); };
+  const std::string numbers(40, '\1');
+  const std::string said = changes.of(frame(numbers) + text("options") + text("of process 1"));
   return fault_of(on_threads(2, [&](int p) {
     honestly([&] {
       ControlPlane job(greeting(p, 2), meeting.at(p, lines, 0.3));

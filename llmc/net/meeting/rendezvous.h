@@ -107,7 +107,7 @@ inline void ControlPlane::connect_with_deputy() {
                         Endpoint{peers_[1].address, peers_[1].port}.text(), error.what());
     }
   for (const std::string& text : all_gather("deputy", fault, answer_seconds_))
-    if (!text.empty()) throw Error(text, ExitStatus::lost);
+    if (!text.empty()) throw Error(Fault::limited(text), ExitStatus::lost);
   std::lock_guard lock(mutex_);
   connected_ = true;
 }

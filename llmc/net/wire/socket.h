@@ -224,7 +224,8 @@ inline std::vector<Address> resolve(const Endpoint& endpoint) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
   const int status = ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
-  if (status != 0) throw ConnectionError(formatted("cannot find host {}: {}", endpoint.host, ::gai_strerror(status)));
+  if (status != 0)
+    throw ConnectionError(formatted("cannot find host {}: {}", shown(endpoint.host, 255), ::gai_strerror(status)));
   const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owned(found, ::freeaddrinfo);
   std::vector<Address> addresses;
   for (const addrinfo* info = found; info != nullptr; info = info->ai_next) {
