@@ -46,7 +46,7 @@ struct Remedy {
 // Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce), which are, in this order,
 // ZeRO stage 1, recomputation, smaller micro-batches and higher stages, then recomputation of segments; then another
 // number of ranks; then, on GPUs, state in host memory, part by part; then bf16, then bf16 without master weights;
-// last, fewer tokens per sequence. GPUs that are not here are not easily more: there, host memory comes first. A few
+// last, fewer tokens per sequence. Where the server of --machine has no more GPUs, host memory comes first. A few
 // plans suffice for each choice of ranks and dtype: memory grows with the micro-batch and falls with recomputation, so
 // the smallest plan is tried first.
 class RemedySearch {
@@ -59,12 +59,12 @@ class RemedySearch {
       std::vector<StepConfig> steps;
       for (const int ranks : ranks_to_try())
         if (const std::optional<StepConfig> step = with_ranks(numerics, ranks)) steps.push_back(*step);
-      if (is_gpu_elsewhere(device_))
+      if (server_is_full())
         if (std::optional<Remedy> found = offloaded(numerics)) return found;
       if (steps.size() > 2 && !could_fit(steps.back())) continue;  // nor would fewer ranks
       for (const StepConfig& step : steps)
         if (std::optional<Remedy> found = cheapest(step)) return found;
-      if (!is_gpu_elsewhere(device_))
+      if (!server_is_full())
         if (std::optional<Remedy> found = offloaded(numerics)) return found;
     }
     return shorter_sequences();
@@ -172,10 +172,16 @@ class RemedySearch {
     step.segment = choice.segment;
   }
 
+  // Has the server of --machine no room for twice as many ranks?
+  bool server_is_full() const {
+    const int64_t ranks = asked_.layout.ranks();
+    if (!is_gpu_elsewhere(device_) || !device_.machine) return false;
+    return ranks <= device_.machine->links[0].ranks && 2 * ranks > device_.machine->links[0].ranks;
+  }
   // With as little as possible in host memory.
   std::optional<Remedy> offloaded(StepConfig step) {
     if (device_.computes_as() != DeviceKind::cuda || step.layout.zero.holds == Holds::weights) return std::nullopt;
-    if (is_gpu_elsewhere(device_))
+    if (server_is_full())  // otherwise it has been tried
       if (std::optional<Remedy> found = cheapest(step)) return found;
     for (const Offloaded part : all_values<Offloaded>()) {
       Offload& offload = step.layout.zero.offload;
