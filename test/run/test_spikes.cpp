@@ -176,8 +176,8 @@ TEST_CASE(
     "[run][spikes]") {
   const SpikeData data;
   run_well(data.run("good", "good", ""));
-  const std::string out =
-      said(data.run("bad", "rolled", data.rollback + "--checkpoint-minutes 1e-6 --keep-checkpoints 1 "));
+  const std::string out = said(data.run(
+      "bad", "rolled", data.rollback + "--checkpoint-mode sync --checkpoint-minutes 1e-6 --keep-checkpoints 1 "));
   REQUIRE(out.find("step-000130 (rollback 1 of") != std::string::npos);
   require_same_end(data.dir / "rolled", data.dir / "good");
   int left_behind = 0;
