@@ -79,8 +79,8 @@ OPTIONS = {
         "qwen3:32B", "qwen3:30B-A3B", "qwen3:235B-A22B", "smollm2:135M", "smollm2:360M", "smollm2:1.7B",
         "mixtral:8x7B", "mixtral:8x22B", "olmoe:1B-7B"], "llama3:8B", meaning="family and size"),
     "machine": Option("--machine", "Machine", [
-        "h100x8", "h200x8", "b200x8", "gb200x72", "a100x8", "a100-40x8", "l40sx8", "rtx4090x8", "rtx4080x8", "v100x8"], "h100x8",
-        meaning="GPU, and how many share a server"),
+        "h100x8", "h200x8", "b200x8", "gb200x72", "a100x8", "a100-40x8", "l40sx8", "rtx4090x8", "rtx4080x8", "v100x8"],
+        "h100x8", meaning="GPU, and how many share a server"),
     "dtype": Option("--dtype", "Number format", ["bf16", "fp32"], "bf16", "fp32",
                     meaning="of weights and activations; gradients and optimizer state are fp32"),
     "ranks": Option("--ranks", "Ranks", powers(1, 16384), 8, unit="GPUs"),
