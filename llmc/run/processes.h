@@ -108,7 +108,7 @@ inline std::unique_ptr<Processes> meet(Options& o) {
   at.token = read_token(environment_variable);
   at.init_timeout = o.init_timeout;
   at.address = environment_variable("TRAIN_GPT_ADDRESS").value_or("");
-  at.spare_wait = o.spare_wait;
+  at.spare_wait = std::min(o.spare_wait, o.init_timeout / 2);
   const auto say_as = [&](const std::string& who) {
     at.say = [me = who + " on " + host_name() + ": "](const std::string& text) { print_error(me + text); };
   };

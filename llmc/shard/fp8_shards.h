@@ -25,9 +25,12 @@ class Fp8Shard {
   // Before a step: the weights may have changed.
   void weights_changed() { outdated_ = true; }
 
-  // whole = the unit's weights, from those of all ranks of the shard group.   numbers: room for the unit, E4M3
-  void gather(Tensor whole, Tensor numbers, Comm& group, Stream& stream) {
-    if (std::exchange(outdated_, false)) round_shard(group, stream);
+  int64_t tiles() const { return scales_.numel(); }
+
+  // whole = the unit's weights, from those of all ranks of the shard group.   numbers: room for the unit, E4M3;
+  // maxima (ranks tiles()) fp32: room
+  void gather(Tensor whole, Tensor numbers, Tensor maxima, Comm& group, Stream& stream) {
+    if (std::exchange(outdated_, false)) round_shard(maxima.reshaped({group.size(), tiles()}), group, stream);
     const Range own = unit_.shard_range();
     copy(words(numbers.slice(own.begin, {own.size})), words(numbers_), stream);
     group.all_gather(words(numbers), stream);
@@ -52,11 +55,9 @@ class Fp8Shard {
     return numbers;
   }
 
-  void round_shard(Comm& group, Stream& stream) {
-    auto scope = stream.scratch().scope();
+  // all (ranks, tiles()): the largest number of each block, in each rank's shard
+  void round_shard(Tensor all, Comm& group, Stream& stream) {
     const Range own = unit_.shard_range();
-    const Tensor all =
-        stream.scratch().alloc("scratch", "largest weights", DType::fp32, {group.size(), scales_.numel()});
     const auto for_own_parts = [&](auto&& f) {
       int64_t tile = 0;
       for (const LinearMatrix& m : unit_.linear_matrices()) {

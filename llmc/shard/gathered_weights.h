@@ -24,13 +24,15 @@ class GatheredWeights {
     if (!sharded()) return;
     buffers_ = UnitBuffers(units, "gathered weights", units.precision().weights, 2, arena);
     if (!units.precision().gathers_fp8) return;
-    int64_t largest = 0;
+    int64_t largest = 0, most_maxima = 0;
     units.for_each([&](size_t u) {
       if (units.unit(u).linear_matrices().empty()) return;
-      fp8_.emplace(u, Fp8Shard(units.unit(u), arena));
+      const Fp8Shard& shard = fp8_.emplace(u, Fp8Shard(units.unit(u), arena)).first->second;
       largest = std::max(largest, units.unit(u).size());
+      most_maxima = std::max(most_maxima, units.sharers(u).weights.size() * shard.tiles());
     });
     fp8_numbers_ = arena.alloc("gathered weights", "a unit in fp8", DType::e4m3, {largest});
+    fp8_maxima_ = arena.alloc("gathered weights", "largest numbers of blocks", DType::fp32, {most_maxima});
   }
 
   // Whether acquire() must be foretold by start_pass().
@@ -135,7 +137,9 @@ class GatheredWeights {
     const UnitState& unit = units_.unit(u);
     const Tensor all = unit.in_buffer(buffer->memory);
     if (const auto fp8 = fp8_.find(u); fp8 != fp8_.end() && travel_ == Travel::as_trained) {
-      fp8->second.gather(all, fp8_numbers_.slice(0, {unit.size()}), units_.sharers(u).weights, stream);
+      Comm& group = units_.sharers(u).weights;
+      fp8->second.gather(all, fp8_numbers_.slice(0, {unit.size()}),
+                         fp8_maxima_.slice(0, {group.size() * fp8->second.tiles()}), group, stream);
       buffer->ready = stream.record();
       return;
     }
@@ -172,8 +176,8 @@ class GatheredWeights {
 
   Units& units_;
   UnitBuffers buffers_;
-  std::map<size_t, Fp8Shard> fp8_;  // with --gather-dtype fp8, of units that have linear layers
-  Tensor fp8_numbers_;              // of one unit: the gather stream uses it for one after another
+  std::map<size_t, Fp8Shard> fp8_;   // with --gather-dtype fp8, of units that have linear layers
+  Tensor fp8_numbers_, fp8_maxima_;  // of one unit: the gather stream uses them for one after another
   Travel travel_ = Travel::as_stored;
   std::deque<std::pair<size_t, Event>> outdated_;  // units updated, whose gathers are not begun
   std::map<size_t, Event> arriving_;               // units whose gathers are begun, and not yet waited for

@@ -441,7 +441,7 @@ void visit_options(O& o, Visitor&& visit) {
       "again after a failure, it takes the place of a process, other than 0, that stays away. Meanwhile it reads each "
       "new checkpoint, so that it is in the memory of its machine");
   visit("--spare-wait", "", o.spare_wait, above_zero(), free,
-        "seconds that places are empty, and no process comes, before spares take them");
+        "seconds that places are empty, and no process comes, before spares take them; at most half of --init-timeout");
   visit("--init-timeout", "", o.init_timeout, above_zero(), free,
         "seconds to wait for all processes to meet, and for their first step");
   visit("--comm-timeout", "", o.comm_timeout, above_zero(), free,

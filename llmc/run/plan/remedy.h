@@ -78,9 +78,7 @@ class RemedySearch {
     if (begun_ == Begun::yes) return all;
     StepConfig step = asked_;
     if (step.precision.weights == DType::fp32) {
-      const bool masters = step.precision.masters;
-      step.precision = DType::bf16;
-      step.precision.masters = masters;
+      step.precision.weights = step.precision.activations = step.precision.products = DType::bf16;
       all.push_back(step);
     }
     if (step.layout.zero.holds == Holds::training_state && step.precision.masters)
@@ -191,6 +189,7 @@ class RemedySearch {
       if (part == Offloaded::activations) step.recompute = Recompute::block;
       // Other optimizers, schedules and servers may not allow it, nor may a run that reduces gradients otherwise.
       if (!layout_faults(step.layout, step.model).empty() || (step.noise_scale && part >= Offloaded::gradients) ||
+          (step.precision.gathers_fp8 && part >= Offloaded::weights) ||
           (begun_ == Begun::yes && part == Offloaded::gradients))
         break;
       if (std::optional<Remedy> found = cheapest(step)) return found;
@@ -252,7 +251,10 @@ class RemedySearch {
     if (begun_ == Begun::yes || asked_.layout.zero.holds == Holds::weights) return std::nullopt;
     const std::optional<Remedy> least = least_;  // with the sequence length asked for
     StepConfig step = asked_;
-    const int64_t slices = step.slices_for(Purpose::train), least_T = step.layout.context.slices() * slices;
+    const int64_t slices = step.slices_for(Purpose::train),
+                  block =
+                      step.precision.linear == Operands::as_stored ? 1 : detail::recipe_of(step.precision.linear).block,
+                  least_T = step.layout.context.slices() * slices * block;
     auto set_length = [&](int64_t T) {
       step.batch.T = T;
       if (slices > 1 && T >= slices) step.layout.pipeline.slices = even_token_slices(T, slices);
