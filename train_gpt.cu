@@ -563,7 +563,7 @@ int main(int argc, char** argv) {
     if (!command.print && !command.version) {
       processes = meet(o);
       if (!processes) return static_cast<int>(ExitStatus::done);  // a spare that was not needed
-      if (o.spare) begin = StopCondition::Clock::now();  // --time-limit does not count the wait
+      if (o.spare) begin = StopCondition::Clock::now();           // --time-limit does not count the wait
       reports = o.place.rank_on_host == 0;
       if (const std::string notice = notice_of_ignored(o); !notice.empty() && o.place.process == 0) print_error(notice);
     }
