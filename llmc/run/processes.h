@@ -116,16 +116,17 @@ inline std::unique_ptr<Processes> meet(Options& o) {
                     .local_ranks = static_cast<int>(place.local_ranks),
                     .build = build_text(),
                     .agree = detail::options_to_agree_on(o)};
+  std::optional<SpareFiles> files;  // until it has met the others: they do not wait for what it is reading
   if (o.spare && !o.rank) {
     say_as("spare");
     at.where = o.rendezvous;
-    const SpareFiles files(o, at.say);
-    const std::optional<GivenPlace> given = wait_as_spare(greeting, at, o.comm_timeout + 10);
-    at.say(given ? formatted("takes the place of rank {}", given->process * place.local_ranks)
+    files.emplace(o.out_dir, at.say);
+    const std::optional<int> given = wait_as_spare(greeting, at, o.comm_timeout + 10);
+    at.say(given ? formatted("takes the place of rank {}", *given * place.local_ranks)
                  : "the job has ended: not needed");
     if (!given) return nullptr;
-    o.rank = given->process;
-    at.ticket = given->ticket;
+    o.rank = *given;
+    at.was_spare = true;
     take_place(o);
   }
   const Launched launch = detail::launch_of(o);
@@ -264,7 +265,9 @@ inline Fault end_alone(Processes* processes, const std::exception& error) {
 inline int end_together(const Processes* processes, ExitStatus status) {
   try {
     if (processes) processes->all_gather("end", "");
-  } catch (const Error&) {  // one is gone already
+    if (processes && processes->control() != nullptr && status == ExitStatus::diverged)
+      processes->control()->keep_spares();  // supervise.sh starts it again
+  } catch (const Error&) {                  // one is gone already
   }
   return static_cast<int>(status);
 }

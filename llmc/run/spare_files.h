@@ -6,13 +6,14 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/log.h"
 #include "run/checkpoints/checkpoint.h"
-#include "run/options/options.h"
 
 namespace llmc {
 
@@ -20,7 +21,8 @@ class SpareFiles {
  public:
   using Say = std::function<void(const std::string&)>;
 
-  SpareFiles(const Options& o, Say say) : o_(o), say_(std::move(say)), thread_([this] { run(); }) {}
+  SpareFiles(std::string out_dir, Say say)
+      : out_dir_(std::move(out_dir)), say_(std::move(say)), thread_([this] { run(); }) {}
   // What is being read is read to its end: a resume would need it next.
   ~SpareFiles() {
     {
@@ -45,8 +47,8 @@ class SpareFiles {
   }
   // Reads the newest checkpoint, if it is another one than the last time.
   void look() try {
-    const std::vector<int64_t> steps = checkpoint_steps(o_.out_dir);
-    const std::string path = steps.empty() ? "" : checkpoint_path(o_.out_dir, steps.back());
+    const std::vector<int64_t> steps = checkpoint_steps(out_dir_);
+    const std::string path = steps.empty() ? "" : checkpoint_path(out_dir_, steps.back());
     if (path == last_) return;
     last_ = path;
     const auto begin = std::chrono::steady_clock::now();
@@ -55,10 +57,10 @@ class SpareFiles {
     if (!fault) say_(formatted("{} is read, and intact ({:.1f} s)", path, seconds));
     else if (path_exists(path)) say_(formatted("WARNING: {} is damaged: {}", path, *fault));  // not pruned meanwhile
   } catch (const std::exception& error) {
-    say_(formatted("WARNING: cannot look at {}: {}", o_.out_dir, error.what()));
+    say_(formatted("WARNING: cannot look at {}: {}", out_dir_, error.what()));
   }
 
-  const Options& o_;
+  std::string out_dir_;
   Say say_;
   std::string last_;
   std::mutex mutex_;

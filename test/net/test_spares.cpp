@@ -1,5 +1,8 @@
 // net/: spares wait at the rendezvous for the place of a process that stays away (spare.h).
+#include <algorithm>
+#include <functional>
 #include <latch>
+#include <set>
 
 #include "catch2.h"
 #include "net/meeting/spare.h"
@@ -26,45 +29,69 @@ void wait_until(const std::function<bool()>& done) {
   }
 }
 
-}  // namespace
-
-TEST_CASE("a spare takes the place of a process that stays away when the job starts again", "[net]") {
+// A job of three processes starts twice, beside spares that have waited since the first time; `of_again` says what each
+// of its processes and each spare, which has its place by then, does the second time. Returns what their errors say.
+using Again = std::function<void(int process, bool was_spare, Rendezvous at)>;
+std::vector<std::string> start_twice(int spares, Lines& lines, const Again& again) {
   const std::string where = formatted("127.0.0.1:{}", free_port());
-  Lines lines, of_spare, late;
-  std::atomic<bool> given = false, told = false;
-  std::atomic<int> left_over = 0;
-  std::latch both_wait(1);
-  const auto errors = on_threads(5, [&](int p) {
+  std::latch all_wait(1);
+  return on_threads(3 + spares, [&, spares](int p) {
+    Rendezvous there = with_spares(where, lines);
     if (p < 3) {
       {
         ControlPlane job(greeting(p, 3), with_spares(where, lines));
         job.barrier("the first start");
         if (p == 0) {
-          wait_until([&] { return count(lines.text(), "a spare waits") == 2; });
-          both_wait.count_down();
+          wait_until([&] { return count(lines.text(), "a spare waits") == spares; });
+          all_wait.count_down();
         }
-        both_wait.wait();
+        all_wait.wait();
         job.abort();  // all are lost
       }
-      if (p == 1) {  // it comes back when its place has been given away
-        wait_until([&] { return given.load(); });
-        const std::shared_ptr<void> tried(nullptr, [&](void*) { told = true; });
-        return void(ControlPlane(greeting(1, 3), with_spares(where, late)));
-      }
-      return ControlPlane(greeting(p, 3), with_spares(where, lines)).barrier("the second start");
+      return again(p, false, std::move(there));
     }
-    const auto place = wait_as_spare(greeting(0, 3), with_spares(where, of_spare), 20);
-    if (!place) return void(++left_over);
-    given = true;
-    wait_until([&] { return told.load(); });
-    Rendezvous there = with_spares(where, of_spare);
-    there.ticket = place->ticket;
-    ControlPlane(greeting(place->process, 3), std::move(there)).barrier("the second start");
+    const std::optional<int> place = wait_as_spare(greeting(0, 3), with_spares(where, lines), 20);
+    CHECK(place, "left over");
+    there.was_spare = true;
+    again(*place, true, std::move(there));
   });
-  REQUIRE(errors[1] == "a spare has taken the place of this process: with --spare it waits for another one");
-  for (const int p : {0, 2, 3, 4}) REQUIRE(errors[static_cast<size_t>(p)] == "");
-  REQUIRE(left_over == 1);
+}
+void start(int process, Rendezvous at) {
+  ControlPlane(greeting(process, 3), std::move(at)).barrier("the second start");
+}
+
+}  // namespace
+
+TEST_CASE("a spare takes the place of a process that stays away when the job starts again", "[net]") {
+  Lines lines;
+  const auto errors = start_twice(2, lines, [](int process, bool was_spare, Rendezvous at) {
+    if (process != 1 || was_spare) start(process, std::move(at));
+  });
+  for (const int p : {0, 1, 2}) REQUIRE(errors[static_cast<size_t>(p)] == "");
+  REQUIRE(std::set<std::string>{errors[3], errors[4]} == std::set<std::string>{"", "left over"});
   REQUIRE(lines.contain("takes the place of rank 1"));
+}
+
+TEST_CASE("a process that comes back has its place, unless a spare is there first", "[net]") {
+  Lines lines;
+  std::atomic<bool> given = false, told = false;
+  const bool spare_dies = GENERATE(false, true);
+  const auto errors = start_twice(1, lines, [&](int process, bool was_spare, Rendezvous at) {
+    if (was_spare) given = true;
+    if (was_spare && spare_dies) return;
+    // Of the spare and the process that comes back, one is first. The last process comes once the other one was told.
+    if (process == 1 && !was_spare) wait_until([&] { return given.load(); });
+    if (process == 2) wait_until([&] { return spare_dies ? given.load() : told.load(); });
+    try {
+      start(process, std::move(at));
+    } catch (...) {
+      told = true;
+      throw;
+    }
+  });
+  const std::string taken = "another process has taken the place of this one: with --spare it waits for another one";
+  REQUIRE(std::ranges::count(errors, taken) == (spare_dies ? 0 : 1));
+  REQUIRE(std::ranges::count(errors, "") == (spare_dies ? 4 : 3));
 }
 
 TEST_CASE("spares that differ are refused, those that go are noted, and the others end with the job", "[net]") {

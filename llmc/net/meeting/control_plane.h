@@ -48,6 +48,11 @@ class ControlPlane : public Roster {
     connect_with_deputy();
   }
 
+  // The job is about to end, and is likely to start again: spares are not told, and wait for that.
+  void keep_spares() {
+    const std::lock_guard lock(mutex_);
+    spares_.clear();
+  }
   // Tells the others that this process has ended, unless it has failed: then they should find it gone.
   ~ControlPlane() {
     std::unique_lock lock(mutex_);
@@ -166,7 +171,7 @@ class ControlPlane : public Roster {
       }
       const int line = control_->add(std::move(socket));
       if (process() == 0) {
-        ticket_of_[line] = hello.numbers[1];
+        if (hello.numbers[1] != 0) were_spares_.insert(line);
         return void(seen_at_[line] = from.endpoint().host);
       }
       std::erase_if(lines_, [&](const auto& l) { return l.second == hello.numbers[0]; });  // it has tried again
@@ -257,11 +262,11 @@ class ControlPlane : public Roster {
     if (introduction.peer.address.empty()) introduction.peer.address = seen_at_[line];
     if (verdict_ && !verdict_->known())  // it was welcome a moment ago
       return control_->send(line, {Kind::verdict, Fault{reason(Answer::complete), ExitStatus::refused}.parts()});
-    const auto given = tickets_.find(introduction.greeting.process);
-    if (given != tickets_.end() && given->second != ticket_of_[line])
-      return control_->send(line, {Kind::verdict, Fault{"a spare has taken the place of this process: with --spare it "
-                                                        "waits for another one",
-                                                        ExitStatus::refused}
+    // Where a spare has been sent, its owner may come back: who comes first has the place.
+    const int process = introduction.greeting.process;
+    if ((given_.contains(process) || were_spares_.contains(line)) && !meeting_->misses(process))
+      return control_->send(line, {Kind::verdict, Fault{"another process has taken the place of this one: with --spare "
+                                                        "it waits for another one"}
                                                       .parts()});
     meeting_->arrive(line, std::move(introduction));
     if (verdict_) tell_verdict(line);
@@ -347,8 +352,8 @@ class ControlPlane : public Roster {
   std::condition_variable changed_;
   std::optional<Meeting> meeting_;         // on process 0
   std::map<int, std::string> seen_at_;     // on process 0: where connections come from
-  std::map<int, int> ticket_of_;           // on process 0: with which ticket they come
-  std::map<int, int> tickets_;             // on process 0: by process whose place a spare has been given
+  std::set<int> were_spares_;              // on process 0: the connections of those that were sent to a place
+  std::set<int> given_;                    // on process 0: the processes whose places these are
   std::map<int, std::string> spares_;      // on process 0: the connections of those that wait, and their hosts
   Limit::Clock::time_point last_given_{};  // on process 0: when they were given places
   Say say_;

@@ -33,8 +33,8 @@ struct Hello {
   uint32_t version = protocol_version;
   ConnectionPurpose purpose{};
   int32_t to_process = 0;
-  // control, question: the process that connects, and its Rendezvous::ticket; data: group, rank that sends, rank that
-  // receives
+  // control, question: the process that connects, and its Rendezvous::was_spare; data: group, rank that sends, rank
+  // that receives
   std::array<int32_t, 3> numbers{};
   Nonce job{};  // zero: to be told
   Nonce nonce{};

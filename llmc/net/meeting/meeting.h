@@ -88,10 +88,11 @@ class Meeting {
     return text.empty() ? text : formatted("{} ({} is the spare)", text, named({number}, local_ranks()));
   }
 
+  bool misses(int process) const { return find(process) == nullptr; }
   std::vector<int> missing() const {
     std::vector<int> processes;
     for (int p = 0; p < all_[0].it.greeting.processes; ++p)
-      if (find(p) == nullptr) processes.push_back(p);
+      if (misses(p)) processes.push_back(p);
     return processes;
   }
   std::string waiting() const {

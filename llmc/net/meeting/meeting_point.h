@@ -25,7 +25,7 @@ struct Rendezvous {
   Socket listening;  // process 0's, if it listens at HOST:PORT already
 
   double spare_wait = 30;  // seconds that a place is empty, and nobody comes, before a spare takes it
-  int ticket = 0;          // this process was a spare, and has been given its place with it
+  bool was_spare = false;  // this process has been sent to its place
 
   std::optional<std::string> file() const {
     return where.starts_with("file:") ? std::optional(where.substr(5)) : std::nullopt;
@@ -190,7 +190,7 @@ inline Reached reach_process_0(const Rendezvous& at, int process) {
   for (double pause = 0.02;; pause = std::min(0.5, 2 * pause)) {
     std::string where = "the rendezvous at " + at.where;
     try {
-      Hello hello{.purpose = ConnectionPurpose::control, .to_process = 0, .numbers = {process, at.ticket, 0}};
+      Hello hello{.purpose = ConnectionPurpose::control, .to_process = 0, .numbers = {process, at.was_spare, 0}};
       Endpoint endpoint;
       if (const auto path = at.file()) {
         std::tie(endpoint, hello.job) = MeetingFile::read(*path, at.token);

@@ -54,8 +54,8 @@ inline Limit ControlPlane::give_places(double spare_wait) {
   for (const int process : meeting_->missing()) {
     if (spares_.empty()) break;
     const auto spare = spares_.extract(spares_.begin());
-    const int ticket = ++tickets_[process];
-    control_->send(spare.key(), {Kind::place, {std::to_string(process), std::to_string(ticket)}});
+    given_.insert(process);
+    control_->send(spare.key(), {Kind::place, {std::to_string(process)}});
     say_(formatted("the spare on {} takes the place of {}", spare.mapped(), named({process}, local_ranks())));
   }
   return Limit{last_given_ + seconds};

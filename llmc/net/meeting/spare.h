@@ -12,31 +12,28 @@
 
 namespace llmc {
 
-struct GivenPlace {
-  int process = 0, ticket = 0;  // Rendezvous::ticket
-};
-
-// Waits for a place. None: the job has ended. Throws if process 0 refuses this process, and if it
-// cannot be reached within --init-timeout, also after it has gone. silence: seconds after which a process 0 that has
-// been heard from, and says nothing more, counts as gone.
-inline std::optional<GivenPlace> wait_as_spare(Greeting me, const Rendezvous& at, double silence) {
+// Waits for a place: the number of the process that it was. None: the job has ended. Throws if process 0 refuses this
+// process, and if it cannot be reached within --init-timeout, also after it has gone. silence: seconds after which a
+// process 0 that says nothing counts as gone.
+inline std::optional<int> wait_as_spare(Greeting me, const Rendezvous& at, double silence) {
   me.process = spare_process;
   struct Heard {
-    std::optional<GivenPlace> place;
+    std::optional<int> place;
     std::optional<Fault> verdict;
     bool waits = false, ended = false, closed = false;
-    Limit silent;  // from the first beat on
+    Limit silent;
   } heard;
   std::mutex mutex;
   std::condition_variable changed;
   for (bool again = false;; again = true) {
     Reached reached = reach_process_0(at, spare_process);
     heard = {};
+    heard.silent = Limit::seconds(silence);
     const auto received = [&](int, const Message& message) {
       const std::lock_guard lock(mutex);
       try {
         switch (message.kind) {
-          case Kind::place: heard.place = {std::stoi(message.parts.at(0)), std::stoi(message.parts.at(1))}; break;
+          case Kind::place: heard.place = std::stoi(message.parts.at(0)); break;
           case Kind::verdict: heard.verdict = Fault::from(message.parts); break;
           case Kind::end: heard.ended = true; break;
           case Kind::beat:
@@ -63,8 +60,8 @@ inline std::optional<GivenPlace> wait_as_spare(Greeting me, const Rendezvous& at
     while (!over() && !heard.silent.passed()) changed.wait_until(lock, heard.silent.deadline);
     if (heard.verdict) throw Error(heard.verdict->why, heard.verdict->status);
     if (heard.place) {
-      CHECK(heard.place->process > 0 && heard.place->process < me.processes,
-            "process 0 gave a spare the place of process {} of {}", heard.place->process, me.processes);
+      CHECK(*heard.place > 0 && *heard.place < me.processes, "process 0 gave a spare the place of process {} of {}",
+            *heard.place, me.processes);
       return heard.place;
     }
     if (heard.ended) return std::nullopt;
