@@ -79,7 +79,7 @@ class Fp8Shard {
     });
     group.all_gather(all.reshaped({all.numel()}), stream);
     detail::scales_of_ranks(scales_, all, stream);
-    zero(words_of_shard(), stream);
+    zero(words(numbers_), stream);
     for_own_parts([&](const TiledPart& part, int64_t tile, int64_t begin) {
       if (part.n > 0)
         detail::tiles_to_fp8(numbers_.slice(begin, {part.n}), unit_.weight_shard().slice(begin, {part.n}),
@@ -95,7 +95,6 @@ class Fp8Shard {
     }
     if (!rest_.empty()) group.all_reduce(rest_, stream);
   }
-  Tensor words_of_shard() const { return words(numbers_); }
 
   const UnitState& unit_;
   bool outdated_ = true;

@@ -43,6 +43,19 @@ struct Remedy {
   Plan plan;
 };
 
+// As asked, then in bf16, then without master copies of the weights too, unless something needs them; all else stays.
+inline std::vector<Precision> precisions_to_try(const StepConfig& asked) {
+  Precision p = asked.precision;
+  std::vector<Precision> all{p};
+  if (p.weights == DType::fp32) {
+    p.weights = p.activations = p.products = DType::bf16;
+    all.push_back(p);
+  }
+  const bool needed = p.averages || p.split_masters || asked.layout.zero.offload.has(Offloaded::master);
+  if (asked.layout.zero.holds == Holds::training_state && p.masters && !needed) p.masters = false, all.push_back(p);
+  return all;
+}
+
 // Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce), which are, in this order,
 // ZeRO stage 1, recomputation, smaller micro-batches and higher stages, then recomputation of segments; then another
 // number of ranks; then, on GPUs, state in host memory, part by part; then bf16, then bf16 without master weights;
@@ -74,15 +87,12 @@ class RemedySearch {
 
  private:
   std::vector<StepConfig> numerics_to_try() const {
-    std::vector<StepConfig> all{asked_};
-    if (begun_ == Begun::yes) return all;
-    StepConfig step = asked_;
-    if (step.precision.weights == DType::fp32) {
-      step.precision.weights = step.precision.activations = step.precision.products = DType::bf16;
-      all.push_back(step);
+    std::vector<StepConfig> all;
+    for (const Precision& precision : precisions_to_try(asked_)) {
+      all.push_back(asked_);
+      all.back().precision = precision;
+      if (begun_ == Begun::yes) break;
     }
-    if (step.layout.zero.holds == Holds::training_state && step.precision.masters)
-      step.precision.masters = false, all.push_back(step);
     return all;
   }
 

@@ -104,10 +104,7 @@ inline std::optional<Remedy> fastest_remedy(const StepConfig& asked, const Devic
                  .device = device,
                  .memory = limit};
   if (!what.device.machine) what.device.machine = choose_machine("h100x8", asked.precision.products, false);
-  std::vector<Precision> precisions = {asked.precision};
-  if (asked.precision.weights == DType::fp32) precisions.emplace_back(DType::bf16);
-  if (asked.precision.masters) precisions.emplace_back(DType::bf16).masters = false;
-  for (const Precision& precision : precisions) {
+  for (const Precision& precision : precisions_to_try(asked)) {
     what.step.precision = precision;
     const std::vector<Found> found = LayoutSearch(what).find(1);
     if (!found.empty()) return Remedy{found[0].step, make_plan(found[0].step, device)};
