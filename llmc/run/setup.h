@@ -134,10 +134,9 @@ inline Precision choose_precision(const Options& o) {
         "--moment2-dtype {} with --optimizer {}, which has no second moment: leave it out", o.moment2_dtype,
         o.optimizer);
   CHECK(!o.offload.has(Offloaded::master) || precision.keeps_masters(),
-        "--offload master with {}: there are no master weights: use --offload {}",
+        "--offload master with {}: there are no master weights: use --offload moments",
         o.dtype == WeightType::fp32 ? formatted("--dtype {}, whose weights are their own", o.dtype)
-                                    : formatted("--master-weights {}", o.master_weights),
-        "moments");
+                                    : formatted("--master-weights {}", o.master_weights));
   CHECK(!o.noise_scale || !o.offload.has(Offloaded::gradients),
         "--noise-scale reads whole sums of gradients, which --offload gradients has in host memory: leave out one of "
         "them");
@@ -294,8 +293,7 @@ inline StepConfig choose_step(const Options& o) {
         noise_fault(step));
   CHECK(!o.offload.has(Offloaded::activations) || (o.recompute.what == Recompute::block && o.token_slices == "1"),
         "--offload activations is for the inputs of blocks that are recomputed, of whole sequences, and this is "
-        "--recompute "
-        "{}, --token-slices {}: use --recompute block and --token-slices 1",
+        "--recompute {}, --token-slices {}: use --recompute block and --token-slices 1",
         o.recompute, o.token_slices);
   require_countable(step);
   step.layout.pipeline.layers = choose_layers(o, step);

@@ -19,10 +19,6 @@ uint32_t magnitude(T x) {
   return std::bit_cast<uint32_t>(static_cast<float>(x)) & 0x7fffffffu;
 }
 
-}  // namespace detail
-
-namespace detail {
-
 template <class F, class T>
 void round_to_fp8(T* out, const T* x, int64_t R, int64_t C, const ScaleBlock& block) {
   const int64_t width = block.columns > 1 ? block.columns : fp8_block;  // one block wide, or many of one column
