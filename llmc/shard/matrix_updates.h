@@ -1,15 +1,15 @@
 // matrix_updates.h: the updates that are made of whole matrices (Muon), in every layout. The parts of a matrix's
 // momentum go to one owner, which iterates it, and the parts of the result go back to the ranks that update them.
 //
-// The units of a stage are taken in rounds with a few matrices for every rank. For each unit of a round:
+// The units of a stage are taken in rounds with a few matrices for every rank. While one is iterated, the next one's
+// parts are on their way to their owners, and the results of the one before on their way back:
 //
-//   compute    directions of u | pack | ............ | unpack own matrices |  iterate own matrices  | pack | .... |
-//   unpack gather                            | all-to-all   |                                                     |
-//   all-to-all
+//   compute    unpack u | pack u + 1 | iterate u           | unpack u - 1 | pack u | unpack u + 1 | ...
+//   gather                           `--> parts of u + 1                           `--> results of u
 //
 // A rank has memory for the matrices that it owns in one round, and for the elements of one unit that it sends and
-// receives. Traffic, of all ranks together, for a matrix of n elements of s bytes with Q replicas of P shards and T
-// tensor-parallel ranks that hold different parts:
+// receives in either direction. Traffic, of all ranks together, for a matrix of n elements of s bytes with Q replicas
+// of P shards and T tensor-parallel ranks that hold different parts:
 //   at stages 1 to 3    n s to the owner, Q n s back, without what the owner itself holds
 //   at stage 0          (T - 1) n s / T to the owner, (Q P - 1 / T) n s back
 // Experts have the shards of their own group, and T = 1. With --muon-rows normalised the second moments of all rows of
@@ -35,9 +35,9 @@ class MatrixUpdates {
     const auto room = [&](const char* label, int64_t n) {
       return n > 0 ? arena.alloc(label, "matrices", dtype, {n, 1}) : Tensor{};
     };
-    own_ = room("matrices iterated", most_of(&Sizes::own));
-    sent_ = room("matrices sent", most_of(&Sizes::sent));
-    received_ = room("matrices received", most_of(&Sizes::received));
+    own_ = room("matrices iterated", sizes_.own);
+    to_owners_ = {room("matrices sent", sizes_.to_owners.sent), room("matrices received", sizes_.to_owners.received)};
+    back_ = {room("results sent", sizes_.back.sent), room("results received", sizes_.back.received)};
   }
 
   // Replaces the reduced gradients of all matrices by their updates; momenta follow.
@@ -45,12 +45,19 @@ class MatrixUpdates {
     if (rounds_.empty()) return;
     take_scratch(control, options, compute);
     for (const Round& round : rounds_) {
-      for (const OfUnit& u : round) {
+      const auto begin = [&](const OfUnit& u) {
         units_.unit(u.index).begin_matrices(control, options, compute);
-        gather(u, compute);
+        send_to_owners(u, compute);
+      };
+      begin(round.front());
+      for (size_t i = 0; i < round.size(); ++i) {
+        take_own(round[i], compute);
+        if (i + 1 < round.size()) begin(round[i + 1]);
+        iterate(round[i], control, options, compute);
+        if (i > 0) take_results(round[i - 1], compute);
+        send_back(round[i], compute);
       }
-      for (const OfUnit& u : round) iterate(u, control, options, compute);
-      for (const OfUnit& u : round) send_back(u, compute);
+      take_results(round.back(), compute);
     }
   }
 
@@ -64,8 +71,17 @@ class MatrixUpdates {
     bool gathers = false;        // does any rank send anything to an owner?
   };
   using Round = std::vector<OfUnit>;
+  struct Elements {
+    int64_t sent = 0, received = 0;
+  };
   struct Sizes {
-    int64_t own = 0, sent = 0, received = 0;
+    int64_t own = 0;
+    Elements to_owners, back;
+  };
+  // What is on its way, in one direction.
+  struct Exchange {
+    Tensor sent, received;  // flat, in the dtype of the products
+    Event arrived = {};
   };
 
   int seat(const OfUnit& u) const {
@@ -146,9 +162,9 @@ class MatrixUpdates {
     for (size_t i = 0; i < round.size(); ++i) {
       OfUnit& u = round[i];
       const int seats = u.holders.seats().count();
-      std::vector<Sizes> gather(static_cast<size_t>(seats)), back(gather);
+      std::vector<Elements> gather(static_cast<size_t>(seats)), back(gather);
       for (const Matrix& m : u.matrices) {
-        Sizes &to_owner = gather[static_cast<size_t>(m.owner)], &of_owner = back[static_cast<size_t>(m.owner)];
+        Elements &to_owner = gather[static_cast<size_t>(m.owner)], &of_owner = back[static_cast<size_t>(m.owner)];
         for (const int rank : ranks_of[i][static_cast<size_t>(m.owner)]) own[static_cast<size_t>(rank)] += room_of(m);
         for (int s = 0; s < seats; ++s) {
           const int64_t n = u.holders.piece(m, s).held.size;
@@ -161,15 +177,14 @@ class MatrixUpdates {
         for (int c = 0; c < u.holders.contents(); ++c)
           of_owner.sent += u.holders.piece(m, u.holders.seat_of(c)).held.size;
       }
-      for (const auto& all : {gather, back})
-        for (const Sizes& s : all) {
-          sizes_.sent = std::max(sizes_.sent, exchanges(u) ? s.sent : 0);
-          sizes_.received = std::max(sizes_.received, s.received);
-        }
+      const auto include = [](Elements& most, const std::vector<Elements>& all) {
+        for (const Elements& e : all) most = {std::max(most.sent, e.sent), std::max(most.received, e.received)};
+      };
+      include(sizes_.to_owners, gather);
+      if (exchanges(u)) include(sizes_.back, back);
     }
     sizes_.own = std::max(sizes_.own, *std::max_element(own.begin(), own.end()));
   }
-  int64_t most_of(int64_t Sizes::*size) const { return sizes_.*size; }
 
   Tensor own_matrix(const OfUnit& u, size_t i) const {
     return own_.slice(u.place[i], {u.matrices[i].rows, u.matrices[i].columns});
@@ -207,8 +222,8 @@ class MatrixUpdates {
     return p.held.begin - units_.unit(u.index).update_range().begin;
   }
 
-  // Own matrices = the directions of all that hold parts of them.
-  void gather(const OfUnit& u, Stream& compute) {
+  // The directions of a unit's matrices begin their way to the owners.
+  void send_to_owners(const OfUnit& u, Stream& compute) {
     const int me = seat(u), seats = u.holders.seats().count();
     const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
     std::vector<RowBlock> send(static_cast<size_t>(seats)), receive(send);
@@ -224,7 +239,7 @@ class MatrixUpdates {
           put(own_matrix(u, i), m, p, gradients, place_in_gradients(u, p), compute);
         } else {
           const int64_t n = p.held.size;
-          copy_box(sent_, {at, 0, 0}, gradients, {place_in_gradients(u, p), 0, 0}, {1, 1, n}, compute);
+          copy_box(to_owners_.sent, {at, 0, 0}, gradients, {place_in_gradients(u, p), 0, 0}, {1, 1, n}, compute);
           at += n;
         }
       }
@@ -237,10 +252,15 @@ class MatrixUpdates {
       if (block.count == 0) block.begin = at;
       block.count += p.held.size, at += p.held.size;
     });
-    exchange(u, send, receive, compute);
-    at = 0;
+    start(to_owners_, u, send, receive, compute);
+  }
+  // Own matrices = the directions of all that hold parts of them.
+  void take_own(const OfUnit& u, Stream& compute) {
+    if (!u.gathers) return;
+    compute.wait(to_owners_.arrived);
+    int64_t at = 0;
     for_each_received(u, [&](int, size_t i, const UnitHolders::Piece& p) {
-      put(own_matrix(u, i), u.matrices[i], p, received_, at, compute);
+      put(own_matrix(u, i), u.matrices[i], p, to_owners_.received, at, compute);
       at += p.held.size;
     });
   }
@@ -268,8 +288,7 @@ class MatrixUpdates {
     if (!exchanges(u) || unit.row_moments().empty()) return;
     Stream& stream = units_.groups().gather_stream();
     stream.wait(compute.record());
-    group(u).all_reduce(unit.row_moments(), stream);  // exact: all but the owner add 0
-    compute.wait(stream.record());
+    group(u).all_reduce(unit.row_moments(), stream);  // exact: all but the owner add 0. Arrives before the results do
   }
   void iterate(const Matrix& m, Tensor matrix, const Tensor& control, const OptimizerOptions& options,
                Stream& stream) const {
@@ -284,7 +303,7 @@ class MatrixUpdates {
     return unit.row_moments().empty() ? Tensor{} : unit.row_moments(m.param).slice(m.row, {m.rows});
   }
 
-  // The gradients of this rank = the updates of all owners.
+  // The updates of own matrices begin their way to all that hold parts of them.
   void send_back(const OfUnit& u, Stream& compute) {
     const int me = seat(u), seats = u.holders.seats().count();
     const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
@@ -296,7 +315,7 @@ class MatrixUpdates {
         for (size_t i = 0; i < u.matrices.size(); ++i) {
           if (u.place[i] < 0) continue;
           const UnitHolders::Piece p = u.holders.piece(u.matrices[i], u.holders.seat_of(c));
-          take(sent_, at, own_matrix(u, i), u.matrices[i], p, compute);
+          take(back_.sent, at, own_matrix(u, i), u.matrices[i], p, compute);
           at += p.held.size;
         }
         by_content.back().count = at - by_content.back().begin;
@@ -313,24 +332,30 @@ class MatrixUpdates {
       }
       receive[static_cast<size_t>(s)] = {begin, at - begin};
     }
+    if (exchanges(u)) start(back_, u, send, receive, compute);
+  }
+  // The gradients of this rank = the updates of all owners.
+  void take_results(const OfUnit& u, Stream& compute) {
     if (!exchanges(u)) return;
-    exchange(u, send, receive, compute);
-    at = 0;
-    for (int s = 0; s < seats; ++s)
+    compute.wait(back_.arrived);
+    const int me = seat(u);
+    const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
+    int64_t at = 0;
+    for (int s = 0; s < u.holders.seats().count(); ++s)
       for (const Matrix& m : u.matrices) {
         if (s == me || m.owner != s) continue;
         const UnitHolders::Piece p = u.holders.piece(m, me);
-        copy_box(gradients, {place_in_gradients(u, p), 0, 0}, received_, {at, 0, 0}, {1, 1, p.held.size}, compute);
+        copy_box(gradients, {place_in_gradients(u, p), 0, 0}, back_.received, {at, 0, 0}, {1, 1, p.held.size}, compute);
         at += p.held.size;
       }
   }
 
-  void exchange(const OfUnit& u, const std::vector<RowBlock>& send, const std::vector<RowBlock>& receive,
-                Stream& compute) {
+  void start(Exchange& exchange, const OfUnit& u, const std::vector<RowBlock>& send,
+             const std::vector<RowBlock>& receive, Stream& compute) {
     Stream& stream = units_.groups().gather_stream();
     stream.wait(compute.record());
-    group(u).all_to_all_rows(received_, sent_, send, receive, stream);
-    compute.wait(stream.record());
+    group(u).all_to_all_rows(exchange.received, exchange.sent, send, receive, stream);
+    exchange.arrived = stream.record();
   }
 
   // All ranks of a stage have scratch for its largest matrix, since a plan is that of one of them.
@@ -353,7 +378,8 @@ class MatrixUpdates {
   std::vector<Round> rounds_;
   Sizes sizes_;
   int64_t scratch_bytes_ = 0;
-  Tensor own_, sent_, received_;  // flat, in the dtype of the products
+  Tensor own_;  // flat, in the dtype of the products
+  Exchange to_owners_, back_;
 };
 
 }  // namespace llmc

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # With --parametrization completep every family trains as PyTorch does with multipliers of activations, and transformers
-# computes the same with the checkpoint: see check_parametrization.py. A sweep of rates runs, goes on and is drawn. The
-# first part needs a Python with torch and transformers.
+# computes the same with the checkpoint: see check_parametrization.py. A sweep of rates runs, goes on and is drawn, and a
+# coordinate check, too. The first part needs a Python with torch and transformers.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONDONTWRITEBYTECODE=1
@@ -24,6 +24,17 @@ sweep >"$dir/log" || true
 cmp "$dir/before" "$dir/sweep/sweep.csv" || fail "the sweep, repeated, has other losses"
 if WIDTHS=16 RATES=1 scripts/sweep_lr.sh "$dir/bad" --model d1 --no-such-option 2>"$dir/log"; then fail "a bad option"; fi
 grep -q "ended with status 1: see $dir/bad/width-16/lr-1/log" "$dir/log" || fail "a bad option: $(cat "$dir/log")"
+
+# The coordinate check as numbers, and drawn.
+./train_gpt --coord-check 128,256 --model d1 --parametrization mup --base-width 32 --lr 2e-3 --json >"$dir/check.json" ||
+  fail "the coordinate check failed: $(cat "$dir/check.json")"
+if python=$(scripts/find_python.sh matplotlib); then
+  "$python" scripts/plot_coord_check.py "$dir/check.json" >"$dir/log" || fail "the coordinate check was not drawn"
+  [[ $(head -c 4 "$dir/check.png") == *PNG ]] || fail "plot_coord_check.py wrote no PNG"
+  echo '{"passed": true}' >"$dir/bad.json"
+  if "$python" scripts/plot_coord_check.py "$dir/bad.json" 2>"$dir/log"; then fail "not a coordinate check, drawn"; fi
+  grep -q "bad.json: .*expected what --coord-check prints with --json" "$dir/log" || fail "no reason: $(cat "$dir/log")"
+fi
 
 if ! python=$(scripts/find_python.sh torch transformers safetensors); then
   echo "long_parametrization_test: skipped: no Python here has torch, transformers and safetensors; set PYTHON=..."

@@ -43,3 +43,30 @@ TEST_CASE("with Muon GPUs that have the parts of a matrix make the update of one
     require_close(selftest::run_layout(step_with_muon("llama", DType::fp32, layout), machine), alone);
   }
 }
+
+#ifndef __CUDACC__
+
+TEST_CASE("every wait for a matrix on its way is needed, and no order of streams changes a bit",
+          "[cuda][trainer][muon][waits][long]") {
+  if (cuda_on_cpu::thread_sanitizer) return;  // it would stop at the first mutant, as it should
+  const Gpus gpus(2);
+  StepConfig step = step_with_muon("llama", DType::fp32, {.zero = {.shards = 2}});
+  step.layout.zero.muon.rows = MuonRows::normalised;
+  step.model.n_layer = 3;  // several units in a round
+  step.model.vocab_size = 31;
+  step.batch.T = 4;
+  step.layout.zero.set_stage(2);
+  const auto outcome = [step] { return asynchronous_steps(step, own_gpus(2), 2); };
+  const cuda_on_cpu::Mutants mutants = cuda_on_cpu::find_event_mutants(
+      {[outcome, right = outcome()] {
+        const selftest::Outcome found = outcome();
+        return same(found, right) && found.optimizer_state == right.optimizer_state;
+      }},
+      [](const cuda_on_cpu::Site& site) { return site.file.find("matrix_updates.h") == std::string::npos; });
+  for (const cuda_on_cpu::Site& site : mutants.killed) UNSCOPED_INFO("missed: " << site.to_string());
+  for (const cuda_on_cpu::Site& site : mutants.survivors) UNSCOPED_INFO("not missed: " << site.to_string());
+  REQUIRE(mutants.survivors.empty());
+  REQUIRE(mutants.killed.size() == 4);
+}
+
+#endif
