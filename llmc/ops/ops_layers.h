@@ -138,26 +138,30 @@ inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, T
 
 namespace detail {
 
-// c (M, N) = or += op(a) op(b) + bias, summing K products per element.   bias (N), or an empty tensor
+// c (M, N) = or += op(a) op(b) + bias, summing K products per element.   bias (N), or an empty tensor. Or c (B, M, N),
+// and a and b are B matrices, without a bias.
 inline void matmul(const char* name, Tensor c, const Operand& first, const Operand& second, int64_t K, Tensor bias,
                    Accumulate accumulate, Stream& stream) {
-  const int64_t M = c.shape[0], N = c.shape[1];
+  const int axis = c.shape.rank() - 2;
+  const int64_t B = axis > 0 ? c.shape[0] : 1, M = c.shape[axis], N = c.shape[axis + 1];
   const Tensor a = first.values, b = second.values;
   const Transpose a_as = first.as, b_as = second.as;
   const Bias with_bias = bias.empty() ? Bias::no : Bias::yes;
-  const double flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K);
+  const double flops = 2.0 * static_cast<double>(c.numel()) * static_cast<double>(K);
   const double bytes = bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0);
-  const OpCost cost{.name = name, .flops = flops, .bytes = bytes, .product = {M, N, K, 1, a.dtype == DType::e4m3}};
+  const OpCost cost{.name = name, .flops = flops, .bytes = bytes, .product = {M, N, K, B, a.dtype == DType::e4m3}};
   auto scope = stream.scratch().scope();
   if (stream.device().computes_as() == DeviceKind::cuda) {
     const Tensor workspace = stream.scratch().alloc("scratch", "matmul", DType::int32, {gpu_matmul_workspace / 4});
     return stream.run(cost, {c}, [=, &stream] {
 #ifdef TRAIN_GPT_CUDA
       if (a.dtype == DType::fp64) refuse_fp64();
-      const int alignment = cuda::alignment_of({c.bytes, a.bytes, b.bytes, bias.bytes});
+      const auto second_of_batch = [&](const Tensor& t) { return B > 1 ? t.bytes + t.size_bytes() / B : nullptr; };
+      const int alignment = cuda::alignment_of(
+          {c.bytes, a.bytes, b.bytes, bias.bytes, second_of_batch(c), second_of_batch(a), second_of_batch(b)});
       stream.kept<cuda::MatmulPlans>().run(
           {M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().tf32, alignment, first.scaled,
-           second.scaled},
+           second.scaled, B},
           {c.bytes, a.bytes, b.bytes, bias.bytes, workspace.bytes, first.scales.bytes, second.scales.bytes},
           stream.cuda());
 #else
@@ -174,9 +178,12 @@ inline void matmul(const char* name, Tensor c, const Operand& first, const Opera
       stream.scratch().alloc("scratch", "matmul", DType::int32, {ceil_div(cpu::matmul_scratch(shape), int64_t{4})});
   detail::run_op(stream, a.dtype, cost, {c}, [=]<class X, class A>(detail::OpTypes<X, A>) {
     const X* bias_data = bias.empty() ? nullptr : bias.data<X>();
-    if (c.dtype == a.dtype)
-      cpu::products<X>().matmul(c.data<X>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
-    else cpu::products<X>().matmul_sum(c.data<A>(), a.data<X>(), b.data<X>(), bias_data, scratch.bytes, shape);
+    for (int64_t i = 0; i < B; ++i) {
+      const X *const of_a = a.data<X>() + i * M * K, *const of_b = b.data<X>() + i * K * N;
+      const int64_t at = i * M * N;
+      if (c.dtype == a.dtype) cpu::products<X>().matmul(c.data<X>() + at, of_a, of_b, bias_data, scratch.bytes, shape);
+      else cpu::products<X>().matmul_sum(c.data<A>() + at, of_a, of_b, bias_data, scratch.bytes, shape);
+    }
   });
 }
 

@@ -73,19 +73,26 @@ inline void linear_combination(Tensor out, double a, Tensor x, double b, Tensor 
          y.data<A>(), out.numel());
 }
 
-// x (rows, columns) = scale times the matrix with its singular vectors, and singular values of about one. Products are
-// of its dtype and work on the smaller side; the norm that it is first divided by is exact.
+// x (rows, columns), or (B, rows, columns): each matrix = scale times the one with its singular vectors, and singular
+// values of about one. Products are of its dtype and work on the smaller side; the norm that it is first divided by is
+// exact.
 inline void newton_schulz(Tensor x, NewtonSchulz coefficients, double scale, Stream& stream) {
-  const int64_t rows = x.shape[0], columns = x.shape[1], n = std::min(rows, columns), K = std::max(rows, columns);
+  const int axis = x.shape.rank() - 2;
+  const int64_t B = axis > 0 ? x.shape[0] : 1, rows = x.shape[axis], columns = x.shape[axis + 1],
+                n = std::min(rows, columns), K = std::max(rows, columns);
+  x = x.reshaped({B, rows, columns});
   const bool wide = rows <= columns, polar = coefficients == NewtonSchulz::polar_express;
   const DType sum = accumulator_of(x.dtype);
   auto scope = stream.scratch().scope();
   const Tensor square = stream.scratch().alloc("scratch", "norm of a matrix", DType::fp64, {1});
-  const Tensor gram = stream.scratch().alloc("scratch", "Gram matrix", x.dtype, {n, n});
-  const Tensor product = stream.scratch().alloc("scratch", "product with a Gram matrix", sum, {rows, columns});
-  const Tensor gram_square = product.slice(0, {n, n});
-  square_sum(square, x.reshaped({x.numel()}), stream);
-  divide_by_norm(x, square, polar ? detail::polar_express_margin : 1, stream);
+  const Tensor gram = stream.scratch().alloc("scratch", "Gram matrix", x.dtype, {B, n, n});
+  const Tensor product = stream.scratch().alloc("scratch", "product with a Gram matrix", sum, {B, rows, columns});
+  const Tensor gram_square = product.slice(0, {B, n, n});
+  for (int64_t i = 0; i < B; ++i) {
+    const Tensor matrix = x.slice(i * rows * columns, {rows * columns});
+    square_sum(square, matrix, stream);
+    divide_by_norm(matrix, square, polar ? detail::polar_express_margin : 1, stream);
+  }
   const auto multiply = [&](Tensor c, Tensor a, Transpose a_as, Tensor b, Transpose b_as, int64_t inner) {
     detail::matmul("newton_schulz", c, {a, a_as}, {b, b_as}, inner, {}, Accumulate::no, stream);
   };

@@ -15,6 +15,7 @@
 // Experts have the shards of their own group, and T = 1. With --muon-rows normalised the second moments of all rows of
 // a unit, in fp32, are summed over the ranks, of which each has those of its own matrices.
 #pragma once
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -62,13 +63,16 @@ class MatrixUpdates {
   }
 
  private:
+  // Matrices of one shape that follow each other in own_ and are iterated at once.
+  using Batch = std::vector<size_t>;
   // The matrices of a unit, who holds them, and where in own_ this rank has those that it owns.
   struct OfUnit {
     size_t index;
     UnitHolders holders;
     std::vector<Matrix> matrices;
     std::vector<int64_t> place;  // -1: another rank owns it
-    bool gathers = false;        // does any rank send anything to an owner?
+    std::vector<Batch> own;
+    bool gathers = false;  // does any rank send anything to an owner?
   };
   using Round = std::vector<OfUnit>;
   struct Elements {
@@ -103,8 +107,11 @@ class MatrixUpdates {
     int64_t in_round = 2 * ranks;
     units_.for_each([&](size_t u) {
       const UnitSpec& spec = units_.unit(u).spec();
-      OfUnit of_unit{
-          u, UnitHolders(spec, units_.zero_config(spec.sharing), layout.tensor), matrices_of(spec, u, muon_.heads), {}};
+      OfUnit of_unit{u,
+                     UnitHolders(spec, units_.zero_config(spec.sharing), layout.tensor),
+                     matrices_of(spec, u, muon_.heads),
+                     {},
+                     {}};
       if (of_unit.matrices.empty()) return;
       if (in_round >= 2 * ranks) rounds_.emplace_back(), in_round = 0;
       in_round += std::ssize(of_unit.matrices) * (spec.sharing == Sharing::experts ? layout.expert.ranks : 1);
@@ -147,13 +154,31 @@ class MatrixUpdates {
 
   static int64_t room_of(const Matrix& m) { return round_up(m.numel(), UnitLayout::alignment); }
 
+  // What a seat owns of a unit. A batch has no more elements than keep a GPU busy, or one matrix.
+  static std::vector<Batch> batches_of(const OfUnit& u, int seat) {
+    constexpr int64_t most = 1 << 23;
+    std::map<std::pair<int64_t, int64_t>, Batch> by_shape;
+    for (size_t i = 0; i < u.matrices.size(); ++i)
+      if (const Matrix& m = u.matrices[i]; m.owner == seat) by_shape[{m.rows, m.columns}].push_back(i);
+    std::vector<Batch> batches;
+    for (const auto& [shape, all] : by_shape) {
+      const Matrix& m = u.matrices[all[0]];
+      const size_t each = room_of(m) == m.numel() ? static_cast<size_t>(std::max<int64_t>(1, most / m.numel())) : 1;
+      for (size_t i = 0; i < all.size(); i += each)
+        batches.emplace_back(all.begin() + static_cast<ptrdiff_t>(i),
+                             all.begin() + static_cast<ptrdiff_t>(std::min(i + each, all.size())));
+    }
+    return batches;
+  }
+
   void place_own(Round& round) const {
     int64_t end = 0;
-    for (OfUnit& u : round)
-      for (const Matrix& m : u.matrices) {
-        u.place.push_back(m.owner == seat(u) ? end : -1);
-        if (m.owner == seat(u)) end += room_of(m);
-      }
+    for (OfUnit& u : round) {
+      u.place.assign(u.matrices.size(), -1);
+      u.own = batches_of(u, seat(u));
+      for (const Batch& batch : u.own)
+        for (const size_t i : batch) u.place[i] = std::exchange(end, end + room_of(u.matrices[i]));
+    }
   }
 
   // The most that any rank of the stage needs.
@@ -188,6 +213,10 @@ class MatrixUpdates {
 
   Tensor own_matrix(const OfUnit& u, size_t i) const {
     return own_.slice(u.place[i], {u.matrices[i].rows, u.matrices[i].columns});
+  }
+  Tensor own_matrices(const OfUnit& u, const Batch& batch) const {
+    const Matrix& m = u.matrices[batch[0]];
+    return own_.slice(u.place[batch[0]], {std::ssize(batch), m.rows, m.columns});
   }
 
   // Calls f(element of the piece, element of the matrix, rows, columns) for each box of a piece: where it has all
@@ -276,24 +305,30 @@ class MatrixUpdates {
 
   void iterate(const OfUnit& u, const Tensor& control, const OptimizerOptions& options, Stream& compute) {
     const UnitState& unit = units_.unit(u.index);
-    for (size_t i = 0; i < u.matrices.size(); ++i) {
-      const Matrix& m = u.matrices[i];
-      if (u.place[i] < 0) {
-        if (const Tensor others = row_moments(m); !others.empty() && exchanges(u)) zero(others, compute);
-        continue;
+    for (const Batch& batch : u.own) {
+      iterate(own_matrices(u, batch), compute);
+      for (const size_t i : batch) {
+        const Matrix& m = u.matrices[i];
+        normalise(m, own_matrix(u, i), control, options, compute);
+        units_.groups().hooks.iterated(unit.spec().params[m.param].name, m.row);
       }
-      iterate(m, own_matrix(u, i), control, options, compute);
-      units_.groups().hooks.iterated(unit.spec().params[m.param].name, m.row);
     }
     if (!exchanges(u) || unit.row_moments().empty()) return;
+    for (size_t i = 0; i < u.matrices.size(); ++i)
+      if (u.place[i] < 0) zero(row_moments(u.matrices[i]), compute);
     Stream& stream = units_.groups().gather_stream();
     stream.wait(compute.record());
     group(u).all_reduce(unit.row_moments(), stream);  // exact: all but the owner add 0. Arrives before the results do
   }
-  void iterate(const Matrix& m, Tensor matrix, const Tensor& control, const OptimizerOptions& options,
-               Stream& stream) const {
-    newton_schulz(matrix, muon_.coefficients,
-                  scale_of(muon_.scale, static_cast<double>(m.rows), static_cast<double>(m.columns)), stream);
+  // matrices (B, rows, columns)
+  void iterate(const Tensor& matrices, Stream& stream) const {
+    newton_schulz(matrices, muon_.coefficients,
+                  scale_of(muon_.scale, static_cast<double>(matrices.shape[1]), static_cast<double>(matrices.shape[2])),
+                  stream);
+  }
+  // With --muon-rows normalised.
+  void normalise(const Matrix& m, const Tensor& matrix, const Tensor& control, const OptimizerOptions& options,
+                 Stream& stream) const {
     if (const Tensor moments = row_moments(m); !moments.empty())
       normalise_rows(matrix, moments, control, options.beta2, stream);
   }
@@ -358,15 +393,27 @@ class MatrixUpdates {
     exchange.arrived = stream.record();
   }
 
-  // All ranks of a stage have scratch for its largest matrix, since a plan is that of one of them.
+  // All ranks of a stage have scratch for its largest batches, since a plan is that of one of them.
   void take_scratch(const Tensor& control, const OptimizerOptions& options, Stream& compute) {
     if (scratch_bytes_ == 0) {
       const Device paper = compute.device().on_paper();
       Arena counted(paper);
       Stream alone(paper, counted);
+      std::map<std::pair<int64_t, int64_t>, std::pair<int64_t, const Matrix*>> largest;  // batch of a shape
       for (const Round& round : rounds_)
         for (const OfUnit& u : round)
-          for (const Matrix& m : u.matrices) iterate(m, own_.slice(0, {m.rows, m.columns}), control, options, alone);
+          for (int s = 0; s < u.holders.seats().count(); ++s)
+            for (const Batch& batch : batches_of(u, s)) {
+              const Matrix& m = u.matrices[batch[0]];
+              auto& [most, one] = largest[{m.rows, m.columns}];
+              most = std::max(most, std::ssize(batch)), one = &m;
+            }
+      for (const auto& [shape, batch] : largest) {
+        Tensor matrices = own_;  // of this rank, which may have fewer
+        matrices.shape = {batch.first, shape.first, shape.second};
+        iterate(matrices, alone);
+        normalise(*batch.second, own_.slice(0, {shape.first, shape.second}), control, options, alone);
+      }
       scratch_bytes_ = counted.high_water();
     }
     auto scope = compute.scratch().scope();

@@ -223,6 +223,29 @@ TEST_CASE("a product that is written has the bits of one added to zeros: both ha
 
 #ifndef __CUDACC__
 
+TEST_CASE("products of several matrices have the bits of one after the other, whatever the workspace",
+          "[matmul][cuda]") {
+  const int64_t M = 24, N = 40, K = 16, batch = 3;
+  for (const Transpose turned : {Transpose::no, Transpose::yes})
+    for (const int64_t workspace : {2 * M * N * 4, workspace_bytes}) {  // for both halves of one sum, or of all
+      MatmulShape one = shape_of(M, N, K, DType::bf16, DType::fp32);
+      one.a = turned;
+      MatmulShape all = one;
+      all.batch = batch;
+      const std::vector<bf16> a = normal_values<bf16>(batch * M * K, 1), b = normal_values<bf16>(batch * K * N, 2);
+      DeviceArray<bf16> as(a), bs(b);
+      DeviceArray<float> together(std::vector<float>(batch * M * N, NAN)),
+          apart(std::vector<float>(batch * M * N, NAN));
+      Workspace scratch(workspace);
+      MatmulPlans plans(workspace);
+      plans.run(all, {together + 0, as + 0, bs + 0, nullptr, scratch}, nullptr);
+      for (int64_t i = 0; i < batch; ++i)
+        plans.run(one, {apart + i * M * N, as + i * M * K, bs + i * K * N, nullptr, scratch}, nullptr);
+      REQUIRE(together.host() == apart.host());
+      REQUIRE(std::ranges::none_of(together.host(), [](float x) { return std::isnan(x); }));
+    }
+}
+
 TEST_CASE("tuning skips an algorithm that the library proposes and then refuses", "[matmul][cuda]") {
   Case<bf16, float> c{shape_of(16, 24, 32, DType::bf16, DType::fp32)};
   DeviceArray<bf16> a(c.a), b(c.b);

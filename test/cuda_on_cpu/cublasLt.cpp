@@ -18,6 +18,8 @@ struct cublasLtContext {};
 struct cublasLtMatrixLayout {
   cudaDataType_t type;
   int64_t rows, columns, ld;
+  int32_t batch = 1;
+  int64_t stride = 0;  // elements between the matrices of a batch
 };
 struct cublasLtMatmulDesc {
   cublasComputeType_t compute;
@@ -81,12 +83,13 @@ struct Problem {
 
   size_t workspace(const Algorithm& algorithm) const {
     const size_t part = algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE ? size_of(d.type) : 4;
-    return algorithm.parts == 1 ? 0 : algorithm.parts * static_cast<size_t>(m * n) * part;
+    return algorithm.parts == 1 ? 0 : algorithm.parts * static_cast<size_t>(d.batch * m * n) * part;
   }
   // Whether all columns have the alignment that the algorithm needs, given those of the first columns.
   bool suits(const Algorithm& algorithm, uintptr_t a_at, uintptr_t b_at, uintptr_t c_at, uintptr_t d_at) const {
     const auto aligned = [&](uintptr_t at, const cublasLtMatrixLayout& layout) {
-      return (at | (static_cast<uintptr_t>(layout.ld) * size_of(layout.type))) % algorithm.alignment == 0;
+      const auto between = static_cast<uintptr_t>(layout.ld | layout.stride) * size_of(layout.type);
+      return (at | between) % algorithm.alignment == 0;
     };
     const bool bias_aligned = operation.epilogue == CUBLASLT_EPILOGUE_DEFAULT ||
                               reinterpret_cast<uintptr_t>(operation.bias) % algorithm.alignment == 0;
@@ -108,12 +111,15 @@ cublasStatus_t make_problem(Problem* problem, cublasLtHandle_t handle, cublasLtM
   const int64_t m = problem->m, n = problem->n, k = problem->k;
   if (!is(a, turn_a ? k : m, turn_a ? m : k) || !is(b, turn_b ? n : k, turn_b ? k : n) || !is(c, m, n) || !is(d, m, n))
     return CUBLAS_STATUS_INVALID_VALUE;
+  for (const auto* layout : {b, c, d})
+    if (layout->batch != a->batch) return CUBLAS_STATUS_INVALID_VALUE;
   const bool fp8 = a->type == CUDA_R_8F_E4M3;  // of Hopper: sums along both columns
   if (fp8 &&
       (!turn_a || turn_b || m % 16 != 0 || n % 16 != 0 || k % 16 != 0 || !is_block_mode(operation->a_mode) ||
        !is_block_mode(operation->b_mode) ||
        (operation->a_mode == operation->b_mode && operation->a_mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F)))
     return CUBLAS_STATUS_NOT_SUPPORTED;
+  if (a->batch > 1 && (fp8 || operation->epilogue != CUBLASLT_EPILOGUE_DEFAULT)) return CUBLAS_STATUS_NOT_SUPPORTED;
   if (a->type != b->type || c->type != d->type || c->ld != d->ld ||
       (d->type != (fp8 ? CUDA_R_16BF : a->type) && d->type != CUDA_R_32F) || operation->scale != CUDA_R_32F ||
       (operation->compute == CUBLAS_COMPUTE_32F_FAST_TF32 && a->type != CUDA_R_32F))
@@ -185,12 +191,20 @@ void multiply(const Problem& p, const Arrays& arrays, int64_t parts) {
 template <class In, class Out>
 void solve(const Problem& p, const Arrays& arrays, const Algorithm& algorithm) {
   const auto parts = static_cast<int64_t>(algorithm.parts);
-  if (algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE) multiply<In, Out, Out>(p, arrays, parts);
-  else multiply<In, Out, float>(p, arrays, parts);
+  for (int64_t i = 0; i < p.d.batch; ++i) {
+    Arrays of_one = arrays;
+    of_one.a = static_cast<const In*>(arrays.a) + i * p.a.stride;
+    of_one.b = static_cast<const In*>(arrays.b) + i * p.b.stride;
+    of_one.c = static_cast<const Out*>(arrays.c) + i * p.d.stride;
+    of_one.d = static_cast<Out*>(arrays.d) + i * p.d.stride;
+    if (algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE) multiply<In, Out, Out>(p, of_one, parts);
+    else multiply<In, Out, float>(p, of_one, parts);
+  }
 }
 
 void require_matrix(const void* first, const cublasLtMatrixLayout& layout, const char* what) {
-  const auto elements = static_cast<size_t>((layout.columns - 1) * layout.ld + layout.rows);
+  const auto elements =
+      static_cast<size_t>((layout.batch - 1) * layout.stride + (layout.columns - 1) * layout.ld + layout.rows);
   cuda_on_cpu::require_device_memory(first, elements * size_of(layout.type), what);
 }
 
@@ -251,6 +265,15 @@ cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDa
   return create(layout, type, static_cast<int64_t>(rows), static_cast<int64_t>(columns), ld);
 }
 cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) { return destroy(layout); }
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
+                                                cublasLtMatrixLayoutAttribute_t attribute, const void* value,
+                                                size_t bytes) {
+  switch (attribute) {
+    case CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT: return set(layout->batch, value, bytes);
+    case CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET: return set(layout->stride, value, bytes);
+  }
+  return CUBLAS_STATUS_INVALID_VALUE;
+}
 
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* operation, cublasComputeType_t compute,
                                         cudaDataType_t scale) {

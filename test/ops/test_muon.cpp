@@ -105,6 +105,20 @@ TEST_CASE("Newton-Schulz takes singular values from 0.002 to 1 to the stated ran
     }
 }
 
+TEST_CASE("Newton-Schulz of several matrices has the bits of one after the other", "[ops][muon]") {
+  for (const DType dtype : {DType::bf16, DType::fp32})
+    for (const auto& [rows, columns] : {std::pair{17, 30}, {30, 17}}) {
+      Bench b;
+      const int64_t B = 3, each = rows * columns;
+      const Tensor together = b.as(dtype, b.normal({B, rows, columns})), apart = b.as(dtype, together);
+      newton_schulz(together, NewtonSchulz::quintic, 2, b.stream);
+      for (int64_t i = 0; i < B; ++i)
+        newton_schulz(apart.slice(i * each, {rows, columns}), NewtonSchulz::quintic, 2, b.stream);
+      b.stream.synchronize();
+      REQUIRE(std::memcmp(together.bytes, apart.bytes, static_cast<size_t>(together.size_bytes())) == 0);
+    }
+}
+
 TEST_CASE("Newton-Schulz scales its result, by what each kind of scale says", "[ops][muon]") {
   REQUIRE(scale_of(MuonScale::rms, 100, 25) == 2);
   REQUIRE(scale_of(MuonScale::rms, 25, 100) == 2);

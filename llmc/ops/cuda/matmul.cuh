@@ -15,10 +15,12 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <sstream>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/dtype.h"
@@ -33,6 +35,8 @@ namespace llmc::cuda {
 // Accumulates in fp32; Tf32::yes lets tensor cores multiply fp32 with 10-bit mantissas.
 //
 // Or A (M, K) and B (N, K) are E4M3 with scales for blocks (ops_quantise.h), C and the bias bf16 or fp32.
+//
+// Or each is `batch` such matrices in a row, without a bias and scales.
 struct MatmulShape {
   int64_t M, N, K;
   Transpose a, b;
@@ -42,6 +46,7 @@ struct MatmulShape {
   Tf32 tf32 = Tf32::no;
   int alignment = 16;  // bytes; all addresses are multiples of it
   ScaledBy a_scaled = ScaledBy::nothing, b_scaled = ScaledBy::nothing;
+  int64_t batch = 1;
   auto operator<=>(const MatmulShape&) const = default;
 };
 
@@ -169,7 +174,16 @@ struct MatmulProblem {
     check(cublasLtMatrixLayoutCreate(&created, type, static_cast<uint64_t>(columns), static_cast<uint64_t>(rows),
                                      columns),
           "cublasLtMatrixLayoutCreate", &shape);
-    return MatrixLayout(created);
+    MatrixLayout made(created);
+    if (shape.batch > 1) {
+      const auto set = [&](cublasLtMatrixLayoutAttribute_t attribute, auto value) {
+        check(cublasLtMatrixLayoutSetAttribute(created, attribute, &value, sizeof value),
+              "cublasLtMatrixLayoutSetAttribute", &shape);
+      };
+      set(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, narrow<int32_t>(shape.batch));
+      set(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, rows * columns);
+    }
+    return made;
   }
 };
 
@@ -232,12 +246,20 @@ struct MatmulPlan {
     return usable;
   }
 
-  // Checks that an algorithm from a file can compute the problem.
+  // Does the library say that the algorithm computes the problem? And in how much workspace?
+  cublasStatus_t status_of_algorithm(cublasLtMatmulHeuristicResult_t& result) const {
+    return cublasLtMatmulAlgoCheck(library, problem.operation.get(), problem.b.get(), problem.a.get(), problem.c.get(),
+                                   problem.c.get(), &algorithm.value, &result);
+  }
+  bool algorithm_computes() const {
+    cublasLtMatmulHeuristicResult_t result{};
+    return status_of_algorithm(result) == CUBLAS_STATUS_SUCCESS &&
+           result.workspaceSize <= static_cast<size_t>(workspace_bytes);
+  }
+  // The same of an algorithm from a file.
   void check_algorithm() const {
     cublasLtMatmulHeuristicResult_t result{};
-    const cublasStatus_t status =
-        cublasLtMatmulAlgoCheck(library, problem.operation.get(), problem.b.get(), problem.a.get(), problem.c.get(),
-                                problem.c.get(), &algorithm.value, &result);
+    const cublasStatus_t status = status_of_algorithm(result);
     CHECK(status == CUBLAS_STATUS_SUCCESS,
           "the recorded algorithm does not compute {}: {} ({}); start a new run with --resume never",
           to_string(problem.shape), cublasLtGetStatusString(status), cublasLtGetStatusName(status));
@@ -352,12 +374,21 @@ class MatmulPlans {
   // While on, the first product of each shape tunes it on its own arrays: for a warm-up run whose results are
   // discarded.
   void set_tuning(bool on) { tuning_ = on; }
-  void run(const MatmulShape& shape, const MatmulArrays& arrays, cudaStream_t stream) {
+  void run(MatmulShape shape, MatmulArrays arrays, cudaStream_t stream) {
+    const int64_t batch = std::exchange(shape.batch, 1);
     if (tuning_ && !plans_.contains(planned(shape))) tune(shape, arrays, stream);
-    prepare(shape).run(arrays, stream);
+    const Matmul one = prepare(shape);
+    if (batch > 1 && one.plan_ != nullptr)
+      if (const detail::MatmulPlan* all = plan_of_batch(one, batch)) return all->run(arrays, shape.accumulate, stream);
+    for (int64_t i = 0; i < batch; ++i) {
+      one.run(arrays, stream);
+      arrays.c = static_cast<std::byte*>(arrays.c) + shape.M * shape.N * size_of(shape.out);
+      arrays.a = static_cast<const std::byte*>(arrays.a) + shape.M * shape.K * size_of(shape.in);
+      arrays.b = static_cast<const std::byte*>(arrays.b) + shape.K * shape.N * size_of(shape.in);
+    }
   }
   // Forgets all choices.
-  void forget() { plans_.clear(), restored_.clear(); }
+  void forget() { plans_.clear(), batches_.clear(), restored_.clear(); }
 
   // Restores another MatmulPlans' export; call before the first product, so that all choices have one source.
   void restore(const std::string& text) {
@@ -428,11 +459,25 @@ class MatmulPlans {
     return plans_.emplace(shape, std::move(made)).first->second;
   }
 
+  // For all matrices of a batch at once, by the algorithm for one: so the bits do not depend on how many there are.
+  // None if the library cannot do that.
+  const detail::MatmulPlan* plan_of_batch(const Matmul& one, int64_t batch) {
+    MatmulShape all = planned(one.shape_);
+    all.batch = batch;
+    const auto [known, added] = batches_.try_emplace(all);
+    if (added) {
+      detail::MatmulPlan made{detail::MatmulProblem(all), library_.get(), workspace_bytes_, one.plan_->algorithm};
+      if (made.algorithm_computes()) known->second.emplace(std::move(made));
+    }
+    return known->second ? &*known->second : nullptr;
+  }
+
   int64_t workspace_bytes_;
   bool tuning_ = false;
   detail::MatmulLibrary library_;
   std::string title_;
   std::map<MatmulShape, detail::MatmulPlan> plans_;
+  std::map<MatmulShape, std::optional<detail::MatmulPlan>> batches_;
   std::map<std::string, detail::MatmulAlgorithm> restored_;  // by the shape's text
 };
 
