@@ -100,7 +100,18 @@ TEST_CASE("advice fits when it is followed, and shows its price", "[run][plan]")
   for (const Case& c : std::vector<Case>{
            // fp32 state takes 16 bytes per parameter, bf16 with master weights 18.
            {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.89", "--recompute block", {"more work"}},
-           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.86", "--dtype bf16 --master-weights none", {"; less exact"}},
+           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.86",
+            "--dtype bf16 --master-weights split --moment1-dtype 8bit --moment2-dtype 8bit",
+            {"; less exact"}},
+           // Halves of masters are as exact as whole ones.
+           {"--model gpt2:124M --dtype bf16 -t 64 -b 1 --memory-limit 1.95", "--master-weights split", {}},
+           // QK-clip needs whole masters; lion has one moment.
+           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.6 --qk-clip 100",
+            "--dtype bf16 --moment1-dtype 8bit --moment2-dtype 8bit",
+            {"; less exact"}},
+           {"--model gpt2:124M -t 64 -b 1 --memory-limit 1.3 --optimizer lion",
+            "--dtype bf16 --master-weights split --moment1-dtype 8bit",
+            {"; less exact"}},
            // Stage 1 costs no traffic; stage 2 does, and comes only where less does not help.
            {"--model d6 -t 256 -b 2 --local-ranks 4 -d 32768 --memory-limit 0.45", "--zero-stage 1", {}},
            // A parameter server needs as much as a rank of stage 0; the higher stages have no servers.

@@ -158,7 +158,7 @@ TEST_CASE("what is advised for GPUs is the fastest layout that fits, not the fir
             "--seq-len"},
            {"--model llama3:8B --local-ranks 8 -t 131072 -b 1 --memory-limit 79 --zero-stage 3", "--cp ", "--seq-len"},
            {"--model qwen2.5:1.5B --local-ranks 1 -t 2048 -b 4 --memory-limit 24",
-            "--master-weights none --batch-size 1", "--local-ranks"}}) {
+            "--master-weights split --moment1-dtype 8bit --moment2-dtype 8bit --batch-size 2", "--local-ranks"}}) {
     const std::string plan = "--plan --device cuda --dtype bf16 --sample-every 0 " + c.options;
     const ProgramResult refused = run_program(plan);
     INFO(c.options << ": " << refused.err);

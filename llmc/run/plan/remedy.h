@@ -43,22 +43,36 @@ struct Remedy {
   Plan plan;
 };
 
-// As asked, then in bf16, then without master copies of the weights too, unless something needs them; all else stays.
+// As asked, then in bf16, then with master weights in halves, which are as exact, then with moments of eight bits, then
+// without master copies of the weights, each unless something needs it otherwise; all else stays.
 inline std::vector<Precision> precisions_to_try(const StepConfig& asked) {
+  const ZeroConfig& zero = asked.layout.zero;
   Precision p = asked.precision;
   std::vector<Precision> all{p};
   if (p.weights == DType::fp32) {
     p.weights = p.activations = p.products = DType::bf16;
     all.push_back(p);
   }
-  const bool needed = p.averages || p.split_masters || asked.layout.zero.offload.has(Offloaded::master);
-  if (asked.layout.zero.holds == Holds::training_state && p.masters && !needed) p.masters = false, all.push_back(p);
+  if (zero.holds != Holds::training_state) return all;
+  const OptimizerRule& rule = rule_of(zero.optimizer);
+  const bool whole_masters = p.averages || zero.offload.has(Offloaded::master),
+             splits = !rule.of_matrices && !asked.qk_clip && !asked.layout.pipeline.asynchronous();
+  if (p.keeps_masters() && !p.split_masters && !whole_masters && splits) p.split_masters = true, all.push_back(p);
+  if (!rule.of_matrices && !p.moment1 && !p.moment2) {
+    p.moment1 = DType::e4m3;
+    if (rule.slots.size() > 1) p.moment2 = DType::e5m3;
+    all.push_back(p);
+  }
+  if (p.masters && !whole_masters && !asked.precision.split_masters) {
+    p.masters = p.split_masters = false;
+    all.push_back(p);
+  }
   return all;
 }
 
 // Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce), which are, in this order,
 // ZeRO stage 1, recomputation, smaller micro-batches and higher stages, then recomputation of segments; then another
-// number of ranks; then, on GPUs, state in host memory, part by part; then bf16, then bf16 without master weights;
+// number of ranks; then, on GPUs, state in host memory, part by part; then state in fewer bits (precisions_to_try());
 // last, fewer tokens per sequence. Where the server of --machine has no more GPUs, host memory comes first. A few
 // plans suffice for each choice of ranks and dtype: memory grows with the micro-batch and falls with recomputation, so
 // the smallest plan is tried first.

@@ -104,8 +104,15 @@ inline std::string remedy_of_group(const std::string& group, const StepConfig& s
     return step.layout.tensor.overlap ? "a smaller --tp" : "--tp-overlap, or a smaller --tp";
   if (group == "keys and values") return "a smaller --cp";
   if (group == "rows" || group == "experts") return "a smaller --ep";
-  if (step.layout.zero.stage == 3) return "a larger --batch-size, --zero-stage 2, or --dp-replicate";
-  return "a larger --total-batch-size";
+  const Precision& p = step.precision;
+  std::string remedy = step.layout.zero.stage == 3 ? "a larger --batch-size, --zero-stage 2, or --dp-replicate"
+                                                   : "a larger --total-batch-size";
+  if (group.ends_with("gradients") && p.wire == DType::fp32 && p.weights == DType::bf16 &&
+      step.layout.zero.sync == DpSync::all_reduce)
+    remedy += "; --reduce-dtype bf16, which rounds gradients and sends half the bytes";
+  if (group.ends_with("weights") && step.layout.zero.stage == 3 && p.linear == Operands::fp8_block && !p.gathers_fp8)
+    remedy += "; --gather-dtype fp8, which sends half the bytes of the same numbers";
+  return remedy;
 }
 inline std::vector<Loss> losses_of(const StepConfig& step, const Plan& plan, const StepTime& time,
                                    const Machine& machine) {
@@ -124,7 +131,11 @@ inline std::vector<Loss> losses_of(const StepConfig& step, const Plan& plan, con
     if (t.flops > 0) products += t.seconds - t.flops / machine.flops_per_s;
     else if (t.bytes > 0 && !plan.exposed_by_group.contains(name)) memory += t.seconds;
   }
-  add(products, "products and attention below the peak", "a larger --batch-size; a smaller --tp");
+  add(products, "products and attention below the peak",
+      step.precision.linear == Operands::as_stored && machine.fp8_flops_per_s > machine.flops_per_s &&
+              step.precision.weights == DType::bf16
+          ? "a larger --batch-size; a smaller --tp; --products fp8-block, which rounds to eight bits"
+          : "a larger --batch-size; a smaller --tp");
   add(memory, "ops bound by memory",
       step.recompute == Recompute::none ? "a larger --batch-size and fewer micro-batches, which update less often"
                                         : "less --recompute");

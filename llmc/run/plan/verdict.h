@@ -12,11 +12,20 @@ namespace llmc {
 
 namespace detail {
 
+// The options of the state's dtypes that turn one precision into the other.
+inline std::string state_options(const Precision& from, const Precision& to) {
+  std::string text;
+  if (to.masters != from.masters || to.split_masters != from.split_masters)
+    text += formatted(" --master-weights {}", !to.masters ? "none" : to.split_masters ? "split" : "fp32");
+  if (to.moment1 != from.moment1) text += " --moment1-dtype 8bit";
+  if (to.moment2 != from.moment2) text += " --moment2-dtype 8bit";
+  return text;
+}
 // The options that turn one step into the other.
 inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   std::string text;
   if (to.precision.weights != from.precision.weights) text += formatted(" --dtype {}", to.precision.weights);
-  if (to.precision.masters != from.precision.masters) text += " --master-weights none";
+  text += state_options(from.precision, to.precision);
   if (to.layout.ranks() != from.layout.ranks()) text += formatted(" --local-ranks {}", to.layout.ranks());
   const auto axis = [&](const char* option, int64_t was, int64_t is) {
     if (was != is) text += formatted(" {} {}", option, is);
@@ -72,7 +81,9 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
     text += "; gradients are then reduced every micro-batch, which rounds differently";
   if (to.layout.zero.sync != from.layout.zero.sync)
     text += "; gradients are then added in another order, which rounds differently";
-  if (to.precision != from.precision) text += "; less exact";
+  Precision as_exact = to.precision;
+  as_exact.split_masters = from.precision.split_masters;  // the same numbers
+  if (as_exact != from.precision) text += "; less exact";
   if (to.layout.zero.offload.any()) {
     const Plan& plan = remedy.plan.of_stage(remedy.plan.stage_with_most([](const Plan& p) { return p.host_bytes; }));
     const HostBytes& host = plan.step_host;
