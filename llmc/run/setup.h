@@ -141,6 +141,10 @@ inline Precision choose_precision(const Options& o) {
         "--noise-scale reads whole sums of gradients, which --offload gradients has in host memory: leave out one of "
         "them");
   precision.linear = o.products;
+  precision.fp8_skip = o.fp8_skip;
+  CHECK(!o.fp8_skip.any() || o.products != Operands::as_stored,
+        "--fp8-skip {} with --products {}, where no block has products in fp8: leave it out, or use --products {}",
+        std::string(o.fp8_skip), o.products, Operands::fp8_block);
   precision.gathers_fp8 = o.gather_dtype == GatherType::fp8;
   CHECK(!precision.gathers_fp8 || o.zero_stage == 3,
         "--gather-dtype fp8 with --zero-stage {}, where weights are gathered once per update: use --zero-stage 3, or "
@@ -273,6 +277,9 @@ inline StepConfig choose_step(const Options& o) {
                   .documents = o.mask_documents ? Documents::apart : Documents::together};
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
+  CHECK(o.fp8_skip.first <= step.model.n_layer && o.fp8_skip.last <= step.model.n_layer - o.fp8_skip.first,
+        "--fp8-skip {}: --model {} has {} blocks: skip at most so many", std::string(o.fp8_skip), o.model,
+        step.model.n_layer);
   CHECK(!o.head_lr || !step.model.tied,
         "--head-lr {} with --model {}, whose output layer is its embedding: use --embed-lr", o.head_lr.value_or(0),
         o.model);
