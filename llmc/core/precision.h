@@ -11,8 +11,9 @@ namespace llmc {
 inline DType accumulator_of(DType dtype) { return dtype == DType::fp64 ? DType::fp64 : DType::fp32; }
 
 // How a product reads its operands: as they are stored, or rounded to eight bits in blocks that are scaled by powers of
-// two: to E4M3 in blocks of 128; with fp8 gradients to E5M2; with mxfp8 in blocks of 32 (ops/ops_quantise.h).
-enum class Operands : uint8_t { as_stored, fp8_block, fp8, mxfp8 };
+// two: to E4M3 in blocks of 128; with fp8 gradients to E5M2; with mxfp8 in blocks of 32; with fp8_tensor as with fp8,
+// but each operand is one block (ops/ops_quantise.h).
+enum class Operands : uint8_t { as_stored, fp8_block, fp8, mxfp8, fp8_tensor };
 
 // The place of a block in a model: so many blocks come before it, and after it.
 struct BlockPlace {

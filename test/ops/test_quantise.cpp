@@ -146,13 +146,14 @@ TEST_CASE("blocks of numbers are scaled by their own largest and rounded as defi
   const Tensor x = uneven(b, {2, 131, 272}), smaller = b.as(DType::bf16, x), out = b.poisoned(DType::bf16, x.shape);
   for (int64_t i = 0; i < x.numel(); ++i)
     store(smaller.data<bf16>()[i], std::ldexp(static_cast<float>(x.data<bf16>()[i]), -9));
-  const ScaleBlock block =
-      GENERATE(ScaleBlock{1, 128}, ScaleBlock{128, 1}, ScaleBlock{128, 128}, ScaleBlock{1, 32}, ScaleBlock{32, 1});
+  const ScaleBlock block = GENERATE(ScaleBlock{1, 128}, ScaleBlock{128, 1}, ScaleBlock{128, 128}, ScaleBlock{1, 32},
+                                    ScaleBlock{32, 1}, ScaleBlock::whole());
+  const int64_t rows = block.is_whole() ? 131 : block.rows, columns = block.is_whole() ? 272 : block.columns;
   for (const Fp8Format format : {Fp8Format::e4m3, Fp8Format::e5m2})
     for (const Tensor& of : {x, smaller, x}) {  // nothing is left of those before
       detail::round_to_fp8(out, of, block, format, b.stream);
       b.stream.synchronize();
-      REQUIRE(bits_of(out) == bits_of(by_definition(b, of, block.rows, block.columns, format)));
+      REQUIRE(bits_of(out) == bits_of(by_definition(b, of, rows, columns, format)));
     }
 }
 
@@ -197,9 +198,13 @@ TEST_CASE("linear layers in fp8 multiply what their definition says", "[ops][fp8
 TEST_CASE("linear layers in fp8 read blocks along their sums, also of operands whose rows and columns differ in size",
           "[ops][fp8]") {
   Bench b;
-  const Operands read = GENERATE(Operands::fp8_block, Operands::fp8, Operands::mxfp8);
-  const int64_t block = read == Operands::mxfp8 ? 32 : 128, across = read == Operands::mxfp8 ? 1 : 128;
-  const Fp8Format of_gradients = read == Operands::fp8 ? Fp8Format::e5m2 : Fp8Format::e4m3;
+  const Operands read = GENERATE(Operands::fp8_block, Operands::fp8, Operands::mxfp8, Operands::fp8_tensor);
+  const bool whole = read == Operands::fp8_tensor;
+  const int64_t block = read == Operands::mxfp8 ? 32
+                        : whole                 ? 512
+                                                : 128,
+                one = whole ? 512 : 1, across = read == Operands::mxfp8 ? 1 : block;
+  const Fp8Format of_gradients = whole || read == Operands::fp8 ? Fp8Format::e5m2 : Fp8Format::e4m3;
   const int64_t N = 144, I = 272, O = 160;
   const Tensor x = uneven(b, {N, I}), weight = uneven(b, {O, I}), dout = uneven(b, {N, O});
   Tensor out[2], dx[2], dweight[2];
@@ -211,11 +216,11 @@ TEST_CASE("linear layers in fp8 read blocks along their sums, also of operands w
   linear_forward(out[0], x, weight, {}, b.stream, read);
   linear_backward_input(dx[0], dout, weight, b.stream, read);
   linear_backward_weight(dweight[0], {}, dout, x, Accumulate::no, b.stream, read);
-  linear_forward(out[1], by_definition(b, x, 1, block), by_definition(b, weight, across, block), {}, b.stream);
-  linear_backward_input(dx[1], by_definition(b, dout, 1, block, of_gradients), by_definition(b, weight, block, across),
-                        b.stream);
-  linear_backward_weight(dweight[1], {}, by_definition(b, dout, block, 1, of_gradients), by_definition(b, x, block, 1),
-                         Accumulate::no, b.stream);
+  linear_forward(out[1], by_definition(b, x, one, block), by_definition(b, weight, across, block), {}, b.stream);
+  linear_backward_input(dx[1], by_definition(b, dout, one, block, of_gradients),
+                        by_definition(b, weight, block, across), b.stream);
+  linear_backward_weight(dweight[1], {}, by_definition(b, dout, block, one, of_gradients),
+                         by_definition(b, x, block, one), Accumulate::no, b.stream);
   b.stream.synchronize();
   for (const auto& both : {out, dx, dweight}) REQUIRE(bits_of(both[0]) == bits_of(both[1]));
 }
@@ -287,7 +292,8 @@ TEST_CASE("matrices rounded in parts, whose tiles several ranks share, are the m
 TEST_CASE("the backward of a linear layer at once has the bits of its two products", "[ops][fp8]") {
   Bench b;
   const int64_t N = 144, I = 272, O = 160;
-  const Operands read = GENERATE(Operands::as_stored, Operands::fp8_block, Operands::fp8, Operands::mxfp8);
+  const Operands read =
+      GENERATE(Operands::as_stored, Operands::fp8_block, Operands::fp8, Operands::mxfp8, Operands::fp8_tensor);
   const Tensor x = b.as(DType::bf16, b.normal({N, I})), weight = b.as(DType::bf16, b.normal({O, I})),
                dout = b.as(DType::bf16, b.normal({N, O}));
   Tensor dx[2], dweight[2], dbias[2];

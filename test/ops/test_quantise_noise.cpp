@@ -109,7 +109,7 @@ TEST_CASE("an outlier that scales do not permit costs its own block only", "[ops
 
 TEST_CASE("the gradient of a weight from operands in fp8 keeps 17 dB against fp64", "[ops][fp8]") {
   Bench b;
-  const Operands read = GENERATE(Operands::fp8_block, Operands::fp8, Operands::mxfp8);
+  const Operands read = GENERATE(Operands::fp8_block, Operands::fp8, Operands::mxfp8, Operands::fp8_tensor);
   const bool of_experts = GENERATE(false, true);  // whose rows are read in blocks along themselves
   const int64_t N = 512, I = 192, O = 160, outlier = 77;
   const double times = GENERATE(1.0, 1000.0);

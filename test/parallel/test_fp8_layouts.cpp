@@ -11,7 +11,7 @@ namespace {
 
 using expert_steps::LayoutCase;
 
-const std::vector<Operands> kinds = {Operands::fp8_block, Operands::fp8, Operands::mxfp8};
+const std::vector<Operands> kinds = {Operands::fp8_block, Operands::fp8, Operands::mxfp8, Operands::fp8_tensor};
 // Blocks whose heads and channels two ranks can divide into whole blocks of 128, or one rank has as many. Channels of
 // the residual stream are no whole block.
 ModelConfig small_model(const char* family, int64_t T, int64_t layers, int ranks) {
@@ -69,7 +69,7 @@ struct Silenced {
 TEST_CASE("every kind of fp8 gives the same bits with every schedule and recomputation, and every stage of ZeRO",
           "[parallel][fp8]") {
   const ModelConfig model = small_model("qwen3_moe", 128, 4, 1);  // the second block has no experts
-  const size_t kind = GENERATE(0u, 1u, 2u);
+  const size_t kind = GENERATE(0u, 1u, 2u, 3u);
   const Operands read = kinds[kind];
   const selftest::Outcome one = outcome_of(step_of(model, {}, read));
   REQUIRE_FALSE(one.same_bits(outcome_of(step_of(model, {}, Operands::as_stored))));
@@ -87,14 +87,14 @@ TEST_CASE("every kind of fp8 gives the same bits with every schedule and recompu
     const LayoutCase layout{.dp = 2, .stage = stage};
     StepConfig step = step_of(model, layout, read);
     require_same(step, two, layout);
-    if (stage < 3 || read == Operands::mxfp8) continue;
+    if (stage < 3 || read == Operands::mxfp8 || read == Operands::fp8_tensor) continue;
     step.precision.gathers_fp8 = true;
     require_same(step, two, layout);
   }
 }
 
 TEST_CASE("layouts of every kind of fp8 agree with one rank as those of bf16 do", "[parallel][fp8]") {
-  const size_t kind = GENERATE(0u, 1u, 2u);
+  const size_t kind = GENERATE(0u, 1u, 2u, 3u);
   const Operands read = kinds[kind];
   const auto agree = [&](const char* family, int64_t T, const std::vector<StepConfig>& steps) {
     const selftest::Reference reference(step_of(small_model(family, T, 2, 2), {}, read), {});
@@ -109,6 +109,10 @@ TEST_CASE("layouts of every kind of fp8 agree with one rank as those of bf16 do"
   };
   const ModelConfig dense = small_model("qwen3", 128, 2, 2), longer = small_model("qwen3", 512, 2, 2),
                     sparse = small_model("qwen3_moe", 128, 2, 2);
+  if (read == Operands::fp8_tensor) {  // for data-parallel ranks alone
+    agree("qwen3", 128, {step_of(dense, {.dp = 2}, read), step_of(dense, {.dp = 2, .stage = 3}, read)});
+    return;
+  }
   std::vector<StepConfig> parts = {step_of(dense, {.dp = 2}, read), step_of(dense, {.tp = 2}, read),
                                    step_of(dense, {.tp = 2}, read),
                                    step_of(dense, {.dp = 2, .stage = 3, .tp = 2}, read)};

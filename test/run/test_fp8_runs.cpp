@@ -177,4 +177,13 @@ TEST_CASE("layouts whose blocks would not be whole are refused in fp8", "[run][f
   refused(s.options("no", "--local-ranks 2 --zero-stage 3 --gather-dtype fp8 --products mxfp8"),
           "whose weights are other numbers in the backward than in the forward");
   refused(s.options("no", "--local-ranks 2 --zero-stage 1 --gather-dtype fp8"), "use --zero-stage 3");
+  const std::string tensor = "--local-ranks 2 --products fp8-tensor ";
+  refused(s.options("no", tensor + "--tp 2"), "use --tp 1, or --products fp8 or fp8-block");
+  refused(s.options("no", tensor + "--cp 2 --seq-len 512"), "use --cp 1, or --products fp8 or fp8-block");
+  refused(s.options("no", tensor + "--pp 2 --token-slices 2"), "leave out --token-slices");
+  refused(s.options("no", tensor + "--zero-stage 3 --gather-dtype fp8"), "whose matrices have one scale each");
+  refused(
+      "--model d2-e4 --vocab-size 61 --seq-len 256 --batch-size 1 --total-batch-size 1024 --dtype bf16 --train-data " +
+          (s.dir / "data.bin") + " --out-dir " + (s.dir / "no") + " --ep 2 " + tensor,
+      "use --ep 1, or --products fp8 or fp8-block");
 }
