@@ -1,6 +1,7 @@
 // precision.h: which dtype each part of a run has, as one value.
 #pragma once
 #include <optional>
+#include <string>
 
 #include "core/dtype.h"
 
@@ -10,14 +11,29 @@ namespace llmc {
 inline DType accumulator_of(DType dtype) { return dtype == DType::fp64 ? DType::fp64 : DType::fp32; }
 
 // How a product reads its operands: as they are stored, or rounded to eight bits in blocks that are scaled by powers of
-// two: to E4M3 in blocks of 128; with fp8 gradients to E5M2; with mxfp8 in blocks of 32 (ops/ops_quantise.h).
-enum class Operands : uint8_t { as_stored, fp8_block, fp8, mxfp8 };
+// two: to E4M3 in blocks of 128; with fp8 gradients to E5M2; with mxfp8 in blocks of 32; with fp8_tensor as with fp8,
+// but each operand is one block (ops/ops_quantise.h).
+enum class Operands : uint8_t { as_stored, fp8_block, fp8, mxfp8, fp8_tensor };
+
+// The place of a block in a model: so many blocks come before it, and after it.
+struct BlockPlace {
+  int64_t before = 0, after = 0;
+};
+// The blocks of a model that read operands as they are stored all the same: so many first ones, and last ones.
+struct SkippedBlocks {
+  int64_t first = 0, last = 0;
+  bool any() const { return first > 0 || last > 0; }
+  bool have(const BlockPlace& block) const { return block.before < first || block.after < last; }
+  bool operator==(const SkippedBlocks&) const = default;
+  operator std::string() const { return std::to_string(first) + (last > 0 ? "," + std::to_string(last) : ""); }
+};
 
 struct Precision {
   DType weights = DType::fp32;            // as ranks hold and gather them
   DType activations = DType::fp32;        // and their gradients, between layers and between stages
   DType products = DType::fp32;           // the operands of matrix products
   Operands linear = Operands::as_stored;  // how linear layers of blocks read theirs in training
+  SkippedBlocks fp8_skip = {};            // but not those of these blocks
   bool gathers_fp8 = false;               // weights of linear layers travel as E4M3 in training, at stage 3
   DType wire = DType::fp32;               // gradients on their way between data-parallel ranks
   DType state = DType::fp32;              // sums of gradients, master weights, optimizer slots, statistics of rows
@@ -42,12 +58,15 @@ struct Precision {
     same.masters = masters;
     same.averages = averages;
     same.linear = linear;
+    same.fp8_skip = fp8_skip;
     same.gathers_fp8 = gathers_fp8;
     same.wire = wire;
     same.moment1 = moment1, same.moment2 = moment2;
     same.split_masters = split_masters;
     return *this == same;
   }
+  // How the linear layers of a block read their operands.
+  Operands linear_of(const BlockPlace& block) const { return fp8_skip.have(block) ? Operands::as_stored : linear; }
   bool keeps_masters() const { return masters && weights != state; }
   DType master_dtype() const { return split_masters ? DType::int16 : state; }
   DType slot_dtype(size_t slot) const { return (slot == 0 ? moment1 : moment2).value_or(state); }

@@ -99,6 +99,7 @@ struct ModelConfig {
   }
   // Columns of the MLP's first product: with SwiGLU the gates, then the ups.
   int64_t mlp_in_size() const { return family.mlp == Mlp::swiglu ? 2 * n_ffn : n_ffn; }
+  BlockPlace place_of(int64_t layer) const { return {layer, n_layer - 1 - layer}; }
   bool is_sparse(int64_t layer) const {
     return experts.count > 0 && (layer + 1) % experts.every == 0 &&
            std::ranges::count(experts.dense_layers, layer) == 0;
@@ -254,9 +255,10 @@ inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimiz
     table.back().params.push_back({.name = "wpe.weight", .shape = {c.n_positions, C}, .init_std = std, .decay = true});
   for (int64_t l = 0; l < c.n_layer; ++l) {
     const std::string block = formatted("blocks.{}", l);
-    table.push_back({block, {}});
+    const BlockPlace place = c.place_of(l);
+    table.push_back({block, {}, Sharing::dense, place});
     if (wanted.layer && !wanted.layer(l)) {
-      if (c.is_sparse(l)) table.push_back({block + ".experts", {}, Sharing::experts});
+      if (c.is_sparse(l)) table.push_back({block + ".experts", {}, Sharing::experts, place});
       continue;
     }
     auto matrix = [&](const std::string& name, int64_t out, int64_t in, TensorSplit tp, float stddev,
@@ -298,7 +300,7 @@ inline ParamTable parameter_table(const ModelConfig& c, Optimizer rule = Optimiz
         matrix(".moe.shared.down.weight", C, e.shared, inputs, residual_std);
       }
       if (e.shared_gate) matrix(".moe.shared_gate.weight", 1, C, by_row, std);
-      table.push_back({block + ".experts", {}, Sharing::experts});
+      table.push_back({block + ".experts", {}, Sharing::experts, place});
       auto of_expert = [&](int64_t i, const char* name, int64_t out, int64_t in, float stddev, Placement placement) {
         matrix(formatted(".experts.{}.{}", i, name), out, in, by_row, stddev, placement);
         table.back().params.back().expert = i;

@@ -8,7 +8,10 @@
 //   fp8         128 along the sum            128 x 128               E5M2            Micikevicius et al. 2022
 //   mxfp8        32 along the sum             32 along the sum       E4M3            Open Compute Project 2023; scales
 //                                                                                    rounded up: Mishra et al. 2025
+//   fp8-tensor   the operand, all of it       the matrix             E5M2            Micikevicius et al. 2022, with the
+//                                                                                    largest number of now
 //
+// With fp8-tensor numbers do depend on the micro-batch; it is there to compare with the others.
 // Weights in squares are the same numbers along rows and along columns. On Hopper tensor cores multiply fp8-block; in
 // all other cases the numbers keep the dtype of the operand, in which they are exact, and are multiplied in it.
 #pragma once
@@ -44,21 +47,25 @@ enum class SumAlong : uint8_t { rows, columns, both };
 enum class Role : uint8_t { activations, weights, gradients };
 
 struct Fp8Recipe {
-  int64_t block = fp8_block;
+  int64_t block = fp8_block;  // ScaleBlock::all: an operand is one
   bool weights_in_squares = true;
   Fp8Format gradients = Fp8Format::e4m3;
 
+  // Has an operand the same numbers for sums along its rows as along its columns?
+  bool alike(Role role) const { return block == ScaleBlock::all || (role == Role::weights && weights_in_squares); }
   // Blocks of an operand along whose rows, or columns, a product sums.
   ScaleBlock blocks_of(Role role, SumAlong sum) const {
+    if (block == ScaleBlock::all) return ScaleBlock::whole();
     if (role == Role::weights && weights_in_squares) return {block, block};
     return sum == SumAlong::rows ? ScaleBlock{1, block} : ScaleBlock{block, 1};
   }
   Fp8Format format_of(Role role) const { return role == Role::gradients ? gradients : Fp8Format::e4m3; }
 };
 constexpr Fp8Recipe recipe_of(Operands read) {
-  return read == Operands::mxfp8 ? Fp8Recipe{32, false}
-         : read == Operands::fp8 ? Fp8Recipe{fp8_block, true, Fp8Format::e5m2}
-                                 : Fp8Recipe{};
+  return read == Operands::mxfp8        ? Fp8Recipe{32, false}
+         : read == Operands::fp8        ? Fp8Recipe{fp8_block, true, Fp8Format::e5m2}
+         : read == Operands::fp8_tensor ? Fp8Recipe{ScaleBlock::all, true, Fp8Format::e5m2}
+                                        : Fp8Recipe{};
 }
 // Do tensor cores multiply the numbers in fp8?
 inline bool multiplies_fp8(Operands read, const Device& device) {
@@ -71,8 +78,15 @@ inline void round_to_fp8(Tensor out, Tensor x, ScaleBlock block, Fp8Format forma
   const int64_t C = x.shape[x.shape.rank() - 1], R = x.shape[x.shape.rank() - 2], G = x.numel() / (R * C);
   const int32_t* const count = rows.empty() ? nullptr : rows.data<int32_t>();
   const Tensor checked = rows.empty() ? out : Tensor{};
-  RUN_OP(round_to_fp8, x.dtype, bytes_of({out, x}), (checked), out.data<X>(), x.data<X>(), G, R, C, block, format,
-         count);
+  if (!block.is_whole()) {
+    RUN_OP(round_to_fp8, x.dtype, bytes_of({out, x}), (checked), out.data<X>(), x.data<X>(), G, R, C, block, format,
+           count);
+    return;
+  }
+  auto scope = stream.scratch().scope();
+  const Tensor maxima = scratch(stream, "largest numbers", DType::fp32, G, ON_GPU(G * cuda::whole_parts));
+  RUN_OP(round_whole_to_fp8, x.dtype, bytes_of({out, x, x}), (checked), out.data<X>(), maxima.data<float>(),
+         x.data<X>(), G, R, C, format, count);
 }
 
 // Memory for x (R, C), or (G, R, C) in fp8: numbers in x's dtype and order; or for tensor cores E4M3 and scales, (R, C)
@@ -82,7 +96,7 @@ inline Quantised room_in_fp8(const Tensor& x, Role role, SumAlong sum, Operands 
   const bool along_rows = sum != SumAlong::columns, along_columns = sum != SumAlong::rows;
   Quantised q;
   if (!multiplies_fp8(read, device) || x.shape.rank() > 2) {
-    const bool alike = role == Role::weights && recipe_of(read).weights_in_squares;
+    const bool alike = recipe_of(read).alike(role);
     const auto room = [&] { return Operand{arena.alloc(label, "fp8 operand", x.dtype, x.shape)}; };
     if (along_rows || alike) q.rows = room();
     if (along_columns) q.columns = alike ? q.rows : room();

@@ -21,6 +21,10 @@ enum class Fp8Format : uint8_t { e4m3, e5m2 };
 // So many rows and columns of a matrix have a scale in common.
 struct ScaleBlock {
   int64_t rows, columns;
+
+  static constexpr int64_t all = std::numeric_limits<int64_t>::max();
+  static constexpr ScaleBlock whole() { return {all, all}; }
+  constexpr bool is_whole() const { return rows == all; }
 };
 // Elements [first, first + n) of matrices one after another, which each divide into tiles of 128 x 128.
 struct TiledPart {

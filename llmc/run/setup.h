@@ -141,6 +141,10 @@ inline Precision choose_precision(const Options& o) {
         "--noise-scale reads whole sums of gradients, which --offload gradients has in host memory: leave out one of "
         "them");
   precision.linear = o.products;
+  precision.fp8_skip = o.fp8_skip;
+  CHECK(!o.fp8_skip.any() || o.products != Operands::as_stored,
+        "--fp8-skip {} with --products {}, where no block has products in fp8: leave it out, or use --products {}",
+        std::string(o.fp8_skip), o.products, Operands::fp8_block);
   precision.gathers_fp8 = o.gather_dtype == GatherType::fp8;
   CHECK(!precision.gathers_fp8 || o.zero_stage == 3,
         "--gather-dtype fp8 with --zero-stage {}, where weights are gathered once per update: use --zero-stage 3, or "
@@ -148,8 +152,9 @@ inline Precision choose_precision(const Options& o) {
         o.zero_stage);
   CHECK(!precision.gathers_fp8 || o.products == Operands::fp8_block || o.products == Operands::fp8,
         "--gather-dtype fp8 with --products {}, {}: use --products fp8-block or fp8, or leave it out", o.products,
-        o.products == Operands::mxfp8 ? "whose weights are other numbers in the backward than in the forward"
-                                      : "which multiplies the weights as they are stored");
+        o.products == Operands::mxfp8        ? "whose weights are other numbers in the backward than in the forward"
+        : o.products == Operands::fp8_tensor ? "whose matrices have one scale each"
+                                             : "which multiplies the weights as they are stored");
   CHECK(!precision.gathers_fp8 || !o.offload.has(Offloaded::weights),
         "--gather-dtype fp8 with --offload {}: shards in fp8 are made of weights on the device: leave out one of them",
         std::string(o.offload));
@@ -273,6 +278,9 @@ inline StepConfig choose_step(const Options& o) {
                   .documents = o.mask_documents ? Documents::apart : Documents::together};
   CHECK(o.seq_len <= step.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
         o.seq_len, step.model.n_positions, o.model, step.model.n_positions);
+  CHECK(o.fp8_skip.first <= step.model.n_layer && o.fp8_skip.last <= step.model.n_layer - o.fp8_skip.first,
+        "--fp8-skip {}: --model {} has {} blocks: skip at most so many", std::string(o.fp8_skip), o.model,
+        step.model.n_layer);
   CHECK(!o.head_lr || !step.model.tied,
         "--head-lr {} with --model {}, whose output layer is its embedding: use --embed-lr", o.head_lr.value_or(0),
         o.model);
@@ -337,8 +345,24 @@ inline void require_cudnn_can(const StepConfig& step, const Device& device, cons
         o.token_slices);
 }
 
-// Rejects --products in fp8 where blocks of a product would depend on how the work is divided, and on GPUs whose tensor
-// cores do not multiply such numbers.
+// Rejects --products in fp8 on GPUs whose tensor cores do not multiply such numbers. asked: the option
+inline void require_gpu_for_fp8(Operands read, const std::string& asked, const Device& device) {
+  CHECK(
+      read != Operands::fp8_block || !device.machine || device.machine->cores > 0 ||
+          device.machine->fp8_flops_per_s > 0,
+      "{}: its products are for Hopper, and --machine {} has no tflops in fp8: use h100x8 or h200x8, or --products {}",
+      asked, device.machine->name, Operands::as_stored);
+  if (device.kind != DeviceKind::cuda || is_gpu_elsewhere(device)) return;
+  const GpuInfo gpu = gpu_info(device.gpu);
+  const int capability = 10 * gpu.major + gpu.minor, least = read == Operands::mxfp8 ? 100 : 89;
+  CHECK(read == Operands::fp8_block ? capability == 90 : capability >= least,
+        "{}: its numbers are those of {}, and GPU {} is {} (sm_{}{}): use --products {}", asked,
+        read == Operands::fp8_block ? "Hopper (sm_90)"
+        : read == Operands::mxfp8   ? "Blackwell (from sm_100 on)"
+                                    : "Ada, Hopper and later (from sm_89 on)",
+        device.gpu, gpu.name, gpu.major, gpu.minor, Operands::as_stored);
+}
+// And where blocks of a product would depend on how the work is divided.
 inline void require_fp8_can(const StepConfig& step, const Device& device) {
   const Operands read = step.precision.linear;
   if (read == Operands::as_stored) return;
@@ -346,6 +370,16 @@ inline void require_fp8_can(const StepConfig& step, const Device& device) {
   const Layout& l = step.layout;
   const std::string asked = formatted("--products {}", read);
   const int64_t block = detail::recipe_of(read).block;
+  if (block == ScaleBlock::all) {
+    const std::string why = "one scale is for all that the ranks of a product share", use = "fp8 or fp8-block";
+    CHECK(l.tensor.ranks == 1, "{} with --tp {}: {}: use --tp 1, or --products {}", asked, l.tensor.ranks, why, use);
+    CHECK(l.context.ranks == 1, "{} with --cp {}: {}: use --cp 1, or --products {}", asked, l.context.ranks, why, use);
+    CHECK(l.expert.ranks == 1, "{} with --ep {}: {}: use --ep 1, or --products {}", asked, l.expert.ranks, why, use);
+    CHECK(l.pipeline.slices.empty(),
+          "{} with --token-slices {}: {}, and for all of a sequence: leave out --token-slices, or use --products {}",
+          asked, l.pipeline.slices.size(), why, use);
+    return require_gpu_for_fp8(read, asked, device);
+  }
   std::vector<int64_t> runs = l.pipeline.slices;  // tokens of a sequence that a rank multiplies one after another
   if (runs.empty()) runs = {l.context.ranks > 1 ? l.context.share(step.batch.T) / 2 : step.batch.T};
   for (const int64_t run : runs)
@@ -371,20 +405,7 @@ inline void require_fp8_can(const StepConfig& step, const Device& device) {
     CHECK(w.size % w.multiple == 0, "{}: the {} {} {} are no multiple of {}: use another {}, or --products {}", asked,
           w.size, w.what, divided ? "of a rank" : "of the model", w.multiple, divided ? "--tp" : "--model",
           Operands::as_stored);
-  CHECK(
-      read != Operands::fp8_block || !device.machine || device.machine->cores > 0 ||
-          device.machine->fp8_flops_per_s > 0,
-      "{}: its products are for Hopper, and --machine {} has no tflops in fp8: use h100x8 or h200x8, or --products {}",
-      asked, device.machine->name, Operands::as_stored);
-  if (device.kind != DeviceKind::cuda || is_gpu_elsewhere(device)) return;
-  const GpuInfo gpu = gpu_info(device.gpu);
-  const int capability = 10 * gpu.major + gpu.minor, least = read == Operands::mxfp8 ? 100 : 89;
-  CHECK(read == Operands::fp8_block ? capability == 90 : capability >= least,
-        "{}: its numbers are those of {}, and GPU {} is {} (sm_{}{}): use --products {}", asked,
-        read == Operands::fp8_block ? "Hopper (sm_90)"
-        : read == Operands::mxfp8   ? "Blackwell (from sm_100 on)"
-                                    : "Ada, Hopper and later (from sm_89 on)",
-        device.gpu, gpu.name, gpu.major, gpu.minor, Operands::as_stored);
+  require_gpu_for_fp8(read, asked, device);
 }
 
 // The samples in this many steps, at most all.

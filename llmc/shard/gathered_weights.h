@@ -31,6 +31,7 @@ class GatheredWeights {
       largest = std::max(largest, units.unit(u).size());
       most_maxima = std::max(most_maxima, units.sharers(u).weights.size() * shard.tiles());
     });
+    if (fp8_.empty()) return;  // no block has products in fp8
     fp8_numbers_ = arena.alloc("gathered weights", "a unit in fp8", DType::e4m3, {largest});
     fp8_maxima_ = arena.alloc("gathered weights", "largest numbers of blocks", DType::fp32, {most_maxima});
   }

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "comm/layout.h"
-#include "core/dtype.h"
+#include "core/precision.h"
 #include "core/shape.h"
 #include "ops/optimizers.h"
 #include "ops/types.h"
@@ -84,6 +84,7 @@ struct UnitSpec {
   std::string name;  // "embedding", "blocks.0", "blocks.0.experts", "head"
   std::vector<ParamSpec> params;
   Sharing sharing = Sharing::dense;
+  std::optional<BlockPlace> block = {};  // of a block, or its experts
 };
 
 using ParamTable = std::vector<UnitSpec>;  // in the order of the forward pass

@@ -53,7 +53,7 @@ inline ParamTable part_of(ParamTable table, const TensorParallel& tp, int rank) 
   if (tp.ranks == 1) return table;
   ParamTable parts;
   for (const UnitSpec& unit : table) {
-    UnitSpec& mine = parts.emplace_back(UnitSpec{unit.name, {}, unit.sharing});
+    UnitSpec& mine = parts.emplace_back(UnitSpec{unit.name, {}, unit.sharing, unit.block});
     std::vector<ParamSpec> everybodys;
     bool last = false;
     for (const ParamSpec& whole : unit.params) {
@@ -72,7 +72,7 @@ inline ParamTable part_of(ParamTable table, const ExpertParallel& expert, int ra
   const Range held = expert.held_by(rank);
   ParamTable parts;
   for (const UnitSpec& unit : table) {
-    UnitSpec& mine = parts.emplace_back(UnitSpec{unit.name, {}, unit.sharing});
+    UnitSpec& mine = parts.emplace_back(UnitSpec{unit.name, {}, unit.sharing, unit.block});
     bool follows = true;  // the rank has the parameter before this one, too
     for (const ParamSpec& p : unit.params) {
       const bool has = !p.expert || overlap({*p.expert, 1}, held).size > 0;

@@ -62,7 +62,8 @@ class UnitState {
     versions_.push_back(weights_);
     while (static_cast<int64_t>(versions_.size()) < versions)
       versions_.push_back(flat("weight versions", dtype, whole_));
-    if (precision.linear != Operands::as_stored) linear_ = linear_matrices_of(spec_, layout_);
+    if (spec_.block && precision.linear_of(*spec_.block) != Operands::as_stored)
+      linear_ = linear_matrices_of(spec_, layout_);
     if (zero.stage != 3) fp8_ = Fp8Weights(linear_, versions_, precision.linear, spec_.name.c_str(), arena);
     if (zero.holds == Holds::weights) return;
     if (precision.keeps_masters())

@@ -35,8 +35,8 @@ class SliceTimes {
         stream_(device_, scratch_),
         groups_({.tensor = config.layout.tensor}, 0, device_, Groups::null_groups(0)),
         table_(part_of(parameter_table(config.model), config.layout.tensor, 0)),
-        kind_(kind_of_layer(model_, typical_layer(config.model))),
-        layer_(layer_units(config.model)[static_cast<size_t>(typical_layer(config.model))]),
+        kind_(kind_of_layer(model_, typical_layer(config))),
+        layer_(layer_units(config.model)[static_cast<size_t>(typical_layer(config))]),
         block_(table_[layer_.block], config.precision, {}, 0, arena_),
         experts_(layer_.experts
                      ? std::make_unique<UnitState>(table_[*layer_.experts], config.precision, ZeroConfig{}, 0, arena_)
@@ -74,7 +74,7 @@ class SliceTimes {
                               .routing = {.rows = {x.shape[0], {length}, T},
                                           .placement = placement,
                                           .experts = [this]() -> const UnitState& { return *experts_; }},
-                              .linear = config_.precision.linear};
+                              .linear = config_.precision.linear_of(config_.model.place_of(typical_layer(config_)))};
     const parallel::Group group{groups_, arena_, stream_};
     const double begin = stream_.seconds();
     ops_.clear();
@@ -95,11 +95,16 @@ class SliceTimes {
     for (const auto& [name, totals] : ops_) seconds += static_cast<double>(totals.calls) * rates_.op_seconds;
     return seconds;
   }
-  // The first layer with experts, if there is one.
-  static int64_t typical_layer(const ModelConfig& model) {
-    for (int64_t l = 0; l < model.n_layer; ++l)
-      if (model.is_sparse(l)) return l;
-    return 0;
+  // The first layer with experts, if there is one; of these, the first whose products are in fp8, if some are.
+  static int64_t typical_layer(const StepConfig& config) {
+    const ModelConfig& model = config.model;
+    std::optional<int64_t> first;
+    for (int64_t l = 0; l < model.n_layer; ++l) {
+      if (model.sparse_layers() > 0 && !model.is_sparse(l)) continue;
+      if (config.precision.linear_of(model.place_of(l)) == config.precision.linear) return l;
+      if (!first) first = l;
+    }
+    return first.value_or(0);
   }
   static Device device_of(DeviceKind kind, std::shared_ptr<const Machine> machine) {
     Device device = Device{.kind = kind}.on_paper();

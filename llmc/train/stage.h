@@ -227,7 +227,7 @@ class Stage {
                 context,       slot.inputs.all_positions,
                 slot.slice};
     if (pass.purpose == Purpose::train) {
-      s.linear = config_.precision.linear;
+      s.linear = config_.precision.linear_of(config_.model.place_of(layer));
       s.largest_logits = logits_.of(layer);
     }
     if (pass.cache != nullptr) s.cache = {pass.cache->layers[static_cast<size_t>(layer)], pass.cache->rows};

@@ -88,6 +88,7 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   swiglu_backward(x, x, x, N, C, ids, stream);
   for (const ScaledBy by : {ScaledBy::segments, ScaledBy::tiles}) quantise<T>({}, {}, x, N, C, by, stream);
   round_to_fp8(x, x, 1, N, C, {1, C}, Fp8Format::e4m3, ids, stream);
+  round_whole_to_fp8(x, f, x, 1, N, C, Fp8Format::e4m3, ids, stream);
   tile_maxima(f, x, {}, stream);
   tiles_to_fp8<T>(nullptr, x, f, {}, stream);
   tiles_from_fp8<T>(x, nullptr, f, {}, stream);

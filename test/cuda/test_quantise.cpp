@@ -75,6 +75,15 @@ std::vector<T> uneven_values(int64_t R, int64_t C, int seed) {
   return x;
 }
 
+// And columns, too: a block's numbers have more sizes than E4M3 has.
+template <class T>
+std::vector<T> uneven_everywhere(int64_t R, int64_t C, int seed) {
+  std::vector<T> x = uneven_values<T>(R, C, seed);
+  for (int64_t i = 0; i < R * C; ++i)
+    store(x[i], static_cast<float>(x[i]) * std::exp2(static_cast<float>(i % C * 7 % 29 - 14)));
+  return x;
+}
+
 }  // namespace
 
 TEMPLATE_TEST_CASE("operands in fp8 are the CPU's, bit for bit", "[cuda]", float, bf16) {
@@ -96,6 +105,22 @@ TEMPLATE_TEST_CASE("operands in fp8 are the CPU's, bit for bit", "[cuda]", float
   if (way.by == ScaledBy::tiles)  // nothing is reduced after it
     check_barriers(run, {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
   else if (way.sum_over_rows) check_barriers(run);
+}
+
+TEST_CASE("an operand in fp8 has the scales of its own numbers, not of those that were there before", "[cuda]") {
+  const int64_t R = 144, C = 272;
+  const Way way = ways[static_cast<size_t>(GENERATE(0, 1, 2, 3))];
+  const std::vector<bf16> x = uneven_values<bf16>(R, C, 1);
+  DeviceArray<e4m3> values(R * C);
+  DeviceArray<float> scales(std::vector<float>(
+      static_cast<size_t>(scale_count(way.by, way.sum_over_rows ? C : R, way.sum_over_rows ? R : C))));
+  for (const float size : {1.0f, 0x1p-9f, 1.0f}) {
+    std::vector<bf16> scaled = x;
+    for (bf16& value : scaled) store(value, static_cast<float>(value) * size);
+    DeviceArray<bf16> in(scaled);
+    quantise_as<bf16>(way, {values, scales}, in, R, C);
+    REQUIRE(meant<bf16>(values.host(), scales.host(), R, C, way) == floats(rounded(scaled, R, C, way)));
+  }
 }
 
 TEMPLATE_TEST_CASE("an operand in fp8 for sums along rows and columns is both of them", "[cuda]", float, bf16) {
@@ -123,7 +148,7 @@ TEMPLATE_TEST_CASE("numbers rounded to fp8 are the CPU's, bit for bit, for sever
       GENERATE(ScaleBlock{1, 128}, ScaleBlock{128, 1}, ScaleBlock{128, 128}, ScaleBlock{1, 32}, ScaleBlock{32, 1});
   const int64_t G = GENERATE(1, 2), R = 131, C = 137, n = G * R * C;
   const std::vector<int32_t> count = {100};
-  std::vector<T> x = uneven_values<T>(G * R, C, 1), expected(x.size());
+  std::vector<T> x = uneven_everywhere<T>(G * R, C, 1), expected(x.size());
   store(x[3 * C + 5], NAN);
   cpu::round_to_fp8(expected.data(), x.data(), G, R, C, block, format, G == 1 ? count.data() : nullptr);
   const auto run = [&]() -> Outputs {
@@ -140,6 +165,26 @@ TEMPLATE_TEST_CASE("numbers rounded to fp8 are the CPU's, bit for bit, for sever
       FAIL("element " << i << " is " << found[i] << ", not " << wanted[i]);
   if (G == 1 && block.rows == 128 && block.columns == 128 && sizeof(T) == 2 && format == Fp8Format::e4m3)
     check_barriers(run, {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
+}
+
+TEMPLATE_TEST_CASE("matrices rounded to fp8 with one scale each are the CPU's, bit for bit", "[cuda]", float, bf16) {
+  using T = TestType;
+  const Fp8Format format = GENERATE(Fp8Format::e4m3, Fp8Format::e5m2);
+  const int64_t G = GENERATE(1, 2), R = 31, C = G == 1 ? 2237 : 37, n = G * R * C;  // more than all threads at once
+  const std::vector<int32_t> count = {30};
+  const std::vector<T> x = uneven_everywhere<T>(G * R, C, 1);
+  std::vector<T> expected(x.size());
+  std::vector<float> largest(static_cast<size_t>(G));
+  cpu::round_whole_to_fp8(expected.data(), largest.data(), x.data(), G, R, C, format, G == 1 ? count.data() : nullptr);
+  const auto run = [&]() -> Outputs {
+    DeviceArray<T> in(x), out(std::vector<T>(static_cast<size_t>(n)));
+    DeviceArray<float> maxima(G * cuda::whole_parts);
+    DeviceArray<int32_t> rows(count);
+    const int32_t* const all = nullptr;
+    cuda::round_whole_to_fp8<T>(out, maxima, in, G, R, C, format, G == 1 ? rows : all, nullptr);
+    return {{"x", floats(out.host())}};
+  };
+  REQUIRE(run()[0].values == floats(expected));
 }
 
 TEMPLATE_TEST_CASE("parts of matrices in tiles have the CPU's scales and numbers in fp8", "[cuda]", float, bf16) {

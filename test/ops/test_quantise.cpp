@@ -64,6 +64,30 @@ std::vector<double> product(int64_t M, int64_t N, int64_t K, A&& a, B&& b) {
   return c;
 }
 
+// x (R, C), or (G, R, C), in bf16, as products read it.
+Tensor by_definition(Bench& b, const Tensor& x, int64_t rows, int64_t columns, Fp8Format format = Fp8Format::e4m3) {
+  const Tensor all = b.poisoned(DType::bf16, x.shape);
+  const int64_t matrices = x.shape.rank() == 3 ? x.shape[0] : 1, n = x.numel() / matrices,
+                C = x.shape[x.shape.rank() - 1];
+  for (int64_t m = 0; m < matrices; ++m) {
+    const std::vector<double> values = rounded(x.slice(m * n, {n / C, C}), rows, columns, format);
+    for (int64_t i = 0; i < n; ++i)
+      store(all.data<bf16>()[m * n + i], static_cast<float>(values[static_cast<size_t>(i)]));
+  }
+  return all;
+}
+
+// Numbers in bf16 of which no two rows or columns have equal sizes: a block's largest number is its own, and numbers
+// scaled by that of another block lose bits or are cut off.
+Tensor uneven(Bench& b, const Shape& shape) {
+  const Tensor x = b.as(DType::bf16, b.normal(shape));
+  const int64_t C = shape[shape.rank() - 1];
+  for (int64_t i = 0; i < x.numel(); ++i)
+    store(x.data<bf16>()[i],
+          std::ldexp(static_cast<float>(x.data<bf16>()[i]), static_cast<int>(i / C % 31 - 15 + i % C * 7 % 29 - 14)));
+  return x;
+}
+
 double distance(const Tensor& found, const std::vector<double>& expected) {
   std::vector<float> values(expected.size());
   for (size_t i = 0; i < values.size(); ++i)
@@ -117,25 +141,20 @@ TEMPLATE_TEST_CASE(
   for (const float bad : {INFINITY, NAN}) REQUIRE(std::isnan(fp8_scale<F>(bad)));
 }
 
-TEST_CASE("numbers in fp8 keep 30 dB of a normal distribution of any size, and 24 dB as E5M2", "[ops][fp8]") {
-  // Rounding to m bits after the first errs by 2^-(m + 1) of a binade at most, uniformly: by about 32 and 26 dB.
+TEST_CASE("blocks of numbers are scaled by their own largest and rounded as defined, bit for bit", "[ops][fp8]") {
   Bench b;
-  const double size = GENERATE(1e-6, 1.0, 3e4);
-  const Tensor x = b.as(DType::bf16, b.normal({256, 384}, size));
-  const ScaleBlock block =
-      GENERATE(ScaleBlock{1, 128}, ScaleBlock{128, 1}, ScaleBlock{128, 128}, ScaleBlock{1, 32}, ScaleBlock{32, 1});
-  const Fp8Format format = GENERATE(Fp8Format::e4m3, Fp8Format::e5m2);
-  const Tensor out = b.poisoned(DType::bf16, x.shape);
-  detail::round_to_fp8(out, x, block, format, b.stream);
-  b.stream.synchronize();
-  double noise = 0, signal = 0;
-  for (int64_t i = 0; i < x.numel(); ++i) {
-    const double value = static_cast<double>(x.data<bf16>()[i]),
-                 error = value - static_cast<double>(out.data<bf16>()[i]);
-    signal += value * value;
-    noise += error * error;
-  }
-  REQUIRE(10 * std::log10(signal / noise) > (format == Fp8Format::e4m3 ? 30 : 24));
+  const Tensor x = uneven(b, {2, 131, 272}), smaller = b.as(DType::bf16, x), out = b.poisoned(DType::bf16, x.shape);
+  for (int64_t i = 0; i < x.numel(); ++i)
+    store(smaller.data<bf16>()[i], std::ldexp(static_cast<float>(x.data<bf16>()[i]), -9));
+  const ScaleBlock block = GENERATE(ScaleBlock{1, 128}, ScaleBlock{128, 1}, ScaleBlock{128, 128}, ScaleBlock{1, 32},
+                                    ScaleBlock{32, 1}, ScaleBlock::whole());
+  const int64_t rows = block.is_whole() ? 131 : block.rows, columns = block.is_whole() ? 272 : block.columns;
+  for (const Fp8Format format : {Fp8Format::e4m3, Fp8Format::e5m2})
+    for (const Tensor& of : {x, smaller, x}) {  // nothing is left of those before
+      detail::round_to_fp8(out, of, block, format, b.stream);
+      b.stream.synchronize();
+      REQUIRE(bits_of(out) == bits_of(by_definition(b, of, rows, columns, format)));
+    }
 }
 
 TEST_CASE("linear layers in fp8 multiply what their definition says", "[ops][fp8]") {
@@ -176,6 +195,36 @@ TEST_CASE("linear layers in fp8 multiply what their definition says", "[ops][fp8
   REQUIRE(distance(dweight, gradient) < 1e-6);
 }
 
+TEST_CASE("linear layers in fp8 read blocks along their sums, also of operands whose rows and columns differ in size",
+          "[ops][fp8]") {
+  Bench b;
+  const Operands read = GENERATE(Operands::fp8_block, Operands::fp8, Operands::mxfp8, Operands::fp8_tensor);
+  const bool whole = read == Operands::fp8_tensor;
+  const int64_t block = read == Operands::mxfp8 ? 32
+                        : whole                 ? 512
+                                                : 128,
+                one = whole ? 512 : 1, across = read == Operands::mxfp8 ? 1 : block;
+  const Fp8Format of_gradients = whole || read == Operands::fp8 ? Fp8Format::e5m2 : Fp8Format::e4m3;
+  const int64_t N = 144, I = 272, O = 160;
+  const Tensor x = uneven(b, {N, I}), weight = uneven(b, {O, I}), dout = uneven(b, {N, O});
+  Tensor out[2], dx[2], dweight[2];
+  for (int i = 0; i < 2; ++i) {
+    out[i] = b.poisoned(DType::bf16, {N, O});
+    dx[i] = b.poisoned(DType::bf16, {N, I});
+    dweight[i] = b.poisoned(DType::fp32, {O, I});
+  }
+  linear_forward(out[0], x, weight, {}, b.stream, read);
+  linear_backward_input(dx[0], dout, weight, b.stream, read);
+  linear_backward_weight(dweight[0], {}, dout, x, Accumulate::no, b.stream, read);
+  linear_forward(out[1], by_definition(b, x, one, block), by_definition(b, weight, across, block), {}, b.stream);
+  linear_backward_input(dx[1], by_definition(b, dout, one, block, of_gradients),
+                        by_definition(b, weight, block, across), b.stream);
+  linear_backward_weight(dweight[1], {}, by_definition(b, dout, block, one, of_gradients),
+                         by_definition(b, x, block, one), Accumulate::no, b.stream);
+  b.stream.synchronize();
+  for (const auto& both : {out, dx, dweight}) REQUIRE(bits_of(both[0]) == bits_of(both[1]));
+}
+
 TEST_CASE("experts in fp8 multiply rows in blocks of their own, and weights in blocks of one expert", "[ops][fp8]") {
   Bench b;
   const Operands read = GENERATE(Operands::fp8_block, Operands::fp8, Operands::mxfp8);
@@ -195,21 +244,10 @@ TEST_CASE("experts in fp8 multiply rows in blocks of their own, and weights in b
   grouped_linear_backward_input(dx[0], dout, weight, offsets, b.stream, read);
   grouped_linear_backward_weight(dw[0], dout, x, offsets, Accumulate::no, b.stream, read);
 
-  const auto by_definition = [&](const Tensor& t, int64_t rows, int64_t columns, Fp8Format format = Fp8Format::e4m3) {
-    const Tensor all = b.poisoned(DType::bf16, t.shape);
-    const int64_t matrices = t.shape.rank() == 3 ? t.shape[0] : 1, n = t.numel() / matrices,
-                  C = t.shape[t.shape.rank() - 1];
-    for (int64_t m = 0; m < matrices; ++m) {
-      const std::vector<double> values = rounded(t.slice(m * n, {n / C, C}), rows, columns, format);
-      for (int64_t i = 0; i < n; ++i)
-        store(all.data<bf16>()[m * n + i], static_cast<float>(values[static_cast<size_t>(i)]));
-    }
-    return all;
-  };
-  const Tensor rows = by_definition(x, 1, block),
-               gradients = by_definition(dout, 1, block, read == Operands::fp8 ? Fp8Format::e5m2 : Fp8Format::e4m3);
-  grouped_linear_forward(out[1], rows, by_definition(weight, across, block), offsets, b.stream);
-  grouped_linear_backward_input(dx[1], gradients, by_definition(weight, block, across), offsets, b.stream);
+  const Tensor rows = by_definition(b, x, 1, block),
+               gradients = by_definition(b, dout, 1, block, read == Operands::fp8 ? Fp8Format::e5m2 : Fp8Format::e4m3);
+  grouped_linear_forward(out[1], rows, by_definition(b, weight, across, block), offsets, b.stream);
+  grouped_linear_backward_input(dx[1], gradients, by_definition(b, weight, block, across), offsets, b.stream);
   grouped_linear_backward_weight(dw[1], gradients, rows, offsets, Accumulate::no, b.stream);
   b.stream.synchronize();
   for (const auto& both : {out, dx, dw}) REQUIRE(bits_of(both[0]) == bits_of(both[1]));
@@ -254,7 +292,8 @@ TEST_CASE("matrices rounded in parts, whose tiles several ranks share, are the m
 TEST_CASE("the backward of a linear layer at once has the bits of its two products", "[ops][fp8]") {
   Bench b;
   const int64_t N = 144, I = 272, O = 160;
-  const Operands read = GENERATE(Operands::as_stored, Operands::fp8_block, Operands::fp8, Operands::mxfp8);
+  const Operands read =
+      GENERATE(Operands::as_stored, Operands::fp8_block, Operands::fp8, Operands::mxfp8, Operands::fp8_tensor);
   const Tensor x = b.as(DType::bf16, b.normal({N, I})), weight = b.as(DType::bf16, b.normal({O, I})),
                dout = b.as(DType::bf16, b.normal({N, O}));
   Tensor dx[2], dweight[2], dbias[2];

@@ -60,5 +60,25 @@ void round_to_fp8(T* out, const T* x, int64_t G, int64_t R, int64_t C, ScaleBloc
     else detail::round_to_fp8<e5m2>(out + at, x + at, R, C, block);
 }
 
+// out (G, R, C) = x, each matrix rounded to fp8 with one scale. maxima (G): room
+template <class T>
+void round_whole_to_fp8(T* out, float* maxima, const T* x, int64_t G, int64_t R, int64_t C, Fp8Format format,
+                        const int32_t* count) {
+  if (count != nullptr) R = *count;
+  const int64_t n = R * C;
+  const auto round = [&]<class F>(int64_t g, F) {
+    uint32_t largest = 0;
+#pragma omp parallel for simd schedule(static) reduction(max : largest)
+    for (int64_t i = g * n; i < (g + 1) * n; ++i) largest = std::max(largest, detail::magnitude(x[i]));
+    maxima[g] = std::bit_cast<float>(largest);
+    const float scale = fp8_scale<F>(maxima[g]), factor = reciprocal_of_power(scale);
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = g * n; i < (g + 1) * n; ++i) store(out[i], F::rounded(static_cast<float>(x[i]) * factor) * scale);
+  };
+  for (int64_t g = 0; g < G; ++g)
+    if (format == Fp8Format::e4m3) round(g, e4m3{});
+    else round(g, e5m2{});
+}
+
 }  // namespace CPU_ISA
 }  // namespace llmc::cpu

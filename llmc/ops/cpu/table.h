@@ -38,7 +38,7 @@
   OP(gelu_backward_with_bias) OP(gelu_forward) OP(init_normal) OP(layernorm_backward) OP(layernorm_forward) OP(linear_combination) OP(merge_parts) OP(normalise_rows) \
   OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums) OP(qk_norm_backward) \
   OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward) OP(residual_rmsnorm_forward) \
-  OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(round_to_fp8) OP(scale) OP(square_sum) OP(swiglu_backward) OP(swiglu_forward) \
+  OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(round_to_fp8) OP(round_whole_to_fp8) OP(scale) OP(square_sum) OP(swiglu_backward) OP(swiglu_forward) \
   OP(update_weights)
 #define CPU_OPS_OF_SUMS(OP) \
   OP(add_losses) OP(average_weights) OP(exchange) OP(join_segments) OP(largest_logits) OP(muon_direction) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) \

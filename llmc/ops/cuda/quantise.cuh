@@ -253,4 +253,39 @@ void round_to_fp8(T* out, const T* x, int64_t G, int64_t R, int64_t C, ScaleBloc
   else run(type_tag<e5m2>{});
 }
 
+// The same with one scale for each matrix of x (G, R, C): the largest numbers of `whole_parts` parts of each, and then
+// of them all, by every block.
+inline constexpr int whole_parts = 256;
+
+template <class T>
+__global__ void __launch_bounds__(whole_parts) whole_maxima_kernel(float* __restrict__ maxima, const T* __restrict__ x,
+                                                                   int64_t R, int64_t C, const int32_t* count) {
+  const int64_t n = (count != nullptr ? *count : R) * C, begin = blockIdx.y * R * C;
+  float largest[1] = {0};
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * whole_parts + threadIdx.x; i < n; i += whole_parts * whole_parts)
+    largest[0] = larger_magnitude(largest[0], to_float(x[begin + i]));
+  block_reduce(largest, Magnitude{});
+  if (threadIdx.x == 0) maxima[blockIdx.y * whole_parts + blockIdx.x] = largest[0];
+}
+template <class F, class T>
+__global__ void __launch_bounds__(whole_parts)
+    round_whole_kernel(T* __restrict__ out, const float* __restrict__ maxima, const T* __restrict__ x, int64_t R,
+                       int64_t C, const int32_t* count) {
+  const int64_t n = (count != nullptr ? *count : R) * C, begin = blockIdx.y * R * C;
+  float largest[1] = {maxima[blockIdx.y * whole_parts + threadIdx.x]};
+  block_reduce(largest, Magnitude{});
+  const float scale = fp8_scale<F>(largest[0]), factor = reciprocal_of_power(scale);
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * whole_parts + threadIdx.x; i < n; i += whole_parts * whole_parts)
+    out[begin + i] = from_float<T>(F::rounded(to_float(x[begin + i]) * factor) * scale);
+}
+// maxima (G, whole_parts): room
+template <class T>
+void round_whole_to_fp8(T* out, float* maxima, const T* x, int64_t G, int64_t R, int64_t C, Fp8Format format,
+                        const int32_t* count, cudaStream_t stream) {
+  const Grid parts(whole_parts, G);
+  launch(whole_maxima_kernel<T>, parts, whole_parts, 0, stream, maxima, x, R, C, count);
+  const auto kernel = format == Fp8Format::e4m3 ? round_whole_kernel<e4m3, T> : round_whole_kernel<e5m2, T>;
+  launch(kernel, parts, whole_parts, 0, stream, out, maxima, x, R, C, count);
+}
+
 }  // namespace llmc::cuda

@@ -109,6 +109,7 @@ struct Options {
   bool check_devices = false;
   WeightType dtype = WeightType::fp32;
   Operands products = Operands::as_stored;
+  SkippedBlocks fp8_skip = {};
   RecomputeChoice recompute = {};
   Offload offload = {};
   int64_t head_chunks = 0;

@@ -25,7 +25,7 @@ enum class OnSpike : uint8_t { stop, skip, rollback };
 constexpr auto names_of_values(OnSpike) { return std::array{"stop", "skip", "rollback"}; }
 enum class WeightType : uint8_t { fp32, bf16 };
 constexpr auto names_of_values(WeightType) { return std::array{"fp32", "bf16"}; }
-constexpr auto names_of_values(Operands) { return std::array{"dtype", "fp8-block", "fp8", "mxfp8"}; }
+constexpr auto names_of_values(Operands) { return std::array{"dtype", "fp8-block", "fp8", "mxfp8", "fp8-tensor"}; }
 enum class GatherType : uint8_t { dtype, fp8 };
 constexpr auto names_of_values(GatherType) { return std::array{"dtype", "fp8"}; }
 enum class MasterWeights : uint8_t { fp32, split, none };

@@ -299,9 +299,15 @@ void visit_options(O& o, Visitor&& visit) {
         "what the linear layers of blocks, and their experts, multiply in training, forward and backward: dtype: "
         "numbers as --dtype stores them; fp8-block: numbers rounded to fp8 (E4M3), in blocks of 128 along the sum, or "
         "of 128 x 128 weights, that are scaled by powers of two; fp8: the same, but gradients as E5M2; mxfp8: E4M3 in "
-        "blocks of 32 along the sum. Sums stay fp32, and embedding, head, norms, router and attention --dtype. On GPUs "
-        "fp8-block runs on Hopper (compute capability 9.0) with cuBLASLt 12.9; fp8 (from 8.9 on), mxfp8 (from 10.0 "
+        "blocks of 32 along the sum; fp8-tensor: as fp8, but one scale for an operand, so that numbers depend on "
+        "--batch-size, without --tp, --cp, --ep and --token-slices. Sums stay fp32, and embedding, head, norms, router "
+        "and attention --dtype. On GPUs "
+        "fp8-block runs on Hopper (compute capability 9.0) with cuBLASLt 12.9; fp8 and fp8-tensor (from 8.9 on), mxfp8 "
+        "(from 10.0 "
         "on) and experts multiply the same numbers as CPUs, but in bf16, which gains no speed");
+  visit("--fp8-skip", "", o.fp8_skip, one_of({"N", "N,M"}), warn,
+        "with --products in fp8: the first N blocks, and the last M, multiply numbers as --dtype stores them; they are "
+        "the most sensitive, and few");
   visit(
       "--master-weights", "-w", o.master_weights, any_of<MasterWeights>(), must_match,
       "master copy of bf16 weights; split: the same numbers as fp32, kept as the bf16 weights and 16 more bits, which "

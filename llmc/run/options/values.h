@@ -67,6 +67,18 @@ inline void parse_value(const std::string& name, const std::string& text, Recomp
   CHECK(error == std::errc() && after == end && field.segment >= 1 && field.segment <= 1 << 20,
         "{} {}: expected block:N, N the blocks of a segment, from 1 to 1048576", name, shown(text));
 }
+inline void parse_value(const std::string& name, const std::string& text, SkippedBlocks& field) {
+  field = {};
+  const char *at = text.data(), *const end = at + text.size();
+  const auto number = [&](int64_t& blocks) {
+    const auto [after, error] = std::from_chars(at, end, blocks);
+    at = after;
+    return error == std::errc() && blocks >= 0;
+  };
+  const bool first = number(field.first), good = first && (at == end || (*at++ == ',' && number(field.last)));
+  CHECK(good && at == end, "{} {}: expected N or N,M: how many of the first blocks, and of the last, such as 1 or 1,2",
+        name, shown(text));
+}
 inline void parse_value(const std::string& name, const std::string& text, Offload& field) {
   field = {};
   if (text == "none") return;
@@ -142,7 +154,7 @@ inline void check_limits(Options& o) {
                            if (field) check_number(*field);
                          } else if constexpr (!std::is_same_v<T, bool> && !std::is_same_v<T, TextList> &&
                                               !std::is_same_v<T, RecomputeChoice> && !std::is_same_v<T, Offload> &&
-                                              !NamedEnum<T>) {
+                                              !std::is_same_v<T, SkippedBlocks> && !NamedEnum<T>) {
                            check_number(field);
                          }
                        }});

@@ -235,8 +235,9 @@ class RemedySearch {
     const bool sharded = step.layout.zero.shards > 1;
     const Recompute asked = step.recompute;
     const int64_t sequences = step.batch.B * step.micro_batches;
-    std::vector<int64_t> sizes;  // micro-batch sizes, the largest first
-    for (int64_t B = step.batch.B; B >= 1; --B)
+    std::vector<int64_t> sizes;  // micro-batch sizes, the largest first; others change the scales of whole operands
+    const int64_t least_size = step.precision.linear == Operands::fp8_tensor ? step.batch.B : 1;
+    for (int64_t B = step.batch.B; B >= least_size; --B)
       if (sequences % B == 0 && sequences / B <= most_passes / step.model.n_layer) sizes.push_back(B);
     if (sizes.empty()) return std::nullopt;
     auto set = [&](int64_t B, const RecomputeChoice& recompute) -> const StepConfig& {
@@ -276,8 +277,9 @@ class RemedySearch {
     const std::optional<Remedy> least = least_;  // with the sequence length asked for
     StepConfig step = asked_;
     const int64_t slices = step.slices_for(Purpose::train),
-                  block =
-                      step.precision.linear == Operands::as_stored ? 1 : detail::recipe_of(step.precision.linear).block,
+                  block = step.precision.linear == Operands::as_stored || step.precision.linear == Operands::fp8_tensor
+                              ? 1
+                              : detail::recipe_of(step.precision.linear).block,
                   least_T = step.layout.context.slices() * slices * block;
     auto set_length = [&](int64_t T) {
       step.batch.T = T;

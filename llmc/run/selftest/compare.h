@@ -35,7 +35,7 @@ class Reference {
   const Distances& farther() const { return farther_; }
   // Another device rounds differently in bf16, and so do ranks that add parts of a product or merge parts of attention:
   // they may be as far away as both are from fp32. (Two runs that differ only in the micro-batch round every activation
-  // alike.)
+  // alike.) Products in fp8: as far as both are from the dtype.
   const Distances& allowed(const Layout& layout, const Device& device) const {
     return device.kind != DeviceKind::cpu || in_parts(layout) ? farther_ : near_;
   }
@@ -46,21 +46,29 @@ class Reference {
  private:
   static constexpr double roundings = 8;  // of an element, in those of its tensor's root mean square
 
-  static bool is_fp32(const StepConfig& step) { return step.precision.activations == DType::fp32; }
+  static bool is_fp32(const StepConfig& step) {
+    return step.precision.activations == DType::fp32 && step.precision.linear == Operands::as_stored;
+  }
 
   // Contract 5: twice the distance between two runs that differ only in the micro-batch, or a bound where that is
-  // larger.
+  // larger. What is rounded to fp8 is compared with what is not.
   void measure_bounds() {
     const Outcome pairs = run_layout(on_one_rank(one_, 2), {}, parts_);
     StepConfig exact = one_;
-    exact.precision = DType::fp32;
-    const Distances noise(pairs, alone_), from_fp32(run_layout(exact, {}, parts_), alone_);
+    if (one_.precision.linear != Operands::as_stored) exact.precision.linear = Operands::as_stored;
+    else exact.precision = DType::fp32;
+    const Outcome less_rounded = run_layout(exact, {}, parts_);
+    const Distances noise(pairs, alone_), from_exact(less_rounded, alone_);
     const auto twice = [](const Distances& usual) {
       return Distances(2 * usual.loss, 2 * usual.norm, 2 * usual.gradients, 2 * usual.weights)
           .or_larger(Distances(1e-3, 0x1p-8, 0x1p-8, 0x1p-8));
     };
     near_ = twice(noise);
-    farther_ = twice(noise.or_larger(from_fp32));
+    farther_ = twice(noise.or_larger(from_exact));
+    // Norms of gradients differ by no more than the gradients do. In bf16 they are bounded closer; in fp8 one
+    // difference between two norms says little, since a gradient errs by several percent, mostly across its direction.
+    if (one_.precision.linear != Operands::as_stored)
+      farther_.norm = std::max(farther_.norm, 2 * whole_distance(less_rounded.gradients, alone_.gradients));
   }
 
   StepConfig one_;

@@ -247,6 +247,19 @@ inline double distance(const Wholes& a, const Wholes& b, const Outcome& one = {}
   }
   return largest;
 }
+// The same for all of them as one vector.
+inline double whole_distance(const Wholes& a, const Wholes& b) {
+  double difference = 0, size = 0;
+  for (const auto& [name, whole] : b) {
+    const std::vector<float>& of_a = a.at(name).values;
+    for (size_t i = 0; i < whole.values.size(); ++i) {
+      const double d = static_cast<double>(of_a[i]) - static_cast<double>(whole.values[i]);
+      difference += d * d;
+      size += static_cast<double>(whole.values[i]) * static_cast<double>(whole.values[i]);
+    }
+  }
+  return std::sqrt(difference / size);
+}
 // Of the first `steps` at most.
 inline double distance(const std::vector<double>& a, const std::vector<double>& b, size_t steps) {
   double largest = 0;
