@@ -111,6 +111,7 @@ struct Options {
   Operands products = Operands::as_stored;
   RecomputeChoice recompute = {};
   Offload offload = {};
+  std::string offload_dir;
   int64_t head_chunks = 0;
   MasterWeights master_weights = MasterWeights::fp32;
   MomentType moment1_dtype = MomentType::fp32, moment2_dtype = MomentType::fp32;

@@ -192,7 +192,8 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
            human_flops(flops), human_flops(flops * static_cast<double>(step.tokens())))},
       {"numerics", formatted("{}, recompute {}{}", o.dtype, step.recomputation(),
                              step.layout.zero.offload.any()
-                                 ? formatted(", in host memory {}", std::string(step.layout.zero.offload))
+                                 ? formatted(", in host memory {}{}", std::string(step.layout.zero.offload),
+                                             step.layout.zero.offload.any_in_file() ? ", but moments in a file" : "")
                                  : "")},
       {"batch",
        formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
