@@ -27,17 +27,16 @@
 #include "device/host_copy.h"
 #include "ops/ops.h"
 #include "shard/fp8_weights.h"
+#include "shard/offload_memory.h"
 #include "shard/state_table.h"
 
 namespace llmc {
 
 class UnitState {
  public:
-  // host: memory for what is offloaded; none: nothing is
   // versions: how many versions of the weights are kept; one is used at a time
-  // file: that has what is in a file instead; none: nothing is
   UnitState(const UnitSpec& spec, const Precision& precision, const ZeroConfig& zero, int shard, Arena& arena,
-            Arena* host = nullptr, int64_t versions = 1, Arena* file = nullptr)
+            const OffloadMemory& elsewhere = {}, int64_t versions = 1)
       : spec_(spec), layout_(spec, zero.ranks()), small_(precision.small_state()), offload_(zero.offload) {
     const DType dtype = precision.weights, state = precision.state;
     whole_ = {0, layout_.size};
@@ -48,11 +47,7 @@ class UnitState {
     sharded_ = zero.stage == 3                                       ? Sharded::weights
                : zero.updates() == ZeroConfig::Updates::shard_owners ? Sharded::optimizer
                                                                      : Sharded::nothing;
-    CHECK(host != nullptr || !offload_.has_state(), "--offload {}: there is no host memory", std::string(offload_));
-    CHECK(file != nullptr || !offload_.any_in_file(), "--offload-dir {}: there is no file", offload_.directory);
-    const auto memory_for = [&](Offloaded part) -> Arena& {
-      return offload_.in_file(part) ? *file : offload_.has(part) ? *host : arena;
-    };
+    const auto memory_for = [&](Offloaded part) -> Arena& { return elsewhere.of(part, offload_, arena); };
     auto flat = [&](const char* label, DType d, const Range& r, std::optional<Offloaded> part = std::nullopt) {
       Arena& memory = part ? memory_for(*part) : arena;
       return r.size == 0 ? Tensor{} : memory.alloc(label, spec_.name.c_str(), d, {r.size});

@@ -23,8 +23,7 @@ struct StageState {
   StageUnits stages = {};
   int64_t blocks_open = 1;  // the most blocks whose gradients are begun and not yet reduced at the same time
   int64_t versions = 1;     // of the weights
-  Arena* host = nullptr;    // memory for what is offloaded; none: nothing is
-  Arena* file = nullptr;    // of what is in a file instead; none: nothing is
+  OffloadMemory offloaded = {};
 };
 
 // In the order of the model: the embedding, the blocks (and their experts, if they have any), the head.
@@ -42,8 +41,8 @@ class Units {
       if (unit.sharing == Sharing::experts) require_expert_groups(unit);
       units_.push_back(stages_.has(units_.size(), groups.me.stage)
                            ? std::make_unique<UnitState>(unit, precision, zero_config(unit.sharing),
-                                                         groups.sharers(unit.sharing).shard, arena, kept.host,
-                                                         kept.versions, kept.file)
+                                                         groups.sharers(unit.sharing).shard, arena, kept.offloaded,
+                                                         kept.versions)
                            : nullptr);
     }
   }

@@ -176,9 +176,10 @@ class MachineReader {
     m.memory_share = number(json_, "memory_share", positive, 1);
     m.op_s = number(json_, "op_us", 0, 0) * 1e-6;
     m.watts = number(json_, "watts", 0, 0);
-    require_known(json_, {"source", "cores", "tflops", "memory_gib", "memory_gb_per_s", "links", "host_link", "disk_gb_per_s", "rails",
-                          "product_share", "multiprocessors", "tile_fill", "attention_share", "half_keys",
-                          "half_channels", "score_bytes", "memory_share", "op_us", "core_gb_per_s", "watts"});
+    require_known(json_, {"source",          "cores",        "tflops",          "memory_gib",    "memory_gb_per_s",
+                          "links",           "host_link",    "disk_gb_per_s",   "rails",         "product_share",
+                          "multiprocessors", "tile_fill",    "attention_share", "half_keys",     "half_channels",
+                          "score_bytes",     "memory_share", "op_us",           "core_gb_per_s", "watts"});
     if (json_.contains("cores")) share_out(m, use);
     return m;
   }

@@ -283,8 +283,8 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
                            Begun begun = Begun::no) {
   const Plan& most = plan.of_stage(plan.stage_with_most([](const Plan& p) { return p.host_bytes; }));
   CHECK(device.kind != DeviceKind::cuda || most.host_bytes <= free_memory_of_rank(o),
-        "--offload {} needs {} of host memory for a rank, and its share of what is free is {}: leave out a part, or "
-        "share the state among more ranks, with --zero-stage 1",
+        "--offload {} needs {} of host memory for a rank, and its share of what is free is {}: leave out a part, "
+        "share the state among more ranks, with --zero-stage 1, or have moments in files, with --offload-dir",
         std::string(step.layout.zero.offload), human_bytes(most.host_bytes), human_bytes(free_memory_of_rank(o)));
   if (fits(plan, memory_limit(o, device))) return;
   std::string message =
