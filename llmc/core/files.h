@@ -110,7 +110,11 @@ class File {
     }
   }
   // Takes the room of so many bytes on the disk, which are then zeros. Returns 0, or the error's number.
-  int allocate(int64_t bytes) const { return ::posix_fallocate(fd_, 0, bytes); }
+  int allocate(int64_t bytes) const {
+    int error = EINTR;
+    while (error == EINTR) error = ::posix_fallocate(fd_, 0, bytes);
+    return error;
+  }
 
   void write(const void* data, int64_t bytes) { check(write_some(data, bytes) == bytes, "write to"); }
   // Returns how many of the bytes were written; if not all, errno says why.

@@ -1,7 +1,7 @@
 // scratch_file.h: a file that serves as memory (--offload-dir). Nobody but the process that made it ever reads it: its
 // name is removed as soon as it is open, so that it takes no room once the process has ended, however that ends, and no
 // other run can have it. Its whole size is taken from the disk before it is used: so a disk that is too small is found
-// at the start, and no write fails later for want of room.
+// at the start and, unless its file system writes every change to a new place, no write fails later for want of room.
 //
 // It is read and written by calls, and not mapped, because an error of the disk is then an error of a call, which names
 // the file and the place; in mapped memory it would be a signal that ends the process. Reads and writes go through the
@@ -27,7 +27,8 @@ class ScratchFile {
   // is too little room
   ScratchFile(const std::string& path, int64_t bytes, const std::string& what, const std::string& remedy)
       : file_(create(path)), bytes_(bytes) {
-    ::unlink(path.c_str());
+    CHECK(::unlink(path.c_str()) == 0 || errno == ENOENT, "cannot remove the name of {}: {}", path,
+          std::strerror(errno));
     if (bytes == 0) return;
     const double free = free_bytes(path);
     const int error = file_.allocate(bytes);

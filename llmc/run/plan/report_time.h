@@ -99,7 +99,9 @@ struct Loss {
   std::string what, remedy;
 };
 inline std::string remedy_of_group(const std::string& group, const StepConfig& step) {
-  if (group == file_transfers) return "a larger --total-batch-size, or moments in host memory, without --offload-dir";
+  // What comes from a file comes through host memory.
+  if ((group == host_copies || group == file_transfers) && step.layout.zero.offload.any_in_file())
+    return "a larger --total-batch-size, or moments in host memory, without --offload-dir";
   if (group == host_copies) return "a larger --total-batch-size, or less --offload";
   if (group == "activations" || group == "head gradients")
     return step.layout.tensor.overlap ? "a smaller --tp" : "--tp-overlap, or a smaller --tp";
