@@ -148,7 +148,6 @@ class HostState {
       piece.moved.emplace_back(home, device);
       if (changes) piece.changed.emplace_back(host, device);
     }
-    if (from_file.buffer != nullptr) units_.groups().hooks.released(from_file.buffer->memory, stream);
     piece.buffer->ready = stream.record();
     return piece;
   }
