@@ -9,6 +9,8 @@
 //   FILE_OPS_HANG=t    writes to files with t in their path never end
 //   FILE_OPS_FAIL=n    operation n fails, with the number FILE_OPS_ERRNO (default: EIO); FILE_OPS_FAIL_ALL=1: and all
 //                      that come later
+//   FILE_OPS_FAIL_AT=t the first operation with t in its words fails (FILE_OPS_ERRNO); also "pread PATH", which is not
+//                      counted and logged as others are; FILE_OPS_FAIL_AT_AFTER=n: after n others with t
 //   FILE_OPS_CLOCK=s   each look at the clock on the wall jumps by up to s seconds, forwards or backwards
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -54,6 +56,15 @@ void die() {
   kill(getpid(), SIGKILL);
   for (;;) pause();
 }
+int failure() { return getenv("FILE_OPS_ERRNO") != nullptr ? atoi(getenv("FILE_OPS_ERRNO")) : EIO; }
+// Is it the operation at which FILE_OPS_FAIL_AT tells to fail?
+bool fails_at(const std::string& words) {
+  static long seen = 0;
+  const char* at = getenv("FILE_OPS_FAIL_AT");
+  if (at == nullptr || words.find(at) == std::string::npos) return false;
+  const char* after = getenv("FILE_OPS_FAIL_AT_AFTER");
+  return seen++ == (after == nullptr ? 0 : atol(after));
+}
 // Records one operation: its words, and the bytes of a write. Kills the process if it must die here. Returns false, and
 // sets errno, if the operation fails. The last operation of a process that dies in a write is half of it: at `halfway`.
 template <class Halfway>
@@ -75,10 +86,17 @@ bool operation(const std::string& words, const void* bytes, size_t n, Halfway&& 
     syscall(SYS_renameat2, AT_FDCWD, root(), AT_FDCWD, (std::string(root()) + ".moved").c_str(), 0);
   if (is_now("FILE_OPS_KILL")) halfway(), die();
   if (const char* at = getenv("FILE_OPS_KILL_AT"); at != nullptr && words.find(at) != std::string::npos) die();
-  const bool fails = is_now("FILE_OPS_FAIL") || (getenv("FILE_OPS_FAIL_ALL") != nullptr && first("FILE_OPS_FAIL") > 0 &&
-                                                 count > first("FILE_OPS_FAIL"));
-  if (fails) errno = getenv("FILE_OPS_ERRNO") != nullptr ? atoi(getenv("FILE_OPS_ERRNO")) : EIO;
+  const bool fails =
+      is_now("FILE_OPS_FAIL") ||
+      (getenv("FILE_OPS_FAIL_ALL") != nullptr && first("FILE_OPS_FAIL") > 0 && count > first("FILE_OPS_FAIL")) ||
+      fails_at(words);
+  if (fails) errno = failure();
   return !fails;
+}
+// Has the disk no room for a write to this file?
+bool is_full(const std::string& path) {
+  const char *full = getenv("FILE_OPS_FULL"), *most = getenv("FILE_OPS_FULL_WRITES");
+  return full != nullptr && path.find(full) != std::string::npos && (most == nullptr || failed++ < atol(most));
 }
 bool change(const std::string& path, const std::string& words) {
   std::lock_guard lock(mutex);
@@ -146,17 +164,37 @@ ssize_t write(int fd, const void* bytes, size_t n) {
   {
     std::lock_guard lock(mutex);
     const auto file = files().find(fd);
-    if (const char* full = getenv("FILE_OPS_FULL"); full != nullptr && file != files().end())
-      if (const char* most = getenv("FILE_OPS_FULL_WRITES");
-          file->second.find(full) != std::string::npos && (most == nullptr || failed++ < atol(most))) {
-        errno = ENOSPC;
-        return -1;
-      }
+    if (file != files().end() && is_full(file->second)) {
+      errno = ENOSPC;
+      return -1;
+    }
     if (file != files().end() &&
         !operation("write " + file->second, bytes, n, [&] { syscall(SYS_write, fd, bytes, n / 2); }))
       return -1;
   }
   return next(&write, "write")(fd, bytes, n);
+}
+ssize_t pwrite(int fd, const void* bytes, size_t n, off_t at) {
+  return change(fd, "pwrite ") ? next(&pwrite, "pwrite")(fd, bytes, n, at) : -1;
+}
+ssize_t pread(int fd, void* bytes, size_t n, off_t at) {
+  {
+    std::lock_guard lock(mutex);
+    const auto file = files().find(fd);
+    if (file != files().end() && fails_at("pread " + file->second)) {
+      errno = failure();
+      return -1;
+    }
+  }
+  return next(&pread, "pread")(fd, bytes, n, at);
+}
+int posix_fallocate(int fd, off_t at, off_t n) {
+  {
+    std::lock_guard lock(mutex);
+    const auto file = files().find(fd);
+    if (file != files().end() && is_full(file->second)) return ENOSPC;
+  }
+  return change(fd, "allocate ") ? next(&posix_fallocate, "posix_fallocate")(fd, at, n) : errno;
 }
 int fsync(int fd) { return change(fd, "fsync ") ? next(&fsync, "fsync")(fd) : -1; }
 int sync_file_range(int fd, off64_t from, off64_t n, unsigned flags) {

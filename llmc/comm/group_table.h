@@ -48,10 +48,13 @@ enum class Lane : uint8_t {
   expert,     // rows for experts, while the shared expert computes
   to_device,  // state from the host's memory, before it is needed (--offload)
   to_host,    // and back
+  from_file,  // state from a file to the host's memory (--offload-dir): a thread, also beside a GPU
+  to_file,    // and back
   host        // none: text between hosts
 };
 constexpr auto names_of_values(Lane) {
-  return std::array{"compute", "reduce", "gather", "exchange", "context", "expert", "to device", "to host", "host"};
+  return std::array{"compute",   "reduce",  "gather",    "exchange", "context", "expert",
+                    "to device", "to host", "from file", "to file",  "host"};
 }
 inline constexpr int lanes = static_cast<int>(Lane::host) + 1;
 

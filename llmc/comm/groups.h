@@ -108,6 +108,8 @@ class Groups {
   }
   Stream& reduce_stream() const { return *find_stream(Lane::reduce); }
   Stream& gather_stream() const { return *find_stream(Lane::gather); }
+  // How many streams have work space of their own for transfers.
+  int64_t streams_with_scratch() const { return std::ssize(streams()) - (layout.zero.offload.any_in_file() ? 2 : 0); }
   // All streams except the compute stream.
   std::vector<Stream*> streams() const {
     std::vector<Stream*> all;
@@ -191,6 +193,12 @@ class Groups {
   };
   using Streams = std::array<std::unique_ptr<OwnStream>, lanes>;
 
+  // The device whose streams are threads of the host.
+  static Device host_of(Device device) {
+    if (device.kind == DeviceKind::cuda) device.kind = DeviceKind::cpu;
+    device.threads = 1;
+    return device;
+  }
   // Which lanes have a stream of their own.
   static Streams make_streams(const Layout& layout, const Device& device) {
     Streams streams;
@@ -205,6 +213,9 @@ class Groups {
     make(Lane::expert, layout.expert.ranks > 1);
     make(Lane::to_device, layout.zero.offload.any());
     make(Lane::to_host, layout.zero.offload.any());
+    for (const Lane lane : {Lane::from_file, Lane::to_file})
+      if (layout.zero.offload.any_in_file())
+        streams[static_cast<size_t>(lane)] = std::make_unique<OwnStream>(host_of(device), 0);
     return streams;
   }
   static std::vector<std::unique_ptr<Comm>> join_all(std::span<const GroupRow> table, const Layout& layout, int rank,

@@ -48,6 +48,8 @@ class File {
   static File create(const std::string& path) { return File(path, O_WRONLY | O_CREAT | O_TRUNC, "create"); }
   // Writes over the beginning of a file that exists.
   static File update(const std::string& path) { return File(path, O_WRONLY | O_NOFOLLOW, "write to"); }
+  // For reading and writing at any place; there must be none with this name, be it a symbolic link.
+  static File create_new(const std::string& path) { return File(path, O_RDWR | O_CREAT | O_EXCL, "create"); }
   // Does not follow a symbolic link: the text would be appended to another file.
   static File append(const std::string& path) {
     return File(path, O_RDWR | O_CREAT | O_APPEND | O_NOFOLLOW, "append to");
@@ -85,13 +87,33 @@ class File {
     while (bytes > 0) {
       const ssize_t n = ::pread(fd_, to, static_cast<size_t>(bytes), offset);
       if (n < 0 && errno == EINTR) continue;
-      check(n >= 0, "read");
+      CHECK(n >= 0, "cannot read {} at byte {}: {}", path_, offset, std::strerror(errno));
       CHECK(n > 0, "{}: ends at byte {}, expected {} more; the file is truncated", path_, offset, bytes);
       pulse();
       to += n;
       offset += n;
       bytes -= n;
     }
+  }
+
+  // Exactly `bytes` bytes, from `offset` on.
+  void write_at(const void* data, int64_t bytes, int64_t offset) const {
+    const char* from = static_cast<const char*>(data);
+    while (bytes > 0) {
+      const ssize_t n = ::pwrite(fd_, from, static_cast<size_t>(bytes), offset);
+      if (n < 0 && errno == EINTR) continue;
+      CHECK(n > 0, "cannot write to {} at byte {}: {}", path_, offset, std::strerror(errno));
+      pulse();
+      from += n;
+      offset += n;
+      bytes -= n;
+    }
+  }
+  // Takes the room of so many bytes on the disk, which are then zeros. Returns 0, or the error's number.
+  int allocate(int64_t bytes) const {
+    int error = EINTR;
+    while (error == EINTR) error = ::posix_fallocate(fd_, 0, bytes);
+    return error;
   }
 
   void write(const void* data, int64_t bytes) { check(write_some(data, bytes) == bytes, "write to"); }
@@ -118,14 +140,15 @@ class File {
   // Begins to write bytes [begin, end) to disk, and waits for those before that were begun: so little is left to sync()
   // that a long file does not stand still in it.
   void write_back(int64_t begin, int64_t end) {
-    const auto hint = [&](int64_t from, int64_t bytes, unsigned flags) {
-      const bool known = ::sync_file_range(fd_, from, bytes, flags) == 0 || errno == ENOSYS || errno == EINVAL;
-      check(known, "write to");
-    };
     hint(begin, end - begin, SYNC_FILE_RANGE_WRITE);
     if (begin > 0) hint(0, begin, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
     pulse();
   }
+
+  // Begins to write these bytes to disk.
+  void begin_write_back(int64_t offset, int64_t bytes) const { hint(offset, bytes, SYNC_FILE_RANGE_WRITE); }
+  // Waits for these bytes, if they are being written to disk, and reports an error of that.
+  void end_write_back(int64_t offset, int64_t bytes) const { hint(offset, bytes, SYNC_FILE_RANGE_WAIT_BEFORE); }
 
   void sync() { check(::fsync(fd_) == 0, "fsync"); }
   // Syncs to disk, then closes.
@@ -149,6 +172,11 @@ class File {
       ::close(fd_);
       throw;
     }
+  }
+  // Not all systems know how.
+  void hint(int64_t from, int64_t bytes, unsigned flags) const {
+    const bool known = ::sync_file_range(fd_, from, bytes, flags) == 0 || errno == ENOSYS || errno == EINVAL;
+    CHECK(known, "cannot write to {} at byte {}: {}", path_, from, std::strerror(errno));
   }
   static const char* kind_of(mode_t mode) {
     return S_ISDIR(mode)                    ? "a directory"

@@ -1,5 +1,5 @@
 // offload.h: which state of a rank is in the host's memory, as one value; the device has a part of it while that is
-// used (ZeRO-Infinity: Rajbhandari et al. 2021).
+// used (ZeRO-Infinity: Rajbhandari et al. 2021). Moments may be in a file instead.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -17,16 +17,19 @@ constexpr auto names_of_values(Offloaded) {
 struct Offload {
   std::array<bool, 5> parts = {};  // by Offloaded
   int64_t piece = 1 << 22;         // elements of a unit that are on the device at a time: a multiple of 64
+  std::string directory = {};      // of the files that have the moments (scratch_file.h); empty: host memory has them
 
   bool has(Offloaded part) const { return parts[static_cast<size_t>(part)]; }
   void add(Offloaded part) { parts[static_cast<size_t>(part)] = true; }
+  bool in_file(Offloaded part) const { return part == Offloaded::moments && has(part) && !directory.empty(); }
+  bool any_in_file() const { return in_file(Offloaded::moments); }
   // Is any of what lasts from step to step?
   bool has_state() const {
     Offload state = *this;
     state.parts[static_cast<size_t>(Offloaded::activations)] = false;
     return state.any();
   }
-  bool any() const { return *this != Offload{.piece = piece}; }
+  bool any() const { return *this != Offload{.piece = piece, .directory = directory}; }
   bool operator==(const Offload&) const = default;
   // As --offload has it: "moments,master", or "none".
   operator std::string() const {

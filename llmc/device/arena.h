@@ -5,11 +5,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/scratch_file.h"
 #include "device/device.h"
 #include "device/tensor.h"
 
@@ -22,8 +24,9 @@ struct MemoryLine {
 };
 
 // Whose memory an arena takes: the device's, or its host's, which a GPU reads and writes over the bus. For a CPU both
-// are the same memory.
-enum class MemoryOf : uint8_t { device, host };
+// are the same memory. Or a file's: only HostView and its like (host_copy.h) and shard/file_state.h read and write
+// that, and pointers to it are places in the file, where no memory is.
+enum class MemoryOf : uint8_t { device, host, file };
 
 class Arena {
  public:
@@ -32,6 +35,7 @@ class Arena {
   // capacity: in bytes. The null device has no memory and no limit; it only counts.
   Arena(Device device, int64_t capacity = 0, MemoryOf whose = MemoryOf::device) : device_(device), whose_(whose) {
     if (whose == MemoryOf::host) base_ = nowhere(41);
+    if (whose == MemoryOf::file) base_ = file_begin();
     reserve(capacity);
   }
   // Takes the memory, once, before the first tensor: for an arena made before others, such as NCCL, take theirs.
@@ -40,6 +44,7 @@ class Arena {
     if (device_.kind == DeviceKind::null) return;
     const int64_t wanted = round_up(capacity, alignment);
     if (wanted == 0) return;
+    CHECK(whose_ != MemoryOf::file, "an arena of a file takes that file");
 #ifdef TRAIN_GPT_CUDA
     if (device_.kind == DeviceKind::cuda && whose_ == MemoryOf::host) {
       pinned_.emplace(static_cast<size_t>(wanted));
@@ -61,10 +66,17 @@ class Arena {
     base_ = static_cast<std::byte*>(memory);
     capacity_ = wanted;
   }
+  void reserve(std::unique_ptr<ScratchFile> file) {
+    CHECK(whose_ == MemoryOf::file && capacity_ == 0, "an arena takes its file once");
+    file_ = std::move(file);
+    capacity_ = file_->bytes();
+  }
+  // Where in its file a tensor is that a file has.
+  static int64_t offset_of(const Tensor& t) { return t.bytes - file_begin(); }
   // On a CPU, faults in all pages, on all threads; contents are kept. If the system refuses, pages are faulted in when
   // first used.
   void touch() {
-    if (device_.kind != DeviceKind::cpu) return;
+    if (device_.kind != DeviceKind::cpu || whose_ == MemoryOf::file) return;
     constexpr int64_t piece = 16 << 20;
 #pragma omp parallel for schedule(dynamic) num_threads(device_.threads)
     for (int64_t begin = 0; begin < capacity_; begin += piece) {
@@ -79,7 +91,7 @@ class Arena {
     }
   }
   ~Arena() {
-    if (device_.kind == DeviceKind::null || capacity_ == 0) return;
+    if (device_.kind == DeviceKind::null || capacity_ == 0 || file_) return;
 #ifdef TRAIN_GPT_CUDA
     if (device_.kind == DeviceKind::cuda && whose_ == MemoryOf::device) cuda::release(base_);
 #endif
@@ -94,7 +106,7 @@ class Arena {
     CHECK(device_.kind == DeviceKind::null || used_ + bytes <= capacity_,
           "the arena is full: {} ({}) needs {} bytes, {} of {} are in use; the plan missed this allocation", name,
           label, bytes, used_, capacity_);
-    Tensor tensor{.name = name, .dtype = dtype, .shape = shape, .bytes = base_ + used_};
+    Tensor tensor{.name = name, .dtype = dtype, .shape = shape, .bytes = base_ + used_, .file = file_.get()};
     if (used_ + bytes > high_water_) high_water_ = used_ + bytes, rising_ = true;
     else keep_table();
     used_ += bytes;
@@ -125,6 +137,7 @@ class Arena {
   // Fills free memory with NaN (in every floating-point dtype), so that tests find reads of uninitialised memory.
   void poison_free() {
     if (capacity_ == 0 || device_.kind == DeviceKind::null) return;
+    if (file_) return file_->fill(std::byte{0xff}, capacity_ - used_, used_);
 #ifdef TRAIN_GPT_CUDA
     if (device_.kind == DeviceKind::cuda && whose_ == MemoryOf::device)
       return cuda::fill_now(base_ + used_, 0xff, capacity_ - used_);
@@ -158,8 +171,10 @@ class Arena {
   Device device_;
   MemoryOf whose_;
   int64_t capacity_ = 0, used_ = 0, high_water_ = 0;
+  static std::byte* file_begin() { return nowhere(42); }
   static std::byte* nowhere(int bit) { return reinterpret_cast<std::byte*>(uintptr_t{1} << bit); }
-  std::byte* base_ = nowhere(40);  // null device: never dereferenced
+  std::byte* base_ = nowhere(40);      // null device: never dereferenced
+  std::unique_ptr<ScratchFile> file_;  // none: memory
   std::vector<std::pair<const char*, int64_t>> stack_;
   std::vector<MemoryLine> live_, table_at_high_water_;
   std::vector<const char*> labels_;  // of the lines that are live

@@ -49,7 +49,7 @@ class PaperClock {
     if (ordered) links_->last = {now_, cost.group};
     now_ += seconds;
     if (shared != nullptr) *shared = {now_, cost.messages > 0 ? cost.group : nullptr};
-    if (cost.messages > 0 || cost.host.both() > 0) {
+    if (cost.messages > 0 || cost.host.both() > 0 || cost.file.both() > 0) {
       last_transfer_ = cost.group;
       expose(seconds, cost.group);
     }
@@ -70,7 +70,7 @@ class PaperClock {
  private:
   // What the op shares with those of other streams; none: nothing.
   InUse* shared_by(const OpCost& cost) {
-    if (!links_) return nullptr;
+    if (!links_ || cost.file.both() > 0) return nullptr;
     if (machine_->one_at_a_time) return &links_->processors;
     const bool queues = is_side_ && machine_->share_links && cost.messages > 0 && cost.pattern != Pattern::neighbours;
     return queues ? &links_->tiers[machine_->path_of(cost).tier] : nullptr;

@@ -236,6 +236,8 @@ class Stream {
   double seconds() const { return clock_.now(); }
   // Bytes copied on it between the memories of the device and of its host.
   const HostBytes& host_bytes() const { return host_bytes_; }
+  // Bytes of files read and written on it.
+  const FileBytes& file_bytes() const { return file_bytes_; }
   // The part of it that this stream spends waiting for others or transferring: it is exposed, because no work of this
   // stream hides it. The stream works the rest of the time.
   double exposed_seconds() const { return clock_.exposed(); }
@@ -252,6 +254,9 @@ class Stream {
   }
   // where: see cuda::wait_for_event.
   void wait(const Event& event, [[maybe_unused]] const std::source_location& where = std::source_location::current()) {
+#ifdef TRAIN_GPT_CUDA
+    if ((cpu_ && event.gpu() != nullptr) || (gpu_ && event.gpu() == nullptr)) return wait_on_host(event);
+#endif
     if (cpu_ && trace_ != nullptr) wait_traced(event);
     else if (cpu_) cpu_->wait(event);
 #ifdef TRAIN_GPT_CUDA
@@ -288,7 +293,8 @@ class Stream {
   // Called repeatedly while the host waits for a GPU stream, and once after; throws to abort the wait.
   void set_watch([[maybe_unused]] std::function<void()> watch) {
 #ifdef TRAIN_GPT_CUDA
-    if (gpu_) gpu_->set_watch(std::move(watch));
+    if (gpu_) gpu_->set_watch(watch);
+    watch_ = std::move(watch);
 #endif
   }
 
@@ -327,6 +333,8 @@ class Stream {
     clock_.run(cost, seconds);
     host_bytes_.to_device += cost.host.to_device;
     host_bytes_.to_host += cost.host.to_host;
+    file_bytes_.read += cost.file.read;
+    file_bytes_.written += cost.file.written;
     const double begin = this->seconds() - seconds;
     if (books_.are_open()) books_.book(cost, seconds);
     if (trace_ == nullptr) return;
@@ -375,6 +383,22 @@ class Stream {
     });
   }
 
+#ifdef TRAIN_GPT_CUDA
+  // A stream of a GPU and a thread cannot wait for each other: the host does, before it enqueues more.
+  void wait_on_host(const Event& event) {
+    const auto reached = [&] {
+      if (event.gpu() == nullptr) return event.done();
+      const cudaError_t status = cudaEventQuery(*event.gpu());
+      if (status == cudaErrorNotReady) cudaGetLastError();  // which is not an error
+      else CUDA_CHECK(status);
+      return status == cudaSuccess;
+    };
+    for (; watch_ && !reached(); std::this_thread::sleep_for(std::chrono::microseconds(50))) watch_();
+    if (event.gpu() != nullptr) CUDA_CHECK(cudaEventSynchronize(*event.gpu()));
+    else event.wait();
+  }
+#endif
+
   // ---- Traces ------------------------------------------------------------------------------------------------------
 
   bool is_traced(const OpCost& cost) { return detail::is_transfer(cost) || trace_->takes_op(); }
@@ -412,6 +436,7 @@ class Stream {
   Arena& scratch_;
   PaperClock clock_;
   HostBytes host_bytes_;  // on the null device
+  FileBytes file_bytes_;  // the same
   OpBooks books_;
   StreamTrace* trace_ = nullptr;
   Inspector inspector_;
@@ -420,6 +445,7 @@ class Stream {
   std::unique_ptr<CpuQueue> cpu_;
 #ifdef TRAIN_GPT_CUDA
   std::map<std::type_index, std::shared_ptr<void>> kept_;
+  std::function<void()> watch_;
   std::unique_ptr<cuda::Queue> gpu_;
 #endif
 };

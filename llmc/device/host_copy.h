@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/arena.h"
 #include "device/device.h"
 
 namespace llmc {
@@ -18,6 +19,7 @@ inline size_t bytes_of(const Tensor& t) { return static_cast<size_t>(t.size_byte
 // `t` with its data at `host`.
 inline Tensor at_host(Tensor t, std::byte* host) {
   t.bytes = host;
+  t.file = nullptr;
   return t;
 }
 
@@ -27,6 +29,13 @@ inline Tensor at_host(Tensor t, std::byte* host) {
 class HostView {
  public:
   HostView(const Tensor& t, Stream& stream) : tensor_(t) {
+    if (t.file != nullptr) {
+      stream.synchronize();
+      copy_ = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
+      t.file->read(copy_.get(), t.size_bytes(), Arena::offset_of(t));
+      tensor_ = detail::at_host(t, copy_.get());
+      return;
+    }
 #ifdef TRAIN_GPT_CUDA
     if (stream.device().kind == DeviceKind::cuda) {
       stream.synchronize();  // a peer's error ends this wait, but not that of the pageable copy
@@ -45,7 +54,7 @@ class HostView {
 
  private:
   Tensor tensor_;
-  std::unique_ptr<std::byte[]> copy_;  // if the tensor is in device memory
+  std::unique_ptr<std::byte[]> copy_;  // if the tensor is in device memory, or in a file
 };
 
 // Are all numbers of a tensor in host memory finite?
@@ -106,6 +115,11 @@ class Readback {
 template <class F>
 void write_on_host(const Tensor& t, Stream& stream, F&& f) {
   stream.synchronize();
+  if (t.file != nullptr) {
+    const auto host = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
+    f(detail::at_host(t, host.get()));
+    return t.file->write(host.get(), t.size_bytes(), Arena::offset_of(t));
+  }
 #ifdef TRAIN_GPT_CUDA
   if (stream.device().kind == DeviceKind::cuda) {
     const auto host = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
@@ -117,10 +131,11 @@ void write_on_host(const Tensor& t, Stream& stream, F&& f) {
   f(t);
 }
 
-// t = 0, in memory of the host that a GPU may read too, after everything enqueued so far.
+// t = 0, in memory of the host that a GPU may read too, or in a file, after everything enqueued so far.
 inline void zero_at_host(const Tensor& t, Stream& stream) {
   if (t.empty() || stream.device().kind == DeviceKind::null) return;
   stream.synchronize();
+  if (t.file != nullptr) return t.file->fill(std::byte{0}, t.size_bytes(), Arena::offset_of(t));
   std::memset(t.bytes, 0, detail::bytes_of(t));
 }
 

@@ -45,6 +45,12 @@ struct HostBytes {
   double both() const { return to_device + to_host; }
 };
 
+// Bytes read from a file, and written to it.
+struct FileBytes {
+  double read = 0, written = 0;
+  double both() const { return read + written; }
+};
+
 // The cost of an op, computed from its shapes alone; the null device adds these up.
 struct OpCost {
   const char* name;
@@ -61,6 +67,7 @@ struct OpCost {
   const std::vector<int>* members = nullptr;  // the ranks among which it moves data, ascending; none: neighbours
   const LinkPath* path = nullptr;             // among them, if it was found before
   HostBytes host = {};                        // of a copy between the host's memory and the device
+  FileBytes file = {};                        // between a file and the host's memory
 };
 
 // What an op was measured to take: seconds of a call, for each byte and for each flop.
@@ -88,6 +95,7 @@ struct Machine {
   // Does a ring go through the cards of all its members in a server at once, as NCCL's do, or through one?
   bool rails = true;
   double host_bytes_per_s = 0;  // between a GPU and its host's memory, in each of two directions; 0: memory is one
+  double disk_bytes_per_s = 0;  // of a rank's files, in each of two directions; 0: unknown, and takes no time
   bool share_links = false;     // do collectives of different streams wait for each other?
   // Do the streams of a rank wait for each other, because the same processors do their work?
   bool one_at_a_time = false;
@@ -109,6 +117,7 @@ struct Machine {
       const LinkPath path = path_of(c);
       return static_cast<double>(c.messages) * path.latency_s + c.link_bytes / path.bytes_per_s;
     }
+    if (c.file.both() > 0) return disk_bytes_per_s > 0 ? c.file.both() / disk_bytes_per_s : 0;
     if (c.host.both() > 0 && host_bytes_per_s > 0) return op_s + c.host.both() / host_bytes_per_s;
     if (c.flops == 0 && c.bytes == 0) return 0;
     if (const auto m = measured.find(std::string_view(c.name)); m != measured.end())

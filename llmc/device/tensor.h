@@ -7,11 +7,14 @@
 
 namespace llmc {
 
+class ScratchFile;
+
 struct Tensor {
   const char* name = "";  // the allocation's; for messages
   DType dtype = DType::fp32;
   Shape shape;
   std::byte* bytes = nullptr;
+  ScratchFile* file = nullptr;  // that has it instead of memory; `bytes` is then a place in the file (arena.h)
 
   int64_t numel() const { return shape.numel(); }
   int64_t size_bytes() const { return numel() * size_of(dtype); }

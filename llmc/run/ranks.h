@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "comm/world.h"
+#include "core/escape.h"
 #include "core/failure_text.h"
 #include "core/host_name.h"
 #include "core/log.h"
@@ -19,7 +20,7 @@
 namespace llmc {
 
 struct Run {
-  Arena arena, scratch, host;  // host: for what is offloaded
+  Arena arena, scratch, host, file;  // host and file: for what is offloaded
   Stream stream;
   std::unique_ptr<Stream> copies, saves;  // on a GPU: of inputs to it, and of checkpoints from it
   HostBuffer copies_of_state;             // of a checkpoint that is written while training goes on
@@ -30,6 +31,7 @@ struct Run {
       : arena(device),
         scratch(device),
         host(device, 0, MemoryOf::host),
+        file(device, 0, MemoryOf::file),
         stream(device, scratch),
         copies(device.kind == DeviceKind::cuda ? std::make_unique<Stream>(device, scratch) : nullptr),
         saves(copies && plan.of(rank).copy_bytes > 0 ? std::make_unique<Stream>(device, scratch) : nullptr),
@@ -42,7 +44,7 @@ struct Run {
             },
             world.hooks()),
         trainer((take_memory(plan.of(rank), device, world.hooks()), config),
-                {arena, stream, &groups, &host, copies.get()}) {
+                {arena, stream, &groups, &host, copies.get(), &file}) {
     if (world.backend() == Backend::nccl)
       for (Stream* s : streams()) s->set_watch([this] { groups.check(); });
   }
@@ -105,6 +107,16 @@ struct Run {
           nccl_channels(Traffic::tensors));
   }
 
+  std::unique_ptr<ScratchFile> file_of_moments(int64_t bytes) const {
+    const std::string& directory = groups.layout.zero.offload.directory;
+    CHECK(is_directory(directory), "--offload-dir {}: there is no such directory on {}: make it, or name another",
+          shown(directory), host_name());
+    return std::make_unique<ScratchFile>(
+        formatted("{}/train_gpt-moments-{:05}-of-{:05}", directory, groups.rank(), groups.ranks()), bytes,
+        formatted("moments of rank {} on {}", groups.rank(), host_name()),
+        "make room, use another --offload-dir, or share moments among more ranks with --zero-stage 1");
+  }
+
   // Called after the groups were made, which take what they need of a GPU. If too little is left, the error lists what
   // the memory was for.
   void take_memory(const Plan& plan, const Device& device, const Hooks& hooks) {
@@ -118,9 +130,11 @@ struct Run {
       for (const MemoryLine& line : plan.memory) message += formatted("\n  {:-22} {} bytes", line.label, line.bytes);
       throw Error(message);
     }
+    if (plan.file_bytes > 0) file.reserve(file_of_moments(plan.file_bytes));
     hooks.arena_created(arena);
     hooks.arena_created(scratch);
     hooks.arena_created(host);
+    hooks.arena_created(file);
   }
 };
 

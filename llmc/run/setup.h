@@ -137,6 +137,10 @@ inline Precision choose_precision(const Options& o) {
         "--offload master with {}: there are no master weights: use --offload moments",
         o.dtype == WeightType::fp32 ? formatted("--dtype {}, whose weights are their own", o.dtype)
                                     : formatted("--master-weights {}", o.master_weights));
+  CHECK(o.offload_dir.empty() || o.offload.has(Offloaded::moments),
+        "--offload-dir {} with --offload {}: the moments of the optimizer are all that may be in a file: add moments "
+        "to --offload, or leave out --offload-dir",
+        shown(o.offload_dir), std::string(o.offload));
   CHECK(!o.noise_scale || !o.offload.has(Offloaded::gradients),
         "--noise-scale reads whole sums of gradients, which --offload gradients has in host memory: leave out one of "
         "them");

@@ -7,25 +7,33 @@
 //
 // The first pieces come while the last backward computes. A step moves, for each element that a rank updates, the bytes
 // of its offloaded state to the device and, but for gradients, back. Updates work on each element alone: so the bits
-// are those of a run that keeps everything on the device.
+// are those of a run that keeps everything on the device. What is in a file comes through host memory (file_state.h).
 #pragma once
 #include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "shard/file_state.h"
 #include "shard/units.h"
 
 namespace llmc {
 
 class HostState {
  public:
-  HostState(Units& units, Arena& arena) : units_(units), offload_(units.zero_config().offload) {
+  // host: has room for what passes from a file to the device; none: nothing is in a file
+  HostState(Units& units, Arena& arena, Arena* host)
+      : units_(units), offload_(units.zero_config().offload), files_(units.groups()) {
     if (!offload_.has_state() || units.zero_config().holds != Holds::training_state) return;
-    int64_t largest = 0, pieces = 0;
+    int64_t largest = 0, pieces = 0, in_file = 0;
     units_.for_each([&](size_t u) {
-      for_each_piece(u, [&](const Range& r) { largest = std::max(largest, bytes_of(u, r)), ++pieces; });
+      for_each_piece(u, [&](const Range& r) {
+        ++pieces;
+        largest = std::max(largest, bytes_of(u, r, [](const auto&) { return true; }));
+        in_file = std::max(in_file, bytes_of(u, r, [](const auto& state) { return state.in_file; }));
+      });
     });
+    if (host != nullptr) files_.take_buffers(pieces, in_file, *host);
     // A piece of the next step finds its state in host memory because its buffer is free: since the last step, all
     // others have had their turn in it.
     for (int64_t i = 0; i < std::min<int64_t>(2, pieces); ++i)
@@ -43,8 +51,10 @@ class HostState {
       size_t unit;
       Range range;
       bool last;  // of its unit
+      FileState::Piece from_file = {};
     };
     std::vector<Piece> pieces;
+    files_.flush();
     units_.for_each([&](size_t u) {
       if (any()) for_each_piece(u, [&](const Range& r) { pieces.push_back({u, r, false}); });
       if (pieces.empty() || pieces.back().unit != u) pieces.push_back({u, {}, false});
@@ -53,10 +63,14 @@ class HostState {
     // Others may have read and written it on the compute stream.
     if (any() && std::exchange(settled_, false)) to_device().wait(compute.record());
     if (any() && offload_.has(Offloaded::gradients)) to_device().wait(units_.groups().reduce_stream().record());
+    // What is in a file is fetched just before it is needed, since the host may have to wait for it.
+    const size_t ahead = files_.any() ? 1 : 2;
     std::vector<Arrival> arriving;
-    for (size_t i = 0, fetched = 0; i < pieces.size(); ++i) {
-      for (; fetched < std::min(i + 2, pieces.size()); ++fetched)
-        arriving.push_back(fetch(pieces[fetched].unit, pieces[fetched].range));
+    for (size_t i = 0, read = 0, fetched = 0; i < pieces.size(); ++i) {
+      for (; read < std::min(i + 2, pieces.size()); ++read)
+        pieces[read].from_file = files_.read(in_file(pieces[read].unit, pieces[read].range));
+      for (; fetched < std::min(i + ahead, pieces.size()); ++fetched)
+        arriving.push_back(fetch(pieces[fetched].unit, pieces[fetched].range, pieces[fetched].from_file));
       UnitState& unit = units_.unit(pieces[i].unit);
       Arrival& piece = arriving[i];
       if (piece.buffer != nullptr) {
@@ -67,14 +81,16 @@ class HostState {
       if (piece.buffer != nullptr) {
         unit.detach();
         send_back(piece, compute);
+        files_.write(std::move(pieces[i].from_file), to_host().record());
       }
       if (pieces[i].last) changed(pieces[i].unit);
     }
   }
-  // Before anything else reads or writes what is in host memory.
+  // Before anything else reads or writes what is in host memory or in a file.
   void settle(Stream& compute) {
     if (!any() || settled_) return;
     compute.wait(to_host().record());
+    files_.settle(compute);
     settled_ = true;
   }
 
@@ -87,7 +103,7 @@ class HostState {
   struct Arrival {
     Buffer* buffer = nullptr;  // none: nothing had to come
     UnitState::Moved moved = {};
-    std::vector<bool> changes = {};
+    UnitState::Moved changed = {};  // in host memory, on the device
   };
 
   Stream& to_device() const { return *units_.groups().find_stream(Lane::to_device); }
@@ -100,25 +116,37 @@ class HostState {
       f(Range{begin, std::min(offload_.piece, all.end() - begin)});
   }
   static int64_t room_for(const Tensor& t) { return round_up(t.size_bytes(), Arena::alignment); }
-  int64_t bytes_of(size_t u, const Range& r) const {
+  template <class F>
+  int64_t bytes_of(size_t u, const Range& r, F&& counts) const {
     int64_t bytes = 0;
-    for (const UnitState::AtHost& state : units_.unit(u).at_host(r)) bytes += room_for(state.tensor);
+    for (const UnitState::AtHost& state : units_.unit(u).at_host(r))
+      if (counts(state)) bytes += room_for(state.tensor);
     return bytes;
   }
+  std::vector<Tensor> in_file(size_t u, const Range& r) const {
+    std::vector<Tensor> all;
+    if (!files_.any() || r.size == 0) return all;
+    for (const UnitState::AtHost& state : units_.unit(u).at_host(r))
+      if (state.in_file) all.push_back(state.tensor);
+    return all;
+  }
 
-  Arrival fetch(size_t u, const Range& r) {
+  Arrival fetch(size_t u, const Range& r, const FileState::Piece& from_file) {
     if (r.size == 0) return {};
     Arrival piece{&buffers_[turn_++ % buffers_.size()]};
     Stream& stream = to_device();
     stream.wait(piece.buffer->free);
+    if (from_file.buffer != nullptr) stream.wait(from_file.buffer->ready);
     int64_t at = 0;
-    for (const auto& [home, changes] : units_.unit(u).at_host(r)) {
-      Tensor device = home;
+    size_t next = 0;  // of what was in a file
+    for (const auto& [home, changes, in_file] : units_.unit(u).at_host(r)) {
+      const Tensor host = in_file ? from_file.all[next++].second : home;
+      Tensor device = host;
       device.bytes = piece.buffer->memory.bytes + at;
       at += room_for(home);
-      copy_to_device(device, home, stream);
+      copy_to_device(device, host, stream);
       piece.moved.emplace_back(home, device);
-      piece.changes.push_back(changes);
+      if (changes) piece.changed.emplace_back(host, device);
     }
     piece.buffer->ready = stream.record();
     return piece;
@@ -126,14 +154,14 @@ class HostState {
   void send_back(const Arrival& piece, Stream& compute) {
     Stream& stream = to_host();
     stream.wait(compute.record());
-    for (size_t i = 0; i < piece.moved.size(); ++i)
-      if (piece.changes[i]) copy_to_host(piece.moved[i].first, piece.moved[i].second, stream);
+    for (const auto& [host, device] : piece.changed) copy_to_host(host, device, stream);
     units_.groups().hooks.released(piece.buffer->memory, stream);
     piece.buffer->free = stream.record();
   }
 
   Units& units_;
   Offload offload_;
+  FileState files_;
   std::vector<Buffer> buffers_;
   size_t turn_ = 0;
   bool settled_ = true;

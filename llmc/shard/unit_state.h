@@ -9,8 +9,8 @@
 //                    where every rank repeats the same update; its own shard at stages 1 to 3. With a parameter server:
 //                    the whole unit on the server, nothing on the other ranks; with partitioned ones: its own shard
 //
-// What is offloaded (core/offload.h) is in the host's memory, and the StateTable finds it there. An update reads and
-// writes a piece of it that is attached on the device (host_state.h).
+// What is offloaded (core/offload.h) is in the host's memory or in a file, and the StateTable finds it there. An update
+// reads and writes a piece of it that is attached on the device (host_state.h).
 //
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
@@ -27,16 +27,16 @@
 #include "device/host_copy.h"
 #include "ops/ops.h"
 #include "shard/fp8_weights.h"
+#include "shard/offload_memory.h"
 #include "shard/state_table.h"
 
 namespace llmc {
 
 class UnitState {
  public:
-  // host: memory for what is offloaded; none: nothing is
   // versions: how many versions of the weights are kept; one is used at a time
   UnitState(const UnitSpec& spec, const Precision& precision, const ZeroConfig& zero, int shard, Arena& arena,
-            Arena* host = nullptr, int64_t versions = 1)
+            const OffloadMemory& elsewhere = {}, int64_t versions = 1)
       : spec_(spec), layout_(spec, zero.ranks()), small_(precision.small_state()), offload_(zero.offload) {
     const DType dtype = precision.weights, state = precision.state;
     whole_ = {0, layout_.size};
@@ -47,8 +47,7 @@ class UnitState {
     sharded_ = zero.stage == 3                                       ? Sharded::weights
                : zero.updates() == ZeroConfig::Updates::shard_owners ? Sharded::optimizer
                                                                      : Sharded::nothing;
-    CHECK(host != nullptr || !offload_.has_state(), "--offload {}: there is no host memory", std::string(offload_));
-    const auto memory_for = [&](Offloaded part) -> Arena& { return offload_.has(part) ? *host : arena; };
+    const auto memory_for = [&](Offloaded part) -> Arena& { return elsewhere.of(part, offload_, arena); };
     auto flat = [&](const char* label, DType d, const Range& r, std::optional<Offloaded> part = std::nullopt) {
       Arena& memory = part ? memory_for(*part) : arena;
       return r.size == 0 ? Tensor{} : memory.alloc(label, spec_.name.c_str(), d, {r.size});
@@ -226,11 +225,12 @@ class UnitState {
           muon_direction(reduced_gradients(r), slots_of(s.rule, r)[0], control, options.momentum, stream);
   }
 
-  // A tensor of the state in host memory, and whether an update changes it. Weights are read, too: an update that is
-  // skipped leaves them as they are.
+  // A tensor of the state in host memory, or in a file, and whether an update changes it. Weights are read, too: an
+  // update that is skipped leaves them as they are.
   struct AtHost {
     Tensor tensor;
     bool changes = true;
+    bool in_file = false;
   };
   // Of these elements, which this rank updates.
   std::vector<AtHost> at_host(const Range& r) const {
@@ -243,12 +243,13 @@ class UnitState {
     add(Offloaded::master, average_);
     add(Offloaded::gradients, gradient_sum_, false);
     if (!offload_.has(Offloaded::moments)) return all;
+    const auto add_slot = [&](const Tensor& t) { all.push_back({t, true, offload_.in_file(Offloaded::moments)}); };
     for (const Slots& s : slots_) {
       const Range held = s.of(r);
       for (size_t i = 0; i < s.tensors.size() && held.size > 0; ++i) {
-        if (!s.tensors[i].empty()) all.push_back({s.tensors[i].slice(held.begin, {held.size})});
+        if (!s.tensors[i].empty()) add_slot(s.tensors[i].slice(held.begin, {held.size}));
         if (!s.scales[i].empty())
-          all.push_back({s.scales[i].slice(held.begin / state_block, {ceil_div(held.size, state_block)})});
+          add_slot(s.scales[i].slice(held.begin / state_block, {ceil_div(held.size, state_block)}));
       }
     }
     return all;
@@ -529,6 +530,7 @@ class UnitState {
     for (const auto& [home, device] : moved_)
       if (t.bytes >= home.bytes && t.bytes < home.bytes + home.size_bytes()) {
         t.bytes = device.bytes + (t.bytes - home.bytes);
+        t.file = nullptr;
         break;
       }
     return t;

@@ -23,7 +23,7 @@ struct StageState {
   StageUnits stages = {};
   int64_t blocks_open = 1;  // the most blocks whose gradients are begun and not yet reduced at the same time
   int64_t versions = 1;     // of the weights
-  Arena* host = nullptr;    // memory for what is offloaded; none: nothing is
+  OffloadMemory offloaded = {};
 };
 
 // In the order of the model: the embedding, the blocks (and their experts, if they have any), the head.
@@ -41,7 +41,7 @@ class Units {
       if (unit.sharing == Sharing::experts) require_expert_groups(unit);
       units_.push_back(stages_.has(units_.size(), groups.me.stage)
                            ? std::make_unique<UnitState>(unit, precision, zero_config(unit.sharing),
-                                                         groups.sharers(unit.sharing).shard, arena, kept.host,
+                                                         groups.sharers(unit.sharing).shard, arena, kept.offloaded,
                                                          kept.versions)
                            : nullptr);
     }

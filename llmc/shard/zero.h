@@ -20,7 +20,7 @@ class ModelState : public Units {
         gradients(*this, kept.blocks_open, arena),
         versions(*this, kept.versions),
         matrices(*this, arena),
-        host(*this, arena) {}
+        host(*this, arena, kept.offloaded.host) {}
 
   // updated(u): enqueues what else changes the weights of a unit in reach, before others get them
   template <class Updated>

@@ -25,6 +25,7 @@ struct Context {
   Groups* groups = nullptr;  // none: this rank is the only one
   Arena* host = nullptr;     // memory of the host for what is offloaded; none: nothing is
   Stream* copies = nullptr;  // uploads inputs to a GPU while it computes; none: the compute stream does
+  Arena* file = nullptr;     // that has what is in a file instead; none: nothing is
 };
 
 // The purpose of running a list of actions.

@@ -75,7 +75,7 @@ class Trainer {
                 .blocks_open = blocks_open(actions_, config.model_chunks()),
                 .versions =
                     config.layout.pipeline.asynchronous() ? weight_versions(config.pipeline(), groups_.me.stage) : 1,
-                .host = context.host}),
+                .offloaded = {context.host, context.file}}),
         scalars_(config_, context_, groups_, static_cast<int64_t>(state_.size())),
         experts_(config_, context_),
         logits_(config_, context_, groups_),

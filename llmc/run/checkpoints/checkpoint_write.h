@@ -297,6 +297,24 @@ class CheckpointWrite {
           writing_.attempt([&] { file.write(t, piece.data(), std::ssize(piece)); });
         });
   }
+  // The same from a file of the state (--offload-dir), in pieces, so that it takes little memory.
+  void add_from_file(detail::TensorFile& file, const Tensor& state) {
+    const TensorInfo& t = file.next();
+    if (!fault_.text.empty()) return;
+    const auto read = [&](std::byte* to, int64_t from, int64_t n) {
+      state.file->read(to, n, Arena::offset_of(state) + from);
+    };
+    if (copies_)
+      return copies_->add(t.bytes(), read, [this, &file, &t](BackgroundCopies::Bytes piece) {
+        writing_.attempt([&] { file.write(t, piece.data(), std::ssize(piece)); });
+      });
+    std::vector<std::byte> piece(static_cast<size_t>(std::min(t.bytes(), int64_t{16} << 20)));
+    for (int64_t at = 0, n; at < t.bytes(); at += n) {
+      n = std::min(std::ssize(piece), t.bytes() - at);
+      read(piece.data(), at, n);
+      fault_.attempt([&] { file.write(t, piece.data(), n); });
+    }
+  }
   // Now, or after what has been copied so far.
   template <class F>
   void write(F&& work) {
@@ -352,7 +370,8 @@ class CheckpointWrite {
                              groups_.stages() * owned.owners),
                    slices);
     for (const StateEntry& e : owned.slices) {
-      if (copies_ && copy_stream_ != nullptr && !e.small()) add(file, e.tensor.bytes, copy_stream_);
+      if (e.tensor.file != nullptr && !e.small()) add_from_file(file, e.tensor);
+      else if (copies_ && copy_stream_ != nullptr && !e.small()) add(file, e.tensor.bytes, copy_stream_);
       else add(file, StateView(e, stream).tensor().bytes);
     }
     end_file(file);

@@ -11,6 +11,7 @@ inline ZeroConfig choose_zero(const Options& o) {
   zero.replicas = static_cast<int>(o.dp_replicate);
   zero.shards = static_cast<int>(o.ranks / o.tp / o.pp / o.dp_replicate);
   zero.offload = o.offload;
+  zero.offload.directory = o.offload_dir;
   zero.reduce_by_stage = o.grad_reduce == GradReduceChoice::automatic;
   zero.set_stage(static_cast<int>(o.zero_stage));
   if (!zero.reduce_by_stage)

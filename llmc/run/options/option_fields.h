@@ -112,6 +112,7 @@ struct Options {
   SkippedBlocks fp8_skip = {};
   RecomputeChoice recompute = {};
   Offload offload = {};
+  std::string offload_dir;
   int64_t head_chunks = 0;
   MasterWeights master_weights = MasterWeights::fp32;
   MomentType moment1_dtype = MomentType::fp32, moment2_dtype = MomentType::fp32;

@@ -332,6 +332,11 @@ void visit_options(O& o, Visitor&& visit) {
       "average), gradients, whose sums each micro-batch adds to, and weights (with --zero-stage 3); also activations, "
       "the inputs of blocks that wait for their backward (with --recompute block); the device has a part of all that "
       "while it is used; the same numbers; less memory, more time on the bus, which --plan states");
+  visit("--offload-dir", "", o.offload_dir, Limits{}, free,
+        "with --offload moments: a directory on a fast disk of each node's own (NVMe), where each rank has its moments "
+        "in a file instead of host memory; an update reads and writes them piece by piece; the file has no name, so "
+        "that it is gone when the run ends; checkpoints have the moments as always; the same numbers; --plan states "
+        "its size, and what a step reads and writes");
   visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may use or, on a GPU, the size of each rank's card, 0.5 GiB of which is left to CUDA's "
         "libraries: a run that needs more is refused before it starts; default: the rank's share of the machine's "

@@ -176,6 +176,13 @@ inline std::string vocabulary_notice(const Options& o, const ModelConfig& m) {
                    human_count(m.vocab_size), human_count(o.preset_vocabulary), o.model);
 }
 
+// ", in host memory master, moments in files"; empty: all is on the device.
+inline std::string offload_text(Offload offload) {
+  const bool in_file = offload.any_in_file();
+  if (in_file) offload.parts[static_cast<size_t>(Offloaded::moments)] = false;
+  return (offload.any() ? ", in host memory " + std::string(offload) : "") + (in_file ? ", moments in files" : "");
+}
+
 // A run as its options alone describe it.
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
@@ -190,10 +197,8 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
            "{}{} ({} per token, {} per step)", human_count(count_parameters(parameter_table(m))),
            m.experts.count == 0 ? "" : formatted(", of which a token uses {}", human_count(count_active_parameters(m))),
            human_flops(flops), human_flops(flops * static_cast<double>(step.tokens())))},
-      {"numerics", formatted("{}, recompute {}{}", o.dtype, step.recomputation(),
-                             step.layout.zero.offload.any()
-                                 ? formatted(", in host memory {}", std::string(step.layout.zero.offload))
-                                 : "")},
+      {"numerics",
+       formatted("{}, recompute {}{}", o.dtype, step.recomputation(), offload_text(step.layout.zero.offload))},
       {"batch",
        formatted("{} tokens per step = {} micro-batch(es) x {} sequences x {} tokens x {} {}",
                  human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.layout.readers(),

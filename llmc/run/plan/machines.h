@@ -30,6 +30,8 @@ namespace detail {
 //     (dev/results/gpu-h200.md); of the H100 in fp8, where none was measured, in the same proportion.
 //   share of a link: NCCL's bus bandwidth in all-reduces of 1 GiB and more, about 230 GB/s with NVLink 3 and 360 with
 //     NVLink 4; between servers, 85%.
+//   disk_gb_per_s: of a rank's share of the disks of its server, in each of two directions, for --offload-dir; without
+//     it, reading and writing take no time.
 //   host_link: PCIe's 16 lanes, in each of two directions; 80% of it is usual for copies of pinned memory.
 //   us of a link: a step of NCCL's rings by the protocol LL128, from the tables by which NCCL chooses
 //   (graph/tuning.cc). attention_share, half_keys, half_channels: FlashAttention-2, forward and backward together, on
@@ -155,6 +157,7 @@ class MachineReader {
     m.bytes_per_s = number(json_, "memory_gb_per_s", positive) * 1e9;
     read_links(m);
     if (!json_.contains("cores")) m.host_bytes_per_s = host_rate(json_.value("host_link", usual_host_link()));
+    m.disk_bytes_per_s = number(json_, "disk_gb_per_s", 0, 0) * 1e9;
     m.share_links = true;
     if (json_.contains("rails")) {
       CHECK(json_["rails"].is_boolean(), "--machine {}: rails is {}: use true or false", shown(where_),
@@ -173,9 +176,10 @@ class MachineReader {
     m.memory_share = number(json_, "memory_share", positive, 1);
     m.op_s = number(json_, "op_us", 0, 0) * 1e-6;
     m.watts = number(json_, "watts", 0, 0);
-    require_known(json_, {"source", "cores", "tflops", "memory_gib", "memory_gb_per_s", "links", "host_link", "rails",
-                          "product_share", "multiprocessors", "tile_fill", "attention_share", "half_keys",
-                          "half_channels", "score_bytes", "memory_share", "op_us", "core_gb_per_s", "watts"});
+    require_known(json_, {"source",          "cores",        "tflops",          "memory_gib",    "memory_gb_per_s",
+                          "links",           "host_link",    "disk_gb_per_s",   "rails",         "product_share",
+                          "multiprocessors", "tile_fill",    "attention_share", "half_keys",     "half_channels",
+                          "score_bytes",     "memory_share", "op_us",           "core_gb_per_s", "watts"});
     if (json_.contains("cores")) share_out(m, use);
     return m;
   }

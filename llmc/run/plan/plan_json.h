@@ -29,8 +29,9 @@ inline OrderedJson rank_json(const Plan& plan) {
     ops.push_back({{"op", name}, {"calls", t.calls}, {"flops", t.flops}, {"bytes", t.bytes}, {"seconds", t.seconds}});
   for (const auto& [group, seconds] : plan.exposed_by_group)
     if (seconds > 0) exposed.push_back({{"group", group}, {"seconds", seconds}});
-  OrderedJson host = OrderedJson::array();
+  OrderedJson host = OrderedJson::array(), file = OrderedJson::array();
   for (const MemoryLine& line : plan.host_memory) host.push_back({{"name", line.label}, {"bytes", line.bytes}});
+  for (const MemoryLine& line : plan.file_contents) file.push_back({{"name", line.label}, {"bytes", line.bytes}});
   return {{"memory_bytes", bytes},
           {"memory", memory},
           {"checkpoint_copy_bytes", plan.copy_bytes},
@@ -38,6 +39,10 @@ inline OrderedJson rank_json(const Plan& plan) {
           {"host_memory", host},
           {"to_device_bytes", plan.step_host.to_device},
           {"to_host_bytes", plan.step_host.to_host},
+          {"file_bytes", plan.file_bytes},
+          {"file", file},
+          {"file_read_bytes", plan.step_file.read},
+          {"file_written_bytes", plan.step_file.written},
           {"flops", plan.flops()},
           {"ops", ops},
           {"sent_bytes", plan.bytes_sent()},
@@ -98,7 +103,8 @@ inline OrderedJson precision_json(const StepConfig& step) {
           {"master_weights", step.precision.keeps_masters()},
           {"moments", {name_of(step.precision.slot_dtype(0)), name_of(step.precision.slot_dtype(1))}},
           {"recompute", std::string(step.recomputation())},
-          {"offload", std::string(step.layout.zero.offload)}};
+          {"offload", std::string(step.layout.zero.offload)},
+          {"moments_in_file", step.layout.zero.offload.any_in_file()}};
 }
 inline OrderedJson batch_json(const StepConfig& step, std::optional<int64_t> max_steps) {
   return {{"tokens_per_step", step.tokens()},

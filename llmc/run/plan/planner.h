@@ -30,12 +30,15 @@ struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
   int64_t host_bytes = 0;               // of the host, for what is offloaded
   std::vector<MemoryLine> host_memory;  // what they are for
-  int64_t share_bytes = 0;              // of a checkpoint that a rank writes, at most
-  int64_t copy_bytes = 0;               // host memory for copies of them (copies.h)
-  std::vector<MemoryLine> memory;       // of a rank, live at the high-water mark, scratch last
-  OpLedger step_ops;                    // calls, flops and bytes per training step of a rank, if it trains
+  int64_t file_bytes = 0;               // of the file that has some of it instead
+  std::vector<MemoryLine> file_contents;
+  int64_t share_bytes = 0;         // of a checkpoint that a rank writes, at most
+  int64_t copy_bytes = 0;          // host memory for copies of them (copies.h)
+  std::vector<MemoryLine> memory;  // of a rank, live at the high-water mark, scratch last
+  OpLedger step_ops;               // calls, flops and bytes per training step of a rank, if it trains
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
   HostBytes step_host;  // copied in a step between the memories of a rank and of its host
+  FileBytes step_file;  // read from its file and written to it
   // The time of a training step on paper, on the target's machine; 0 without. Exposed: the compute stream waits for
   // others, or does transfers itself.
   double step_seconds = 0, exposed_seconds = 0;
@@ -115,14 +118,19 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   Device device = target.on_paper();
   device.links = std::make_shared<LinkTimes>();
   device.links->in_order = target.collectives == Collectives::library;
-  Arena arena(device), scratch(device), host(device, 0, MemoryOf::host);
+  Arena arena(device), scratch(device), host(device, 0, MemoryOf::host), file(device, 0, MemoryOf::file);
   Stream stream(device, scratch);
   Groups groups(config.layout, rank, device, Groups::null_groups(rank));
-  Trainer trainer(config, {arena, stream, &groups, &host});
+  Trainer trainer(config, {arena, stream, &groups, &host, nullptr, &file});
   const auto copied = [&] {  // over the bus so far
     HostBytes all = stream.host_bytes();
     for (const Stream* s : groups.streams())
       all.to_device += s->host_bytes().to_device, all.to_host += s->host_bytes().to_host;
+    return all;
+  };
+  const auto through_files = [&] {
+    FileBytes all;
+    for (const Stream* s : groups.streams()) all.read += s->file_bytes().read, all.written += s->file_bytes().written;
     return all;
   };
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
@@ -133,6 +141,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     const double begin = stream.seconds(), exposed_before = stream.exposed_seconds();
     const std::map<std::string, double> exposed = stream.exposed_by_group();
     const HostBytes copied_before = copied();
+    const FileBytes files_before = through_files();
     stream.set_ledger(&plan.step_ops);
     std::vector<PassTime> actions;
     if (device.machine) trainer.time_actions(&actions);
@@ -143,6 +152,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     stream.set_ledger(nullptr);
     plan.step_seconds = stream.seconds() - begin;
     plan.step_host = {copied().to_device - copied_before.to_device, copied().to_host - copied_before.to_host};
+    plan.step_file = {through_files().read - files_before.read, through_files().written - files_before.written};
     plan.exposed_seconds = stream.exposed_seconds() - exposed_before;
     for (const auto& [group, seconds] : stream.exposed_by_group())
       plan.exposed_by_group[group] = seconds - (exposed.contains(group) ? exposed.at(group) : 0);
@@ -155,10 +165,12 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   plan.scratch_bytes = scratch.high_water();
   plan.host_bytes = host.high_water();
   plan.host_memory = host.table();
+  plan.file_bytes = file.high_water();
+  plan.file_contents = file.table();
   plan.memory = arena.table();
   plan.memory.push_back({scratch_label, plan.scratch_bytes});
   if (groups.ranks() > 1 || config.layout.zero.offload.any())
-    plan.memory.push_back({"ring chunks", std::ssize(groups.streams()) * Groups::scratch_bytes});
+    plan.memory.push_back({"ring chunks", groups.streams_with_scratch() * Groups::scratch_bytes});
   if (target.collectives == Collectives::library) {
     int64_t bytes = 0;
     for (const Comm* comm : groups.tensor_groups())

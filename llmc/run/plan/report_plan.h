@@ -42,6 +42,17 @@ inline Rows host_rows(const Plan& plan) {
   return rows;
 }
 
+// What is in a rank's file, and the bytes of it that a step reads and writes.
+inline Rows file_rows(const Plan& plan) {
+  Rows rows;
+  for (const MemoryLine& line : plan.file_contents)
+    if (line.bytes > 0) rows.emplace_back(line.label, human_bytes(line.bytes));
+  rows.emplace_back("total", human_bytes(plan.file_bytes));
+  rows.emplace_back("per step", formatted("{} read, {} written", human_bytes(static_cast<int64_t>(plan.step_file.read)),
+                                          human_bytes(static_cast<int64_t>(plan.step_file.written))));
+  return rows;
+}
+
 // The part of the model that a stage has: "embedding, 0-7 and 64-71, head". chunks: step.model_chunks()
 inline std::string modules_text(const StepConfig& step, const std::vector<Chunk>& chunks, int stage) {
   std::string text;
@@ -199,6 +210,8 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
   const bool apart =
       std::ranges::none_of(p.memory, [](const MemoryLine& line) { return line.label == offloaded_label; });
   if (p.host_bytes > 0) log.table(apart ? "host memory of a rank, pinned" : "of it offloaded", host_rows(p));
+  if (p.file_bytes > 0)
+    log.table(formatted("file of a rank, in {}", shown(step.layout.zero.offload.directory)), file_rows(p));
   if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
   if (step.layout.pipeline.stages > 1)
     log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
@@ -250,6 +263,11 @@ inline std::string topology_notice(const StepConfig& step, const Machine& machin
 inline std::vector<std::string> plan_notices(const Options& o, const Device& device, const StepConfig& step) {
   std::vector<std::string> notices = {depth_notice(o)};
   if (device.machine) notices.push_back(topology_notice(step, *device.machine));
+  if (device.machine && step.layout.zero.offload.any_in_file() && device.machine->disk_bytes_per_s == 0)
+    notices.push_back(
+        formatted("notice: {} does not say how fast its disks are: times are without what --offload-dir reads and "
+                  "writes: give disk_gb_per_s in a file of --machine",
+                  device.machine->name));
   std::string threads;
   if (device.computes_as() != DeviceKind::cuda)
     threads = crowded_notice(o.place, o.place.local_ranks * device.threads, processors_of(device));
@@ -265,8 +283,8 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
                            Begun begun = Begun::no) {
   const Plan& most = plan.of_stage(plan.stage_with_most([](const Plan& p) { return p.host_bytes; }));
   CHECK(device.kind != DeviceKind::cuda || most.host_bytes <= free_memory_of_rank(o),
-        "--offload {} needs {} of host memory for a rank, and its share of what is free is {}: leave out a part, or "
-        "share the state among more ranks, with --zero-stage 1",
+        "--offload {} needs {} of host memory for a rank, and its share of what is free is {}: leave out a part, "
+        "share the state among more ranks, with --zero-stage 1, or have moments in files, with --offload-dir",
         std::string(step.layout.zero.offload), human_bytes(most.host_bytes), human_bytes(free_memory_of_rank(o)));
   if (fits(plan, memory_limit(o, device))) return;
   std::string message =

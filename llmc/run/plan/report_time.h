@@ -99,6 +99,9 @@ struct Loss {
   std::string what, remedy;
 };
 inline std::string remedy_of_group(const std::string& group, const StepConfig& step) {
+  // What comes from a file comes through host memory.
+  if ((group == host_copies || group == file_transfers) && step.layout.zero.offload.any_in_file())
+    return "a larger --total-batch-size, or moments in host memory, without --offload-dir";
   if (group == host_copies) return "a larger --total-batch-size, or less --offload";
   if (group == "activations" || group == "head gradients")
     return step.layout.tensor.overlap ? "a smaller --tp" : "--tp-overlap, or a smaller --tp";
@@ -237,6 +240,8 @@ inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whol
                                                         : formatted(" among {} ranks", tier.ranks));
   if (step.layout.zero.offload.any() && machine.host_bytes_per_s > 0)
     links += formatted(", {:.1f} GB/s to host memory and back", machine.host_bytes_per_s * 1e-9);
+  if (step.layout.zero.offload.any_in_file() && machine.disk_bytes_per_s > 0)
+    links += formatted(", {:.1f} GB/s from files and to them", machine.disk_bytes_per_s * 1e-9);
   rows.emplace_back("rates",
                     formatted("{:.1f} TFLOP/s, {:.1f} GB/s of memory{}{}", machine.flops_per_s * 1e-12,
                               machine.bytes_per_s * 1e-9, links, machine.op_s == 0 ? "; no time for launches" : ""));

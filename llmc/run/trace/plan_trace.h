@@ -30,11 +30,11 @@ inline StageAlone stage_alone(const StepConfig& config, const Device& target, in
   Device device = target.on_paper();
   device.links = std::make_shared<LinkTimes>();
   device.links->in_order = target.collectives == Collectives::library;
-  Arena arena(device), scratch(device), host(device, 0, MemoryOf::host);
+  Arena arena(device), scratch(device), host(device, 0, MemoryOf::host), file(device, 0, MemoryOf::file);
   Stream stream(device, scratch);
   const int rank = stage * (config.layout.ranks() / config.layout.pipeline.stages);
   Groups groups(config.layout, rank, device, Groups::null_groups(rank));
-  Trainer trainer(config, {arena, stream, &groups, &host});
+  Trainer trainer(config, {arena, stream, &groups, &host, nullptr, &file});
   trainer.follow_another_step();
   RankTrace trace(stream, groups);
   StageAlone alone{.begin = stream.seconds()};

@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "cuda/trainer/trainer_test.h"
+#include "helpers.h"
 
 using namespace llmc;
 
@@ -39,9 +40,15 @@ selftest::Machine machine_for(const StepConfig& step) { return step.layout.ranks
 
 #ifndef __CUDACC__
 
-TEST_CASE("on GPUs state in host memory changes no bit", "[cuda][trainer][offload]") {
+TEST_CASE("on GPUs state in host memory, and in files, changes no bit", "[cuda][trainer][offload]") {
   const Gpus gpus(2);
-  for (const StepConfig& step : steps_with_offload()) {
+  const TempDir dir;
+  std::vector<StepConfig> steps = steps_with_offload();
+  for (size_t i = 0; i < 2; ++i) {  // moments in a file
+    steps.push_back(steps[i]);
+    steps.back().layout.zero.offload.directory = dir.path();
+  }
+  for (const StepConfig& step : steps) {
     StepConfig without = step;
     without.layout.zero.offload = {};
     for (const auto& run : {std::function([](const StepConfig& s) { return selftest::run_layout(s, machine_for(s)); }),

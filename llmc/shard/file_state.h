@@ -1,0 +1,111 @@
+// file_state.h: state in a file (--offload-dir) on its way to host memory and back. Buffers take turns by piece of a
+// unit, and each of two threads works on one of them while an update changes what was in a third:
+//
+//   from file   piece 0 | piece 1 | piece 2 ............| piece 3 ...
+//   to device         `--> piece 0 | piece 1 ........| piece 2
+//   compute                    `--> update 0 | update 1 ...| update 2
+//   to host                              `--> piece 0 | piece 1
+//   to file                                       `--> piece 0 | piece 1 ...
+//
+// An update reads the moments that a rank has for its elements from the file once, and writes them once. The threads
+// are the same beside a GPU, where pieces are pinned memory. As a thread and a GPU's stream cannot wait for each other,
+// there the host waits for either (Stream::wait): so what waits is enqueued as late as it may be, a piece's write after
+// the next piece's update.
+#pragma once
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "comm/groups.h"
+#include "device/arena.h"
+#include "device/tensor.h"
+
+namespace llmc {
+
+// The name of transfers between files and memory, in plans and traces.
+inline constexpr const char* file_transfers = "files";
+
+class FileState {
+ public:
+  FileState(const Groups& groups) : groups_(groups) {}
+  // pieces: of all units; largest: bytes of one of them
+  void take_buffers(int64_t pieces, int64_t largest, Arena& host) {
+    if (largest == 0) return;
+    for (int64_t i = 0; i < std::min<int64_t>(3, pieces); ++i)
+      buffers_.emplace_back(host.alloc("buffers of files", "piece", DType::int32, {largest / size_of(DType::int32)}));
+  }
+  bool any() const { return !buffers_.empty(); }
+  static int64_t room_for(const Tensor& t) { return round_up(t.size_bytes(), Arena::alignment); }
+
+  struct Buffer {
+    Tensor memory;
+    Event free, ready;
+    explicit Buffer(const Tensor& m) : memory(m) { free.signal(); }
+  };
+  // Some of the state of a piece, in a buffer.
+  struct Piece {
+    Buffer* buffer = nullptr;                    // none: no part of the piece is in a file
+    std::vector<std::pair<Tensor, Tensor>> all;  // in the file, in the buffer
+  };
+  // Begins to read. A piece of the next step finds what this one has written because its buffer is free: all others
+  // have had their turn since, and writes are done in their order.
+  Piece read(const std::vector<Tensor>& in_file) {
+    if (in_file.empty()) return {};
+    Piece piece{&buffers_[turn_++ % buffers_.size()], {}};
+    Stream& stream = from_file();
+    stream.wait(piece.buffer->free);
+    int64_t at = 0;
+    for (const Tensor& home : in_file) {
+      Tensor here = home;
+      here.bytes = piece.buffer->memory.bytes + at;
+      here.file = nullptr;
+      at += room_for(home);
+      const auto bytes = static_cast<double>(home.size_bytes());
+      stream.run({.name = "read_file", .bytes = bytes, .group = file_transfers, .file = {.read = bytes}}, {here},
+                 [home, here] { home.file->read(here.bytes, here.size_bytes(), Arena::offset_of(home)); });
+      piece.all.emplace_back(home, here);
+    }
+    piece.buffer->ready = stream.record();
+    return piece;
+  }
+  // Writes a piece once this event has come. Until the next call, or flush(), it is only remembered.
+  void write(Piece piece, const Event& changed) {
+    flush();
+    if (piece.buffer != nullptr) unwritten_ = {std::move(piece), changed};
+  }
+  void flush() {
+    if (!unwritten_) return;
+    const auto [piece, changed] = std::move(*std::exchange(unwritten_, std::nullopt));
+    Stream& stream = to_file();
+    stream.wait(changed);
+    for (const auto& [home, here] : piece.all) {
+      const auto bytes = static_cast<double>(home.size_bytes());
+      stream.run({.name = "write_file", .bytes = bytes, .group = file_transfers, .file = {.written = bytes}}, {},
+                 [home, here] { home.file->write(here.bytes, here.size_bytes(), Arena::offset_of(home)); });
+    }
+    groups_.hooks.released(piece.buffer->memory, stream);
+    piece.buffer->free = stream.record();
+  }
+  // Before anything else reads or writes the file.
+  void settle(Stream& compute) {
+    if (!any()) return;
+    flush();
+    compute.wait(to_file().record());
+  }
+
+ private:
+  struct Unwritten {
+    Piece piece;
+    Event changed;
+  };
+  Stream& from_file() const { return *groups_.find_stream(Lane::from_file); }
+  Stream& to_file() const { return *groups_.find_stream(Lane::to_file); }
+
+  const Groups& groups_;
+  std::vector<Buffer> buffers_;
+  size_t turn_ = 0;
+  std::optional<Unwritten> unwritten_;
+};
+
+}  // namespace llmc
