@@ -47,9 +47,8 @@ class UnitState {
     sharded_ = zero.stage == 3                                       ? Sharded::weights
                : zero.updates() == ZeroConfig::Updates::shard_owners ? Sharded::optimizer
                                                                      : Sharded::nothing;
-    const auto memory_for = [&](Offloaded part) -> Arena& { return elsewhere.of(part, offload_, arena); };
     auto flat = [&](const char* label, DType d, const Range& r, std::optional<Offloaded> part = std::nullopt) {
-      Arena& memory = part ? memory_for(*part) : arena;
+      Arena& memory = part ? elsewhere.of(*part, offload_, arena) : arena;
       return r.size == 0 ? Tensor{} : memory.alloc(label, spec_.name.c_str(), d, {r.size});
     };
     if (zero.stage == 3) {
@@ -73,7 +72,7 @@ class UnitState {
     }
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
     else gradient_sum_ = flat("gradients", state, update_range_, Offloaded::gradients);
-    make_slots(zero, precision, memory_for(Offloaded::moments));
+    make_slots(zero, precision, elsewhere.of(Offloaded::moments, offload_, arena));
     if (zero.muon.rows == MuonRows::normalised) make_row_moments(shard, state, arena);
   }
 
