@@ -210,6 +210,7 @@ TEST_CASE("a board tells what ranks do, across the network", "[net][failures]") 
        {std::vector<std::string>{"1"},
         {"1", "1", "0", "0", "1", "1", "name", "1", "5-2", "1", "", ""},
         {"1", "1", "0", "0", "1", "1", "name", "1", "0-999999999999", "1", "", ""},
+        {"1", "1", "0", "0", "1", "1", "name", "1", "9223372036854775807", "1", "", ""},
         {"1", "1", "0", "0", "1", "2"}})
     REQUIRE_THROWS(ranks_from(wrong));
 }

@@ -147,6 +147,8 @@ TEST_CASE("a stage's faults are named with file and line", "[recipe][errors]") {
   no("[[stage]]\ntokens = 10\nlearning-rate = 3\n", "r.toml:3: learning-rate: no setting of a stage has this name");
   no("[[stage]]\ntokens = 10\nlr = \"fast\"\n", "r.toml:3: lr 'fast': expected a number");
   no("[[stage]]\ntokens = 10\nlr = 200\n", "r.toml:1: stage \"1\": ");
+  no("[[stage]]\ntokens = 10\nseq-len = -9223372036854775807\n",
+     "--seq-len -9223372036854775807: expected a number from 1");
   no("[[stage]]\n\nname = \"a\"\n", "has none of tokens, steps, epochs and share");
   no("[[stage]]\ntokens = 10\nsteps = 3\n", "has several of tokens");
   no("[[stage]]\ntokens = -10\n", "r.toml:2: tokens is -10, expected a whole number of tokens from 1 on");

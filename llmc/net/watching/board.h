@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -61,7 +62,9 @@ inline std::vector<int> from_runs(const std::string& text) {
   for (const char* at = text.c_str(); *at != '\0';) {
     char* end = nullptr;
     const long first = std::strtol(at, &end, 10), last = *end == '-' ? std::strtol(end + 1, &end, 10) : first;
-    CHECK(end != at && first >= 0 && last >= first && last - first < most - std::ssize(numbers), "not a list of ranks");
+    CHECK(end != at && first >= 0 && last >= first && last < std::numeric_limits<int>::max() &&
+              last - first < most - std::ssize(numbers),
+          "not a list of ranks");
     for (long n = first; n <= last; ++n) numbers.push_back(static_cast<int>(n));
     at = *end == ' ' ? end + 1 : end;
   }

@@ -91,20 +91,25 @@ class StageReader {
           json_["epochs"]);
     CHECK(has("batch-ramp") + has("batch-doubling") <= 1,
           "{}: stage \"{}\" has batch-ramp and batch-doubling: give one of them", file_.place(pointer_), stage_.name);
+    const auto in_stage = [&](auto&& check) {
+      try {
+        check();
+      } catch (const Error& error) {
+        throw Error(formatted("{}: stage \"{}\": {}", file_.place(pointer_), stage_.name,
+                              with_config_lines(error.what(), stage_.options.config_lines)));
+      }
+    };
+    in_stage([&] { check_limits(stage_.options); });
     if (!has("batch-ramp")) stage_.ramp = one_size(stage_.options);
     if (has("batch-doubling")) read_doubling();
-    try {
-      check_limits(stage_.options);
+    in_stage([&] {
       for (const RampPiece& piece : stage_.ramp) {
         Options step = stage_.options;
         step.total_batch_size = piece.tokens_per_step;
         step.stages.clear();  // a stage alone
         validate(step);
       }
-    } catch (const Error& error) {
-      throw Error(formatted("{}: stage \"{}\": {}", file_.place(pointer_), stage_.name,
-                            with_config_lines(error.what(), stage_.options.config_lines)));
-    }
+    });
     CHECK(!stage_.decay || stage_.options.lr_schedule == LrShape::wsd,
           "{}: decay is for lr-schedule = \"wsd\", and this stage's is {}: leave it out", place("decay"),
           stage_.options.lr_schedule);
