@@ -156,9 +156,10 @@ uint64_t number_from(const char* variable, uint64_t otherwise) {
 void fuzz(uint64_t count) {
   omp_set_num_threads(1);  // OpenMP's threads do not survive a fork
   const TempDir dir;
-  const uint64_t seed = number_from("FUZZ_SEED", 1), one = number_from("FUZZ_NUMBER", count),
+  constexpr uint64_t all = ~uint64_t{0};
+  const uint64_t seed = number_from("FUZZ_SEED", 1), one = number_from("FUZZ_NUMBER", all),
                  seconds = number_from("FUZZ_SECONDS", 0);
-  const uint64_t begin = one < count ? one : 0, end = one < count ? one + 1 : seconds > 0 ? uint64_t{1} << 40 : count;
+  const uint64_t begin = one < all ? one : 0, end = one < all ? one + 1 : seconds > 0 ? uint64_t{1} << 40 : count;
   const char* const only = std::getenv("FUZZ_TARGET");
   void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   REQUIRE(memory != MAP_FAILED);

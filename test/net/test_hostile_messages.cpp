@@ -334,7 +334,8 @@ uint64_t number_from(const char* variable, uint64_t otherwise) {
 // So many changes for each target. In the environment, FUZZ_TARGET is the name of one, FUZZ_SEED takes other changes,
 // FUZZ_NUMBER repeats one of them, and FUZZ_SECONDS goes on for so long.
 void fuzz(uint64_t count) {
-  const uint64_t seed = number_from("FUZZ_SEED", 1), one = number_from("FUZZ_NUMBER", count),
+  constexpr uint64_t all = ~uint64_t{0};
+  const uint64_t seed = number_from("FUZZ_SEED", 1), one = number_from("FUZZ_NUMBER", all),
                  seconds = number_from("FUZZ_SECONDS", 0);
   constexpr int at_once = 8;  // most of the time is waiting
   const Recording recorded = Recording::make();
@@ -345,13 +346,13 @@ void fuzz(uint64_t count) {
   for (const Target& target : targets) {
     if (only != nullptr && std::string(only) != target.name) continue;
     std::mutex mutex;
-    std::atomic<uint64_t> next = one < count ? one : 0;
-    const uint64_t end = one < count ? one + 1 : seconds > 0 ? uint64_t{1} << 40 : count;
+    std::atomic<uint64_t> next = one < all ? one : 0;
+    const uint64_t end = one < all ? one + 1 : seconds > 0 ? uint64_t{1} << 40 : count;
     const Limit limit = seconds > 0 ? Limit::seconds(static_cast<double>(seconds)) : Limit();
     harmless = 0;
     reset_peak();
     const int64_t before = kilobytes("VmRSS");
-    on_threads(one < count ? 1 : at_once, [&](int) {
+    on_threads(one < all ? 1 : at_once, [&](int) {
       for (uint64_t number = next++; number < end && !limit.passed(); number = next++) {
         Changes changes(seed, target.name, number);
         const auto begin = std::chrono::steady_clock::now();
