@@ -38,10 +38,10 @@ struct TrainingRank {
         local(world.local()),
         stop(job.options.time_limit, job.begin, static_cast<double>(job.checkpoint_bytes()) / assumed_bytes_per_second),
         report(job, log, beginning.peaks, rank == 0, beginning.totals),
-        checkpoints(job, beginning.directory, log, report, stop),
         trace(beginning.after == After::start ? job.options.trace : "", log),
         run(job.step, job.plan, rank_device(job.device, job.options.place, rank - job.options.place.first_rank()),
-            world, rank) {
+            world, rank),
+        checkpoints(job, beginning.directory, log, report, stop) {
     if (watchdog() != nullptr)
       checkpoints.when_saving([this](bool saving) { watchdog()->board.saving(number, saving); });
     if (const std::string& why = run.copies_of_state.not_pinned(); !why.empty())
@@ -55,10 +55,10 @@ struct TrainingRank {
   LocalRanks local;
   StopCondition stop;
   StepReport report;
-  CheckpointSaver checkpoints;
   StepTrace trace;  // declared before the streams that it records
   OpLedger ops;     // declared before the stream that records ops in it
   Run run;
+  CheckpointSaver checkpoints;  // declared after the memory of copies that it may be writing
 
   Progress progress;          // recorded in checkpoints
   int64_t first = 0;          // updates done before this start

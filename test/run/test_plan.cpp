@@ -123,8 +123,8 @@ TEST_CASE("advice fits when it is followed, and shows its price", "[run][plan]")
             {"more work; each rank sends ", " a step instead of ", "; gradients are then reduced every micro-batch"}},
            {"--model d6 -t 256 -b 4 --schedule gpipe -d 16384 --memory-limit 1", "--schedule 1f1b", {}},
            // For a GPU, of which there is none here: more ranks.
-           {"--model gpt2:1558M --device cuda --dtype bf16 -t 1024 -b 8 --memory-limit 16",
-            "--local-ranks 2",
+           {"--model gpt2:1558M --device cuda --dtype bf16 -t 1024 -b 8 --memory-limit 12",
+            "--local-ranks 4",
             {"sends"}},
            {"--model d2 -t 1024 -b 1 --memory-limit 0.17", "--seq-len 256", {}}}) {
     INFO(c.options);

@@ -98,7 +98,7 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
   return text;
 }
 
-// On a GPU that is not here, the fastest layout of these ranks that fits, if need be without master weights. None:
+// On a GPU that is not here, the fastest layout of these ranks that fits, if need be with state in fewer bits. None:
 // nothing fits, or the layout has parts that the search does not choose. Times are those of an H100 if no machine is
 // named.
 inline std::optional<Remedy> fastest_remedy(const StepConfig& asked, const Device& device, int64_t limit) {
