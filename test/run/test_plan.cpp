@@ -126,7 +126,7 @@ TEST_CASE("advice fits when it is followed, and shows its price", "[run][plan]")
            {"--model gpt2:1558M --device cuda --dtype bf16 -t 1024 -b 8 --memory-limit 12",
             "--local-ranks 4",
             {"sends"}},
-           {"--model d2 -t 1024 -b 1 --memory-limit 0.17", "--seq-len 256", {}}}) {
+           {"--model d2 -t 1024 -b 1 --memory-limit 0.16", "--seq-len 128", {}}}) {
     INFO(c.options);
     const ProgramResult refused = run_program("--plan --threads 2 " + c.options);
     INFO(refused.err);
