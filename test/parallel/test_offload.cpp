@@ -4,47 +4,15 @@
 
 #include "catch2.h"
 #include "helpers.h"
+#include "parallel/offload_layouts.h"
 #include "parallel/on_ranks.h"
 #include "run/selftest/selftest.h"
 
 using namespace llmc;
 using selftest::Outcome;
 
-namespace {
-
-// Pieces are small, so that every unit has several.
-Offload offload(std::initializer_list<Offloaded> parts) {
-  Offload all{.piece = 128};
-  for (const Offloaded part : parts) all.add(part);
-  return all;
-}
+using namespace offload_layouts;
 using enum Offloaded;
-
-StepConfig step_of(const char* family, DType dtype, Layout layout, const Offload& offloaded) {
-  layout.zero.offload = offloaded;
-  if (offloaded.has(gradients)) layout.zero.grad_reduce = GradReduce::micro;
-  const ModelConfig model = selftest::awkward_model(family, false);
-  layout.tensor = tensor_parallel(model, layout.tensor.ranks);
-  StepConfig step = selftest::step_config(model, dtype, 2, layout);
-  step.micro_batches = 2;
-  return step;
-}
-Layout layout_of(int stage, int shards) {
-  Layout layout{.zero = {.shards = shards}};
-  layout.zero.set_stage(stage);
-  return layout;
-}
-void require_same(const StepConfig& offloaded) {
-  StepConfig step = offloaded;
-  step.layout.zero.offload = {};
-  const Outcome expected = selftest::run_layout(step), found = selftest::run_layout(offloaded);
-  REQUIRE(expected.fault == "");
-  REQUIRE(found.fault == "");
-  REQUIRE(found.same_bits(expected));
-  REQUIRE(found.optimizer_state == expected.optimizer_state);
-}
-
-}  // namespace
 
 TEST_CASE("state in host memory changes no bit, in any layout", "[parallel][offload]") {
   const auto all = offload({moments, master, gradients, weights});

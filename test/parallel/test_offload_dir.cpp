@@ -6,42 +6,23 @@
 #include "catch2.h"
 #include "faults/fault_run.h"
 #include "helpers.h"
+#include "parallel/offload_layouts.h"
 #include "parallel/on_ranks.h"
 #include "run/selftest/selftest.h"
 
 using namespace llmc;
+using namespace offload_layouts;
 using selftest::Outcome;
 
 namespace {
 
 using enum Offloaded;
 
-StepConfig step_of(const char* family, DType dtype, Layout layout, std::initializer_list<Offloaded> parts,
+StepConfig step_of(const char* family, DType dtype, const Layout& layout, std::initializer_list<Offloaded> parts,
                    const std::string& directory) {
-  Offload& offload = layout.zero.offload;
-  offload.piece = 128;  // so that every unit has several
-  offload.directory = directory;
-  for (const Offloaded part : parts) offload.add(part);
-  if (offload.has(gradients)) layout.zero.grad_reduce = GradReduce::micro;
-  const ModelConfig model = selftest::awkward_model(family, false);
-  layout.tensor = tensor_parallel(model, layout.tensor.ranks);
-  StepConfig step = selftest::step_config(model, dtype, 2, layout);
-  step.micro_batches = 2;
-  return step;
-}
-Layout layout_of(int stage, int shards) {
-  Layout layout{.zero = {.shards = shards}};
-  layout.zero.set_stage(stage);
-  return layout;
-}
-void require_same(const StepConfig& offloaded) {
-  StepConfig step = offloaded;
-  step.layout.zero.offload = {};
-  const Outcome expected = selftest::run_layout(step), found = selftest::run_layout(offloaded);
-  REQUIRE(expected.fault == "");
-  REQUIRE(found.fault == "");
-  REQUIRE(found.same_bits(expected));
-  REQUIRE(found.optimizer_state == expected.optimizer_state);
+  Offload in_file = offload(parts);
+  in_file.directory = directory;
+  return offload_layouts::step_of(family, dtype, layout, in_file);
 }
 
 // A run of two ranks with its moments in files in the directory "disk".

@@ -1,0 +1,40 @@
+// offload_layouts.h: steps with state in host memory or in files, and the comparison with the same on the device.
+#pragma once
+#include "catch2.h"
+#include "run/selftest/selftest.h"
+
+namespace offload_layouts {
+
+using namespace llmc;
+
+// Pieces are small, so that every unit has several.
+inline Offload offload(std::initializer_list<Offloaded> parts) {
+  Offload all{.piece = 128};
+  for (const Offloaded part : parts) all.add(part);
+  return all;
+}
+inline StepConfig step_of(const char* family, DType dtype, Layout layout, const Offload& offloaded) {
+  layout.zero.offload = offloaded;
+  if (offloaded.has(Offloaded::gradients)) layout.zero.grad_reduce = GradReduce::micro;
+  const ModelConfig model = selftest::awkward_model(family, false);
+  layout.tensor = tensor_parallel(model, layout.tensor.ranks);
+  StepConfig step = selftest::step_config(model, dtype, 2, layout);
+  step.micro_batches = 2;
+  return step;
+}
+inline Layout layout_of(int stage, int shards) {
+  Layout layout{.zero = {.shards = shards}};
+  layout.zero.set_stage(stage);
+  return layout;
+}
+inline void require_same(const StepConfig& offloaded) {
+  StepConfig step = offloaded;
+  step.layout.zero.offload = {};
+  const selftest::Outcome expected = selftest::run_layout(step), found = selftest::run_layout(offloaded);
+  REQUIRE(expected.fault == "");
+  REQUIRE(found.fault == "");
+  REQUIRE(found.same_bits(expected));
+  REQUIRE(found.optimizer_state == expected.optimizer_state);
+}
+
+}  // namespace offload_layouts
