@@ -17,14 +17,15 @@
 #   kernels      the kernel ladders
 #   ops          each op of a training step against the GPU's measured roofline
 #   stalls       Nsight Compute on kernels below the roofline: what their warps wait for
+#   switches     tokens/s of GPT-2 124M with each switch (--gelu, --tune-matmul, ...) beside runs without it
 #   e2e          training steps compared with PyTorch: parts e2e-124M, e2e-1558M, e2e-qwen and e2e-experts
 #
-# --sitting 1 checks correctness: all parts but the last four lines, at the same time where possible. --sitting 2
+# --sitting 1 checks correctness: all parts but the last five lines, at the same time where possible. --sitting 2
 # measures speed, one part after the other. Each takes at most SITTING_SECONDS=570, the build included.
 #
 # Programs are built in the background, and a part begins when its own are ready. A check that fails, or takes too long,
-# stops no other. Every result is in OUT/checks.tsv as soon as it is known, and all output in OUT/log.txt; kernels, ops
-# and e2e also write Markdown tables. The table of all results comes last. Exit status 1: something failed.
+# stops no other. Every result is in OUT/checks.tsv as soon as it is known, and all output in OUT/log.txt; kernels, ops,
+# switches and e2e also write Markdown tables. The table of all results comes last. Exit status 1: something failed.
 #
 # Environment: OUT=build/gpu-out  DEPS=build/gpu-deps (from dev/gpu/pack_deps.sh, if the machine lacks packages)
 # JOBS=processors  PYTHON=python3 (with torch, for e2e)  ARCH=the GPU's  MORE_SECONDS=1: times all limits
@@ -58,6 +59,7 @@ limit_of() {
     test) echo 150 ;;
     ranks | sanitize | racecheck) echo 240 ;;
     kernels | stalls) echo 90 ;;
+    switches) echo 240 ;;
     ops | e2e-124M) echo 120 ;;
     e2e-*) echo 150 ;;
   esac
@@ -278,6 +280,12 @@ stalls() {
     cp "$RUNS/stalls.output" "$OUT/stalls.txt"
 }
 
+switches() {
+  check 'each switch on and off' 240 "$PYTHON" dev/gpu/switches.py --device "$DEVICE" --folder "$RUNS" \
+    --out "$OUT/switches.md" ${SMALL:+--small --steps 6}
+  grep -a '^|' "$RUNS/switches.output"
+}
+
 # beside_pytorch CASE
 beside_pytorch() {
   local modules=torch
@@ -294,12 +302,12 @@ beside_pytorch() {
 
 run_part() {
   local part=$1 part_end=$sitting_end
-  case $part in build | kernels | ops | stalls | e2e-*) wait ;; esac   # nothing else is to run while something is timed
+  case $part in build | kernels | ops | stalls | switches | e2e-*) wait ;; esac   # nothing else is to run while something is timed
   # shellcheck disable=SC2046    # words
   [ "$part" = build ] || built $(programs_of "$part") || return
   case $part in
     build) ;;
-    memory | train | nccl | ranks | sanitize | racecheck | kernels | ops | stalls) $part ;;
+    memory | train | nccl | ranks | sanitize | racecheck | kernels | ops | stalls | switches) $part ;;
     determinism) every_model repeat ;;
     resume | graphs) every_model "$part" ;;
     test) test_ops ;;
@@ -316,15 +324,15 @@ refuse() {
   echo "check.sh: $*" >&2
   exit 1
 }
-all=(build memory train determinism resume graphs ranks nccl 'test' sanitize racecheck kernels ops stalls e2e-124M
-  e2e-1558M e2e-qwen e2e-experts)
+all=(build memory train determinism resume graphs ranks nccl 'test' sanitize racecheck kernels ops stalls switches
+  e2e-124M e2e-1558M e2e-qwen e2e-experts)
 lanes=() parts=() sitting_end=1000000
 if [ "${1:-}" = --sitting ]; then
   sitting_end=$SITTING_SECONDS
   case ${2:-} in
     # memory runs by itself, since it looks at free memory; then the parts that share the GPU.
     1) parts=(memory) lanes=('train determinism resume graphs' 'ranks nccl' 'test sanitize racecheck') ;;
-    2) parts=(e2e-124M ops stalls kernels e2e-1558M e2e-qwen e2e-experts) ;;
+    2) parts=(e2e-124M ops stalls kernels switches e2e-1558M e2e-qwen e2e-experts) ;;
     *) refuse "--sitting '${2:-}' is unknown; use 1 or 2" ;;
   esac
   [ $# -eq 2 ] || refuse "--sitting has its own parts: leave out '${*:3}'"

@@ -132,7 +132,7 @@ broken_act() {
         /train_gpt/dev/gpu/check.sh --sitting "$sitting" || fail "status 0 with programs of which each is broken: $how"
       [ "$(count ok "broken-$how-$sitting")" -eq 0 ] || fail "something is ok with programs of which each is broken: $how"
       parts=$(grep -v '^#' "$folder/broken-$how-$sitting.tsv" | cut -f 1 | sort -u | wc -l)
-      [ "$parts" -eq $((sitting == 1 ? 10 : 6)) ] || fail "$parts parts were tried: $how"
+      [ "$parts" -eq $((sitting == 1 ? 10 : 8)) ] || fail "$parts parts were tried: $how"
     done
   done
 }

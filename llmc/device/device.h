@@ -59,6 +59,7 @@ struct Device {
   Collectives collectives = Collectives::own;
   Tf32 tf32 = Tf32::no;
   bool cudnn = false;                    // use cuDNN's attention
+  bool gelu_in_products = false;         // cuBLASLt's products compute GELU and its derivative
   bool graphs = true;                    // replay repeated work as CUDA graphs
   DeviceKind planned = DeviceKind::cpu;  // what the null device plans for
   bool elsewhere = false;                // a plan is for another machine, whatever this one has

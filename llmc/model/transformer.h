@@ -102,7 +102,7 @@ class FeedForward : Layer {
   // Without the last product, which the backward does not need.
   void forward() const {
     up().forward(a.up, a.norm2, gathered.norm2);
-    activation();
+    if (!in_products()) activation();
   }
   void output(Tensor out) const { down().forward(out, a.activated); }
   void recompute(Recompute) const { activation(); }
@@ -114,7 +114,10 @@ class FeedForward : Layer {
     const Tensor dup = !whole ? later->up : gated() ? like("gradient of up", a.up) : dactivated;
     Layer::backward(down(), dactivated, dout, a.activated, &OutputGradients::out);
     if (gated()) swiglu_backward(dup, dactivated, a.up, stream());
-    else if (const Tensor dbias = up().p.dbias(); dbias.empty()) gelu_backward(dup, dactivated, a.up, stream());
+    else if (in_products()) {
+    }  // down's product has computed dup
+    else if (const Tensor dbias = up().p.dbias(); dbias.empty())
+      gelu_backward(dup, dactivated, a.up, stream());
     else gelu_backward_with_bias(dup, dbias, dactivated, a.up, stream());
     Layer::backward(up(), dx, dup, a.norm2, gathered.norm2);
   }
@@ -125,12 +128,24 @@ class FeedForward : Layer {
 
  private:
   bool gated() const { return config.family.mlp == Mlp::swiglu; }
+  // Whether the products of up and down compute GELU: in layouts that --gelu cublaslt is for, and not in a text that is
+  // being generated, of few rows.
+  bool in_products() const {
+    const Tensor& x = a.activated;  // which the weight part has, too
+    return !gated() && stream().device().gelu_in_products && x.dtype == DType::bf16 && x.shape[1] % 8 == 0 &&
+           group.size() == 1 && sequences.linear == Operands::as_stored && !sequences.cache;
+  }
   parallel::ColumnLinear up() const {
     parallel::ColumnLinear linear = gated() ? column("mlp.gate", 2) : column("mlp.up");
-    linear.p.bias_apart = !gated();  // with GELU's backward
+    linear.p.bias_apart = !gated() && !in_products();  // with GELU's backward
+    if (in_products()) linear.activated = a.activated;
     return linear;
   }
-  parallel::RowLinear down() const { return row("mlp.down"); }
+  parallel::RowLinear down() const {
+    parallel::RowLinear linear = row("mlp.down");
+    if (in_products()) linear.before_gelu = a.up;
+    return linear;
+  }
   void activation() const {
     if (gated()) swiglu_forward(a.activated, a.up, stream());
     else gelu_forward(a.activated, a.up, stream());

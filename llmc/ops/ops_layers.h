@@ -138,31 +138,40 @@ inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, T
 
 namespace detail {
 
+struct ProductEpilogue {
+  Epilogue kind = Epilogue::none;  // others: on GPUs, in bf16
+  Tensor z = {};                   // (M, N)
+};
+
 // c (M, N) = or += op(a) op(b) + bias, summing K products per element.   bias (N), or an empty tensor. Or c (B, M, N),
 // and a and b are B matrices, without a bias.
 inline void matmul(const char* name, Tensor c, const Operand& first, const Operand& second, int64_t K, Tensor bias,
-                   Accumulate accumulate, Stream& stream) {
+                   Accumulate accumulate, Stream& stream, const ProductEpilogue& epilogue = {}) {
   const int axis = c.shape.rank() - 2;
   const int64_t B = axis > 0 ? c.shape[0] : 1, M = c.shape[axis], N = c.shape[axis + 1];
   const Tensor a = first.values, b = second.values;
   const Transpose a_as = first.as, b_as = second.as;
   const Bias with_bias = bias.empty() ? Bias::no : Bias::yes;
   const double flops = 2.0 * static_cast<double>(c.numel()) * static_cast<double>(K);
-  const double bytes = bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0);
+  const bool apart = epilogue.kind != Epilogue::none;
+  const double bytes =
+      bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0) + (apart ? bytes_of({epilogue.z}) : 0);
   const OpCost cost{.name = name, .flops = flops, .bytes = bytes, .product = {M, N, K, B, a.dtype == DType::e4m3}};
   auto scope = stream.scratch().scope();
   if (stream.device().computes_as() == DeviceKind::cuda) {
     const Tensor workspace = stream.scratch().alloc("scratch", "matmul", DType::int32, {gpu_matmul_workspace / 4});
-    return stream.run(cost, {c}, [=, &stream] {
+    const Tensor also = epilogue.kind == Epilogue::gelu ? epilogue.z : Tensor{};
+    return stream.run(cost, {c, also}, [=, &stream] {
 #ifdef TRAIN_GPT_CUDA
       if (a.dtype == DType::fp64) refuse_fp64();
       const auto second_of_batch = [&](const Tensor& t) { return B > 1 ? t.bytes + t.size_bytes() / B : nullptr; };
-      const int alignment = cuda::alignment_of(
-          {c.bytes, a.bytes, b.bytes, bias.bytes, second_of_batch(c), second_of_batch(a), second_of_batch(b)});
+      const int alignment = cuda::alignment_of({c.bytes, a.bytes, b.bytes, bias.bytes, second_of_batch(c),
+                                                second_of_batch(a), second_of_batch(b), epilogue.z.bytes});
       stream.kept<cuda::MatmulPlans>().run(
           {M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().tf32, alignment, first.scaled,
-           second.scaled, B},
-          {c.bytes, a.bytes, b.bytes, bias.bytes, workspace.bytes, first.scales.bytes, second.scales.bytes},
+           second.scaled, B, epilogue.kind},
+          {c.bytes, a.bytes, b.bytes, bias.bytes, workspace.bytes, first.scales.bytes, second.scales.bytes,
+           epilogue.z.bytes},
           stream.cuda());
 #else
       (void)workspace, (void)stream;  // planned only
@@ -201,6 +210,18 @@ inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Str
   detail::matmul("linear_forward", out, a, b, I, bias, Accumulate::no, stream);
 }
 
+// GELU, tanh form, elementwise; dx may be dout.
+inline void gelu_forward(Tensor out, Tensor x, Stream& stream) {
+  detail::check_tensor("gelu_forward", "out", out, x.dtype, x.shape);
+  RUN_OP(gelu_forward, x.dtype, detail::bytes_of({out, x}), (out), out.data<X>(), x.data<X>(), x.numel());
+}
+inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
+  detail::check_tensor("gelu_backward", "dx", dx, x.dtype, x.shape);
+  detail::check_tensor("gelu_backward", "dout", dout, x.dtype, x.shape);
+  RUN_OP(gelu_backward, x.dtype, detail::bytes_of({dx, dout, x}), (dx), dx.data<X>(), dout.data<X>(), x.data<X>(),
+         x.numel());
+}
+
 // dx = dout weight.
 inline void linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Stream& stream, const Reading& read = {}) {
   const int64_t N = dout.shape[0], I = weight.shape[1], O = weight.shape[0];
@@ -210,6 +231,35 @@ inline void linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Stream&
   const detail::Operand a = detail::first_operand(dout, Transpose::no, detail::Role::gradients, read, stream),
                         b = detail::second_operand(weight, Transpose::no, detail::Role::weights, read, stream);
   detail::matmul("linear_backward_input", dx, a, b, O, {}, Accumulate::no, stream);
+}
+
+// z = x weight^T + bias, out = GELU(z). On a GPU by the product, from sums that are not rounded to z's dtype first, and
+// only in bf16.   z, out (N, O)
+inline void linear_gelu_forward(Tensor out, Tensor z, Tensor x, Tensor weight, Tensor bias, Stream& stream) {
+  if (stream.device().computes_as() != DeviceKind::cuda) {
+    linear_forward(z, x, weight, bias, stream);
+    return gelu_forward(out, z, stream);
+  }
+  const int64_t N = x.shape[0], I = x.shape[1], O = weight.shape[0];
+  CHECK_TENSOR(out, x.dtype, N, O);
+  CHECK_TENSOR(z, x.dtype, N, O);
+  CHECK_TENSOR(weight, x.dtype, O, I);
+  if (!bias.empty()) CHECK_TENSOR(bias, x.dtype, O);
+  detail::matmul("linear_gelu_forward", out, {x, Transpose::no}, {weight, Transpose::yes}, I, bias, Accumulate::no,
+                 stream, {Epilogue::gelu, z});
+}
+// dz = dout weight times GELU's derivative at z: the gradient of z, from that of GELU(z) weight^T.
+inline void linear_gelu_backward_input(Tensor dz, Tensor dout, Tensor weight, Tensor z, Stream& stream) {
+  if (stream.device().computes_as() != DeviceKind::cuda) {
+    linear_backward_input(dz, dout, weight, stream);
+    return gelu_backward(dz, dz, z, stream);
+  }
+  const int64_t N = dout.shape[0], I = weight.shape[1], O = weight.shape[0];
+  CHECK_TENSOR(dz, dout.dtype, N, I);
+  CHECK_TENSOR(z, dout.dtype, N, I);
+  CHECK_TENSOR(dout, weight.dtype, N, O);
+  detail::matmul("linear_gelu_backward_input", dz, {dout, Transpose::no}, {weight, Transpose::no}, O, {},
+                 Accumulate::no, stream, {Epilogue::gelu_backward, z});
 }
 
 namespace detail {
@@ -274,18 +324,8 @@ inline void linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout
                  Accumulate::no, stream);
 }
 
-// GELU, tanh form, elementwise; dx may be dout.
-inline void gelu_forward(Tensor out, Tensor x, Stream& stream) {
-  detail::check_tensor("gelu_forward", "out", out, x.dtype, x.shape);
-  RUN_OP(gelu_forward, x.dtype, detail::bytes_of({out, x}), (out), out.data<X>(), x.data<X>(), x.numel());
-}
-inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
-  detail::check_tensor("gelu_backward", "dx", dx, x.dtype, x.shape);
-  detail::check_tensor("gelu_backward", "dout", dout, x.dtype, x.shape);
-  RUN_OP(gelu_backward, x.dtype, detail::bytes_of({dx, dout, x}), (dx), dx.data<X>(), dout.data<X>(), x.data<X>(),
-         x.numel());
-}
-// And dbias (C) += the column sums of dx (N, C), with the bits of linear_backward_bias(), which would read dx again.
+// gelu_backward(), and dbias (C) += the column sums of dx (N, C), with the bits of linear_backward_bias(), which would
+// read dx again.
 inline void gelu_backward_with_bias(Tensor dx, Tensor dbias, Tensor dout, Tensor x, Stream& stream) {
   const int64_t N = x.shape[0], C = x.shape[1];
   const DType grad = accumulator_of(x.dtype);

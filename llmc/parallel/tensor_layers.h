@@ -55,9 +55,11 @@ struct Parameters {
 struct ColumnLinear {
   Parameters p;
   const Group& g;
+  Tensor activated = {};  // (R, O): the product also computes GELU(out), on a group of one rank; or an empty tensor
 
   // room: where the gathered x (P S, I) stays, or an empty tensor
   void forward(Tensor out, Tensor x, Tensor room = {}) const {
+    if (!activated.empty()) return linear_gelu_forward(activated, out, x, p.weight(), p.bias(), g.compute);
     with_all_rows(out, x, room, "gathered", g, [&](Tensor out_rows, Tensor rows) {
       linear_forward(out_rows, rows, p.weight(), p.bias(), g.compute, p.reading());
     });
@@ -104,6 +106,7 @@ struct ColumnLinear {
 struct RowLinear {
   Parameters p;
   const Group& g;
+  Tensor before_gelu = {};  // (R, I): x is its GELU, and dx its gradient, on a group of one rank; or an empty tensor
 
   void forward(Tensor out, Tensor x) const {
     if (g.size() == 1) return linear_forward(out, x, p.weight(), p.bias(), g.compute, p.reading());
@@ -114,6 +117,7 @@ struct RowLinear {
   }
   // dx = dout weight, for this rank's inputs.   room: where the gathered dout (P S, O) stays, or an empty tensor
   void backward_input(Tensor dx, Tensor dout, Tensor room = {}) const {
+    if (!before_gelu.empty()) return linear_gelu_backward_input(dx, dout, p.weight(), before_gelu, g.compute);
     with_all_rows(dx, dout, room, "gathered gradient", g, [&](Tensor dx_rows, Tensor rows) {
       linear_backward_input(dx_rows, rows, p.weight(), g.compute, p.reading());
     });
@@ -130,7 +134,7 @@ struct RowLinear {
   }
   // Both at once.
   void backward(Tensor dx, Tensor dout, Tensor x) const {
-    if (g.size() == 1)
+    if (g.size() == 1 && before_gelu.empty())
       return linear_backward(dx, p.dweight(), p.dbias(), dout, x, p.weight(), p.accumulate(), g.compute, p.reading());
     auto scope = g.arena.scope();
     const Tensor room = room_for_rows("gathered gradient", dout, g);

@@ -100,6 +100,7 @@ struct Evaluation {
     if (o.mask_documents) inputs.document_begin = choose_document_begin("--mask-documents", o, *tokenizer, step.model);
     require_gpu_for("--tf32", o.tf32, device, o);
     require_cudnn_can(step, device, o);
+    require_gelu_can(step, device, o);
     plan = make_plan(step, rank_device);
     require_memory(o, step, plan, rank_device);
     require_whole_weights(o);

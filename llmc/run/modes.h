@@ -185,6 +185,7 @@ inline void run_plan(const Options& asked) {
   const Device device = choose_device(o);
   const StepConfig config = with_token_slices(choose_step(o), o, device);
   require_fp8_can(config, device);
+  require_gelu_can(config, device, o);
   Device rank = first_rank_device(device, o);
   const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
   const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;

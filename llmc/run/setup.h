@@ -37,6 +37,7 @@ inline Device choose_device(const Options& o) {
   device.tf32 = o.tf32 ? Tf32::yes : Tf32::no;
   device.graphs = o.cuda_graphs == OnOff::on;
   device.cudnn = o.attention == GpuAttention::cudnn;
+  device.gelu_in_products = o.gelu == GpuGelu::cublaslt;
   CHECK(built_with_cudnn || !device.cudnn,
         "--attention cudnn: this train_gpt was built without cuDNN; build with `make USE_CUDNN=1`, or use --attention "
         "own");
@@ -330,6 +331,31 @@ inline StepConfig with_token_slices(StepConfig step, const Options& o, const Dev
 inline void require_gpu_for(const char* option, bool asked, const Device& device, const Options& o) {
   CHECK(!asked || device.kind == DeviceKind::cuda, "{} needs a GPU, and this run does not use one{}", option,
         o.device == DeviceChoice::cpu ? " (--device cpu)" : ": " + visible_gpus().why_none);
+}
+
+// Rejects --gelu cublaslt if its products do not compute GELU as the step needs it.
+inline void require_gelu_can(const StepConfig& step, const Device& device, const Options& o) {
+  if (!device.gelu_in_products) return;
+  require_gpu_for("--gelu cublaslt", true, device, o);
+  CHECK(step.model.family.mlp == Mlp::gelu, "--gelu cublaslt: models of type {} have SwiGLU: use --gelu own",
+        step.model.family.model_type);
+  CHECK(
+      step.precision.products == DType::bf16 && step.precision.linear == Operands::as_stored,
+      "--gelu cublaslt needs products in bf16, and this is --dtype {} --products {}: use --dtype bf16 --products bf16, "
+      "or --gelu own",
+      o.dtype, step.precision.linear);
+  CHECK(step.model.n_ffn % 8 == 0,
+        "--gelu cublaslt: the feed-forward has {} channels, and cuBLASLt's GELU needs a multiple of 8: use --n-ffn {}, "
+        "or "
+        "--gelu own",
+        step.model.n_ffn, multiples_beside(step.model.n_ffn, 8));
+  CHECK(step.layout.tensor.ranks == 1,
+        "--gelu cublaslt: --tp {} computes products in parts of their rows: use --tp 1 or --gelu own",
+        step.layout.tensor.ranks);
+  CHECK(step.recompute == Recompute::none || step.recompute == Recompute::block,
+        "--gelu cublaslt with --recompute {}: an own kernel would compute GELU again, with other roundings: use --gelu "
+        "own, or --recompute none or block",
+        o.recompute);
 }
 
 // Rejects --attention cudnn if cuDNN does not compute what the step needs.

@@ -126,6 +126,55 @@ TEST_CASE("a bf16 product is rounded once", "[matmul][cuda]") {
   REQUIRE(relative_error(rounded.cuda(plans)[0].values, once) < 3e-4);
 }
 
+TEST_CASE("products compute GELU, and its derivative, from sums that are not rounded first", "[matmul][cuda]") {
+  const auto [M, N, K] = GENERATE(std::tuple{1, 8, 8}, std::tuple{33, 104, 72});
+  MatmulPlans plans(workspace_bytes);
+  Case<bf16, float> exact{shape_of(M, N, K, DType::bf16, DType::fp32)};
+  exact.shape.b = Transpose::yes;
+  std::vector<float> sums = exact.cuda(plans)[0].values;
+  const auto gelu_of = [](double x) {
+    return x / 2 * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
+  };
+  const auto rounded = [](std::vector<float> values) {
+    for (float& x : values) x = static_cast<float>(bf16(x));
+    return values;
+  };
+  const auto run = [&](Epilogue epilogue, Bias bias, std::vector<bf16> z) {
+    MatmulShape shape = exact.shape;
+    shape.out = DType::bf16, shape.epilogue = epilogue, shape.bias = bias;
+    DeviceArray<bf16> as(exact.a), bs(exact.b), biases(exact.bias), zs(z), cs(std::vector<bf16>(z.size(), bf16(NAN)));
+    Workspace workspace(workspace_bytes);
+    plans.prepare(shape).run(
+        {cs, as, bs, bias == Bias::yes ? static_cast<const bf16*>(biases) : nullptr, workspace, nullptr, nullptr, zs},
+        nullptr);
+    return Outputs{{"c", cs.host()}, {"z", zs.host()}};
+  };
+  for (const Bias bias : {Bias::no, Bias::yes}) {
+    std::vector<float> z = sums, gelu(z.size());
+    for (size_t i = 0; i < z.size(); ++i) {
+      if (bias == Bias::yes) z[i] += static_cast<float>(exact.bias[i % static_cast<size_t>(N)]);
+      gelu[i] = static_cast<float>(gelu_of(static_cast<double>(z[i])));
+    }
+    const Outputs expected{{"c", rounded(gelu)}, {"z", rounded(z)}};
+    check_kernel([&] { return run(Epilogue::gelu, bias, std::vector<bf16>(z.size(), bf16(NAN))); }, expected,
+                 tolerance<bf16>(exact.shape));
+  }
+  const auto z = normal_values<bf16>(M * N, 5);
+  std::vector<float> slopes(sums.size()), zs(sums.size());
+  for (size_t i = 0; i < sums.size(); ++i) {
+    const double x = static_cast<double>(static_cast<float>(z[i])), h = 1e-5;
+    slopes[i] = static_cast<float>(static_cast<double>(sums[i]) * (gelu_of(x + h) - gelu_of(x - h)) / (2 * h));
+    zs[i] = static_cast<float>(z[i]);
+  }
+  const Outputs expected{{"c", rounded(slopes)}, {"z", zs}};
+  check_kernel([&] { return run(Epilogue::gelu_backward, Bias::no, z); }, expected, tolerance<bf16>(exact.shape));
+
+  MatmulShape odd = exact.shape;
+  odd.out = DType::bf16, odd.epilogue = Epilogue::gelu, odd.N = 12;
+  REQUIRE_THAT(error_of([&] { plans.prepare(odd); }), ContainsSubstring("rows of a multiple of 8"));
+  REQUIRE_THAT(error_of([&] { plans.prepare(odd); }), ContainsSubstring("z, C = GELU(z)"));
+}
+
 TEST_CASE("fp32 is multiplied as fp32 unless TF32 is requested", "[matmul][cuda]") {
   Case<float, float> c{shape_of(32, 48, 64, DType::fp32, DType::fp32)};
   MatmulPlans plans(workspace_bytes);

@@ -7,7 +7,9 @@
 #include "cuda_on_cpu/cublasLt.h"
 
 #include <bit>
+#include <cmath>
 #include <cstring>
+#include <numbers>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -26,7 +28,8 @@ struct cublasLtMatmulDesc {
   cudaDataType_t scale;
   int32_t transpose_a = CUBLAS_OP_N, transpose_b = CUBLAS_OP_N;
   uint32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-  void* bias = nullptr;
+  void *bias = nullptr, *aux = nullptr;
+  int64_t aux_ld = 0;
   int32_t a_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, b_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
   const float *a_scales = nullptr, *b_scales = nullptr;
 };
@@ -59,6 +62,15 @@ bool is_block_mode(int32_t mode) {
   return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
 }
 
+// Its tanh form, and its derivative.
+float gelu(float x) {
+  return static_cast<float>(x / 2 * (1 + std::tanh(std::sqrt(2 / std::numbers::pi) * (x + 0.044715 * x * x * x))));
+}
+float gelu_slope(float x) {
+  const double root = std::sqrt(2 / std::numbers::pi), t = std::tanh(root * (x + 0.044715 * x * x * x));
+  return static_cast<float>((1 + t) / 2 + x * (1 - t * t) / 2 * root * (1 + 3 * 0.044715 * x * x));
+}
+
 struct Algorithm {
   uint64_t parts;  // number of splits of k, added at the end
   uint32_t reduction_scheme;
@@ -81,6 +93,8 @@ struct Problem {
   cublasLtMatrixLayout a, b, d;
   int64_t m, n, k;
 
+  bool has_bias() const { return (operation.epilogue & CUBLASLT_EPILOGUE_BIAS) != 0; }
+  bool has_aux() const { return (operation.epilogue & 128) != 0; }
   size_t workspace(const Algorithm& algorithm) const {
     const size_t part = algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE ? size_of(d.type) : 4;
     return algorithm.parts == 1 ? 0 : algorithm.parts * static_cast<size_t>(d.batch * m * n) * part;
@@ -91,9 +105,9 @@ struct Problem {
       const auto between = static_cast<uintptr_t>(layout.ld | layout.stride) * size_of(layout.type);
       return (at | between) % algorithm.alignment == 0;
     };
-    const bool bias_aligned = operation.epilogue == CUBLASLT_EPILOGUE_DEFAULT ||
-                              reinterpret_cast<uintptr_t>(operation.bias) % algorithm.alignment == 0;
-    return bias_aligned && aligned(a_at, a) && aligned(b_at, b) && aligned(c_at, d) && aligned(d_at, d);
+    const auto of = [&](const void* array) { return reinterpret_cast<uintptr_t>(array) % algorithm.alignment == 0; };
+    return (!has_bias() || of(operation.bias)) && aligned(a_at, a) && aligned(b_at, b) && aligned(c_at, d) &&
+           aligned(d_at, d);
   }
 };
 
@@ -123,6 +137,9 @@ cublasStatus_t make_problem(Problem* problem, cublasLtHandle_t handle, cublasLtM
   if (a->type != b->type || c->type != d->type || c->ld != d->ld ||
       (d->type != (fp8 ? CUDA_R_16BF : a->type) && d->type != CUDA_R_32F) || operation->scale != CUDA_R_32F ||
       (operation->compute == CUBLAS_COMPUTE_32F_FAST_TF32 && a->type != CUDA_R_32F))
+    return CUBLAS_STATUS_NOT_SUPPORTED;
+  if (problem->has_aux() && (d->type != CUDA_R_16BF || operation->aux_ld < d->rows || operation->aux_ld % 8 != 0 ||
+                             reinterpret_cast<uintptr_t>(operation->aux) % 16 != 0))
     return CUBLAS_STATUS_NOT_SUPPORTED;
   return CUBLAS_STATUS_SUCCESS;
 }
@@ -172,7 +189,12 @@ void multiply(const Problem& p, const Arrays& arrays, int64_t parts) {
   const auto put = [&](int64_t i, int64_t j, float sum) {
     float value = arrays.alpha * sum;
     if (arrays.beta != 0) value += arrays.beta * static_cast<float>(c[i + j * p.d.ld]);
-    if (p.operation.epilogue == CUBLASLT_EPILOGUE_BIAS) value += static_cast<float>(bias[i]);
+    if (p.has_bias()) value += static_cast<float>(bias[i]);
+    if (p.has_aux()) {
+      Out& z = static_cast<Out*>(p.operation.aux)[i + j * p.operation.aux_ld];
+      if (p.operation.epilogue == CUBLASLT_EPILOGUE_DGELU) value *= gelu_slope(static_cast<float>(z));
+      else z = Out(value), value = gelu(value);
+    }
     d[i + j * p.d.ld] = Out(value);
   };
   for (int64_t part = 0; part < parts && parts > 1; ++part)
@@ -287,6 +309,8 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t operation, cu
     case CUBLASLT_MATMUL_DESC_TRANSB: return set(operation->transpose_b, value, bytes);
     case CUBLASLT_MATMUL_DESC_EPILOGUE: return set(operation->epilogue, value, bytes);
     case CUBLASLT_MATMUL_DESC_BIAS_POINTER: return set(operation->bias, value, bytes);
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER: return set(operation->aux, value, bytes);
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD: return set(operation->aux_ld, value, bytes);
     case CUBLASLT_MATMUL_DESC_A_SCALE_POINTER: return set(operation->a_scales, value, bytes);
     case CUBLASLT_MATMUL_DESC_B_SCALE_POINTER: return set(operation->b_scales, value, bytes);
     case CUBLASLT_MATMUL_DESC_A_SCALE_MODE: return set(operation->a_mode, value, bytes);
@@ -363,10 +387,13 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
   if (known == nullptr || algorithm->data[0] - algorithm_mark == cuda_on_cpu::refused_algorithm)
     return CUBLAS_STATUS_NOT_SUPPORTED;
   const auto at = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
-  const bool has_bias = operation->epilogue == CUBLASLT_EPILOGUE_BIAS;
+  const bool has_bias = problem.has_bias(), has_aux = problem.has_aux();
+  const auto is = [&](auto... epilogues) { return ((operation->epilogue == uint32_t{epilogues}) || ...); };
   if (alpha == nullptr || beta == nullptr || a == nullptr || b == nullptr || c == nullptr || d == nullptr ||
-      (!has_bias && operation->epilogue != CUBLASLT_EPILOGUE_DEFAULT) || (has_bias && operation->bias == nullptr) ||
-      at(workspace) % 256 != 0 || workspace_bytes < problem.workspace(*known))
+      !is(CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_GELU_AUX,
+          CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU) ||
+      (has_bias && operation->bias == nullptr) || (has_aux && operation->aux == nullptr) || at(workspace) % 256 != 0 ||
+      workspace_bytes < problem.workspace(*known))
     return CUBLAS_STATUS_INVALID_VALUE;
   if (!problem.suits(*known, at(a), at(b), at(c), at(d))) return CUBLAS_STATUS_NOT_SUPPORTED;
 
@@ -377,6 +404,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
   if (has_bias)
     cuda_on_cpu::require_device_memory(operation->bias, static_cast<size_t>(problem.m) * size_of(d_layout->type),
                                        "cublasLtMatmul, bias");
+  if (has_aux)
+    cuda_on_cpu::require_device_memory(
+        operation->aux, static_cast<size_t>((problem.n - 1) * operation->aux_ld + problem.m) * size_of(d_layout->type),
+        "cublasLtMatmul, auxiliary matrix");
   if (a_layout->type == CUDA_R_8F_E4M3)
     for (const auto& [scales, mode, columns] : {std::tuple{operation->a_scales, operation->a_mode, problem.m},
                                                 {operation->b_scales, operation->b_mode, problem.n}}) {

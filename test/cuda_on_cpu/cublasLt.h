@@ -44,12 +44,20 @@ cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
                                                 cublasLtMatrixLayoutAttribute_t attribute, const void* value,
                                                 size_t bytes);
 
-enum cublasLtEpilogue_t { CUBLASLT_EPILOGUE_DEFAULT = 1, CUBLASLT_EPILOGUE_BIAS = 4 };
+enum cublasLtEpilogue_t {
+  CUBLASLT_EPILOGUE_DEFAULT = 1,
+  CUBLASLT_EPILOGUE_BIAS = 4,
+  CUBLASLT_EPILOGUE_GELU_AUX = 32 | 128,
+  CUBLASLT_EPILOGUE_GELU_AUX_BIAS = CUBLASLT_EPILOGUE_GELU_AUX | CUBLASLT_EPILOGUE_BIAS,
+  CUBLASLT_EPILOGUE_DGELU = 64 | 128,
+};
 enum cublasLtMatmulDescAttributes_t {
-  CUBLASLT_MATMUL_DESC_TRANSA = 3,        // int32_t; CUBLAS_OP_N
-  CUBLASLT_MATMUL_DESC_TRANSB = 4,        // int32_t; CUBLAS_OP_N
-  CUBLASLT_MATMUL_DESC_EPILOGUE = 7,      // uint32_t; CUBLASLT_EPILOGUE_DEFAULT
-  CUBLASLT_MATMUL_DESC_BIAS_POINTER = 8,  // void*; null
+  CUBLASLT_MATMUL_DESC_TRANSA = 3,                 // int32_t; CUBLAS_OP_N
+  CUBLASLT_MATMUL_DESC_TRANSB = 4,                 // int32_t; CUBLAS_OP_N
+  CUBLASLT_MATMUL_DESC_EPILOGUE = 7,               // uint32_t; CUBLASLT_EPILOGUE_DEFAULT
+  CUBLASLT_MATMUL_DESC_BIAS_POINTER = 8,           // void*; null
+  CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER = 11,  // void*; null
+  CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD = 12,       // int64_t; 0
   CUBLASLT_MATMUL_DESC_A_SCALE_POINTER = 17,
   CUBLASLT_MATMUL_DESC_B_SCALE_POINTER = 18,
   CUBLASLT_MATMUL_DESC_A_SCALE_MODE = 31,  // int32_t; CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F

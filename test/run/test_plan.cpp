@@ -492,6 +492,46 @@ TEST_CASE("a plan as JSON says where the time goes, and what each stage does whe
   REQUIRE(nlohmann::json::parse(many.out)["stages"][0]["timeline"].is_null());  // 2 x 16384 passes
 }
 
+TEST_CASE("--gelu cublaslt: no op reads and writes all of GELU's numbers; refused where products cannot compute it",
+          "[run][plan]") {
+  const std::string of_124m =
+      "--plan --json --sample-every 0 --model gpt2:124M --machine h100x8 --ranks 1 --dtype bf16 -b 8 -t 1024 ";
+  const auto gelu_bytes = [&](const std::string& options) {
+    const ProgramResult run = run_program(of_124m + options);
+    INFO(run.err);
+    REQUIRE(run.status == 0);
+    std::map<std::string, double> bytes;
+    const nlohmann::json plan = nlohmann::json::parse(run.out);
+    for (const nlohmann::json& op : plan["stages"][0]["ops"]) bytes[op["op"]] = op["bytes"];
+    return bytes;
+  };
+  auto own = gelu_bytes(""), products = gelu_bytes("--gelu cublaslt");
+  const double of_layers = 12.0 * 8 * 1024 * 3072 * 2;  // all numbers before GELU
+  REQUIRE(own["gelu_forward"] == 2 * of_layers);
+  REQUIRE(own["gelu_backward_with_bias"] == 3 * of_layers);
+  REQUIRE(products.count("gelu_forward") + products.count("gelu_backward_with_bias") == 0);
+  // The products write them beside GELU's, and read them again; up's bias sums their gradients.
+  REQUIRE(products["linear_gelu_forward"] + products["linear_forward"] == own["linear_forward"] + of_layers);
+  REQUIRE(products["linear_gelu_backward_input"] + products["linear_backward_input"] ==
+          own["linear_backward_input"] + of_layers);
+  REQUIRE(products["linear_backward_bias"] == own["linear_backward_bias"] + of_layers);
+
+  for (const auto& [options, words] :
+       {std::pair{"--plan --gelu cublaslt --model d2 --device cpu", "--gelu cublaslt needs a GPU"},
+        {"--plan --gelu cublaslt --model llama3:1B --machine h100x8 --dtype bf16", "models of type llama have SwiGLU"},
+        {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype fp32", "use --dtype bf16 --products bf16"},
+        {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype bf16 --products fp8", "--products fp8: use"},
+        {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype bf16 --n-ffn 500", "use --n-ffn 496 or 504"},
+        {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype bf16 --ranks 2 --tp 2", "use --tp 1"},
+        {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype bf16 --recompute activation",
+         "with --recompute activation"}}) {
+    const ProgramResult run = run_program(options);
+    INFO(options << ": " << run.err);
+    REQUIRE(run.status == 1);
+    REQUIRE(run.err.find(words) != std::string::npos);
+  }
+}
+
 TEST_CASE("a plan of many stages has a row for each run of equal ones", "[run][plan]") {
   const ProgramResult run = run_program(
       "--plan --model d16 --n-embd 32 --n-head 2 --vocab-size 300 --local-ranks 16 --pp 16 -b 1 -t 16 "

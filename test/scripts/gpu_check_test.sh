@@ -6,7 +6,7 @@ cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 mkdir -p "$dir/dev/gpu" "$dir/build" "$dir/llmc"
-cp dev/gpu/check.sh dev/gpu/check_training.py "$dir/dev/gpu/"
+cp dev/gpu/check.sh dev/gpu/check_training.py dev/gpu/switches.py "$dir/dev/gpu/"
 cp llmc/core/log.h "$dir/llmc/"   # text to train on
 fail() {
   echo "gpu_check_test: $*" >&2
@@ -27,7 +27,7 @@ tried() {
   [ $((SECONDS - begin)) -le $(($2 + 15)) ] || fail "a sitting of $2 s took $((SECONDS - begin)) s"
   ! grep -v '^#' "$dir/out/checks.tsv" | cut -f 2 | grep -x ok >/dev/null || fail "something is ok, though each program is broken"
   local parts=10
-  [ "$1" = 1 ] || parts=7
+  [ "$1" = 1 ] || parts=8
   [ "$(grep -v '^#' "$dir/out/checks.tsv" | cut -f 1 | sort -u | wc -l)" -eq $parts ] || fail "not all $parts parts were tried"
   [ "$(tail -n 1 "$dir/table" | cut -d ' ' -f 2)" = 'ok,' ] || fail 'the table does not end with the sum'
 }

@@ -242,12 +242,15 @@ coord::Axis over_widths(const Options& o, const std::vector<int64_t>& widths,
       },
       seeds);
 }
-coord::Axis over_depths(const Options& o, const ScalingRules* rules = &scaling_rules) {
-  return coord::check_axis("depth", {4, 8, 16}, o, {DeviceKind::cpu, 2}, [&](int64_t depth) {
-    ModelConfig c = coord::model_of(o, 128, depth);
-    c.scaling = rules;
-    return c;
-  });
+coord::Axis over_depths(const Options& o, const ScalingRules* rules = &scaling_rules, int64_t seeds = coord::seeds) {
+  return coord::check_axis(
+      "depth", {4, 8, 16}, o, {DeviceKind::cpu, 2},
+      [&](int64_t depth) {
+        ModelConfig c = coord::model_of(o, 128, depth);
+        c.scaling = rules;
+        return c;
+      },
+      seeds);
 }
 
 }  // namespace
@@ -281,20 +284,20 @@ TEST_CASE("the coordinate check passes with every optimizer, and fails with any 
        {&ScalingRules::hidden_std, &ScalingRules::hidden_rate, &ScalingRules::output, &ScalingRules::query}) {
     ScalingRules wrong;
     wrong.*rule = 0;
-    const coord::Axis width = over_widths(o, widths, &wrong);
+    const coord::Axis width = over_widths(o, widths, &wrong, 1);
     INFO(coord::text_of({width}));
     REQUIRE_FALSE(width.good());
   }
   ScalingRules wrong;
   wrong.branch = 0;
-  REQUIRE_FALSE(over_depths(o, &wrong).good());
+  REQUIRE_FALSE(over_depths(o, &wrong, 1).good());
   o.adam_eps = 1e-2, o.lr = 5e-3;  // epsilon is larger than gradients
   o.n_head.reset(), o.base_head_size.reset();
   const coord::Axis width = over_widths(o, widths), depth = over_depths(o);
   INFO(coord::text_of({width, depth}));
   REQUIRE((width.good() && depth.good()));
   wrong = {.gradient_width = 0};
-  REQUIRE_FALSE(over_widths(o, widths, &wrong).good());
+  REQUIRE_FALSE(over_widths(o, widths, &wrong, 1).good());
   wrong = {.gradient_depth = 0};
-  REQUIRE_FALSE(over_depths(o, &wrong).good());
+  REQUIRE_FALSE(over_depths(o, &wrong, 1).good());
 }

@@ -37,6 +37,8 @@ namespace llmc::cuda {
 // Or A (M, K) and B (N, K) are E4M3 with scales for blocks (ops_quantise.h), C and the bias bf16 or fp32.
 //
 // Or each is `batch` such matrices in a row, without a bias and scales.
+//
+// Or C is bf16, as A and B are, with an epilogue: z (M, N) is written or read beside it.
 struct MatmulShape {
   int64_t M, N, K;
   Transpose a, b;
@@ -47,6 +49,7 @@ struct MatmulShape {
   int alignment = 16;  // bytes; all addresses are multiples of it
   ScaledBy a_scaled = ScaledBy::nothing, b_scaled = ScaledBy::nothing;
   int64_t batch = 1;
+  Epilogue epilogue = Epilogue::none;
   auto operator<=>(const MatmulShape&) const = default;
 };
 
@@ -55,6 +58,7 @@ struct MatmulArrays {
   const void *a, *b, *bias;
   void* scratch;  // aligned to matmul_workspace_alignment, and used by no other stream meanwhile
   const void *a_scales = nullptr, *b_scales = nullptr;
+  void* z = nullptr;  // of an epilogue
 };
 
 // The largest power of two that divides all addresses, up to 16, the most that any algorithm needs. A null pointer
@@ -69,12 +73,15 @@ inline std::string to_string(const MatmulShape& s) {
   const auto scaled = [](ScaledBy by) {
     return by == ScaledBy::nothing ? "" : by == ScaledBy::tiles ? " scaled by tiles" : " scaled by segments";
   };
-  return formatted("C ({}, {}) {} {}{} {}{}{}, A and B in {}, C in {}, aligned to {} bytes", s.M, s.N,
+  const auto epilogue = [](Epilogue e) {
+    return e == Epilogue::none ? "" : e == Epilogue::gelu ? ", z, C = GELU(z)" : ", times GELU'(z)";
+  };
+  return formatted("C ({}, {}) {} {}{} {}{}{}{}, A and B in {}, C in {}, aligned to {} bytes", s.M, s.N,
                    s.accumulate == Accumulate::yes ? "+=" : "=",
                    s.a == Transpose::yes ? formatted("A ({}, {})^T", s.K, s.M) : formatted("A ({}, {})", s.M, s.K),
                    scaled(s.a_scaled),
                    s.b == Transpose::yes ? formatted("B ({}, {})^T", s.N, s.K) : formatted("B ({}, {})", s.K, s.N),
-                   scaled(s.b_scaled), s.bias == Bias::yes ? " + bias" : "",
+                   scaled(s.b_scaled), s.bias == Bias::yes ? " + bias" : "", epilogue(s.epilogue),
                    s.tf32 == Tf32::yes ? "tf32" : name_of(s.in), s.out, s.alignment);
 }
 
@@ -138,11 +145,15 @@ struct MatmulProblem {
     set(CUBLASLT_MATMUL_DESC_TRANSA, operation_of(s.b));
     set(CUBLASLT_MATMUL_DESC_TRANSB, operation_of(s.a));
     if (s.in == DType::e4m3) set_scale_modes();
-    if (s.bias == Bias::no) return;
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t{CUBLASLT_EPILOGUE_BIAS});
-    set_bias(reinterpret_cast<const void*>(static_cast<uintptr_t>(s.alignment)));  // tells the heuristic its alignment
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue());
+    const auto aligned = static_cast<uintptr_t>(s.alignment);  // tells the heuristic the alignment of bias and z
+    if (s.bias == Bias::yes) set_bias(reinterpret_cast<const void*>(aligned));
+    if (s.epilogue == Epilogue::none) return;
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, s.N);
+    set_z(reinterpret_cast<void*>(aligned));
   }
 
+  void set_z(void* z) const { set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, z); }
   void set_bias(const void* bias) const { set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias); }
   void set_scales(const void* of_a, const void* of_b) const {
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, of_b);
@@ -150,6 +161,15 @@ struct MatmulProblem {
   }
 
  private:
+  uint32_t epilogue() const {
+    const bool bias = shape.bias == Bias::yes;
+    switch (shape.epilogue) {
+      case Epilogue::none: return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+      case Epilogue::gelu: return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+      case Epilogue::gelu_backward: return CUBLASLT_EPILOGUE_DGELU;
+    }
+    return CUBLASLT_EPILOGUE_DEFAULT;
+  }
   void set_scale_modes() const {
 #if CUBLAS_VERSION >= LEAST_CUBLAS_FOR_FP8
     const auto mode = [](ScaledBy by) -> int32_t {
@@ -205,6 +225,7 @@ struct MatmulPlan {
     const float alpha = 1, beta = accumulate == Accumulate::yes ? 1 : 0;  // with beta = 0, c is not read
     if (s.bias == Bias::yes) problem.set_bias(x.bias);
     if (s.in == DType::e4m3) problem.set_scales(x.a_scales, x.b_scales);
+    if (s.epilogue != Epilogue::none) problem.set_z(x.z);
     check(cublasLtMatmul(library, problem.operation.get(), &alpha, x.b, problem.b.get(), x.a, problem.a.get(), &beta,
                          x.c, problem.c.get(), x.c, problem.c.get(), &algorithm.value, x.scratch,
                          static_cast<size_t>(workspace_bytes), stream),
@@ -278,9 +299,12 @@ class Matmul {
 
   void run(const MatmulArrays& x, cudaStream_t stream) const {
     if (plan_ != nullptr) {
-      CHECK(alignment_of({x.c, x.a, x.b, x.bias}) >= shape_.alignment,
-            "an array is aligned to {} bytes only for {}; prepare the matmul with alignment_of its arrays",
-            alignment_of({x.c, x.a, x.b, x.bias}), to_string(shape_));
+      const int alignment = alignment_of({x.c, x.a, x.b, x.bias, x.z});
+      CHECK(alignment >= shape_.alignment,
+            "an array is aligned to {} bytes only for {}; prepare the matmul with alignment_of its arrays", alignment,
+            to_string(shape_));
+      CHECK((x.z != nullptr) == (shape_.epilogue != Epilogue::none), "z is {} for {}", x.z ? "given" : "missing",
+            to_string(shape_));
       CHECK((x.bias != nullptr) == (shape_.bias == Bias::yes), "a bias is {} for {}", x.bias ? "given" : "missing",
             to_string(shape_));
       plan_->run(x, shape_.accumulate, stream);
@@ -422,11 +446,17 @@ class MatmulPlans {
           s.in, to_string(s));
     CHECK(s.M >= 0 && s.N >= 0 && s.K >= 0, "matmul: a size is negative; {}", to_string(s));
     CHECK(s.K > 0 || s.bias == Bias::no, "matmul: with K = 0 there can be no bias; {}", to_string(s));
+    // cuBLASLt: "the leading dimension of the auxiliary buffer must be divisible by 8"; its own is 16 bytes.
+    CHECK(s.epilogue == Epilogue::none ||
+              (s.in == DType::bf16 && s.out == DType::bf16 && s.N % 8 == 0 && s.alignment == 16 && s.batch == 1 &&
+               s.accumulate == Accumulate::no && (s.epilogue == Epilogue::gelu || s.bias == Bias::no)),
+          "cuBLASLt computes GELU only in bf16, for rows of a multiple of 8 aligned to 16 bytes: {}", to_string(s));
     CHECK(s.alignment >= size_of(s.in) && s.alignment <= 16 && (s.alignment & (s.alignment - 1)) == 0,
           "matmul: arrays aligned to {} bytes; use alignment_of; {}", s.alignment, to_string(s));
   }
 
   static void check_fp8(const MatmulShape& s) {
+    CHECK(s.epilogue == Epilogue::none, "products of fp8 compute no GELU: {}", to_string(s));
     CHECK(
         CUBLAS_VERSION >= LEAST_CUBLAS_FOR_FP8,
         "this train_gpt was built with cuBLASLt {}, which does not multiply fp8 with scales for blocks: build it with "

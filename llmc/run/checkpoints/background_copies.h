@@ -1,5 +1,7 @@
 // background_copies.h: what one thread copies, another one uses in the same order. Copies lie in memory of a fixed
 // size: if it holds all of them, the first thread only copies; if not, it waits until enough of them have been used.
+// The other thread begins when all is copied, or when the first one has to wait: until then it would only take a
+// processor, and the memory's bandwidth, from the copies, for which training stands still.
 #pragma once
 #include <time.h>
 
@@ -59,6 +61,7 @@ class BackgroundCopies {
   void then(std::function<void()> task) { push({std::move(task), filled_}); }
   // Nothing more is added.
   void end() {
+    begin_using();
     then([this] {
       timespec cpu{};
       ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &cpu);
@@ -95,9 +98,17 @@ class BackgroundCopies {
   std::span<std::byte> wait_for_room(int64_t most) {
     const int64_t all = std::ssize(memory_), at = filled_ % all;
     std::unique_lock lock(mutex_);
+    if (filled_ - freed_ == all) lock.unlock(), begin_using(), lock.lock();
     changed_.wait(lock, [&] { return filled_ - freed_ < all; });
     const int64_t n = std::min({most, all - at, all - (filled_ - freed_)});
     return memory_.subspan(static_cast<size_t>(at), static_cast<size_t>(n));
+  }
+  void begin_using() {
+    {
+      std::lock_guard lock(mutex_);
+      begun_ = true;
+    }
+    changed_.notify_all();
   }
   void push(Task task) {
     {
@@ -109,7 +120,7 @@ class BackgroundCopies {
   void use_all() {
     std::unique_lock lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [&] { return !tasks_.empty() || ended_; });
+      changed_.wait(lock, [&] { return (begun_ && !tasks_.empty()) || ended_; });
       if (tasks_.empty()) break;
       const Task task = std::move(tasks_.front());
       tasks_.pop_front();
@@ -132,7 +143,7 @@ class BackgroundCopies {
   std::condition_variable changed_;
   std::deque<Task> tasks_;
   int64_t freed_ = 0;  // of them, those that have been used
-  bool ended_ = false, done_ = false;
+  bool begun_ = false, ended_ = false, done_ = false;
   std::thread thread_;  // last: it uses all of them
 };
 

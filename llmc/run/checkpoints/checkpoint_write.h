@@ -170,7 +170,8 @@ class CheckpointWrite {
         groups_(state.groups()),
         leads_(contents_.own ? contents_.own->first : groups_.first()),
         plan_(config, state),
-        copy_stream_(memory.stream) {
+        copy_stream_(memory.stream),
+        threads_(stream.device().threads) {
     const auto begin = std::chrono::steady_clock::now();
     stream.synchronize();
     CHECK(contents_.part == Part::model || !path_exists(path_),
@@ -291,11 +292,13 @@ class CheckpointWrite {
     const TensorInfo& t = file.next();
     if (!fault_.text.empty()) return;
     if (!copies_) return fault_.attempt([&] { file.write(t, bytes, t.bytes()); });
-    copies_->add(
-        t.bytes(), [&](std::byte* to, int64_t from, int64_t n) { copy_now(to, bytes + from, n, copies); },
-        [this, &file, &t](BackgroundCopies::Bytes piece) {
-          writing_.attempt([&] { file.write(t, piece.data(), std::ssize(piece)); });
-        });
+    const auto copy = [&](std::byte* to, int64_t from, int64_t n) {
+      if (copies == nullptr) copy_by_threads(to, bytes + from, n, threads_);
+      else copy_now(to, bytes + from, n, copies);
+    };
+    copies_->add(t.bytes(), copy, [this, &file, &t](BackgroundCopies::Bytes piece) {
+      writing_.attempt([&] { file.write(t, piece.data(), std::ssize(piece)); });
+    });
   }
   // The same from a file of the state (--offload-dir), in pieces, so that it takes little memory.
   void add_from_file(detail::TensorFile& file, const Tensor& state) {
@@ -415,6 +418,7 @@ class CheckpointWrite {
   const bool leads_;  // makes the directory
   const detail::WritePlan plan_;
   Stream* const copy_stream_;
+  const int threads_;
   FileIdentity directory_;  // temporary_, on the rank that leads
   bool visible_ = false;
   int64_t bytes_ = 0;

@@ -46,6 +46,41 @@ TEST_CASE("recomputation and chunking are bitwise on a GPU, too", "[cuda][traine
   require_close(selftest::run_layout(chunked, gpu), alone);
 }
 
+TEST_CASE("GELU in cuBLASLt's products is as good as in a kernel, whatever the order of the backward",
+          "[cuda][trainer]") {
+  const auto step_of = [](DType dtype) {
+    StepConfig step = small_step("gpt2", dtype);
+    step.model.n_ffn = 40;    // a multiple of 8
+    step.model.tied = false;  // so that stages change no bit
+    return step;
+  };
+  const StepConfig step = step_of(DType::bf16);
+  selftest::Machine products = gpu;
+  products.device.gelu_in_products = true;
+  const selftest::Outcome outcome = selftest::run_layout(step, products);
+  require_as_good(outcome, selftest::run_layout(step), selftest::run_layout(step_of(DType::fp32)));
+  REQUIRE(!same(outcome, selftest::run_layout(step, gpu)));  // what is rounded differs
+  products.device.graphs = false;
+  REQUIRE(same(selftest::run_layout(step, products), outcome));
+  StepConfig again = step;
+  again.recompute = Recompute::block;
+  REQUIRE(same(selftest::run_layout(again, products), outcome));
+  StepConfig stages = step;  // whose backward has an input part and a weight part
+  stages.layout.pipeline = {Schedule::zb_h1, 2, 1};
+  const selftest::Outcome in_parts = selftest::run_layout(stages, products, {}, 1);
+  REQUIRE(in_parts.fault == "");
+  REQUIRE(same(in_parts, selftest::run_layout(step, products, {}, 1)));
+  const auto calls = [&](const char* op) {
+    const Plan plan = make_plan(step, products.device);
+    int64_t calls = 0;
+    for (const auto& [name, totals] : plan.step_ops) calls += name == std::string_view(op) ? totals.calls : 0;
+    return calls;
+  };
+  REQUIRE(calls("gelu_forward") + calls("gelu_backward") + calls("gelu_backward_with_bias") == 0);
+  REQUIRE(calls("linear_gelu_forward") == 2 * 2);  // layers, micro-batches
+  REQUIRE(calls("linear_gelu_backward_input") == 2 * 2);
+}
+
 TEST_CASE("ranks share a GPU, or have one each with NCCL between them", "[cuda][trainer]") {
   StepConfig one_rank = small_step("gpt2", DType::fp32);
   one_rank.micro_batches = 4;

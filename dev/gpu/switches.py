@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""How many tokens a second each switch of a GPU run gains or costs. dev/gpu/check.sh switches runs it.
+
+    python3 dev/gpu/switches.py [--model gpt2:124M] [--out FILE]
+
+Each switch is measured between two runs without it, of the same model and batch, and compared with their mean, so that
+a GPU that slows down as it warms up counts against neither. A run's figure is the median of its steps, without the first
+ones. Prints and writes a table in Markdown; which way a default should be is the sign of the gain, if that is larger
+than what two runs without the switch differ by. Exit status 1: a run failed; a switch that is refused here is named in
+the table, with the reason.
+"""
+import argparse
+import json
+import os
+import shutil
+import statistics
+import struct
+import subprocess
+import sys
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+SWITCHES = ["--gelu cublaslt", "--tune-matmul", "--tune-matmul --gelu cublaslt", "--cuda-graphs off", "--head-chunks 1",
+            "--recompute norm", "--attention cudnn", "--products fp8-block"]
+FIRST = 5   # steps that are not counted
+
+
+def run(o, options):
+    """Tokens a second; or why the run was refused, as text."""
+    folder = f"{o.folder}/switch"
+    shutil.rmtree(folder, ignore_errors=True)
+    shape = ["--n-layer", "2", "--n-embd", "64", "--n-head", "1", "-b", "1", "-t", "16", "-d", "16"] if o.small else [
+        "-b", str(o.batch_size), "-t", "1024", "-d", str(o.batch_size * 1024)]
+    command = ["./train_gpt", "-i", o.data, "--model", o.model, "--from-scratch", "--vocab-size", str(o.vocabulary), "--dtype",
+               "bf16", "--device", o.device, "--local-ranks", "1", *shape, "-x", str(o.steps), "--sample-every", "0",
+               "--checkpoint-every", "0", "--log-every", "1", "-o", folder, *options.split()]
+    print("+", *command, flush=True)
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if result.returncode != 0:
+        error = (result.stderr.strip().splitlines() or [f"status {result.returncode}"])[-1]
+        if result.returncode == 1 and options and options.split()[0] in error:
+            return error.removeprefix("train_gpt: ")
+        raise SystemExit(f"switches.py: {' '.join(command)} ended with status {result.returncode}: {error}")
+    with open(f"{folder}/metrics.jsonl") as file:
+        lines = [json.loads(line) for line in file]
+    return statistics.median([line["tokens_per_s"] for line in lines if line["kind"] == "train"][FIRST:])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt2:124M")
+    parser.add_argument("--batch-size", type=int, default=64, help="sequences of 1,024 tokens")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--device", default="cuda", help="cpu: try this script without a GPU")
+    parser.add_argument("--small", action="store_true", help="a tiny model, for an emulated GPU")
+    parser.add_argument("--folder", default="build/gpu-runs")
+    parser.add_argument("--out", help="also write the table to this file")
+    o = parser.parse_args()
+    if o.steps <= FIRST:
+        parser.error(f"--steps {o.steps}: the first {FIRST} are not counted")
+    os.makedirs(o.folder, exist_ok=True)
+    o.data = f"{o.folder}/switches.bin"
+    o.vocabulary = 257 if o.small else 50257
+    tokens = 100_000
+    with open(o.data, "wb") as file:
+        file.write(struct.pack("<256i", 20240520, 1, tokens, *[0] * 253))
+        file.write(struct.pack(f"<{tokens}H", *(i * 7919 % o.vocabulary for i in range(tokens))))
+    rows, plain = [], [run(o, "")]
+    for switch in SWITCHES:
+        with_switch = run(o, switch)
+        if isinstance(with_switch, str):
+            rows.append(f"| `{switch}` | | | refused: {with_switch} |")
+            continue
+        plain.append(run(o, ""))
+        without = (plain[-2] + plain[-1]) / 2
+        rows.append(f"| `{switch}` | {without:,.0f} | {with_switch:,.0f} | {100 * (with_switch / without - 1):+.1f}% |")
+    spread = 100 * max(abs(b / a - 1) for a, b in zip(plain, plain[1:])) if len(plain) > 1 else 0
+    table = "\n".join([f"{time.strftime('%Y-%m-%d')}, {o.model}, {o.steps} steps of bf16; two runs without a switch differ "
+                       f"by at most {spread:.1f}%", "", "| switch | tokens/s without | with | gain |",
+                       "| --- | ---: | ---: | ---: |", *rows])
+    print(table)
+    if o.out:
+        with open(o.out, "w") as file:
+            file.write(table + "\n")
+    print(f"note: {len(rows)} switches, {len(rows) - len(plain) + 1} refused here")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
