@@ -80,6 +80,31 @@ TEST_CASE("copies are used in their order and unchanged, in memory of any size",
   }
 }
 
+TEST_CASE("copies that the memory holds are not used before all of them are made", "[run][checkpoint]") {
+  std::vector<std::byte> memory(64);
+  std::atomic<int> used = 0;
+  BackgroundCopies copies(memory);
+  copies.add(
+      64, [](std::byte*, int64_t, int64_t) {}, [&](BackgroundCopies::Bytes) { ++used; });
+  copies.then([&] { ++used; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  REQUIRE(used == 0);
+  copies.end();
+  copies.wait();
+  REQUIRE(used == 3);
+}
+
+TEST_CASE("copies that were not ended are dropped", "[run][checkpoint]") {
+  std::vector<std::byte> memory(64);
+  std::atomic<int> used = 0;
+  {
+    BackgroundCopies copies(memory);
+    copies.add(
+        64, [](std::byte*, int64_t, int64_t) {}, [&](BackgroundCopies::Bytes) { ++used; });
+  }
+  REQUIRE(used == 0);
+}
+
 TEST_CASE("copies wait for memory until what lies there has been used", "[run][checkpoint]") {
   std::vector<std::byte> memory(64);
   std::atomic<int> used = 0;
