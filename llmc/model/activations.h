@@ -24,6 +24,9 @@ struct BatchShape {
 // 2022.
 enum class Recompute : uint8_t { none, activation, norm, block };
 constexpr auto names_of_values(Recompute) { return std::array{"none", "activation", "norm", "block"}; }
+// Does it compute the activation again by a kernel, without the product before it? With --gelu cublaslt, where the
+// product computes it from sums that are not rounded, that would give other numbers.
+constexpr bool repeats_activation_alone(Recompute r) { return r == Recompute::activation || r == Recompute::norm; }
 
 // With blocks recomputed, segments of several blocks may share one kept input (Chen et al. 2016): the backward computes
 // the segment's blocks forward again from it, in full, before it recomputes one block after another. n blocks then keep

@@ -153,9 +153,9 @@ inline void matmul(const char* name, Tensor c, const Operand& first, const Opera
   const Transpose a_as = first.as, b_as = second.as;
   const Bias with_bias = bias.empty() ? Bias::no : Bias::yes;
   const double flops = 2.0 * static_cast<double>(c.numel()) * static_cast<double>(K);
-  const bool apart = epilogue.kind != Epilogue::none;
+  const bool has_z = epilogue.kind != Epilogue::none;
   const double bytes =
-      bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0) + (apart ? bytes_of({epilogue.z}) : 0);
+      bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0) + (has_z ? bytes_of({epilogue.z}) : 0);
   const OpCost cost{.name = name, .flops = flops, .bytes = bytes, .product = {M, N, K, B, a.dtype == DType::e4m3}};
   auto scope = stream.scratch().scope();
   if (stream.device().computes_as() == DeviceKind::cuda) {

@@ -68,7 +68,7 @@ inline std::vector<float> values_of(const Tensor& t, Stream& stream) {
 // The scores of a head in all sequences.
 inline constexpr int64_t scores_of_head = batch_shape.B * batch_shape.T;
 
-// Appends q k / sqrt(D) of the last row of each sequence with all of its rows, a head after the other. heads (N, (Hq +
+// Appends q k / sqrt(D) of the last row of each sequence with all of its rows, head by head. heads (N, (Hq +
 // 2 Hkv) D)
 inline void append_scores(std::vector<float>& scores, const std::vector<float>& heads, const ModelConfig& c) {
   const int64_t D = c.head_size, width = c.qkv_size(), T = batch_shape.T;
@@ -171,6 +171,7 @@ inline ModelSizes sizes_of(const Options& o, const ModelConfig& model, const Dev
   StepConfig step{.model = model, .precision = choose_precision(o), .batch = batch_shape, .generates = false};
   step.layout.zero = choose_zero(o);
   step.layout.expert = expert_parallel(model, 1);
+  require_gelu_can(step, device, o);
   ModelSizes mean;
   for (int64_t s = 0; s < count; ++s) {
     const ModelSizes sizes = train(o, step, device, static_cast<uint64_t>(o.seed + s));

@@ -79,6 +79,7 @@ inline void run_selftest_mode(const Options& o, const Processes& processes) {
   Log log = make_log(o, processes);
   selftest::Machine machine{.device = rank_device(choose_device(o), o.place)};
   machine.device.threads = 1;
+  machine.device.gelu_in_products = false;  // a --config file may ask for it, and some layouts recompute GELU
   machine.backend = choose_backend(o, machine.device);
   require_same(processes, "what was found",
                {{formatted("the transport, of --comm {}", o.comm), name_of(machine.backend)},
@@ -244,6 +245,7 @@ inline void run_plan_auto(const Options& asked) {
     what.step.precision = choose_precision(o);
     what.step.batch = {1, o.seq_len};
     what.step.generates = o.sample_every > 0;
+    require_gelu_can(what.step, device, o);
     what.ranks = o.ranks;
     what.device = device;
     what.memory = memory_limit(o, device);

@@ -339,20 +339,18 @@ inline void require_gelu_can(const StepConfig& step, const Device& device, const
   require_gpu_for("--gelu cublaslt", true, device, o);
   CHECK(step.model.family.mlp == Mlp::gelu, "--gelu cublaslt: models of type {} have SwiGLU: use --gelu own",
         step.model.family.model_type);
-  CHECK(
-      step.precision.products == DType::bf16 && step.precision.linear == Operands::as_stored,
-      "--gelu cublaslt needs products in bf16, and this is --dtype {} --products {}: use --dtype bf16 --products bf16, "
-      "or --gelu own",
-      o.dtype, step.precision.linear);
-  CHECK(step.model.n_ffn % 8 == 0,
-        "--gelu cublaslt: the feed-forward has {} channels, and cuBLASLt's GELU needs a multiple of 8: use --n-ffn {}, "
+  CHECK(step.precision.products == DType::bf16 && step.precision.linear == Operands::as_stored,
+        "--gelu cublaslt needs products in bf16, and this is --dtype {} --products {}: use --dtype bf16 --products {}, "
         "or "
         "--gelu own",
+        o.dtype, step.precision.linear, Operands::as_stored);
+  CHECK(step.model.n_ffn % 8 == 0,
+        "--gelu cublaslt: --n-ffn is {}, and cuBLASLt's GELU needs a multiple of 8: use --n-ffn {}, or --gelu own",
         step.model.n_ffn, multiples_beside(step.model.n_ffn, 8));
   CHECK(step.layout.tensor.ranks == 1,
         "--gelu cublaslt: --tp {} computes products in parts of their rows: use --tp 1 or --gelu own",
         step.layout.tensor.ranks);
-  CHECK(step.recompute == Recompute::none || step.recompute == Recompute::block,
+  CHECK(!repeats_activation_alone(step.recompute),
         "--gelu cublaslt with --recompute {}: an own kernel would compute GELU again, with other roundings: use --gelu "
         "own, or --recompute none or block",
         o.recompute);
@@ -392,7 +390,8 @@ inline void require_gpu_for_fp8(Operands read, const std::string& asked, const D
                                     : "Ada, Hopper and later (from sm_89 on)",
         device.gpu, gpu.name, gpu.major, gpu.minor, Operands::as_stored);
 }
-// And where blocks of a product would depend on how the work is divided.
+// Rejects --products in fp8 where blocks of a product would depend on how the work is divided, and what
+// require_gpu_for_fp8() rejects.
 inline void require_fp8_can(const StepConfig& step, const Device& device) {
   const Operands read = step.precision.linear;
   if (read == Operands::as_stored) return;

@@ -167,6 +167,7 @@ TEST_CASE("options that a mode does not use are refused on the command line, and
                 "leave them out");
   REQUIRE_ERROR(parse({"--verify-data", "--prompt", "x"}), "--prompt with --verify-data");
   REQUIRE_ERROR(parse({"--selftest", "--n-layer", "2"}), "--n-layer with --selftest");
+  REQUIRE_ERROR(parse({"--selftest", "--gelu", "cublaslt"}), "--gelu with --selftest");
   REQUIRE(parse({"--selftest", "--selftest-layouts", "all"}).selftest_layouts == SelftestLayouts::all);
   for (const std::string mode : {"--generate", "--verify-data", "--print-schedule", "--plan"}) {
     REQUIRE_ERROR(parse({mode, "--selftest-layouts", "all"}), "--selftest-layouts all is for --selftest: add it");

@@ -519,7 +519,7 @@ TEST_CASE("--gelu cublaslt: no op reads and writes all of GELU's numbers; refuse
   for (const auto& [options, words] :
        {std::pair{"--plan --gelu cublaslt --model d2 --device cpu", "--gelu cublaslt needs a GPU"},
         {"--plan --gelu cublaslt --model llama3:1B --machine h100x8 --dtype bf16", "models of type llama have SwiGLU"},
-        {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype fp32", "use --dtype bf16 --products bf16"},
+        {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype fp32", "use --dtype bf16 --products dtype"},
         {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype bf16 --products fp8", "--products fp8: use"},
         {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype bf16 --n-ffn 500", "use --n-ffn 496 or 504"},
         {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype bf16 --ranks 2 --tp 2", "use --tp 1"},

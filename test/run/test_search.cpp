@@ -84,6 +84,7 @@ TEST_CASE("--plan-auto prints commands whose plans have the printed time and mem
        {"--model llama3:8B --seq-len 8192 --ranks 8 --machine h100x8 --dtype bf16",
         "--model mixtral:8x7B --seq-len 4096 --ranks 64 --machine a100x8 --dtype bf16",
         "--model qwen2.5:1.5B --seq-len 2048 --ranks 1 --machine rtx4090x1",  // without master weights
+        "--model gpt2:124M --n-layer 24 --ranks 8 --machine h100x8 --dtype bf16 --gelu cublaslt",
         "--model llama3:8B --seq-len 131072 --ranks 32 --machine h100x8 --dtype bf16 --total-batch-size 1048576"}) {
     const std::string machine =
         asked.substr(asked.find("--machine"), asked.find(' ', asked.find("--machine") + 10) - asked.find("--machine"));
@@ -144,6 +145,35 @@ TEST_CASE("--plan-auto refuses what fits nowhere, and what it cannot search", "[
   refused("--model gpt2:124M --machine h100x8 --seq-len 4096", "exceeds the 1024 positions");
   refused("--model gpt2:124M --machine h100x8 --total-batch-size 1000", "is no multiple of --seq-len 1024: use 1024");
   refused("--model gpt2:124M --machine h100x8 --plan", "choose one of them");
+  refused("--model llama3:1B --machine h100x8 --ranks 8 --dtype bf16 --gelu cublaslt",
+          "models of type llama have SwiGLU");
+}
+
+TEST_CASE("what is found or advised with --gelu cublaslt allows it", "[run][plan]") {
+  const std::string found = "--plan-auto --json --sample-every 0 --model gpt2:124M --ranks 8 --machine h100x8 ";
+  const ProgramResult own = run_program(found + "--dtype bf16"),
+                      products = run_program(found + "--dtype bf16 --gelu cublaslt");
+  INFO(own.err << products.err);
+  REQUIRE((own.status == 0 && products.status == 0));
+  const auto recompute_of = [](const ProgramResult& r) {
+    std::set<std::string> all;
+    for (const auto& layout : nlohmann::json::parse(r.out)["layouts"]) all.insert(layout["precision"]["recompute"]);
+    return all;
+  };
+  REQUIRE(recompute_of(own).contains("activation"));
+  for (const std::string& recompute : recompute_of(products)) REQUIRE((recompute == "none" || recompute == "block"));
+
+  const std::string large =
+      "--plan --sample-every 0 --model gpt2:1558M --ranks 8 --machine h100x8 --dtype bf16 -b 64 -t 1024 ";
+  REQUIRE(run_program(large).err.find("--recompute activation") != std::string::npos);
+  const ProgramResult advised = run_program(large + "--gelu cublaslt");
+  INFO(advised.err);
+  const size_t begin = advised.err.find("it would with ");
+  REQUIRE(begin != std::string::npos);
+  const std::string change = advised.err.substr(begin + 14, advised.err.find(" (", begin) - begin - 14);
+  const ProgramResult followed = run_program(large + "--gelu cublaslt " + change);
+  INFO(followed.err);
+  REQUIRE(followed.status == 0);
 }
 
 TEST_CASE("what is advised for GPUs is the fastest layout that fits, not the first", "[run][plan]") {

@@ -191,15 +191,17 @@ inline std::vector<OptionText> option_texts(const Options& options) {
   return all;
 }
 
+// " --name value", as a command line has it; empty if the value is the default.
+inline std::string words_of(const OptionText& o) {
+  if (o.text == o.usual) return "";
+  if (o.flag) return " " + (o.text == "false" ? o.negation : o.name);
+  // With "=" a value is not taken for an option.
+  return " " + o.name + (o.text.starts_with("-") ? "=" : " ") + shell_word(o.text);
+}
 // The command line for these options: those that differ from their defaults. `program`: as it was called.
 inline std::string command_line(const Options& options, const std::string& program = "./train_gpt") {
   std::string text = shell_word(program);
-  for (const OptionText& o : option_texts(options)) {
-    if (o.text == o.usual) continue;
-    text += " " + (o.flag && o.text == "false" ? o.negation : o.name);
-    if (!o.flag)
-      text += (o.text.starts_with("-") ? "=" : " ") + shell_word(o.text);  // so that a value is not taken for an option
-  }
+  for (const OptionText& o : option_texts(options)) text += words_of(o);
   return text;
 }
 

@@ -263,6 +263,7 @@ class RemedySearch {
       }
       for (const Recompute recompute : all_values<Recompute>()) {
         if (recompute < asked || (most.segment > 1 && recompute < most.what)) continue;
+        if (device_.gelu_in_products && repeats_activation_alone(recompute)) continue;  // require_gelu_can()
         if (!fits_on_paper(set(sizes[smallest], {recompute, most.segment}))) continue;
         Plan plan = make_plan(step, device_for(step));  // with all micro-batches
         if (fits(plan, limit_for(step))) return Remedy{step, std::move(plan)};

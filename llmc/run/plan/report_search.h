@@ -1,11 +1,13 @@
 // report_search.h: what --plan-auto prints: the fastest layouts that were found, as a table or as JSON, and the command
 // of the first.
 #pragma once
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/log.h"
+#include "run/options/ignored.h"
 #include "run/plan/plan_json.h"
 #include "run/plan/search.h"
 
@@ -34,13 +36,25 @@ inline std::string options_text(const StepConfig& step) {
   return text;
 }
 
+// The options that a layout was searched for and options_text() does not have: of the model, and of its products.
+inline std::string model_options(const Options& o) {
+  std::string text;
+  for (const OptionText& option : option_texts(o))
+    for (const OptionKind& kind : option_kinds())
+      if ((kind.kind == OptionKind::model || kind.kind == OptionKind::gelu) && option.name != "--model" &&
+          option.name != "--seq-len" && option.name != "--dtype" &&
+          std::ranges::find(kind.names, option.name) != kind.names.end())
+        text += words_of(option);
+  return text;
+}
+
 // The command that trains in a layout.
 inline std::string command_of(const Options& o, const SearchFor& asked, const StepConfig& step) {
   const bool one_server = asked.ranks <= asked.device.machine->links[0].ranks;
-  return formatted("./train_gpt --model {} --seq-len {} {} {}", o.model, o.seq_len,
+  return formatted("./train_gpt --model {} --seq-len {} {} {}{}", o.model, o.seq_len,
                    one_server ? formatted("--local-ranks {}", asked.ranks)
                               : formatted("--world-size {} --local-ranks 1", asked.ranks),
-                   options_text(step));
+                   options_text(step), model_options(o));
 }
 
 }  // namespace detail

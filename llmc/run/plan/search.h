@@ -128,6 +128,10 @@ class LayoutSearch {
               reject("have more readers than sequences");
               continue;
             }
+            if (tp > 1 && what_.device.gelu_in_products) {
+              reject("have --tp, which --gelu cublaslt does not allow");
+              continue;
+            }
             StepConfig step = what_.step;
             step.layout = {.zero = {.shards = static_cast<int>(readers * cp)},
                            .tensor = tensor_parallel(m, tp),
@@ -158,6 +162,7 @@ class LayoutSearch {
       step.micro_batches = sequences / B;
       if (step.micro_batches > most_passes / step.model.n_layer) continue;
       for (const Recompute recompute : all_values<Recompute>()) {
+        if (what_.device.gelu_in_products && repeats_activation_alone(recompute)) continue;  // require_gelu_can()
         step.recompute = recompute;
         step.segment = 1;
         const Cost* cost = nullptr;  // planned for the first layout whose state leaves room for activations
