@@ -1,4 +1,6 @@
 // --plan-auto: the layouts that are found, beside all layouts planned one by one; the command that is printed.
+#include <set>
+
 #include "catch2.h"
 #include "helpers.h"
 #include "run/plan/machines.h"
@@ -84,7 +86,8 @@ TEST_CASE("--plan-auto prints commands whose plans have the printed time and mem
        {"--model llama3:8B --seq-len 8192 --ranks 8 --machine h100x8 --dtype bf16",
         "--model mixtral:8x7B --seq-len 4096 --ranks 64 --machine a100x8 --dtype bf16",
         "--model qwen2.5:1.5B --seq-len 2048 --ranks 1 --machine rtx4090x1",  // without master weights
-        "--model gpt2:124M --n-layer 24 --ranks 8 --machine h100x8 --dtype bf16 --gelu cublaslt",
+        "--model gpt2:124M --n-layer 24 --ranks 8 --machine h100x8 --dtype bf16 --gelu cublaslt --total-batch-size "
+        "4194304",
         "--model llama3:8B --seq-len 131072 --ranks 32 --machine h100x8 --dtype bf16 --total-batch-size 1048576"}) {
     const std::string machine =
         asked.substr(asked.find("--machine"), asked.find(' ', asked.find("--machine") + 10) - asked.find("--machine"));
@@ -157,7 +160,8 @@ TEST_CASE("what is found or advised with --gelu cublaslt allows it", "[run][plan
   REQUIRE((own.status == 0 && products.status == 0));
   const auto recompute_of = [](const ProgramResult& r) {
     std::set<std::string> all;
-    for (const auto& layout : nlohmann::json::parse(r.out)["layouts"]) all.insert(layout["precision"]["recompute"]);
+    const auto json = nlohmann::json::parse(r.out);
+    for (const auto& layout : json["layouts"]) all.insert(layout["precision"]["recompute"].get<std::string>());
     return all;
   };
   REQUIRE(recompute_of(own).contains("activation"));
@@ -165,15 +169,16 @@ TEST_CASE("what is found or advised with --gelu cublaslt allows it", "[run][plan
 
   const std::string large =
       "--plan --sample-every 0 --model gpt2:1558M --ranks 8 --machine h100x8 --dtype bf16 -b 64 -t 1024 ";
-  REQUIRE(run_program(large).err.find("--recompute activation") != std::string::npos);
-  const ProgramResult advised = run_program(large + "--gelu cublaslt");
-  INFO(advised.err);
-  const size_t begin = advised.err.find("it would with ");
+  REQUIRE(run_program(large).out.find("--recompute activation") != std::string::npos);
+  const std::string advised = run_program(large + "--gelu cublaslt").out;
+  INFO(advised);
+  const size_t begin = advised.find("it would with ");
   REQUIRE(begin != std::string::npos);
-  const std::string change = advised.err.substr(begin + 14, advised.err.find(" (", begin) - begin - 14);
+  const std::string change = advised.substr(begin + 14, advised.find(" (", begin) - begin - 14);
   const ProgramResult followed = run_program(large + "--gelu cublaslt " + change);
-  INFO(followed.err);
+  INFO(followed.out << followed.err);
   REQUIRE(followed.status == 0);
+  REQUIRE(followed.out.find("=> fits into") != std::string::npos);
 }
 
 TEST_CASE("what is advised for GPUs is the fastest layout that fits, not the first", "[run][plan]") {
