@@ -272,7 +272,7 @@ TEST_CASE("--offload-update host is refused where it makes no sense, with a reme
         {"--offload master --dtype bf16", "use --offload moments,master"},
         {"--offload moments --dtype bf16", "use --offload moments,master"},
         {"--offload activations -r block", "use --offload moments,activations"},
-        {"--offload moments,master --dtype bf16 --optimizer muon", "whose updates are products of whole matrices"},
+        {"--offload master --dtype bf16 --optimizer muon", "whose updates are products of whole matrices"},
         {"--offload moments,master --dtype bf16 --qk-clip 100", "--qk-clip 100, which shrinks weights on the device"},
         {"--offload moments --ema 0.9", "--ema and --dtype fp32, whose averages only the device has"}}) {
     const ProgramResult r = run_program(std::string("--plan --model d2 --offload-update host ") + options);
