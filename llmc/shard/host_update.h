@@ -127,7 +127,10 @@ class HostUpdate {
     if (piece.range.size == 0) return;
     Stream& stream = host_update();
     stream.wait(piece.fetched);
-    if (piece.weights != nullptr && !reads_weights()) stream.wait(piece.weights->free);
+    if (piece.weights != nullptr && !reads_weights()) {
+      stream.wait(piece.weights->free);
+      units_.groups().hooks.released(piece.weights->memory, stream);
+    }
     if (piece.from_file.buffer != nullptr) stream.wait(piece.from_file.buffer->ready);
     for (const auto& moved : piece.from_file.all) piece.moved.push_back(moved);
     UnitState& unit = units_.unit(piece.unit);
@@ -150,7 +153,6 @@ class HostUpdate {
       const auto& [device, host] = piece.changed;
       if (is_update == IsUpdate::yes) copy_updated_to_device(device, host, control_, stream);
       else copy_to_device(device, host, stream);
-      units_.groups().hooks.released(piece.weights->memory, stream);
       piece.weights->free = stream.record();
     }
     if (!piece.last) return;

@@ -102,9 +102,8 @@ inline std::string remedy_of_group(const std::string& group, const StepConfig& s
   // What comes from a file comes through host memory.
   if ((group == host_copies || group == file_transfers) && step.layout.zero.offload.any_in_file())
     return "a larger --total-batch-size, or moments in host memory, without --offload-dir";
-  if (group == host_copies)
-    return step.layout.zero.offload.updates_at_host() ? "a larger --total-batch-size, or --offload-update device"
-                                                      : "a larger --total-batch-size, or less --offload";
+  if (group == host_copies) return "a larger --total-batch-size, or less --offload";
+  if (group == host_updates) return "a larger --total-batch-size, or --offload-update device";
   if (group == "activations" || group == "head gradients")
     return step.layout.tensor.overlap ? "a smaller --tp" : "--tp-overlap, or a smaller --tp";
   if (group == "keys and values") return "a smaller --cp";
