@@ -268,6 +268,26 @@ TEST_CASE("a run that the host updates in part writes the same checkpoints and g
   REQUIRE(state("parts") == state("usual"));
 }
 
+TEST_CASE("stages of an asynchronous pipeline, updated by their hosts, write the same checkpoint", "[run][offload]") {
+  const TempDir dir;
+  const std::string model =
+      "--model llama2:7B --n-layer 4 --n-head 4 --n-kv-head 2 --n-embd 48 --n-ffn 60 --vocab-size 257 -t 32 -b 2 -d 64 "
+      "--dtype bf16 --local-ranks 2 --pp 2 --schedule pipedream --grad-clip 0 --threads 1 --sample-every 0 "
+      "--val-every 0 --checkpoint-every 3 --lr-schedule constant --max-steps 6 -i test/golden/gpt2_tiny/train.bin -o ";
+  std::string states[2];
+  for (const bool by_host : {false, true}) {
+    const std::string out = dir / (by_host ? "host" : "usual");
+    const ProgramResult r =
+        run_program(model + out + (by_host ? " --offload moments,master --offload-update host" : ""));
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 0);
+    for (const std::string& name : names_in(out + "/step-000006"))
+      if (name.ends_with(".safetensors")) states[by_host] += name + read_whole(out + "/step-000006/" + name);
+  }
+  REQUIRE(states[0].size() > 100'000);
+  REQUIRE(states[0] == states[1]);
+}
+
 TEST_CASE("--offload-update host is refused where it makes no sense, with a remedy", "[options][offload]") {
   for (const auto& [options, message] :
        {std::pair{"", "--offload-update host with --offload none: the host updates what is in its memory"},
