@@ -1,6 +1,9 @@
 // State that the host's processors update in its memory (--offload-update host): on a CPU the same bits as on the
 // device, with skipped updates, averages and files; memory, bytes and time as planned; a run takes turns with others.
+#include <fstream>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "catch2.h"
 #include "helpers.h"
