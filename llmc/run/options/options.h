@@ -337,6 +337,9 @@ void visit_options(O& o, Visitor&& visit) {
         "in a file instead of host memory; an update reads and writes them piece by piece; the file has no name, so "
         "that it is gone when the run ends; checkpoints have the moments as always; the same numbers; --plan states "
         "its size, and what a step reads and writes");
+  visit("--offload-update", "", o.offload_update, any_of<OffloadUpdate>(), warn,
+        "who updates moments and masters that are all offloaded; host: its processors: only gradients go there, and "
+        "weights come back; a GPU's run then rounds as --cpu-isa does; not with Muon and --qk-clip");
   visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may use or, on a GPU, the size of each rank's card, 0.5 GiB of which is left to CUDA's "
         "libraries: a run that needs more is refused before it starts; default: the rank's share of the machine's "
