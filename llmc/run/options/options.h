@@ -5,6 +5,7 @@
 #include "core/check.h"
 #include "core/enum_names.h"
 #include "run/options/option_fields.h"
+#include "run/options/option_visitor.h"
 
 namespace llmc {
 
@@ -578,26 +579,5 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--log-gpu-every", "", o.log_gpu_every, at_least(0), free,
         "steps between lines with the GPU's utilisation, memory, clock, power, temperature and throttling; 0: never");
 }
-
-namespace detail {
-
-// Visits groups and options with two lambdas.
-template <class OnGroup, class OnOption>
-struct OptionVisitor {
-  OnGroup on_group;
-  OnOption on_option;
-  void operator()(const char* group) { on_group(group); }
-  template <class T>
-  void operator()(const char* name, const char* letter, T& field, const Limits& limits, ResumeRule rule,
-                  const char* help) {
-    on_option(name, letter, field, limits, rule, help);
-  }
-};
-template <class G, class F>
-OptionVisitor(G, F) -> OptionVisitor<G, F>;
-
-inline auto no_group = [](const char*) {};
-
-}  // namespace detail
 
 }  // namespace llmc
