@@ -383,7 +383,9 @@ class Training {
 
   // On a GPU, chooses matmul algorithms: as a checkpoint of the same GPU and library recorded, else by --tune-matmul.
   void choose_matmuls() {
-    if (job_.device.kind == DeviceKind::cpu) return record_instructions(progress_.cpu_isa, log_);
+    const bool on_cpu = job_.device.kind == DeviceKind::cpu;
+    if (on_cpu || job_.step.layout.zero.offload.updates_at_host()) record_instructions(progress_.cpu_isa, log_);
+    if (on_cpu) return;
     const bool other_shapes = r_.first == job_.stretch().first_step && job_.number > 0;
     if (!(other_shapes && o_.tune_matmul) && take_recorded_matmuls(r_.run, progress_.matmul_choices, log_)) return;
     progress_.matmul_choices.clear();

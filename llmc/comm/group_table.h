@@ -41,20 +41,21 @@ enum class Traffic : uint8_t { text, numbers, tensors, units };
 // stream.
 enum class Lane : uint8_t {
   compute,
-  reduce,     // gradients, while the next unit computes
-  gather,     // weights, before they are needed
-  exchange,   // pieces of products between tensor-parallel ranks, with --tp-overlap
-  context,    // keys and values, while others are used
-  expert,     // rows for experts, while the shared expert computes
-  to_device,  // state from the host's memory, before it is needed (--offload)
-  to_host,    // and back
-  from_file,  // state from a file to the host's memory (--offload-dir): a thread, also beside a GPU
-  to_file,    // and back
-  host        // none: text between hosts
+  reduce,       // gradients, while the next unit computes
+  gather,       // weights, before they are needed
+  exchange,     // pieces of products between tensor-parallel ranks, with --tp-overlap
+  context,      // keys and values, while others are used
+  expert,       // rows for experts, while the shared expert computes
+  to_device,    // state from the host's memory, before it is needed (--offload)
+  to_host,      // and back
+  from_file,    // state from a file to the host's memory (--offload-dir): a thread, also beside a GPU
+  to_file,      // and back
+  host_update,  // of state in the host's memory (--offload-update host): a thread, also beside a GPU
+  host          // none: text between hosts
 };
 constexpr auto names_of_values(Lane) {
-  return std::array{"compute",   "reduce",  "gather",    "exchange", "context", "expert",
-                    "to device", "to host", "from file", "to file",  "host"};
+  return std::array{"compute",   "reduce",  "gather",    "exchange", "context",     "expert",
+                    "to device", "to host", "from file", "to file",  "host update", "host"};
 }
 inline constexpr int lanes = static_cast<int>(Lane::host) + 1;
 

@@ -109,7 +109,10 @@ class Groups {
   Stream& reduce_stream() const { return *find_stream(Lane::reduce); }
   Stream& gather_stream() const { return *find_stream(Lane::gather); }
   // How many streams have work space of their own for transfers.
-  int64_t streams_with_scratch() const { return std::ssize(streams()) - (layout.zero.offload.any_in_file() ? 2 : 0); }
+  int64_t streams_with_scratch() const {
+    const Offload& offload = layout.zero.offload;
+    return std::ssize(streams()) - (offload.any_in_file() ? 2 : 0) - (offload.updates_at_host() ? 1 : 0);
+  }
   // All streams except the compute stream.
   std::vector<Stream*> streams() const {
     std::vector<Stream*> all;
@@ -193,10 +196,13 @@ class Groups {
   };
   using Streams = std::array<std::unique_ptr<OwnStream>, lanes>;
 
-  // The device whose streams are threads of the host.
-  static Device host_of(Device device) {
+  // The device whose streams are threads of the host. threads: of each op
+  static Device host_of(Device device, int threads) {
     if (device.kind == DeviceKind::cuda) device.kind = DeviceKind::cpu;
-    device.threads = 1;
+    device.threads = threads;
+    if (device.computes_as() != DeviceKind::cuda) return device;
+    device.planned = DeviceKind::cpu;
+    if (device.machine) device.machine = std::make_shared<const Machine>(device.machine->host());
     return device;
   }
   // Which lanes have a stream of their own.
@@ -215,7 +221,9 @@ class Groups {
     make(Lane::to_host, layout.zero.offload.any());
     for (const Lane lane : {Lane::from_file, Lane::to_file})
       if (layout.zero.offload.any_in_file())
-        streams[static_cast<size_t>(lane)] = std::make_unique<OwnStream>(host_of(device), 0);
+        streams[static_cast<size_t>(lane)] = std::make_unique<OwnStream>(host_of(device, 1), 0);
+    if (layout.zero.offload.updates_at_host())
+      streams[static_cast<size_t>(Lane::host_update)] = std::make_unique<OwnStream>(host_of(device, device.threads), 0);
     return streams;
   }
   static std::vector<std::unique_ptr<Comm>> join_all(std::span<const GroupRow> table, const Layout& layout, int rank,

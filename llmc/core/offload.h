@@ -9,6 +9,10 @@
 
 namespace llmc {
 
+// Who updates state in host memory: the device, to which it comes for that, or the processors of the host.
+enum class OffloadUpdate : uint8_t { device, host };
+constexpr auto names_of_values(OffloadUpdate) { return std::array{"device", "host"}; }
+
 enum class Offloaded : uint8_t { moments, master, gradients, weights, activations };
 constexpr auto names_of_values(Offloaded) {
   return std::array{"moments", "master", "gradients", "weights", "activations"};
@@ -18,6 +22,7 @@ struct Offload {
   std::array<bool, 5> parts = {};  // by Offloaded
   int64_t piece = 1 << 22;         // elements of a unit that are on the device at a time: a multiple of 64
   std::string directory = {};      // of the files that have the moments (scratch_file.h); empty: host memory has them
+  OffloadUpdate update = OffloadUpdate::device;
 
   bool has(Offloaded part) const { return parts[static_cast<size_t>(part)]; }
   void add(Offloaded part) { parts[static_cast<size_t>(part)] = true; }
@@ -29,7 +34,8 @@ struct Offload {
     state.parts[static_cast<size_t>(Offloaded::activations)] = false;
     return state.any();
   }
-  bool any() const { return *this != Offload{.piece = piece, .directory = directory}; }
+  bool any() const { return *this != Offload{.piece = piece, .directory = directory, .update = update}; }
+  bool updates_at_host() const { return update == OffloadUpdate::host && has(Offloaded::moments); }
   bool operator==(const Offload&) const = default;
   // As --offload has it: "moments,master", or "none".
   operator std::string() const {

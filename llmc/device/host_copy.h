@@ -57,15 +57,6 @@ class HostView {
   std::unique_ptr<std::byte[]> copy_;  // if the tensor is in device memory, or in a file
 };
 
-// memcpy() by so many threads.
-inline void copy_by_threads(std::byte* to, const std::byte* from, int64_t bytes, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int part = 0; part < threads; ++part) {
-    const int64_t begin = bytes * part / threads, end = bytes * (part + 1) / threads;
-    std::memcpy(to + begin, from + begin, static_cast<size_t>(end - begin));
-  }
-}
-
 // Are all numbers of a tensor in host memory finite?
 inline bool all_finite(const Tensor& host) {
   bool finite = true;

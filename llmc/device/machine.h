@@ -95,8 +95,9 @@ struct Machine {
   // Does a ring go through the cards of all its members in a server at once, as NCCL's do, or through one?
   bool rails = true;
   double host_bytes_per_s = 0;  // between a GPU and its host's memory, in each of two directions; 0: memory is one
-  double disk_bytes_per_s = 0;  // of a rank's files, in each of two directions; 0: unknown, and takes no time
-  bool share_links = false;     // do collectives of different streams wait for each other?
+  double host_update_bytes_per_s = 0;  // read and written by a rank's share of processors; 0: unknown, takes no time
+  double disk_bytes_per_s = 0;         // of a rank's files, in each of two directions; 0: unknown, and takes no time
+  bool share_links = false;            // do collectives of different streams wait for each other?
   // Do the streams of a rank wait for each other, because the same processors do their work?
   bool one_at_a_time = false;
   std::map<std::string, OpRate, std::less<>> measured = {};  // by op; the times of others follow from what is below
@@ -111,6 +112,16 @@ struct Machine {
   double half_channels = 0;    // and channels of a head
   double score_bytes = 0;      // attention without flash kernels: bytes moved per score in a forward
   double watts = 0;            // of a rank, with its share of the server and of cooling; 0: unknown
+
+  // The processors beside a GPU, which update what is in host memory.
+  Machine host() const {
+    Machine processors;
+    processors.name = name;
+    processors.flops_per_s = std::numeric_limits<double>::infinity();
+    processors.bytes_per_s = host_update_bytes_per_s > 0 ? host_update_bytes_per_s : processors.flops_per_s;
+    processors.disk_bytes_per_s = disk_bytes_per_s;
+    return processors;
+  }
 
   double seconds(const OpCost& c) const {
     if (c.messages > 0) {

@@ -183,7 +183,8 @@ void for_each_part(const HfTensor& hf, const StateTable& table, std::initializer
 
 // Calls f(i, at, step, n) for runs of a part's elements: element i of the entry is at `at` in the Hugging Face tensor,
 // and the n - 1 after it every `step`. Where rows become columns the runs are short, and those of all rows come one
-// after the other, so that neighbours in the columns are together in the cache.
+// after the other, so that neighbours in the columns are together in the cache. Several threads then call f, each for
+// columns of its own.
 template <class F>
 void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
   constexpr int64_t tile = 32;
@@ -198,6 +199,7 @@ void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
     longest = std::max(longest, n);
   });
   const int64_t most = hf.transposed ? tile : longest;
+#pragma omp parallel for schedule(static) if (hf.transposed)
   for (int64_t k = 0; k < longest; k += most)
     for (const Row& row : rows)
       if (k < row.n) f(row.i + k, row.place.begin + k * row.place.step, row.place.step, std::min(most, row.n - k));
@@ -205,10 +207,9 @@ void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
 
 }  // namespace detail
 
-// The bytes of a Hugging Face tensor, from boxes in host memory that together are its parts; `weights` may also have
-// boxes of other tensors.
-inline std::vector<std::byte> gather_hf(const HfTensor& hf, const StateTable& weights) {
-  std::vector<std::byte> bytes;
+// bytes = a Hugging Face tensor, from boxes in host memory that together are its parts; `weights` may also have boxes
+// of other tensors. Memory that `bytes` has is used again.
+inline void gather_hf(std::vector<std::byte>& bytes, const HfTensor& hf, const StateTable& weights) {
   detail::for_each_part(hf, weights, {StateKind::weight}, [&](size_t part, const StateEntry& e) {
     bytes.resize(static_cast<size_t>(TensorInfo{"", e.tensor.dtype, hf.shape}.bytes()));
     with_type(e.tensor.dtype, [&]<class T>(type_tag<T>) {
@@ -221,7 +222,6 @@ inline std::vector<std::byte> gather_hf(const HfTensor& hf, const StateTable& we
       });
     });
   });
-  return bytes;
 }
 
 // Where a tensor of the model is stored.

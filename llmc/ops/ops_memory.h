@@ -95,6 +95,18 @@ inline void copy_to_device(Tensor out, Tensor x, Stream& stream) {
 inline void copy_to_host(Tensor out, Tensor x, Stream& stream) {
   detail::copy_between("copy_to_host", out, x, {.to_host = detail::bytes_of({x})}, stream);
 }
+// The same for what the host has updated, unless that was skipped: x is then what an earlier update left. control (4)
+// fp64 (clip_control()) is in host memory, and final when a GPU's copy is enqueued.
+inline constexpr const char* host_updates = "updates by the host";
+inline void copy_updated_to_device(Tensor out, Tensor x, Tensor control, Stream& stream) {
+  CHECK_TENSOR(control, DType::fp64, 4);
+  detail::check_tensor("copy_updated_to_device", "x", x, out.dtype, out.shape);
+  const double bytes = detail::bytes_of({x});
+  stream.run({.name = "copy_to_device", .bytes = 2 * bytes, .group = host_updates, .host = {.to_device = bytes}}, {out},
+             [=, &stream] {
+               if (control.data<double>()[2] != 0) CALL_OP(stream, void, copy, out.bytes, x.bytes, x.size_bytes());
+             });
+}
 
 // out = x in the dtype of out, rounded to nearest even
 inline void convert(Tensor out, Tensor x, Stream& stream) {

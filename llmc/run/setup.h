@@ -108,6 +108,30 @@ inline ModelConfig choose_model(const Options& o) {
   return model;
 }
 
+// Rejects updates by the host of what is not in its memory, or needs more than its elements.
+inline void refuse_host_updates(const Options& o, const Precision& precision) {
+  if (o.offload_update == OffloadUpdate::device) return;
+  CHECK(!rule_of(o.optimizer).of_matrices,
+        "--offload-update host with --optimizer {}, whose updates are products of whole matrices: use --optimizer "
+        "adamw, or leave out --offload-update",
+        o.optimizer);
+  CHECK(!o.qk_clip,
+        "--offload-update host with --qk-clip {}, which shrinks weights on the device: leave out one of them",
+        o.qk_clip.value_or(0));
+  CHECK(!precision.averages || precision.keeps_masters(),
+        "--offload-update host with --ema and {}, whose averages only the device has: leave out one of them{}",
+        o.dtype == WeightType::fp32 ? formatted("--dtype {}", o.dtype)
+                                    : formatted("--master-weights {}", o.master_weights),
+        o.dtype == WeightType::fp32 ? ", or use --dtype bf16" : "");
+  Offload needed = o.offload;
+  needed.add(Offloaded::moments);
+  if (precision.keeps_masters()) needed.add(Offloaded::master);
+  CHECK(needed == o.offload,
+        "--offload-update host with --offload {}: the host updates what is in its memory, which all state of the "
+        "optimizer must be: use --offload {}",
+        std::string(o.offload), std::string(needed));
+}
+
 inline Precision choose_precision(const Options& o) {
   Precision precision = o.dtype == WeightType::bf16 ? DType::bf16 : DType::fp32;
   precision.masters = o.master_weights != MasterWeights::none;
@@ -142,6 +166,7 @@ inline Precision choose_precision(const Options& o) {
         "--offload-dir {} with --offload {}: the moments of the optimizer are all that may be in a file: add moments "
         "to --offload, or leave out --offload-dir",
         shown(o.offload_dir), std::string(o.offload));
+  refuse_host_updates(o, precision);
   CHECK(!o.noise_scale || !o.offload.has(Offloaded::gradients),
         "--noise-scale reads whole sums of gradients, which --offload gradients has in host memory: leave out one of "
         "them");

@@ -37,6 +37,11 @@ class FileState {
   }
   bool any() const { return !buffers_.empty(); }
   static int64_t room_for(const Tensor& t) { return round_up(t.size_bytes(), Arena::alignment); }
+  static int64_t room_for(const std::vector<Tensor>& all) {
+    int64_t bytes = 0;
+    for (const Tensor& t : all) bytes += room_for(t);
+    return bytes;
+  }
 
   struct Buffer {
     Tensor memory;

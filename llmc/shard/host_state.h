@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "shard/file_state.h"
-#include "shard/units.h"
+#include "shard/offload_pieces.h"
 
 namespace llmc {
 
@@ -24,16 +24,18 @@ class HostState {
   // host: has room for what passes from a file to the device; none: nothing is in a file
   HostState(Units& units, Arena& arena, Arena* host)
       : units_(units), offload_(units.zero_config().offload), files_(units.groups()) {
-    if (!offload_.has_state() || units.zero_config().holds != Holds::training_state) return;
-    int64_t largest = 0, pieces = 0, in_file = 0;
-    units_.for_each([&](size_t u) {
-      for_each_piece(u, [&](const Range& r) {
-        ++pieces;
-        largest = std::max(largest, bytes_of(u, r, [](const auto&) { return true; }));
-        in_file = std::max(in_file, bytes_of(u, r, [](const auto& state) { return state.in_file; }));
-      });
-    });
-    if (host != nullptr) files_.take_buffers(pieces, in_file, *host);
+    if (!offload_.has_state() || offload_.updates_at_host() || units.zero_config().holds != Holds::training_state)
+      return;
+    int64_t largest = 0, pieces = 0, file_bytes = 0;
+    for (const OffloadPiece& piece : offload_pieces(units_)) {
+      if (piece.range.size == 0) continue;
+      ++pieces;
+      int64_t bytes = 0;
+      for (const UnitState::StatePart& part : offloaded(piece)) bytes += room_for(part.tensor);
+      largest = std::max(largest, bytes);
+      file_bytes = std::max(file_bytes, FileState::room_for(in_file(units_, piece)));
+    }
+    if (host != nullptr) files_.take_buffers(pieces, file_bytes, *host);
     // A piece of the next step finds its state in host memory because its buffer is free: since the last step, all
     // others have had their turn in it.
     for (int64_t i = 0; i < std::min<int64_t>(2, pieces); ++i)
@@ -47,19 +49,12 @@ class HostState {
   // the units, unless this rank updates nothing of one.
   template <class Change, class Changed>
   void for_each(Stream& compute, Change&& change, Changed&& changed) {
-    struct Piece {
-      size_t unit;
-      Range range;
-      bool last;  // of its unit
+    struct Piece : OffloadPiece {
       FileState::Piece from_file = {};
     };
     std::vector<Piece> pieces;
     files_.flush();
-    units_.for_each([&](size_t u) {
-      if (any()) for_each_piece(u, [&](const Range& r) { pieces.push_back({u, r, false}); });
-      if (pieces.empty() || pieces.back().unit != u) pieces.push_back({u, {}, false});
-      pieces.back().last = true;
-    });
+    for (const OffloadPiece& piece : offload_pieces(units_)) pieces.push_back({piece});
     // Others may have read and written it on the compute stream.
     if (any() && std::exchange(settled_, false)) to_device().wait(compute.record());
     if (any() && offload_.has(Offloaded::gradients)) to_device().wait(units_.groups().reduce_stream().record());
@@ -68,9 +63,9 @@ class HostState {
     std::vector<Arrival> arriving;
     for (size_t i = 0, read = 0, fetched = 0; i < pieces.size(); ++i) {
       for (; read < std::min(i + 2, pieces.size()); ++read)
-        pieces[read].from_file = files_.read(in_file(pieces[read].unit, pieces[read].range));
+        pieces[read].from_file = files_.read(in_file(units_, pieces[read]));
       for (; fetched < std::min(i + ahead, pieces.size()); ++fetched)
-        arriving.push_back(fetch(pieces[fetched].unit, pieces[fetched].range, pieces[fetched].from_file));
+        arriving.push_back(fetch(pieces[fetched], pieces[fetched].from_file));
       UnitState& unit = units_.unit(pieces[i].unit);
       Arrival& piece = arriving[i];
       if (piece.buffer != nullptr) {
@@ -109,38 +104,23 @@ class HostState {
   Stream& to_device() const { return *units_.groups().find_stream(Lane::to_device); }
   Stream& to_host() const { return *units_.groups().find_stream(Lane::to_host); }
 
-  template <class F>
-  void for_each_piece(size_t u, F&& f) const {
-    const Range all = units_.unit(u).update_range();
-    for (int64_t begin = all.begin; begin < all.end(); begin += offload_.piece)
-      f(Range{begin, std::min(offload_.piece, all.end() - begin)});
-  }
   static int64_t room_for(const Tensor& t) { return round_up(t.size_bytes(), Arena::alignment); }
-  template <class F>
-  int64_t bytes_of(size_t u, const Range& r, F&& counts) const {
-    int64_t bytes = 0;
-    for (const UnitState::AtHost& state : units_.unit(u).at_host(r))
-      if (counts(state)) bytes += room_for(state.tensor);
-    return bytes;
-  }
-  std::vector<Tensor> in_file(size_t u, const Range& r) const {
-    std::vector<Tensor> all;
-    if (!files_.any() || r.size == 0) return all;
-    for (const UnitState::AtHost& state : units_.unit(u).at_host(r))
-      if (state.in_file) all.push_back(state.tensor);
+  std::vector<UnitState::StatePart> offloaded(const OffloadPiece& piece) const {
+    std::vector<UnitState::StatePart> all = state_of(units_, piece);
+    std::erase_if(all, [&](const auto& part) { return !offload_.has(part.what); });
     return all;
   }
 
-  Arrival fetch(size_t u, const Range& r, const FileState::Piece& from_file) {
-    if (r.size == 0) return {};
+  Arrival fetch(const OffloadPiece& what, const FileState::Piece& from_file) {
+    if (!any() || what.range.size == 0) return {};
     Arrival piece{&buffers_[turn_++ % buffers_.size()]};
     Stream& stream = to_device();
     stream.wait(piece.buffer->free);
     if (from_file.buffer != nullptr) stream.wait(from_file.buffer->ready);
     int64_t at = 0;
     size_t next = 0;  // of what was in a file
-    for (const auto& [home, changes, in_file] : units_.unit(u).at_host(r)) {
-      const Tensor host = in_file ? from_file.all[next++].second : home;
+    for (const auto& [state, home, changes] : offloaded(what)) {
+      const Tensor host = offload_.in_file(state) ? from_file.all[next++].second : home;
       Tensor device = host;
       device.bytes = piece.buffer->memory.bytes + at;
       at += room_for(home);

@@ -10,7 +10,7 @@
 //                    the whole unit on the server, nothing on the other ranks; with partitioned ones: its own shard
 //
 // What is offloaded (core/offload.h) is in the host's memory or in a file, and the StateTable finds it there. An update
-// reads and writes a piece of it that is attached on the device (host_state.h).
+// reads and writes a piece of it that is attached on the device (host_state.h), or in host memory (host_update.h).
 //
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
@@ -224,37 +224,36 @@ class UnitState {
           muon_direction(reduced_gradients(r), slots_of(s.rule, r)[0], control, options.momentum, stream);
   }
 
-  // A tensor of the state in host memory, or in a file, and whether an update changes it. Weights are read, too: an
-  // update that is skipped leaves them as they are.
-  struct AtHost {
+  // A tensor of the state, and whether an update changes it. Weights are read, too: an update that is skipped leaves
+  // them as they are.
+  struct StatePart {
+    Offloaded what;
     Tensor tensor;
     bool changes = true;
-    bool in_file = false;
   };
-  // Of these elements, which this rank updates.
-  std::vector<AtHost> at_host(const Range& r) const {
-    std::vector<AtHost> all;
+  // The state of these elements, which this rank updates.
+  std::vector<StatePart> state_of(const Range& r) const {
+    std::vector<StatePart> all;
     const auto add = [&](Offloaded what, const Tensor& t, bool changes = true) {
-      if (offload_.has(what) && !t.empty()) all.push_back({slice_of(t, update_range_, r), changes});
+      if (!t.empty()) all.push_back({what, slice_of(t, update_range_, r), changes});
     };
-    add(Offloaded::weights, weight_shard_);
+    add(Offloaded::weights, weights_in_update_range());
     add(Offloaded::master, master_);
     add(Offloaded::master, average_);
-    add(Offloaded::gradients, gradient_sum_, false);
-    if (!offload_.has(Offloaded::moments)) return all;
-    const auto add_slot = [&](const Tensor& t) { all.push_back({t, true, offload_.in_file(Offloaded::moments)}); };
+    add(Offloaded::gradients, reduced_gradients(), false);
     for (const Slots& s : slots_) {
       const Range held = s.of(r);
       for (size_t i = 0; i < s.tensors.size() && held.size > 0; ++i) {
-        if (!s.tensors[i].empty()) add_slot(s.tensors[i].slice(held.begin, {held.size}));
-        if (!s.scales[i].empty())
-          add_slot(s.scales[i].slice(held.begin / state_block, {ceil_div(held.size, state_block)}));
+        if (!s.tensors[i].empty()) all.push_back({Offloaded::moments, s.tensors[i].slice(held.begin, {held.size})});
+        if (s.scales[i].empty()) continue;
+        const Range blocks{held.begin / state_block, ceil_div(held.size, state_block)};
+        all.push_back({Offloaded::moments, s.scales[i].slice(blocks.begin, {blocks.size})});
       }
     }
     return all;
   }
-  // From here on, update() and what follows it work on the elements `r` alone. Their state is where `moved` says: pairs
-  // of tensors in host memory and on the device.
+  // From here on, update() and what follows it work on the elements `r` alone. State is where `moved` says: pairs of
+  // tensors where it is held and where it is updated.
   using Moved = std::vector<std::pair<Tensor, Tensor>>;
   void attach(const Range& r, Moved moved) { attached_ = r, moved_ = std::move(moved); }
   void detach() { attached_.reset(), moved_.clear(); }

@@ -5,6 +5,7 @@
 #include "shard/gathered_weights.h"
 #include "shard/gradient_reducer.h"
 #include "shard/host_state.h"
+#include "shard/host_update.h"
 #include "shard/matrix_updates.h"
 #include "shard/state_view.h"
 #include "shard/weight_versions.h"
@@ -20,16 +21,17 @@ class ModelState : public Units {
         gradients(*this, kept.blocks_open, arena),
         versions(*this, kept.versions),
         matrices(*this, arena),
-        host(*this, arena, kept.offloaded.host) {}
+        host(*this, arena, kept.offloaded.host),
+        host_update(*this, kept.offloaded.host) {}
 
   // updated(u): enqueues what else changes the weights of a unit in reach, before others get them
   template <class Updated>
   void update(Tensor control, const OptimizerOptions& options, Stream& compute, Updated&& updated) {
     matrices.make(control, options, compute);
-    change_weights(compute, [&](size_t u) {
-      unit(u).update(control, options, compute);
+    change_weights(control, compute, [&](size_t u, const Tensor& its_control, Stream& stream) {
+      unit(u).update(its_control, options, stream);
       updated(u);
-      unit(u).follow_average(control, options, compute);
+      unit(u).follow_average(its_control, options, stream);
     });
   }
   void update(Tensor control, const OptimizerOptions& options, Stream& compute) {
@@ -41,20 +43,26 @@ class ModelState : public Units {
   // The moving averages take the place of the weights, and the weights theirs.
   void exchange_averages(Stream& compute) {
     settle(compute);
-    change_weights(compute, [&](size_t u) { unit(u).exchange_average(compute); });
+    change_weights({}, compute, [&](size_t u, const Tensor&, Stream& stream) { unit(u).exchange_average(stream); });
     settle(compute);
   }
   // Before anything but the next step reads or writes the state: waits for what is still on its way.
   void settle(Stream& compute) {
     weights.settle(compute);
     host.settle(compute);
+    host_update.settle(compute);
   }
 
  private:
-  // change(u) changes the part of a unit's weights that this rank updates, as far as it is in reach.
+  // change(u, control, stream) changes the part of a unit's weights that this rank updates, as far as it is in reach.
+  // control: of an update
   template <class F>
-  void change_weights(Stream& compute, F&& change) {
-    host.for_each(compute, change, [&](size_t u) { weights.updated(u, compute); });
+  void change_weights(const Tensor& control, Stream& compute, F&& change) {
+    const auto changed = [&](size_t u) { weights.updated(u, compute); };
+    if (host_update.any()) host_update.for_each(control, compute, change, changed);
+    else
+      host.for_each(
+          compute, [&](size_t u) { change(u, control, compute); }, changed);
   }
 
  public:
@@ -63,6 +71,7 @@ class ModelState : public Units {
   WeightVersions versions;
   MatrixUpdates matrices;
   HostState host;
+  HostUpdate host_update;
 };
 
 // Fresh weights (contract 7): they depend only on the seed, the parameter's name and the element's global index, not on

@@ -107,13 +107,16 @@ struct StepConfig {
   }
 
   // How many of a rank's S rows of the residual stream the head takes at a time: by head_chunks, or as many as have at
-  // most 1 GiB of logits.
+  // most 1 GiB of logits, in whole tiles of a GPU's products.
   int64_t head_rows(int64_t S) const {
-    const int64_t logits_rows = layout.tensor.by_rows() ? S * layout.tensor.ranks : S;
-    const int64_t row_bytes = layout.tensor.stored_vocab(model.vocab_size) * size_of(precision.activations);
-    const int64_t chunks =
-        head_chunks > 0 ? std::min(head_chunks, S) : ceil_div(logits_rows * row_bytes, int64_t{1} << 30);
-    return ceil_div(S, chunks);
+    if (head_chunks > 0) return ceil_div(S, std::min(head_chunks, S));
+    constexpr int64_t tile = 256;
+    const int64_t copies = layout.tensor.by_rows() ? layout.tensor.ranks : 1;  // rows of logits for each of them
+    const int64_t row_bytes = copies * layout.tensor.stored_vocab(model.vocab_size) * size_of(precision.activations);
+    const int64_t most = std::max<int64_t>((int64_t{1} << 30) / row_bytes, 1);
+    const int64_t of_tiles = most / tile * tile;
+    if (of_tiles == 0) return ceil_div(S, ceil_div(S, most));
+    return std::min(S, round_up(ceil_div(S, ceil_div(S, of_tiles)), tile));
   }
   // A text that is generated is not divided: every context-parallel rank computes all of it.
   ContextParallel context_for(Purpose purpose) const {

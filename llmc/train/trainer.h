@@ -90,6 +90,7 @@ class Trainer {
       state_.gradients.record_squares(squares_);
     }
     detail::check_layout(config, groups_);
+    CHECK(!config.qk_clip || !config.layout.zero.offload.updates_at_host(), "QK-clip of weights that the host updates");
     zero(scalars_.control(), context_.compute);
     if (config.layout.expert.ranks > 1) {  // for the tables of the rows that are exchanged
       const int64_t bytes = config.layout.expert.count * config.layout.expert.ranks * size_of(DType::fp64);

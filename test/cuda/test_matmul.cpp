@@ -243,6 +243,9 @@ TEST_CASE("recorded algorithms are reused", "[matmul][cuda]") {
   Workspace workspace(workspace_bytes);
   const cuda::MatmulTiming timing = tuned.tune(c.shape, {sum, a, b, nullptr, workspace}, nullptr);
   REQUIRE(timing.candidates >= 1);
+#ifndef __CUDACC__
+  REQUIRE(timing.candidates == 5);  // a sum in fp32 may be made in place, or of parts in the type of C
+#endif
   REQUIRE(timing.best_ms > 0);
   REQUIRE(timing.best_ms <= timing.first_ms);
   const Outputs first = c.cuda(tuned);

@@ -76,7 +76,8 @@ struct Algorithm {
   uint32_t reduction_scheme;
   uintptr_t alignment;  // required alignment of every column
 };
-constexpr Algorithm algorithms[] = {{2, CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE, 16},
+constexpr Algorithm algorithms[] = {{2, CUBLASLT_REDUCTION_SCHEME_INPLACE, 16},
+                                    {2, CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE, 16},
                                     {2, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, 16},
                                     {1, CUBLASLT_REDUCTION_SCHEME_NONE, 16},
                                     {1, CUBLASLT_REDUCTION_SCHEME_NONE, 1}};
@@ -97,6 +98,8 @@ struct Problem {
   bool has_aux() const { return (operation.epilogue & 128) != 0; }
   size_t workspace(const Algorithm& algorithm) const {
     const size_t part = algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE ? size_of(d.type) : 4;
+    if (algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_INPLACE)
+      return static_cast<size_t>(d.batch) * 256;  // counters
     return algorithm.parts == 1 ? 0 : algorithm.parts * static_cast<size_t>(d.batch * m * n) * part;
   }
   // Whether all columns have the alignment that the algorithm needs, given those of the first columns.
@@ -156,7 +159,7 @@ struct Arrays {
 float tf32(float x) { return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + 0x1000u) & 0xffffe000u); }
 
 template <class In, class Out, class Part>
-void multiply(const Problem& p, const Arrays& arrays, int64_t parts) {
+void multiply(const Problem& p, const Arrays& arrays, int64_t parts, bool in_place) {
   const bool round_inputs = p.operation.compute == CUBLAS_COMPUTE_32F_FAST_TF32;
   const auto* a = static_cast<const In*>(arrays.a);
   const auto* b = static_cast<const In*>(arrays.b);
@@ -189,6 +192,8 @@ void multiply(const Problem& p, const Arrays& arrays, int64_t parts) {
   const auto put = [&](int64_t i, int64_t j, float sum) {
     float value = arrays.alpha * sum;
     if (arrays.beta != 0) value += arrays.beta * static_cast<float>(c[i + j * p.d.ld]);
+    for (int64_t part = 1; part < parts && in_place; ++part)
+      value = static_cast<float>(Out(value)) + arrays.alpha * dot(i, j, part * p.k / parts, (part + 1) * p.k / parts);
     if (p.has_bias()) value += static_cast<float>(bias[i]);
     if (p.has_aux()) {
       Out& z = static_cast<Out*>(p.operation.aux)[i + j * p.operation.aux_ld];
@@ -197,15 +202,15 @@ void multiply(const Problem& p, const Arrays& arrays, int64_t parts) {
     }
     d[i + j * p.d.ld] = Out(value);
   };
-  for (int64_t part = 0; part < parts && parts > 1; ++part)
+  const int64_t apart = in_place || parts == 1 ? 0 : parts;  // in the workspace
+  for (int64_t part = 0; part < apart; ++part)
     for (int64_t i = 0; i < p.m; ++i)
       for (int64_t j = 0; j < p.n; ++j)
         partial[(part * p.n + j) * p.m + i] = Part(dot(i, j, part * p.k / parts, (part + 1) * p.k / parts));
   for (int64_t i = 0; i < p.m; ++i)
     for (int64_t j = 0; j < p.n; ++j) {
-      float sum = parts == 1 ? dot(i, j, 0, p.k) : 0;
-      for (int64_t part = 0; part < parts && parts > 1; ++part)
-        sum += static_cast<float>(partial[(part * p.n + j) * p.m + i]);
+      float sum = apart == 0 ? dot(i, j, 0, p.k / parts) : 0;
+      for (int64_t part = 0; part < apart; ++part) sum += static_cast<float>(partial[(part * p.n + j) * p.m + i]);
       put(i, j, sum);
     }
 }
@@ -219,8 +224,10 @@ void solve(const Problem& p, const Arrays& arrays, const Algorithm& algorithm) {
     of_one.b = static_cast<const In*>(arrays.b) + i * p.b.stride;
     of_one.c = static_cast<const Out*>(arrays.c) + i * p.d.stride;
     of_one.d = static_cast<Out*>(arrays.d) + i * p.d.stride;
-    if (algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE) multiply<In, Out, Out>(p, of_one, parts);
-    else multiply<In, Out, float>(p, of_one, parts);
+    const bool in_place = algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_INPLACE;
+    if (algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE)
+      multiply<In, Out, Out>(p, of_one, parts, in_place);
+    else multiply<In, Out, float>(p, of_one, parts, in_place);
   }
 }
 

@@ -172,14 +172,16 @@ TEST_CASE("a run whose moments are in files writes the same checkpoints, and goe
 TEST_CASE("a run that is killed while its moments are in files resumes from its checkpoint", "[run][offload][faults]") {
   const TinyRun run;
   const std::string usual = run.good("usual", run.more);
-  for (const char* at : {"allocate ", "rename ", "pwrite "}) {
-    const std::string out = std::string("out-") + at[0];
-    // Without a checkpoint, from the beginning; with one, from there.
-    const ProgramResult killed = run.start(out, run.in_file(), formatted("FILE_OPS_KILL_AT='{}'", at));
-    INFO(at << ": " << killed.out << killed.err);
-    REQUIRE(killed.status == 128 + SIGKILL);
-    REQUIRE((run.good(out, run.in_file()) == usual));
-  }
+  for (const char* update : {"device", "host"})
+    for (const char* at : {"allocate ", "rename ", "pwrite "}) {
+      const std::string out = formatted("out-{}-{}", update, at[0]),
+                        options = run.in_file() + " --offload-update " + update;
+      // Without a checkpoint, from the beginning; with one, from there.
+      const ProgramResult killed = run.start(out, options, formatted("FILE_OPS_KILL_AT='{}'", at));
+      INFO(options << ", " << at << ": " << killed.out << killed.err);
+      REQUIRE(killed.status == 128 + SIGKILL);
+      REQUIRE((run.good(out, options) == usual));
+    }
 }
 
 TEST_CASE("a disk that is too small for moments is found at the start, and no checkpoint is lost",
@@ -205,7 +207,7 @@ TEST_CASE("a disk that fails ends the run with the file, the place and the reaso
        {std::pair{"pread ", "cannot read "}, {"pwrite ", "cannot write to "}, {"begin-fsync ", "cannot write to "}}) {
     for (const int after : {0, 9, 25}) {
       const std::string out = formatted("out-{}{}", at[1], after);
-      const ProgramResult r = run.start(out, run.in_file(),
+      const ProgramResult r = run.start(out, run.in_file() + (after == 9 ? " --offload-update host" : ""),
                                         formatted("FILE_OPS_FAIL_AT='{}{}' FILE_OPS_FAIL_AT_AFTER={}", at,
                                                   run.dir / "disk/train_gpt-moments-00001", after));
       INFO(at << after << ": " << r.out << r.err);

@@ -57,7 +57,8 @@ std::vector<float> masters(const SafetensorsReader& optimizer, const HfTensor& h
       parts.push_back({&specs[part], StateKind::weight, 0, flat});
     }
   REQUIRE(parts.size() == hf.parts.size());
-  const std::vector<std::byte> bytes = gather_hf(hf, parts);
+  std::vector<std::byte> bytes;
+  gather_hf(bytes, hf, parts);
   std::vector<float> all(bytes.size() / sizeof(float));
   std::memcpy(all.data(), bytes.data(), bytes.size());
   return all;

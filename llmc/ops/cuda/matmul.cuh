@@ -234,7 +234,7 @@ struct MatmulPlan {
 
   // The algorithms that cuBLASLt's heuristic offers, presumably fastest first.
   std::vector<MatmulAlgorithm> candidates() const {
-    constexpr int most = 16;
+    constexpr int most = 32;
     const MatmulShape& s = problem.shape;
     cublasLtMatmulPreference_t created = nullptr;
     check(cublasLtMatmulPreferenceCreate(&created), "cublasLtMatmulPreferenceCreate", &s);
@@ -250,8 +250,9 @@ struct MatmulPlan {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c_alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c_alignment);
-    // With split-K the partial sums are combined in fp32: in C they would be rounded to bf16 first.
-    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+    // With split-K the partial sums are combined in fp32: in a C of bf16 they would be rounded first.
+    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+        uint32_t{s.out == DType::fp32 ? CUBLASLT_REDUCTION_SCHEME_MASK : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
 
     cublasLtMatmulHeuristicResult_t results[most];
     int found = 0;

@@ -28,11 +28,11 @@ namespace llmc {
 
 namespace detail {
 
-// The bytes of a Hugging Face tensor on rank `writer` of a group whose ranks hold parts of a unit (boxes, or some of
-// the experts); nothing on the other ranks. weights: this rank's part of the unit, in host memory. units: the unit on
+// bytes = a Hugging Face tensor, on rank `writer` of a group whose ranks hold parts of a unit (boxes, or some of the
+// experts); on the other ranks they stay. weights: this rank's part of the unit, in host memory. units: the unit on
 // each rank of the group.
-inline std::vector<std::byte> gather_boxes(const HfTensor& hf, StateTable weights, const std::vector<UnitSpec>& units,
-                                           DType dtype, int writer, Comm& group) {
+inline void gather_boxes(std::vector<std::byte>& bytes, const HfTensor& hf, StateTable weights,
+                         const std::vector<UnitSpec>& units, DType dtype, int writer, Comm& group) {
   const auto gives = [&](const ParamSpec& p) {
     return p.first_copy && std::find(hf.parts.begin(), hf.parts.end(), p.name) != hf.parts.end();
   };
@@ -42,7 +42,7 @@ inline std::vector<std::byte> gather_boxes(const HfTensor& hf, StateTable weight
     for (const StateEntry& e : weights)
       mine.append(reinterpret_cast<const char*>(e.tensor.bytes), static_cast<size_t>(e.tensor.size_bytes()));
   std::vector<std::string> texts = group.gather_text(writer, hf.name, mine);
-  if (group.rank() != writer) return {};
+  if (group.rank() != writer) return;
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     if (static_cast<int>(rank) == writer) continue;
     const Tensor theirs{.name = hf.name.c_str(),
@@ -58,7 +58,7 @@ inline std::vector<std::byte> gather_boxes(const HfTensor& hf, StateTable weight
     CHECK(at == theirs.numel(), "{}: rank {} of the group {} sent {} elements, expected {}", hf.name, rank,
           group.name(), theirs.numel(), at);
   }
-  return gather_hf(hf, weights);
+  gather_hf(bytes, hf, weights);
 }
 
 // A file of tensors, which come one after the other, in any number of pieces.
@@ -170,8 +170,7 @@ class CheckpointWrite {
         groups_(state.groups()),
         leads_(contents_.own ? contents_.own->first : groups_.first()),
         plan_(config, state),
-        copy_stream_(memory.stream),
-        threads_(stream.device().threads) {
+        copy_stream_(memory.stream) {
     const auto begin = std::chrono::steady_clock::now();
     stream.synchronize();
     CHECK(contents_.part == Part::model || !path_exists(path_),
@@ -292,13 +291,11 @@ class CheckpointWrite {
     const TensorInfo& t = file.next();
     if (!fault_.text.empty()) return;
     if (!copies_) return fault_.attempt([&] { file.write(t, bytes, t.bytes()); });
-    const auto copy = [&](std::byte* to, int64_t from, int64_t n) {
-      if (copies == nullptr) copy_by_threads(to, bytes + from, n, threads_);
-      else copy_now(to, bytes + from, n, copies);
-    };
-    copies_->add(t.bytes(), copy, [this, &file, &t](BackgroundCopies::Bytes piece) {
-      writing_.attempt([&] { file.write(t, piece.data(), std::ssize(piece)); });
-    });
+    copies_->add(
+        t.bytes(), [&](std::byte* to, int64_t from, int64_t n) { copy_now(to, bytes + from, n, copies); },
+        [this, &file, &t](BackgroundCopies::Bytes piece) {
+          writing_.attempt([&] { file.write(t, piece.data(), std::ssize(piece)); });
+        });
   }
   // The same from a file of the state (--offload-dir), in pieces, so that it takes little memory.
   void add_from_file(detail::TensorFile& file, const Tensor& state) {
@@ -336,6 +333,7 @@ class CheckpointWrite {
         mine.push_back({plan_.tensors[i].name, dtype_, plan_.tensors[i].shape});
     detail::TensorFile* const file = mine.empty() ? nullptr : &begin_file(folder + plan_.file(groups_.rank()), mine);
     const ParamTable parameters = parameter_table(config_);
+    std::vector<std::byte> bytes;  // of one tensor after the other
     for (size_t u = 0; u < state.size(); ++u)
       if (state.stage_of(u) == groups_.me.stage)
         state.weights.with_whole_unit(u, stream, [&](const UnitState& unit) {
@@ -352,8 +350,8 @@ class CheckpointWrite {
           }
           for (size_t i = 0; i < plan_.tensors.size(); ++i) {
             if (plan_.unit[i] != u) continue;
-            const std::vector<std::byte> bytes = detail::gather_boxes(
-                plan_.tensors[i], unit.whole_weights(whole.tensor()), held, dtype_, writer % n, group);
+            detail::gather_boxes(bytes, plan_.tensors[i], unit.whole_weights(whole.tensor()), held, dtype_, writer % n,
+                                 group);
             if (writer == groups_.rank()) add(*file, bytes.data());
           }
         });
@@ -418,7 +416,6 @@ class CheckpointWrite {
   const bool leads_;  // makes the directory
   const detail::WritePlan plan_;
   Stream* const copy_stream_;
-  const int threads_;
   FileIdentity directory_;  // temporary_, on the rank that leads
   bool visible_ = false;
   int64_t bytes_ = 0;

@@ -25,7 +25,7 @@ struct Progress {
   int64_t best_step = -1;
   bool validated = false;            // after the last of the updates
   std::string matmul_choices;        // if tuned
-  std::string cpu_isa;               // on CPUs: the instructions that the last updates were computed with
+  std::string cpu_isa;               // on CPUs, and where the host updates: the instructions of the last updates
   std::vector<float> expert_biases;  // the checkpoint's, for all layers; with --moe-bias-rate
   nlohmann::ordered_json data_changes = nlohmann::ordered_json::array();  // accepted by --data-changed accept
 };

@@ -12,6 +12,7 @@ inline ZeroConfig choose_zero(const Options& o) {
   zero.shards = static_cast<int>(o.ranks / o.tp / o.pp / o.dp_replicate);
   zero.offload = o.offload;
   zero.offload.directory = o.offload_dir;
+  zero.offload.update = o.offload_update;
   zero.reduce_by_stage = o.grad_reduce == GradReduceChoice::automatic;
   zero.set_stage(static_cast<int>(o.zero_stage));
   if (!zero.reduce_by_stage)

@@ -46,7 +46,7 @@ inline const std::vector<OptionKind>& option_kinds() {
         "--skip-loss-z", "--skip-grad-z", "--on-spike", "--max-rollbacks",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
         "--checkpoint-errors", "--checkpoint-mode", "--checkpoint-local",
-        "--checkpoint-local-every", "--checkpoint-local-keep", "--checkpoint-local-copies", "--check-replicas", "--verify-updates", "--check-devices", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights", "--moment1-dtype", "--moment2-dtype", "--offload", "--offload-dir", "--products", "--fp8-skip",
+        "--checkpoint-local-every", "--checkpoint-local-keep", "--checkpoint-local-copies", "--check-replicas", "--verify-updates", "--check-devices", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights", "--moment1-dtype", "--moment2-dtype", "--offload", "--offload-dir", "--offload-update", "--products", "--fp8-skip",
         "--grad-reduce", "--reduce-dtype", "--gather-dtype", "--profile", "--trace", "--trace-step",
         "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch",
         "--moe-aux-loss", "--moe-z-loss", "--moe-bias-rate", "--moe-capacity-factor"}},

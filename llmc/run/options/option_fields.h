@@ -113,6 +113,7 @@ struct Options {
   RecomputeChoice recompute = {};
   Offload offload = {};
   std::string offload_dir;
+  OffloadUpdate offload_update = OffloadUpdate::device;
   int64_t head_chunks = 0;
   MasterWeights master_weights = MasterWeights::fp32;
   MomentType moment1_dtype = MomentType::fp32, moment2_dtype = MomentType::fp32;

@@ -5,6 +5,7 @@
 #include "core/check.h"
 #include "core/enum_names.h"
 #include "run/options/option_fields.h"
+#include "run/options/option_visitor.h"
 
 namespace llmc {
 
@@ -337,6 +338,9 @@ void visit_options(O& o, Visitor&& visit) {
         "in a file instead of host memory; an update reads and writes them piece by piece; the file has no name, so "
         "that it is gone when the run ends; checkpoints have the moments as always; the same numbers; --plan states "
         "its size, and what a step reads and writes");
+  visit("--offload-update", "", o.offload_update, any_of<OffloadUpdate>(), warn,
+        "who updates moments and masters that are all offloaded; host: its processors: only gradients go there, and "
+        "weights come back; a GPU's run then rounds as --cpu-isa does; not with Muon and --qk-clip");
   visit("--memory-limit", "", o.memory_limit, between(0, 1 << 30), free,
         "GiB that each rank may use or, on a GPU, the size of each rank's card, 0.5 GiB of which is left to CUDA's "
         "libraries: a run that needs more is refused before it starts; default: the rank's share of the machine's "
@@ -575,26 +579,5 @@ void visit_options(O& o, Visitor&& visit) {
   visit("--log-gpu-every", "", o.log_gpu_every, at_least(0), free,
         "steps between lines with the GPU's utilisation, memory, clock, power, temperature and throttling; 0: never");
 }
-
-namespace detail {
-
-// Visits groups and options with two lambdas.
-template <class OnGroup, class OnOption>
-struct OptionVisitor {
-  OnGroup on_group;
-  OnOption on_option;
-  void operator()(const char* group) { on_group(group); }
-  template <class T>
-  void operator()(const char* name, const char* letter, T& field, const Limits& limits, ResumeRule rule,
-                  const char* help) {
-    on_option(name, letter, field, limits, rule, help);
-  }
-};
-template <class G, class F>
-OptionVisitor(G, F) -> OptionVisitor<G, F>;
-
-inline auto no_group = [](const char*) {};
-
-}  // namespace detail
 
 }  // namespace llmc

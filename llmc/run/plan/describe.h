@@ -176,11 +176,12 @@ inline std::string vocabulary_notice(const Options& o, const ModelConfig& m) {
                    human_count(m.vocab_size), human_count(o.preset_vocabulary), o.model);
 }
 
-// ", in host memory master, moments in files"; empty: all is on the device.
+// ", in host memory master, moments in files, updated by the host"; empty: all is on the device.
 inline std::string offload_text(Offload offload) {
-  const bool in_file = offload.any_in_file();
+  const bool in_file = offload.any_in_file(), by_host = offload.updates_at_host();
   if (in_file) offload.parts[static_cast<size_t>(Offloaded::moments)] = false;
-  return (offload.any() ? ", in host memory " + std::string(offload) : "") + (in_file ? ", moments in files" : "");
+  return (offload.any() ? ", in host memory " + std::string(offload) : "") + (in_file ? ", moments in files" : "") +
+         (by_host ? ", updated by the host" : "");
 }
 
 // A run as its options alone describe it.

@@ -32,6 +32,8 @@ namespace detail {
 //     NVLink 4; between servers, 85%.
 //   disk_gb_per_s: of a rank's share of the disks of its server, in each of two directions, for --offload-dir; without
 //     it, reading and writing take no time.
+//   host_update_gb_per_s: that a rank's share of the processors beside its GPU reads and writes in updates, for
+//     --offload-update host; without it, they take no time.
 //   host_link: PCIe's 16 lanes, in each of two directions; 80% of it is usual for copies of pinned memory.
 //   us of a link: a step of NCCL's rings by the protocol LL128, from the tables by which NCCL chooses
 //   (graph/tuning.cc). attention_share, half_keys, half_channels: FlashAttention-2, forward and backward together, on
@@ -158,6 +160,7 @@ class MachineReader {
     read_links(m);
     if (!json_.contains("cores")) m.host_bytes_per_s = host_rate(json_.value("host_link", usual_host_link()));
     m.disk_bytes_per_s = number(json_, "disk_gb_per_s", 0, 0) * 1e9;
+    m.host_update_bytes_per_s = number(json_, "host_update_gb_per_s", 0, 0) * 1e9;
     m.share_links = true;
     if (json_.contains("rails")) {
       CHECK(json_["rails"].is_boolean(), "--machine {}: rails is {}: use true or false", shown(where_),
@@ -176,10 +179,27 @@ class MachineReader {
     m.memory_share = number(json_, "memory_share", positive, 1);
     m.op_s = number(json_, "op_us", 0, 0) * 1e-6;
     m.watts = number(json_, "watts", 0, 0);
-    require_known(json_, {"source",          "cores",        "tflops",          "memory_gib",    "memory_gb_per_s",
-                          "links",           "host_link",    "disk_gb_per_s",   "rails",         "product_share",
-                          "multiprocessors", "tile_fill",    "attention_share", "half_keys",     "half_channels",
-                          "score_bytes",     "memory_share", "op_us",           "core_gb_per_s", "watts"});
+    require_known(json_, {"source",
+                          "cores",
+                          "tflops",
+                          "memory_gib",
+                          "memory_gb_per_s",
+                          "links",
+                          "host_link",
+                          "host_update_gb_per_s",
+                          "disk_gb_per_s",
+                          "rails",
+                          "product_share",
+                          "multiprocessors",
+                          "tile_fill",
+                          "attention_share",
+                          "half_keys",
+                          "half_channels",
+                          "score_bytes",
+                          "memory_share",
+                          "op_us",
+                          "core_gb_per_s",
+                          "watts"});
     if (json_.contains("cores")) share_out(m, use);
     return m;
   }

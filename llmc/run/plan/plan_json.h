@@ -104,7 +104,8 @@ inline OrderedJson precision_json(const StepConfig& step) {
           {"moments", {name_of(step.precision.slot_dtype(0)), name_of(step.precision.slot_dtype(1))}},
           {"recompute", std::string(step.recomputation())},
           {"offload", std::string(step.layout.zero.offload)},
-          {"moments_in_file", step.layout.zero.offload.any_in_file()}};
+          {"moments_in_file", step.layout.zero.offload.any_in_file()},
+          {"offload_update", name_of(step.layout.zero.offload.update)}};
 }
 inline OrderedJson batch_json(const StepConfig& step, std::optional<int64_t> max_steps) {
   return {{"tokens_per_step", step.tokens()},

@@ -268,6 +268,12 @@ inline std::vector<std::string> plan_notices(const Options& o, const Device& dev
         formatted("notice: {} does not say how fast its disks are: times are without what --offload-dir reads and "
                   "writes: give disk_gb_per_s in a file of --machine",
                   device.machine->name));
+  if (device.machine && device.computes_as() == DeviceKind::cuda && step.layout.zero.offload.updates_at_host() &&
+      device.machine->host_update_bytes_per_s == 0)
+    notices.push_back(
+        formatted("notice: {} does not say how fast its hosts update: times are without what --offload-update host "
+                  "computes: give host_update_gb_per_s in a file of --machine",
+                  device.machine->name));
   std::string threads;
   if (device.computes_as() != DeviceKind::cuda)
     threads = crowded_notice(o.place, o.place.local_ranks * device.threads, processors_of(device));

@@ -103,6 +103,7 @@ inline std::string remedy_of_group(const std::string& group, const StepConfig& s
   if ((group == host_copies || group == file_transfers) && step.layout.zero.offload.any_in_file())
     return "a larger --total-batch-size, or moments in host memory, without --offload-dir";
   if (group == host_copies) return "a larger --total-batch-size, or less --offload";
+  if (group == host_updates) return "a larger --total-batch-size, or --offload-update device";
   if (group == "activations" || group == "head gradients")
     return step.layout.tensor.overlap ? "a smaller --tp" : "--tp-overlap, or a smaller --tp";
   if (group == "keys and values") return "a smaller --cp";
@@ -240,6 +241,8 @@ inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whol
                                                         : formatted(" among {} ranks", tier.ranks));
   if (step.layout.zero.offload.any() && machine.host_bytes_per_s > 0)
     links += formatted(", {:.1f} GB/s to host memory and back", machine.host_bytes_per_s * 1e-9);
+  if (step.layout.zero.offload.updates_at_host() && machine.host_update_bytes_per_s > 0)
+    links += formatted(", {:.1f} GB/s in updates by the host", machine.host_update_bytes_per_s * 1e-9);
   if (step.layout.zero.offload.any_in_file() && machine.disk_bytes_per_s > 0)
     links += formatted(", {:.1f} GB/s from files and to them", machine.disk_bytes_per_s * 1e-9);
   rows.emplace_back("rates",

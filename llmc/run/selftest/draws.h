@@ -193,7 +193,7 @@ inline void draw_layout(Dice& dice, int max_ranks, StepConfig& step) {
   if (l.expert.ranks > 1) step.experts.imbalance = dice.pick({0.5, 1.0, static_cast<double>(l.expert.ranks)});
 }
 
-// Some of the parts of the state that may be in host memory.
+// Some of the parts of the state that may be in host memory, and who updates them.
 inline void draw_offload(Dice& dice, StepConfig& step) {
   if (!dice.one_in(3)) return;
   StepConfig with = step;
@@ -206,7 +206,11 @@ inline void draw_offload(Dice& dice, StepConfig& step) {
     more.layout.zero.offload.add(part);
     if (layout_faults(more.layout, more.model).empty()) with = more;
   }
-  if (with.layout.zero.offload.any()) step = with;
+  Offload& offload = with.layout.zero.offload;
+  const bool has_all = offload.has(Offloaded::moments) &&
+                       (offload.has(Offloaded::master) || !(step.precision.keeps_masters() || step.precision.averages));
+  if (has_all && !step.qk_clip && dice.one_in(2)) offload.update = OffloadUpdate::host;
+  if (offload.any()) step = with;
 }
 
 inline bool is_possible(const Draw& d, int64_t sequences) {
@@ -238,15 +242,21 @@ inline Draw draw(int max_ranks, uint64_t number) {
 }
 
 // The layout that must agree bit for bit (contracts 3, 4 and 11): stage 0, without overlap and recomputation, without
-// stages, with everything on the device; with a tied table, whose gradients stages add up in another order, with the
-// same number of stages.
+// stages, with everything on the device, unless the host updates it, which may round differently; with a tied table,
+// whose gradients stages add up in another order, with the same number of stages.
 inline StepConfig first_of_its_kind(const StepConfig& step) {
   StepConfig first = step;
   Layout& l = first.layout;
   const bool same_stages = step.model.tied && l.pipeline.stages > 1;
   if (l.zero.sync != DpSync::all_reduce) l.zero.sync = DpSync::parameter_server;
   l.zero.stage = 0;
-  l.zero.offload = {};
+  Offload offload;
+  if (l.zero.offload.updates_at_host()) {
+    offload.update = OffloadUpdate::host;
+    for (const Offloaded part : {Offloaded::moments, Offloaded::master})
+      if (l.zero.offload.has(part)) offload.add(part);
+  }
+  l.zero.offload = offload;
   l.tensor.overlap = false;
   first.recompute = Recompute::none;
   first.segment = 1;
@@ -303,7 +313,8 @@ inline Choices choices(const Draw& d) {
                 formatted("replicas {}", zero.replicas),
                 formatted("stage {}", zero.stage),
                 formatted("reduce {}", zero.grad_reduce),
-                formatted("offload {}", std::string(zero.offload)),
+                formatted("offload {}{}", std::string(zero.offload),
+                          zero.offload.updates_at_host() ? ", updated by the host" : ""),
                 formatted("{}", zero.sync),
                 tensor.ranks > 1 ? formatted("tp {}{}{}", tensor.ranks, tensor.sequence ? " by rows" : "",
                                              tensor.overlap ? " overlapped" : "")

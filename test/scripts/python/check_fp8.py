@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Compares fp8 with other people's: casts to E4M3 and E5M2 with ml_dtypes', on all 65,536 bf16 numbers; and 20 steps of
-training with --products fp8-block, fp8 and mxfp8 with PyTorch, whose linear layers round their operands here: losses
-within 1e-4, dense and with experts. Three wrong recipes must not agree.
+training with --products fp8-block, fp8, mxfp8 and fp8-tensor with PyTorch, whose linear layers round their operands here: losses
+within 1e-4, dense and with experts. A wrong recipe of each must not agree.
 
     python3 test/scripts/python/check_fp8.py [--train-gpt ./train_gpt]
 
-Exit status: 0 all agree, 1 with the differences. Needs torch, transformers and ml_dtypes, and g++ for the casts.
+With --kinds only some of them. Exit status: 0 all agree, 1 with the differences. Needs torch, transformers and ml_dtypes, and g++ for the casts.
 """
 import argparse
 import json
@@ -69,6 +69,7 @@ class Numbers:
 
     def round(self, x, rows, columns):
         R, C = x.shape
+        rows, columns = min(rows, R), min(columns, C)
         padded = torch.zeros(-(-R // rows) * rows, -(-C // columns) * columns)
         padded[:R, :C] = x
         blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
@@ -79,19 +80,25 @@ class Numbers:
         return ((blocks / scale).to(self.dtype).float() * scale).view_as(padded)[:R, :C].contiguous()
 
 
+WHOLE = 1 << 40
 E4M3 = Numbers(torch.float8_e4m3fn, 448.0, 2.0 ** -117)
 E5M2 = Numbers(torch.float8_e5m2, 57344.0, 2.0 ** -110)
 
 
 class Recipe8:
-    def __init__(self, block=128, squares=True, gradients=E4M3):
-        self.block, self.squares, self.gradients = block, squares, gradients
+    """One scale for `block` numbers along the sum, and for as many beside it in squares; with whole, for an operand."""
+    def __init__(self, block=128, squares=True, gradients=E4M3, whole=False):
+        self.block, self.squares, self.gradients = WHOLE if whole else block, squares, gradients
+        self.beside = WHOLE if whole else 1
 
 
-RECIPES = {"fp8-block": Recipe8(), "fp8": Recipe8(gradients=E5M2), "mxfp8": Recipe8(block=32, squares=False)}
+RECIPES = {"fp8-block": Recipe8(), "fp8": Recipe8(gradients=E5M2), "mxfp8": Recipe8(block=32, squares=False),
+           # (PyTorch's layers have q, k and v apart, each with a scale of its own.)
+           "fp8-tensor": Recipe8(gradients=E5M2, whole=True)}
 # Gradients of the other type. (Blocks of another size are hardly noticed: scales are powers of two, so they only decide
 # which numbers are so small that they have fewer bits. The tests of the ops check them bit for bit.)
-WRONG = {"fp8": Recipe8(), "mxfp8": Recipe8(32, False, E5M2), "fp8-block": Recipe8(gradients=E5M2)}
+WRONG = {"fp8": Recipe8(), "mxfp8": Recipe8(32, False, E5M2), "fp8-block": Recipe8(gradients=E5M2),
+         "fp8-tensor": Recipe8(whole=True)}
 
 
 def product_in(recipe):
@@ -101,16 +108,16 @@ def product_in(recipe):
             ctx.save_for_backward(x, weight)
             ctx.of_expert = of_expert
             across = recipe.block if recipe.squares else 1
-            return E4M3.round(x, 1, recipe.block) @ E4M3.round(weight, across, recipe.block).T
+            return E4M3.round(x, recipe.beside, recipe.block) @ E4M3.round(weight, across, recipe.block).T
 
         @staticmethod
         def backward(ctx, dout):
             x, weight = ctx.saved_tensors
-            b, g = recipe.block, recipe.gradients
-            dx = g.round(dout, 1, b) @ E4M3.round(weight, b, b if recipe.squares else 1)
+            b, one, g = recipe.block, recipe.beside, recipe.gradients
+            dx = g.round(dout, one, b) @ E4M3.round(weight, b, b if recipe.squares else 1)
             if ctx.of_expert:   # rows keep the blocks along themselves
-                return dx, g.round(dout, 1, b).T @ E4M3.round(x, 1, b), None
-            return dx, g.round(dout, b, 1).T @ E4M3.round(x, b, 1), None
+                return dx, g.round(dout, one, b).T @ E4M3.round(x, one, b), None
+            return dx, g.round(dout, b, one).T @ E4M3.round(x, b, one), None
     return Product.apply
 
 
@@ -164,6 +171,7 @@ def distances(ours, theirs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train-gpt", default=os.path.join(ROOT, "train_gpt"), help="default: the one of this tree")
+    parser.add_argument("--kinds", nargs="+", choices=RECIPES, default=list(RECIPES))
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -182,7 +190,9 @@ def main():
         for kind, config in models.items():
             torch.manual_seed(4)
             make_model(config).save_pretrained(f"{folder}/{kind}")
-            for name, recipe in RECIPES.items():
+            for name in options.kinds:
+                recipe = RECIPES[name]
+
                 def run(*more):
                     subprocess.run(
                         [options.train_gpt, "--model", f"{folder}/{kind}", "--train-data", f"{folder}/train.bin",

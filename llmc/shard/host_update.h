@@ -1,0 +1,171 @@
+// host_update.h: offloaded state that the processors of the host update where it is (--offload-update host;
+// ZeRO-Offload, Ren et al. 2021). Instead of the state, gradients go to the host, and weights come back, by pieces of a
+// unit, through two buffers each:
+//
+//   to host      gradients 0 | gradients 1 ..| gradients 2 .....| gradients 3
+//   host update            `--> update 0 ....| update 1 ........| update 2
+//   to device                                 `--> weights 0     `--> weights 1
+//
+// A step copies, for each element that a rank updates, its gradient to the host (4 bytes; with --offload gradients it
+// is there) and its weight back (2 or 4; with --offload weights it stays). Weights that an update reads because there
+// are no separate masters, or split ones, go to the host as well. So does the control of the step (ops_step.h), once.
+// Moments in a file are read into host memory and written from there (file_state.h).
+//
+// Updates work on each element alone, by the ops of CPUs: on a CPU the bits are those of a run that keeps everything on
+// the device. A GPU rounds elsewhere where a compiler contracts a product and a sum (contract 5). Beside a GPU the
+// update is a thread of the host; as it and a GPU's stream cannot wait for each other, there the host waits for either
+// (Stream::wait): so it enqueues an update before it waits for the one before.
+#pragma once
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "shard/file_state.h"
+#include "shard/offload_pieces.h"
+
+namespace llmc {
+
+class HostUpdate {
+ public:
+  // host: the memory that has the state; none: nothing is offloaded
+  HostUpdate(Units& units, Arena* host) : units_(units), offload_(units.zero_config().offload), files_(units.groups()) {
+    if (!offload_.updates_at_host() || units.zero_config().holds != Holds::training_state) return;
+    const Precision& precision = units.precision();
+    CHECK(offload_.has(Offloaded::master) || !(precision.keeps_masters() || precision.averages),
+          "updates in host memory: masters and averages must be there, too, and --offload is {}",
+          std::string(offload_));
+    CHECK(!rule_of(units.zero_config().optimizer).of_matrices, "updates in host memory: not of matrices");
+    int64_t pieces = 0, largest = 0, file_bytes = 0;
+    for (const OffloadPiece& piece : offload_pieces(units_)) {
+      pieces += piece.range.size > 0;
+      largest = std::max(largest, piece.range.size);
+      file_bytes = std::max(file_bytes, FileState::room_for(in_file(units_, piece)));
+    }
+    if (pieces == 0) return;
+    control_ = host->alloc(label, "update control", DType::fp64, {4});
+    for (int64_t i = 0; i < std::min<int64_t>(2, pieces); ++i) {
+      if (travels(Offloaded::gradients))
+        gradients_.emplace_back(host->alloc(label, "gradients", precision.state, {largest}));
+      if (travels(Offloaded::weights))
+        weights_.emplace_back(host->alloc(label, "weights", precision.weights, {largest}));
+    }
+    files_.take_buffers(pieces, file_bytes, *host);
+  }
+
+  // Does the host update anything?
+  bool any() const { return !control_.empty(); }
+
+  // change(u, control, stream): changes the elements of a unit that are in reach, all of which are in host memory, as
+  // control is. changed(u): all of them are. control: of this update, on the device; none: not an update, gradients
+  // have no part in it. Called in the order of the units.
+  template <class Change, class Changed>
+  void for_each(const Tensor& control, Stream& compute, Change&& change, Changed&& changed) {
+    std::vector<Piece> pieces;
+    for (const OffloadPiece& piece : offload_pieces(units_)) pieces.push_back({piece});
+    const auto is_update = control.empty() ? IsUpdate::no : IsUpdate::yes;
+    to_host().wait(compute.record());
+    if (is_update == IsUpdate::yes) copy_to_host(control_, control, to_host());
+    for (size_t i = 0, read = 0; i < pieces.size(); ++i) {
+      for (; read < std::min(i + 2, pieces.size()) && is_update == IsUpdate::yes; ++read)
+        pieces[read].from_file = files_.read(in_file(units_, pieces[read]));
+      if (i == 0) fetch(pieces[i], is_update);
+      enqueue(pieces[i], change);
+      if (i > 0) send(pieces[i - 1], is_update, compute, changed);
+      if (i + 1 < pieces.size()) fetch(pieces[i + 1], is_update);
+    }
+    if (!pieces.empty()) send(pieces.back(), is_update, compute, changed);
+  }
+  // Before anything else reads or writes what is in a file. For what is in host memory the compute stream has waited.
+  void settle(Stream& compute) { files_.settle(compute); }
+
+ private:
+  static constexpr const char* label = "buffers of host updates";
+  enum class IsUpdate : uint8_t { no, yes };
+  struct Buffer {
+    Tensor memory;
+    Event free;
+    explicit Buffer(const Tensor& m) : memory(m) { free.signal(); }
+  };
+  struct Piece : OffloadPiece {
+    FileState::Piece from_file = {};
+    Buffer *gradients = nullptr, *weights = nullptr;  // none: they are in host memory
+    UnitState::Moved moved = {};
+    std::pair<Tensor, Tensor> changed = {};  // weights on the device, in host memory
+    Event fetched = {}, updated = {};
+  };
+
+  Stream& to_host() const { return *units_.groups().find_stream(Lane::to_host); }
+  Stream& to_device() const { return *units_.groups().find_stream(Lane::to_device); }
+  Stream& host_update() const { return *units_.groups().find_stream(Lane::host_update); }
+
+  bool travels(Offloaded part) const { return !offload_.has(part); }
+  bool reads_weights() const { return !units_.precision().keeps_masters() || units_.precision().split_masters; }
+
+  // Begins to copy what the update of a piece reads on the device.
+  void fetch(Piece& piece, IsUpdate is_update) {
+    if (piece.range.size == 0) return;
+    Stream& stream = to_host();
+    const size_t turn = turn_++;
+    for (const UnitState::StatePart& part : state_of(units_, piece)) {
+      const bool gradients = part.what == Offloaded::gradients && is_update == IsUpdate::yes;
+      if (!(gradients || part.what == Offloaded::weights) || !travels(part.what)) continue;
+      std::vector<Buffer>& buffers = gradients ? gradients_ : weights_;
+      Buffer& buffer = buffers[turn % buffers.size()];
+      Tensor host = part.tensor;
+      host.bytes = buffer.memory.bytes;
+      piece.moved.emplace_back(part.tensor, host);
+      (gradients ? piece.gradients : piece.weights) = &buffer;
+      if (!gradients) piece.changed = {part.tensor, host};
+      if (!gradients && !reads_weights()) continue;
+      stream.wait(buffer.free);
+      copy_to_host(host, part.tensor, stream);
+    }
+    piece.fetched = stream.record();
+  }
+  template <class Change>
+  void enqueue(Piece& piece, Change&& change) {
+    if (piece.range.size == 0) return;
+    Stream& stream = host_update();
+    stream.wait(piece.fetched);
+    if (piece.weights != nullptr && !reads_weights()) {
+      stream.wait(piece.weights->free);
+      units_.groups().hooks.released(piece.weights->memory, stream);
+    }
+    if (piece.from_file.buffer != nullptr) stream.wait(piece.from_file.buffer->ready);
+    for (const auto& moved : piece.from_file.all) piece.moved.push_back(moved);
+    UnitState& unit = units_.unit(piece.unit);
+    unit.attach(piece.range, std::move(piece.moved));
+    change(piece.unit, control_, stream);
+    unit.detach();
+    if (piece.gradients != nullptr) units_.groups().hooks.released(piece.gradients->memory, stream);
+    piece.updated = stream.record();
+    if (piece.gradients != nullptr) piece.gradients->free = piece.updated;
+    files_.write(std::move(piece.from_file), piece.updated);
+    files_.flush();
+  }
+  // The compute stream waits for new weights, wherever they are. So a step does not change gradients, or the control,
+  // before they were copied for the update.
+  template <class Changed>
+  void send(Piece& piece, IsUpdate is_update, Stream& compute, Changed&& changed) {
+    if (piece.weights != nullptr) {
+      Stream& stream = to_device();
+      stream.wait(piece.updated);
+      const auto& [device, host] = piece.changed;
+      if (is_update == IsUpdate::yes) copy_updated_to_device(device, host, control_, stream);
+      else copy_to_device(device, host, stream);
+      piece.weights->free = stream.record();
+    }
+    if (!piece.last) return;
+    if (piece.range.size > 0) compute.wait(piece.weights != nullptr ? piece.weights->free : piece.updated);
+    changed(piece.unit);
+  }
+
+  Units& units_;
+  Offload offload_;
+  FileState files_;
+  Tensor control_;  // (4) fp64, of the update that is enqueued last
+  std::vector<Buffer> gradients_, weights_;
+  size_t turn_ = 0;
+};
+
+}  // namespace llmc
