@@ -198,7 +198,7 @@ void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
     rows.push_back({i, n, hf_row(hf, part, index)});
     longest = std::max(longest, n);
   });
-  const int64_t most = hf.transposed ? tile : longest;
+  const int64_t most = hf.transposed ? tile : std::max<int64_t>(longest, 1);  // OpenMP divides by it
 #pragma omp parallel for schedule(static) if (hf.transposed)
   for (int64_t k = 0; k < longest; k += most)
     for (const Row& row : rows)

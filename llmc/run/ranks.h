@@ -1,6 +1,8 @@
 // ranks.h: one rank (memory of exactly the planned size, its stream, its groups and its trainer), and several ranks as
 // threads of this process.
 #pragma once
+#include <omp.h>
+
 #include <algorithm>
 #include <exception>
 #include <memory>
@@ -45,6 +47,7 @@ struct Run {
             world.hooks()),
         trainer((take_memory(plan.of(rank), device, world.hooks()), config),
                 {arena, stream, &groups, &host, copies.get(), &file}) {
+    omp_set_num_threads(device.threads);  // of this thread, which reads and writes weights
     if (world.backend() == Backend::nccl)
       for (Stream* s : streams()) s->set_watch([this] { groups.check(); });
   }

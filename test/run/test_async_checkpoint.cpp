@@ -1,4 +1,6 @@
 // Checkpoints that are written while training goes on: the memory of their copies, and what happens to them meanwhile.
+#include <omp.h>
+
 #include <atomic>
 #include <cmath>
 #include <map>
@@ -145,6 +147,7 @@ TEST_CASE("a checkpoint has the same bytes from copies in memory of any size, an
       ++number;
       std::mutex mutex;
       std::map<const Plan*, int64_t> most;  // that a rank of a stage writes
+      int most_threads = 0;                 // that take columns of a tensor
       on_ranks(step, [&](Run& run) {
         run.stream.synchronize();
         std::vector<std::byte> memory(static_cast<size_t>(size));
@@ -158,7 +161,9 @@ TEST_CASE("a checkpoint has the same bytes from copies in memory of any size, an
         const std::lock_guard lock(mutex);
         int64_t& bytes = most[&plan.of(run.groups.rank())];
         bytes = std::max(bytes, write.bytes());
+        most_threads = std::max(most_threads, omp_get_max_threads());
       });
+      REQUIRE(most_threads == 1);  // as on_ranks() gives them
       for (const auto& [stage, bytes] : most) {
         REQUIRE(bytes <= stage->share_bytes);
         // A bound if the rank that writes most of the weights is not the one with most of the optimizer's state.
