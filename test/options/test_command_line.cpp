@@ -15,7 +15,8 @@ namespace {
 Options parse(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), "train_gpt");
   const bool reads = std::ranges::none_of(arguments, [](const std::string& a) {
-    return a == "--generate" || a == "--selftest" || a == "--print-schedule" || a == "--train-data";
+    return a == "--generate" || a == "--selftest" || a == "--plan-auto" || a == "--print-schedule" ||
+           a == "--train-data";
   });
   if (reads) arguments.insert(arguments.begin() + 1, {"--train-data", "x"});
   std::vector<const char*> argv;
@@ -168,6 +169,9 @@ TEST_CASE("options that a mode does not use are refused on the command line, and
   REQUIRE_ERROR(parse({"--verify-data", "--prompt", "x"}), "--prompt with --verify-data");
   REQUIRE_ERROR(parse({"--selftest", "--n-layer", "2"}), "--n-layer with --selftest");
   REQUIRE_ERROR(parse({"--selftest", "--gelu", "cublaslt"}), "--gelu with --selftest");
+  REQUIRE_ERROR(parse({"--plan-auto", "--machine", "h100x8", "--head-chunks", "8", "--batch-size", "2"}),
+                "--batch-size and --head-chunks with --plan-auto, which searches the layout of a step");
+  REQUIRE(parse({"--plan-auto", "--machine", "h100x8", "--total-batch-size", "8192"}).total_batch_size == 8192);
   REQUIRE(parse({"--selftest", "--selftest-layouts", "all"}).selftest_layouts == SelftestLayouts::all);
   for (const std::string mode : {"--generate", "--verify-data", "--print-schedule", "--plan"}) {
     REQUIRE_ERROR(parse({mode, "--selftest-layouts", "all"}), "--selftest-layouts all is for --selftest: add it");

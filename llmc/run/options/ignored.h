@@ -31,7 +31,8 @@ struct OptionKind {
     tokenizer = 2048,
     interruption = 4096,
     update = 8192,
-    gelu = 16384
+    gelu = 16384,
+    step_size = 32768
   } kind;
   std::vector<std::string_view> names;
 };
@@ -58,7 +59,8 @@ inline const std::vector<OptionKind>& option_kinds() {
       {OptionKind::val_data, {"--val-data", "--val"}},
       {OptionKind::data, {"--data-format"}},
       {OptionKind::validation, {"--val-steps", "--eval-choices"}},
-      {OptionKind::batch, {"--batch-size", "--total-batch-size", "--mask-documents", "--head-chunks"}},
+      {OptionKind::batch, {"--batch-size", "--mask-documents", "--head-chunks"}},
+      {OptionKind::step_size, {"--total-batch-size"}},
       {OptionKind::sampling, {"--sample-tokens", "--prompt", "--temperature", "--top-k", "--top-p"}},
       {OptionKind::layout, {
         "--zero-stage", "--dp-replicate", "--tp", "--sequence-parallel", "--tp-overlap", "--cp", "--cp-attention",
@@ -84,9 +86,9 @@ struct Mode {
 inline std::optional<Mode> mode_of(const Options& o) {
   using K = OptionKind;
   if (o.evaluate)
-    return Mode{
-        "--evaluate", "which does not train and writes nothing",
-        K::val_data | K::data | K::validation | K::batch | K::layout | K::stages | K::model | K::tokenizer | K::gelu};
+    return Mode{"--evaluate", "which does not train and writes nothing",
+                K::val_data | K::data | K::validation | K::batch | K::step_size | K::layout | K::stages | K::model |
+                    K::tokenizer | K::gelu};
   if (o.generate)
     return Mode{"--generate", "which computes on one rank and does not train", K::sampling | K::model | K::tokenizer};
   if (o.verify_data)
@@ -99,7 +101,7 @@ inline std::optional<Mode> mode_of(const Options& o) {
   if (!o.coord_check.empty())
     return Mode{"--coord-check", "which trains for a few steps on a text of its own", K::update | K::model | K::gelu};
   if (o.plan_auto)
-    return Mode{"--plan-auto", "which searches the layout of a step", K::model | K::tokenizer | K::batch | K::gelu};
+    return Mode{"--plan-auto", "which searches the layout of a step", K::model | K::tokenizer | K::step_size | K::gelu};
   if (o.plan_examples) return Mode{"--plan-examples", "which plans the runs of papers", 0};
   if (o.print_schedule)
     return Mode{"--print-schedule", "which draws the stages of --pp, whatever they compute", K::stages | K::slices};
