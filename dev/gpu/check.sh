@@ -332,7 +332,7 @@ if [ "${1:-}" = --sitting ]; then
   case ${2:-} in
     # memory runs by itself, since it looks at free memory; then the parts that share the GPU.
     1) parts=(memory) lanes=('train determinism resume graphs' 'ranks nccl' 'test sanitize racecheck') ;;
-    2) parts=(e2e-124M ops stalls kernels switches e2e-1558M e2e-qwen e2e-experts) ;;
+    2) parts=(e2e-124M ops stalls kernels e2e-1558M e2e-qwen e2e-experts switches) ;;
     *) refuse "--sitting '${2:-}' is unknown; use 1 or 2" ;;
   esac
   [ $# -eq 2 ] || refuse "--sitting has its own parts: leave out '${*:3}'"

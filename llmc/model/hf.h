@@ -210,8 +210,10 @@ void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
 // bytes = a Hugging Face tensor, from boxes in host memory that together are its parts; `weights` may also have boxes
 // of other tensors. Memory that `bytes` has is used again.
 inline void gather_hf(std::vector<std::byte>& bytes, const HfTensor& hf, const StateTable& weights) {
+  int64_t gathered = 0;
   detail::for_each_part(hf, weights, {StateKind::weight}, [&](size_t part, const StateEntry& e) {
     bytes.resize(static_cast<size_t>(TensorInfo{"", e.tensor.dtype, hf.shape}.bytes()));
+    gathered += e.tensor.numel();
     with_type(e.tensor.dtype, [&]<class T>(type_tag<T>) {
       const T* from = e.tensor.data<T>();
       T* to = reinterpret_cast<T*>(bytes.data());
@@ -222,6 +224,8 @@ inline void gather_hf(std::vector<std::byte>& bytes, const HfTensor& hf, const S
       });
     });
   });
+  const int64_t elements = TensorInfo{"", DType::fp32, hf.shape}.numel();
+  CHECK(gathered == elements, "{}: its parts have {} elements, expected {}", hf.name, gathered, elements);
 }
 
 // Where a tensor of the model is stored.

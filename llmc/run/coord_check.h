@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "run/requirements.h"
 #include "run/setup.h"
 
 namespace llmc::coord {

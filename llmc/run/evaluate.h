@@ -15,6 +15,7 @@
 #include "run/plan/report_plan.h"
 #include "run/processes.h"
 #include "run/recipe/run_data.h"
+#include "run/requirements.h"
 #include "run/setup.h"
 #include "run/start.h"
 #include "run/validation.h"

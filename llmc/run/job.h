@@ -16,6 +16,7 @@
 #include "run/plan/copies.h"
 #include "run/plan/report_plan.h"
 #include "run/recipe/run_data.h"
+#include "run/requirements.h"
 #include "run/setup.h"
 #include "run/validation.h"
 #include "train/choices.h"

@@ -21,6 +21,7 @@
 #include "run/recipe/print_stages.h"
 #include "run/recipe/run_data.h"
 #include "run/reports/report.h"
+#include "run/requirements.h"
 #include "run/selftest/selftest.h"
 #include "run/selftest/sweep.h"
 #include "run/setup.h"

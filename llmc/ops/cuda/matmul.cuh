@@ -400,6 +400,7 @@ class MatmulPlans {
   // discarded.
   void set_tuning(bool on) { tuning_ = on; }
   void run(MatmulShape shape, MatmulArrays arrays, cudaStream_t stream) {
+    check_shape(shape);
     const int64_t batch = std::exchange(shape.batch, 1);
     if (tuning_ && !plans_.contains(planned(shape))) tune(shape, arrays, stream);
     const Matmul one = prepare(shape);

@@ -14,6 +14,7 @@
 #include "run/options/options.h"
 #include "run/plan/planner.h"
 #include "run/rank_device.h"
+#include "run/requirements.h"
 #include "schedule/token_slices.h"
 
 namespace llmc {

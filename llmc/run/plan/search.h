@@ -15,6 +15,7 @@
 #include "core/log.h"
 #include "model/layout_faults.h"
 #include "run/plan/report_time.h"
+#include "run/requirements.h"
 
 namespace llmc {
 
