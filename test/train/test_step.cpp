@@ -70,6 +70,24 @@ StepConfig awkward_step(DType dtype, const char* family = "gpt2") {
 
 }  // namespace
 
+TEST_CASE("the head takes as many rows as have 1 GiB of logits, in whole tiles of 256", "[train]") {
+  StepConfig step{.model = resolve_model("gpt2:124M", {}), .precision = DType::bf16};
+  const int64_t most = (int64_t{1} << 30) / (step.model.padded_vocab() * 2);
+  REQUIRE(step.head_rows(1000) == 1000);  // all of them
+  for (const int64_t S : {most + 1, int64_t{65536}, int64_t{65536 + 7}}) {
+    const int64_t rows = step.head_rows(S);
+    REQUIRE(rows % 256 == 0);
+    REQUIRE(rows <= most);
+    REQUIRE(ceil_div(S, rows) == ceil_div(S, most / 256 * 256));  // no more parts than that takes
+  }
+  REQUIRE(step.head_rows(65536) == 9472);
+  step.model.vocab_size = 1 << 22;  // 128 rows
+  REQUIRE(step.head_rows(512) == 128);
+  REQUIRE(step.head_rows(130) == 65);
+  step.head_chunks = 3;
+  REQUIRE(step.head_rows(100) == 34);
+}
+
 TEST_CASE("two runs with the same seed agree bitwise in losses, norms and weights", "[train]") {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     INFO("dtype " << name_of(dtype));
