@@ -207,16 +207,23 @@ void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
 
 }  // namespace detail
 
-// bytes = a Hugging Face tensor, from boxes in host memory that together are its parts; `weights` may also have boxes
-// of other tensors. Memory that `bytes` has is used again.
-inline void gather_hf(std::vector<std::byte>& bytes, const HfTensor& hf, const StateTable& weights) {
+// A Hugging Face tensor, from boxes in host memory that together are its parts; `weights` may also have boxes of other
+// tensors. Where it lies there as it is stored, the result is that; else it is put together in `room`, whose memory is
+// used again.
+inline const std::byte* gather_hf(std::vector<std::byte>& room, const HfTensor& hf, const StateTable& weights) {
+  const int64_t elements = TensorInfo{"", DType::fp32, hf.shape}.numel();
   int64_t gathered = 0;
+  const std::byte* whole = nullptr;
   detail::for_each_part(hf, weights, {StateKind::weight}, [&](size_t part, const StateEntry& e) {
-    bytes.resize(static_cast<size_t>(TensorInfo{"", e.tensor.dtype, hf.shape}.bytes()));
     gathered += e.tensor.numel();
+    if (!hf.transposed && e.tensor.numel() == elements) {
+      whole = e.tensor.bytes;
+      return;
+    }
+    room.resize(static_cast<size_t>(TensorInfo{"", e.tensor.dtype, hf.shape}.bytes()));
     with_type(e.tensor.dtype, [&]<class T>(type_tag<T>) {
       const T* from = e.tensor.data<T>();
-      T* to = reinterpret_cast<T*>(bytes.data());
+      T* to = reinterpret_cast<T*>(room.data());
       detail::for_each_run(hf, part, e, [&](int64_t i, int64_t at, int64_t step, int64_t n) {
         if (step == 1) std::copy_n(from + i, n, to + at);
         else
@@ -224,8 +231,8 @@ inline void gather_hf(std::vector<std::byte>& bytes, const HfTensor& hf, const S
       });
     });
   });
-  const int64_t elements = TensorInfo{"", DType::fp32, hf.shape}.numel();
   CHECK(gathered == elements, "{}: its parts have {} elements, expected {}", hf.name, gathered, elements);
+  return whole != nullptr ? whole : room.data();
 }
 
 // Where a tensor of the model is stored.

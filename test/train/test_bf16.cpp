@@ -57,10 +57,9 @@ std::vector<float> masters(const SafetensorsReader& optimizer, const HfTensor& h
       parts.push_back({&specs[part], StateKind::weight, 0, flat});
     }
   REQUIRE(parts.size() == hf.parts.size());
-  std::vector<std::byte> bytes;
-  gather_hf(bytes, hf, parts);
-  std::vector<float> all(bytes.size() / sizeof(float));
-  std::memcpy(all.data(), bytes.data(), bytes.size());
+  std::vector<std::byte> room;
+  std::vector<float> all(static_cast<size_t>(TensorInfo{"", DType::fp32, hf.shape}.numel()));
+  std::memcpy(all.data(), gather_hf(room, hf, parts), all.size() * sizeof(float));
   return all;
 }
 

@@ -28,11 +28,12 @@ namespace llmc {
 
 namespace detail {
 
-// bytes = a Hugging Face tensor, on rank `writer` of a group whose ranks hold parts of a unit (boxes, or some of the
-// experts); on the other ranks they stay. weights: this rank's part of the unit, in host memory. units: the unit on
-// each rank of the group.
-inline void gather_boxes(std::vector<std::byte>& bytes, const HfTensor& hf, StateTable weights,
-                         const std::vector<UnitSpec>& units, DType dtype, int writer, Comm& group) {
+// Calls use(bytes) with a Hugging Face tensor (gather_hf()), on rank `writer` of a group whose ranks hold parts of a
+// unit (boxes, or some of the experts). weights: this rank's part of the unit, in host memory. units: the unit on each
+// rank of the group.
+template <class Use>
+void gather_boxes(std::vector<std::byte>& room, const HfTensor& hf, StateTable weights,
+                  const std::vector<UnitSpec>& units, DType dtype, int writer, Comm& group, Use&& use) {
   const auto gives = [&](const ParamSpec& p) {
     return p.first_copy && std::find(hf.parts.begin(), hf.parts.end(), p.name) != hf.parts.end();
   };
@@ -58,7 +59,7 @@ inline void gather_boxes(std::vector<std::byte>& bytes, const HfTensor& hf, Stat
     CHECK(at == theirs.numel(), "{}: rank {} of the group {} sent {} elements, expected {}", hf.name, rank,
           group.name(), theirs.numel(), at);
   }
-  gather_hf(bytes, hf, weights);
+  use(gather_hf(room, hf, weights));
 }
 
 // A file of tensors, which come one after the other, in any number of pieces.
@@ -333,7 +334,7 @@ class CheckpointWrite {
         mine.push_back({plan_.tensors[i].name, dtype_, plan_.tensors[i].shape});
     detail::TensorFile* const file = mine.empty() ? nullptr : &begin_file(folder + plan_.file(groups_.rank()), mine);
     const ParamTable parameters = parameter_table(config_);
-    std::vector<std::byte> bytes;  // of one tensor after the other
+    std::vector<std::byte> room;  // for one tensor after the other
     for (size_t u = 0; u < state.size(); ++u)
       if (state.stage_of(u) == groups_.me.stage)
         state.weights.with_whole_unit(u, stream, [&](const UnitState& unit) {
@@ -350,9 +351,8 @@ class CheckpointWrite {
           }
           for (size_t i = 0; i < plan_.tensors.size(); ++i) {
             if (plan_.unit[i] != u) continue;
-            detail::gather_boxes(bytes, plan_.tensors[i], unit.whole_weights(whole.tensor()), held, dtype_, writer % n,
-                                 group);
-            if (writer == groups_.rank()) add(*file, bytes.data());
+            detail::gather_boxes(room, plan_.tensors[i], unit.whole_weights(whole.tensor()), held, dtype_, writer % n,
+                                 group, [&](const std::byte* bytes) { add(*file, bytes); });
           }
         });
     if (file != nullptr) end_file(*file);
