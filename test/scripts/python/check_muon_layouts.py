@@ -148,9 +148,9 @@ def command_of(trainer, folder, out, options):
     return command
 
 
-def reference(folder, rule):
+def reference(folder, rule, dtype=torch.float64):
     """The losses, and the smallest margin of a choice of experts."""
-    model = load_model(folder).double()
+    model = load_model(folder).to(dtype)
     data = torch.frombuffer(bytearray(open(f"{folder}/train.bin", "rb").read()[1024:]), dtype=torch.uint16).long()
     optimizer, losses = Muon(model, rule), []
     with margins() as seen:
@@ -163,14 +163,19 @@ def reference(folder, rule):
 
 
 def made_model(family, choose, folder, rule):
-    """Writes a model, and returns its losses: another one if a choice of experts is a matter of rounding."""
+    """Writes a model. Returns its losses, and how far PyTorch's own in fp32 are from them: an iteration amplifies what
+    rounding leaves of small singular values. Another model if a choice of experts is a matter of rounding."""
     while True:
         torch.manual_seed(choose.randrange(1 << 30))
         make_model(Recipe(family, MODELS[family], T, BATCH, 1)).save_pretrained(folder)
         write_shard(f"{folder}/train.bin", noisy_sequence(VOCAB, T * BATCH * STEPS + 1))
         losses, margin = reference(folder, rule)
         if margin >= LEAST_MARGIN:
-            return losses
+            return losses, distance(reference(folder, rule, torch.float32)[0], losses)
+
+
+def distance(ours, losses):
+    return max(abs(a / b - 1) for a, b in zip(ours, losses, strict=True))
 
 
 def main():
@@ -186,7 +191,7 @@ def main():
         family = list(MODELS)[number % len(MODELS)]
         with tempfile.TemporaryDirectory() as folder:
             rule = drawn_rule(choose)
-            losses = made_model(family, choose, folder, rule)
+            losses, rounding = made_model(family, choose, folder, rule)
             while True:
                 layout = drawn_layout(choose, "experts" in str(MODELS[family]))
                 if "experts" in str(MODELS[family]):
@@ -203,12 +208,12 @@ def main():
                 continue
             with open(f"{folder}/run/metrics.jsonl") as f:
                 ours = [line["loss"] for line in map(json.loads, f) if line["kind"] == "train"]
-        worst = max(abs(a / b - 1) for a, b in zip(ours, losses, strict=True))
+        worst, allowed = distance(ours, losses), max(TOLERANCE, 2 * rounding)
         largest = max(largest, worst)
-        print(f"{worst:.1e}  {what}", flush=True)
-        bad += worst > TOLERANCE
+        print(f"{worst:.1e} (PyTorch in fp32 {rounding:.1e})  {what}", flush=True)
+        bad += worst > allowed
     print(f"{options.count} layouts, {refused} refused, losses differ by {largest:.1e} at most, {bad} by more than "
-          f"{TOLERANCE}")
+          f"{TOLERANCE} and twice what PyTorch's own in fp32 do")
     sys.exit(1 if bad else 0)
 
 
