@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/enum_names.h"
+#include "core/precision.h"
 
 namespace llmc {
 
@@ -35,6 +36,10 @@ struct Offload {
     return state.any();
   }
   bool any() const { return *this != Offload{.piece = piece, .directory = directory, .update = update}; }
+  // Is all there that an update changes besides weights? Then the host can make it.
+  bool has_all_of_update(const Precision& precision) const {
+    return has(Offloaded::moments) && (has(Offloaded::master) || !(precision.keeps_masters() || precision.averages));
+  }
   bool updates_at_host() const { return update == OffloadUpdate::host && has(Offloaded::moments); }
   bool operator==(const Offload&) const = default;
   // As --offload has it: "moments,master", or "none".

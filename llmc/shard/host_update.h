@@ -31,7 +31,7 @@ class HostUpdate {
   HostUpdate(Units& units, Arena* host) : units_(units), offload_(units.zero_config().offload), files_(units.groups()) {
     if (!offload_.updates_at_host() || units.zero_config().holds != Holds::training_state) return;
     const Precision& precision = units.precision();
-    CHECK(offload_.has(Offloaded::master) || !(precision.keeps_masters() || precision.averages),
+    CHECK(offload_.has_all_of_update(precision),
           "updates in host memory: masters and averages must be there, too, and --offload is {}",
           std::string(offload_));
     CHECK(!rule_of(units.zero_config().optimizer).of_matrices, "updates in host memory: not of matrices");

@@ -1,6 +1,9 @@
 // offload_layouts.h: steps with state in host memory or in files, and the comparison with the same on the device.
 #pragma once
+#include <string>
+
 #include "catch2.h"
+#include "helpers.h"
 #include "run/selftest/selftest.h"
 
 namespace offload_layouts {
@@ -36,5 +39,27 @@ inline void require_same(const StepConfig& offloaded) {
   REQUIRE(found.same_bits(expected));
   REQUIRE(found.optimizer_state == expected.optimizer_state);
 }
+
+// Runs of one small model on two ranks, with averages, each in a directory of its own.
+struct SavedRuns {
+  TempDir dir;
+
+  void train(const std::string& out, const std::string& options) const {
+    const ProgramResult r = run_program(
+        "--model d2 --n-embd 64 --n-head 1 --vocab-size 257 -t 32 -b 2 -d 128 --dtype bf16 --local-ranks 2 --threads 1 "
+        "--sample-every 0 --val-every 0 --ema 0.9 --checkpoint-every 2 --lr-schedule constant "
+        "-i test/golden/gpt2_tiny/train.bin -o " +
+        (dir / out) + " " + options);
+    INFO(options << ": " << r.out << r.err);
+    REQUIRE(r.status == 0);
+  }
+  // Everything in the checkpoint of step 6.
+  std::string state(const std::string& out) const {
+    std::string all;
+    for (const std::string& name : names_in(dir / (out + "/step-000006")))
+      if (name.ends_with(".safetensors")) all += name + read_whole(dir / (out + "/step-000006/" + name));
+    return all;
+  }
+};
 
 }  // namespace offload_layouts

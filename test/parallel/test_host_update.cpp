@@ -244,31 +244,16 @@ TEST_CASE("--plan states updates by the host, and that no machine says how fast 
 }
 
 TEST_CASE("a run that the host updates in part writes the same checkpoints and goes on from them", "[run][offload]") {
-  const TempDir dir;
-  std::filesystem::create_directory(dir / "disk");
-  const std::string model =
-      "--model d2 --n-embd 64 --n-head 1 --vocab-size 257 -t 32 -b 2 -d 128 --dtype bf16 --local-ranks 2 --threads 1 "
-      "--sample-every 0 --val-every 0 --ema 0.9 --checkpoint-every 2 --lr-schedule constant --zero-stage 2 "
-      "-i test/golden/gpt2_tiny/train.bin -o ";
-  const auto train = [&](const std::string& out, const std::string& options) {
-    const ProgramResult r = run_program(model + (dir / out) + " " + options);
-    INFO(options << ": " << r.out << r.err);
-    REQUIRE(r.status == 0);
-  };
-  const auto state = [&](const std::string& out) {
-    std::string all;
-    for (const std::string& name : names_in(dir / (out + "/step-000006")))
-      if (name.ends_with(".safetensors")) all += name + read_whole(dir / (out + "/step-000006/" + name));
-    return all;
-  };
-  const std::string by_host = "--offload moments,master --offload-update host ";
-  train("usual", "--max-steps 6");
-  train("parts", by_host + "--max-steps 2");
-  train("parts", "--offload moments --max-steps 3");
-  train("parts", by_host + "--offload-dir " + (dir / "disk") + " --max-steps 5");
-  train("parts", by_host + "--max-steps 6 --threads 2");
-  REQUIRE(state("usual").size() > 100'000);
-  REQUIRE(state("parts") == state("usual"));
+  const SavedRuns runs;
+  std::filesystem::create_directory(runs.dir / "disk");
+  const std::string usual = "--zero-stage 2 ", by_host = usual + "--offload moments,master --offload-update host ";
+  runs.train("usual", usual + "--max-steps 6");
+  runs.train("parts", by_host + "--max-steps 2");
+  runs.train("parts", usual + "--offload moments --max-steps 3");
+  runs.train("parts", by_host + "--offload-dir " + (runs.dir / "disk") + " --max-steps 5");
+  runs.train("parts", by_host + "--max-steps 6 --threads 2");
+  REQUIRE(runs.state("usual").size() > 100'000);
+  REQUIRE(runs.state("parts") == runs.state("usual"));
 }
 
 TEST_CASE("stages of an asynchronous pipeline, updated by their hosts, write the same checkpoint", "[run][offload]") {

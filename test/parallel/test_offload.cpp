@@ -114,28 +114,13 @@ TEST_CASE("on paper, state in host memory takes the time of the bus as far as co
 }
 
 TEST_CASE("a run whose state is in host memory writes the same checkpoints and goes on from them", "[run][offload]") {
-  const TempDir dir;
-  const std::string model =
-      "--model d2 --n-embd 64 --n-head 1 --vocab-size 257 -t 32 -b 2 -d 128 --dtype bf16 --local-ranks 2 --threads 1 "
-      "--sample-every 0 --val-every 0 --ema 0.9 --checkpoint-every 2 --lr-schedule constant "
-      "-i test/golden/gpt2_tiny/train.bin -o ";
-  const auto train = [&](const std::string& out, const std::string& options) {
-    const ProgramResult r = run_program(model + (dir / out) + " " + options);
-    INFO(options << ": " << r.out << r.err);
-    REQUIRE(r.status == 0);
-  };
-  const auto state = [&](const std::string& out) {
-    std::string all;
-    for (const std::string& name : names_in(dir / (out + "/step-000006")))
-      if (name.ends_with(".safetensors")) all += name + read_whole(dir / (out + "/step-000006/" + name));
-    return all;
-  };
-  train("usual", "--zero-stage 3 --max-steps 6");
-  train("parts", "--zero-stage 3 --offload moments,master,gradients,weights --max-steps 3");
-  train("parts", "--zero-stage 3 --offload moments --max-steps 4");
-  train("parts", "--zero-stage 3 --offload weights,gradients --max-steps 6");
-  REQUIRE(state("usual").size() > 100'000);
-  REQUIRE(state("parts") == state("usual"));
+  const SavedRuns runs;
+  runs.train("usual", "--zero-stage 3 --max-steps 6");
+  runs.train("parts", "--zero-stage 3 --offload moments,master,gradients,weights --max-steps 3");
+  runs.train("parts", "--zero-stage 3 --offload moments --max-steps 4");
+  runs.train("parts", "--zero-stage 3 --offload weights,gradients --max-steps 6");
+  REQUIRE(runs.state("usual").size() > 100'000);
+  REQUIRE(runs.state("parts") == runs.state("usual"));
 }
 
 TEST_CASE("--offload is refused where it makes no sense, with a remedy", "[options][offload]") {

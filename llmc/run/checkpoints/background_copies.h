@@ -61,7 +61,6 @@ class BackgroundCopies {
   void then(std::function<void()> task) { push({std::move(task), filled_}); }
   // Nothing more is added.
   void end() {
-    begin_using();
     then([this] {
       timespec cpu{};
       ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &cpu);
@@ -98,17 +97,10 @@ class BackgroundCopies {
   std::span<std::byte> wait_for_room(int64_t most) {
     const int64_t all = std::ssize(memory_), at = filled_ % all;
     std::unique_lock lock(mutex_);
-    if (filled_ - freed_ == all) lock.unlock(), begin_using(), lock.lock();
+    if (filled_ - freed_ == all) waits_ = true, changed_.notify_all();
     changed_.wait(lock, [&] { return filled_ - freed_ < all; });
     const int64_t n = std::min({most, all - at, all - (filled_ - freed_)});
     return memory_.subspan(static_cast<size_t>(at), static_cast<size_t>(n));
-  }
-  void begin_using() {
-    {
-      std::lock_guard lock(mutex_);
-      begun_ = true;
-    }
-    changed_.notify_all();
   }
   void push(Task task) {
     {
@@ -120,7 +112,7 @@ class BackgroundCopies {
   void use_all() {
     std::unique_lock lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [&] { return (begun_ && !tasks_.empty()) || ended_; });
+      changed_.wait(lock, [&] { return (waits_ && !tasks_.empty()) || ended_; });
       if (tasks_.empty()) break;
       const Task task = std::move(tasks_.front());
       tasks_.pop_front();
@@ -142,8 +134,9 @@ class BackgroundCopies {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> tasks_;
-  int64_t freed_ = 0;  // of them, those that have been used
-  bool begun_ = false, ended_ = false, done_ = false;
+  int64_t freed_ = 0;   // of them, those that have been used
+  bool waits_ = false;  // the first thread has waited for room
+  bool ended_ = false, done_ = false;
   std::thread thread_;  // last: it uses all of them
 };
 

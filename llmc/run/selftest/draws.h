@@ -207,9 +207,8 @@ inline void draw_offload(Dice& dice, StepConfig& step) {
     if (layout_faults(more.layout, more.model).empty()) with = more;
   }
   Offload& offload = with.layout.zero.offload;
-  const bool has_all = offload.has(Offloaded::moments) &&
-                       (offload.has(Offloaded::master) || !(step.precision.keeps_masters() || step.precision.averages));
-  if (has_all && !step.qk_clip && dice.one_in(2)) offload.update = OffloadUpdate::host;
+  if (offload.has_all_of_update(step.precision) && !step.qk_clip && dice.one_in(2))
+    offload.update = OffloadUpdate::host;
   if (offload.any()) step = with;
 }
 

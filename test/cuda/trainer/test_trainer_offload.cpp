@@ -45,6 +45,20 @@ std::vector<StepConfig> steps_of_host() {
 }
 selftest::Machine machine_for(const StepConfig& step) { return step.layout.ranks() == 1 ? gpu : own_gpus(2); }
 
+// Calls check(found, expected) with the steps and with those that keep everything on the device, of both kinds of
+// steps.
+template <class Check>
+void compare(const StepConfig& step, Check&& check) {
+  StepConfig without = step;
+  without.layout.zero.offload = {};
+  for (const auto& run : {std::function([](const StepConfig& s) { return selftest::run_layout(s, machine_for(s)); }),
+                          {[](const StepConfig& s) { return asynchronous_steps(s, machine_for(s), 2); }}}) {
+    const selftest::Outcome found = run(step), expected = run(without);
+    REQUIRE(found.fault == "");
+    check(found, expected);
+  }
+}
+
 }  // namespace
 
 #ifndef __CUDACC__
@@ -57,17 +71,11 @@ TEST_CASE("on GPUs state in host memory, and in files, changes no bit", "[cuda][
     steps.push_back(steps[i]);
     steps.back().layout.zero.offload.directory = dir.path();
   }
-  for (const StepConfig& step : steps) {
-    StepConfig without = step;
-    without.layout.zero.offload = {};
-    for (const auto& run : {std::function([](const StepConfig& s) { return selftest::run_layout(s, machine_for(s)); }),
-                            {[](const StepConfig& s) { return asynchronous_steps(s, machine_for(s), 2); }}}) {
-      const selftest::Outcome found = run(step), expected = run(without);
-      REQUIRE(found.fault == "");
+  for (const StepConfig& step : steps)
+    compare(step, [](const selftest::Outcome& found, const selftest::Outcome& expected) {
       REQUIRE(same(found, expected));
       REQUIRE(found.optimizer_state == expected.optimizer_state);
-    }
-  }
+    });
 }
 
 TEST_CASE("on GPUs what the host updates agrees with what they update", "[cuda][trainer][offload]") {
@@ -78,13 +86,8 @@ TEST_CASE("on GPUs what the host updates agrees with what they update", "[cuda][
   steps.back().layout.zero.offload.directory = dir.path();  // moments in a file
   steps.push_back(steps[0]);
   steps.back().precision.averages = true;
-  for (const StepConfig& step : steps) {
-    StepConfig without = step;
-    without.layout.zero.offload = {};
-    for (const auto& run : {std::function([](const StepConfig& s) { return selftest::run_layout(s, machine_for(s)); }),
-                            {[](const StepConfig& s) { return asynchronous_steps(s, machine_for(s), 2); }}}) {
-      const selftest::Outcome found = run(step), expected = run(without);
-      REQUIRE(found.fault == "");
+  for (const StepConfig& step : steps)
+    compare(step, [&](const selftest::Outcome& found, const selftest::Outcome& expected) {
 #ifndef __FMA__  // no product and sum are contracted, on either
       REQUIRE(same(found, expected));
       REQUIRE(found.optimizer_state == expected.optimizer_state);
@@ -92,8 +95,7 @@ TEST_CASE("on GPUs what the host updates agrees with what they update", "[cuda][
       const selftest::Distances d(found, expected);
       REQUIRE(d.loss < (step.precision.weights == DType::bf16 ? 1e-3 : 1e-6));
       REQUIRE(d.weights < (step.precision.weights == DType::bf16 ? 0x1p-8 : 1e-5));
-    }
-  }
+    });
 }
 
 TEST_CASE("every wait for state in host memory is needed, and no order of streams changes a bit",
