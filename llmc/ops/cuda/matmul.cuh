@@ -252,7 +252,8 @@ struct MatmulPlan {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c_alignment);
     // With split-K the partial sums are combined in fp32: in a C of bf16 they would be rounded first.
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-        uint32_t{s.out == DType::fp32 ? CUBLASLT_REDUCTION_SCHEME_MASK : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+        static_cast<uint32_t>(s.out == DType::fp32 ? CUBLASLT_REDUCTION_SCHEME_MASK
+                                                   : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
 
     cublasLtMatmulHeuristicResult_t results[most];
     int found = 0;
