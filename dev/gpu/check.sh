@@ -17,7 +17,7 @@
 #   kernels      the kernel ladders
 #   ops          each op of a training step against the GPU's measured roofline
 #   stalls       Nsight Compute on kernels below the roofline: what their warps wait for
-#   switches     tokens/s of GPT-2 124M with each switch (--gelu, --tune-matmul, ...) beside runs without it
+#   switches     tokens/s of GPT-2 124M with each switch (--gelu, --residual, ...) beside runs without it
 #   e2e          training steps compared with PyTorch: parts e2e-124M, e2e-1558M, e2e-qwen and e2e-experts
 #
 # --sitting 1 checks correctness: all parts but the last five lines, at the same time where possible. --sitting 2
@@ -59,7 +59,7 @@ limit_of() {
     test) echo 150 ;;
     ranks | sanitize | racecheck) echo 240 ;;
     kernels | stalls) echo 90 ;;
-    switches) echo 240 ;;
+    switches) echo 270 ;;
     ops | e2e-124M) echo 120 ;;
     e2e-*) echo 150 ;;
   esac
@@ -281,7 +281,7 @@ stalls() {
 }
 
 switches() {
-  check 'each switch on and off' 240 "$PYTHON" dev/gpu/switches.py --device "$DEVICE" --folder "$RUNS" \
+  check 'each switch on and off' 270 "$PYTHON" dev/gpu/switches.py --device "$DEVICE" --folder "$RUNS" \
     --out "$OUT/switches.md" ${SMALL:+--small --steps 6}
   grep -a '^|' "$RUNS/switches.output"
 }

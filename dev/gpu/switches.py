@@ -20,7 +20,8 @@ import sys
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-SWITCHES = ["--gelu cublaslt", "--tune-matmul", "--tune-matmul --gelu cublaslt", "--cuda-graphs off", "--head-chunks 1",
+SWITCHES = ["--gelu cublaslt", "--residual cublaslt", "--tune-matmul", "--tune-matmul --gelu cublaslt --residual cublaslt",
+            "--cuda-graphs off", "--head-chunks 1",
             "--recompute norm", "--attention cudnn", "--products fp8-block"]
 FIRST = 5   # steps that are not counted
 

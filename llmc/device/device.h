@@ -60,6 +60,7 @@ struct Device {
   Tf32 tf32 = Tf32::no;
   bool cudnn = false;                    // use cuDNN's attention
   bool gelu_in_products = false;         // cuBLASLt's products compute GELU and its derivative
+  bool residual_in_products = false;     // and add to the residual stream
   bool graphs = true;                    // replay repeated work as CUDA graphs
   DeviceKind planned = DeviceKind::cpu;  // what the null device plans for
   bool elsewhere = false;                // a plan is for another machine, whatever this one has

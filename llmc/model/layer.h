@@ -109,14 +109,20 @@ struct Layer {
   GatheredRows gathered = {};
 
   bool has_experts() const { return unit.has("moe.router.weight"); }
+  // Whether the last products of attention and feed-forward add to the residual stream, in layouts that --residual
+  // cublaslt is for.
+  bool adds_in_products() const {
+    return stream().device().residual_in_products && group.size() == 1 && sequences.linear == Operands::as_stored;
+  }
 
  protected:
   Stream& stream() const { return group.compute; }
   parallel::ColumnLinear column(const char* name, int fused = 1) const {
     return {{.unit = unit, .name = name, .fused = fused, .read = sequences.linear}, group};
   }
-  parallel::RowLinear row(const char* name) const {
-    return {{.unit = unit, .name = name, .read = sequences.linear}, group};
+  // residual: if the product adds it
+  parallel::RowLinear row(const char* name, Tensor residual = {}) const {
+    return {.p = {.unit = unit, .name = name, .read = sequences.linear}, .g = group, .residual = residual};
   }
   Tensor like(const char* name, const Tensor& t) const { return group.temporary(name, t.dtype, t.shape); }
 

@@ -26,7 +26,8 @@ class Attention : Layer {
     heads();
     attend();
   }
-  void output(Tensor out) const { proj().forward(out, a.attention); }
+  // out = it all; or the residual and it
+  void output(Tensor out, Tensor residual = {}) const { proj(residual).forward(out, a.attention); }
   // a.heads = the queries, keys and values that attention reads, from a.qkv; in place without query-key norm.
   void heads() const {
     const QkNorm norm = config.family.qk_norm;
@@ -60,7 +61,7 @@ class Attention : Layer {
 
  private:
   parallel::ColumnLinear qkv() const { return column("attn.q", 3); }
-  parallel::RowLinear proj() const { return row("attn.proj"); }
+  parallel::RowLinear proj(Tensor residual = {}) const { return row("attn.proj", residual); }
   AttentionShape shape() const { return attention_shape(config, sequences.shape); }
   parallel::AttentionTensors tensors() const {
     return {a.attention, a.lse, a.heads, sequences.boundaries(), sequences.largest_logits};
@@ -104,7 +105,7 @@ class FeedForward : Layer {
     up().forward(a.up, a.norm2, gathered.norm2);
     if (!in_products()) activation();
   }
-  void output(Tensor out) const { down().forward(out, a.activated); }
+  void output(Tensor out, Tensor residual = {}) const { down(residual).forward(out, a.activated); }
   void recompute(Recompute) const { activation(); }
 
   // dx = the gradient of norm2, from dout, that of the output. The caller has opened a scope for temporaries.
@@ -141,8 +142,8 @@ class FeedForward : Layer {
     if (in_products()) linear.activated = a.activated;
     return linear;
   }
-  parallel::RowLinear down() const {
-    parallel::RowLinear linear = row("mlp.down");
+  parallel::RowLinear down(Tensor residual = {}) const {
+    parallel::RowLinear linear = row("mlp.down", residual);
     if (in_products()) linear.before_gelu = a.up;
     return linear;
   }
@@ -159,6 +160,7 @@ class Block : Layer {
   // a.out = the block's output for x (S, C).
   void forward(Tensor x) const {
     interior(x);
+    if (adds_in_products() && !has_experts()) return FeedForward(*this).output(a.out, a.middle);
     auto scope = group.arena.scope();
     const Tensor branch = like("residual branch", a.out);
     feed_forward([&](const auto& f) { f.output(branch); });  // down, or the sum of experts
@@ -210,7 +212,10 @@ class Block : Layer {
   void interior(Tensor x) const {
     norm1().forward(a.norm1, x);
     attention().forward();  // attention(heads(qkv(norm1)))
-    {
+    if (adds_in_products()) {
+      attention().output(a.middle, x);  // x1 = x + proj
+      norm2().forward(a.norm2, a.middle);
+    } else {
       auto scope = group.arena.scope();
       const Tensor branch = like("residual branch", x);
       attention().output(branch);                     // proj

@@ -136,10 +136,18 @@ inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, T
          rstd.data<A>(), N, C, accumulate_dx);
 }
 
+// out = a + b
+inline void residual_forward(Tensor out, Tensor a, Tensor b, Stream& stream) {
+  detail::check_tensor("residual_forward", "a", a, out.dtype, out.shape);
+  detail::check_tensor("residual_forward", "b", b, out.dtype, out.shape);
+  RUN_OP(residual_forward, out.dtype, detail::bytes_of({out, a, b}), (out), out.data<X>(), a.data<X>(), b.data<X>(),
+         out.numel());
+}
+
 namespace detail {
 
 struct ProductEpilogue {
-  Epilogue kind = Epilogue::none;  // others: on GPUs, in bf16
+  Epilogue kind = Epilogue::none;  // others: on GPUs
   Tensor z = {};                   // (M, N)
 };
 
@@ -208,6 +216,21 @@ inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Str
   const detail::Operand a = detail::first_operand(x, Transpose::no, detail::Role::activations, read, stream),
                         b = detail::second_operand(weight, Transpose::yes, detail::Role::weights, read, stream);
   detail::matmul("linear_forward", out, a, b, I, bias, Accumulate::no, stream);
+}
+
+// out (N, O) = residual + x weight^T + bias. On a GPU by the product, which does not round its sums first.
+inline void linear_residual_forward(Tensor out, Tensor residual, Tensor x, Tensor weight, Tensor bias, Stream& stream) {
+  if (stream.device().computes_as() != DeviceKind::cuda) {
+    linear_forward(out, x, weight, bias, stream);
+    return residual_forward(out, residual, out, stream);
+  }
+  const int64_t N = x.shape[0], I = x.shape[1], O = weight.shape[0];
+  CHECK_TENSOR(out, x.dtype, N, O);
+  CHECK_TENSOR(residual, x.dtype, N, O);
+  CHECK_TENSOR(weight, x.dtype, O, I);
+  if (!bias.empty()) CHECK_TENSOR(bias, x.dtype, O);
+  detail::matmul("linear_residual_forward", out, {x, Transpose::no}, {weight, Transpose::yes}, I, bias, Accumulate::no,
+                 stream, {Epilogue::residual, residual});
 }
 
 // GELU, tanh form, elementwise; dx may be dout.
@@ -367,14 +390,6 @@ inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream
   const Tensor checked = rows.empty() ? dgate_up : Tensor{};
   RUN_OP(swiglu_backward, dout.dtype, detail::bytes_of({dgate_up, dout, gate_up}), (checked), dgate_up.data<X>(),
          dout.data<X>(), gate_up.data<X>(), N, F, count);
-}
-
-// out = a + b
-inline void residual_forward(Tensor out, Tensor a, Tensor b, Stream& stream) {
-  detail::check_tensor("residual_forward", "a", a, out.dtype, out.shape);
-  detail::check_tensor("residual_forward", "b", b, out.dtype, out.shape);
-  RUN_OP(residual_forward, out.dtype, detail::bytes_of({out, a, b}), (out), out.data<X>(), a.data<X>(), b.data<X>(),
-         out.numel());
 }
 
 // out (N, C) = parts[0] + parts[1] + ... + parts[P - 1] + bias: added in this order in the accumulator dtype and

@@ -13,8 +13,8 @@ enum class Gradient : uint8_t { no, yes };
 enum class Transpose : uint8_t { no, yes };
 enum class Bias : uint8_t { no, yes };
 // What a product makes of its sums before it writes them: with gelu, z = the sums and C = GELU(z); with gelu_backward,
-// C = the sums times GELU's derivative at z.
-enum class Epilogue : uint8_t { none, gelu, gelu_backward };
+// C = the sums times GELU's derivative at z; with residual, C = z + the sums.
+enum class Epilogue : uint8_t { none, gelu, gelu_backward, residual };
 
 // Which numbers of an operand in fp8 have a scale in common: 128 that follow each other along the sum of the product,
 // or 128 x 128. The last block of a row or column may be smaller.

@@ -106,9 +106,12 @@ struct ColumnLinear {
 struct RowLinear {
   Parameters p;
   const Group& g;
-  Tensor before_gelu = {};  // (R, I): x is its GELU, and dx its gradient, on a group of one rank; or an empty tensor
+  // For products that compute more, on a group of one rank; or empty tensors:
+  Tensor before_gelu = {};  // (R, I): x is its GELU, and dx its gradient
+  Tensor residual = {};     // (S, O): added to out
 
   void forward(Tensor out, Tensor x) const {
+    if (!residual.empty()) return linear_residual_forward(out, residual, x, p.weight(), p.bias(), g.compute);
     if (g.size() == 1) return linear_forward(out, x, p.weight(), p.bias(), g.compute, p.reading());
     auto product = [&](Tensor piece, const Range& rows) {
       linear_forward(piece, rows_of(x, rows), p.weight(), {}, g.compute, p.reading());

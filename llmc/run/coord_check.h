@@ -173,6 +173,7 @@ inline ModelSizes sizes_of(const Options& o, const ModelConfig& model, const Dev
   step.layout.zero = choose_zero(o);
   step.layout.expert = expert_parallel(model, 1);
   require_gelu_can(step, device, o);
+  require_residual_can(step, device, o);
   ModelSizes mean;
   for (int64_t s = 0; s < count; ++s) {
     const ModelSizes sizes = train(o, step, device, static_cast<uint64_t>(o.seed + s));

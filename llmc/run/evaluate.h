@@ -102,6 +102,7 @@ struct Evaluation {
     require_gpu_for("--tf32", o.tf32, device, o);
     require_cudnn_can(step, device, o);
     require_gelu_can(step, device, o);
+    require_residual_can(step, device, o);
     plan = make_plan(step, rank_device);
     require_memory(o, step, plan, rank_device);
     require_whole_weights(o);

@@ -89,6 +89,7 @@ struct Job {
     require_gpu_for("--tune-matmul", o.tune_matmul, device, o);
     require_cudnn_can(step, device, options);
     require_gelu_can(step, device, options);
+    require_residual_can(step, device, options);
     require_fp8_can(step, device);
     plan = plan_run(options, step, rank_device, free_memory_of_rank(o));
   }

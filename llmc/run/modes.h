@@ -80,7 +80,8 @@ inline void run_selftest_mode(const Options& o, const Processes& processes) {
   Log log = make_log(o, processes);
   selftest::Machine machine{.device = rank_device(choose_device(o), o.place)};
   machine.device.threads = 1;
-  machine.device.gelu_in_products = false;  // a --config file may ask for it, and some layouts recompute GELU
+  // A --config file may ask for them, and some layouts do not allow them.
+  machine.device.gelu_in_products = machine.device.residual_in_products = false;
   machine.backend = choose_backend(o, machine.device);
   require_same(processes, "what was found",
                {{formatted("the transport, of --comm {}", o.comm), name_of(machine.backend)},
@@ -188,6 +189,7 @@ inline void run_plan(const Options& asked) {
   const StepConfig config = with_token_slices(choose_step(o), o, device);
   require_fp8_can(config, device);
   require_gelu_can(config, device, o);
+  require_residual_can(config, device, o);
   Device rank = first_rank_device(device, o);
   const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
   const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
@@ -247,6 +249,7 @@ inline void run_plan_auto(const Options& asked) {
     what.step.batch = {1, o.seq_len};
     what.step.generates = o.sample_every > 0;
     require_gelu_can(what.step, device, o);
+    require_residual_can(what.step, device, o);
     what.ranks = o.ranks;
     what.device = device;
     what.memory = memory_limit(o, device);

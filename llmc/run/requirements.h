@@ -13,23 +13,42 @@ inline void require_gpu_for(const char* option, bool asked, const Device& device
         o.device == DeviceChoice::cpu ? " (--device cpu)" : ": " + visible_gpus().why_none);
 }
 
+namespace detail {
+
+// option: as the user would write it
+inline void require_whole_products(const std::string& option, const StepConfig& step, const Device& device,
+                                   const Options& o) {
+  require_gpu_for((option + " cublaslt").c_str(), true, device, o);
+  CHECK(step.layout.tensor.ranks == 1,
+        "{} cublaslt: --tp {} computes products in parts of their rows: use --tp 1 or {} own", option,
+        step.layout.tensor.ranks, option);
+}
+
+}  // namespace detail
+
+// Rejects --residual cublaslt if the products of the step cannot add to the residual stream.
+inline void require_residual_can(const StepConfig& step, const Device& device, const Options& o) {
+  if (!device.residual_in_products) return;
+  detail::require_whole_products("--residual", step, device, o);
+  CHECK(
+      step.precision.linear == Operands::as_stored,
+      "--residual cublaslt is not for products in fp8, and this is --products {}: use --products {} or --residual own",
+      step.precision.linear, Operands::as_stored);
+}
+
 // Rejects --gelu cublaslt if its products do not compute GELU as the step needs it.
 inline void require_gelu_can(const StepConfig& step, const Device& device, const Options& o) {
   if (!device.gelu_in_products) return;
-  require_gpu_for("--gelu cublaslt", true, device, o);
+  detail::require_whole_products("--gelu", step, device, o);
   CHECK(step.model.family.mlp == Mlp::gelu, "--gelu cublaslt: models of type {} have SwiGLU: use --gelu own",
         step.model.family.model_type);
   CHECK(step.precision.products == DType::bf16 && step.precision.linear == Operands::as_stored,
         "--gelu cublaslt needs products in bf16, and this is --dtype {} --products {}: use --dtype bf16 --products {}, "
-        "or "
-        "--gelu own",
+        "or --gelu own",
         o.dtype, step.precision.linear, Operands::as_stored);
   CHECK(step.model.n_ffn % 8 == 0,
         "--gelu cublaslt: --n-ffn is {}, and cuBLASLt's GELU needs a multiple of 8: use --n-ffn {}, or --gelu own",
         step.model.n_ffn, multiples_beside(step.model.n_ffn, 8));
-  CHECK(step.layout.tensor.ranks == 1,
-        "--gelu cublaslt: --tp {} computes products in parts of their rows: use --tp 1 or --gelu own",
-        step.layout.tensor.ranks);
   CHECK(!repeats_activation_alone(step.recompute),
         "--gelu cublaslt with --recompute {}: an own kernel would compute GELU again, with other roundings: use --gelu "
         "own, or --recompute none or block",

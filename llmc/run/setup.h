@@ -37,7 +37,8 @@ inline Device choose_device(const Options& o) {
   device.tf32 = o.tf32 ? Tf32::yes : Tf32::no;
   device.graphs = o.cuda_graphs == OnOff::on;
   device.cudnn = o.attention == GpuAttention::cudnn;
-  device.gelu_in_products = o.gelu == GpuGelu::cublaslt;
+  device.gelu_in_products = o.gelu == GpuEpilogue::cublaslt;
+  device.residual_in_products = o.residual == GpuEpilogue::cublaslt;
   CHECK(built_with_cudnn || !device.cudnn,
         "--attention cudnn: this train_gpt was built without cuDNN; build with `make USE_CUDNN=1`, or use --attention "
         "own");

@@ -175,6 +175,41 @@ TEST_CASE("products compute GELU, and its derivative, from sums that are not rou
   REQUIRE_THAT(error_of([&] { plans.prepare(odd); }), ContainsSubstring("z, C = GELU(z)"));
 }
 
+TEMPLATE_TEST_CASE("products add a residual to sums that are not rounded first", "[matmul][cuda]", float, bf16) {
+  using T = TestType;
+  const DType dtype = sizeof(T) == 4 ? DType::fp32 : DType::bf16;
+  const auto [M, N, K] = GENERATE(std::tuple{1, 8, 8}, std::tuple{33, 107, 70});
+  MatmulPlans plans(workspace_bytes);
+  Case<T, float> exact{shape_of(M, N, K, dtype, DType::fp32)};
+  const std::vector<float> products = exact.cuda(plans)[0].values;
+  const std::vector<T> residual = normal_values<T>(M * N, 5);
+  for (const Bias bias : {Bias::no, Bias::yes}) {
+    MatmulShape shape = exact.shape;
+    shape.out = dtype, shape.epilogue = Epilogue::residual, shape.bias = bias;
+    Outputs expected{{"c", products}, {"residual", residual}};
+    for (size_t i = 0; i < products.size(); ++i) {
+      float sum = products[i] + static_cast<float>(residual[i]);
+      if (bias == Bias::yes) sum += static_cast<float>(exact.bias[i % static_cast<size_t>(N)]);
+      expected[0].values[i] = static_cast<float>(T(sum));
+    }
+    const auto run = [&] {
+      DeviceArray<T> as(exact.a), bs(exact.b), biases(exact.bias), zs(residual),
+          cs(std::vector<T>(residual.size(), T(NAN)));
+      Workspace workspace(workspace_bytes);
+      shape.alignment = alignment_of({cs, as, bs, biases, zs});
+      plans.prepare(shape).run(
+          {cs, as, bs, bias == Bias::yes ? static_cast<const T*>(biases) : nullptr, workspace, nullptr, nullptr, zs},
+          nullptr);
+      return Outputs{{"c", cs.host()}, {"residual", zs.host()}};
+    };
+    check_kernel(run, expected, tolerance<T>(exact.shape));
+  }
+  MatmulShape twice = exact.shape;
+  twice.epilogue = Epilogue::residual, twice.accumulate = Accumulate::yes;
+  REQUIRE_THAT(error_of([&] { plans.prepare(twice); }), ContainsSubstring("adds a residual once"));
+  REQUIRE_THAT(error_of([&] { plans.prepare(twice); }), ContainsSubstring(" + z"));
+}
+
 TEST_CASE("fp32 is multiplied as fp32 unless TF32 is requested", "[matmul][cuda]") {
   Case<float, float> c{shape_of(32, 48, 64, DType::fp32, DType::fp32)};
   MatmulPlans plans(workspace_bytes);

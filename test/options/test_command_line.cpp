@@ -168,7 +168,8 @@ TEST_CASE("options that a mode does not use are refused on the command line, and
                 "leave them out");
   REQUIRE_ERROR(parse({"--verify-data", "--prompt", "x"}), "--prompt with --verify-data");
   REQUIRE_ERROR(parse({"--selftest", "--n-layer", "2"}), "--n-layer with --selftest");
-  REQUIRE_ERROR(parse({"--selftest", "--gelu", "cublaslt"}), "--gelu with --selftest");
+  REQUIRE_ERROR(parse({"--selftest", "--gelu", "cublaslt", "--residual", "cublaslt"}),
+                "--gelu and --residual with --selftest");
   REQUIRE_ERROR(parse({"--plan-auto", "--machine", "h100x8", "--head-chunks", "8", "--batch-size", "2"}),
                 "--batch-size and --head-chunks with --plan-auto, which searches the layout of a step");
   REQUIRE(parse({"--plan-auto", "--machine", "h100x8", "--total-batch-size", "8192"}).total_batch_size == 8192);

@@ -492,20 +492,47 @@ TEST_CASE("a plan as JSON says where the time goes, and what each stage does whe
   REQUIRE(nlohmann::json::parse(many.out)["stages"][0]["timeline"].is_null());  // 2 x 16384 passes
 }
 
+namespace {
+
+// Bytes that a step of GPT-2 124M reads and writes, by op.
+std::map<std::string, double> bytes_of_124m(const std::string& options) {
+  const ProgramResult run = run_program(
+      "--plan --json --sample-every 0 --model gpt2:124M --machine h100x8 --ranks 1 --dtype bf16 -b 8 -t 1024 " +
+      options);
+  INFO(run.err);
+  REQUIRE(run.status == 0);
+  std::map<std::string, double> bytes;
+  const nlohmann::json plan = nlohmann::json::parse(run.out);
+  for (const nlohmann::json& op : plan["stages"][0]["ops"]) bytes[op["op"]] = op["bytes"];
+  return bytes;
+}
+void require_refused(const std::string& options, const std::string& words) {
+  const ProgramResult run = run_program(options);
+  INFO(options << ": " << run.err);
+  REQUIRE(run.status == 1);
+  REQUIRE(run.err.find(words) != std::string::npos);
+}
+
+}  // namespace
+
+TEST_CASE("--residual cublaslt: products read the residual stream, and no op their sums; refused where they cannot",
+          "[run][plan]") {
+  auto own = bytes_of_124m(""), products = bytes_of_124m("--residual cublaslt");
+  const double of_layers = 12.0 * 8 * 1024 * 768 * 2;  // all numbers between two blocks
+  REQUIRE(own["residual_forward"] == 3 * of_layers);
+  REQUIRE(own["residual_layernorm_forward"] == 4 * of_layers);
+  REQUIRE(products.count("residual_forward") + products.count("residual_layernorm_forward") == 0);
+  REQUIRE(products["layernorm_forward"] == own["layernorm_forward"] + 2 * of_layers);
+  REQUIRE(products["linear_residual_forward"] + products["linear_forward"] == own["linear_forward"] + 2 * of_layers);
+  const std::string d2 = "--plan --residual cublaslt --model d2 ";
+  require_refused(d2 + "--device cpu", "--residual cublaslt needs a GPU");
+  require_refused(d2 + "--machine h100x8 --dtype bf16 --products fp8", "--products fp8: use --products dtype or");
+  require_refused(d2 + "--machine h100x8 --ranks 2 --tp 2", "use --tp 1 or --residual own");
+}
+
 TEST_CASE("--gelu cublaslt: no op reads and writes all of GELU's numbers; refused where products cannot compute it",
           "[run][plan]") {
-  const std::string of_124m =
-      "--plan --json --sample-every 0 --model gpt2:124M --machine h100x8 --ranks 1 --dtype bf16 -b 8 -t 1024 ";
-  const auto gelu_bytes = [&](const std::string& options) {
-    const ProgramResult run = run_program(of_124m + options);
-    INFO(run.err);
-    REQUIRE(run.status == 0);
-    std::map<std::string, double> bytes;
-    const nlohmann::json plan = nlohmann::json::parse(run.out);
-    for (const nlohmann::json& op : plan["stages"][0]["ops"]) bytes[op["op"]] = op["bytes"];
-    return bytes;
-  };
-  auto own = gelu_bytes(""), products = gelu_bytes("--gelu cublaslt");
+  auto own = bytes_of_124m(""), products = bytes_of_124m("--gelu cublaslt");
   const double of_layers = 12.0 * 8 * 1024 * 3072 * 2;  // all numbers before GELU
   REQUIRE(own["gelu_forward"] == 2 * of_layers);
   REQUIRE(own["gelu_backward_with_bias"] == 3 * of_layers);
@@ -524,12 +551,8 @@ TEST_CASE("--gelu cublaslt: no op reads and writes all of GELU's numbers; refuse
         {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype bf16 --n-ffn 500", "use --n-ffn 496 or 504"},
         {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype bf16 --ranks 2 --tp 2", "use --tp 1"},
         {"--plan --gelu cublaslt --model d2 --machine h100x8 --dtype bf16 --recompute activation",
-         "with --recompute activation"}}) {
-    const ProgramResult run = run_program(options);
-    INFO(options << ": " << run.err);
-    REQUIRE(run.status == 1);
-    REQUIRE(run.err.find(words) != std::string::npos);
-  }
+         "with --recompute activation"}})
+    require_refused(options, words);
 }
 
 TEST_CASE("a plan of many stages has a row for each run of equal ones", "[run][plan]") {

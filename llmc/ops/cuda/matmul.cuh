@@ -38,7 +38,7 @@ namespace llmc::cuda {
 //
 // Or each is `batch` such matrices in a row, without a bias and scales.
 //
-// Or C is bf16, as A and B are, with an epilogue: z (M, N) is written or read beside it.
+// Or with an epilogue, for which z (M, N) is written or read beside C: GELU in bf16 alone.
 struct MatmulShape {
   int64_t M, N, K;
   Transpose a, b;
@@ -51,6 +51,8 @@ struct MatmulShape {
   int64_t batch = 1;
   Epilogue epilogue = Epilogue::none;
   auto operator<=>(const MatmulShape&) const = default;
+
+  bool has_gelu() const { return epilogue == Epilogue::gelu || epilogue == Epilogue::gelu_backward; }
 };
 
 struct MatmulArrays {
@@ -74,7 +76,13 @@ inline std::string to_string(const MatmulShape& s) {
     return by == ScaledBy::nothing ? "" : by == ScaledBy::tiles ? " scaled by tiles" : " scaled by segments";
   };
   const auto epilogue = [](Epilogue e) {
-    return e == Epilogue::none ? "" : e == Epilogue::gelu ? ", z, C = GELU(z)" : ", times GELU'(z)";
+    switch (e) {
+      case Epilogue::none: return "";
+      case Epilogue::gelu: return ", z, C = GELU(z)";
+      case Epilogue::gelu_backward: return ", times GELU'(z)";
+      case Epilogue::residual: return " + z";
+    }
+    return "";
   };
   return formatted("C ({}, {}) {} {}{} {}{}{}{}, A and B in {}, C in {}, aligned to {} bytes", s.M, s.N,
                    s.accumulate == Accumulate::yes ? "+=" : "=",
@@ -148,7 +156,7 @@ struct MatmulProblem {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue());
     const auto aligned = static_cast<uintptr_t>(s.alignment);  // tells the heuristic the alignment of bias and z
     if (s.bias == Bias::yes) set_bias(reinterpret_cast<const void*>(aligned));
-    if (s.epilogue == Epilogue::none) return;
+    if (!s.has_gelu()) return;
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, s.N);
     set_z(reinterpret_cast<void*>(aligned));
   }
@@ -164,7 +172,8 @@ struct MatmulProblem {
   uint32_t epilogue() const {
     const bool bias = shape.bias == Bias::yes;
     switch (shape.epilogue) {
-      case Epilogue::none: return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+      case Epilogue::none:
+      case Epilogue::residual: return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
       case Epilogue::gelu: return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
       case Epilogue::gelu_backward: return CUBLASLT_EPILOGUE_DGELU;
     }
@@ -222,12 +231,14 @@ struct MatmulPlan {
 
   void run(const MatmulArrays& x, Accumulate accumulate, cudaStream_t stream) const {
     const MatmulShape& s = problem.shape;
-    const float alpha = 1, beta = accumulate == Accumulate::yes ? 1 : 0;  // with beta = 0, c is not read
+    const bool has_residual = s.epilogue == Epilogue::residual;
+    const void* addend = has_residual ? x.z : x.c;
+    const float alpha = 1, beta = has_residual || accumulate == Accumulate::yes ? 1 : 0;  // with 0, it is not read
     if (s.bias == Bias::yes) problem.set_bias(x.bias);
     if (s.in == DType::e4m3) problem.set_scales(x.a_scales, x.b_scales);
-    if (s.epilogue != Epilogue::none) problem.set_z(x.z);
+    if (s.has_gelu()) problem.set_z(x.z);
     check(cublasLtMatmul(library, problem.operation.get(), &alpha, x.b, problem.b.get(), x.a, problem.a.get(), &beta,
-                         x.c, problem.c.get(), x.c, problem.c.get(), &algorithm.value, x.scratch,
+                         addend, problem.c.get(), x.c, problem.c.get(), &algorithm.value, x.scratch,
                          static_cast<size_t>(workspace_bytes), stream),
           "cublasLtMatmul", &s);
   }
@@ -450,16 +461,18 @@ class MatmulPlans {
     CHECK(s.M >= 0 && s.N >= 0 && s.K >= 0, "matmul: a size is negative; {}", to_string(s));
     CHECK(s.K > 0 || s.bias == Bias::no, "matmul: with K = 0 there can be no bias; {}", to_string(s));
     // cuBLASLt: "the leading dimension of the auxiliary buffer must be divisible by 8"; its own is 16 bytes.
-    CHECK(s.epilogue == Epilogue::none ||
+    CHECK(!s.has_gelu() ||
               (s.in == DType::bf16 && s.out == DType::bf16 && s.N % 8 == 0 && s.alignment == 16 && s.batch == 1 &&
                s.accumulate == Accumulate::no && (s.epilogue == Epilogue::gelu || s.bias == Bias::no)),
           "cuBLASLt computes GELU only in bf16, for rows of a multiple of 8 aligned to 16 bytes: {}", to_string(s));
+    CHECK(s.epilogue != Epilogue::residual || (s.out == s.in && s.batch == 1 && s.accumulate == Accumulate::no),
+          "a product adds a residual once, of its own dtype: {}", to_string(s));
     CHECK(s.alignment >= size_of(s.in) && s.alignment <= 16 && (s.alignment & (s.alignment - 1)) == 0,
           "matmul: arrays aligned to {} bytes; use alignment_of; {}", s.alignment, to_string(s));
   }
 
   static void check_fp8(const MatmulShape& s) {
-    CHECK(s.epilogue == Epilogue::none, "products of fp8 compute no GELU: {}", to_string(s));
+    CHECK(s.epilogue == Epilogue::none, "products of fp8 compute no GELU and add no residual: {}", to_string(s));
     CHECK(
         CUBLAS_VERSION >= LEAST_CUBLAS_FOR_FP8,
         "this train_gpt was built with cuBLASLt {}, which does not multiply fp8 with scales for blocks: build it with "

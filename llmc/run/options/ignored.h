@@ -31,7 +31,7 @@ struct OptionKind {
     tokenizer = 2048,
     interruption = 4096,
     update = 8192,
-    gelu = 16384,
+    epilogues = 16384,  // of products on GPUs
     step_size = 32768
   } kind;
   std::vector<std::string_view> names;
@@ -71,7 +71,7 @@ inline const std::vector<OptionKind>& option_kinds() {
         "--model", "--from-scratch", "--n-layer", "--n-head", "--n-kv-head", "--n-embd", "--n-ffn", "--vocab-size",
         "--seq-len", "--rope-theta", "--rope-factor", "--dtype"}},
       {OptionKind::tokenizer, {"--tokenizer"}},
-      {OptionKind::gelu, {"--gelu"}},
+      {OptionKind::epilogues, {"--gelu", "--residual"}},
       {OptionKind::interruption, {"--restart", "--time-limit"}},
       // clang-format on
   };
@@ -88,7 +88,7 @@ inline std::optional<Mode> mode_of(const Options& o) {
   if (o.evaluate)
     return Mode{"--evaluate", "which does not train and writes nothing",
                 K::val_data | K::data | K::validation | K::batch | K::step_size | K::layout | K::stages | K::model |
-                    K::tokenizer | K::gelu};
+                    K::tokenizer | K::epilogues};
   if (o.generate)
     return Mode{"--generate", "which computes on one rank and does not train", K::sampling | K::model | K::tokenizer};
   if (o.verify_data)
@@ -99,9 +99,11 @@ inline std::optional<Mode> mode_of(const Options& o) {
   if (!o.average.empty()) return Mode{"--average", "which averages weights and does not train", 0};
   if (o.selftest) return Mode{"--selftest", "which has models and layouts of its own, on --local-ranks ranks", 0};
   if (!o.coord_check.empty())
-    return Mode{"--coord-check", "which trains for a few steps on a text of its own", K::update | K::model | K::gelu};
+    return Mode{"--coord-check", "which trains for a few steps on a text of its own",
+                K::update | K::model | K::epilogues};
   if (o.plan_auto)
-    return Mode{"--plan-auto", "which searches the layout of a step", K::model | K::tokenizer | K::step_size | K::gelu};
+    return Mode{"--plan-auto", "which searches the layout of a step",
+                K::model | K::tokenizer | K::step_size | K::epilogues};
   if (o.plan_examples) return Mode{"--plan-examples", "which plans the runs of papers", 0};
   if (o.print_schedule)
     return Mode{"--print-schedule", "which draws the stages of --pp, whatever they compute", K::stages | K::slices};

@@ -141,7 +141,7 @@ struct Options {
   DeviceChoice device = DeviceChoice::automatic;
   CommChoice comm = CommChoice::automatic;
   GpuAttention attention = GpuAttention::own;
-  GpuGelu gelu = GpuGelu::own;
+  GpuEpilogue gelu = GpuEpilogue::own, residual = GpuEpilogue::own;
   bool tf32 = false, tune_matmul = false;
   OnOff cuda_graphs = OnOff::on;
   std::optional<double> peak_tflops;

@@ -46,8 +46,8 @@ enum class CommChoice : uint8_t { automatic, threads, mpi, tcp, nccl };
 constexpr auto names_of_values(CommChoice) { return std::array{"auto", "threads", "mpi", "tcp", "nccl"}; }
 enum class GpuAttention : uint8_t { own, cudnn };
 constexpr auto names_of_values(GpuAttention) { return std::array{"own", "cudnn"}; }
-enum class GpuGelu : uint8_t { own, cublaslt };
-constexpr auto names_of_values(GpuGelu) { return std::array{"own", "cublaslt"}; }
+enum class GpuEpilogue : uint8_t { own, cublaslt };
+constexpr auto names_of_values(GpuEpilogue) { return std::array{"own", "cublaslt"}; }
 enum class SelftestLayouts : uint8_t { pairs, all };
 constexpr auto names_of_values(SelftestLayouts) { return std::array{"pairs", "all"}; }
 

@@ -466,9 +466,12 @@ void visit_options(O& o, Visitor&& visit) {
         "where to compute; auto: on GPUs if this build and this machine have them");
   visit("--attention", "", o.attention, any_of<GpuAttention>(), warn,
         "attention on GPUs: own kernels, or cuDNN's (bf16, in a build with USE_CUDNN=1)");
-  visit("--gelu", "", o.gelu, any_of<GpuGelu>(), warn,
+  visit("--gelu", "", o.gelu, any_of<GpuEpilogue>(), warn,
         "GELU on GPUs: own kernels, or cuBLASLt's products in passing (bf16; not with --tp, --products, --recompute "
         "activation or norm)");
+  visit("--residual", "", o.residual, any_of<GpuEpilogue>(), warn,
+        "sums of the residual stream on GPUs: own kernels, or cuBLASLt's products in passing, which round once instead "
+        "of twice (not with --tp, --products)");
   visit("--cuda-graphs", "", o.cuda_graphs, any_of<OnOff>(), free,
         "on GPUs, launch the forward of a micro-batch, and its backward, as one CUDA graph where ranks do not "
         "communicate: not with --tp or --cp, ZeRO stage 3 or --grad-reduce micro, nor in the last backward of several "

@@ -41,7 +41,7 @@ inline std::string model_options(const Options& o) {
   std::string text;
   for (const OptionText& option : option_texts(o))
     for (const OptionKind& kind : option_kinds())
-      if ((kind.kind == OptionKind::model || kind.kind == OptionKind::gelu) && option.name != "--model" &&
+      if ((kind.kind == OptionKind::model || kind.kind == OptionKind::epilogues) && option.name != "--model" &&
           option.name != "--seq-len" && option.name != "--dtype" &&
           std::ranges::find(kind.names, option.name) != kind.names.end())
         text += words_of(option);

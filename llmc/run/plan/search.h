@@ -129,8 +129,8 @@ class LayoutSearch {
               reject("have more readers than sequences");
               continue;
             }
-            if (tp > 1 && what_.device.gelu_in_products) {
-              reject("have --tp, which --gelu cublaslt does not allow");
+            if (tp > 1 && (what_.device.gelu_in_products || what_.device.residual_in_products)) {
+              reject("have --tp, which --gelu cublaslt and --residual cublaslt do not allow");
               continue;
             }
             StepConfig step = what_.step;

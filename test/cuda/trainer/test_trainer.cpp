@@ -81,6 +81,23 @@ TEST_CASE("GELU in cuBLASLt's products is as good as in a kernel, whatever the o
   REQUIRE(calls("linear_gelu_backward_input") == 2 * 2);
 }
 
+TEST_CASE("sums of the residual stream in cuBLASLt's products are as good as in a kernel", "[cuda][trainer]") {
+  const char* family = GENERATE("gpt2", "qwen2_moe");  // experts' outputs are added by a kernel
+  CAPTURE(family);
+  const StepConfig step = small_step(family, DType::bf16), exact = small_step(family, DType::fp32);
+  selftest::Machine products = gpu;
+  products.device.residual_in_products = true;
+  const selftest::Outcome outcome = selftest::run_layout(step, products), fp32 = selftest::run_layout(exact);
+  require_as_good(outcome, selftest::run_layout(step), fp32);
+  require_close(selftest::run_layout(exact, products), fp32);
+  REQUIRE(!same(outcome, selftest::run_layout(step, gpu)));  // what is rounded differs
+  for (const Recompute recompute : {Recompute::norm, Recompute::block}) {
+    StepConfig again = step;
+    again.recompute = recompute;
+    REQUIRE(same(selftest::run_layout(again, products), outcome));  // contract 11
+  }
+}
+
 TEST_CASE("ranks share a GPU, or have one each with NCCL between them", "[cuda][trainer]") {
   StepConfig one_rank = small_step("gpt2", DType::fp32);
   one_rank.micro_batches = 4;
