@@ -275,15 +275,15 @@ class Stream {
 #ifdef TRAIN_GPT_CUDA
   cuda::Queue& gpu() { return *gpu_; }
   cudaStream_t cuda() { return gpu_->stream(); }
+#endif
 
-  // State that a library keeps per stream, created on first use.
+  // State that ops or a library keep per stream, created on first use.
   template <class T>
   T& kept() {
     std::shared_ptr<void>& kept = kept_[typeid(T)];
     if (!kept) kept = std::make_shared<T>();
     return *static_cast<T*>(kept.get());
   }
-#endif
 
   // Uploads of up to `bytes` bytes will not allocate memory.
   void reserve_uploads([[maybe_unused]] int64_t bytes) {
@@ -445,8 +445,8 @@ class Stream {
   bool capturing_ = false;   // a graph; after an error the stream is not used again
   Replay* noted_ = nullptr;  // on paper: takes note of what is enqueued
   std::unique_ptr<CpuQueue> cpu_;
-#ifdef TRAIN_GPT_CUDA
   std::map<std::type_index, std::shared_ptr<void>> kept_;
+#ifdef TRAIN_GPT_CUDA
   std::function<void()> watch_;
   std::unique_ptr<cuda::Queue> gpu_;
 #endif

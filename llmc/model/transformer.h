@@ -183,18 +183,22 @@ class Block : Layer {
   // those of layers that are not linear.
   void backward(Tensor dx, Tensor x) const {
     auto scope = group.arena.scope();
+    RowSumsTogether sums(stream());
     const Tensor dbranch = like("gradient of a branch", x);  // (S, C)
     const Attention::Gradients d = attention().gradients(dbranch);
     feed_forward([&](const auto& f) { f.backward(dbranch, dx); });
     norm2().backward(dx, dbranch, a.middle, Accumulate::yes);
     attention().backward(dbranch, dx, d);
     norm1().backward(dx, dbranch, x, Accumulate::yes);
+    sums.add();
   }
   // The weight part: the gradients of the linear layers += ..., from the inputs of their products in `a` and the
   // gradients of their outputs in `later`.
   void backward_weight() const {
+    RowSumsTogether sums(stream());
     feed_forward([](const auto& f) { f.backward_weight(); });
     attention().backward_weight();
+    sums.add();
   }
 
  private:
@@ -225,23 +229,28 @@ class Block : Layer {
   }
 };
 
-// The logits have the rows of all ranks: with sequence parallelism N = P S of them, ordered by rank.
-struct HeadActivations {
-  Tensor norm, mean, rstd;  // (S, C) (S) (S); no mean with rmsnorm
-  Tensor gathered;          // (N, C); an empty tensor without sequence parallelism
-  Tensor logits;            // (N, V padded)
-  Tensor losses;            // (N)
+// The norm before the head, of all rows of the residual stream that a rank has.
+struct HeadNorm {
+  Tensor out, mean, rstd;  // (S, C) (S) (S); no mean with rmsnorm
 
-  // c: this rank's part of the model; S: rows of x
-  HeadActivations(const ModelConfig& c, int64_t S, const TensorParallel& tensor, DType dtype, Arena& arena) {
-    const DType stat = accumulator_of(dtype);
-    const int64_t N = tensor.by_rows() ? S * tensor.ranks : S;
-    norm = arena.alloc("head", "ln_f", dtype, {S, c.n_embd});
+  HeadNorm(const ModelConfig& c, Tensor room, Arena& arena) : out(room) {
+    const DType stat = accumulator_of(room.dtype);
+    const int64_t S = room.shape[0];
     if (c.family.norm == Norm::layernorm) mean = arena.alloc("head", "ln_f mean", stat, {S});
     rstd = arena.alloc("head", "ln_f rstd", stat, {S});
+  }
+};
+
+// The logits have the rows of all ranks: with sequence parallelism N = P S of them, ordered by rank.
+struct Logits {
+  Tensor gathered;  // (N, C); an empty tensor without sequence parallelism
+  Tensor values;    // (N, V padded)
+
+  // c: this rank's part of the model; S: rows of the norm
+  Logits(const ModelConfig& c, int64_t S, const TensorParallel& tensor, DType dtype, Arena& arena) {
+    const int64_t N = tensor.by_rows() ? S * tensor.ranks : S;
     if (tensor.by_rows()) gathered = arena.alloc("head", "gathered rows of the head", dtype, {N, c.n_embd});
-    logits = arena.alloc("head", "logits", dtype, {N, c.padded_vocab()});
-    losses = arena.alloc("head", "losses", stat, {N});
+    values = arena.alloc("head", "logits", dtype, {N, c.padded_vocab()});
   }
 };
 
@@ -252,27 +261,29 @@ struct Head {
   const UnitState &unit, &embedding;
   const parallel::Group& g;
 
-  void forward(const HeadActivations& a, Tensor x) const {
-    norm(a).forward(a.norm, x);
-    matrix().forward(a.logits, a.norm, a.gathered);
-  }
-  // With Gradient::yes the logits become their gradient, times `scale`.
-  void loss(const HeadActivations& a, Tensor targets, double scale, Gradient gradient, const HeadZLoss& z = {}) const {
+  void forward(const HeadNorm& n, Tensor x) const { norm(n).forward(n.out, x); }
+  // norm (S, C): some rows of it
+  void forward(const Logits& logits, Tensor norm) const { matrix().forward(logits.values, norm, logits.gathered); }
+  // losses (N). With Gradient::yes the logits become their gradient, times `scale`.
+  void loss(Tensor losses, const Logits& logits, Tensor targets, double scale, Gradient gradient,
+            const HeadZLoss& z = {}) const {
     const parallel::Parameters p = matrix().p;
-    parallel::CrossEntropy{p.unit.vocabulary(p.full(".weight")), g}(a.losses, a.logits, targets, scale, gradient, z);
+    parallel::CrossEntropy{p.unit.vocabulary(p.full(".weight")), g}(losses, logits.values, targets, scale, gradient, z);
   }
-  // dx = ..., from a.logits, which already hold their gradient; the weight gradients += ...
-  void backward(Tensor dx, const HeadActivations& a, Tensor x) const {
-    auto scope = g.arena.scope();
-    const Tensor dnorm = g.temporary("gradient of ln_f", x.dtype, x.shape);
-    matrix().backward(dnorm, a.logits, a.norm, a.gathered);
-    norm(a).backward(dx, dnorm, x, Accumulate::no);
+  // dnorm = ..., from the gradient of the logits; the matrix's gradient += ...
+  void backward(Tensor dnorm, const Logits& logits, Tensor norm) const {
+    matrix().backward(dnorm, logits.values, norm, logits.gathered);
   }
+  // dx = ..., which may lie where the norm did; the norm's gradients += ...
+  void backward(Tensor dx, const HeadNorm& n, Tensor dnorm, Tensor x) const {
+    norm(n).backward(dx, dnorm, x, Accumulate::no);
+  }
+
   parallel::ColumnLinear matrix() const {
     if (config.tied) return {{embedding, "wte"}, g};
     return {{unit, "lm_head"}, g};
   }
-  NormLayer norm(const HeadActivations& a) const { return {config, {unit, "ln_f"}, a.mean, a.rstd, g.compute}; }
+  NormLayer norm(const HeadNorm& n) const { return {config, {unit, "ln_f"}, n.mean, n.rstd, g.compute}; }
 };
 
 }  // namespace llmc

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <numbers>
+#include <vector>
 
 namespace llmc {
 
@@ -15,6 +16,21 @@ enum class Bias : uint8_t { no, yes };
 // What a product makes of its sums before it writes them: with gelu, z = the sums and C = GELU(z); with gelu_backward,
 // C = the sums times GELU's derivative at z; with residual, C = z + the sums.
 enum class Epilogue : uint8_t { none, gelu, gelu_backward, residual };
+
+// Sums over rows, in parts: first (C), and second (width - C) unless there is none, += the sums of partials (parts,
+// width) over the parts.
+struct RowSum {
+  float *first, *second;
+  const float* partials;
+  int64_t parts, C, width;
+};
+// Room for the parts of an op's sums, and on a GPU the list in which they wait to be added up; none: at once.
+template <class A>
+struct RowParts {
+  A* data;
+  std::vector<RowSum>* waiting = nullptr;
+  operator A*() const { return data; }
+};
 
 // Which numbers of an operand in fp8 have a scale in common: 128 that follow each other along the sum of the product,
 // or 128 x 128. The last block of a row or column may be smaller.

@@ -18,46 +18,58 @@ class HeadPass {
 
   // Adds the losses of x (S, C) to the sum, and passes the loss of every row to pass.row_losses if it is set.
   void evaluate(const Head& head, const Tensor& x, const Slot& slot, const Pass& pass, int64_t micro_batch) {
+    auto scope = context_.arena.scope();
+    const HeadNorm norm(model_, context_.arena.alloc("head", "ln_f", x.dtype, x.shape), context_.arena);
+    head.forward(norm, x);
+    const Losses losses(*this, x, Gradient::no);
+    const std::vector<Range> rows = for_chunks(norm.out, slot, [&](const Part& part) {
+      head.forward(part.logits, part.norm);
+      losses.of(part, head);
+    });
+    losses.add();
+    if (!pass.row_losses) return;
     const int64_t R = config_.share(pass.shape, pass.purpose).rows();
-    const auto losses =
-        std::make_shared<std::vector<float>>(pass.row_losses ? static_cast<size_t>(pass.shape.rows()) : 0);
     const auto row_of_all = [context = config_.layout.context, T = pass.shape.T, rank = parallel_.ranks.me.context](
                                 int64_t row) { return static_cast<size_t>(context.row_of_all(row, T, rank)); };
-    for_chunks(x, slot, [&](const HeadActivations& acts, Tensor part, Tensor targets, const auto& rows) {
-      head.forward(acts, part);
-      add_loss(head, acts, targets, Gradient::no);
-      if (!pass.row_losses) return;
-      const bool last = rows[0].end() == x.shape[0];
-      download(acts.losses, context_.compute,
-               [losses, rows, R, last, micro_batch, row_of_all,
-                report = pass.row_losses](const std::vector<float>& of_part) {
-                 auto from = of_part.begin();
-                 for (const Range& range : rows)
-                   for (int64_t row = range.begin; row < range.end(); ++row, ++from)
-                     if (row < R) (*losses)[row_of_all(row)] = *from;
-                 if (last) report(micro_batch, *losses);
-               });
-    });
+    download(losses.values, context_.compute,
+             [rows, R, micro_batch, row_of_all, all = static_cast<size_t>(pass.shape.rows()),
+              report = pass.row_losses](const std::vector<float>& found) {
+               std::vector<float> by_row(all);
+               auto from = found.begin();
+               for (const Range& range : rows)
+                 for (int64_t row = range.begin; row < range.end(); ++row, ++from)
+                   if (row < R) by_row[row_of_all(row)] = *from;
+               report(micro_batch, by_row);
+             });
   }
 
   // logits = the head on one row of x (S, C) only.
   void compute_logits(const Tensor& logits, const Head& head, const Tensor& x, const Pass& pass) {
     auto scope = context_.arena.scope();
     const int64_t S = x.shape[0], C = x.shape[1];
-    const HeadActivations acts(model_, 1, config_.layout.tensor, config_.precision.activations, context_.arena);
+    const HeadNorm norm(model_, context_.arena.alloc("head", "ln_f", x.dtype, {1, C}), context_.arena);
+    const Logits rows(model_, 1, config_.layout.tensor, x.dtype, context_.arena);
     // With sequence parallelism one rank has the row; the other ranks compute rows that are not used.
-    head.forward(acts, x.slice(pass.logits_row % S * C, {1, C}));
-    const Tensor mine = acts.logits.slice(pass.logits_row / S * acts.logits.shape[1], {acts.logits.shape[1]});
+    head.forward(norm, x.slice(pass.logits_row % S * C, {1, C}));
+    head.forward(rows, norm.out);
+    const Tensor mine = rows.values.slice(pass.logits_row / S * rows.values.shape[1], {rows.values.shape[1]});
     copy(logits, parallel::gather_vocabulary(mine, parallel_), context_.compute);
   }
 
   // Final norm, logits and loss of x (S, C), forward and backward; slot.gradient = the gradient of x.
   void train(const Head& head, const Tensor& x, const Slot& slot) {
-    for_chunks(x, slot, [&](const HeadActivations& acts, Tensor part, Tensor targets, const auto& rows) {
-      head.forward(acts, part);
-      add_loss(head, acts, targets, Gradient::yes);
-      head.backward(slot.gradient.slice(rows[0].begin * x.shape[1], part.shape), acts, part);
+    auto scope = context_.arena.scope();
+    const HeadNorm norm(model_, slot.gradient, context_.arena);  // until the gradient comes there
+    const Tensor dnorm = context_.arena.alloc("head", "gradient of ln_f", x.dtype, x.shape);
+    head.forward(norm, x);
+    const Losses losses(*this, x, Gradient::yes);
+    for_chunks(norm.out, slot, [&](const Part& part) {
+      head.forward(part.logits, part.norm);
+      losses.of(part, head);
+      head.backward(dnorm.slice(part.rows[0].begin * x.shape[1], part.norm.shape), part.logits, part.norm);
     });
+    losses.add();
+    head.backward(slot.gradient, norm, dnorm, x);
   }
 
   // The logits (V) of the last forward for Purpose::generate; read with the stream idle.
@@ -81,21 +93,31 @@ class HeadPass {
   }
 
  private:
-  // Calls f(head, part of x, targets, rows) for parts of the rows of x (S, C), each with activations of its own. rows:
-  // the rows of the micro-batch that the logits and targets belong to; with sequence parallelism some from each rank.
+  // Some of the rows: a chunk.
+  struct Part {
+    Logits logits;
+    Tensor norm, targets;     // (n, C) (N)
+    std::vector<Range> rows;  // of the micro-batch, whose logits they are; with sequence parallelism some of each rank
+    int64_t before;           // rows of logits in the chunks before
+  };
+  // Calls f(part) for parts of the rows of norm (S, C), each with logits of its own. Returns the rows of all logits.
   template <class F>
-  void for_chunks(const Tensor& x, const Slot& slot, F&& f) {
-    const int64_t S = x.shape[0], C = x.shape[1], most = config_.head_rows(S);
-    const int slices = config_.layout.tensor.by_rows() ? config_.layout.tensor.ranks : 1;
+  std::vector<Range> for_chunks(const Tensor& norm, const Slot& slot, F&& f) {
+    const int64_t S = norm.shape[0], C = norm.shape[1], most = config_.head_rows(S);
+    std::vector<Range> all;
     for (int64_t begin = 0; begin < S; begin += most) {
       const int64_t n = std::min(most, S - begin);
       auto scope = context_.arena.scope();
       std::vector<Range> rows;
-      for (int p = 0; p < slices; ++p) rows.push_back({S * p + begin, n});
-      f(HeadActivations(model_, n, config_.layout.tensor, config_.precision.activations, context_.arena),
-        x.slice(begin * C, {n, C}), targets_of(rows, slot), rows);
+      for (int p = 0; p < slices(); ++p) rows.push_back({S * p + begin, n});
+      f(Part{Logits(model_, n, config_.layout.tensor, norm.dtype, context_.arena), norm.slice(begin * C, {n, C}),
+             targets_of(rows, slot), rows, begin * slices()});
+      all.insert(all.end(), rows.begin(), rows.end());
     }
+    return all;
   }
+  // Ranks whose rows the logits have.
+  int slices() const { return config_.layout.tensor.by_rows() ? config_.layout.tensor.ranks : 1; }
   Tensor targets_of(const std::vector<Range>& rows, const Slot& slot) {
     const int64_t n = rows[0].size;
     if (rows.size() == 1) return slot.inputs.targets.slice(rows[0].begin, {n});
@@ -107,17 +129,33 @@ class HeadPass {
     return targets;
   }
 
-  // Adds the losses to the sums; with Gradient::yes the logits become the gradient of the step's mean loss (contract 9:
-  // divided by the tokens of all ranks).
-  void add_loss(const Head& head, const HeadActivations& acts, const Tensor& targets, Gradient gradient) {
-    auto scope = context_.arena.scope();
-    HeadZLoss z;
-    if (gradient == Gradient::yes && config_.z_loss > 0)
-      z = {config_.z_loss, context_.arena.alloc("head", "squares of log Z", acts.losses.dtype, acts.losses.shape)};
-    head.loss(acts, targets, 1.0 / static_cast<double>(config_.tokens()), gradient, z);
-    add_losses(loss_sums_.slice(0, {1}), acts.losses, context_.compute);
-    if (!z.squares.empty()) add_losses(loss_sums_.slice(1, {1}), z.squares, context_.compute);
-  }
+  // The losses of all rows, in the order of the chunks, which are then added to the sums.
+  struct Losses {
+    HeadPass& pass;
+    Gradient gradient;
+    Tensor values, z_squares;  // (N) each, of all chunks; no squares: an empty tensor
+
+    Losses(HeadPass& head_pass, const Tensor& x, Gradient wanted) : pass(head_pass), gradient(wanted) {
+      const auto alloc = [&](const char* name) {
+        return pass.context_.arena.alloc("head", name, accumulator_of(x.dtype), {x.shape[0] * pass.slices()});
+      };
+      values = alloc("losses");
+      if (gradient == Gradient::yes && pass.config_.z_loss > 0) z_squares = alloc("squares of log Z");
+    }
+    // With Gradient::yes the logits become the gradient of the step's mean loss (contract 9: divided by the tokens of
+    // all ranks).
+    void of(const Part& part, const Head& head) const {
+      const Shape n{part.logits.values.shape[0]};
+      HeadZLoss z;
+      if (!z_squares.empty()) z = {pass.config_.z_loss, z_squares.slice(part.before, n)};
+      head.loss(values.slice(part.before, n), part.logits, part.targets,
+                1.0 / static_cast<double>(pass.config_.tokens()), gradient, z);
+    }
+    void add() const {
+      add_losses(pass.loss_sums_.slice(0, {1}), values, pass.context_.compute);
+      if (!z_squares.empty()) add_losses(pass.loss_sums_.slice(1, {1}), z_squares, pass.context_.compute);
+    }
+  };
 
   const StepConfig& config_;
   Context context_;

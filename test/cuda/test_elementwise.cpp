@@ -64,10 +64,10 @@ TEMPLATE_TEST_CASE("GELU's backward with the bias's gradient has the bits of the
     DeviceArray<T> xs(x), gradient(dout);
     DeviceArray<float> dbias(before), partials(cuda::column_sum_scratch(N, C));
     if (at_once) {
-      cuda::gelu_backward_with_bias<T>(gradient, dbias, partials, gradient, xs, N, C, nullptr);
+      cuda::gelu_backward_with_bias<T>(gradient, dbias, {partials}, gradient, xs, N, C, nullptr);
     } else {
       cuda::gelu_backward<T>(gradient, gradient, xs, N * C, nullptr);
-      cuda::column_sum<T>(dbias, partials, gradient, N, C, nullptr);
+      cuda::column_sum<T>(dbias, {partials}, gradient, N, C, nullptr);
     }
     return {{"dx", gradient.host()}, {"dbias", dbias.host()}};
   };

@@ -32,7 +32,7 @@ struct Case {
     DeviceArray<float> mean(N), rstd(N), dw(dweight), db(dbias), partials(cuda::layernorm_backward_scratch(N, C));
     if (accumulate_dx == Accumulate::yes) CUDA_CHECK(cudaMemcpy(dxs, dx.data(), dxs.bytes(), cudaMemcpyHostToDevice));
     cuda::layernorm_forward<T>(out, mean, rstd, xs, weights, biases, eps, N, C, nullptr);
-    cuda::layernorm_backward<T>(dxs, dw, db, partials, douts, xs, weights, mean, rstd, N, C, accumulate_dx, nullptr);
+    cuda::layernorm_backward<T>(dxs, dw, db, {partials}, douts, xs, weights, mean, rstd, N, C, accumulate_dx, nullptr);
     return {{"out", out.host()}, {"mean", mean.host()},  {"rstd", rstd.host()},
             {"dx", dxs.host()},  {"dweight", dw.host()}, {"dbias", db.host()}};
   }

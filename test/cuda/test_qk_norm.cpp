@@ -68,7 +68,7 @@ struct Case {
       cuda::rotary<T>(out, angles, where, s, Turn::forward, nullptr);
       cuda::rotary<T>(dqkv, angles, where, s, Turn::backward, nullptr);
     }
-    cuda::qk_norm_backward<T>(dqkv, dq, dk, partials, in, qw, kw, rstd, fused, where, s, nullptr);
+    cuda::qk_norm_backward<T>(dqkv, dq, dk, {partials}, in, qw, kw, rstd, fused, where, s, nullptr);
     return {{"out", out.host()},
             {"rstd", rstd.host()},
             {"dqkv", dqkv.host()},
@@ -118,7 +118,7 @@ struct Projections {
     cuda::projection_sums<T>(sums, in, none, none, none, s, nullptr);
     cuda::projection_sums<T>(dsums, in, dqkv, qw, kw, s, nullptr);
     cuda::projection_norm_forward<T>(out, rstd, in, qw, kw, all, eps, s, shares, nullptr);
-    cuda::projection_norm_backward<T>(dqkv, dq, dk, partials, in, qw, kw, rstd, all_products, s, shares, nullptr);
+    cuda::projection_norm_backward<T>(dqkv, dq, dk, {partials}, in, qw, kw, rstd, all_products, s, shares, nullptr);
     return {{"sums", sums.host()}, {"backward sums", dsums.host()}, {"out", out.host()},     {"rstd", rstd.host()},
             {"dqkv", dqkv.host()}, {"dq_weight", dq.host()},        {"dk_weight", dk.host()}};
   }

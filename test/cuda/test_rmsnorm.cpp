@@ -33,7 +33,7 @@ struct Case {
     DeviceArray<float> rstd(N), dw(dweight), partials(cuda::rmsnorm_backward_scratch(N, C));
     if (accumulate_dx == Accumulate::yes) CUDA_CHECK(cudaMemcpy(dxs, dx.data(), dxs.bytes(), cudaMemcpyHostToDevice));
     cuda::rmsnorm_forward<T>(out, rstd, xs, weights, eps, N, C, nullptr);
-    cuda::rmsnorm_backward<T>(dxs, dw, partials, douts, xs, weights, rstd, N, C, accumulate_dx, nullptr);
+    cuda::rmsnorm_backward<T>(dxs, dw, {partials}, douts, xs, weights, rstd, N, C, accumulate_dx, nullptr);
     return {{"out", out.host()}, {"rstd", rstd.host()}, {"dx", dxs.host()}, {"dweight", dw.host()}};
   }
 };

@@ -52,7 +52,16 @@ void set_schedule(const Schedule& schedule) {
 const Schedule& schedule() { return the_schedule; }
 uint64_t detail::schedule_number() { return the_schedule_number; }
 
-void run(const Launch& launch) { detail::make_machine().run(launch); }
+void run(const Launch& launch) {
+  detail::make_machine().run(launch);
+  count_kernel();
+}
+
+namespace {
+std::atomic<int64_t> kernels = 0;
+}  // namespace
+int64_t kernels_run() { return kernels; }
+void count_kernel() { ++kernels; }
 
 const uint3& thread_index() { return machine().self().index; }
 const uint3& block_index() { return machine().block_index(); }

@@ -82,6 +82,10 @@ struct Launch {
 // Runs all blocks, one after the other, on the calling host thread.
 void run(const Launch& launch);
 
+// Kernels that ran so far, a library's matrix products among them.
+int64_t kernels_run();
+void count_kernel();
+
 // ---- Called by running CUDA threads ---------------------------------------------------------------------------------
 
 const uint3& thread_index();

@@ -1,10 +1,13 @@
 // column_sum.cuh: sums over rows in two steps, both in a fixed order: each block sums one part of the rows, then the
-// parts are summed. For the gradients of biases and of norm weights. Contracts: ops/ops.h.
+// parts are summed, those of one op or of several. For the gradients of biases and of norm weights. Contracts:
+// ops/ops.h.
 #pragma once
 #include <algorithm>
+#include <span>
 
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/vec.cuh"
+#include "ops/types.h"
 
 namespace llmc::cuda {
 
@@ -12,48 +15,61 @@ namespace llmc::cuda {
 inline int64_t row_parts(int64_t N) { return std::min<int64_t>(ceil_div(N, 8), 512); }
 __device__ inline int64_t row_part_begin(int64_t N, int64_t part, int64_t parts) { return N * part / parts; }
 
-// first (C) += the sums of partials (parts, width) over the parts; where width is larger than C, the rest goes to
-// `second`. A block of (warp_size, rows) threads takes warp_size columns.
+// Sums that one launch adds up: they are an argument of the kernel.
+struct RowSums {
+  static constexpr int most = 16;
+  RowSum sums[most];
+};
+
+// Grid: (blocks for the widest, sums). A block of (warp_size, rows) threads takes warp_size columns.
 template <int rows>
-__global__ void __launch_bounds__(rows* warp_size)
-    add_partials_kernel(float* __restrict__ first, float* __restrict__ second, const float* __restrict__ partials,
-                        int64_t parts, int64_t C, int64_t width) {
+__global__ void __launch_bounds__(rows* warp_size) add_partials_kernel(const RowSums list) {
   constexpr int size = rows * warp_size, in_flight = 16;
   SHARED(float, sums, size);  // (rows, warp_size)
+  const RowSum& of = list.sums[blockIdx.y];
   const int64_t column = static_cast<int64_t>(blockIdx.x) * warp_size + threadIdx.x;
   float sum = 0;
-  if (column < width)
-    for (int64_t part = threadIdx.y; part < parts; part += in_flight * rows) {
-      const float* from = partials + part * width + column;
-      const int left = static_cast<int>(parts - part);
+  if (column < of.width)
+    for (int64_t part = threadIdx.y; part < of.parts; part += in_flight * rows) {
+      const float* from = of.partials + part * of.width + column;
+      const int left = static_cast<int>(of.parts - part);
       float values[in_flight];
 #pragma unroll
-      for (int i = 0; i < in_flight; ++i, from += rows * width) values[i] = i * rows < left ? *from : 0;
+      for (int i = 0; i < in_flight; ++i, from += rows * of.width) values[i] = i * rows < left ? *from : 0;
 #pragma unroll
       for (int i = 0; i < in_flight; ++i) sum += values[i];
     }
   sums[threadIdx.y * warp_size + threadIdx.x] = sum;
   __syncthreads();  // all rows of sums are written
-  if (threadIdx.y != 0 || column >= width) return;
+  if (threadIdx.y != 0 || column >= of.width) return;
   float total = 0;
 #pragma unroll
   for (int row = 0; row < rows; ++row) total += sums[row * warp_size + threadIdx.x];
-  if (column < C) first[column] += total;
-  else second[column - C] += total;
+  if (column < of.C) of.first[column] += total;
+  else of.second[column - of.C] += total;
 }
 
-// first (C), second (width - C) += the sums of partials (parts, width).
-inline void add_partials(float* first, float* second, const float* partials, int64_t parts, int64_t C, int64_t width,
-                         cudaStream_t stream) {
-  const auto run = [&]<int rows>() {
-    launch(add_partials_kernel<rows>, ceil_div(width, warp_size), dim3(warp_size, rows), 0, stream, first, second,
-           partials, parts, C, width);
-  };
-  if (parts <= 64) run.template operator()<8>();
-  else run.template operator()<32>();
+inline void add_partials(std::span<const RowSum> sums, cudaStream_t stream) {
+  constexpr int rows = 16;
+  while (!sums.empty()) {
+    const auto now = sums.first(std::min<size_t>(sums.size(), RowSums::most));
+    RowSums list = {};
+    std::ranges::copy(now, list.sums);
+    const int64_t widest = std::ranges::max(now, {}, &RowSum::width).width;
+    launch(add_partials_kernel<rows>, Grid(ceil_div(widest, warp_size), now.size()), dim3(warp_size, rows), 0, stream,
+           list);
+    sums = sums.subspan(now.size());
+  }
+}
+// first (C), second (width - C) += the sums of partials (parts, width): now, or with those that wait.
+inline void add_partials(float* first, float* second, const RowParts<float>& partials, int64_t parts, int64_t C,
+                         int64_t width, cudaStream_t stream) {
+  const RowSum sum{first, second, partials.data, parts, C, width};
+  if (partials.waiting != nullptr) partials.waiting->push_back(sum);
+  else add_partials({&sum, 1}, stream);
 }
 // The same with C columns in each; without a second one, partials (parts, C).
-inline void add_partials(float* first, float* second, const float* partials, int64_t parts, int64_t C,
+inline void add_partials(float* first, float* second, const RowParts<float>& partials, int64_t parts, int64_t C,
                          cudaStream_t stream) {
   add_partials(first, second, partials, parts, C, second == nullptr ? C : 2 * C, stream);
 }
@@ -118,19 +134,20 @@ inline int64_t column_sum_scratch(int64_t N, int64_t C) { return column_sum_part
 
 // fit: rows are whole packs
 template <class Source>
-void column_sum_of(float* out, float* partials, const Source& x, bool fit, int64_t N, int64_t C, cudaStream_t stream) {
+void column_sum_of(float* out, const RowParts<float>& partials, const Source& x, bool fit, int64_t N, int64_t C,
+                   cudaStream_t stream) {
   constexpr int rows = 8;
   const int64_t parts = column_sum_parts(N, C);
   with_packs<full_pack<typename Source::Element>>(fit, [&]<int pack>() {
     const Grid grid(ceil_div(C, pack * warp_size), parts);
-    launch(column_sum_kernel<Source, pack, rows>, grid, dim3(warp_size, rows), 0, stream, partials, x, N, C);
+    launch(column_sum_kernel<Source, pack, rows>, grid, dim3(warp_size, rows), 0, stream, partials.data, x, N, C);
   });
   add_partials(out, nullptr, partials, parts, C, stream);
 }
 
 // out (C) += the column sums of x (N, C); partials: scratch
 template <class T>
-void column_sum(float* out, float* partials, const T* x, int64_t N, int64_t C, cudaStream_t stream) {
+void column_sum(float* out, const RowParts<float>& partials, const T* x, int64_t N, int64_t C, cudaStream_t stream) {
   column_sum_of(out, partials, ColumnsOf<T>{x}, rows_fit_packs(C, full_pack<T>, x), N, C, stream);
 }
 

@@ -163,8 +163,8 @@ struct ColumnsOfGeluBackward {
 
 // The same for dx (N, C), and dbias (C) += its column sums, with column_sum()'s scratch and bits.
 template <class T>
-void gelu_backward_with_bias(T* dx, float* dbias, float* partials, const T* dout, const T* x, int64_t N, int64_t C,
-                             cudaStream_t stream) {
+void gelu_backward_with_bias(T* dx, float* dbias, const RowParts<float>& partials, const T* dout, const T* x, int64_t N,
+                             int64_t C, cudaStream_t stream) {
   const detail::ColumnsOfGeluBackward<T> columns{dx, dout, x};
   column_sum_of(dbias, partials, columns, rows_fit_packs(C, full_pack<T>, dx, dout, x), N, C, stream);
 }

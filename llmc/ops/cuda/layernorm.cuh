@@ -79,7 +79,7 @@ inline int64_t layernorm_backward_scratch(int64_t N, int64_t C) {
 
 // dx (N, C) = or += ; dweight (C), dbias (C) += ; partials: scratch
 template <class T>
-void layernorm_backward(T* dx, float* dweight, float* dbias, float* partials, const T* dout, const T* x,
+void layernorm_backward(T* dx, float* dweight, float* dbias, const RowParts<float>& partials, const T* dout, const T* x,
                         const T* weight, const float* mean, const float* rstd, int64_t N, int64_t C,
                         Accumulate accumulate_dx, cudaStream_t stream) {
   detail::norm_backward<Centred::yes>("layernorm_backward", dx, dweight, dbias, partials, dout, x, weight, mean, rstd,

@@ -223,8 +223,8 @@ inline int64_t norm_backward_scratch(Centred centred, int64_t N, int64_t C) {
 
 // dx (N, C) = or += ; dweight (C), dbias (C) += ; partials: scratch. Without centring, dbias and mean are unused.
 template <Centred centred, class T>
-void norm_backward(const char* op, T* dx, float* dweight, float* dbias, float* partials, const T* dout, const T* x,
-                   const T* weight, const float* mean, const float* rstd, int64_t N, int64_t C,
+void norm_backward(const char* op, T* dx, float* dweight, float* dbias, const RowParts<float>& partials, const T* dout,
+                   const T* x, const T* weight, const float* mean, const float* rstd, int64_t N, int64_t C,
                    Accumulate accumulate_dx, cudaStream_t stream) {
   constexpr int kinds = norm_sums(centred);
   const bool fit = rows_fit_packs(C, full_pack<T>, dx, dout, x, weight);
@@ -236,8 +236,8 @@ void norm_backward(const char* op, T* dx, float* dweight, float* dbias, float* p
       const int64_t row_threads = shares.warps * warp_size;
       with_constant<most_norm_packs>(shares.packs, [&]<int packs>() {
         launch(norm_backward_kernel<T, packs, centred, accumulate>, parts, shares.groups * row_threads,
-               shares.groups * kinds * C * static_cast<int64_t>(sizeof(float)), stream, dx, partials, dout, x, weight,
-               mean, rstd, N, C, static_cast<int>(row_threads));
+               shares.groups * kinds * C * static_cast<int64_t>(sizeof(float)), stream, dx, partials.data, dout, x,
+               weight, mean, rstd, N, C, static_cast<int>(row_threads));
       });
       return;
     }
@@ -245,7 +245,7 @@ void norm_backward(const char* op, T* dx, float* dweight, float* dbias, float* p
     check_row_fits(op, C, shared);
     with_packs<full_pack<T>>(fit, [&]<int pack>() {
       launch(norm_backward_shared_kernel<T, pack, centred, accumulate>, parts, row_threads(C, pack), shared, stream, dx,
-             partials, dout, x, weight, mean, rstd, N, C);
+             partials.data, dout, x, weight, mean, rstd, N, C);
     });
   };
   if (accumulate_dx == Accumulate::yes) run.template operator()<Accumulate::yes>();

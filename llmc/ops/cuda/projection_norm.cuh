@@ -110,15 +110,15 @@ inline int64_t projection_norm_backward_scratch(const AttentionShape& s) {
 }
 
 template <class T>
-void projection_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, float* partials, const T* qkv,
-                              const T* q_weight, const T* k_weight, const float* rstd, const float* sums,
+void projection_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, const RowParts<float>& partials,
+                              const T* qkv, const T* q_weight, const T* k_weight, const float* rstd, const float* sums,
                               const AttentionShape& s, const HeadShares& shares, cudaStream_t stream) {
   const int64_t parts = row_parts(s.B * s.T), queries = s.Hq * s.D, normed = queries + s.Hkv * s.D;
   with_packs<full_pack<T>>(rows_fit_packs(s.D, full_pack<T>, dqkv, qkv, q_weight, k_weight), [&]<int pack>() {
     const unsigned threads = row_threads(normed, pack, 256);
     const Grid grid(ceil_div(normed, pack * threads), parts);
-    launch(projection_norm_backward_kernel<T, pack>, grid, threads, 0, stream, dqkv, partials, qkv, q_weight, k_weight,
-           rstd, sums, s, shares);
+    launch(projection_norm_backward_kernel<T, pack>, grid, threads, 0, stream, dqkv, partials.data, qkv, q_weight,
+           k_weight, rstd, sums, s, shares);
   });
   add_partials(dq_weight, dk_weight, partials, parts, queries, normed, stream);
 }

@@ -195,15 +195,15 @@ inline int64_t qk_norm_backward_scratch(const AttentionShape& s) { return row_pa
 // dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight (D), dk_weight (D) += ; partials: scratch. With a
 // table it also rotates back, in the same pass: bitwise equal to rotary backward, then the norm's.
 template <class T>
-void qk_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, float* partials, const T* qkv, const T* q_weight,
-                      const T* k_weight, const float* rstd, const float* table, const int32_t* positions,
-                      const AttentionShape& s, cudaStream_t stream) {
+void qk_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, const RowParts<float>& partials, const T* qkv,
+                      const T* q_weight, const T* k_weight, const float* rstd, const float* table,
+                      const int32_t* positions, const AttentionShape& s, cudaStream_t stream) {
   detail::check_head_size("qk_norm_backward", s.D);
   const int64_t parts = row_parts(s.B * s.T);
   const auto run = [&]<int pack, detail::Turning turning>() {
     const int lanes = detail::head_lanes(s.D, pack), threads = 256;
     const int64_t shared = threads / lanes * s.D * static_cast<int64_t>(sizeof(float));
-    launch(qk_norm_backward_kernel<T, pack, turning>, Grid(parts, 2), threads, shared, stream, dqkv, partials, qkv,
+    launch(qk_norm_backward_kernel<T, pack, turning>, Grid(parts, 2), threads, shared, stream, dqkv, partials.data, qkv,
            q_weight, k_weight, rstd, table, positions, s, lanes);
   };
   detail::choose_head_kernel<T>(run, table, s.D, dqkv, qkv, q_weight, k_weight);

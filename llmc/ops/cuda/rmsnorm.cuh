@@ -67,8 +67,9 @@ inline int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) {
 
 // dx (N, C) = or += ; dweight (C) += ; partials: scratch
 template <class T>
-void rmsnorm_backward(T* dx, float* dweight, float* partials, const T* dout, const T* x, const T* weight,
-                      const float* rstd, int64_t N, int64_t C, Accumulate accumulate_dx, cudaStream_t stream) {
+void rmsnorm_backward(T* dx, float* dweight, const RowParts<float>& partials, const T* dout, const T* x,
+                      const T* weight, const float* rstd, int64_t N, int64_t C, Accumulate accumulate_dx,
+                      cudaStream_t stream) {
   detail::norm_backward<Centred::no>("rmsnorm_backward", dx, dweight, nullptr, partials, dout, x, weight, nullptr, rstd,
                                      N, C, accumulate_dx, stream);
 }

@@ -98,6 +98,26 @@ TEST_CASE("sums of the residual stream in cuBLASLt's products are as good as in 
   }
 }
 
+#ifndef __CUDACC__
+TEST_CASE("a micro-batch of GPT-2 124M's layers and chunks is few kernels", "[cuda][trainer]") {
+  StepConfig step = small_step("gpt2", DType::bf16);
+  step.model.n_layer = 12, step.model.n_embd = step.model.n_head * step.model.head_size;
+  step.model.n_ffn = 40;
+  step.head_chunks = 7;
+  selftest::Machine products = gpu_without_graphs;
+  products.device.gelu_in_products = products.device.residual_in_products = true;
+  const auto kernels_of = [&](int64_t micro_batches) {
+    step.micro_batches = micro_batches;
+    const int64_t before = cuda_on_cpu::kernels_run();
+    const selftest::Outcome outcome = selftest::run_layout(step, products, {}, 1);
+    REQUIRE(outcome.fault == "");
+    return cuda_on_cpu::kernels_run() - before;
+  };
+  const int64_t one = kernels_of(1), two = kernels_of(2);
+  REQUIRE(two - one == 0);
+}
+#endif
+
 TEST_CASE("ranks share a GPU, or have one each with NCCL between them", "[cuda][trainer]") {
   StepConfig one_rank = small_step("gpt2", DType::fp32);
   one_rank.micro_batches = 4;
