@@ -1,38 +1,15 @@
 // attention_backward.cuh: the gradients of attention, from probabilities recomputed with the saved log-sum-exp (Dao
 // 2023). With P the probabilities and dO the gradient of the output:
 //   dV = P^T dO,   dP = dO V^T,   dS = P (dP - delta),   dQ = dS K / sqrt(D),   dK = dS^T Q / sqrt(D)
-// where delta = rowsum(dO O). One kernel holds keys and accumulates dK and dV over the queries, another holds queries
-// and accumulates dQ over the keys: S and dP are computed twice, and every sum has a fixed order. Contracts:
-// ops/ops_attention.h.
+// where delta = rowsum(dO O). One kernel holds queries, for which it finds delta, and accumulates dQ over the keys;
+// another holds keys and accumulates dK and dV over the queries. S and dP are computed twice, and every sum has a fixed
+// order. Contracts: ops/ops_attention.h.
 #pragma once
 #include <algorithm>
-#include <bit>
 
 #include "ops/cuda/attention_wgmma.cuh"
 
 namespace llmc::cuda {
-
-// terms (B, Hq, terms_rows(queries.rows)); dout, out (B queries.length, Hq D). Grid (rows of (terms_rows, Hq), B);
-// blockDim.x, a power of two up to a warp, is the number of threads per row.
-template <class T, int pack>
-__global__ void attention_row_terms_kernel(RowTerms* __restrict__ terms, const T* __restrict__ dout,
-                                           const T* __restrict__ out, const float* __restrict__ lse, AttentionBlock s) {
-  using Pack = Packed<T, pack>;
-  const unsigned index = blockIdx.x * blockDim.y + threadIdx.y, Hq = static_cast<unsigned>(s.Hq);
-  const int64_t rows = detail::terms_rows(s.queries.rows), t = index / Hq, h = index % Hq, b = blockIdx.y;
-  float delta = 0;
-  if (t < s.queries.rows) {
-    const int64_t begin = ((b * s.queries.length + s.queries.first + t) * s.Hq + h) * s.D;
-    for (int64_t d = threadIdx.x * pack; d < s.D; d += blockDim.x * pack) {
-      const Pack gs = Pack::load(dout + begin + d), os = Pack::load(out + begin + d);
-      for (int i = 0; i < pack; ++i) delta += gs[i] * os[i];
-    }
-  }
-  for (unsigned lanes = blockDim.x / 2; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(all_lanes, delta, lanes);
-  if (t < rows && threadIdx.x == 0)
-    terms[(b * s.Hq + h) * rows + t] = {
-        t < s.queries.rows ? lse[(b * s.Hq + h) * s.queries.length + s.queries.first + t] * log2_e : INFINITY, delta};
-}
 
 // dK and dV. Grid: grid_of_heads(B Hkv, blocks of keys), first keys first, which the most rows see.
 template <class T, class Block, int DP, Copy copy>
@@ -101,15 +78,16 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
   store_or_add_rows<copy>(dvalues, dvalue_sums, b, kv, first, dv);
 }
 
-// dQ. Grid: grid_of_heads(B Hq, blocks of rows). Rows are counted like the keys, except in `douts` and `queries`.
+// dQ, and the terms of the rows, for the kernel above. Grid: grid_of_heads(B Hq, blocks of rows). Rows are counted like
+// the keys, except in `douts`, `outs` and `queries`. terms (B, Hq, terms_rows), lse (B, Hq, length): row 0's.
 // keys_values: Hkv heads of keys, then Hkv of values: two arguments, each with a stride and a base, would spill
 // registers.
 template <class T, class Block, int DP, Copy copy>
 __global__ void __launch_bounds__(Block::threads, attention_blocks)
-    attention_backward_queries_kernel(Heads<T> dqueries, Heads<float> dquery_sums, Heads<const T> douts,
+    attention_backward_queries_kernel(Heads<T> dqueries, Heads<float> dquery_sums, RowTerms* terms,
+                                      Heads<const T> douts, Heads<const T> outs, const float* __restrict__ lse,
                                       Heads<const T> queries, Heads<const T> keys_values,
-                                      const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
-                                      KernelBlock s) {
+                                      const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int M = Block::M, N = Block::N, ND = Block::ND;
   const BlockOfQueries at(s, Block::rows);
   if (at.b >= static_cast<unsigned>(s.B)) return;
@@ -120,6 +98,8 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
   const Tile<T, DP> query_tile{memory}, dout_tile = query_tile.after(Block::rows);
   load_rows<Block::rows, Block::threads, copy>(query_tile, queries.of(at.b, at.h), at.first - s.offset);
   load_rows<Block::rows, Block::threads, copy>(dout_tile, douts.of(at.b, at.h), at.first - s.offset);
+  find_row_terms<16 * M, copy, DP>(terms + s.offset, douts.of(at.b, at.h), outs.of(at.b, at.h),
+                                   s.statistic(lse, at.b, at.h) + s.offset, first - s.offset);
 
   const RowRange block_rows(seen, at.first, at.first + Block::rows), warp_rows(seen, first, first + 16 * M);
   Accumulators<M, ND> dq = {};
@@ -200,15 +180,10 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
       dvalues(to.values, s.keys, s.D);
   const Heads<float> dquery_sums(to.query_sums, s.queries, s.D, s.offset), dkey_sums(to.key_sums, s.keys, s.D),
       dvalue_sums(to.value_sums, s.keys, s.D);
-  const Heads<const T> douts(dout_rows, s.queries, s.D), queries(from.queries, s.queries, s.D),
-      keys(from.keys, s.keys, s.D), values(from.values, s.keys, s.D);
+  const Heads<const T> douts(dout_rows, s.queries, s.D), outs(out_rows, s.queries, s.D),
+      queries(from.queries, s.queries, s.D), keys(from.keys, s.keys, s.D), values(from.values, s.keys, s.D);
   const int32_t* positions = from_row_0(from.positions, s);
   const auto run = [&]<int DP, Copy copy>() {
-    constexpr int pack = copy == Copy::packs ? full_pack<T> : 1;
-    const unsigned lanes = std::min(std::bit_ceil(static_cast<unsigned>(ceil_div(s.D, pack))), 32u);
-    const dim3 threads(lanes, 256 / lanes);
-    const Grid terms_grid(ceil_div(detail::terms_rows(s.queries.rows) * s.Hq, threads.y), s.B);
-    launch(attention_row_terms_kernel<T, pack>, terms_grid, threads, 0, stream, terms, dout, out, lse, s);
     const auto start_keys = [&]<class Block>(auto* kernel) {
       const Grid grid =
           grid_of_heads<T>(s.B * s.Hkv, ceil_div(s.keys.rows, Block::rows), s.queries.rows * s.Hq / s.Hkv, s.D);
@@ -218,22 +193,24 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
     const auto start_queries = [&]<class Block>(auto* kernel, const auto&... keys_and_values) {
       const Grid grid =
           grid_of_heads<T>(s.B * s.Hq, ceil_div(s.queries.rows, Block::rows), ceil_div(s.keys.rows * s.Hkv, s.Hq), s.D);
-      launch(kernel, grid, Block::threads, Block::shared_bytes(2), stream, dqueries, dquery_sums, douts, queries,
-             keys_and_values..., terms - s.offset, positions, block);
+      launch(kernel, grid, Block::threads, Block::shared_bytes(2), stream, dqueries, dquery_sums, terms - s.offset,
+             douts, outs, from_row_0(lse, s), queries, keys_and_values..., positions, block);
     };
     if constexpr (fits_warpgroups<T, copy>) {
       if (instructions == TensorCores::of_warpgroup) {
         using Keys = detail::BackwardKeysWarpgroups<DP>;
         using Queries = detail::BackwardQueriesWarpgroups<DP>;
-        start_keys.template operator()<Keys>(attention_backward_keys_wgmma_kernel<Keys>);
+        static_assert(Queries::rows % Keys::tile_rows == 0);  // so that all terms are there
         start_queries.template operator()<Queries>(attention_backward_queries_wgmma_kernel<Queries>, keys, values);
+        start_keys.template operator()<Keys>(attention_backward_keys_wgmma_kernel<Keys>);
         return;
       }
     }
     using Keys = detail::BackwardKeysBlock<T, DP>;
     using Queries = detail::BackwardQueriesBlock<T, DP>;
-    start_keys.template operator()<Keys>(attention_backward_keys_kernel<T, Keys, DP, copy>);
+    static_assert(Queries::rows % Keys::tile_rows == 0);
     start_queries.template operator()<Queries>(attention_backward_queries_kernel<T, Queries, DP, copy>, keys);
+    start_keys.template operator()<Keys>(attention_backward_keys_kernel<T, Keys, DP, copy>);
   };
   with_head_size<T>(s.D, run, to.queries, to.keys, to.values, dout_rows, out_rows, from.queries, from.keys,
                     from.values);

@@ -113,4 +113,27 @@ __host__ __device__ constexpr int64_t terms_rows(int64_t rows) { return (rows + 
 
 }  // namespace detail
 
+// The terms of a head's rows [begin, begin + count), by a warp, whose other lanes see them after a barrier. lse and
+// terms: row 0's
+template <int count, Copy copy, int DP, class T>
+__device__ void find_row_terms(RowTerms* terms, const Head<const T>& dout, const Head<const T>& out,
+                               const float* __restrict__ lse, int begin) {
+  constexpr int pack = copy == Copy::packs ? full_pack<T> : 1, lanes = DP / pack < warp_size ? DP / pack : warp_size;
+  const int lane = lane_of_thread() % lanes, end = begin + count;
+#pragma unroll 1
+  for (int row = begin + lane_of_thread() / lanes; row < end; row += warp_size / lanes) {
+    const bool valid = row < dout.rows;
+    float delta = 0;
+    if (valid)
+      for (int d = lane * pack; d < dout.D; d += lanes * pack) {
+        const auto gs = Packed<T, pack>::load(dout.data + row * dout.stride + d),
+                   os = Packed<T, pack>::load(out.data + row * out.stride + d);
+        for (int i = 0; i < pack; ++i) delta += gs[i] * os[i];
+      }
+#pragma unroll
+    for (int others = lanes / 2; others > 0; others /= 2) delta += __shfl_xor_sync(all_lanes, delta, others);
+    if (lane == 0) terms[row] = {valid ? lse[row] * log2_e : INFINITY, delta};
+  }
+}
+
 }  // namespace llmc::cuda

@@ -276,13 +276,15 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   store_or_add_rows<Copy::packs>(dvalues, dvalue_sums, b, kv, first, dv);
 }
 
-// dQ. Grid: grid_of_heads(B Hq, blocks of rows). Rows are counted like the keys, except in `douts` and `queries`.
+// dQ, and the terms of the rows, for the kernel above. Grid: grid_of_heads(B Hq, blocks of rows). Rows are counted like
+// the keys, except in `douts`, `outs` and `queries`. terms (B, Hq, terms_rows), lse (B, Hq, length): row 0's.
 template <class Block>
 __global__ void __launch_bounds__(Block::threads, Block::blocks)
-    attention_backward_queries_wgmma_kernel(Heads<bf16> dqueries, Heads<float> dquery_sums, Heads<const bf16> douts,
-                                            Heads<const bf16> queries, Heads<const bf16> keys, Heads<const bf16> values,
-                                            const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
-                                            KernelBlock s) {
+    attention_backward_queries_wgmma_kernel(Heads<bf16> dqueries, Heads<float> dquery_sums, RowTerms* terms,
+                                            Heads<const bf16> douts, Heads<const bf16> outs,
+                                            const float* __restrict__ lse, Heads<const bf16> queries,
+                                            Heads<const bf16> keys, Heads<const bf16> values,
+                                            const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int DP = Block::DP, n = Block::tile_rows;
   const BlockOfQueries at(s, Block::rows);
   if (at.b >= static_cast<unsigned>(s.B)) return;
@@ -293,6 +295,9 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   const PanelTile<Block::rows, DP> query_tile{memory}, dout_tile{memory + Block::rows * DP};
   load_panels<Block>(query_tile, queries.of(at.b, at.h), at.first - s.offset);
   load_panels<Block>(dout_tile, douts.of(at.b, at.h), at.first - s.offset);
+  find_row_terms<16, Copy::packs, DP>(terms + s.offset, douts.of(at.b, at.h), outs.of(at.b, at.h),
+                                      s.statistic(lse, at.b, at.h) + s.offset, first - s.offset);
+  __syncwarp();  // the terms are written
 
   const RowRange block_rows(seen, at.first, at.first + Block::rows),
       group_rows(seen, at.first + group_row, at.first + group_row + 64);
