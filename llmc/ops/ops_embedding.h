@@ -49,16 +49,17 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
   if (!dwpe.empty()) CHECK_TENSOR(dwpe, grad, dwpe.shape[0], C);
   [[maybe_unused]] const int64_t V = dwte.shape[0], P = dwpe.empty() ? 0 : dwpe.shape[0];
   auto scope = stream.scratch().scope();
-  [[maybe_unused]] const Tensor scratch = detail::scratch(stream, "embedding rows in order", DType::int32, 0,
-                                                          ON_GPU(cuda::embedding_backward_scratch(N, C)));
+  [[maybe_unused]] const Tensor scratch =
+      detail::scratch(stream, "embedding rows in order", DType::int32, 0,
+                      ON_GPU(cuda::embedding_backward_scratch(N, C, dwpe.empty() ? 1 : 2)));
   const double bytes = detail::bytes_of({dout}) + 2 * (detail::bytes_of_rows(dwte, N) + detail::bytes_of_rows(dwpe, N));
   detail::run_op(stream, dout.dtype, {"embedding_backward", 0, bytes}, {dwte, dwpe},
                  [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
                    A* const dwpe_data = dwpe.empty() ? nullptr : dwpe.data<A>();
                    const int32_t *ids = tokens.data<int32_t>(), *places = positions.data<int32_t>();
                    RUN_ON_DEVICE(stream, X,
-                                 cuda::embedding_backward(dwte.data<A>(), dwpe_data, scratch.data<int32_t>(),
-                                                          dout.data<X>(), ids, places, N, C, V, P, part, stream.cuda()),
+                                 cuda::embedding_backward({dwte.data<A>(), dwpe_data, V, P}, scratch.data<int32_t>(),
+                                                          dout.data<X>(), ids, places, N, C, part, stream.cuda()),
                                  cpu::ops<X>().embedding_backward(dwte.data<A>(), dwpe_data, dout.data<X>(), ids,
                                                                   places, N, C, part));
                  });
@@ -81,18 +82,18 @@ inline void add_positions_backward(Tensor dwpe, Tensor dout, Tensor positions, S
   CHECK_TENSOR(dwpe, accumulator_of(dout.dtype), P, C);
   auto scope = stream.scratch().scope();
   [[maybe_unused]] const Tensor scratch = detail::scratch(stream, "embedding rows in order", DType::int32, 0,
-                                                          ON_GPU(cuda::embedding_backward_scratch(N, C)));
+                                                          ON_GPU(cuda::embedding_backward_scratch(N, C, 1)));
   const double bytes = detail::bytes_of({dout}) + 2 * detail::bytes_of_rows(dwpe, N);
-  detail::run_op(
-      stream, dout.dtype, {"add_positions_backward", 0, bytes}, {dwpe},
-      [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-        A* const no_table = nullptr;
-        const int32_t* places = positions.data<int32_t>();
-        RUN_ON_DEVICE(
-            stream, X,
-            cuda::add_rows(dwpe.data<A>(), scratch.data<int32_t>(), dout.data<X>(), places, N, C, P, {}, stream.cuda()),
-            cpu::ops<X>().embedding_backward(no_table, dwpe.data<A>(), dout.data<X>(), nullptr, places, N, C, {}));
-      });
+  detail::run_op(stream, dout.dtype, {"add_positions_backward", 0, bytes}, {dwpe},
+                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   A* const no_table = nullptr;
+                   const int32_t* places = positions.data<int32_t>();
+                   RUN_ON_DEVICE(stream, X,
+                                 cuda::embedding_backward({nullptr, dwpe.data<A>(), 0, P}, scratch.data<int32_t>(),
+                                                          dout.data<X>(), nullptr, places, N, C, {}, stream.cuda()),
+                                 cpu::ops<X>().embedding_backward(no_table, dwpe.data<A>(), dout.data<X>(), nullptr,
+                                                                  places, N, C, {}));
+                 });
 }
 
 }  // namespace llmc

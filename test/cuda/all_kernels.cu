@@ -63,7 +63,7 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   cross_entropy_stats(f, x, ids, N, C, part, stream);
   cross_entropy_merge(f, x, f, ids, 1, N, C, part, 1, Gradient::yes, {}, stream);
   embedding_forward(x, ids, ids, x, x, N, C, part, stream);
-  embedding_backward(f, f, ids, x, ids, ids, N, C, N, N, part, stream);
+  embedding_backward({f, f, N, N}, ids, x, ids, ids, N, C, part, stream);
   add_positions(x, ids, x, N, C, stream);
   layernorm_forward(x, f, f, x, x, x, 0, N, C, stream);
   residual_layernorm_forward(x, f, f, x, x, x, x, x, 0, N, C, stream);

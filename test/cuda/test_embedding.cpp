@@ -65,11 +65,13 @@ struct Case {
   Outputs cuda() const {
     DeviceArray<T> out(N * C), te(wte), pe(wpe), gradient(dout);
     DeviceArray<float> dte(dwte), dpe(dwpe);
-    DeviceArray<int32_t> ids(tokens), places(positions), scratch(cuda::embedding_backward_scratch(N, C));
+    DeviceArray<int32_t> ids(tokens), places(positions),
+        scratch(cuda::embedding_backward_scratch(N, C, with_positions ? 2 : 1));
     cuda::embedding_forward<T>(out, ids, places, te, with_positions ? static_cast<T*>(pe) : nullptr, N, C, part,
                                nullptr);
-    cuda::embedding_backward<T>(dte, with_positions ? static_cast<float*>(dpe) : nullptr, scratch, gradient, ids,
-                                places, N, C, V, P, part, nullptr);
+    cuda::embedding_backward<T>({dte, with_positions ? static_cast<float*>(dpe) : nullptr,
+                                 part.size < 0 ? V : part.size, with_positions ? P : 0},
+                                scratch, gradient, ids, places, N, C, part, nullptr);
     return {{"out", out.host()}, {"dwte", dte.host()}, {"dwpe", dpe.host()}};
   }
 };
@@ -162,9 +164,9 @@ TEMPLATE_TEST_CASE("positions are added, and their gradients, as on the CPU", "[
   const auto run = [&, N = N, C = C]() -> Outputs {
     DeviceArray<T> x(c.dout), pe(c.wpe), gradient(c.dout);
     DeviceArray<float> dpe(c.dwpe);
-    DeviceArray<int32_t> places(c.positions), scratch(cuda::embedding_backward_scratch(N, C));
+    DeviceArray<int32_t> places(c.positions), scratch(cuda::embedding_backward_scratch(N, C, 1));
     cuda::add_positions<T>(x, places, pe, N, C, nullptr);
-    cuda::add_rows<T>(dpe, scratch, gradient, places, N, C, c.P, {}, nullptr);
+    cuda::embedding_backward<T>({nullptr, dpe, 0, c.P}, scratch, gradient, nullptr, places, N, C, {}, nullptr);
     return {{"x", x.host()}, {"dwpe", dpe.host()}};
   };
   REQUIRE(same_bits({check_kernel(run, right(), 1e-6)[0]}, {right()[0]}));

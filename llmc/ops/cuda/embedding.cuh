@@ -41,12 +41,24 @@ __global__ void add_positions_kernel(T* __restrict__ x, const int32_t* __restric
   row.store(x + n * C + c);
 }
 
-// ids (N) = the row of the table that each token has; `part.size` for tokens outside of `part`.
+// The gradients of both tables, whose rows are numbered through.
+struct TableGradients {
+  float *tokens, *positions;  // (V, C) (P, C); or nullptr
+  int64_t V, P;               // 0 for nullptr
+
+  int tables() const { return (tokens != nullptr) + (positions != nullptr); }
+  __host__ __device__ int64_t rows() const { return V + P; }
+  __device__ float* row(int32_t id, int64_t C) const { return id < V ? tokens + id * C : positions + (id - V) * C; }
+};
+
+// ids (tables N) = the row that each token has, rows() for those outside of `part`, then the row of each position.
 template <int threads>
-__global__ void table_rows_kernel(int32_t* __restrict__ ids, const int32_t* __restrict__ tokens, int64_t N,
+__global__ void table_rows_kernel(int32_t* __restrict__ ids, const int32_t* __restrict__ tokens,
+                                  const int32_t* __restrict__ positions, int64_t N, TableGradients to,
                                   Vocabulary part) {
   const int64_t n = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
-  if (n < N) ids[n] = static_cast<int32_t>(part.has(tokens[n]) ? tokens[n] - part.first : part.size);
+  if (n < N) ids[n] = static_cast<int32_t>(part.has(tokens[n]) ? tokens[n] - part.first : to.rows());
+  else if (n < N * to.tables()) ids[n] = static_cast<int32_t>(to.V + positions[n - N]);
 }
 
 namespace detail {
@@ -84,22 +96,22 @@ inline constexpr int embedding_batch = 4;
 
 }  // namespace detail
 
-// dtable[id] += the rows of dout with that id, in order. Grid: (segments, blocks of packs in C). The sum for an id that
-// began in an earlier segment goes to carried (segments, C), for the next kernel. Ids from V on, which come last, are
-// skipped.
+// Row id of the tables += the rows of dout (N, C) with that id, in order: row n % N for sorted row n. Grid: (segments
+// of the M sorted rows, blocks of packs in C). The sum for an id that began in an earlier segment goes to carried
+// (segments, C), for the next kernel. Ids from to.rows() on, which come last, are skipped.
 template <class T, int pack>
-__global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __restrict__ carried,
-                                       const T* __restrict__ dout, const int32_t* __restrict__ ids,
-                                       const int32_t* __restrict__ rows, int64_t N, int64_t C, int64_t V) {
+__global__ void add_sorted_rows_kernel(TableGradients tables, float* __restrict__ carried, const T* __restrict__ dout,
+                                       const int32_t* __restrict__ ids, const int32_t* __restrict__ rows, int64_t M,
+                                       int64_t N, int64_t C) {
   using Pack = Packed<T, pack>;
   using PartialSums = detail::PartialSums<pack>;
   constexpr int batch = detail::embedding_batch;
   const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
   if (c >= C) return;
   const int64_t begin = blockIdx.x * detail::embedding_segment;
-  if (ids[begin] >= V) return;
-  int64_t end = min(N, begin + detail::embedding_segment);
-  while (ids[end - 1] >= V) --end;
+  if (ids[begin] >= tables.rows()) return;
+  int64_t end = min(M, begin + detail::embedding_segment);
+  while (ids[end - 1] >= tables.rows()) --end;
   const int32_t before = begin == 0 ? -1 : ids[begin - 1];  // ids are non-negative
   float* to = carried + blockIdx.x * C + c;
   PartialSums sum = {};
@@ -112,15 +124,16 @@ __global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __rest
     for (int j = 0; j < batch; ++j)
       if (k + j < end) {
         id[j] = ids[k + j];
-        gradients[j] = Pack::load_streaming(dout + rows[k + j] * C + c);
-        if (id[j] != (j == 0 ? current : id[j - 1])) starts[j] = PartialSums::load(dtable + id[j] * C + c);
+        const int32_t row = rows[k + j];
+        gradients[j] = Pack::load_streaming(dout + (row < N ? row : row - N) * C + c);
+        if (id[j] != (j == 0 ? current : id[j - 1])) starts[j] = PartialSums::load(tables.row(id[j], C) + c);
       }
 #pragma unroll
     for (int j = 0; j < batch; ++j)
       if (k + j < end) {
         if (id[j] != current) {
           if (k + j > begin) sum.store(to);
-          to = dtable + id[j] * C + c;
+          to = tables.row(id[j], C) + c;
           sum = starts[j];
           current = id[j];
         }
@@ -130,20 +143,21 @@ __global__ void add_sorted_rows_kernel(float* __restrict__ dtable, float* __rest
   sum.store(to);
 }
 
-// dtable[id] += the carried sums of an id, in segment order. Grid as above; only the block of the first segment that
-// carries an id adds them.
+// Row id of the tables += the carried sums of an id, in segment order. Grid as above; only the block of the first
+// segment that carries an id adds them.
 template <int pack>
-__global__ void add_carried_kernel(float* __restrict__ dtable, const float* __restrict__ carried,
-                                   const int32_t* __restrict__ ids, int64_t segments, int64_t C, int64_t V) {
+__global__ void add_carried_kernel(TableGradients tables, const float* __restrict__ carried,
+                                   const int32_t* __restrict__ ids, int64_t segments, int64_t C) {
   using PartialSums = detail::PartialSums<pack>;
   constexpr int batch = 2 * detail::embedding_batch;
   constexpr int64_t rows = detail::embedding_segment;
   const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack, first = blockIdx.x;
   if (c >= C || first == 0) return;
   const int32_t id = ids[first * rows];
-  if (ids[first * rows - 1] != id || id >= V) return;          // no id is carried into this segment
-  if (first > 1 && ids[(first - 1) * rows - 1] == id) return;  // not the first segment that carries it
-  PartialSums sum = PartialSums::load(dtable + id * C + c);
+  if (ids[first * rows - 1] != id || id >= tables.rows()) return;  // no id is carried into this segment
+  if (first > 1 && ids[(first - 1) * rows - 1] == id) return;      // not the first segment that carries it
+  float* const to = tables.row(id, C) + c;
+  PartialSums sum = PartialSums::load(to);
   bool more = true;
   for (int64_t segment = first; more; segment += batch) {
     PartialSums parts[batch];
@@ -158,7 +172,7 @@ __global__ void add_carried_kernel(float* __restrict__ dtable, const float* __re
       if (valid[j]) sum.add(parts[j]);
     more = valid[batch - 1];
   }
-  sum.store(dtable + id * C + c);
+  sum.store(to);
 }
 
 // out (N, C) = wte[tokens] + wpe[positions], wte having the rows of the tokens in `part`; wpe may be nullptr
@@ -181,44 +195,37 @@ void add_positions(T* x, const int32_t* positions, const T* wpe, int64_t N, int6
 }
 
 // Size of embedding_backward's `scratch` in four-byte elements; it is aligned to 16 bytes.
-inline int64_t embedding_backward_scratch(int64_t N, int64_t C) {
-  return round_up(sort_rows_scratch(N), 4) + ceil_div(N, detail::embedding_segment) * C;
+inline int64_t embedding_backward_scratch(int64_t N, int64_t C, int tables) {
+  const int64_t M = N * tables;
+  return round_up(sort_rows_scratch(M), 4) + ceil_div(M, detail::embedding_segment) * C;
 }
 
-// dtable (V, C) += the rows of dout (N, C) that ids (N) select; with a part, V is its size, and ids outside of it
-// select none. The rows of an id are added in order, in sums of 32 rows that are then added: the order depends on the
-// ids alone.
+// to.tokens[tokens] += dout (N, C), to.positions[positions] += dout; to.tokens has the rows of the tokens in `part`.
+// The rows of an id are added in order, in sums of at most 32 rows that are then added: the order depends on the ids
+// alone.
 template <class T>
-void add_rows(float* dtable, int32_t* scratch, const T* dout, const int32_t* ids, int64_t N, int64_t C, int64_t V,
-              const Vocabulary& part, cudaStream_t stream) {
-  detail::RowIds sorted;
-  if (part.size < 0) {
-    sorted = sort_rows(scratch, ids, N, V, stream);
-  } else {
+void embedding_backward(const TableGradients& to, int32_t* scratch, const T* dout, const int32_t* tokens,
+                        const int32_t* positions, int64_t N, int64_t C, const Vocabulary& part, cudaStream_t stream) {
+  const int64_t M = N * to.tables();
+  const int32_t* ids = to.tokens == nullptr ? positions : tokens;
+  if (to.tables() == 2 || part.size >= 0) {
     constexpr int threads = 256;
-    int32_t* table_rows = scratch + 3 * N;
-    launch(table_rows_kernel<threads>, ceil_div(N, threads), threads, 0, stream, table_rows, ids, N, part);
-    sorted = sort_rows(scratch, table_rows, N, V + 1, stream);
+    int32_t* const numbered = scratch + 3 * M;
+    launch(table_rows_kernel<threads>, ceil_div(M, threads), threads, 0, stream, numbered, tokens, positions, N, to,
+           part);
+    ids = numbered;
   }
-  float* carried = reinterpret_cast<float*>(scratch + round_up(sort_rows_scratch(N), 4));
-  const int64_t segments = ceil_div(N, detail::embedding_segment);
-  with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, dtable, carried, dout), [&]<int pack>() {
+  const detail::RowIds sorted = sort_rows(scratch, ids, M, to.rows() + (part.size >= 0 ? 1 : 0), stream);
+  float* carried = reinterpret_cast<float*>(scratch + round_up(sort_rows_scratch(M), 4));
+  const int64_t segments = ceil_div(M, detail::embedding_segment);
+  const bool fit = rows_fit_packs(C, full_pack<T>, to.tokens, to.positions, carried, dout);
+  with_packs<full_pack<T>>(fit, [&]<int pack>() {
     const Grid grid = row_grid(segments, C, pack, 128);
     const unsigned threads = row_threads(C, pack, 128);
-    launch(add_sorted_rows_kernel<T, pack>, grid, threads, 0, stream, dtable, carried, dout, sorted.ids, sorted.rows, N,
-           C, V);
-    launch(add_carried_kernel<pack>, grid, threads, 0, stream, dtable, carried, sorted.ids, segments, C, V);
+    launch(add_sorted_rows_kernel<T, pack>, grid, threads, 0, stream, to, carried, dout, sorted.ids, sorted.rows, M, N,
+           C);
+    launch(add_carried_kernel<pack>, grid, threads, 0, stream, to, carried, sorted.ids, segments, C);
   });
-}
-
-// dwte (V, C)[tokens] += dout (N, C), dwpe (P, C)[positions] += dout; dwpe may be nullptr. dwte has the rows of the
-// tokens in `part`.
-template <class T>
-void embedding_backward(float* dwte, float* dwpe, int32_t* scratch, const T* dout, const int32_t* tokens,
-                        const int32_t* positions, int64_t N, int64_t C, int64_t V, int64_t P, const Vocabulary& part,
-                        cudaStream_t stream) {
-  add_rows(dwte, scratch, dout, tokens, N, C, part.size < 0 ? V : part.size, part, stream);
-  if (dwpe != nullptr) add_rows(dwpe, scratch, dout, positions, N, C, P, {}, stream);
 }
 
 }  // namespace llmc::cuda
