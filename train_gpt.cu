@@ -390,8 +390,7 @@ class Training {
     if (!(other_shapes && o_.tune_matmul) && take_recorded_matmuls(r_.run, progress_.matmul_choices, log_)) return;
     progress_.matmul_choices.clear();
     if (!o_.tune_matmul || r_.first == job_.last_step()) return;
-    log_.line("timing matmul algorithms ...");
-    progress_.matmul_choices = r_.run.trainer.tune(updates_.batches_of(r_.first + 1));
+    progress_.matmul_choices = time_matmuls(r_.run, updates_.batches_of(r_.first + 1), log_);
   }
 
   [[noreturn]] void end(const EndsEarly& early) {

@@ -7,6 +7,7 @@
 // dtype: activations and weights of one call share a dtype (fp32, bf16; fp64 for finite differences). Statistics,
 // softmax, losses and weight gradients are in its accumulator type: fp32, or fp64 for fp64.
 #pragma once
+#include "ops/matmul_choices.h"    // a GPU library's algorithms for products
 #include "ops/ops_attention.h"     // attention, key-value cache
 #include "ops/ops_embedding.h"     // token and position embedding
 #include "ops/ops_expert_ranks.h"  // experts on several ranks: arriving rows, shared sequences, biases

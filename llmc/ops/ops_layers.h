@@ -13,29 +13,6 @@ inline std::string matmul_library([[maybe_unused]] const Device& device) {
   return formatted("our own, for {}", cpu::recorded_isa());
 }
 
-// Selects a GPU's matmul algorithms by shape. While `on`, the first product of each shape tries every algorithm that
-// the library offers and keeps the fastest; its result is discarded.
-inline void tune_matmuls([[maybe_unused]] bool on, [[maybe_unused]] Stream& stream) {
-#ifdef TRAIN_GPT_CUDA
-  if (stream.device().kind == DeviceKind::cuda) stream.kept<cuda::MatmulPlans>().set_tuning(on);
-#endif
-}
-// The algorithms chosen so far, as text; empty on a CPU.
-inline std::string matmul_choices([[maybe_unused]] Stream& stream) {
-#ifdef TRAIN_GPT_CUDA
-  if (stream.device().kind == DeviceKind::cuda) return stream.kept<cuda::MatmulPlans>().exported();
-#endif
-  return "";
-}
-// Uses exactly these choices from now on.
-inline void set_matmul_choices([[maybe_unused]] const std::string& choices, [[maybe_unused]] Stream& stream) {
-#ifdef TRAIN_GPT_CUDA
-  if (stream.device().kind != DeviceKind::cuda) return;
-  stream.kept<cuda::MatmulPlans>().forget();
-  stream.kept<cuda::MatmulPlans>().restore(choices);
-#endif
-}
-
 // out = (x - mean) rstd weight + bias over the last axis.   x, out (N, C); mean, rstd (N); weight, bias (C)
 inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor weight, Tensor bias, float eps,
                               Stream& stream) {

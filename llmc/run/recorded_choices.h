@@ -1,11 +1,15 @@
 // recorded_choices.h: what the machine at hand decides and rounding depends on: the algorithms of products on a GPU,
 // the instruction set on a CPU. Checkpoints record them, so that a resumed run computes as before where it can.
 #pragma once
+#include <array>
+#include <chrono>
+#include <set>
 #include <string>
 #include <utility>
 
 #include "core/log.h"
 #include "run/ranks.h"
+#include "run/reports/peak.h"
 
 namespace llmc {
 
@@ -22,6 +26,39 @@ inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& lo
     log.line(
         "notice: the checkpoint's matmul algorithms are for another GPU or cuBLASLt: products may round differently");
   return all_fit;
+}
+
+// Times the algorithms of a step's products, but for those that an earlier run on this machine has timed, and keeps the
+// choices for later ones.
+inline std::string time_matmuls(Run& run, const BatchSource& batches, Log& log) {
+  auto& control = run.groups[GroupName::control];
+  const std::string title = matmul_choices(run.stream);  // nothing is chosen yet
+  MeasurementCache cache("matmul_algorithms.json");
+  std::string before = title;
+  if (const nlohmann::json entry = cache.find(title); entry.contains("choices") && entry["choices"].is_string())
+    before += entry["choices"].get<std::string>();
+  before = control.all_gather_text("matmul algorithms of earlier runs", before)[0];
+  if (before.starts_with(title)) {
+    try {
+      set_matmul_choices(before, run.stream);
+    } catch (const Error& error) {
+      throw Error(formatted("{}: {}; delete it", cache.file(), error.what()));
+    }
+  }
+  log.line("timing matmul algorithms ...");
+  const auto begin = std::chrono::steady_clock::now();
+  std::string choices = run.trainer.tune(batches);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  std::set<std::string> known;
+  int64_t shapes = 0, timed = 0;
+  for_matmul_choices(before, [&](const std::string& shape, const std::string&) { known.insert(shape); });
+  for_matmul_choices(
+      choices, [&](const std::string& shape, const std::string&) { ++shapes, timed += known.contains(shape) ? 0 : 1; });
+  log.line(formatted("timed {} of {} matrix products in {:.1f} s; earlier runs had timed the others ({})", timed,
+                     shapes, seconds, cache.file()));
+  if (timed > 0 && run.groups.first())
+    cache.keep(title, {{"choices", merged_matmul_choices(std::array{choices, before}).substr(title.size())}});
+  return choices;
 }
 
 // Records the instruction set in use. A run that resumes with another one goes on, but rounds differently.

@@ -209,16 +209,20 @@ class Trainer {
     if (!values.empty()) upload(experts_.biases(), values, context_.compute);
   }
 
-  // Runs the forwards and backwards of a step once, without an update, while rank 0 times the algorithms for every
-  // product. All ranks then use the algorithms that it has chosen, which are returned.
+  // Runs the forwards and backwards of a step once, without an update, while the first rank of each stage times the
+  // algorithms for every product that has no choice yet. All ranks then use those chosen, which are returned.
   std::string tune(const BatchSource& batches) {
     Stream& stream = context_.compute;
-    tune_matmuls(groups_.first(), stream);
+    tune_matmuls(groups_.me.rank % groups_.ranks_of_stage() == 0, stream);
     accumulate_gradients(batches, Launch::enqueue);
     stream.synchronize();
     tune_matmuls(false, stream);
-    const std::string choices =
-        groups_[GroupName::control].all_gather_text("matmul algorithms", matmul_choices(stream))[0];
+    std::vector<std::string> of_stages;
+    const std::vector<std::string> of_ranks =
+        groups_[GroupName::control].all_gather_text("matmul algorithms", matmul_choices(stream, Choices::used));
+    for (size_t rank = 0; rank < of_ranks.size(); rank += static_cast<size_t>(groups_.ranks_of_stage()))
+      of_stages.push_back(of_ranks[rank]);
+    const std::string choices = merged_matmul_choices(of_stages);
     set_matmul_choices(choices, stream);
     return choices;
   }

@@ -228,7 +228,6 @@ TEST_CASE("what a pipeline cannot do is refused before anything is written", "[r
            {"--pp 2 --local-ranks 1", "--pp 2 needs a multiple of 2 ranks, and there are 1"},
            {"--pp 2 --local-ranks 6 --dp-replicate 2", "--dp-replicate 2 does not divide the 3 data-parallel ranks"},
            {"--pp 2 --local-ranks 4 --dp-sync parameter-server", "--dp-sync parameter-server with --pp 2"},
-           {"--pp 2 --tune-matmul", "--tune-matmul with --pp 2"},
            {"--pp 2 --micro-batches 4", "--micro-batches 4 is for --print-schedule"},
            {"--pp 2 --pp-layout -1,7", "\"-1\" is not a number of layers"},
            {"--pp 2 --token-slices 1000000000", "expected a whole number from 1 to 1048576, or auto"},

@@ -46,7 +46,7 @@ struct TableGradients {
   float *tokens, *positions;  // (V, C) (P, C); or nullptr
   int64_t V, P;               // 0 for nullptr
 
-  int tables() const { return (tokens != nullptr) + (positions != nullptr); }
+  __host__ __device__ int tables() const { return (tokens != nullptr) + (positions != nullptr); }
   __host__ __device__ int64_t rows() const { return V + P; }
   __device__ float* row(int32_t id, int64_t C) const { return id < V ? tokens + id * C : positions + (id - V) * C; }
 };

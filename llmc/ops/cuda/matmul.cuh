@@ -395,9 +395,9 @@ class MatmulPlans {
     return timing;
   }
 
-  // All chosen and restored algorithms, as text: a title, then a line per shape.
-  std::string exported() const {
-    auto chosen = restored_;
+  // The algorithms in use, and if `all` those restored, too, as text: a title, then a line per shape.
+  std::string exported(bool all = true) const {
+    auto chosen = all ? restored_ : std::map<std::string, detail::MatmulAlgorithm>{};
     for (const auto& [shape, plan] : plans_) chosen[to_string(shape)] = plan.algorithm;
     std::string text = title_ + "\n";
     for (const auto& [shape, algorithm] : chosen) {
@@ -408,13 +408,14 @@ class MatmulPlans {
     return text;
   }
 
-  // While on, the first product of each shape tunes it on its own arrays: for a warm-up run whose results are
-  // discarded.
+  // While on, the first product of each shape tunes it on its own arrays, unless one was restored: for a warm-up run
+  // whose results are discarded.
   void set_tuning(bool on) { tuning_ = on; }
   void run(MatmulShape shape, MatmulArrays arrays, cudaStream_t stream) {
     check_shape(shape);
     const int64_t batch = std::exchange(shape.batch, 1);
-    if (tuning_ && !plans_.contains(planned(shape))) tune(shape, arrays, stream);
+    if (tuning_ && !plans_.contains(planned(shape)) && !restored_.contains(to_string(planned(shape))))
+      tune(shape, arrays, stream);
     const Matmul one = prepare(shape);
     if (batch > 1 && one.plan_ != nullptr)
       if (const detail::MatmulPlan* all = plan_of_batch(one, batch)) return all->run(arrays, shape.accumulate, stream);

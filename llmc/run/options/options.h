@@ -478,7 +478,8 @@ void visit_options(O& o, Visitor&& visit) {
         "ranks");
   visit("--tune-matmul", "", o.tune_matmul, Limits{}, warn,
         "before the first step, time cuBLASLt's algorithms for each matrix product and use the fastest; checkpoints "
-        "record the choice for resumed runs; two new runs may choose, and round, differently");
+        "record the choices for resumed runs, and ~/.cache/train_gpt for new ones; runs on two machines may choose, and "
+        "round, differently");
   visit("--tf32", "", o.tf32, Limits{}, warn,
         "GPUs compute fp32 products on tensor cores with a 10-bit mantissa: faster, less exact than fp32");
   visit("--threads", "", o.threads, between(0, 1024), warn,

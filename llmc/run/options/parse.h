@@ -226,8 +226,6 @@ inline void validate_pipeline(const Options& o) {
   CHECK(o.pp > 1 || layout.kind == LayoutKind::even,
         "--pp-layout {} is for the stages of a pipeline, and --pp 1 has one: give --pp, or leave out --pp-layout",
         shown(o.pp_layout));
-  CHECK(o.pp == 1 || !o.tune_matmul, "--tune-matmul with --pp {}: the stages compute different products; leave it out",
-        o.pp);
   CHECK(!o.micro_batches,
         "--micro-batches {} is for --print-schedule: how many a step has follows from --total-batch-size",
         o.micro_batches.value_or(0));

@@ -1,8 +1,12 @@
 // State of the CUDA trainer beyond a step: checkpoints (contract 6), generated text, validation, chosen algorithms, and
 // a diverged run.
+#include <algorithm>
+#include <set>
+
 #include "cuda/device_test.h"
 #include "helpers.h"
 #include "run/checkpoints/checkpoint_write.h"
+#include "run/recorded_choices.h"
 #include "run/reports/report.h"
 #include "run/selftest/selftest.h"
 #include "run/setup.h"
@@ -118,6 +122,65 @@ TEST_CASE("tuned matmul algorithms are used again after they are restored", "[cu
   // All algorithms in use are among the recorded ones.
   std::istringstream used(matmul_choices(restored.run.stream));
   for (std::string line; std::getline(used, line);) REQUIRE(choices.find(line) != std::string::npos);
+}
+
+TEST_CASE("each stage of a pipeline times its own products, and not those that an earlier run has timed",
+          "[cuda][trainer]") {
+  const TempDir dir;
+  setenv("XDG_CACHE_HOME", (dir / "cache").c_str(), 1);
+  StepConfig step = small_step(DType::fp32);
+  step.layout.pipeline = {Schedule::one_f_one_b, 2, 1};
+  const selftest::Machine machine{.device = gpu_device};
+  const Plan plan = make_plan(step, gpu_device);
+  struct Timed {
+    std::string choices, used;  // of all ranks, and of this one's products
+    std::vector<double> losses;
+  };
+  const auto run = [&] {
+    std::vector<Timed> of_ranks(2);
+    World world(step.layout.mesh(), machine.backend);
+    run_ranks(world, [&](int rank) {
+      Run r(step, plan, machine.of_rank(rank), world, rank);
+      init_weights(r.trainer.state(), 42, r.stream);
+      const BatchSource batches = [&](int64_t) { return selftest::read_batch(step, r.groups.reader(), 0); };
+      Timed& mine = of_ranks[static_cast<size_t>(rank)];
+      Log log = Log::silent();
+      mine.choices = time_matmuls(r, batches, log);
+      for (const int64_t s : {1, 2}) {
+        OptimizerOptions its = options;
+        its.step = s;
+        mine.losses.push_back(r.trainer.step(batches, its, {.max_norm = 1}).loss);
+      }
+      mine.used = matmul_choices(r.stream, Choices::used);
+    });
+    REQUIRE(of_ranks[0].choices == of_ranks[1].choices);
+    return of_ranks;
+  };
+  const auto shapes_of = [](const std::string& choices) {
+    std::set<std::string> shapes;
+    for_matmul_choices(choices, [&](const std::string& shape, const std::string&) { shapes.insert(shape); });
+    return shapes;
+  };
+  const std::vector<Timed> first = run();
+  const std::set<std::string> all = shapes_of(first[0].choices), of_head = shapes_of(first[1].used);
+  REQUIRE(!std::ranges::includes(shapes_of(first[0].used), of_head));  // the head's are the second stage's
+  REQUIRE(std::ranges::includes(all, of_head));
+  REQUIRE(std::ranges::includes(all, shapes_of(first[0].used)));
+
+  MeasurementCache cache("matmul_algorithms.json");
+  const std::string title = first[0].choices.substr(0, first[0].choices.find('\n') + 1);
+  std::string kept = cache.find(title)["choices"];
+  REQUIRE(title + kept == first[0].choices);
+  REQUIRE(run()[0].choices == first[0].choices);
+  const std::string line = kept.substr(0, kept.find('\n') + 1);
+  cache.keep(title, {{"choices", line}});
+  REQUIRE(shapes_of(run()[0].choices) == all);  // the others are timed again
+  REQUIRE(shapes_of(title + MeasurementCache("matmul_algorithms.json").find(title)["choices"].get<std::string>()) ==
+          all);
+  cache.keep(title, {{"choices", "no shape\n"}});
+  REQUIRE_THROWS_WITH(run(), Catch::Matchers::ContainsSubstring("matmul_algorithms.json: line 2 of the recorded") &&
+                                 Catch::Matchers::ContainsSubstring("delete it"));
+  unsetenv("XDG_CACHE_HOME");
 }
 
 TEST_CASE("steps started before the host learns of a non-finite one change nothing", "[cuda][trainer]") {
