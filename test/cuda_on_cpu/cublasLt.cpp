@@ -432,10 +432,9 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
               : a_layout->type == CUDA_R_32F   ? solve<float, float>
               : d_layout->type == CUDA_R_32F   ? solve<bf16, float>
                                                : solve<bf16, bf16>;
-  const cudaError_t enqueued =
-      cuda_on_cpu::enqueue_call(stream, [problem, arrays, known, run] {
-        run(problem, arrays, *known);
-        cuda_on_cpu::count_kernel();
-      });
+  const cudaError_t enqueued = cuda_on_cpu::enqueue_call(stream, [problem, arrays, known, run] {
+    run(problem, arrays, *known);
+    cuda_on_cpu::count_kernel();
+  });
   return enqueued == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }

@@ -476,10 +476,11 @@ void visit_options(O& o, Visitor&& visit) {
         "on GPUs, launch the forward of a micro-batch, and its backward, as one CUDA graph where ranks do not "
         "communicate: not with --tp or --cp, ZeRO stage 3 or --grad-reduce micro, nor in the last backward of several "
         "ranks");
-  visit("--tune-matmul", "", o.tune_matmul, Limits{}, warn,
-        "before the first step, time cuBLASLt's algorithms for each matrix product and use the fastest; checkpoints "
-        "record the choices for resumed runs, and ~/.cache/train_gpt for new ones; runs on two machines may choose, and "
-        "round, differently");
+  visit(
+      "--tune-matmul", "", o.tune_matmul, Limits{}, warn,
+      "before the first step, time cuBLASLt's algorithms for each matrix product and use the fastest; checkpoints "
+      "record the choices for resumed runs, and ~/.cache/train_gpt for new ones; runs on two machines may choose, and "
+      "round, differently");
   visit("--tf32", "", o.tf32, Limits{}, warn,
         "GPUs compute fp32 products on tensor cores with a 10-bit mantissa: faster, less exact than fp32");
   visit("--threads", "", o.threads, between(0, 1024), warn,
