@@ -168,6 +168,7 @@ class Groups {
   int stages() const { return layout.pipeline.stages; }
   int ranks_of_stage() const { return ranks() / stages(); }
   bool first() const { return me.rank == 0; }
+  bool first_of_stage() const { return me.rank % ranks_of_stage() == 0; }
   // How many groups of ranks read different samples, and which of them this rank is in: tensor- and context-parallel
   // ranks and the stages of a pipeline read the same samples.
   int readers() const { return layout.readers(); }

@@ -26,7 +26,7 @@ class Attention : Layer {
     heads();
     attend();
   }
-  // out = it all; or the residual and it
+  // out = the projection, plus the residual if there is one
   void output(Tensor out, Tensor residual = {}) const { proj(residual).forward(out, a.attention); }
   // a.heads = the queries, keys and values that attention reads, from a.qkv; in place without query-key norm.
   void heads() const {
@@ -236,6 +236,7 @@ struct HeadNorm {
   HeadNorm(const ModelConfig& c, Tensor room, Arena& arena) : out(room) {
     const DType stat = accumulator_of(room.dtype);
     const int64_t S = room.shape[0];
+    out.name = "ln_f";
     if (c.family.norm == Norm::layernorm) mean = arena.alloc("head", "ln_f mean", stat, {S});
     rstd = arena.alloc("head", "ln_f rstd", stat, {S});
   }

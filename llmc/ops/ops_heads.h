@@ -84,14 +84,14 @@ inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Te
   CHECK_TENSOR(dk_weight, stat, shape.D);
   if (positions) detail::check_rotary("qk_norm_backward", qkv, *positions, shape);
   auto scope = stream.scratch().scope();
-  const detail::PartsOfSums partials(stream, "query-key norm partial sums", stat, cpu::row_partitions * 2 * shape.D,
-                                     ON_GPU(cuda::qk_norm_backward_scratch(shape)));
+  const detail::PartsOfSums partials(stream, "query-key norm partial sums", {dq_weight, dk_weight},
+                                     cpu::row_partitions * 2 * shape.D, ON_GPU(cuda::qk_norm_backward_scratch(shape)));
   detail::run_op(stream, qkv.dtype, {"qk_norm_backward", 0, detail::bytes_of({dqkv, dqkv, qkv})},
                  {dqkv, dq_weight, dk_weight}, [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
                    const A* table = positions ? positions->table.data<A>() : nullptr;
                    const int32_t* of_row = positions ? positions->of_row.data<int32_t>() : nullptr;
                    CALL_OP(stream, X, qk_norm_backward, dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(),
-                           partials.template data<A>(), qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(),
+                           partials.template room<A>(), qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(),
                            rstd.data<A>(), table, of_row, shape);
                  });
 }
@@ -167,11 +167,11 @@ inline void projection_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_we
   detail::check_projections("projection_norm_backward", rstd, sums, qkv, dq_weight, dk_weight, stat, shape, shares);
   detail::check_tensor("projection_norm_backward", "dqkv", dqkv, qkv.dtype, qkv.shape);
   auto scope = stream.scratch().scope();
-  const detail::PartsOfSums partials(stream, "query-key norm partial sums", stat,
+  const detail::PartsOfSums partials(stream, "query-key norm partial sums", {dq_weight, dk_weight},
                                      cpu::row_partitions * (shape.Hq + shape.Hkv) * shape.D,
                                      ON_GPU(cuda::projection_norm_backward_scratch(shape)));
   RUN_OP(projection_norm_backward, qkv.dtype, detail::bytes_of({dqkv, dqkv, qkv}), (dqkv, dq_weight, dk_weight),
-         dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(), partials.template data<A>(), qkv.data<X>(),
+         dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(), partials.template room<A>(), qkv.data<X>(),
          q_weight.data<X>(), k_weight.data<X>(), rstd.data<A>(), sums.data<A>(), shape, shares);
 }
 

@@ -66,10 +66,10 @@ inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor d
   CHECK_TENSOR(mean, stat, N);
   CHECK_TENSOR(rstd, stat, N);
   auto scope = stream.scratch().scope();
-  const detail::PartsOfSums partials(stream, "layernorm partial sums", stat, cpu::row_partitions * 2 * C,
+  const detail::PartsOfSums partials(stream, "layernorm partial sums", {dweight, dbias}, cpu::row_partitions * 2 * C,
                                      ON_GPU(cuda::layernorm_backward_scratch(N, C)));
   RUN_OP(layernorm_backward, x.dtype, detail::norm_backward_bytes(dx, dout, x, accumulate_dx), (dx, dweight, dbias),
-         dx.data<X>(), dweight.data<A>(), dbias.data<A>(), partials.template data<A>(), dout.data<X>(), x.data<X>(),
+         dx.data<X>(), dweight.data<A>(), dbias.data<A>(), partials.template room<A>(), dout.data<X>(), x.data<X>(),
          weight.data<X>(), mean.data<A>(), rstd.data<A>(), N, C, accumulate_dx);
 }
 
@@ -107,10 +107,10 @@ inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, T
   CHECK_TENSOR(weight, x.dtype, C);
   CHECK_TENSOR(rstd, stat, N);
   auto scope = stream.scratch().scope();
-  const detail::PartsOfSums partials(stream, "rmsnorm partial sums", stat, cpu::row_partitions * C,
+  const detail::PartsOfSums partials(stream, "rmsnorm partial sums", {dweight}, cpu::row_partitions * C,
                                      ON_GPU(cuda::rmsnorm_backward_scratch(N, C)));
   RUN_OP(rmsnorm_backward, x.dtype, detail::norm_backward_bytes(dx, dout, x, accumulate_dx), (dx, dweight),
-         dx.data<X>(), dweight.data<A>(), partials.template data<A>(), dout.data<X>(), x.data<X>(), weight.data<X>(),
+         dx.data<X>(), dweight.data<A>(), partials.template room<A>(), dout.data<X>(), x.data<X>(), weight.data<X>(),
          rstd.data<A>(), N, C, accumulate_dx);
 }
 
@@ -266,8 +266,8 @@ inline void linear_gelu_backward_input(Tensor dz, Tensor dout, Tensor weight, Te
 namespace detail {
 
 // For sums over the rows of (N, O).
-inline PartsOfSums parts_of_columns(DType sum, [[maybe_unused]] int64_t N, int64_t O, Stream& stream) {
-  return {stream, "bias partial sums", sum, cpu::row_partitions * O, ON_GPU(cuda::column_sum_scratch(N, O))};
+inline PartsOfSums parts_of_columns(Tensor sums, [[maybe_unused]] int64_t N, int64_t O, Stream& stream) {
+  return {stream, "bias partial sums", {sums}, cpu::row_partitions * O, ON_GPU(cuda::column_sum_scratch(N, O))};
 }
 
 }  // namespace detail
@@ -278,8 +278,8 @@ inline void linear_backward_bias(Tensor dbias, Tensor dout, Stream& stream) {
   const DType grad = accumulator_of(dout.dtype);
   CHECK_TENSOR(dbias, grad, O);
   auto scope = stream.scratch().scope();
-  const detail::PartsOfSums partials = detail::parts_of_columns(grad, N, O, stream);
-  RUN_OP(column_sum, dout.dtype, detail::bytes_of({dout}), (dbias), dbias.data<A>(), partials.template data<A>(),
+  const detail::PartsOfSums partials = detail::parts_of_columns(dbias, N, O, stream);
+  RUN_OP(column_sum, dout.dtype, detail::bytes_of({dout}), (dbias), dbias.data<A>(), partials.template room<A>(),
          dout.data<X>(), N, O);
 }
 
@@ -334,9 +334,9 @@ inline void gelu_backward_with_bias(Tensor dx, Tensor dbias, Tensor dout, Tensor
   CHECK_TENSOR(dbias, grad, C);
   CHECK_TENSOR(dout, x.dtype, N, C);
   auto scope = stream.scratch().scope();
-  const detail::PartsOfSums partials = detail::parts_of_columns(grad, N, C, stream);
+  const detail::PartsOfSums partials = detail::parts_of_columns(dbias, N, C, stream);
   RUN_OP(gelu_backward_with_bias, x.dtype, detail::bytes_of({dx, dout, x}), (dx, dbias), dx.data<X>(), dbias.data<A>(),
-         partials.template data<A>(), dout.data<X>(), x.data<X>(), N, C);
+         partials.template room<A>(), dout.data<X>(), x.data<X>(), N, C);
 }
 
 namespace detail {

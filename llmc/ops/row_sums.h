@@ -10,43 +10,49 @@ namespace detail {
 
 // A stream's sums whose parts are there, on a GPU or on paper.
 struct WaitingSums {
-  Tensor room = {};               // (n) fp32, for the parts; an empty tensor: none wait
-  int64_t used = 0;               // of its elements
-  int count = 0;                  // ops whose sums wait
-  std::vector<RowSum> sums = {};  // on a GPU
+  Tensor room = {};                  // (n) fp32, for the parts; an empty tensor: sums do not wait
+  int64_t used = 0;                  // of its elements
+  std::vector<Tensor> outputs = {};  // what they are added to
+  std::vector<RowSum> sums = {};     // on a GPU
 
   void add(Stream& stream) {
-    if (count == 0) return;
-    stream.run({"add_row_sums", 0, bytes_of({room.slice(0, {used})})}, {}, [this, &stream] {
+    if (outputs.empty()) return;
+    stream.run({"add_row_sums", 0, bytes_of({room.slice(0, {used})})}, outputs, [this, &stream] {
       (void)stream;
 #ifdef TRAIN_GPT_CUDA
       cuda::add_partials(sums, stream.cuda());
 #endif
     });
-    used = count = 0;
-    sums.clear();
+    used = 0;
+    outputs.clear(), sums.clear();
+  }
+  void add_later(const Tensor& output) {
+    for (const Tensor& other : outputs)
+      CHECK(other.bytes != output.bytes, "two sums over rows that wait are to be added to {}", output.name);
+    outputs.push_back(output);
   }
 };
 
 // Scratch for the parts of an op's sums, which wait if there is room for them.
 class PartsOfSums {
  public:
-  // on_cpu, on_gpu: elements
-  PartsOfSums(Stream& stream, const char* name, DType dtype, int64_t on_cpu, int64_t on_gpu) {
+  // on_cpu, on_gpu: elements; outputs: what the sums are added to, or empty tensors
+  PartsOfSums(Stream& stream, const char* name, std::initializer_list<Tensor> outputs, int64_t on_cpu, int64_t on_gpu) {
     WaitingSums& all = stream.kept<WaitingSums>();
     const int64_t n = round_up(on_gpu, Arena::alignment / size_of(DType::fp32));
     if (all.room.empty() || n > all.room.numel()) {
-      parts_ = scratch(stream, name, dtype, on_cpu, on_gpu);
+      parts_ = scratch(stream, name, outputs.begin()->dtype, on_cpu, on_gpu);
       return;
     }
     if (all.used + n > all.room.numel()) all.add(stream);
     parts_ = all.room.slice(all.used, {n});
     waiting_ = &all.sums;
     all.used += n;
-    ++all.count;
+    for (const Tensor& output : outputs)
+      if (!output.empty()) all.add_later(output);
   }
   template <class A>
-  RowParts<A> data() const {
+  RowParts<A> room() const {
     return {parts_.data<A>(), waiting_};
   }
 
@@ -61,8 +67,10 @@ class PartsOfSums {
 // may add to the same gradient.
 class RowSumsTogether {
  public:
-  explicit RowSumsTogether(Stream& stream) : stream_(stream), scope_(stream.scratch().scope()) {
-    constexpr int64_t bytes = 16 << 20;
+  // bytes: of room for the parts; when it is full, they are added up early
+  explicit RowSumsTogether(Stream& stream, int64_t bytes = 16 << 20)
+      : stream_(stream), scope_(stream.scratch().scope()) {
+    CHECK(waiting().room.empty(), "sums over rows of this stream are added up together already");
     if (stream.device().computes_as() == DeviceKind::cuda)
       waiting().room = stream.scratch().alloc("scratch", "sums over rows", DType::fp32, {bytes / size_of(DType::fp32)});
   }

@@ -109,7 +109,7 @@ inline Activations activations_of(Trainer& trainer, const HostBatch& batch) {
       keep(Kind::attention, values_of(t, stream));
     }
     if (name == "activated") keep(Kind::hidden, values_of(t, stream));
-    if (name == "out" && op == "residual_forward") keep(Kind::stream, values_of(t, stream));
+    if (name == "out" && op.ends_with("residual_forward")) keep(Kind::stream, values_of(t, stream));
     if (name == "logits" && product) keep(Kind::logits, values_of(t, stream));
   });
   trainer.evaluate(1, batch_shape.rows(), [&](int64_t) { return batch; });

@@ -9,7 +9,7 @@
 
 #include "core/log.h"
 #include "run/ranks.h"
-#include "run/reports/peak.h"
+#include "run/reports/measurement_cache.h"
 
 namespace llmc {
 
@@ -28,34 +28,41 @@ inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& lo
   return all_fit;
 }
 
+// What earlier runs on this machine have chosen for GPUs and a library with this title, or the title alone. A cache
+// that cannot be read is as good as none.
+inline std::string matmul_choices_before(const std::string& title, const MeasurementCache& cache, Run& run, Log& log) {
+  constexpr double a_month = 30.0 * 24 * 3600;  // then the GPU, or what else ran on it, may have been another
+  const nlohmann::json entry = cache.find(title, a_month);
+  if (!entry.contains("choices") || !entry["choices"].is_string()) return title;
+  std::string before = title + entry["choices"].get<std::string>();
+  try {
+    set_matmul_choices(before, run.stream);
+  } catch (const Error& error) {
+    log.line(formatted("notice: {}: {}", cache.file(), error.what()));
+    return title;
+  }
+  return before;
+}
+
 // Times the algorithms of a step's products, but for those that an earlier run on this machine has timed, and keeps the
 // choices for later ones.
 inline std::string time_matmuls(Run& run, const BatchSource& batches, Log& log) {
-  auto& control = run.groups[GroupName::control];
   const std::string title = matmul_choices(run.stream);  // nothing is chosen yet
   MeasurementCache cache("matmul_algorithms.json");
-  std::string before = title;
-  if (const nlohmann::json entry = cache.find(title); entry.contains("choices") && entry["choices"].is_string())
-    before += entry["choices"].get<std::string>();
-  before = control.all_gather_text("matmul algorithms of earlier runs", before)[0];
-  if (before.starts_with(title)) {
-    try {
-      set_matmul_choices(before, run.stream);
-    } catch (const Error& error) {
-      throw Error(formatted("{}: {}; delete it", cache.file(), error.what()));
-    }
-  }
+  const std::string before = run.groups[GroupName::control].all_gather_text(
+      "matmul algorithms of earlier runs", run.groups.first() ? matmul_choices_before(title, cache, run, log) : "")[0];
+  if (run.groups.first_of_stage() && before.starts_with(title)) set_matmul_choices(before, run.stream);
   log.line("timing matmul algorithms ...");
   const auto begin = std::chrono::steady_clock::now();
   std::string choices = run.trainer.tune(batches);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   std::set<std::string> known;
   int64_t shapes = 0, timed = 0;
-  for_matmul_choices(before, [&](const std::string& shape, const std::string&) { known.insert(shape); });
+  for_matmul_choices(before, [&](const std::string&, const std::string& line) { known.insert(line); });
   for_matmul_choices(
-      choices, [&](const std::string& shape, const std::string&) { ++shapes, timed += known.contains(shape) ? 0 : 1; });
-  log.line(formatted("timed {} of {} matrix products in {:.1f} s; earlier runs had timed the others ({})", timed,
-                     shapes, seconds, cache.file()));
+      choices, [&](const std::string&, const std::string& line) { ++shapes, timed += known.contains(line) ? 0 : 1; });
+  log.line(formatted("timed {} of {} matrix products in {:.1f} s; {} has them all for later runs", timed, shapes,
+                     seconds, cache.file()));
   if (timed > 0 && run.groups.first())
     cache.keep(title, {{"choices", merged_matmul_choices(std::array{choices, before}).substr(title.size())}});
   return choices;

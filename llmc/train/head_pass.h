@@ -2,7 +2,6 @@
 // these exist: losses, their gradients, or the logits of one row.
 #pragma once
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "train/in_flight.h"
@@ -97,7 +96,7 @@ class HeadPass {
   struct Part {
     Logits logits;
     Tensor norm, targets;     // (n, C) (N)
-    std::vector<Range> rows;  // of the micro-batch, whose logits they are; with sequence parallelism some of each rank
+    std::vector<Range> rows;  // the logits' rows in the micro-batch; with sequence parallelism some of each rank
     int64_t before;           // rows of logits in the chunks before
   };
   // Calls f(part) for parts of the rows of norm (S, C), each with logits of its own. Returns the rows of all logits.

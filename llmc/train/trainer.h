@@ -213,7 +213,7 @@ class Trainer {
   // algorithms for every product that has no choice yet. All ranks then use those chosen, which are returned.
   std::string tune(const BatchSource& batches) {
     Stream& stream = context_.compute;
-    tune_matmuls(groups_.me.rank % groups_.ranks_of_stage() == 0, stream);
+    tune_matmuls(groups_.first_of_stage(), stream);
     accumulate_gradients(batches, Launch::enqueue);
     stream.synchronize();
     tune_matmuls(false, stream);

@@ -234,16 +234,16 @@ TEMPLATE_TEST_CASE("attention kernels need every barrier", "[cuda]", float, bf16
   check_barriers([&] { return c.cuda_forward(); });
   for (const bool of_queries : {true, false}) {
     INFO("of the kernel that writes " << (of_queries ? "dq" : "dk and dv"));
-    std::vector<std::string> of_the_other;  // barriers that no other kernel has
+    std::vector<std::string> of_dq_alone;  // barriers that dK and dV do not need
     if (!of_queries && instructions == cuda::TensorCores::of_warpgroup)
-      of_the_other = {"attention_wgmma.cuh: __syncwarp();  // the terms are written"};
+      of_dq_alone = {"attention_wgmma.cuh: __syncwarp();  // the terms are written"};
     check_barriers(
         [&] {
           Outputs gradients = c.cuda_backward();
           std::erase_if(gradients, [&](const Output& o) { return (o.name == "dq") != of_queries; });
           return gradients;
         },
-        of_the_other);
+        of_dq_alone);
   }
 }
 

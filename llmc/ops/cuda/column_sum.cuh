@@ -15,7 +15,7 @@ namespace llmc::cuda {
 inline int64_t row_parts(int64_t N) { return std::min<int64_t>(ceil_div(N, 8), 512); }
 __device__ inline int64_t row_part_begin(int64_t N, int64_t part, int64_t parts) { return N * part / parts; }
 
-// Sums that one launch adds up: they are an argument of the kernel.
+// The sums that one launch adds up, passed as a kernel argument.
 struct RowSums {
   static constexpr int most = 16;
   RowSum sums[most];
@@ -61,17 +61,10 @@ inline void add_partials(std::span<const RowSum> sums, cudaStream_t stream) {
     sums = sums.subspan(now.size());
   }
 }
-// first (C), second (width - C) += the sums of partials (parts, width): now, or with those that wait.
-inline void add_partials(float* first, float* second, const RowParts<float>& partials, int64_t parts, int64_t C,
-                         int64_t width, cudaStream_t stream) {
-  const RowSum sum{first, second, partials.data, parts, C, width};
-  if (partials.waiting != nullptr) partials.waiting->push_back(sum);
+// Adds it up now, or with those that wait.
+inline void add_partials(const RowSum& sum, std::vector<RowSum>* waiting, cudaStream_t stream) {
+  if (waiting != nullptr) waiting->push_back(sum);
   else add_partials({&sum, 1}, stream);
-}
-// The same with C columns in each; without a second one, partials (parts, C).
-inline void add_partials(float* first, float* second, const RowParts<float>& partials, int64_t parts, int64_t C,
-                         cudaStream_t stream) {
-  add_partials(first, second, partials, parts, C, second == nullptr ? C : 2 * C, stream);
 }
 
 // What column_sum sums: x (N, C).
@@ -142,7 +135,7 @@ void column_sum_of(float* out, const RowParts<float>& partials, const Source& x,
     const Grid grid(ceil_div(C, pack * warp_size), parts);
     launch(column_sum_kernel<Source, pack, rows>, grid, dim3(warp_size, rows), 0, stream, partials.data, x, N, C);
   });
-  add_partials(out, nullptr, partials, parts, C, stream);
+  add_partials({out, nullptr, partials.data, parts, C, C}, partials.waiting, stream);
 }
 
 // out (C) += the column sums of x (N, C); partials: scratch

@@ -414,8 +414,7 @@ class MatmulPlans {
   void run(MatmulShape shape, MatmulArrays arrays, cudaStream_t stream) {
     check_shape(shape);
     const int64_t batch = std::exchange(shape.batch, 1);
-    if (tuning_ && !plans_.contains(planned(shape)) && !restored_.contains(to_string(planned(shape))))
-      tune(shape, arrays, stream);
+    if (tuning_ && !plans_.contains(planned(shape)) && !has_restored(planned(shape))) tune(shape, arrays, stream);
     const Matmul one = prepare(shape);
     if (batch > 1 && one.plan_ != nullptr)
       if (const detail::MatmulPlan* all = plan_of_batch(one, batch)) return all->run(arrays, shape.accumulate, stream);
@@ -460,7 +459,8 @@ class MatmulPlans {
     CHECK(s.bias == Bias::no || s.out == s.in, "cuBLASLt adds a bias in the dtype of C, which is {}, not {}; {}", s.out,
           s.in, to_string(s));
     CHECK(s.M >= 0 && s.N >= 0 && s.K >= 0, "matmul: a size is negative; {}", to_string(s));
-    CHECK(s.K > 0 || s.bias == Bias::no, "matmul: with K = 0 there can be no bias; {}", to_string(s));
+    CHECK(s.K > 0 || (s.bias == Bias::no && s.epilogue == Epilogue::none),
+          "matmul: with K = 0 there can be no bias or epilogue; {}", to_string(s));
     // cuBLASLt: "the leading dimension of the auxiliary buffer must be divisible by 8"; its own is 16 bytes.
     CHECK(!s.has_gelu() ||
               (s.in == DType::bf16 && s.out == DType::bf16 && s.N % 8 == 0 && s.alignment == 16 && s.batch == 1 &&
@@ -491,6 +491,16 @@ class MatmulPlans {
     if (shape.in != DType::fp32) shape.tf32 = Tf32::no;
     shape.accumulate = Accumulate::no;
     return shape;
+  }
+  // Whether a restored algorithm computes this shape; one that does not is forgotten.
+  bool has_restored(const MatmulShape& shape) {
+    const auto restored = restored_.find(to_string(shape));
+    if (restored == restored_.end()) return false;
+    if (detail::MatmulPlan{detail::MatmulProblem(shape), library_.get(), workspace_bytes_, restored->second}
+            .algorithm_computes())
+      return true;
+    restored_.erase(restored);
+    return false;
   }
   const detail::MatmulPlan& plan(const MatmulShape& shape) {
     const auto known = plans_.find(shape);

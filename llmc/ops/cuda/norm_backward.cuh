@@ -250,7 +250,7 @@ void norm_backward(const char* op, T* dx, float* dweight, float* dbias, const Ro
   };
   if (accumulate_dx == Accumulate::yes) run.template operator()<Accumulate::yes>();
   else run.template operator()<Accumulate::no>();
-  add_partials(dweight, dbias, partials, parts, C, stream);
+  add_partials({dweight, dbias, partials.data, parts, C, kinds * C}, partials.waiting, stream);
 }
 
 }  // namespace detail

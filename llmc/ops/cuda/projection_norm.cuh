@@ -120,7 +120,7 @@ void projection_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, const
     launch(projection_norm_backward_kernel<T, pack>, grid, threads, 0, stream, dqkv, partials.data, qkv, q_weight,
            k_weight, rstd, sums, s, shares);
   });
-  add_partials(dq_weight, dk_weight, partials, parts, queries, normed, stream);
+  add_partials({dq_weight, dk_weight, partials.data, parts, queries, normed}, partials.waiting, stream);
 }
 
 }  // namespace llmc::cuda

@@ -207,7 +207,7 @@ void qk_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, const RowPart
            q_weight, k_weight, rstd, table, positions, s, lanes);
   };
   detail::choose_head_kernel<T>(run, table, s.D, dqkv, qkv, q_weight, k_weight);
-  add_partials(dq_weight, dk_weight, partials, parts, s.D, stream);
+  add_partials({dq_weight, dk_weight, partials.data, parts, s.D, 2 * s.D}, partials.waiting, stream);
 }
 
 }  // namespace llmc::cuda

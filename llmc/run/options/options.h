@@ -471,7 +471,7 @@ void visit_options(O& o, Visitor&& visit) {
         "activation or norm)");
   visit("--residual", "", o.residual, any_of<GpuEpilogue>(), warn,
         "sums of the residual stream on GPUs: own kernels, or cuBLASLt's products in passing, which round once instead "
-        "of twice (not with --tp, --products)");
+        "of twice (not with --tp, --products; experts' outputs are always added by a kernel)");
   visit("--cuda-graphs", "", o.cuda_graphs, any_of<OnOff>(), free,
         "on GPUs, launch the forward of a micro-batch, and its backward, as one CUDA graph where ranks do not "
         "communicate: not with --tp or --cp, ZeRO stage 3 or --grad-reduce micro, nor in the last backward of several "

@@ -130,7 +130,8 @@ class LayoutSearch {
               continue;
             }
             if (tp > 1 && (what_.device.gelu_in_products || what_.device.residual_in_products)) {
-              reject("have --tp, which --gelu cublaslt and --residual cublaslt do not allow");
+              reject(what_.device.gelu_in_products ? "have --tp, which --gelu cublaslt does not allow"
+                                                   : "have --tp, which --residual cublaslt does not allow");
               continue;
             }
             StepConfig step = what_.step;
