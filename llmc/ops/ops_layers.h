@@ -196,19 +196,28 @@ inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Str
   detail::matmul("linear_forward", out, a, b, I, bias, Accumulate::no, stream);
 }
 
+namespace detail {
+
+// out = x weight^T + bias, with an epilogue. On GPUs alone.
+inline void linear_with(const char* name, Tensor out, Tensor x, Tensor weight, Tensor bias,
+                        const ProductEpilogue& epilogue, Stream& stream) {
+  const int64_t N = x.shape[0], I = x.shape[1], O = weight.shape[0];
+  check_tensor(name, "out", out, x.dtype, {N, O});
+  check_tensor(name, "z", epilogue.z, x.dtype, {N, O});
+  check_tensor(name, "weight", weight, x.dtype, {O, I});
+  if (!bias.empty()) check_tensor(name, "bias", bias, x.dtype, {O});
+  matmul(name, out, {x, Transpose::no}, {weight, Transpose::yes}, I, bias, Accumulate::no, stream, epilogue);
+}
+
+}  // namespace detail
+
 // out (N, O) = residual + x weight^T + bias. On a GPU by the product, which does not round its sums first.
 inline void linear_residual_forward(Tensor out, Tensor residual, Tensor x, Tensor weight, Tensor bias, Stream& stream) {
   if (stream.device().computes_as() != DeviceKind::cuda) {
     linear_forward(out, x, weight, bias, stream);
     return residual_forward(out, residual, out, stream);
   }
-  const int64_t N = x.shape[0], I = x.shape[1], O = weight.shape[0];
-  CHECK_TENSOR(out, x.dtype, N, O);
-  CHECK_TENSOR(residual, x.dtype, N, O);
-  CHECK_TENSOR(weight, x.dtype, O, I);
-  if (!bias.empty()) CHECK_TENSOR(bias, x.dtype, O);
-  detail::matmul("linear_residual_forward", out, {x, Transpose::no}, {weight, Transpose::yes}, I, bias, Accumulate::no,
-                 stream, {Epilogue::residual, residual});
+  detail::linear_with("linear_residual_forward", out, x, weight, bias, {Epilogue::residual, residual}, stream);
 }
 
 // GELU, tanh form, elementwise; dx may be dout.
@@ -241,13 +250,7 @@ inline void linear_gelu_forward(Tensor out, Tensor z, Tensor x, Tensor weight, T
     linear_forward(z, x, weight, bias, stream);
     return gelu_forward(out, z, stream);
   }
-  const int64_t N = x.shape[0], I = x.shape[1], O = weight.shape[0];
-  CHECK_TENSOR(out, x.dtype, N, O);
-  CHECK_TENSOR(z, x.dtype, N, O);
-  CHECK_TENSOR(weight, x.dtype, O, I);
-  if (!bias.empty()) CHECK_TENSOR(bias, x.dtype, O);
-  detail::matmul("linear_gelu_forward", out, {x, Transpose::no}, {weight, Transpose::yes}, I, bias, Accumulate::no,
-                 stream, {Epilogue::gelu, z});
+  detail::linear_with("linear_gelu_forward", out, x, weight, bias, {Epilogue::gelu, z}, stream);
 }
 // dz = dout weight times GELU's derivative at z: the gradient of z, from that of GELU(z) weight^T.
 inline void linear_gelu_backward_input(Tensor dz, Tensor dout, Tensor weight, Tensor z, Stream& stream) {
