@@ -321,8 +321,8 @@ build/mpi/exchanges: test/mpi/exchanges.cpp build/test.flags build/cpu/all
 # Compiled with the C++ compiler: with AddressSanitizer, which also runs all orders of threads, and with ThreadSanitizer;
 # `make test` has the tests of the trainer without either, which takes half the time to compile and a third to run.
 # Without OpenMP, whose threads are not under test; only its library is linked, because the CPU's ops ask it for thread
-# numbers. -Og takes two thirds of the time of -O1 to compile, and its programs a tenth to a fifth more to run. The emulator itself at -O2
-# and the CPU's ops at -O1: they are small, and run for minutes.
+# numbers. -Og takes two thirds of the time of -O1 to compile, and its programs a tenth to a fifth more to run. The
+# emulator itself is at -O2 and the CPU's ops at -O1: they are small, and run for minutes.
 LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cuda/attention.cu
 # Excluded: the test of a library for GPUs.
 CUDNN_TEST := test/cuda/test_attention_cudnn.cpp

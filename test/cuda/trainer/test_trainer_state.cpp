@@ -6,6 +6,7 @@
 #include "cuda/device_test.h"
 #include "helpers.h"
 #include "run/checkpoints/checkpoint_write.h"
+#include "run/coord_check.h"
 #include "run/recorded_choices.h"
 #include "run/reports/report.h"
 #include "run/selftest/selftest.h"
@@ -233,6 +234,23 @@ TEST_CASE("each stage of a pipeline times its own products, and not those that a
   for (const std::string& damaged : {std::string("no shape\n"), unusable}) {  // as good as none
     cache.keep(title, {{"choices", damaged}});
     REQUIRE(shapes_of(run()[0].choices) == all);
+  }
+}
+
+TEST_CASE("the coordinate check sees all that products write in passing", "[cuda][trainer]") {
+  StepConfig step{.model = selftest::awkward_model("gpt2"), .precision = DType::bf16, .batch = coord::batch_shape};
+  step.model.n_layer = 2, step.model.n_ffn = 40;  // GELU in products takes a multiple of 8
+  Device products = gpu_device;
+  products.gelu_in_products = products.residual_in_products = true;
+  Alone own(step, gpu_device, 5), passing(step, products, 5);
+  const HostBatch batch = coord::read_batch(step.model.vocab_size, 3, 0);
+  const coord::Activations expected = coord::activations_of(own.run.trainer, batch),
+                           found = coord::activations_of(passing.run.trainer, batch);
+  for (const coord::Kind kind : all_values<coord::Kind>()) {
+    CAPTURE(name_of(kind));
+    const auto k = static_cast<size_t>(kind);
+    REQUIRE(!expected[k].empty());
+    REQUIRE(found[k].size() == expected[k].size());
   }
 }
 
