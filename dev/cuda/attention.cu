@@ -1,4 +1,4 @@
-// attention.cu: the forward of causal attention in six versions. See cuda/ladder.h.
+// attention.cu: the forward of causal attention in seven versions. See cuda/ladder.h.
 //
 //   1  three kernels, with the T x T scores of every head in memory: memory and traffic grow with T^2
 //   2  a running maximum and sum per row: scores stay in registers, but every row reads all keys on its own
@@ -6,6 +6,8 @@
 //   4  tensor cores, 16 rows per warp; they wait while a tile is loaded
 //   5  llmc's: the next tile is loaded meanwhile, and a warp has 32 rows per read of a tile instead of 16
 //   6  llmc's on Hopper: a warpgroup's tensor-core instructions read tiles from shared memory (elsewhere: as 5)
+//   7  as 6, but a tile's product with its values runs while the next tile's exponentials are computed, as in
+//      FlashAttention-3 (Shah et al. 2024); llmc's once a GPU has shown for which sizes it is faster
 #include <memory>
 
 #include "cuda/ladder.h"
@@ -166,6 +168,20 @@ __device__ void copy_rows(const Tile<bf16, head_size>& tile, const Head<const bf
   }
 }
 
+// The 16 rows of a warp, from `first` on.
+template <int ND>
+__device__ void store_attention(bf16* out, float* lse, const AttentionShape& s, int64_t b, int64_t h, int first,
+                                const OnlineSoftmax<1>& softmax, Accumulators<1, ND>& outs, float scale) {
+  for (int half = 0; half < 2; ++half) {
+    const float total = quad_reduce(softmax.sum[0][half], Sum{});
+    scale_row(outs, 0, half, 1.0f / total);
+    const int row = first + fragment_row(2 * half);
+    if (row < s.T && fragment_column(0) == 0)
+      lse[(b * s.Hq + h) * s.T + row] = softmax.largest[0][half] * scale * ln_2 + logf(total);
+  }
+  store_rows<Copy::packs>(head_of(out, s, s.Hq, b, h), first, outs);
+}
+
 // A warp takes 16 rows. The products leave a row's scores in the four lanes of a quad, exactly where the next product
 // needs its first operand: probabilities never leave the registers. Grid (B H, blocks of rows).
 template <class Block>
@@ -193,14 +209,71 @@ __global__ void __launch_bounds__(Block::threads) attention4(bf16* out, float* l
     multiply(outs, p, values);
     __syncthreads();  // the tile has been read
   }
-  for (int half = 0; half < 2; ++half) {
-    const float total = quad_reduce(softmax.sum[0][half], Sum{});
-    scale_row(outs, 0, half, 1.0f / total);
-    const int row = first + fragment_row(2 * half);
-    if (row < end && fragment_column(0) == 0)
-      lse[(b * s.Hq + h) * s.T + row] = softmax.largest[0][half] * scale * ln_2 + logf(total);
-  }
-  store_rows<Copy::packs>(head_of(out, s, s.Hq, b, h), first, outs);
+  store_attention(out, lse, s, b, h, first, softmax, outs, scale);
+}
+
+// What 6 does, in other words: a step has the keys of a tile and the values of the tile before. Grid: as 6.
+template <class Block>
+__global__ void __launch_bounds__(Block::threads, Block::blocks)
+    attention7(bf16* out, float* lse, const bf16* qkv, AttentionShape s) {
+  constexpr int DP = head_size, n = Block::tile_rows;
+  const int64_t b = blockIdx.x / s.Hq, h = blockIdx.x % s.Hq;
+  const int begin = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Block::rows, group_row = row_of_warpgroup<Block>(),
+            first = begin + 16 * warp_of_thread(), T = static_cast<int>(s.T);
+  const Heads at(qkv, s, b, h);
+  DYN_SHARED_TILES(bf16, memory);
+  const PanelTile<Block::rows, DP> query_tile{memory};
+  const PanelBuffers<Block> buffers{memory + Block::rows * DP};
+  load_panels<Block>(query_tile, at.q, begin);
+
+  const float scale = log2_e * score_scale();  // exp(x / sqrt(D)) = 2^(x scale)
+  OnlineSoftmax<1> softmax;
+  Accumulators<1, Block::ND> outs = {};
+  WarpgroupOperand<Block::N> probabilities;
+  float correction[2];  // of outs, once the product before is added
+  const auto exponentials = [&](Accumulators<1, Block::N>& p, int key) {
+    if (key + n > begin + group_row)
+      for_each(p, [&](float& x, int, int j, int i) {
+        if (key + 8 * j + fragment_column(i) > first + fragment_row(i)) x = -INFINITY;
+      });
+#pragma unroll
+    for (int half = 0; half < 2; ++half) correction[half] = softmax.exponentials(p, 0, half, scale);
+  };
+  const int tiles = (min(begin + Block::rows, T) + n - 1) / n,  // of the block
+      of_group = (min(begin + group_row + 64, T) + n - 1) / n;  // of the warpgroup
+  const auto load = [&](int i) {
+    if (i < tiles) load_panels<Block>(buffers.tile(i, 0), at.k, i * n);
+    if (i > 0) load_panels<Block>(buffers.tile(i, 1), at.v, (i - 1) * n);
+  };
+  const auto use = [&](int i) {
+    if (i > of_group) return;
+    Accumulators<1, Block::N> p;
+    wgmma_fence();
+    if (i == 0) {
+      issue_transposed(p[0], query_tile, group_row, buffers.tile(i, 0));
+      wgmma_commit();
+      wgmma_wait<0>(p[0]);
+      exponentials(p, 0);
+      probabilities = WarpgroupOperand(p[0]);
+    } else if (i < of_group) {
+      issue_transposed(p[0], query_tile, group_row, buffers.tile(i, 0));
+      wgmma_commit();
+      issue(outs[0], probabilities, buffers.tile(i, 1));
+      wgmma_commit();
+      wgmma_wait<1>(p[0]);
+      exponentials(p, i * n);
+      wgmma_wait<0>(outs[0]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) scale_row(outs, 0, half, correction[half]);
+      probabilities = WarpgroupOperand(p[0]);
+    } else {
+      issue(outs[0], probabilities, buffers.tile(i, 1));
+      wgmma_commit();
+      wgmma_wait<0>(outs[0]);
+    }
+  };
+  double_buffered_tiles(0, tiles + 1, load, use);
+  store_attention(out, lse, s, b, h, first, softmax, outs, scale);
 }
 
 struct Problem {
@@ -214,9 +287,24 @@ AttentionInputs<bf16> inputs(const bf16* qkv, const AttentionShape& s) {
   return {{qkv, 3 * C}, {qkv + C, 3 * C}, {qkv + 2 * C, 3 * C}, nullptr};
 }
 
+// Runs 7 where the GPU has the instructions, else 5.
+template <int groups, int tile_rows, int blocks>
+void run_overlapped(Problem& p, TensorCores instructions) {
+  const AttentionShape& s = p.s;
+  if constexpr (compiled_for_warpgroups)
+    if (instructions == TensorCores::of_warpgroup) {
+      using Block = WarpgroupBlock<groups, tile_rows, head_size, blocks>;
+      return launch(attention7<Block>, Grid(s.B * s.Hq, ceil_div(s.T, int64_t{Block::rows})), Block::threads,
+                    Block::shared_bytes(1), nullptr, p.out, p.lse, p.qkvs, s);
+    }
+  attention_forward<bf16>({{p.out, s.Hq * head_size}, p.lse}, inputs(p.qkvs, s), nullptr, whole_sequences(s), nullptr,
+                          TensorCores::of_warp);
+}
+
 }  // namespace
 
-Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
+Ladder attention_ladder(int64_t B, int64_t T, int64_t H) { return attention_ladder(B, T, H, tensor_cores()); }
+Ladder attention_ladder(int64_t B, int64_t T, int64_t H, TensorCores instructions) {
   const AttentionShape s = {.B = B, .T = T, .Hq = H, .Hkv = H, .D = head_size};
   const AttentionBlock block = whole_sequences(s);
   const auto p = std::make_shared<Problem>(s);
@@ -231,53 +319,57 @@ Ladder attention_ladder(int64_t B, int64_t T, int64_t H) {
   constexpr int threads = 256, tile_rows = 64, tile_keys = 32;
   using Block = BlockSize<1, 4, 64, head_size, bf16>;
   constexpr int64_t shared = (Block::rows + 2 * Block::tile_rows) * head_size * int64_t{sizeof(bf16)};
-  return {
-      .op = "attention",
-      .versions =
-          {{"scores, softmax and values one after another: T x T matrices in memory",
-            [=] {
-              launch(attention1_scores, dim3(blocks(T, threads), rows, heads), threads, 0, nullptr, p->scores, p->qkvs,
-                     s);
-              launch(attention1_softmax, blocks(B * H * T, threads), threads, 0, nullptr, p->scores, p->lse, B * H * T,
-                     T);
-              launch(attention1_values, dim3(rows, heads), head_size, 0, nullptr, p->out, p->scores, p->qkvs, s);
-            }},
-           {"one warp per row: running maximum and sum, no T x T matrix",
-            [=] {
-              launch(attention2, blocks(B * H * T * warp_size, threads), threads, 0, nullptr, p->out, p->lse, p->qkvs,
-                     s);
-            }},
-           {"64 rows per block share tiles of keys and values in shared memory",
-            [=] {
-              launch(attention3<tile_rows, tile_keys>, dim3(blocks(T, tile_rows), heads), tile_rows, 0, nullptr, p->out,
-                     p->lse, p->qkvs, s);
-            }},
-           {"tensor cores, 16 rows per warp",
-            [=] {
-              launch(attention4<Block>, dim3(heads, blocks(T, Block::rows)), Block::threads, shared, nullptr, p->out,
-                     p->lse, p->qkvs, s);
-            }},
-           {"llmc/ops/cuda/attention_forward.cuh: the next tile is loaded meanwhile; 32 rows per warp",
-            [=] {
-              attention_forward<bf16>({{p->out, H * head_size}, p->lse}, inputs(p->qkvs, s), nullptr, block, nullptr,
-                                      TensorCores::of_warp);
-            }},
-           {"llmc/ops/cuda/attention_wgmma.cuh: tensor-core instructions of a warpgroup, where the GPU has them",
-            [=] {
-              attention_forward<bf16>({{p->out, H * head_size}, p->lse}, inputs(p->qkvs, s), nullptr, block, nullptr);
-            }}},
-      .prepare =
-          [=] {
-            for (DeviceArray<float>* array : {&p->lse, &p->scores})
-              CUDA_CHECK(cudaMemset(*array, 0xff, array->bytes()));
-            CUDA_CHECK(cudaMemset(p->out, 0xff, p->out.bytes()));
+  return {.op = "attention",
+          .versions =
+              {{"scores, softmax and values one after another: T x T matrices in memory",
+                [=] {
+                  launch(attention1_scores, dim3(blocks(T, threads), rows, heads), threads, 0, nullptr, p->scores,
+                         p->qkvs, s);
+                  launch(attention1_softmax, blocks(B * H * T, threads), threads, 0, nullptr, p->scores, p->lse,
+                         B * H * T, T);
+                  launch(attention1_values, dim3(rows, heads), head_size, 0, nullptr, p->out, p->scores, p->qkvs, s);
+                }},
+               {"one warp per row: running maximum and sum, no T x T matrix",
+                [=] {
+                  launch(attention2, blocks(B * H * T * warp_size, threads), threads, 0, nullptr, p->out, p->lse,
+                         p->qkvs, s);
+                }},
+               {"64 rows per block share tiles of keys and values in shared memory",
+                [=] {
+                  launch(attention3<tile_rows, tile_keys>, dim3(blocks(T, tile_rows), heads), tile_rows, 0, nullptr,
+                         p->out, p->lse, p->qkvs, s);
+                }},
+               {"tensor cores, 16 rows per warp",
+                [=] {
+                  launch(attention4<Block>, dim3(heads, blocks(T, Block::rows)), Block::threads, shared, nullptr,
+                         p->out, p->lse, p->qkvs, s);
+                }},
+               {"llmc/ops/cuda/attention_forward.cuh: the next tile is loaded meanwhile; 32 rows per warp",
+                [=] {
+                  attention_forward<bf16>({{p->out, H * head_size}, p->lse}, inputs(p->qkvs, s), nullptr, block,
+                                          nullptr, TensorCores::of_warp);
+                }},
+               {"llmc/ops/cuda/attention_wgmma.cuh: tensor-core instructions of a warpgroup, where the GPU has them",
+                [=] {
+                  attention_forward<bf16>({{p->out, H * head_size}, p->lse}, inputs(p->qkvs, s), nullptr, block,
+                                          nullptr, instructions);
+                }},
+               {"the last tile's values meanwhile; 2 warpgroups, 64 keys, 2 blocks",
+                [=] { run_overlapped<2, 64, 2>(*p, instructions); }},
+               {"the same; 1 warpgroup, 128 keys, 3 blocks", [=] { run_overlapped<1, 128, 3>(*p, instructions); }},
+               {"the same; 2 warpgroups, 128 keys, 1 block", [=] { run_overlapped<2, 128, 1>(*p, instructions); }}},
+          .prepare =
+              [=] {
+                for (DeviceArray<float>* array : {&p->lse, &p->scores})
+                  CUDA_CHECK(cudaMemset(*array, 0xff, array->bytes()));
+                CUDA_CHECK(cudaMemset(p->out, 0xff, p->out.bytes()));
+              },
+          .outputs = [=]() -> Outputs {
+            return {{"out", p->out.host()}, {"lse", p->lse.host()}};
           },
-      .outputs = [=]() -> Outputs {
-        return {{"out", p->out.host()}, {"lse", p->lse.host()}};
-      },
-      .reference = {{"out", out}, {"lse", lse}},
-      .tolerance = 0x1p-7,  // the tensor cores' probabilities are in bf16
-      .flops = 4.0 * static_cast<double>(B * H * head_size) * static_cast<double>(T * (T + 1) / 2)};
+          .reference = {{"out", out}, {"lse", lse}},
+          .tolerance = 0x1p-7,  // the tensor cores' probabilities are in bf16
+          .flops = 4.0 * static_cast<double>(B * H * head_size) * static_cast<double>(T * (T + 1) / 2)};
 }
 
 }  // namespace llmc::cuda

@@ -102,8 +102,9 @@ TEMPLATE_TEST_CASE("operands in fp8 are the CPU's, bit for bit", "[cuda]", float
   const Outputs found = check_kernel(run, {{"x", expected}}, 1e-12);
   REQUIRE(found[0].values == floats(expected));
   if (R != 144 || sizeof(T) == 4) return;
-  if (way.by == ScaledBy::tiles)  // nothing is reduced after it
-    check_barriers(run, {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
+  if (way.by == ScaledBy::tiles)  // a thread finds the largest of its own copies; nothing is reduced after it
+    check_barriers(run, {"quantise.cuh: __syncthreads();  // the tile is whole",
+                         "reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
   else if (way.sum_over_rows) check_barriers(run);
 }
 

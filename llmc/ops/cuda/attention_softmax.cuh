@@ -17,9 +17,10 @@ struct OnlineSoftmax {
       sum[i / 2][i % 2] = 0;
     }
   }
-  // scores = 2^(scores scale - maximum); rescales outs, accumulated with an earlier maximum, to the new one.
-  template <int N, int ND>
-  __device__ void update(Accumulators<M, N>& scores, Accumulators<M, ND>& outs, int m, int half, float scale) {
+  // scores = 2^(scores scale - maximum). Returns the factor to the new maximum, for what was summed with an earlier
+  // one.
+  template <int N>
+  __device__ float exponentials(Accumulators<M, N>& scores, int m, int half, float scale) {
     float most = -INFINITY;
 #pragma unroll
     for (int n = 0; n < N; ++n) most = fmaxf(most, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
@@ -27,7 +28,6 @@ struct OnlineSoftmax {
     const float shift = most == -INFINITY ? 0 : most * scale;  // a row may have seen no key yet
     const float correction = fast_exp2(largest[m][half] * scale - shift);
     largest[m][half] = most;
-    scale_row(outs, m, half, correction);
     float sums[2] = {sum[m][half] * correction, 0};  // two, so that additions do not wait for each other
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -38,6 +38,12 @@ struct OnlineSoftmax {
         sums[i] += score;
       }
     sum[m][half] = sums[0] + sums[1];
+    return correction;
+  }
+  // The same, and rescales outs.
+  template <int N, int ND>
+  __device__ void update(Accumulators<M, N>& scores, Accumulators<M, ND>& outs, int m, int half, float scale) {
+    scale_row(outs, m, half, exponentials(scores, m, half, scale));
   }
 };
 

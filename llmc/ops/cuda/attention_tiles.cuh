@@ -71,8 +71,6 @@ T* from_row_0(T* array, const AttentionBlock& s) {
 template <int M, int N>
 using Accumulators = float[M][N][4];
 
-__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % warp_size; }
-__device__ inline int warp_of_thread() { return static_cast<int>(threadIdx.x) / warp_size; }
 __device__ inline int fragment_row(int i) { return lane_of_thread() / 4 + i / 2 * 8; }
 __device__ inline int fragment_column(int i) { return lane_of_thread() % 4 * 2 + i % 2; }
 

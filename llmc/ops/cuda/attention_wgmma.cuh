@@ -89,6 +89,7 @@ __device__ void issue_transposed(float (&sums)[N][4], const PanelTile<rows, DP>&
 template <int K>
 struct WarpgroupOperand {
   uint32_t registers[K / 2][4];
+  WarpgroupOperand() = default;
   __device__ explicit WarpgroupOperand(const float (&x)[K][4]) {
 #pragma unroll
     for (int k = 0; k < K; k += 2)

@@ -78,100 +78,115 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// A tile of x (R, C) for a block of 256 threads. by_tile: it has one scale, in `out` (R, C) or turned into (C, R). Else
-// its columns have one each, in `turned` (C, R), and if `out` is wanted, too, each of its rows there.
-template <class T, bool by_tile>
-__global__ void __launch_bounds__(256)
-    quantise_tiles_kernel(Fp8Operand out, Fp8Operand turned, const T* __restrict__ x, int64_t R, int64_t C) {
-  constexpr int size = fp8_block, pack = full_pack<T>, lanes = size / pack, rows = 256 / lanes, passes = size / rows;
-  const int64_t row = static_cast<int64_t>(blockIdx.y) * size, column = static_cast<int64_t>(blockIdx.x) * size;
-  const int lane = static_cast<int>(threadIdx.x) % lanes, first = static_cast<int>(threadIdx.x) / lanes;
-  const int64_t own_column = column + lane * pack;
-  Kept<Packed<T>> loaded[passes];
-#pragma unroll
-  for (int i = 0; i < passes; ++i)
-    if (row + first + i * rows < R && own_column < C)
-      loaded[i] = Packed<T>::load_streaming(x + (row + first + i * rows) * C + own_column);
+// A tile of 128 x 128 numbers in shared memory, for a block of 256 threads. The packs of 16 rows are turned against
+// those of the rows before, so that the lanes that read a column use all banks.
+template <class T>
+struct Fp8Tile {
+  static constexpr int size = fp8_block, chunk = 16, pack = full_pack<T>, lanes = size / pack, rows = 256 / lanes;
+  static constexpr int64_t bytes = static_cast<int64_t>(sizeof(T)) * size * size;
+  T* data;
 
-  float scale = 0;  // of the tile
-  if constexpr (by_tile) {
-    float largest[1] = {0};
+  __device__ T* at(int row, int p) const { return data + row * size + (p + row / chunk) % lanes * pack; }
+  // f(row, p) for the packs p of all rows, each by one thread, a row by neighbours.
+  template <class F>
+  __device__ static void for_packs(F f) {
+    const int p = static_cast<int>(threadIdx.x) % lanes, first = static_cast<int>(threadIdx.x) / lanes;
+#pragma unroll 4
+    for (int row = first; row < size; row += rows) f(row, p);
+  }
+  __device__ Floats<pack> fp32(int row, int p) const { return Kept<Packed<T>>(Packed<T>::load(at(row, p))).fp32(); }
+
+  // The tile at (row, column) of a matrix (R, C), rounded: its rows in `out` (R, C), each with a scale.
+  __device__ void quantise_rows(const Fp8Operand& out, int64_t row, int64_t column, int64_t R, int64_t C) const {
+    for_packs([&](int r, int p) {
+      const Floats<pack> values = fp32(r, p);
+      float largest = 0;
+      for (int j = 0; j < pack; ++j) largest = larger_magnitude(largest, values[j]);
 #pragma unroll
-    for (int i = 0; i < passes; ++i) {
-      const Floats<pack> values = loaded[i].fp32();
-      for (int j = 0; j < pack; ++j) largest[0] = larger_magnitude(largest[0], values[j]);
+      for (int step = lanes / 2; step > 0; step /= 2)
+        largest = larger_magnitude(largest, __shfl_xor_sync(all_lanes, largest, step));
+      const float scale = fp8_scale(largest);
+      if (row + r >= R || column + p * pack >= C) return;
+      e4m3_pack(values.values, reciprocal_of_power(scale)).store(out.values + (row + r) * C + column + p * pack);
+      if (p == 0) out.scales[column / size * R + row + r] = scale;
+    });
+  }
+  // Its columns in `turned` (C, R), each with a scale, or with scale_of_all. A warp has the columns of a pack, four
+  // words wide, in turn: a lane has 16 rows of a word, so that eight lanes write a column's 128 bytes.
+  template <bool by_tile>
+  __device__ void quantise_columns(const Fp8Operand& turned, int64_t row, int64_t column, int64_t R, int64_t C,
+                                   float scale_of_all = 0) const {
+    constexpr int columns = 4 / sizeof(T), words = 4, warps = 256 / warp_size;
+    const int word = lane_of_thread() % words, begin = lane_of_thread() / words * chunk;
+#pragma unroll 1
+    for (int p = warp_of_thread(); p < lanes; p += warps) {
+      uint32_t numbers[chunk];
+      const uint32_t* const from = reinterpret_cast<const uint32_t*>(at(begin, p)) + word;
+#pragma unroll
+      for (int i = 0; i < chunk; ++i) numbers[i] = from[i * lanes * words];
+#pragma unroll
+      for (int c = 0; c < columns; ++c) {
+        const int64_t to = column + p * pack + word * columns + c;
+        float values[chunk], scale = scale_of_all;
+#pragma unroll
+        for (int i = 0; i < chunk; ++i)
+          values[i] = __uint_as_float(columns == 1 ? numbers[i] : c == 0 ? numbers[i] << 16 : numbers[i] & 0xffff0000u);
+        if constexpr (!by_tile) {
+          float largest = 0;
+#pragma unroll
+          for (int i = 0; i < chunk; ++i) largest = larger_magnitude(largest, values[i]);
+#pragma unroll
+          for (int step = warp_size / 2; step >= words; step /= 2)
+            largest = larger_magnitude(largest, __shfl_xor_sync(all_lanes, largest, step));
+          scale = fp8_scale(largest);
+        }
+        if (to >= C) continue;
+        if (!by_tile && begin == 0) turned.scales[row / size * C + to] = scale;
+        if (row + begin < R) e4m3_pack(values, reciprocal_of_power(scale)).store(turned.values + to * R + row + begin);
+      }
     }
+  }
+};
+
+// A tile of x (R, C) for each block. by_tile: it has one scale, in `out` (R, C) or turned into (C, R). Else its columns
+// have one each, in `turned` (C, R), and if `out` is wanted, too, each of its rows there.
+template <class T, bool by_tile>
+__global__ void __launch_bounds__(256, 4)
+    quantise_tiles_kernel(Fp8Operand out, Fp8Operand turned, const T* __restrict__ x, int64_t R, int64_t C) {
+  using Tile = Fp8Tile<T>;
+  const int64_t row = static_cast<int64_t>(blockIdx.y) * Tile::size,
+                column = static_cast<int64_t>(blockIdx.x) * Tile::size;
+  DYN_SHARED(T, memory);
+  const Tile tile{memory};
+  Tile::for_packs([&](int r, int p) {
+    const bool valid = row + r < R && column + p * Tile::pack < C;
+    cp_async_16(tile.at(r, p), valid ? x + (row + r) * C + column + p * Tile::pack : x, valid ? 16 : 0);
+  });
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();  // the tile is whole
+
+  if constexpr (!by_tile) {
+    if (out.values != nullptr) tile.quantise_rows(out, row, column, R, C);
+    if (turned.values != nullptr) tile.template quantise_columns<false>(turned, row, column, R, C);
+  } else {
+    float largest[1] = {0};
+    Tile::for_packs([&](int r, int p) {
+      const Floats<Tile::pack> values = tile.fp32(r, p);
+      for (int j = 0; j < Tile::pack; ++j) largest[0] = larger_magnitude(largest[0], values[j]);
+    });
     block_reduce(largest, Magnitude{});
-    scale = fp8_scale(largest[0]);
-    const auto padded = [](int64_t n) { return (ceil_div(n, int64_t{size}) + 3) / 4 * 4; };
+    const float scale = fp8_scale(largest[0]);
+    const auto padded = [](int64_t n) { return (ceil_div(n, int64_t{Tile::size}) + 3) / 4 * 4; };
     if (threadIdx.x == 0 && out.values != nullptr) out.scales[blockIdx.y * padded(C) + blockIdx.x] = scale;
     if (threadIdx.x == 0 && turned.values != nullptr) turned.scales[blockIdx.x * padded(R) + blockIdx.y] = scale;
-  }
-  if (out.values != nullptr)
-#pragma unroll
-    for (int i = 0; i < passes; ++i) {
-      const Floats<pack> values = loaded[i].fp32();
-      const int64_t r = row + first + i * rows;
-      if constexpr (!by_tile) {
-        float largest = 0;
-        for (int j = 0; j < pack; ++j) largest = larger_magnitude(largest, values[j]);
-#pragma unroll
-        for (int step = lanes / 2; step > 0; step /= 2)
-          largest = larger_magnitude(largest, __shfl_xor_sync(all_lanes, largest, step));
-        scale = fp8_scale(largest);
-        if (lane == 0 && r < R) out.scales[static_cast<int64_t>(blockIdx.x) * R + r] = scale;
-      }
-      if (r < R && own_column < C)
-        e4m3_pack(values.values, reciprocal_of_power(scale)).store(out.values + r * C + own_column);
-    }
-  if (turned.values == nullptr) return;
-
-  // Through shared memory, in words of one or two columns: a thread has `run` rows of a word's columns.
-  constexpr int columns = 4 / sizeof(T), words = size / columns, run = size * words / 256,
-                stride = words + pack / columns;
-  DYN_SHARED(uint32_t, tile);  // (128, stride)
-#pragma unroll
-  for (int i = 0; i < passes; ++i) loaded[i].store(tile + (first + i * rows) * stride + lane * (pack / columns));
-  __syncthreads();  // the tile is whole
-  const int word = static_cast<int>(threadIdx.x) % words, begin = static_cast<int>(threadIdx.x) / words * run;
-  uint32_t numbers[run];
-#pragma unroll
-  for (int i = 0; i < run; ++i) numbers[i] = tile[(begin + i) * stride + word];
-  const auto number = [&](int i, int c) {
-    if constexpr (columns == 1) return __uint_as_float(numbers[i]);
-    else return __uint_as_float(c == 0 ? numbers[i] << 16 : numbers[i] & 0xffff0000u);
-  };
-  float scales[columns];
-  for (int c = 0; c < columns; ++c) scales[c] = scale;
-  if constexpr (!by_tile) {
-    SHARED(float, largest_of, 256 * columns);  // (256 / words, 128): of the runs of each column
-    for (int c = 0; c < columns; ++c) {
-      float largest = 0;
-#pragma unroll
-      for (int i = 0; i < run; ++i) largest = larger_magnitude(largest, number(i, c));
-      largest_of[begin / run * size + word * columns + c] = largest;
-    }
-    __syncthreads();  // all runs are there
-    for (int c = 0; c < columns; ++c) {
-      float largest = 0;
-      for (int part = 0; part < size / run; ++part)
-        largest = larger_magnitude(largest, largest_of[part * size + word * columns + c]);
-      scales[c] = fp8_scale(largest);
-      const int64_t at = column + word * columns + c;
-      if (begin == 0 && at < C) turned.scales[static_cast<int64_t>(blockIdx.y) * C + at] = scales[c];
-    }
-  }
-  constexpr int chunk = 16;
-#pragma unroll
-  for (int c = 0; c < columns; ++c) {
-    const int64_t at = column + word * columns + c;
-    const float factor = reciprocal_of_power(scales[c]);
-#pragma unroll
-    for (int i = 0; i < run; i += chunk) {
-      float values[chunk];
-      for (int j = 0; j < chunk; ++j) values[j] = number(i + j, c);
-      if (at < C && row + begin + i < R) e4m3_pack(values, factor).store(turned.values + at * R + row + begin + i);
-    }
+    if (out.values != nullptr)
+      Tile::for_packs([&](int r, int p) {
+        if (row + r < R && column + p * Tile::pack < C)
+          e4m3_pack(tile.fp32(r, p).values, reciprocal_of_power(scale))
+              .store(out.values + (row + r) * C + column + p * Tile::pack);
+      });
+    if (turned.values != nullptr) tile.template quantise_columns<true>(turned, row, column, R, C, scale);
   }
 }
 
@@ -184,9 +199,9 @@ void quantise(Fp8Operand out, Fp8Operand turned, const T* x, int64_t R, int64_t 
     return launch(quantise_rows_kernel<T>, Grid(ceil_div(R, rows_of_block), segments), 256, 0, stream, out, x, R, C);
   }
   const Grid tiles(segments, ceil_div(R, fp8_block));
-  const int64_t shared = fp8_block * (fp8_block * static_cast<int64_t>(sizeof(T)) + 16);
-  if (by == ScaledBy::tiles) launch(quantise_tiles_kernel<T, true>, tiles, 256, shared, stream, out, turned, x, R, C);
-  else launch(quantise_tiles_kernel<T, false>, tiles, 256, shared, stream, out, turned, x, R, C);
+  if (by == ScaledBy::tiles)
+    launch(quantise_tiles_kernel<T, true>, tiles, 256, Fp8Tile<T>::bytes, stream, out, turned, x, R, C);
+  else launch(quantise_tiles_kernel<T, false>, tiles, 256, Fp8Tile<T>::bytes, stream, out, turned, x, R, C);
 }
 
 // The numbers of a product in fp8 as T, for products that tensor cores do not compute in fp8: each of 128 threads, or a

@@ -7,6 +7,8 @@
 namespace llmc::cuda {
 
 inline constexpr unsigned all_lanes = 0xffffffffu;
+__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % warp_size; }
+__device__ inline int warp_of_thread() { return static_cast<int>(threadIdx.x) / warp_size; }
 
 struct Sum {
   static constexpr float neutral = 0;
