@@ -111,6 +111,13 @@ class FeedForward : Layer {
   // dx = the gradient of norm2, from dout, that of the output. The caller has opened a scope for temporaries.
   void backward(Tensor dx, Tensor dout) const {
     const bool whole = later == nullptr;
+    if (gated() && whole && group.size() == 1 &&
+        swiglu_backward_writes_fp8(sequences.linear, a.activated.shape[1], stream().device())) {
+      const Tensor dactivated = like("gradient of activated", a.activated);
+      down().backward(dactivated, dout, a.activated);
+      auto scope = stream().scratch().scope();
+      return up().backward(dx, swiglu_backward_in_fp8(dactivated, a.up, sequences.linear, stream()), a.norm2);
+    }
     const Tensor dactivated = whole || gated() ? like("gradient of activated", a.activated) : later->up;  // (N, F)
     const Tensor dup = !whole ? later->up : gated() ? like("gradient of up", a.up) : dactivated;
     Layer::backward(down(), dactivated, dout, a.activated, &OutputGradients::out);

@@ -288,16 +288,12 @@ inline void linear_backward_bias(Tensor dbias, Tensor dout, Stream& stream) {
 
 namespace detail {
 
-inline void weight_gradient(Tensor dweight, Tensor dbias, const Operand& dout_turned, Tensor dout, Tensor x,
-                            Accumulate accumulate, Stream& stream, const Reading& read) {
-  CHECK_TENSOR(dout, x.dtype, x.shape[0], dout.shape[1]);
-  CHECK_TENSOR(dweight, accumulator_of(x.dtype), dout.shape[1], x.shape[1]);
-  {
-    auto scope = stream.scratch().scope();
-    const Operand b = second_operand(x, Transpose::no, Role::activations, read, stream);
-    matmul("linear_backward_weight", dweight, dout_turned, b, x.shape[0], {}, accumulate, stream);
-  }
-  if (!dbias.empty()) linear_backward_bias(dbias, dout, stream);
+// dweight = or += dout^T x, from dout as that product reads it.
+inline void weight_gradient(Tensor dweight, const Operand& dout_turned, Tensor x, Accumulate accumulate, Stream& stream,
+                            const Reading& read) {
+  auto scope = stream.scratch().scope();
+  const Operand b = second_operand(x, Transpose::no, Role::activations, read, stream);
+  matmul("linear_backward_weight", dweight, dout_turned, b, x.shape[0], {}, accumulate, stream);
 }
 
 }  // namespace detail
@@ -305,9 +301,26 @@ inline void weight_gradient(Tensor dweight, Tensor dbias, const Operand& dout_tu
 // dweight = or += (as requested) dout^T x, dbias += column sums of dout (dbias may be empty).
 inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Accumulate accumulate_dweight,
                                    Stream& stream, const Reading& read = {}) {
+  CHECK_TENSOR(dout, x.dtype, x.shape[0], dout.shape[1]);
+  CHECK_TENSOR(dweight, accumulator_of(x.dtype), dout.shape[1], x.shape[1]);
+  {
+    auto scope = stream.scratch().scope();
+    const detail::Operand turned = detail::first_operand(dout, Transpose::yes, detail::Role::gradients, read, stream);
+    detail::weight_gradient(dweight, turned, x, accumulate_dweight, stream, read);
+  }
+  if (!dbias.empty()) linear_backward_bias(dbias, dout, stream);
+}
+
+// dweight = or += (as requested) dout^T x, dx = dout weight, from dout in fp8 along its rows and its columns.
+inline void linear_backward(Tensor dx, Tensor dweight, const detail::Quantised& dout, Tensor x, Tensor weight,
+                            Accumulate accumulate_dweight, Stream& stream, const Reading& read) {
+  CHECK_TENSOR(dx, x.dtype, x.shape[0], weight.shape[1]);
+  CHECK_TENSOR(dweight, accumulator_of(x.dtype), weight.shape[0], x.shape[1]);
+  detail::weight_gradient(dweight, detail::first_operand(dout, Transpose::yes), x, accumulate_dweight, stream, read);
   auto scope = stream.scratch().scope();
-  const detail::Operand turned = detail::first_operand(dout, Transpose::yes, detail::Role::gradients, read, stream);
-  detail::weight_gradient(dweight, dbias, turned, dout, x, accumulate_dweight, stream, read);
+  const detail::Operand w = detail::second_operand(weight, Transpose::no, detail::Role::weights, read, stream);
+  detail::matmul("linear_backward_input", dx, detail::first_operand(dout, Transpose::no), w, weight.shape[0], {},
+                 Accumulate::no, stream);
 }
 
 // linear_backward_weight() and linear_backward_input(), which in fp8 then read dout once.
@@ -317,15 +330,12 @@ inline void linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout
     linear_backward_weight(dweight, dbias, dout, x, accumulate_dweight, stream);
     return linear_backward_input(dx, dout, weight, stream);
   }
-  CHECK_TENSOR(dx, dout.dtype, dout.shape[0], weight.shape[1]);
+  CHECK_TENSOR(dout, x.dtype, x.shape[0], weight.shape[0]);
   auto scope = stream.scratch().scope();
   const detail::Quantised q =
       detail::quantise(dout, detail::Role::gradients, detail::SumAlong::both, read.operands, stream);
-  detail::weight_gradient(dweight, dbias, detail::first_operand(q, Transpose::yes), dout, x, accumulate_dweight, stream,
-                          read);
-  const detail::Operand w = detail::second_operand(weight, Transpose::no, detail::Role::weights, read, stream);
-  detail::matmul("linear_backward_input", dx, detail::first_operand(q, Transpose::no), w, weight.shape[0], {},
-                 Accumulate::no, stream);
+  linear_backward(dx, dweight, q, x, weight, accumulate_dweight, stream, read);
+  if (!dbias.empty()) linear_backward_bias(dbias, dout, stream);
 }
 
 // gelu_backward(), and dbias (C) += the column sums of dx (N, C), with the bits of linear_backward_bias(), which would
@@ -371,6 +381,33 @@ inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream
   const Tensor checked = rows.empty() ? dgate_up : Tensor{};
   RUN_OP(swiglu_backward, dout.dtype, detail::bytes_of({dgate_up, dout, gate_up}), (checked), dgate_up.data<X>(),
          dout.data<X>(), gate_up.data<X>(), N, F, count);
+}
+
+// Whether swiglu_backward() can write the gradient of F gates and ups as products in fp8 read it.
+inline bool swiglu_backward_writes_fp8(Operands read, int64_t F, const Device& device) {
+  return detail::multiplies_fp8(read, device) && F % fp8_block == 0;
+}
+// swiglu_backward() in fp8 along rows and along columns, with the bits of quantise() after it; for tensor cores.
+inline detail::Quantised swiglu_backward_in_fp8(Tensor dout, Tensor gate_up, Operands read, Stream& stream) {
+  const int64_t N = dout.shape[0], F = dout.shape[1];
+  CHECK_TENSOR(gate_up, dout.dtype, N, 2 * F);
+  const detail::Quantised q = detail::room_in_fp8(gate_up, detail::Role::gradients, detail::SumAlong::both, read,
+                                                  stream.device(), stream.scratch(), "scratch");
+  const detail::Operand a = q.rows, b = q.columns;
+  const double bytes = detail::bytes_of({a.values, a.scales, b.values, b.scales, dout, gate_up});
+  stream.run({"swiglu_backward_fp8", 0, bytes}, {}, [=, &stream] {
+#ifdef TRAIN_GPT_CUDA
+    with_type(dout.dtype, [&]<class X>(type_tag<X>) {
+      if constexpr (std::is_same_v<X, double>) detail::refuse_fp64();
+      else
+        cuda::swiglu_backward_fp8(detail::pointers_of(a), detail::pointers_of(b), dout.data<X>(), gate_up.data<X>(), N,
+                                  F, stream.cuda());
+    });
+#else
+    (void)stream;  // planned only
+#endif
+  });
+  return q;
 }
 
 // out (N, C) = parts[0] + parts[1] + ... + parts[P - 1] + bias: added in this order in the accumulator dtype and

@@ -116,6 +116,12 @@ inline Quantised room_in_fp8(const Tensor& x, Role role, SumAlong sum, Operands 
   return q;
 }
 
+#ifdef TRAIN_GPT_CUDA
+inline cuda::Fp8Operand pointers_of(const Operand& o) {
+  return o.values.empty() ? cuda::Fp8Operand{} : cuda::Fp8Operand{o.values.data<e4m3>(), o.scales.data<float>()};
+}
+#endif
+
 // q = x in fp8. rows: as of round_to_fp8()
 inline void quantise(const Quantised& q, Tensor x, Role role, Operands read, Stream& stream, Tensor rows = {}) {
   const Operand a = q.rows, b = q.columns;
@@ -131,13 +137,10 @@ inline void quantise(const Quantised& q, Tensor x, Role role, Operands read, Str
   }
   stream.run({"quantise", 0, bytes_of({x, a.values, a.scales, b.values, b.scales})}, {}, [=, &stream] {
 #ifdef TRAIN_GPT_CUDA
-    const auto pointers = [](const Operand& o) {
-      return o.values.empty() ? cuda::Fp8Operand{} : cuda::Fp8Operand{o.values.data<e4m3>(), o.scales.data<float>()};
-    };
     const ScaledBy by = a.scales.empty() ? b.scaled : a.scaled;
     with_type(x.dtype, [&]<class X>(type_tag<X>) {
       if constexpr (std::is_same_v<X, double>) refuse_fp64();
-      else cuda::quantise(pointers(a), pointers(b), x.data<X>(), x.shape[0], x.shape[1], by, stream.cuda());
+      else cuda::quantise(pointers_of(a), pointers_of(b), x.data<X>(), x.shape[0], x.shape[1], by, stream.cuda());
     });
 #else
     (void)stream;  // planned only

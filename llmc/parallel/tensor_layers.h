@@ -99,6 +99,11 @@ struct ColumnLinear {
       backward_weight(dout, x, gathered);
     });
   }
+  // The same from dout in fp8, on a group of one rank, without a bias.
+  void backward(Tensor dx, const llmc::detail::Quantised& dout, Tensor x) const {
+    CHECK(g.size() == 1 && p.dbias().empty(), "{}: its gradient in fp8 is for one rank, and has no bias", p.name);
+    linear_backward(dx, p.dweight(), dout, x, p.weight(), p.accumulate(), g.compute, p.reading());
+  }
 };
 
 // out = x weight^T + bias, summed over the ranks; the bias is added once.   x, dx (R, I): this rank's inputs; out, dout

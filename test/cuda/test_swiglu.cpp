@@ -42,3 +42,30 @@ TEST_CASE("SwiGLU kernels leave rows alone that are not there", "[cuda]") {
   };
   check_kernel(run, {{"out", out}, {"dgate_up", dgate_up}}, 1e-3);
 }
+
+TEMPLATE_TEST_CASE("SwiGLU's gradient in fp8 has the bits of the gradient that is then rounded", "[cuda]", float,
+                   bf16) {
+  using T = TestType;
+  const int64_t N = 144, F = 256, values = N * 2 * F, rows_scales = 2 * F / fp8_block * N,
+                columns_scales = ceil_div(N, fp8_block) * 2 * F;
+  const auto gate_up = normal_values<T>(values, 1, 0, 3), dout = normal_values<T>(N * F, 2);
+  const auto run = [&](bool fused) -> Outputs {
+    DeviceArray<T> in(gate_up), gradient(dout), din(values);
+    DeviceArray<e4m3> rows(values), columns(values);
+    DeviceArray<float> of_rows(rows_scales), of_columns(columns_scales);
+    const cuda::Fp8Operand to_rows{rows, of_rows}, to_columns{columns, of_columns};
+    if (fused) {
+      cuda::swiglu_backward_fp8<T>(to_rows, to_columns, gradient, in, N, F, nullptr);
+    } else {
+      cuda::swiglu_backward<T>(din, gradient, in, N, F, nullptr, nullptr);
+      cuda::quantise<T>(to_rows, to_columns, din, N, 2 * F, ScaledBy::segments, nullptr);
+    }
+    return {{"rows", rows.host()},
+            {"columns", columns.host()},
+            {"row scales", of_rows.host()},
+            {"column scales", of_columns.host()}};
+  };
+  const Outputs apart = run(false), fused = check_kernel([&] { return run(true); }, apart, 1e-12);
+  REQUIRE(same_bits(fused, apart));
+  if (sizeof(T) == 2) check_barriers([&] { return run(true); });
+}

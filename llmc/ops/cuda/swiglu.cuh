@@ -1,6 +1,7 @@
 // swiglu.cuh: SwiGLU (Shazeer 2020): silu(gate) up, silu(x) = x sigmoid(x). Contracts: ops/ops.h.
 #pragma once
 #include "ops/cuda/launch.cuh"
+#include "ops/cuda/quantise.cuh"
 #include "ops/cuda/vec.cuh"
 
 namespace llmc::cuda {
@@ -19,6 +20,17 @@ __global__ void swiglu_forward_kernel(T* __restrict__ out, const T* __restrict__
   outs.store(out + n * F + f);
 }
 
+// The gradients of a pack of gates and of ups, from those of their outputs.
+template <class Pack>
+__device__ void swiglu_gradients(Pack& dgates, Pack& dups, const Pack& ds, const Pack& gates, const Pack& ups) {
+  using T = std::remove_reference_t<decltype(ds.elements[0])>;
+  for (int i = 0; i < Pack::size; ++i) {
+    const float g = gates[i], s = sigmoid<std::remove_const_t<T>>(g);
+    dgates.set(i, ds[i] * ups[i] * s * (1.0f + g * (1.0f - s)));
+    dups.set(i, ds[i] * g * s);
+  }
+}
+
 template <class T, int pack>
 __global__ void swiglu_backward_kernel(T* __restrict__ dgate_up, const T* __restrict__ dout,
                                        const T* __restrict__ gate_up, int64_t F, const int32_t* __restrict__ rows) {
@@ -29,13 +41,37 @@ __global__ void swiglu_backward_kernel(T* __restrict__ dgate_up, const T* __rest
   const Pack gates = Pack::load(gate_up + gate), ups = Pack::load(gate_up + gate + F),
              ds = Pack::load(dout + n * F + f);
   Pack dgates, dups;
-  for (int i = 0; i < pack; ++i) {
-    const float g = gates[i], s = sigmoid<T>(g);
-    dgates.set(i, ds[i] * ups[i] * s * (1.0f + g * (1.0f - s)));
-    dups.set(i, ds[i] * g * s);
-  }
+  swiglu_gradients(dgates, dups, ds, gates, ups);
   dgates.store(dgate_up + gate);
   dups.store(dgate_up + gate + F);
+}
+
+// The same in fp8, as products read it that sum along its rows (N, 2 F), and along its columns (2 F, N), from tiles of
+// gates and of ups in T. A block has one of each; F is a multiple of their size.
+template <class T>
+__global__ void __launch_bounds__(256, 3)
+    swiglu_backward_fp8_kernel(Fp8Operand rows, Fp8Operand columns, const T* __restrict__ dout,
+                               const T* __restrict__ gate_up, int64_t N, int64_t F) {
+  using Tile = Fp8Tile<T>;
+  using Pack = Packed<T>;
+  const int64_t f = static_cast<int64_t>(blockIdx.x) * Tile::size, n = static_cast<int64_t>(blockIdx.y) * Tile::size;
+  DYN_SHARED(T, memory);
+  const Tile gate_tile{memory}, up_tile{memory + Tile::size * Tile::size};
+  Tile::for_packs([&](int r, int p) {
+    Pack dgates = {}, dups = {};
+    if (n + r < N) {
+      const int64_t out = (n + r) * F + f + p * Tile::pack, gate = (n + r) * F + out;
+      swiglu_gradients(dgates, dups, Pack::load_streaming(dout + out), Pack::load_streaming(gate_up + gate),
+                       Pack::load_streaming(gate_up + gate + F));
+    }
+    dgates.store(gate_tile.at(r, p));
+    dups.store(up_tile.at(r, p));
+  });
+  __syncthreads();  // the tiles are whole
+  gate_tile.quantise_rows(rows, n, f, N, 2 * F);
+  up_tile.quantise_rows(rows, n, F + f, N, 2 * F);
+  gate_tile.template quantise_columns<false>(columns, n, f, N, 2 * F);
+  up_tile.template quantise_columns<false>(columns, n, F + f, N, 2 * F);
 }
 
 namespace detail {
@@ -63,6 +99,14 @@ void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, in
     launch(swiglu_backward_kernel<T, pack>, detail::swiglu_grid(N, F, pack, threads), threads, 0, stream, dgate_up,
            dout, gate_up, F, rows);
   });
+}
+
+// dgate_up in fp8: values (N, 2 F) and (2 F, N)
+template <class T>
+void swiglu_backward_fp8(Fp8Operand rows, Fp8Operand columns, const T* dout, const T* gate_up, int64_t N, int64_t F,
+                         cudaStream_t stream) {
+  const Grid tiles(F / fp8_block, ceil_div(N, fp8_block));
+  launch(swiglu_backward_fp8_kernel<T>, tiles, 256, 2 * Fp8Tile<T>::bytes, stream, rows, columns, dout, gate_up, N, F);
 }
 
 }  // namespace llmc::cuda
