@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "core/enum_names.h"
+#include "core/fp8.h"
 #include "device/arena.h"
 #include "model/config.h"
 #include "parallel/expert_exchange.h"
@@ -56,6 +57,7 @@ struct BlockShape {
   TensorParallel tensor = {};
   DType dtype = DType::fp32;
   ExpertPlacement placement = {};
+  bool inputs_in_fp8 = false;  // InputInFp8 in the place of what a block keeps for the gradients of weights alone
 
   int64_t rows() const { return batch.rows(); }                       // N
   int64_t stream_rows() const { return tensor.stream_rows(rows()); }  // S
@@ -89,6 +91,13 @@ struct ExpertActivations {
   std::shared_ptr<ExpertRounds> rounds = {};  // which rows are exchanged, for the host; none: no ranks share experts
 };
 
+// The input of a linear layer as the gradient of its weights reads it on tensor cores that multiply fp8: the forward
+// rounds it once, along its rows for itself and along its columns for the backward, which keeps 1 byte in place of 2
+// and computes the same bits.
+struct InputInFp8 {
+  Tensor values, scales;  // (C, N) E4M3, (ceil(N / 128), C) fp32; or empty tensors
+};
+
 // The activations that the backward of a block needs. Its weight part needs the inputs of the products: norm1,
 // attention, norm2 and activated; with experts, their rows, activated, and the order of the rows.
 struct BlockActivations {
@@ -100,13 +109,15 @@ struct BlockActivations {
   Tensor middle;             // (S, C) the residual stream between attention and MLP
   Tensor norm2, norm2_mean, norm2_rstd;  // (S, C) (S) (S)
   Tensor up, activated;                  // (N, F or 2 F: gates, ups) (N, F)
-  Tensor out;                            // (S, C) the residual stream after the block; whoever allocates these sets it
-  ExpertActivations experts;             // of a layer with experts, instead of up and activated
-  SliceKeys slice_keys;                  // empty tensors without token slices
+  InputInFp8 norm1_in_fp8, norm2_in_fp8,
+      activated_in_fp8;       // then norm1, norm2 and activated are for one block at a time
+  Tensor out;                 // (S, C) the residual stream after the block; whoever allocates these sets it
+  ExpertActivations experts;  // of a layer with experts, instead of up and activated
+  SliceKeys slice_keys;       // empty tensors without token slices
 
   // The recomputed tensors: one set, reused by all blocks.
   static BlockActivations recomputed(const BlockShape& shape, Recompute recompute, Arena& arena) {
-    auto wanted = [=](const Activation& a) { return a.from && *a.from <= recompute; };
+    auto wanted = [=](const Activation& a) { return a.from && !a.in_fp8 && (*a.from <= recompute || a.kept_in_fp8); };
     BlockActivations all(shape, {}, in_arena(arena, "recomputed", "recomputed of experts", wanted));
     if (recompute == Recompute::block) all.set_rounds(shape);
     return all;
@@ -116,7 +127,7 @@ struct BlockActivations {
   static BlockActivations kept(const BlockShape& shape, Recompute recompute, Backward backward,
                                const BlockActivations& shared, Arena& arena) {
     auto wanted = [=](const Activation& a) {
-      return (!a.from || *a.from > recompute) && !(a.product_input && backward == Backward::in_parts);
+      return (!a.from || *a.from > recompute) && !(a.product_input && backward == Backward::in_parts) && !a.kept_in_fp8;
     };
     BlockActivations block(shape, shared, in_arena(arena, "activations", "activations of experts", wanted));
     if (recompute < Recompute::block) block.set_rounds(shape);
@@ -159,6 +170,7 @@ struct BlockActivations {
     Shape shape;
     std::optional<Recompute> from;
     bool product_input, of_experts;
+    bool kept_in_fp8 = false, in_fp8 = false;  // InputInFp8 is kept in its place; is a part of one
   };
   // Sets a tensor, or leaves it.
   using Place = std::function<void(Tensor& t, const Activation& a)>;
@@ -183,10 +195,19 @@ struct BlockActivations {
                      bool product_input = false) {
       place(t, {name, d, shape, from, product_input, of_experts});
     };
+    // An input that is kept for the gradients of weights alone.
+    auto alloc_input = [&](Tensor& t, InputInFp8& fp8, const char* name, const char* scales, const Shape& shape,
+                           Recompute from) {
+      place(t, {name, dtype, shape, from, true, false, of.inputs_in_fp8});
+      if (!of.inputs_in_fp8) return;
+      const int64_t rows = shape[0], columns = shape[1];
+      place(fp8.values, {name, DType::e4m3, {columns, rows}, from, true, false, false, true});
+      place(fp8.scales, {scales, DType::fp32, {ceil_div(rows, fp8_block), columns}, from, true, false, false, true});
+    };
     constexpr bool product_input = true;
     const bool means = c.family.norm == Norm::layernorm;
     using enum Recompute;
-    alloc(norm1, "norm1", dtype, {S, C}, norm, product_input);
+    alloc_input(norm1, norm1_in_fp8, "norm1", "scales of norm1", {S, C}, norm);
     if (means) alloc(norm1_mean, "norm1 mean", stat, {S}, block);
     alloc(norm1_rstd, "norm1 rstd", stat, {S}, block);
     alloc(qkv, "qkv", dtype, {N, c.qkv_size()}, block);
@@ -200,12 +221,12 @@ struct BlockActivations {
     alloc(attention, "attention", dtype, {N, c.q_size()}, block, product_input);
     alloc(lse, "attention lse", stat, {of.batch.B, c.n_head, of.batch.T}, block);
     alloc(middle, "middle", dtype, {S, C}, block);
-    alloc(norm2, "norm2", dtype, {S, C}, norm, product_input);
+    alloc_input(norm2, norm2_in_fp8, "norm2", "scales of norm2", {S, C}, norm);
     if (means) alloc(norm2_mean, "norm2 mean", stat, {S}, block);
     alloc(norm2_rstd, "norm2 rstd", stat, {S}, block);
     if (of.has_dense()) {
       alloc(up, "up", dtype, {N, c.mlp_in_size()}, block);
-      alloc(activated, "activated", dtype, {N, c.n_ffn}, activation, product_input);
+      alloc_input(activated, activated_in_fp8, "activated", "scales of activated", {N, c.n_ffn}, activation);
     }
     if (of.has_sparse()) {
       const Experts& e = c.experts;

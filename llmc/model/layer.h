@@ -124,6 +124,12 @@ struct Layer {
   parallel::RowLinear row(const char* name, Tensor residual = {}) const {
     return {.p = {.unit = unit, .name = name, .read = sequences.linear}, .g = group, .residual = residual};
   }
+  // A linear layer whose forward keeps its input for the backward.
+  template <class Linear>
+  static Linear keeping(Linear linear, const InputInFp8& input) {
+    if (!input.values.empty()) linear.p.kept_input = {input.values, Transpose::no, input.scales, ScaledBy::segments};
+    return linear;
+  }
   Tensor like(const char* name, const Tensor& t) const { return group.temporary(name, t.dtype, t.shape); }
 
   // dx = ..., and the gradients of the layer's parameters += ..., now or by the weight part. all_x: gathered rows of x,

@@ -60,7 +60,7 @@ class Attention : Layer {
   }
 
  private:
-  parallel::ColumnLinear qkv() const { return column("attn.q", 3); }
+  parallel::ColumnLinear qkv() const { return keeping(column("attn.q", 3), a.norm1_in_fp8); }
   parallel::RowLinear proj(Tensor residual = {}) const { return row("attn.proj", residual); }
   AttentionShape shape() const { return attention_shape(config, sequences.shape); }
   parallel::AttentionTensors tensors() const {
@@ -103,22 +103,27 @@ class FeedForward : Layer {
   // Without the last product, which the backward does not need.
   void forward() const {
     up().forward(a.up, a.norm2, gathered.norm2);
-    if (!in_products()) activation();
+    if (!in_products() && !activates_in_fp8()) activation();
   }
-  void output(Tensor out, Tensor residual = {}) const { down(residual).forward(out, a.activated); }
+  void output(Tensor out, Tensor residual = {}) const {
+    if (!activates_in_fp8()) return down(residual).forward(out, a.activated);
+    auto scope = stream().scratch().scope();
+    const parallel::RowLinear linear = down();
+    linear.forward(out, swiglu_forward_in_fp8(linear.p.kept_input, a.up, sequences.linear, stream()));
+  }
   void recompute(Recompute) const { activation(); }
 
   // dx = the gradient of norm2, from dout, that of the output. The caller has opened a scope for temporaries.
   void backward(Tensor dx, Tensor dout) const {
     const bool whole = later == nullptr;
-    if (gated() && whole && group.size() == 1 &&
-        swiglu_backward_writes_fp8(sequences.linear, a.activated.shape[1], stream().device())) {
-      const Tensor dactivated = like("gradient of activated", a.activated);
+    const Tensor dactivated = !whole && !gated()                   ? later->up    // (N, F)
+                              : !a.activated_in_fp8.values.empty() ? a.activated  // nobody reads it any more
+                                                                   : like("gradient of activated", a.activated);
+    if (whole && group.size() == 1 && in_fp8()) {
       down().backward(dactivated, dout, a.activated);
       auto scope = stream().scratch().scope();
       return up().backward(dx, swiglu_backward_in_fp8(dactivated, a.up, sequences.linear, stream()), a.norm2);
     }
-    const Tensor dactivated = whole || gated() ? like("gradient of activated", a.activated) : later->up;  // (N, F)
     const Tensor dup = !whole ? later->up : gated() ? like("gradient of up", a.up) : dactivated;
     Layer::backward(down(), dactivated, dout, a.activated, &OutputGradients::out);
     if (gated()) swiglu_backward(dup, dactivated, a.up, stream());
@@ -136,6 +141,9 @@ class FeedForward : Layer {
 
  private:
   bool gated() const { return config.family.mlp == Mlp::swiglu; }
+  // Whether SwiGLU and its gradient are written in fp8 at once.
+  bool in_fp8() const { return gated() && swiglu_writes_fp8(sequences.linear, a.up.shape[1] / 2, stream().device()); }
+  bool activates_in_fp8() const { return !a.activated_in_fp8.values.empty() && in_fp8(); }
   // Whether the products of up and down compute GELU: in layouts that --gelu cublaslt is for, and not in a text that is
   // being generated, of few rows.
   bool in_products() const {
@@ -144,13 +152,13 @@ class FeedForward : Layer {
            group.size() == 1 && sequences.linear == Operands::as_stored && !sequences.cache;
   }
   parallel::ColumnLinear up() const {
-    parallel::ColumnLinear linear = gated() ? column("mlp.gate", 2) : column("mlp.up");
+    parallel::ColumnLinear linear = keeping(gated() ? column("mlp.gate", 2) : column("mlp.up"), a.norm2_in_fp8);
     linear.p.bias_apart = !gated() && !in_products();  // with GELU's backward
     if (in_products()) linear.activated = a.activated;
     return linear;
   }
   parallel::RowLinear down(Tensor residual = {}) const {
-    parallel::RowLinear linear = row("mlp.down", residual);
+    parallel::RowLinear linear = keeping(row("mlp.down", residual), a.activated_in_fp8);
     if (in_products()) linear.before_gelu = a.up;
     return linear;
   }

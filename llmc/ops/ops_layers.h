@@ -196,6 +196,17 @@ inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Str
   detail::matmul("linear_forward", out, a, b, I, bias, Accumulate::no, stream);
 }
 
+// The same from x in fp8 along its rows.
+inline void linear_forward(Tensor out, const detail::Operand& x, Tensor weight, Tensor bias, Stream& stream,
+                           const Reading& read) {
+  const int64_t N = x.values.shape[0], I = x.values.shape[1], O = weight.shape[0];
+  CHECK_TENSOR(out, weight.dtype, N, O);
+  CHECK_TENSOR(weight, weight.dtype, O, I);
+  auto scope = stream.scratch().scope();
+  const detail::Operand b = detail::second_operand(weight, Transpose::yes, detail::Role::weights, read, stream);
+  detail::matmul("linear_forward", out, x, b, I, bias, Accumulate::no, stream);
+}
+
 namespace detail {
 
 // out = x weight^T + bias, with an epilogue. On GPUs alone.
@@ -383,11 +394,35 @@ inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream
          dout.data<X>(), gate_up.data<X>(), N, F, count);
 }
 
-// Whether swiglu_backward() can write the gradient of F gates and ups as products in fp8 read it.
-inline bool swiglu_backward_writes_fp8(Operands read, int64_t F, const Device& device) {
+// Whether SwiGLU and its gradient, of F gates and ups, can be written as products in fp8 read them, for tensor cores.
+inline bool swiglu_writes_fp8(Operands read, int64_t F, const Device& device) {
   return detail::multiplies_fp8(read, device) && F % fp8_block == 0;
 }
-// swiglu_backward() in fp8 along rows and along columns, with the bits of quantise() after it; for tensor cores.
+// swiglu_forward() in fp8: its rows in scratch memory that the caller has opened, its columns in `columns`; the bits of
+// quantise() after it.
+inline detail::Operand swiglu_forward_in_fp8(const detail::Operand& columns, Tensor gate_up, Operands read,
+                                             Stream& stream) {
+  const int64_t N = gate_up.shape[0], F = gate_up.shape[1] / 2;
+  const detail::Operand rows =
+      detail::room_in_fp8(gate_up.slice(0, {N, F}), detail::Role::activations, detail::SumAlong::rows, read,
+                          stream.device(), stream.scratch(), "scratch")
+          .rows;
+  const double bytes = detail::bytes_of({rows.values, rows.scales, columns.values, columns.scales, gate_up});
+  stream.run({"swiglu_forward_fp8", 0, bytes}, {}, [=, &stream] {
+#ifdef TRAIN_GPT_CUDA
+    with_type(gate_up.dtype, [&]<class X>(type_tag<X>) {
+      if constexpr (std::is_same_v<X, double>) detail::refuse_fp64();
+      else
+        cuda::swiglu_forward_fp8(detail::pointers_of(rows), detail::pointers_of(columns), gate_up.data<X>(), N, F,
+                                 stream.cuda());
+    });
+#else
+    (void)stream;  // planned only
+#endif
+  });
+  return rows;
+}
+// swiglu_backward() in fp8, its rows and its columns in scratch memory that the caller has opened.
 inline detail::Quantised swiglu_backward_in_fp8(Tensor dout, Tensor gate_up, Operands read, Stream& stream) {
   const int64_t N = dout.shape[0], F = dout.shape[1];
   CHECK_TENSOR(gate_up, dout.dtype, N, 2 * F);

@@ -222,10 +222,12 @@ inline SumAlong sum_of_second(Transpose as) { return as == Transpose::yes ? SumA
 
 namespace llmc {
 
-// How a linear layer reads its operands, and its weights as it reads them, if they are kept.
+// How a linear layer reads its operands, and its weights as it reads them, if they are kept. kept_input: where the
+// forward leaves its input for the gradient of the weights; or nothing
 struct Reading {
   Operands operands = Operands::as_stored;
   detail::Quantised weight = {};
+  detail::Operand kept_input = {};
   Reading(Operands o = Operands::as_stored) : operands(o) {}  // NOLINT: implicit
   Reading(Operands o, const detail::Quantised& kept) : operands(o), weight(kept) {}
 };
@@ -236,11 +238,18 @@ namespace llmc::detail {
 
 inline Operand first_operand(Tensor a, Transpose as, Role role, const Reading& read, Stream& stream) {
   if (read.operands == Operands::as_stored) return {a, as};
+  if (role == Role::activations && !read.kept_input.values.empty()) {
+    Quantised q = room_in_fp8(a, role, SumAlong::rows, read.operands, stream.device(), stream.scratch(), "scratch");
+    q.columns = read.kept_input;
+    quantise(q, a, role, read.operands, stream);
+    return first_operand(q, as);
+  }
   return first_operand(quantise(a, role, sum_of_first(as), read.operands, stream), as);
 }
 inline Operand second_operand(Tensor b, Transpose as, Role role, const Reading& read, Stream& stream) {
   if (read.operands == Operands::as_stored) return {b, as};
   if (role == Role::weights && !read.weight.rows.values.empty()) return second_operand(read.weight, as);
+  if (role == Role::activations && !read.kept_input.values.empty()) return second_operand({{}, read.kept_input}, as);
   return second_operand(quantise(b, role, sum_of_second(as), read.operands, stream), as);
 }
 

@@ -40,8 +40,13 @@ struct Parameters {
   int fused = 1;
   bool bias_apart = false;  // another op adds to the bias's gradient
   Operands read = Operands::as_stored;
+  llmc::detail::Operand kept_input = {};  // as of Reading
 
-  Reading reading() const { return unit.reading(read, weight()); }
+  Reading reading() const {
+    Reading all = unit.reading(read, weight());
+    all.kept_input = kept_input;
+    return all;
+  }
   Tensor weight() const { return unit.weight(full(".weight"), fused); }
   Tensor dweight() const { return unit.gradient(full(".weight"), fused); }
   Tensor bias() const { return unit.has(full(".bias")) ? unit.weight(full(".bias"), fused) : Tensor{}; }
@@ -122,6 +127,11 @@ struct RowLinear {
       linear_forward(piece, rows_of(x, rows), p.weight(), {}, g.compute, p.reading());
     };
     reduce(out, x.shape[0], p.bias(), g, product, [] {});
+  }
+  // The same from x in fp8, on a group of one rank.
+  void forward(Tensor out, const llmc::detail::Operand& x) const {
+    CHECK(g.size() == 1, "{}: its input in fp8 is for one rank", p.name);
+    linear_forward(out, x, p.weight(), p.bias(), g.compute, p.reading());
   }
   // dx = dout weight, for this rank's inputs.   room: where the gathered dout (P S, O) stays, or an empty tensor
   void backward_input(Tensor dx, Tensor dout, Tensor room = {}) const {

@@ -117,6 +117,10 @@ class PassMemory {
     const Shape stream_shape{config.layout.tensor.stream_rows(shape.rows()), model_.n_embd};
     const Recompute recompute = config.recompute_for(pass.purpose);
     const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
+    // Where all blocks can.
+    inputs_in_fp8_ = pass.purpose == Purpose::train && backward == Backward::whole && !sliced() &&
+                     config.layout.tensor.ranks == 1 && model_.experts.count == 0 && !config.precision.fp8_skip.any() &&
+                     detail::multiplies_fp8(config.precision.linear, arena.device());
     auto product_inputs = [&](const PassSets& sets, size_t set, ActionKind made_by) {
       return BlockActivations::product_inputs(block_shape(shape, sets.kind_of<Layers>(set)), recompute, made_by, arena);
     };
@@ -213,7 +217,7 @@ class PassMemory {
 
  private:
   BlockShape block_shape(const BatchShape& batch, Layers layers) const {
-    return {model_, batch, layers, config_.layout.tensor, config_.precision.activations, placement_};
+    return {model_, batch, layers, config_.layout.tensor, config_.precision.activations, placement_, inputs_in_fp8_};
   }
   int64_t layers(int chunk) const { return static_cast<int64_t>(chunks_[static_cast<size_t>(chunk)].layers.size()); }
   int64_t most_layers() const {
@@ -319,6 +323,7 @@ class PassMemory {
   std::vector<std::vector<Tensor>> key_gradients_;  // by chunk and block
   std::vector<MicroBatch> inputs_;                  // micro-batch m uses set m modulo their number; one per slice
   std::vector<Tensor> chunk_inputs_, outputs_, sent_, inner_outputs_;
+  bool inputs_in_fp8_ = false;  // see BlockShape
   std::vector<BlockActivations> blocks_, products_, recomputed_products_;
   std::vector<OutputGradients> gradients_;
   Tensor gradient_;

@@ -43,29 +43,39 @@ TEST_CASE("SwiGLU kernels leave rows alone that are not there", "[cuda]") {
   check_kernel(run, {{"out", out}, {"dgate_up", dgate_up}}, 1e-3);
 }
 
-TEMPLATE_TEST_CASE("SwiGLU's gradient in fp8 has the bits of the gradient that is then rounded", "[cuda]", float,
+TEMPLATE_TEST_CASE("SwiGLU in fp8 and its gradient have the bits of numbers that are then rounded", "[cuda]", float,
                    bf16) {
   using T = TestType;
-  const int64_t N = 144, F = 256, values = N * 2 * F, rows_scales = 2 * F / fp8_block * N,
-                columns_scales = ceil_div(N, fp8_block) * 2 * F;
-  const auto gate_up = normal_values<T>(values, 1, 0, 3), dout = normal_values<T>(N * F, 2);
-  const auto run = [&](bool fused) -> Outputs {
-    DeviceArray<T> in(gate_up), gradient(dout), din(values);
-    DeviceArray<e4m3> rows(values), columns(values);
-    DeviceArray<float> of_rows(rows_scales), of_columns(columns_scales);
-    const cuda::Fp8Operand to_rows{rows, of_rows}, to_columns{columns, of_columns};
-    if (fused) {
-      cuda::swiglu_backward_fp8<T>(to_rows, to_columns, gradient, in, N, F, nullptr);
-    } else {
-      cuda::swiglu_backward<T>(din, gradient, in, N, F, nullptr, nullptr);
-      cuda::quantise<T>(to_rows, to_columns, din, N, 2 * F, ScaledBy::segments, nullptr);
-    }
+  const int64_t N = 144, F = 256;
+  const auto gate_up = normal_values<T>(N * 2 * F, 1, 0, 3), dout = normal_values<T>(N * F, 2);
+  // x (N, C) in fp8 as write() leaves it
+  const auto both = [&](int64_t C, auto write) -> Outputs {
+    DeviceArray<e4m3> rows(N * C), columns(N * C);
+    DeviceArray<float> of_rows(C / fp8_block * N), of_columns(ceil_div(N, fp8_block) * C);
+    write(cuda::Fp8Operand{rows, of_rows}, cuda::Fp8Operand{columns, of_columns});
     return {{"rows", rows.host()},
             {"columns", columns.host()},
             {"row scales", of_rows.host()},
             {"column scales", of_columns.host()}};
   };
-  const Outputs apart = run(false), fused = check_kernel([&] { return run(true); }, apart, 1e-12);
-  REQUIRE(same_bits(fused, apart));
+  const auto run = [&](bool at_once) {
+    DeviceArray<T> in(gate_up), gradient(dout), out(N * F), din(N * 2 * F);
+    const auto round = [&](T* x, int64_t C, cuda::Fp8Operand rows, cuda::Fp8Operand columns) {
+      cuda::quantise<T>(rows, columns, x, N, C, ScaledBy::segments, nullptr);
+    };
+    return joined(both(F,
+                       [&](auto rows, auto columns) {
+                         if (at_once) return cuda::swiglu_forward_fp8<T>(rows, columns, in, N, F, nullptr);
+                         cuda::swiglu_forward<T>(out, in, N, F, nullptr, nullptr);
+                         round(out, F, rows, columns);
+                       }),
+                  both(2 * F, [&](auto rows, auto columns) {
+                    if (at_once) return cuda::swiglu_backward_fp8<T>(rows, columns, gradient, in, N, F, nullptr);
+                    cuda::swiglu_backward<T>(din, gradient, in, N, F, nullptr, nullptr);
+                    round(din, 2 * F, rows, columns);
+                  }));
+  };
+  const Outputs apart = run(false), at_once = check_kernel([&] { return run(true); }, apart, 1e-12);
+  REQUIRE(same_bits(at_once, apart));
   if (sizeof(T) == 2) check_barriers([&] { return run(true); });
 }

@@ -6,6 +6,15 @@
 
 namespace llmc::cuda {
 
+// silu(gate) up, for a pack.
+template <class Pack>
+__device__ Pack swiglu(const Pack& gates, const Pack& ups) {
+  using T = std::remove_const_t<std::remove_reference_t<decltype(gates.elements[0])>>;
+  Pack outs;
+  for (int i = 0; i < Pack::size; ++i) outs.set(i, gates[i] * sigmoid<T>(gates[i]) * ups[i]);
+  return outs;
+}
+
 // Grid: (N, blocks of packs in F). rows: how many of the N rows are valid; nullptr: all.
 template <class T, int pack>
 __global__ void swiglu_forward_kernel(T* __restrict__ out, const T* __restrict__ gate_up, int64_t F,
@@ -14,18 +23,15 @@ __global__ void swiglu_forward_kernel(T* __restrict__ out, const T* __restrict__
   const int64_t n = blockIdx.x, f = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
   if (f >= F || (rows != nullptr && n >= *rows)) return;
   const T* gate = gate_up + n * 2 * F + f;
-  const Pack gates = Pack::load(gate), ups = Pack::load(gate + F);
-  Pack outs;
-  for (int i = 0; i < pack; ++i) outs.set(i, gates[i] * sigmoid<T>(gates[i]) * ups[i]);
-  outs.store(out + n * F + f);
+  swiglu(Pack::load(gate), Pack::load(gate + F)).store(out + n * F + f);
 }
 
 // The gradients of a pack of gates and of ups, from those of their outputs.
 template <class Pack>
 __device__ void swiglu_gradients(Pack& dgates, Pack& dups, const Pack& ds, const Pack& gates, const Pack& ups) {
-  using T = std::remove_reference_t<decltype(ds.elements[0])>;
+  using T = std::remove_const_t<std::remove_reference_t<decltype(ds.elements[0])>>;
   for (int i = 0; i < Pack::size; ++i) {
-    const float g = gates[i], s = sigmoid<std::remove_const_t<T>>(g);
+    const float g = gates[i], s = sigmoid<T>(g);
     dgates.set(i, ds[i] * ups[i] * s * (1.0f + g * (1.0f - s)));
     dups.set(i, ds[i] * g * s);
   }
@@ -46,8 +52,33 @@ __global__ void swiglu_backward_kernel(T* __restrict__ dgate_up, const T* __rest
   dups.store(dgate_up + gate + F);
 }
 
-// The same in fp8, as products read it that sum along its rows (N, 2 F), and along its columns (2 F, N), from tiles of
-// gates and of ups in T. A block has one of each; F is a multiple of their size.
+// Both in fp8, as products read them that sum along their rows and along their columns: a block rounds a tile of
+// outputs, or one of gates and one of ups, from T. F is a multiple of their size.
+
+// rows (N, F), columns (F, N)
+template <class T>
+__global__ void __launch_bounds__(256, 4)
+    swiglu_forward_fp8_kernel(Fp8Operand rows, Fp8Operand columns, const T* __restrict__ gate_up, int64_t N,
+                              int64_t F) {
+  using Tile = Fp8Tile<T>;
+  using Pack = Packed<T>;
+  const int64_t f = static_cast<int64_t>(blockIdx.x) * Tile::size, n = static_cast<int64_t>(blockIdx.y) * Tile::size;
+  DYN_SHARED(T, memory);
+  const Tile tile{memory};
+  Tile::for_packs([&](int r, int p) {
+    Pack outs = {};
+    if (n + r < N) {
+      const T* const gate = gate_up + (n + r) * 2 * F + f + p * Tile::pack;  // the backward reads it again
+      outs = swiglu(Pack::load(gate), Pack::load(gate + F));
+    }
+    outs.store(tile.at(r, p));
+  });
+  __syncthreads();  // the tile is whole
+  tile.quantise_rows(rows, n, f, N, F);
+  tile.template quantise_columns<false>(columns, n, f, N, F);
+}
+
+// rows (N, 2 F), columns (2 F, N)
 template <class T>
 __global__ void __launch_bounds__(256, 3)
     swiglu_backward_fp8_kernel(Fp8Operand rows, Fp8Operand columns, const T* __restrict__ dout,
@@ -101,6 +132,13 @@ void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, in
   });
 }
 
+// out in fp8: values (N, F) and (F, N)
+template <class T>
+void swiglu_forward_fp8(Fp8Operand rows, Fp8Operand columns, const T* gate_up, int64_t N, int64_t F,
+                        cudaStream_t stream) {
+  const Grid tiles(F / fp8_block, ceil_div(N, fp8_block));
+  launch(swiglu_forward_fp8_kernel<T>, tiles, 256, Fp8Tile<T>::bytes, stream, rows, columns, gate_up, N, F);
+}
 // dgate_up in fp8: values (N, 2 F) and (2 F, N)
 template <class T>
 void swiglu_backward_fp8(Fp8Operand rows, Fp8Operand columns, const T* dout, const T* gate_up, int64_t N, int64_t F,

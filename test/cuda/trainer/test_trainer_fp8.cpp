@@ -6,16 +6,19 @@ using namespace llmc;
 
 namespace {
 
-StepConfig step_in_fp8(Operands read, int dp = 1, int stage = 0) {
-  ModelConfig m = selftest::awkward_model("qwen3", false);
-  m.n_layer = 1;
+ModelConfig model_in_fp8(const char* family = "qwen3", int64_t n_layer = 1) {
+  ModelConfig m = selftest::awkward_model(family, false);
+  m.n_layer = n_layer;
   m.n_head = m.n_kv_head = 2;
   m.head_size = 64;
   m.n_embd = 80;
   m.n_ffn = 128;
   m.vocab_size = 97;
   m.n_positions = 128;
-  StepConfig step = selftest::step_config(m, DType::bf16, 1,
+  return m;
+}
+StepConfig step_in_fp8(Operands read, int dp = 1, int stage = 0) {
+  StepConfig step = selftest::step_config(model_in_fp8(), DType::bf16, 1,
                                           ZeroConfig{.stage = stage, .grad_reduce = GradReduce::step, .shards = dp});
   step.micro_batches = 2 / dp;
   step.precision.linear = read;
@@ -39,4 +42,23 @@ TEST_CASE(
   EXPECT(same(selftest::run_layout(three, gpu), two));
   three.precision.gathers_fp8 = true;
   EXPECT(same(selftest::run_layout(three, gpu), two));
+}
+
+TEST_CASE("inputs that a forward keeps in fp8 are, bit for bit, those that a backward rounds", "[cuda][trainer][fp8]") {
+  const char* family = GENERATE("qwen3", "gpt2");
+  CAPTURE(family);
+  const auto step = [&](Recompute recompute, const PipelineParallel& pipeline = {}) {
+    StepConfig s = selftest::step_config(model_in_fp8(family, 2), DType::bf16, 1, Layout{.pipeline = pipeline});
+    s.micro_batches = 2;
+    s.precision.linear = Operands::fp8_block;
+    s.recompute = recompute;
+    return s;
+  };
+  const selftest::Outcome kept = selftest::run_layout(step(Recompute::none), gpu);
+  for (const Recompute recompute : {Recompute::activation, Recompute::norm, Recompute::block}) {
+    CAPTURE(static_cast<int>(recompute));
+    EXPECT(same(selftest::run_layout(step(recompute), gpu), kept));
+  }
+  // The weight part of a backward in two reads inputs as they are stored.
+  EXPECT(same(selftest::run_layout(step(Recompute::none, {Schedule::zb_h1, 2, 1}), gpu), kept));
 }
