@@ -66,6 +66,23 @@ TEST_CASE("the plan of gpt3:13B equals the sum computed by hand", "[run][plan]")
   REQUIRE(flops == 6 * matrices * static_cast<double>(4 * N));
 }
 
+TEST_CASE("inputs of linear layers that a GPU keeps in fp8 take a byte each, and scales", "[run][plan][fp8]") {
+  const int64_t L = 40, C = 5120, F = 20480, B = 2, T = 2048, N = B * T, columns = 2 * C + F;  // two norms, GELU
+  StepConfig config{
+      .model = resolve_model("gpt3:13B", {}), .precision = DType::bf16, .batch = {B, T}, .micro_batches = 4};
+  config.precision.linear = Operands::fp8_block;
+  const auto activations = [&](DeviceKind kind) { return line(make_plan(config, {kind, 2}), "activations"); };
+  // Where products do not read fp8, they are kept as they are.
+  REQUIRE(activations(DeviceKind::cpu) - activations(DeviceKind::cuda) ==
+          L * columns * (N * (2 - 1) - N / 128 * int64_t{sizeof(float)}));
+  // As they are, there is one of each for all blocks.
+  REQUIRE(line(make_plan(config, {DeviceKind::cuda, 2}), "recomputed") == 2 * N * columns);
+  for (const Recompute recompute : {Recompute::norm, Recompute::block}) {
+    config.recompute = recompute;
+    REQUIRE(activations(DeviceKind::cpu) == activations(DeviceKind::cuda));
+  }
+}
+
 TEST_CASE("--plan needs no data and no GPU, and --memory-limit refuses with a configuration that fits", "[run][plan]") {
   const ProgramResult plan = run_program("--plan --model gpt3:13B --seq-len 2048 --dtype bf16 --threads 2");
   INFO(plan.out << plan.err);

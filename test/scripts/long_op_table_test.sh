@@ -22,8 +22,15 @@ fail() {
   echo "$0: $*"
   exit 1
 }
-whole='The table has 100.0% of the flops .* it lacks add_losses clip_control combine_scalars$'
+whole='The table has 100.0% of the flops .* it lacks add_losses add_row_sums clip_control combine_scalars$'
 [ "$(grep -c "$whole" "$dir/table")" -eq ${#models[@]} ] || fail 'a table lacks ops, or flops, of a planned step'
+# In fp8, of a model whose sizes admit it, with an activation that writes it.
+mkdir "$dir/model"
+sed -E 's/("hidden_size": )[0-9]+/\132/; s/("intermediate_size": )[0-9]+/\1128/' test/golden/families/qwen2_tiny/config.json \
+  >"$dir/model/config.json"
+"$dir/op_table" --fp8 --models "$dir/model" -b 1 -t 128 --repeats 1 --peak-size 64 --copy-mib 1 \
+  --flush-mib 1 --long-sequence 0 >"$dir/fp8"
+grep -q "$whole" "$dir/fp8" || { cat "$dir/fp8" && fail 'a table in fp8 lacks ops, or flops, of a planned step'; }
 [ "$(grep -c '^| [a-z]' "$dir/table")" -eq $(($(wc -l <"$dir/rows") + ${#models[@]} + 1)) ] ||
   fail 'the table and --json have different numbers of rows'
 ! grep -E '\| (-?nan|inf|-[0-9])' "$dir/table" || fail 'a time is not a number'

@@ -59,8 +59,16 @@ void measure_attention(OpTimer& timer, const AttentionShape& s, double calls) {
 
 // out (N, O) = x (N, I) weight^T, and its backward.
 // with_dbias: unless another op adds to the bias's gradient.
+// How a linear layer gets its operands: whether its forward keeps the input for the backward, and whether the input and
+// the output's gradient come in fp8 from SwiGLU.
+struct LinearInputs {
+  Operands read = Operands::as_stored;
+  bool kept = false, from_swiglu = false, gradient_from_swiglu = false;
+};
+
 void measure_linear(OpTimer& timer, const char* name, int64_t N, int64_t O, int64_t I, Bias with_bias, double calls,
-                    Bias with_dbias = Bias::yes, Operands read = Operands::as_stored) {
+                    Bias with_dbias = Bias::yes, const LinearInputs& inputs = {}) {
+  using detail::Role, detail::SumAlong;
   const auto scope = timer.scope();
   Stream& stream = timer.stream();
   const Tensor x = timer.normal({N, I}), weight = timer.normal({O, I}, 0.02f), out = timer.normal({N, O});
@@ -68,11 +76,25 @@ void measure_linear(OpTimer& timer, const char* name, int64_t N, int64_t O, int6
   Tensor bias, dbias;
   if (with_bias == Bias::yes) bias = timer.normal({O});
   if (with_bias == Bias::yes && with_dbias == Bias::yes) dbias = timer.filled(0, {O});
+  const auto in_fp8 = [&](const Tensor& t, Role role) {
+    const detail::Quantised q = timer.room_in_fp8(t, role, SumAlong::both, inputs.read);
+    quantise(q, t, role, inputs.read, stream);
+    return q;
+  };
+  Reading read = inputs.read;
+  detail::Quantised input, gradient;
+  if (inputs.kept) input = in_fp8(x, Role::activations), read.kept_input = input.columns;
+  if (inputs.gradient_from_swiglu) gradient = in_fp8(out, Role::gradients);
   const std::string shape = formatted("{} {} x {} x {}", name, N, O, I);
-  timer.measure(shape, calls, [&] { linear_forward(out, x, weight, bias, stream, read); });
+  timer.measure(shape, calls, [&] {
+    if (inputs.from_swiglu) linear_forward(out, input.rows, weight, bias, stream, read);
+    else linear_forward(out, x, weight, bias, stream, read);
+  });
   const Tensor dx = timer.tensor(dtype, x.shape);
-  timer.measure(shape, calls,
-                [&] { linear_backward(dx, dweight, dbias, out, x, weight, Accumulate::no, stream, read); });
+  timer.measure(shape, calls, [&] {
+    if (inputs.gradient_from_swiglu) linear_backward(dx, dweight, gradient, x, weight, Accumulate::no, stream, read);
+    else linear_backward(dx, dweight, dbias, out, x, weight, Accumulate::no, stream, read);
+  });
 }
 
 void measure_embedding(OpTimer& timer, const ModelConfig& c, const BatchShape& s, Tensor tokens, Tensor positions) {
@@ -138,14 +160,28 @@ void measure_heads(OpTimer& timer, const ModelConfig& c, const AttentionShape& s
                 [&] { qk_norm_backward(dqkv, dweight, dweight, qkv, weight, weight, rstd, rotary, s, stream); });
 }
 
-// F: the width; rows: the number of rows, on the device, or an empty tensor
-void measure_activation(OpTimer& timer, const ModelConfig& c, int64_t N, int64_t F, double calls, Tensor rows = {}) {
+// F: the width; rows: the number of rows, on the device, or an empty tensor; down: of the layer that reads it
+void measure_activation(OpTimer& timer, const ModelConfig& c, int64_t N, int64_t F, double calls, Tensor rows = {},
+                        const LinearInputs& down = {}) {
   const auto scope = timer.scope();
   Stream& stream = timer.stream();
   const Tensor out = timer.normal({N, F}), up = timer.normal({N, c.family.mlp == Mlp::swiglu ? 2 * F : F}),
                dup = timer.tensor(dtype, up.shape);
   const std::string shape = formatted("{} x {}", N, F);
-  if (c.family.mlp == Mlp::swiglu) {
+  if (c.family.mlp == Mlp::swiglu && swiglu_writes_fp8(down.read, F, stream.device())) {
+    const Operands read = down.read;
+    const detail::Operand columns =
+        timer.room_in_fp8(out, detail::Role::activations, detail::SumAlong::columns, read).columns;
+    const auto in_scratch = [&](const std::function<void()>& op) {
+      timer.measure(shape, calls, [&] {
+        const auto of_op = stream.scratch().scope();
+        op();
+      });
+    };
+    in_scratch([&] { swiglu_backward_in_fp8(out, up, read, stream); });
+    if (down.from_swiglu) in_scratch([&] { swiglu_forward_in_fp8(columns, up, read, stream); });
+    else timer.measure(shape, calls, [&] { swiglu_forward(out, up, stream, rows); });
+  } else if (c.family.mlp == Mlp::swiglu) {
     timer.measure(shape, calls, [&] { swiglu_backward(dup, out, up, stream, rows); });
     timer.measure(shape, calls, [&] { swiglu_forward(out, up, stream, rows); });
   } else {
@@ -263,6 +299,10 @@ void measure_model(OpTimer& timer, const ModelConfig& c, const BatchShape& s, Op
   const int64_t N = s.rows(), C = c.n_embd;
   const double L = static_cast<double>(c.n_layer);
   const AttentionShape heads = attention_shape(c, s);
+  // As of a layer of a dense model, none of whose activations are recomputed.
+  const bool fp8 = detail::multiplies_fp8(read, timer.stream().device()), kept = fp8 && c.experts.count == 0,
+             swiglu = c.family.mlp == Mlp::swiglu && swiglu_writes_fp8(read, c.n_ffn, timer.stream().device());
+  const LinearInputs down{read, kept, kept && swiglu};
   const Bias all = c.family.biases == Biases::all ? Bias::yes : Bias::no,
              qkv = c.family.biases == Biases::none ? Bias::no : Bias::yes;
   std::vector<int32_t> places(static_cast<size_t>(N));
@@ -270,17 +310,17 @@ void measure_model(OpTimer& timer, const ModelConfig& c, const BatchShape& s, Op
   const Tensor tokens = timer.token_ids(N, c.vocab_size), positions = timer.integers(std::move(places));
   measure_embedding(timer, c, s, tokens, positions);
   measure_norm(timer, c, N);
-  measure_linear(timer, "qkv", N, c.qkv_size(), C, qkv, L, Bias::yes, read);
+  measure_linear(timer, "qkv", N, c.qkv_size(), C, qkv, L, Bias::yes, {read, kept});
   measure_heads(timer, c, heads, positions);
   measure_attention(timer, heads, L);
-  measure_linear(timer, "proj", N, C, c.q_size(), all, L, Bias::yes, read);
+  measure_linear(timer, "proj", N, C, c.q_size(), all, L, Bias::yes, {read});
   measure_residual(timer, c, N);
   const double sparse = static_cast<double>(c.sparse_layers()), dense = L - sparse;
   if (dense > 0) {
     measure_linear(timer, "up", N, c.mlp_in_size(), C, all, dense, c.family.mlp == Mlp::gelu ? Bias::no : Bias::yes,
-                   read);
-    measure_activation(timer, c, N, c.n_ffn, dense);
-    measure_linear(timer, "down", N, C, c.n_ffn, all, dense, Bias::yes, read);
+                   {read, kept, false, swiglu});
+    measure_activation(timer, c, N, c.n_ffn, dense, {}, down);
+    measure_linear(timer, "down", N, C, c.n_ffn, all, dense, Bias::yes, down);
   }
   if (sparse > 0) measure_experts(timer, c, s, sparse);
   measure_linear(timer, "head", N, c.padded_vocab(), C, Bias::no, 1);

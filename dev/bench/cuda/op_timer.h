@@ -52,6 +52,9 @@ class OpTimer {
   [[nodiscard]] Arena::Scope scope() { return arena_.scope(); }
 
   Tensor tensor(DType dtype, const Shape& shape) { return arena_.alloc("ops", "operand", dtype, shape); }
+  detail::Quantised room_in_fp8(const Tensor& t, detail::Role role, detail::SumAlong sum, Operands read) {
+    return detail::room_in_fp8(t, role, sum, read, stream_.device(), arena_, "ops");
+  }
   // Zeros would draw less power, and so run faster, than real training data.
   Tensor normal(const Shape& shape, float stddev = 1) {
     const Tensor t = tensor(DType::bf16, shape);
