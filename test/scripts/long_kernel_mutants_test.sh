@@ -24,6 +24,7 @@ embedding: embedding sort
 experts grouped_matmul: experts grouped_matmul
 expert_ranks: expert_ranks
 qk_norm: projection_norm qk_norm rotary
+quantise swiglu: quantise fp8_tiles
 rmsnorm: rmsnorm rows
 router: router
 step: step'

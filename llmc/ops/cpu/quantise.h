@@ -19,32 +19,60 @@ uint32_t magnitude(T x) {
   return std::bit_cast<uint32_t>(static_cast<float>(x)) & 0x7fffffffu;
 }
 
+// x (n) rounded to fp8 with one scale.
 template <class F, class T>
-void round_to_fp8(T* out, const T* x, int64_t R, int64_t C, const ScaleBlock& block) {
-  const int64_t width = block.columns > 1 ? block.columns : fp8_block;  // one block wide, or many of one column
+void round_with(T* out, const T* x, int64_t n, float scale) {
+  const float factor = reciprocal_of_power(scale);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) store(out[i], F::rounded(static_cast<float>(x[i]) * factor) * scale);
+}
+
+// Blocks of a row, or squares.
+template <class F, class T>
+void round_rows_to_fp8(T* out, const T* x, int64_t R, int64_t C, const ScaleBlock& block) {
 #pragma omp parallel for schedule(static)
   for (int64_t row = 0; row < R; row += block.rows) {
-    const int64_t rows = std::min(block.rows, R - row);
-    for (int64_t column = 0; column < C; column += width) {
-      const int64_t columns = std::min(width, C - column);
+    const int64_t end = std::min(row + block.rows, R) * C;
+    for (int64_t column = 0; column < C; column += block.columns) {
+      const int64_t columns = std::min(block.columns, C - column);
+      uint32_t largest = 0;
+      for (int64_t at = row * C + column; at < end; at += C)
+#pragma omp simd reduction(max : largest)
+        for (int64_t i = at; i < at + columns; ++i) largest = std::max(largest, magnitude(x[i]));
+      const float scale = fp8_scale<F>(std::bit_cast<float>(largest));
+      for (int64_t at = row * C + column; at < end; at += C) round_with<F>(out + at, x + at, columns, scale);
+    }
+  }
+}
+// Blocks of a column, many side by side.
+template <class F, class T>
+void round_columns_to_fp8(T* out, const T* x, int64_t R, int64_t C, const ScaleBlock& block) {
+#pragma omp parallel for schedule(static)
+  for (int64_t row = 0; row < R; row += block.rows) {
+    const int64_t end = std::min(row + block.rows, R) * C;
+    for (int64_t column = 0; column < C; column += fp8_block) {
+      const int64_t columns = std::min(fp8_block, C - column);
       uint32_t largest[fp8_block] = {};
-      for (int64_t r = row; r < row + rows; ++r)
+      for (int64_t at = row * C + column; at < end; at += C)
 #pragma omp simd
-        for (int64_t c = 0; c < columns; ++c) largest[c] = std::max(largest[c], magnitude(x[r * C + column + c]));
-      if (block.columns > 1) std::fill_n(largest, columns, *std::max_element(largest, largest + columns));
+        for (int64_t c = 0; c < columns; ++c) largest[c] = std::max(largest[c], magnitude(x[at + c]));
       float scales[fp8_block], factors[fp8_block];
       for (int64_t c = 0; c < columns; ++c) {
         scales[c] = fp8_scale<F>(std::bit_cast<float>(largest[c]));
         factors[c] = reciprocal_of_power(scales[c]);
       }
-      for (int64_t r = row; r < row + rows; ++r)
+      for (int64_t at = row * C + column; at < end; at += C)
 #pragma omp simd
-        for (int64_t c = 0; c < columns; ++c) {
-          const int64_t i = r * C + column + c;
-          store(out[i], F::rounded(static_cast<float>(x[i]) * factors[c]) * scales[c]);
-        }
+        for (int64_t c = 0; c < columns; ++c)
+          store(out[at + c], F::rounded(static_cast<float>(x[at + c]) * factors[c]) * scales[c]);
     }
   }
+}
+
+template <class F, class T>
+void round_to_fp8(T* out, const T* x, int64_t R, int64_t C, const ScaleBlock& block) {
+  if (block.columns > 1) round_rows_to_fp8<F>(out, x, R, C, block);
+  else round_columns_to_fp8<F>(out, x, R, C, block);
 }
 
 }  // namespace detail
