@@ -173,7 +173,8 @@ TEMPLATE_TEST_CASE("matrices rounded to fp8 with one scale each are the CPU's, b
   const Fp8Format format = GENERATE(Fp8Format::e4m3, Fp8Format::e5m2);
   const int64_t G = GENERATE(1, 2), R = 31, C = G == 1 ? 2237 : 37, n = G * R * C;  // more than all threads at once
   const std::vector<int32_t> count = {30};
-  const std::vector<T> x = uneven_everywhere<T>(G * R, C, 1);
+  std::vector<T> x = uneven_everywhere<T>(G * R, C, 1);
+  store(x[0], 0x1p33f);  // the scale of the first matrix is that of its first number
   std::vector<T> expected(x.size());
   std::vector<float> largest(static_cast<size_t>(G));
   cpu::round_whole_to_fp8(expected.data(), largest.data(), x.data(), G, R, C, format, G == 1 ? count.data() : nullptr);
@@ -191,7 +192,10 @@ TEMPLATE_TEST_CASE("matrices rounded to fp8 with one scale each are the CPU's, b
 TEMPLATE_TEST_CASE("parts of matrices in tiles have the CPU's scales and numbers in fp8", "[cuda]", float, bf16) {
   using T = TestType;
   const TiledPart part{2, 131, 137, GENERATE(int64_t{0}, int64_t{5000}), 20000};
-  const std::vector<T> x = uneven_values<T>(part.n, 1, 1);
+  std::vector<T> x = uneven_values<T>(part.n, 1, 1);
+  for (int64_t i = 0; i < part.n; ++i)  // the tiles from row or column 128 on have larger numbers
+    if (const int64_t at = part.first + i; at / part.columns % part.rows >= fp8_block || at % part.columns >= fp8_block)
+      store(x[i], static_cast<float>(x[i]) * 0x1p20f);
   std::vector<float> maxima(part.tiles()), scales(part.tiles());
   std::vector<e4m3> numbers(part.n);
   std::vector<T> back(part.n);
