@@ -1,4 +1,4 @@
-// attention.cu: the forward of causal attention in seven versions. See cuda/ladder.h.
+// attention.cu: the forward of causal attention in seven versions, the last in three sizes. See cuda/ladder.h.
 //
 //   1  three kernels, with the T x T scores of every head in memory: memory and traffic grow with T^2
 //   2  a running maximum and sum per row: scores stay in registers, but every row reads all keys on its own
@@ -212,7 +212,8 @@ __global__ void __launch_bounds__(Block::threads) attention4(bf16* out, float* l
   store_attention(out, lse, s, b, h, first, softmax, outs, scale);
 }
 
-// What 6 does, in other words: a step has the keys of a tile and the values of the tile before. Grid: as 6.
+// A step has the keys of a tile and the values of the tile before: it issues both products, and finds the exponentials
+// of the new scores while the tensor cores are at the values. Grid (B H, blocks of rows).
 template <class Block>
 __global__ void __launch_bounds__(Block::threads, Block::blocks)
     attention7(bf16* out, float* lse, const bf16* qkv, AttentionShape s) {

@@ -303,6 +303,7 @@ class Stream {
   // Calls the inspector (until nullptr is set) with each op's name and each tensor it wrote, before the next op begins.
   using Inspector = std::function<void(const char* op, const Tensor& output)>;
   void set_inspector(Inspector inspector) { inspector_ = std::move(inspector); }
+  bool is_inspected() const { return static_cast<bool>(inspector_); }
 
   // Books each op here (until nullptr is set), where nobody else may remove entries. Call with the stream idle.
   void set_ledger(OpLedger* ledger) { books_.open(ledger); }

@@ -109,16 +109,21 @@ struct BlockActivations {
   Tensor middle;             // (S, C) the residual stream between attention and MLP
   Tensor norm2, norm2_mean, norm2_rstd;  // (S, C) (S) (S)
   Tensor up, activated;                  // (N, F or 2 F: gates, ups) (N, F)
-  InputInFp8 norm1_in_fp8, norm2_in_fp8,
-      activated_in_fp8;       // then norm1, norm2 and activated are for one block at a time
+  // Where these are kept, norm1, norm2 and activated are those of one block at a time.
+  InputInFp8 norm1_in_fp8, norm2_in_fp8, activated_in_fp8;
   Tensor out;                 // (S, C) the residual stream after the block; whoever allocates these sets it
   ExpertActivations experts;  // of a layer with experts, instead of up and activated
   SliceKeys slice_keys;       // empty tensors without token slices
 
-  // The recomputed tensors: one set, reused by all blocks.
+  // The tensors that blocks use in turn, one set: those that are recomputed, and those of which each block keeps
+  // another form (InputInFp8).
   static BlockActivations recomputed(const BlockShape& shape, Recompute recompute, Arena& arena) {
-    auto wanted = [=](const Activation& a) { return a.from && !a.in_fp8 && (*a.from <= recompute || a.kept_in_fp8); };
-    BlockActivations all(shape, {}, in_arena(arena, "recomputed", "recomputed of experts", wanted));
+    BlockActivations all(shape, {}, [&](Tensor& t, const Activation& a) {
+      const bool again = a.from && *a.from <= recompute;
+      if (a.in_fp8 || !(again || a.kept_in_fp8)) return;
+      const char* label = !again ? "activations of one block" : a.of_experts ? "recomputed of experts" : "recomputed";
+      t = arena.alloc(label, a.name, a.dtype, a.shape);
+    });
     if (recompute == Recompute::block) all.set_rounds(shape);
     return all;
   }
@@ -144,6 +149,7 @@ struct BlockActivations {
   }
   // The same memory for a batch of at most as many rows, in a layer of a kind that the memory is for.
   static BlockActivations part_of(const BlockActivations& room, const BlockShape& shape) {
+    CHECK(!shape.inputs_in_fp8, "inputs in fp8 are for whole sequences");  // a part of them is no slice
     return {shape, room, [](Tensor& t, const Activation& a) { t = t.slice(0, a.shape); }};
   }
   // Takes those inputs of the products that `other` has.

@@ -116,9 +116,11 @@ class FeedForward : Layer {
   // dx = the gradient of norm2, from dout, that of the output. The caller has opened a scope for temporaries.
   void backward(Tensor dx, Tensor dout) const {
     const bool whole = later == nullptr;
-    const Tensor dactivated = !whole && !gated()                   ? later->up    // (N, F)
-                              : !a.activated_in_fp8.values.empty() ? a.activated  // nobody reads it any more
-                                                                   : like("gradient of activated", a.activated);
+    // (N, F); where the forward has kept it in fp8, nobody reads `activated` any more
+    Tensor dactivated = !whole && !gated()                   ? later->up
+                        : !a.activated_in_fp8.values.empty() ? a.activated
+                                                             : like("gradient of activated", a.activated);
+    dactivated.name = "gradient of activated";
     if (whole && group.size() == 1 && in_fp8()) {
       down().backward(dactivated, dout, a.activated);
       auto scope = stream().scratch().scope();
@@ -143,7 +145,8 @@ class FeedForward : Layer {
   bool gated() const { return config.family.mlp == Mlp::swiglu; }
   // Whether SwiGLU and its gradient are written in fp8 at once.
   bool in_fp8() const { return gated() && swiglu_writes_fp8(sequences.linear, a.up.shape[1] / 2, stream().device()); }
-  bool activates_in_fp8() const { return !a.activated_in_fp8.values.empty() && in_fp8(); }
+  // An inspector of numbers is to see what is rounded.
+  bool activates_in_fp8() const { return !a.activated_in_fp8.values.empty() && in_fp8() && !stream().is_inspected(); }
   // Whether the products of up and down compute GELU: in layouts that --gelu cublaslt is for, and not in a text that is
   // being generated, of few rows.
   bool in_products() const {

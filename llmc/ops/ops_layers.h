@@ -322,16 +322,19 @@ inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Te
   if (!dbias.empty()) linear_backward_bias(dbias, dout, stream);
 }
 
-// dweight = or += (as requested) dout^T x, dx = dout weight, from dout in fp8 along its rows and its columns.
+// dx = dout weight, dweight = or += (as requested) dout^T x, from dout in fp8 along its rows and its columns. dx first:
+// its rows tell which sequence a number that is not finite came from. dx may be x, if that is kept in fp8.
 inline void linear_backward(Tensor dx, Tensor dweight, const detail::Quantised& dout, Tensor x, Tensor weight,
                             Accumulate accumulate_dweight, Stream& stream, const Reading& read) {
   CHECK_TENSOR(dx, x.dtype, x.shape[0], weight.shape[1]);
   CHECK_TENSOR(dweight, accumulator_of(x.dtype), weight.shape[0], x.shape[1]);
+  {
+    auto scope = stream.scratch().scope();
+    const detail::Operand w = detail::second_operand(weight, Transpose::no, detail::Role::weights, read, stream);
+    detail::matmul("linear_backward_input", dx, detail::first_operand(dout, Transpose::no), w, weight.shape[0], {},
+                   Accumulate::no, stream);
+  }
   detail::weight_gradient(dweight, detail::first_operand(dout, Transpose::yes), x, accumulate_dweight, stream, read);
-  auto scope = stream.scratch().scope();
-  const detail::Operand w = detail::second_operand(weight, Transpose::no, detail::Role::weights, read, stream);
-  detail::matmul("linear_backward_input", dx, detail::first_operand(dout, Transpose::no), w, weight.shape[0], {},
-                 Accumulate::no, stream);
 }
 
 // linear_backward_weight() and linear_backward_input(), which in fp8 then read dout once.

@@ -118,13 +118,14 @@ class PassMemory {
     const Recompute recompute = config.recompute_for(pass.purpose);
     const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
     // Where all blocks can.
-    inputs_in_fp8_ = pass.purpose == Purpose::train && backward == Backward::whole && !sliced() &&
-                     config.layout.tensor.ranks == 1 && model_.experts.count == 0 && !config.precision.fp8_skip.any() &&
+    inputs_in_fp8_ = pass.purpose == Purpose::train && block_sets_.count() > 0 && backward == Backward::whole &&
+                     !sliced() && config.layout.tensor.ranks == 1 && model_.experts.count == 0 &&
+                     !config.precision.fp8_skip.any() &&
                      detail::multiplies_fp8(config.precision.linear, arena.device());
     auto product_inputs = [&](const PassSets& sets, size_t set, ActionKind made_by) {
       return BlockActivations::product_inputs(block_shape(shape, sets.kind_of<Layers>(set)), recompute, made_by, arena);
     };
-    // The activations that are recomputed: one set for all blocks.
+    // The activations that blocks use in turn.
     const BlockActivations shared = BlockActivations::recomputed(block_shape(shape, Layers::any), recompute, arena);
     for (int64_t i = 0, most = micro_batches_in_flight(actions); i < most; ++i)
       for (const BatchShape& slice : shapes_)

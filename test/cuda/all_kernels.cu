@@ -86,6 +86,8 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   cache_append(x, x, shape, stream);
   swiglu_forward(x, x, N, C, ids, stream);
   swiglu_backward(x, x, x, N, C, ids, stream);
+  swiglu_forward_fp8<T>({}, {}, x, N, C, stream);
+  swiglu_backward_fp8<T>({}, {}, x, x, N, C, stream);
   for (const ScaledBy by : {ScaledBy::segments, ScaledBy::tiles}) quantise<T>({}, {}, x, N, C, by, stream);
   round_to_fp8(x, x, 1, N, C, {1, C}, Fp8Format::e4m3, ids, stream);
   round_whole_to_fp8(x, f, x, 1, N, C, Fp8Format::e4m3, ids, stream);

@@ -28,7 +28,7 @@ Ladder layernorm_ladder(int64_t N, int64_t C);
 Ladder classifier_ladder(int64_t N, int64_t V);
 Ladder adamw_ladder(int64_t n);
 Ladder attention_ladder(int64_t B, int64_t T, int64_t H);
-// With these instructions, in code that has them, in place of the device's.
+// For the last versions: which instructions, where the code has them; else those of the device.
 enum class TensorCores : uint8_t;
 Ladder attention_ladder(int64_t B, int64_t T, int64_t H, TensorCores instructions);
 

@@ -57,8 +57,6 @@ void measure_attention(OpTimer& timer, const AttentionShape& s, double calls) {
                 [&] { attention_backward(dqkv, dqkv, dout, out, qkv, qkv, lse, {}, block, Accumulate::no, stream); });
 }
 
-// out (N, O) = x (N, I) weight^T, and its backward.
-// with_dbias: unless another op adds to the bias's gradient.
 // How a linear layer gets its operands: whether its forward keeps the input for the backward, and whether the input and
 // the output's gradient come in fp8 from SwiGLU.
 struct LinearInputs {
@@ -66,6 +64,8 @@ struct LinearInputs {
   bool kept = false, from_swiglu = false, gradient_from_swiglu = false;
 };
 
+// out (N, O) = x (N, I) weight^T, and its backward.
+// with_dbias: unless another op adds to the bias's gradient.
 void measure_linear(OpTimer& timer, const char* name, int64_t N, int64_t O, int64_t I, Bias with_bias, double calls,
                     Bias with_dbias = Bias::yes, const LinearInputs& inputs = {}) {
   using detail::Role, detail::SumAlong;
@@ -83,7 +83,10 @@ void measure_linear(OpTimer& timer, const char* name, int64_t N, int64_t O, int6
   };
   Reading read = inputs.read;
   detail::Quantised input, gradient;
-  if (inputs.kept) input = in_fp8(x, Role::activations), read.kept_input = input.columns;
+  if (inputs.kept) {
+    input = in_fp8(x, Role::activations);
+    read.kept_input = input.columns;
+  }
   if (inputs.gradient_from_swiglu) gradient = in_fp8(out, Role::gradients);
   const std::string shape = formatted("{} {} x {} x {}", name, N, O, I);
   timer.measure(shape, calls, [&] {
