@@ -1,6 +1,7 @@
 // Products in fp8 on CUDA, whose operands have numbers and scales where the CPU has rounded numbers: against the CPU,
 // and with weights that are kept in fp8 from update to update, gathered, or gathered in fp8.
 #include "cuda/trainer/trainer_test.h"
+#include "train/not_finite.h"
 
 using namespace llmc;
 
@@ -67,4 +68,24 @@ TEST_CASE("inputs that a forward keeps in fp8 are, bit for bit, those that a bac
   EXPECT(same(selftest::run_layout(step(Recompute::none, {Schedule::one_f_one_b, 2, 1}), gpu), kept));
   // The weight part of a backward in two reads inputs as they are stored.
   EXPECT(same(selftest::run_layout(step(Recompute::none, {Schedule::zb_h1, 2, 1}), gpu), kept));
+}
+
+TEST_CASE("the search for the first number that is not finite sees SwiGLU, else written in fp8",
+          "[cuda][trainer][fp8]") {
+  const StepConfig step = step_in_fp8(Operands::fp8_block);
+  const Plan plan = make_plan(step, gpu.device);
+  World world(step.layout.mesh(), gpu.backend);
+  std::string found;
+  run_ranks(world, [&](int rank) {
+    Run run(step, plan, gpu.of_rank(rank), world, rank);
+    init_weights(run.trainer.state(), 42, run.stream);
+    for (const StateEntry& e : run.trainer.state().state_table())
+      if (e.param->name == "blocks.0.ln2.weight" && e.kind == StateKind::weight) fill(e.tensor, 1e22f, run.stream);
+    found = where_not_finite(
+        run.trainer, [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); },
+        [](int64_t m, int64_t b) { return 100 * m + b; });
+  });
+  INFO(found);
+  EXPECT(found.find("in activated, written by swiglu_forward in the forward of blocks.0, micro-batch 0, sample") !=
+         std::string::npos);
 }
