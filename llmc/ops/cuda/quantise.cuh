@@ -43,6 +43,17 @@ struct Magnitude {
   __device__ float operator()(float a, float b) const { return larger_magnitude(a, b); }
 };
 
+// The scale of 128 numbers of a row, of which as many neighbouring lanes as it takes have a pack each.
+template <int pack>
+__device__ float scale_of_row(const Floats<pack>& values) {
+  float largest = 0;
+  for (int j = 0; j < pack; ++j) largest = larger_magnitude(largest, values[j]);
+#pragma unroll
+  for (int step = static_cast<int>(fp8_block) / pack / 2; step > 0; step /= 2)
+    largest = larger_magnitude(largest, __shfl_xor_sync(all_lanes, largest, step));
+  return fp8_scale(largest);
+}
+
 // Where operands in fp8 go: numbers and their scales. Null: not wanted.
 struct Fp8Operand {
   e4m3* values = nullptr;
@@ -65,12 +76,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int i = 0; i < in_flight; ++i) {
     const Floats<pack> values = loaded[i].fp32();
-    float largest = 0;
-    for (int j = 0; j < pack; ++j) largest = larger_magnitude(largest, values[j]);
-#pragma unroll
-    for (int step = lanes / 2; step > 0; step /= 2)
-      largest = larger_magnitude(largest, __shfl_xor_sync(all_lanes, largest, step));
-    const float scale = fp8_scale(largest);
+    const float scale = scale_of_row(values);
     const int64_t r = row + i * rows;
     if (r >= R || column >= C) continue;
     e4m3_pack(values.values, reciprocal_of_power(scale)).store(out.values + r * C + column);
@@ -100,12 +106,7 @@ struct Fp8Tile {
   __device__ void quantise_rows(const Fp8Operand& out, int64_t row, int64_t column, int64_t R, int64_t C) const {
     for_packs([&](int r, int p) {
       const Floats<pack> values = fp32(r, p);
-      float largest = 0;
-      for (int j = 0; j < pack; ++j) largest = larger_magnitude(largest, values[j]);
-#pragma unroll
-      for (int step = lanes / 2; step > 0; step /= 2)
-        largest = larger_magnitude(largest, __shfl_xor_sync(all_lanes, largest, step));
-      const float scale = fp8_scale(largest);
+      const float scale = scale_of_row(values);
       if (row + r >= R || column + p * pack >= C) return;
       e4m3_pack(values.values, reciprocal_of_power(scale)).store(out.values + (row + r) * C + column + p * pack);
       if (p == 0) out.scales[column / size * R + row + r] = scale;
