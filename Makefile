@@ -333,18 +333,18 @@ SOURCES_trainer := $(wildcard test/cuda/trainer/test_*.cpp)
 STAND_INS := $(wildcard test/cuda_on_cpu/*.cpp test/cuda_on_cpu/*/*.cpp)
 # The CPU's ops in the portable version alone, compiled here so that sanitizers see into them.
 PORTABLE_OPS := llmc/ops/cpu/sets/portable.cpp llmc/ops/cpu/sets/stand_ins.cpp
-CUDA_TEST_FLAGS = -std=c++20 -Og -g1 $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_NCCL -Illmc -Itest -Itest/cuda_on_cpu -I. -Wall -Wextra \
+CUDA_TEST_FLAGS = -std=c++20 -Og $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_NCCL -Illmc -Itest -Itest/cuda_on_cpu -I. -Wall -Wextra \
                   -Wno-unknown-pragmas -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing \
                   -fno-omit-frame-pointer $(LAVISH) $(CPPFLAGS) $(CXXFLAGS)
 # -rdynamic: kernels are named by their symbols. Sorted: otherwise g++ 12's sanitizers miss the lines of some templates.
 CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
 # Null pointers, object bounds and sums of addresses are left to AddressSanitizer, which detects what they lead to: those
 # checks take longest to compile. The tests of the trainer leave all pointer checks to it; the kernels have them in their
-# own tests.
-SANITIZE_asan := -fsanitize=address,undefined -fno-sanitize=null,object-size,nonnull-attribute,returns-nonnull-attribute \
+# own tests. Their reports name lines of the source: nothing else needs debugging information.
+SANITIZE_asan := -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,nonnull-attribute,returns-nonnull-attribute \
                  -fno-sanitize=pointer-overflow -fno-sanitize-recover=undefined
 build/asan/trainer.o: SANITIZE_ASAN_MORE := -fno-sanitize=alignment,vptr
-SANITIZE_tsan := -fsanitize=thread
+SANITIZE_tsan := -g1 -fsanitize=thread
 
 $(CUDA_TESTS:%=build/cuda/%.cpp): build/cuda/%.cpp: FORCE
 	$(call joined,$(SOURCES_$*))
@@ -374,7 +374,7 @@ build/emulated/train_gpt: build/emulated/train_gpt.o $(STAND_INS:%.cpp=build/emu
 	@$(CXX) $(CUDA_TEST_LINK_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) -lboost_context $(filter-out -Xlinker $(CPU_OPS),$(LIBS))
 build/emulated/train_gpt.o: train_gpt.cu build/cuda_test.flags
 	@mkdir -p $(@D) && echo 'train_gpt.cu (emulated)'
-	@$(CXX) -x c++ $(CUDA_TEST_FLAGS) -g0 -MMD -MP -c $< -o $@
+	@$(CXX) -x c++ $(CUDA_TEST_FLAGS) -MMD -MP -c $< -o $@
 
 # dev/gpu/rehearse.sh runs these in place of the programs for a GPU.
 build/emulated/ladders: $(patsubst %.cu,build/emulated/%.o,dev/cuda/ladders.cu $(LADDERS))
@@ -390,7 +390,7 @@ build/cuda_test_link.list: FORCE
 # ---- Fuzzing: the readers of all formats, in a program under sanitizers ----------------------------------------------
 
 # Without optimisation, and with no pointer checks but AddressSanitizer's, because compiling takes longer than running.
-FUZZ_FLAGS = -std=c++20 -O0 -g1 -Illmc -Itest -I. $(ARCH_FLAGS) -fopenmp -Wall -Wextra -fno-omit-frame-pointer $(LAVISH) \
+FUZZ_FLAGS = -std=c++20 -O0 -Illmc -Itest -I. $(ARCH_FLAGS) -fopenmp -Wall -Wextra -fno-omit-frame-pointer $(LAVISH) \
              $(CPPFLAGS) $(CXXFLAGS) $(SANITIZE_asan) -fno-sanitize=alignment,vptr
 build/asan/fuzz.o: test/fuzz/test_fuzz.cpp build/fuzz.flags
 	@mkdir -p $(@D) && echo 'test/fuzz (asan)'

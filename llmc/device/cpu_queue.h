@@ -7,7 +7,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "core/pulse.h"
+#include "device/work.h"
 #ifdef TRAIN_GPT_CUDA
 #include "device/cuda_api.cuh"
 #endif
@@ -116,7 +116,7 @@ class CpuQueue {
 
   // Runs `task` after everything enqueued before; blocks while the host is far ahead, to keep the queue short. A task
   // that throws stops the queue; synchronize() rethrows.
-  void enqueue(std::function<void()> task) { enqueue({std::move(task), Needed::no}); }
+  void enqueue(Work task) { enqueue({std::move(task), Needed::no}); }
 
   void synchronize() {
     std::unique_lock lock(mutex_);
@@ -140,7 +140,7 @@ class CpuQueue {
   // Events are signalled even after an error: a stream that waits for one gets the error.
   enum class Needed { no, yes };
   struct Task {
-    std::function<void()> run;
+    Work run;
     Needed needed;
   };
 
@@ -179,7 +179,7 @@ class CpuQueue {
       std::exception_ptr failed;
       const auto begin = std::chrono::steady_clock::now();
       const double waited = waited_seconds;
-      for (auto task = taken.begin(); !failed && task != taken.end(); task->run = nullptr, ++task) try {
+      for (auto task = taken.begin(); !failed && task != taken.end(); task->run = {}, ++task) try {
           task->run();
           pulse();
         } catch (...) {

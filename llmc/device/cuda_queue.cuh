@@ -163,8 +163,7 @@ class Queue {
   void launch(const Graph& graph) { CUDA_CHECK(cudaGraphLaunch(graph, stream_)); }
 
   // f(GPU seconds of what `work` launches) is called by the host thread that waits for this stream.
-  template <class Work>
-  void timed(Work&& work, std::function<void(double seconds)> f) {
+  void timed(const Work& work, std::function<void(double seconds)> f) {
     if (left_to_host_.size() >= most_timed) synchronize();
     auto begin = std::make_shared<Event>(Event::For::timing), end = std::make_shared<Event>(Event::For::timing);
     CUDA_CHECK(cudaEventRecord(*begin, stream_));

@@ -186,7 +186,7 @@ class Stream {
   void run(const OpCost& cost, std::span<const Tensor> outputs, F&& task) {
     if (device_.kind == DeviceKind::null) run_on_paper(cost, clock_.seconds_of(cost));
     else if (cpu_) run_task(cost, outputs, std::forward<F>(task));
-    else run_task(cost, outputs, std::ref(task));  // called before this returns: no need to copy it
+    else run_task(cost, outputs, Work::of(task));  // called before this returns: no need to copy it
   }
 
   // Work that is not an op: on the CPU `task` runs in stream order; on a GPU it is called at once, to launch.
@@ -328,8 +328,6 @@ class Stream {
   }
 
  private:
-  using Task = std::function<void()>;  // any op's, so that these are compiled once
-
   void run_on_paper(const OpCost& cost, double seconds) {
     if (noted_ != nullptr) noted_->ops.push_back({cost, seconds}), noted_->is_only_ops &= cost.group == nullptr;
     const double before = this->seconds();
@@ -344,7 +342,7 @@ class Stream {
     if (begin > before) trace_->add(detail::wait_span(cost.group == nullptr ? "" : cost.group), before, begin);
     if (is_traced(cost)) trace_->add(detail::span_of(cost), begin, this->seconds());
   }
-  void run_task(const OpCost& cost, std::span<const Tensor> outputs, Task task) {
+  void run_task(const OpCost& cost, std::span<const Tensor> outputs, Work task) {
     const ProfilerRange range(cost.name);
     if (inspector_) {
       enqueue(std::move(task));
@@ -363,7 +361,7 @@ class Stream {
   }
 
   // CUDA reports work that cannot be captured only at the end, and does not name it: so it is looked for after each op.
-  void enqueue_captured([[maybe_unused]] const char* op, [[maybe_unused]] const Task& task) {
+  void enqueue_captured([[maybe_unused]] const char* op, [[maybe_unused]] const Work& task) {
 #ifdef TRAIN_GPT_CUDA
     try {
       task();
@@ -375,7 +373,7 @@ class Stream {
 #endif
   }
 
-  void enqueue_timed(const OpCost& cost, Task task) {
+  void enqueue_timed(const OpCost& cost, Work task) {
 #ifdef TRAIN_GPT_CUDA
     if (gpu_) return gpu_->timed(task, [this, cost](double seconds) { books_.book(cost, seconds); });
 #endif
@@ -405,7 +403,7 @@ class Stream {
   // ---- Traces ------------------------------------------------------------------------------------------------------
 
   bool is_traced(const OpCost& cost) { return detail::is_transfer(cost) || trace_->takes_op(); }
-  void enqueue_traced(const OpCost& cost, Task task) {
+  void enqueue_traced(const OpCost& cost, Work task) {
     if (!cpu_) {
       open_span(detail::span_of(cost));
       enqueue(std::move(task));

@@ -3,7 +3,6 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <new>
 #include <optional>
 #include <source_location>
@@ -13,6 +12,7 @@
 
 #include "cuda_on_cpu/sanitizers.h"
 #include "cuda_on_cpu/types.h"
+#include "device/work.h"
 
 namespace cuda_on_cpu {
 
@@ -74,9 +74,9 @@ inline constexpr size_t max_static_shared = 48 << 10, max_shared = 227 << 10;  /
 struct Launch {
   const char* kernel;  // its name, for messages
   dim3 grid, block;
-  size_t dynamic_shared;       // bytes
-  size_t shared_limit;         // bytes of dynamic and fixed arrays together
-  std::function<void()> call;  // the kernel with its arguments, as one thread runs it
+  size_t dynamic_shared;  // bytes
+  size_t shared_limit;    // bytes of dynamic and fixed arrays together
+  llmc::Work call;        // the kernel with its arguments, as one thread runs it
 };
 
 // Runs all blocks, one after the other, on the calling host thread.

@@ -6,7 +6,7 @@
 // ordinary stream of each device; it does not wait for others. Host code must not touch device memory: AddressSanitizer
 // reports it.
 #pragma once
-#include <tuple>
+#include <functional>
 #include <utility>
 
 #include "cuda_on_cpu/emulator.h"
@@ -248,7 +248,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
                                                           size_t dynamic_shared);
 
 namespace cuda_on_cpu {
-cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* function, std::function<void()> call);
+cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* function, llmc::Work call);
 // For emulated libraries, whose stream work is a host call; their arguments must be memory of the current device, else
 // Failure.
 cudaError_t enqueue_call(cudaStream_t stream, std::function<void()> call);
@@ -260,7 +260,5 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                Arguments&&... arguments) {
   return cuda_on_cpu::enqueue_kernel(
       *config, reinterpret_cast<const void*>(kernel),
-      [kernel, values = std::tuple<Parameters...>(std::forward<Arguments>(arguments)...)] {
-        std::apply(kernel, values);
-      });
+      [kernel, ... values = static_cast<Parameters>(std::forward<Arguments>(arguments))] { kernel(values...); });
 }

@@ -58,8 +58,16 @@ inline cudaError_t allow_shared_bytes(const void* kernel, int64_t shared_bytes) 
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
 }
 
+// The size of a grid or block, from numbers that fit.
+struct Grid : dim3 {
+  Grid(int64_t x, int64_t y = 1, int64_t z = 1)
+      : dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)) {}
+  Grid(const dim3& size) : dim3(size) {}
+  bool empty() const { return x == 0 || y == 0 || z == 0; }
+};
+
 // Says which launch it was and, if it asked for too much shared memory, what to do.
-[[noreturn]] inline void launch_failed(const void* kernel, dim3 grid, dim3 block, int64_t shared_bytes,
+[[noreturn]] inline void launch_failed(const void* kernel, Grid grid, Grid block, int64_t shared_bytes,
                                        cudaError_t status) {
   const char* name = nullptr;
   if (cudaFuncGetName(&name, kernel) != cudaSuccess) name = "a kernel";
@@ -76,24 +84,23 @@ inline cudaError_t allow_shared_bytes(const void* kernel, int64_t shared_bytes) 
                     : ""));
 }
 
-// The size of a grid or block, from numbers that fit.
-struct Grid : dim3 {
-  Grid(int64_t x, int64_t y = 1, int64_t z = 1)
-      : dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)) {}
-  Grid(const dim3& size) : dim3(size) {}
-};
+// What a launch asks for; the kernel may have that much shared memory from here on.
+inline cudaLaunchConfig_t launch_config(const void* kernel, Grid grid, Grid block, int64_t shared_bytes,
+                                        cudaStream_t stream) {
+  const cudaError_t status = allow_shared_bytes(kernel, shared_bytes);
+  if (status != cudaSuccess) launch_failed(kernel, grid, block, shared_bytes, status);
+  return {grid, block, static_cast<size_t>(shared_bytes), stream, nullptr, 0};
+}
 
 // Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...). An empty grid is a no-op.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), Grid grid, Grid block, int64_t shared_bytes, cudaStream_t stream,
             Arguments&&... arguments) {
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  cudaError_t status = allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
-  if (status == cudaSuccess) {
-    const cudaLaunchConfig_t config{grid, block, static_cast<size_t>(shared_bytes), stream, nullptr, 0};
-    status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
-  }
-  if (status != cudaSuccess) launch_failed(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, status);
+  if (grid.empty()) return;
+  const auto function = reinterpret_cast<const void*>(kernel);
+  const cudaLaunchConfig_t config = launch_config(function, grid, block, shared_bytes, stream);
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+  if (status != cudaSuccess) launch_failed(function, grid, block, shared_bytes, status);
 }
 
 }  // namespace llmc::cuda

@@ -79,7 +79,7 @@ void set_kernel_registers(int registers) {
   runtime().kernel_registers = registers;
 }
 
-cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* function, std::function<void()> call) {
+cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* function, llmc::Work call) {
   Lock lock;
   if (current_device() == nullptr) return no_device();
   const dim3 &grid = config.gridDim, &block = config.blockDim;
@@ -96,11 +96,9 @@ cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* functio
   if (stream.device != current_device())
     throw Failure("kernel " + std::string(name) + " is launched on " + detail::name_of(stream) + " while device " +
                   std::to_string(host().device) + " is the current one");
-  return submit(stream, {.type = cudaGraphNodeTypeKernel,
-                         .opens_memory = true,
-                         .run = [launch = Launch{name, grid, block, config.dynamicSmemBytes, limit, std::move(call)}] {
-                           run(launch);
-                         }});
+  const auto launch =
+      std::make_shared<const Launch>(Launch{name, grid, block, config.dynamicSmemBytes, limit, std::move(call)});
+  return submit(stream, {.type = cudaGraphNodeTypeKernel, .opens_memory = true, .run = [launch] { run(*launch); }});
 }
 
 cudaError_t enqueue_call(cudaStream_t stream, std::function<void()> call) {
