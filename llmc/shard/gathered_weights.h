@@ -1,7 +1,7 @@
 // gathered_weights.h: when the weights of a unit are whole. At stage 3 only while they are used: a unit is gathered one
 // acquire() ahead, and released after it was used. At stages 1 and 2, and with servers, they are gathered once after
 // each update, and acquire() waits for those of its unit alone, so that the others arrive while the next step computes.
-// At stage 0 every rank has updated all of them.
+// At stage 0 every rank has updated all of them. What the host updates (host_update.h) arrives in the same way.
 //
 // A gather is enqueued two units ahead of its use, not right after the update: NCCL launches the collectives of a rank
 // in the order in which the host enqueues them, and one of the compute stream, as in a layer of --tp, would begin only
@@ -14,13 +14,14 @@
 #include <vector>
 
 #include "shard/fp8_shards.h"
+#include "shard/host_update.h"
 #include "shard/units.h"
 
 namespace llmc {
 
 class GatheredWeights {
  public:
-  GatheredWeights(Units& units, Arena& arena) : units_(units) {
+  GatheredWeights(Units& units, HostUpdate& host_update, Arena& arena) : units_(units), host_update_(host_update) {
     if (!sharded()) return;
     buffers_ = UnitBuffers(units, "gathered weights", units.precision().weights, 2, arena);
     if (!units.precision().gathers_fp8) return;
@@ -64,6 +65,7 @@ class GatheredWeights {
         compute.wait(found->second);
         arriving_.erase(found);
       }
+      host_update_.wait_for(u, compute);
       gather_updated_ahead();
       units_.unit(u).make_fp8_again(compute);
       return units_.unit(u);
@@ -88,7 +90,7 @@ class GatheredWeights {
     gather_ahead();
   }
 
-  // After the update of a unit; called for all units in their order.
+  // After the update of a unit, or once the host has begun it; called for all units in their order.
   void updated(size_t u, Stream& compute) {
     const ZeroConfig& zero = units_.zero_config(units_.sharing_of(u));
     if (sharded() || zero.updates() == ZeroConfig::Updates::everyone || zero.ranks() == 1) return;
@@ -97,13 +99,16 @@ class GatheredWeights {
     gather_updated_ahead();
   }
   // Whether weights of the last update have yet to be waited for.
-  bool arriving() const { return !outdated_.empty() || !arriving_.empty(); }
+  bool arriving() const { return !outdated_.empty() || !arriving_.empty() || host_update_.under_way(); }
   // Waits for all of them: before anything but acquire() reads weights.
   void settle(Stream& compute) {
     while (!outdated_.empty()) gather_updated();
     for (const auto& [u, event] : arriving_) compute.wait(event);
     arriving_.clear();
-    units_.for_each([&](size_t u) { units_.unit(u).make_fp8_again(compute); });
+    units_.for_each([&](size_t u) {
+      host_update_.wait_for(u, compute);
+      units_.unit(u).make_fp8_again(compute);
+    });
   }
   // Before a step: the numbers in fp8 of each unit's weights are made again when the unit is first used.
   void begin_step() {
@@ -135,6 +140,7 @@ class GatheredWeights {
     Stream& stream = units_.groups().gather_stream();
     stream.wait(updated_weights_);
     stream.wait(buffer->free);
+    host_update_.wait_for(u, stream);
     const UnitState& unit = units_.unit(u);
     const Tensor all = unit.in_buffer(buffer->memory);
     if (const auto fp8 = fp8_.find(u); fp8 != fp8_.end() && travel_ == Travel::as_trained) {
@@ -163,6 +169,7 @@ class GatheredWeights {
     Comm& group = units_.sharers(u).weights;
     Stream& stream = units_.groups().gather_stream();
     stream.wait(updated);
+    host_update_.wait_for(u, stream);
     switch (units_.zero_config().sync) {
       case DpSync::all_reduce: group.all_gather(weights, stream); break;
       case DpSync::parameter_server_chain: group.broadcast(weights, 0, stream); break;
@@ -176,6 +183,7 @@ class GatheredWeights {
   }
 
   Units& units_;
+  HostUpdate& host_update_;
   UnitBuffers buffers_;
   std::map<size_t, Fp8Shard> fp8_;   // with --gather-dtype fp8, of units that have linear layers
   Tensor fp8_numbers_, fp8_maxima_;  // of one unit: the gather stream uses them for one after another

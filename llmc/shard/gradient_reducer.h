@@ -58,12 +58,14 @@ class GradientReducer {
     std::vector<Tensor> zeroed;
     units_.for_each([&](size_t u) {
       if (by_micro_batch()) sums_to_write_.insert(u);
+      else if (zero().offload.updates_at_host()) sums_to_begin_.insert(u);
       else units_.unit(u).begin_sum(zeroed);
     });
     llmc::zero(zeroed, compute);
   }
   // Before the first backward of a unit in a micro-batch.
   void start(size_t u, Stream& compute) {
+    if (sums_to_begin_.erase(u) > 0) begin_sum(u, compute);
     if (!by_micro_batch()) return;
     UnitState& unit = units_.unit(u);
     if (u == 0) enqueue_waiting();
@@ -71,10 +73,13 @@ class GradientReducer {
     CHECK(buffer != nullptr, "{}: its gradients have no buffer", unit.spec().name);
     compute.wait(buffer->free);
     unit.attach_gradients(buffer->memory);
-    std::vector<Tensor> zeroed;
-    unit.begin_sum(zeroed);
-    llmc::zero(zeroed, compute);
+    begin_sum(u, compute);
     current_.emplace_back(u, buffer);
+  }
+  // A graph has repeated a backward of this unit, with its start().
+  void all_written(size_t u) {
+    sums_to_begin_.erase(u);
+    units_.unit(u).all_written();
   }
   // Before a later part of a unit's backward: continues the gradients of its oldest micro-batch.
   void resume(size_t u) {
@@ -132,6 +137,12 @@ class GradientReducer {
   bool delays_other_stages() const {
     const Layout& layout = units_.groups().layout;
     return !by_micro_batch() && layout.pipeline.stages > 1 && layout.tensor.ranks > 1;
+  }
+
+  void begin_sum(size_t u, Stream& compute) {
+    std::vector<Tensor> zeroed;
+    units_.unit(u).begin_sum(zeroed);
+    llmc::zero(zeroed, compute);
   }
 
   // A reduction that is not enqueued yet.
@@ -251,6 +262,7 @@ class GradientReducer {
   std::set<size_t> summed_;                          // units whose square sums are there, or on their way
   Tensor squares_;                                   // none: they are not wanted
   std::set<size_t> sums_to_write_;                   // units whose first micro-batch is not yet reduced
+  std::set<size_t> sums_to_begin_;                   // whose gradients the host's update may still have to read
   std::vector<std::pair<size_t, Buffer*>> current_;  // unit and buffer, between start and reduction
 };
 

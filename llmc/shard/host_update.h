@@ -15,8 +15,14 @@
 // the device. A GPU rounds elsewhere where a compiler contracts a product and a sum (contract 5). Beside a GPU the
 // update is a thread of the host; as it and a GPU's stream cannot wait for each other, there the host waits for either
 // (Stream::wait): so it enqueues an update before it waits for the one before.
+//
+// The next step begins meanwhile: its forward waits for each unit as it comes to it (wait_for()), so that the update of
+// a unit hides behind the forward of those before it, or the other way round. Its backward, which changes the gradients
+// that the update reads, begins when the forward has waited for all of them.
 #pragma once
 #include <algorithm>
+#include <functional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -56,26 +62,35 @@ class HostUpdate {
   bool any() const { return !control_.empty(); }
 
   // change(u, control, stream): changes the elements of a unit that are in reach, all of which are in host memory, as
-  // control is. changed(u): all of them are. control: of this update, on the device; none: not an update, gradients
-  // have no part in it. Called in the order of the units.
-  template <class Change, class Changed>
-  void for_each(const Tensor& control, Stream& compute, Change&& change, Changed&& changed) {
-    std::vector<Piece> pieces;
-    for (const OffloadPiece& piece : offload_pieces(units_)) pieces.push_back({piece});
-    const auto is_update = control.empty() ? IsUpdate::no : IsUpdate::yes;
-    to_host().wait(compute.record());
-    if (is_update == IsUpdate::yes) copy_to_host(control_, control, to_host());
-    for (size_t i = 0, read = 0; i < pieces.size(); ++i) {
-      for (; read < std::min(i + 2, pieces.size()) && is_update == IsUpdate::yes; ++read)
-        pieces[read].from_file = files_.read(in_file(units_, pieces[read]));
-      if (i == 0) fetch(pieces[i], is_update);
-      enqueue(pieces[i], change);
-      if (i > 0) send(pieces[i - 1], is_update, compute, changed);
-      if (i + 1 < pieces.size()) fetch(pieces[i + 1], is_update);
+  // control is. control: of this update, on the device; none: not an update, gradients have no part in it.
+  using Change = std::function<void(size_t u, const Tensor& control, Stream& stream)>;
+  void begin(const Tensor& control, Stream& compute, Change change) {
+    CHECK(!under_way(), "updates in host memory: one begins before all weights of the last were waited for");
+    is_update_ = control.empty() ? IsUpdate::no : IsUpdate::yes;
+    change_ = std::move(change);
+    pieces_.clear();
+    for (const OffloadPiece& piece : offload_pieces(units_)) {
+      pieces_.push_back({piece});
+      under_way_.insert(piece.unit);
     }
-    if (!pieces.empty()) send(pieces.back(), is_update, compute, changed);
+    read_ = enqueued_ = sent_ = 0;
+    to_host().wait(compute.record());
+    if (is_update_ == IsUpdate::yes) copy_to_host(control_, control, to_host());
+    if (!pieces_.empty()) fetch(pieces_[0]);
   }
-  // Before anything else reads or writes what is in a file. For what is in host memory the compute stream has waited.
+  // Are there units whose weights nobody has waited for?
+  bool under_way() const { return !under_way_.empty(); }
+  // `stream`, the first that reads the weights of a unit after an update, waits for them. So a step does not change
+  // gradients, or the control, before they were copied for the update.
+  void wait_for(size_t u, Stream& stream) {
+    if (under_way_.erase(u) == 0) return;
+    const auto of_unit = [&](const Piece& piece) { return piece.unit == u && piece.last; };
+    const auto last = std::find_if(pieces_.begin(), pieces_.end(), of_unit);
+    while (sent_ <= static_cast<size_t>(last - pieces_.begin())) proceed();
+    if (last->range.size > 0) stream.wait(last->weights != nullptr ? last->sent : last->updated);
+  }
+  // Before anything else reads or writes what is in a file. For what is in host memory the streams that wait_for()
+  // units have waited.
   void settle(Stream& compute) { files_.settle(compute); }
 
  private:
@@ -91,7 +106,7 @@ class HostUpdate {
     Buffer *gradients = nullptr, *weights = nullptr;  // none: they are in host memory
     UnitState::Moved moved = {};
     std::pair<Tensor, Tensor> changed = {};  // weights on the device, in host memory
-    Event fetched = {}, updated = {};
+    Event fetched = {}, updated = {}, sent = {};
   };
 
   Stream& to_host() const { return *units_.groups().find_stream(Lane::to_host); }
@@ -101,13 +116,25 @@ class HostUpdate {
   bool travels(Offloaded part) const { return !offload_.has(part); }
   bool reads_weights() const { return !units_.precision().keeps_masters() || units_.precision().split_masters; }
 
+  // Enqueues the update of one more piece, and sends the one before.
+  void proceed() {
+    const size_t i = enqueued_;
+    if (i < pieces_.size()) {
+      for (; read_ < std::min(i + 2, pieces_.size()) && is_update_ == IsUpdate::yes; ++read_)
+        pieces_[read_].from_file = files_.read(in_file(units_, pieces_[read_]));
+      enqueue(pieces_[i]);
+      ++enqueued_;
+    }
+    if (i > 0) send(pieces_[sent_++]);
+    if (i + 1 < pieces_.size()) fetch(pieces_[i + 1]);
+  }
   // Begins to copy what the update of a piece reads on the device.
-  void fetch(Piece& piece, IsUpdate is_update) {
+  void fetch(Piece& piece) {
     if (piece.range.size == 0) return;
     Stream& stream = to_host();
     const size_t turn = turn_++;
     for (const UnitState::StatePart& part : state_of(units_, piece)) {
-      const bool gradients = part.what == Offloaded::gradients && is_update == IsUpdate::yes;
+      const bool gradients = part.what == Offloaded::gradients && is_update_ == IsUpdate::yes;
       if (!(gradients || part.what == Offloaded::weights) || !travels(part.what)) continue;
       std::vector<Buffer>& buffers = gradients ? gradients_ : weights_;
       Buffer& buffer = buffers[turn % buffers.size()];
@@ -122,8 +149,7 @@ class HostUpdate {
     }
     piece.fetched = stream.record();
   }
-  template <class Change>
-  void enqueue(Piece& piece, Change&& change) {
+  void enqueue(Piece& piece) {
     if (piece.range.size == 0) return;
     Stream& stream = host_update();
     stream.wait(piece.fetched);
@@ -135,7 +161,7 @@ class HostUpdate {
     for (const auto& moved : piece.from_file.all) piece.moved.push_back(moved);
     UnitState& unit = units_.unit(piece.unit);
     unit.attach(piece.range, std::move(piece.moved));
-    change(piece.unit, control_, stream);
+    change_(piece.unit, control_, stream);
     unit.detach();
     if (piece.gradients != nullptr) units_.groups().hooks.released(piece.gradients->memory, stream);
     piece.updated = stream.record();
@@ -143,21 +169,14 @@ class HostUpdate {
     files_.write(std::move(piece.from_file), piece.updated);
     files_.flush();
   }
-  // The compute stream waits for new weights, wherever they are. So a step does not change gradients, or the control,
-  // before they were copied for the update.
-  template <class Changed>
-  void send(Piece& piece, IsUpdate is_update, Stream& compute, Changed&& changed) {
-    if (piece.weights != nullptr) {
-      Stream& stream = to_device();
-      stream.wait(piece.updated);
-      const auto& [device, host] = piece.changed;
-      if (is_update == IsUpdate::yes) copy_updated_to_device(device, host, control_, stream);
-      else copy_to_device(device, host, stream);
-      piece.weights->free = stream.record();
-    }
-    if (!piece.last) return;
-    if (piece.range.size > 0) compute.wait(piece.weights != nullptr ? piece.weights->free : piece.updated);
-    changed(piece.unit);
+  void send(Piece& piece) {
+    if (piece.weights == nullptr) return;
+    Stream& stream = to_device();
+    stream.wait(piece.updated);
+    const auto& [device, host] = piece.changed;
+    if (is_update_ == IsUpdate::yes) copy_updated_to_device(device, host, control_, stream);
+    else copy_to_device(device, host, stream);
+    piece.sent = piece.weights->free = stream.record();
   }
 
   Units& units_;
@@ -166,6 +185,12 @@ class HostUpdate {
   Tensor control_;  // (4) fp64, of the update that is enqueued last
   std::vector<Buffer> gradients_, weights_;
   size_t turn_ = 0;
+  // Of the update that began last.
+  IsUpdate is_update_ = IsUpdate::no;
+  Change change_;
+  std::vector<Piece> pieces_;
+  size_t read_ = 0, enqueued_ = 0, sent_ = 0;  // how many pieces are
+  std::set<size_t> under_way_;                 // units that nobody has waited for
 };
 
 }  // namespace llmc

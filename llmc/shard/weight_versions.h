@@ -12,6 +12,7 @@ class WeightVersions {
   // There must be no more micro-batches between forward and backward than versions are kept.
   WeightVersions(Units& units, int64_t versions) : units_(units), read_by_(static_cast<size_t>(versions)) {}
 
+  bool several() const { return read_by_.size() > 1; }
   void begin_forward(int64_t micro_batch) {
     use(newest_);
     read_by(micro_batch) = newest_;

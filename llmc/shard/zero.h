@@ -17,18 +17,19 @@ class ModelState : public Units {
   ModelState(const ParamTable& table, const Precision& precision, const ZeroConfig& zero, Groups& groups, Arena& arena,
              const StageState& kept = {})
       : Units(table, precision, zero, groups, arena, kept),
-        weights(*this, arena),
+        host_update(*this, kept.offloaded.host),
+        weights(*this, host_update, arena),
         gradients(*this, kept.blocks_open, arena),
         versions(*this, kept.versions),
         matrices(*this, arena),
-        host(*this, arena, kept.offloaded.host),
-        host_update(*this, kept.offloaded.host) {}
+        host(*this, arena, kept.offloaded.host) {}
 
-  // updated(u): enqueues what else changes the weights of a unit in reach, before others get them
+  // updated(u): enqueues what else changes the weights of a unit in reach, before others get them; may be called until
+  // the weights of the unit are first read
   template <class Updated>
-  void update(Tensor control, const OptimizerOptions& options, Stream& compute, Updated&& updated) {
+  void update(Tensor control, const OptimizerOptions& options, Stream& compute, Updated updated) {
     matrices.make(control, options, compute);
-    change_weights(control, compute, [&](size_t u, const Tensor& its_control, Stream& stream) {
+    change_weights(control, compute, [this, options, updated](size_t u, const Tensor& its_control, Stream& stream) {
       unit(u).update(its_control, options, stream);
       updated(u);
       unit(u).follow_average(its_control, options, stream);
@@ -43,7 +44,7 @@ class ModelState : public Units {
   // The moving averages take the place of the weights, and the weights theirs.
   void exchange_averages(Stream& compute) {
     settle(compute);
-    change_weights({}, compute, [&](size_t u, const Tensor&, Stream& stream) { unit(u).exchange_average(stream); });
+    change_weights({}, compute, [this](size_t u, const Tensor&, Stream& stream) { unit(u).exchange_average(stream); });
     settle(compute);
   }
   // Before anything but the next step reads or writes the state: waits for what is still on its way.
@@ -55,23 +56,27 @@ class ModelState : public Units {
 
  private:
   // change(u, control, stream) changes the part of a unit's weights that this rank updates, as far as it is in reach.
-  // control: of an update
+  // control: of an update. The host may call it until the weights of the unit are first read.
   template <class F>
-  void change_weights(const Tensor& control, Stream& compute, F&& change) {
+  void change_weights(const Tensor& control, Stream& compute, F change) {
     const auto changed = [&](size_t u) { weights.updated(u, compute); };
-    if (host_update.any()) host_update.for_each(control, compute, change, changed);
-    else
+    if (host_update.any()) {
+      host_update.begin(control, compute, change);
+      for_each(changed);
+      if (versions.several()) weights.settle(compute);  // a backward may come next
+    } else {
       host.for_each(
           compute, [&](size_t u) { change(u, control, compute); }, changed);
+    }
   }
 
  public:
+  HostUpdate host_update;
   GatheredWeights weights;
   GradientReducer gradients;
   WeightVersions versions;
   MatrixUpdates matrices;
   HostState host;
-  HostUpdate host_update;
 };
 
 // Fresh weights (contract 7): they depend only on the seed, the parameter's name and the element's global index, not on

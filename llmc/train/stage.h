@@ -163,8 +163,8 @@ class Stage {
   // After a whole backward of a chunk, which a graph may have repeated: it leaves no gradient of its units unwritten.
   void gradients_written(int index) {
     for (const size_t u : units_acquired({ActionKind::backward, index, 0}, Purpose::train))
-      state_.unit(u).all_written();
-    if (chunk(index).has_embedding) state_.unit(embedding_unit).all_written();
+      state_.gradients.all_written(u);
+    if (chunk(index).has_embedding) state_.gradients.all_written(embedding_unit);
   }
 
  private:

@@ -340,7 +340,7 @@ class Trainer {
   void update(const OptimizerOptions& optimizer) {
     const StreamRange traced = span(SpanKind::layer, "update");
     state_.update(scalars_.control(), optimizer, context_.compute,
-                  [&](size_t u) { logits_.clip(state_, u, scalars_.control(), optimizer); });
+                  [this, optimizer](size_t u) { logits_.clip(state_, u, scalars_.control(), optimizer); });
     experts_.update_biases(scalars_.control(), context_.compute);
   }
 

@@ -220,6 +220,15 @@ TEST_CASE("on paper, updates by the host take its time, beside which the bus is 
   REQUIRE(timed.exposed_by_group.at(host_updates) > 0.98 * found);
   machine.host_update_bytes_per_s = 0;  // unknown
   REQUIRE(planned().step_seconds < update / 2);
+  // A step that computes for as long as the host updates: its first forward, a third of one of two micro-batches, hides
+  // as much of the update, but for the head, which a pass computes in its backward.
+  machine.host_bytes_per_s = 1e18;
+  machine.flops_per_s = 1e18 * planned().step_seconds / update;
+  const double computes = planned().step_seconds;
+  machine.host_update_bytes_per_s = 1e6;
+  INFO("computes " << computes << " s, the update takes " << update << " s, both " << planned().step_seconds << " s");
+  REQUIRE(planned().step_seconds < computes + update - computes / 12);
+  REQUIRE(planned().step_seconds > computes + update - computes / 3);
 }
 
 TEST_CASE("--plan states updates by the host, and that no machine says how fast they are", "[plan][offload]") {
