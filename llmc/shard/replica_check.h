@@ -73,7 +73,7 @@ inline HeldCopy held_copy(const StateEntry& e, const std::string& unit, Stream& 
   where.add(e.name(), static_cast<int64_t>(std::strlen(e.name())));
   where.add(numbers, sizeof numbers);
   HeldCopy held{e.param->name, unit, where.value(), 0};
-  if (e.small()) {
+  if (e.small() && !e.is_bf16_slot()) {
     const StateView view(e, stream);
     RunningHash contents;
     contents.add(view.tensor().bytes, view.tensor().size_bytes());

@@ -19,10 +19,11 @@ struct StateEntry {
   Tensor tensor;    // flat, without padding rows
   size_t slot = 0;  // which one of the parameter's rule
   // Of state in few bits (state_view.h). Slots in 8 bits: their whole blocks, of which the tensor begins at element
-  // `in_block`, and the scales of these; masters in halves: the weights.
+  // `in_block`, and the scales of these; masters in halves: the weights. Slots in bf16 have neither.
   Tensor blocks = {}, scales = {}, weight = {};
   int64_t in_block = 0;
-  bool small() const { return !blocks.empty() || !weight.empty(); }
+  bool small() const { return !blocks.empty() || !weight.empty() || is_bf16_slot(); }
+  bool is_bf16_slot() const { return kind == StateKind::slot && tensor.dtype == DType::bf16; }
   // "weight", "master", "average" or the name of the slot, such as "moment1".
   const char* name() const {
     return kind == StateKind::weight       ? "weight"

@@ -47,6 +47,9 @@ class StateView {
       const HostView lower(e.tensor, stream), upper(e.weight, stream);
       for (int64_t i = 0; i < e.tensor.numel(); ++i)
         numbers_.push_back(joined_halves(upper.data<bf16>()[i].bits, lower.data<int16_t>()[i]));
+    } else if (e.is_bf16_slot()) {
+      const HostView held(e.tensor, stream);
+      for (int64_t i = 0; i < e.tensor.numel(); ++i) numbers_.push_back(static_cast<float>(held.data<bf16>()[i]));
     } else {
       const std::vector<float> all = detail::numbers_of_blocks(e.blocks, e.scales, stream);
       numbers_.assign(all.begin() + e.in_block, all.begin() + e.in_block + e.tensor.numel());
@@ -71,6 +74,10 @@ void write_state(const StateEntry& e, Stream& stream, F&& f) {
   if (e.tensor.dtype == DType::int16)
     return write_on_host(e.tensor, stream, [&](const Tensor& host) {
       for (size_t i = 0; i < numbers.size(); ++i) host.data<int16_t>()[i] = lower_half(splittable(numbers[i]));
+    });
+  if (e.is_bf16_slot())
+    return write_on_host(e.tensor, stream, [&](const Tensor& host) {
+      for (size_t i = 0; i < numbers.size(); ++i) host.data<bf16>()[i] = bf16(numbers[i]);
     });
   // Numbers of its first and last block may be other entries'.
   std::vector<float> all = detail::numbers_of_blocks(e.blocks, e.scales, stream);

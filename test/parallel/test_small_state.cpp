@@ -1,6 +1,7 @@
 // Optimizer state in few bits in layouts: masters in halves are fp32 masters; moments in bf16 and 8 bits have the same
 // bits in every layout at equal degree, and after a resume; memory as planned.
 #include <string>
+#include <tuple>
 
 #include "catch2.h"
 #include "helpers.h"
@@ -105,7 +106,6 @@ TEST_CASE("a resumed run with moments in few bits is the run that never stopped;
   const std::string model =
       "--model d2 --n-embd 64 --n-head 1 --vocab-size 257 -t 32 -b 2 --dtype bf16 --master-weights split --threads 1 "
       "--sample-every 0 --val-every 0 --lr-schedule constant -i test/golden/gpt2_tiny/train.bin -o ";
-  const std::string small = " --moment1-dtype 8bit --moment2-dtype 8bit ";
   const auto metrics = [&](const std::string& out) {
     std::string losses;
     std::istringstream lines(read_whole(dir / (out + "/metrics.jsonl")));
@@ -116,27 +116,41 @@ TEST_CASE("a resumed run with moments in few bits is the run that never stopped;
     }
     return losses;
   };
-  const ProgramResult whole = run_program(model + (dir / "whole") + small + "--max-steps 6"),
-                      first = run_program(model + (dir / "parts") + small + "--max-steps 3");
-  INFO(whole.err << first.err);
-  REQUIRE(whole.status == 0);
-  REQUIRE(first.status == 0);
-  const ProgramResult second = run_program(model + (dir / "parts") + small + "--max-steps 6");
-  INFO(second.err);
-  REQUIRE(second.status == 0);
-  REQUIRE(metrics("parts") == metrics("whole"));
-  // The checkpoint resumes with other types.
-  const std::string more = model + (dir / "parts") + " --max-steps 8";
-  const ProgramResult wide = run_program(more + " --master-weights fp32");
-  INFO(wide.out << wide.err);
-  REQUIRE(wide.status == 0);
-  for (const char* notice :
-       {"--moment1-dtype was '8bit' and is now 'fp32'", "--moment2-dtype was '8bit' and is now 'fp32'",
-        "--master-weights was 'split' and is now 'fp32'"})
-    REQUIRE((wide.out + wide.err).find(notice) != std::string::npos);
-  const ProgramResult back = run_program(model + (dir / "parts") + small + " --max-steps 9");
-  INFO(back.out << back.err);
-  REQUIRE(back.status == 0);
+  const auto types = [](const std::string& first, const std::string& second) {
+    return " --moment1-dtype " + first + " --moment2-dtype " + second;
+  };
+  // Of both moments, and what the second run has besides.
+  const std::tuple<std::string, std::string, std::string> runs[] = {
+      {"8bit", "8bit", ""},
+      {"bf16", "bf16", " --local-ranks 2 --zero-stage 1"},
+      {"bf16", "8bit", " --offload moments --offload-dir " + dir.path()},
+  };
+  for (const auto& [first, second, besides] : runs) {
+    const std::string small = types(first, second), whole = "whole-" + first + second,
+                      parts = "parts-" + first + second;
+    const ProgramResult all = run_program(model + (dir / whole) + small + besides + " --max-steps 6"),
+                        begun = run_program(model + (dir / parts) + small + besides + " --max-steps 3");
+    INFO(all.err << begun.err);
+    REQUIRE(all.status == 0);
+    REQUIRE(begun.status == 0);
+    const ProgramResult resumed = run_program(model + (dir / parts) + small + besides + " --max-steps 6");
+    INFO(resumed.err);
+    REQUIRE(resumed.status == 0);
+    REQUIRE(metrics(parts) == metrics(whole));
+    // The checkpoint resumes with other types.
+    const std::string ranks = besides.find("ranks") != std::string::npos ? besides : "";
+    const ProgramResult wide =
+        run_program(model + (dir / parts) + types("fp32", "fp32") + ranks + " --max-steps 8 --master-weights fp32");
+    INFO(wide.out << wide.err);
+    REQUIRE(wide.status == 0);
+    for (const std::string& notice : {"--moment1-dtype was '" + first + "' and is now 'fp32'",
+                                      "--moment2-dtype was '" + second + "' and is now 'fp32'",
+                                      std::string("--master-weights was 'split' and is now 'fp32'")})
+      REQUIRE((wide.out + wide.err).find(notice) != std::string::npos);
+    const ProgramResult back = run_program(model + (dir / parts) + small + ranks + " --max-steps 9");
+    INFO(back.out << back.err);
+    REQUIRE(back.status == 0);
+  }
 }
 
 TEST_CASE("state in few bits is refused where it makes no sense", "[options][optimizer]") {

@@ -73,7 +73,7 @@ inline std::vector<Precision> precisions_to_try(const StepConfig& asked) {
 
 // Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce), which are, in this order,
 // ZeRO stage 1, recomputation, smaller micro-batches and higher stages, then recomputation of segments; then another
-// number of ranks; then, on GPUs, state in host memory, part by part; then state in fewer bits (precisions_to_try());
+// number of ranks; then, on all GPUs of the server, state in host memory, part by part; then state in fewer bits (precisions_to_try());
 // last, fewer tokens per sequence. Where the server of --machine has no more GPUs, host memory comes first. A few
 // plans suffice for each choice of ranks and dtype: memory grows with the micro-batch and falls with recomputation, so
 // the smallest plan is tried first.
@@ -89,11 +89,13 @@ class RemedySearch {
         if (const std::optional<StepConfig> step = with_ranks(numerics, ranks)) steps.push_back(*step);
       if (server_is_full())
         if (std::optional<Remedy> found = offloaded(numerics)) return found;
-      if (steps.size() > 2 && !could_fit(steps.back())) continue;  // nor would fewer ranks
-      for (const StepConfig& step : steps)
-        if (std::optional<Remedy> found = cheapest(step)) return found;
-      if (!server_is_full())
-        if (std::optional<Remedy> found = offloaded(numerics)) return found;
+      if (steps.size() <= 2 || could_fit(steps.back()))  // otherwise fewer ranks would not, either
+        for (const StepConfig& step : steps)
+          if (std::optional<Remedy> found = cheapest(step)) return found;
+      if (server_is_full()) continue;
+      std::erase_if(steps, [&](const StepConfig& step) { return !server_has(step.layout.ranks()); });
+      for (const StepConfig& step : steps | std::views::reverse)
+        if (std::optional<Remedy> found = offloaded(step)) return found;
     }
     return shorter_sequences();
   }
@@ -200,6 +202,11 @@ class RemedySearch {
     const int64_t ranks = asked_.layout.ranks();
     if (!is_gpu_elsewhere(device_) || !device_.machine) return false;
     return ranks <= device_.machine->links[0].ranks && 2 * ranks > device_.machine->links[0].ranks;
+  }
+  // Are there so many GPUs in it, or, without a machine, in what was asked for?
+  bool server_has(int64_t ranks) const {
+    const bool is_known = is_gpu_elsewhere(device_) && device_.machine;
+    return ranks <= std::max<int64_t>(asked_.layout.ranks(), is_known ? device_.machine->links[0].ranks : 0);
   }
   // With as little as possible in host memory.
   std::optional<Remedy> offloaded(StepConfig step) {
