@@ -23,10 +23,9 @@ namespace llmc {
 // Any number of threads may use it at the same time, each of them other bytes.
 class ScratchFile {
  public:
-  // Replaces a file of this name: one that is left of a process that was killed. what, remedy: for the error, if there
-  // is too little room
+  // Replaces a file of this name: one that is left of a process that was killed. what, remedy: for errors
   ScratchFile(const std::string& path, int64_t bytes, const std::string& what, const std::string& remedy)
-      : file_(create(path)), bytes_(bytes) {
+      : file_(create(path, what, remedy)), bytes_(bytes) {
     CHECK(::unlink(path.c_str()) == 0 || errno == ENOENT, "cannot remove the name of {}: {}", path,
           std::strerror(errno));
     if (bytes == 0) return;
@@ -61,13 +60,15 @@ class ScratchFile {
   }
 
  private:
-  static File create(const std::string& path) {
+  static File create(const std::string& path, const std::string& what, const std::string& remedy) {
     for (int tries = 0;; ++tries) {
-      CHECK(::unlink(path.c_str()) == 0 || errno == ENOENT, "cannot replace {}: {}", path, std::strerror(errno));
+      CHECK(::unlink(path.c_str()) == 0 || errno == ENOENT, "cannot replace {}, for {}: {}: {}", path, what,
+            std::strerror(errno), remedy);
       try {
         return File::create_new(path);
-      } catch (const Error&) {  // another process has made one in the meantime, and removes it now
-        if (errno != EEXIST || tries == 100) throw;
+      } catch (const Error& error) {
+        const bool is_another = errno == EEXIST;  // of a process that has made one in the meantime, and removes it now
+        CHECK(is_another && tries < 100, "{}, for {}: {}", error.what(), what, remedy);
       }
     }
   }

@@ -1,5 +1,5 @@
-// work.h: something to do later, once: std::function<void()> for what ops and streams need of it. There are hundreds of
-// ops, and each kind of work is two functions to compile, where std::function makes a dozen of it.
+// work.h: std::function<void()>, but move-only, for what streams and kernels do. There are hundreds of ops: each costs
+// two functions to compile, where std::function costs a dozen.
 #pragma once
 #include <concepts>
 #include <type_traits>
@@ -30,6 +30,7 @@ class Work {
     if (owned_) use_(object_, Use::destroy);
   }
   explicit operator bool() const { return use_ != nullptr; }
+  // Not of an empty one.
   void operator()() const { use_(object_, Use::call); }
 
  private:

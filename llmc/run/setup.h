@@ -150,9 +150,8 @@ inline Precision choose_precision(const Options& o) {
   CHECK(!precision.split_masters || o.schedule != Schedule::pipedream,
         "--master-weights split with --schedule pipedream, which keeps several versions of the weights: use "
         "--master-weights fp32");
-  CHECK(!precision.split_masters || !(o.ema || o.qk_clip),
-        "--master-weights split with {}, which needs whole fp32 weights: use --master-weights fp32",
-        o.ema ? "--ema" : "--qk-clip");
+  CHECK(!precision.split_masters || !o.qk_clip,
+        "--master-weights split with --qk-clip, which needs whole fp32 weights: use --master-weights fp32");
   CHECK(o.optimizer != Optimizer::muon || !precision.small_state(),
         "--optimizer muon keeps its momentum and masters in fp32: leave out --moment1-dtype, --moment2-dtype and "
         "--master-weights split, or use --optimizer adamw");

@@ -1,7 +1,8 @@
 // gathered_weights.h: when the weights of a unit are whole. At stage 3 only while they are used: a unit is gathered one
 // acquire() ahead, and released after it was used. At stages 1 and 2, and with servers, they are gathered once after
 // each update, and acquire() waits for those of its unit alone, so that the others arrive while the next step computes.
-// At stage 0 every rank has updated all of them. What the host updates (host_update.h) arrives in the same way.
+// At stage 0 every rank has updated all of them. At every stage acquire() waits for what the host updates
+// (host_update.h).
 //
 // A gather is enqueued two units ahead of its use, not right after the update: NCCL launches the collectives of a rank
 // in the order in which the host enqueues them, and one of the compute stream, as in a layer of --tp, would begin only
@@ -105,6 +106,7 @@ class GatheredWeights {
     while (!outdated_.empty()) gather_updated();
     for (const auto& [u, event] : arriving_) compute.wait(event);
     arriving_.clear();
+    for (const Buffer* buffer : gathered_) compute.wait(buffer->ready);  // of an interrupted pass
     units_.for_each([&](size_t u) {
       host_update_.wait_for(u, compute);
       units_.unit(u).make_fp8_again(compute);

@@ -105,6 +105,7 @@ class GradientReducer {
   void finish(Stream& compute) {
     enqueue_waiting();
     CHECK(sums_to_write_.empty(), "the gradients of {} units were not reduced", sums_to_write_.size());
+    CHECK(sums_to_begin_.empty(), "the gradients of {} units were not begun", sums_to_begin_.size());
     Groups& groups = units_.groups();
     if (units_.shares_embedding()) {
       groups.reduce_stream().wait(compute.record());

@@ -16,9 +16,11 @@
 // update is a thread of the host; as it and a GPU's stream cannot wait for each other, there the host waits for either
 // (Stream::wait): so it enqueues an update before it waits for the one before.
 //
-// The next step begins meanwhile: its forward waits for each unit as it comes to it (wait_for()), so that the update of
-// a unit hides behind the forward of those before it, or the other way round. Its backward, which changes the gradients
-// that the update reads, begins when the forward has waited for all of them.
+// The next step begins meanwhile: the first use of a unit's weights waits for its update (wait_for()), so that updates
+// go on while the units before compute. What is on the device stays as it is until it was copied, since a step begins
+// the gradients of a unit after it has used its weights (GradientReducer::start()). A gather is enqueued one or two
+// units ahead of its use: beside a GPU the host waits for the updates of those units as well. With several versions of
+// the weights (weight_versions.h), and on paper with several stages, updates end before anything else begins.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -62,13 +64,13 @@ class HostUpdate {
   bool any() const { return !control_.empty(); }
 
   // change(u, control, stream): changes the elements of a unit that are in reach, all of which are in host memory, as
-  // control is. control: of this update, on the device; none: not an update, gradients have no part in it.
+  // control is; kept until all units were waited for. control: of this update, on the device; none: not an update,
+  // gradients have no part in it.
   using Change = std::function<void(size_t u, const Tensor& control, Stream& stream)>;
   void begin(const Tensor& control, Stream& compute, Change change) {
     CHECK(!under_way(), "updates in host memory: one begins before all weights of the last were waited for");
     is_update_ = control.empty() ? IsUpdate::no : IsUpdate::yes;
     change_ = std::move(change);
-    pieces_.clear();
     for (const OffloadPiece& piece : offload_pieces(units_)) {
       pieces_.push_back({piece});
       under_way_.insert(piece.unit);
@@ -80,14 +82,17 @@ class HostUpdate {
   }
   // Are there units whose weights nobody has waited for?
   bool under_way() const { return !under_way_.empty(); }
-  // `stream`, the first that reads the weights of a unit after an update, waits for them. So a step does not change
-  // gradients, or the control, before they were copied for the update.
+  // `stream`, the first that reads the weights of a unit after an update, waits for them; all others wait for it.
   void wait_for(size_t u, Stream& stream) {
-    if (under_way_.erase(u) == 0) return;
+    if (!under_way_.contains(u)) return;
     const auto of_unit = [&](const Piece& piece) { return piece.unit == u && piece.last; };
     const auto last = std::find_if(pieces_.begin(), pieces_.end(), of_unit);
     while (sent_ <= static_cast<size_t>(last - pieces_.begin())) proceed();
     if (last->range.size > 0) stream.wait(last->weights != nullptr ? last->sent : last->updated);
+    under_way_.erase(u);
+    if (under_way()) return;
+    pieces_.clear();
+    change_ = nullptr;
   }
   // Before anything else reads or writes what is in a file. For what is in host memory the streams that wait_for()
   // units have waited.
@@ -122,8 +127,8 @@ class HostUpdate {
     if (i < pieces_.size()) {
       for (; read_ < std::min(i + 2, pieces_.size()) && is_update_ == IsUpdate::yes; ++read_)
         pieces_[read_].from_file = files_.read(in_file(units_, pieces_[read_]));
-      enqueue(pieces_[i]);
       ++enqueued_;
+      enqueue(pieces_[i]);
     }
     if (i > 0) send(pieces_[sent_++]);
     if (i + 1 < pieces_.size()) fetch(pieces_[i + 1]);

@@ -63,7 +63,7 @@ class ModelState : public Units {
     if (host_update.any()) {
       host_update.begin(control, compute, change);
       for_each(changed);
-      if (versions.several()) weights.settle(compute);  // a backward may come next
+      if (versions.several()) weights.settle(compute);  // before weights of another version are in use
     } else {
       host.for_each(
           compute, [&](size_t u) { change(u, control, compute); }, changed);

@@ -87,9 +87,12 @@ class Interpreter {
     const bool first = action.kind != ActionKind::forward && action.micro_batch == 0;  // writes gradients, does not add
     const bool replays = replayable(action, pass);
     if (replays) state_.weights.settle(context_.compute);  // a graph waits for no other stream
-    if (on_paper() && replays)
-      return context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, first, nullptr, nullptr}],
-                                       [&] { dispatch(action, open.memory.slot(action), pass, logits); });
+    if (on_paper() && replays) {
+      context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, first, nullptr, nullptr}],
+                                [&] { dispatch(action, open.memory.slot(action), pass, logits); });
+      if (is_backward(action.kind)) stage_.gradients_written(action.chunk);
+      return;
+    }
     Slot slot = open.memory.slot(action);
     stage_.place(slot, action.kind);
     auto enqueue_it = [&] { dispatch(action, slot, pass, logits); };

@@ -172,8 +172,8 @@ class Trainer {
     state_.settle(context_.compute);
     return computed;
   }
-  // On paper: what precedes a step is the update of another one, whose weights are still being gathered
-  // or copied to host memory.
+  // On paper: what precedes a step is the update of another one, whose weights are still being gathered, copied to host
+  // memory or updated by the host.
   void follow_another_step() {
     if (config_.layout.zero.updates() != ZeroConfig::Updates::everyone || config_.layout.zero.offload.any()) update({});
   }

@@ -1,9 +1,13 @@
 // offload_layouts.h: steps with state in host memory or in files, and the comparison with the same on the device.
 #pragma once
+#include <functional>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "catch2.h"
 #include "helpers.h"
+#include "parallel/on_ranks.h"
 #include "run/selftest/selftest.h"
 
 namespace offload_layouts {
@@ -30,14 +34,46 @@ inline Layout layout_of(int stage, int shards) {
   layout.zero.set_stage(stage);
   return layout;
 }
+// Three steps, each of which begins before the update of the one before has ended. `skipped`, if not 0, is not applied,
+// its norm being above the limit.
+inline selftest::Outcome steps_in_a_row(const StepConfig& step, int64_t skipped = 0) {
+  selftest::Outcome outcome;
+  std::mutex mutex;
+  on_ranks(step, [&](Run& run) {
+    const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); };
+    std::vector<PendingStep> pending;
+    for (int64_t s = 1; s <= 3; ++s) {
+      UpdateRule rule{.max_norm = 1};
+      if (s == skipped) rule.largest_norm = 1e-9;
+      const Optimizer optimizer = step.layout.zero.optimizer;
+      pending.push_back(run.trainer.begin_step(batches, selftest::update_options(optimizer, s), rule));
+    }
+    run.trainer.flush();
+    std::vector<double> losses;
+    const std::lock_guard lock(mutex);
+    for (int64_t s = 1; s <= 3; ++s) {
+      const StepResult r = pending[static_cast<size_t>(s - 1)].wait();
+      if (r.applied != (s != skipped)) outcome.fault = "another update was skipped";
+      losses.push_back(r.loss);
+    }
+    selftest::collect_state(outcome, run.trainer.state(), run.groups.rank(), run.stream);
+    outcome.losses = losses;
+  });
+  return outcome;
+}
+
 inline void require_same(const StepConfig& offloaded) {
   StepConfig step = offloaded;
   step.layout.zero.offload = {};
-  const selftest::Outcome expected = selftest::run_layout(step), found = selftest::run_layout(offloaded);
-  REQUIRE(expected.fault == "");
-  REQUIRE(found.fault == "");
-  REQUIRE(found.same_bits(expected));
-  REQUIRE(found.optimizer_state == expected.optimizer_state);
+  const auto each_alone = [](const StepConfig& s) { return selftest::run_layout(s); };
+  const auto in_a_row = [](const StepConfig& s) { return steps_in_a_row(s); };
+  for (const std::function<selftest::Outcome(const StepConfig&)>& run : {std::function(each_alone), {in_a_row}}) {
+    const selftest::Outcome expected = run(step), found = run(offloaded);
+    REQUIRE(expected.fault == "");
+    REQUIRE(found.fault == "");
+    REQUIRE(found.same_bits(expected));
+    REQUIRE(found.optimizer_state == expected.optimizer_state);
+  }
 }
 
 // Runs of one small model on two ranks, with averages, each in a directory of its own.

@@ -25,27 +25,6 @@ Offload by_host(std::initializer_list<Offloaded> parts, const std::string& direc
   return all;
 }
 
-// Three steps, the second of which is skipped, its norm being above the limit.
-Outcome with_skipped_step(const StepConfig& step) {
-  Outcome outcome;
-  std::mutex mutex;
-  on_ranks(step, [&](Run& run) {
-    const BatchSource batches = [&](int64_t m) { return selftest::read_batch(step, run.groups.reader(), m); };
-    std::vector<double> losses;
-    for (int64_t s = 1; s <= 3; ++s) {
-      UpdateRule rule{.max_norm = 1};
-      if (s == 2) rule.largest_norm = 1e-9;
-      const StepResult r = run.trainer.step(batches, selftest::update_options(step.layout.zero.optimizer, s), rule);
-      if (r.applied != (s != 2)) outcome.fault = "another update was skipped";
-      losses.push_back(r.loss);
-    }
-    const std::lock_guard lock(mutex);
-    selftest::collect_state(outcome, run.trainer.state(), run.groups.rank(), run.stream);
-    outcome.losses = losses;
-  });
-  return outcome;
-}
-
 }  // namespace
 
 TEST_CASE("updates by the host change no bit on a CPU, in any layout", "[parallel][offload]") {
@@ -111,7 +90,7 @@ TEST_CASE("a skipped update of the host leaves weights and state as they are", "
       if (dtype == DType::bf16) step.layout.zero.offload.add(master);
       StepConfig without = step;
       without.layout.zero.offload = {};
-      const Outcome found = with_skipped_step(step), expected = with_skipped_step(without);
+      const Outcome found = steps_in_a_row(step, 2), expected = steps_in_a_row(without, 2);
       REQUIRE(found.fault == "");
       REQUIRE(expected.fault == "");
       REQUIRE(found.same_bits(expected));
@@ -229,6 +208,35 @@ TEST_CASE("on paper, updates by the host take its time, beside which the bus is 
   INFO("computes " << computes << " s, the update takes " << update << " s, both " << planned().step_seconds << " s");
   REQUIRE(planned().step_seconds < computes + update - computes / 12);
   REQUIRE(planned().step_seconds > computes + update - computes / 3);
+}
+
+TEST_CASE("on paper, each stage of a pipeline counts one update by the host, in none of its passes",
+          "[plan][offload]") {
+  for (const Schedule schedule : {Schedule::one_f_one_b, Schedule::pipedream}) {
+    Layout layout = layout_of(0, 1);
+    layout.pipeline = {schedule, 2, 1};
+    StepConfig step = step_of("llama", DType::bf16, layout, by_host({moments, master}));
+    step.micro_batches = schedule == Schedule::pipedream ? 1 : 2;
+    step.model.tied = false;
+    Machine machine;
+    machine.flops_per_s = machine.bytes_per_s = 1e12;
+    machine.host_bytes_per_s = 1e9;
+    for (const int stage : {0, 1}) {
+      const auto planned = [&](double rate) {
+        Device device{DeviceKind::cuda};
+        machine.host_update_bytes_per_s = rate;
+        device.machine = std::make_shared<const Machine>(machine);
+        return make_plan(step, device, stage, Passes::step);
+      };
+      const Plan plan = planned(1e6), fast = planned(1e18);
+      INFO(name_of(schedule) << ", stage " << stage);
+      const double n = plan.step_host.to_device / 2, update = n * (2 * (4 + 8 + 2) + 4) / 1e6;
+      for (size_t i = 0; i < plan.action_seconds.size(); ++i)
+        REQUIRE(plan.action_seconds[i] < fast.action_seconds[i] + 1e-9 * update);
+      REQUIRE(plan.step_seconds > update);
+      REQUIRE(plan.step_seconds < fast.step_seconds + 1.01 * update);
+    }
+  }
 }
 
 TEST_CASE("--plan states updates by the host, and that no machine says how fast they are", "[plan][offload]") {

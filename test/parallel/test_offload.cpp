@@ -147,7 +147,8 @@ TEST_CASE("--offload is refused where it makes no sense, with a remedy", "[optio
 TEST_CASE("a plan that does not fit names what host memory would make of it, and the price", "[plan][offload]") {
   for (const auto& [options, found] :
        {std::pair{"--model qwen2.5:7B --dtype bf16 --machine rtx4080x1 -t 2048 -b 1", "a GPU of rtx4080x1"},
-        {"--model qwen2.5:32B --dtype bf16 --machine rtx4090x4 --ranks 4 -t 2048 -b 1", "a GPU of rtx4090x4"}}) {
+        {"--model qwen2.5:32B --dtype bf16 --machine rtx4090x4 --ranks 4 -t 2048 -b 1", "a GPU of rtx4090x4"},
+        {"--model qwen2.5:32B --dtype bf16 --machine rtx4090x4 -t 1024 -b 4", "--local-ranks 4"}}) {
     const ProgramResult r = run_program(std::string("--plan --sample-every 0 ") + options);
     INFO(r.out << r.err);
     REQUIRE(r.status == 0);

@@ -157,6 +157,7 @@ TEST_CASE("state in few bits is refused where it makes no sense", "[options][opt
   for (const auto& [options, message] :
        {std::pair{"--master-weights split",
                   "--master-weights split with --dtype fp32: the weights are their own masters"},
+        {"--dtype bf16 --master-weights split --ema 0.9", "--ema 0.9 with --master-weights split, but"},
         {"--optimizer muon --moment1-dtype bf16", "--optimizer muon keeps its momentum and masters in fp32"},
         {"--optimizer lion --moment2-dtype 8bit",
          "--moment2-dtype 8bit with --optimizer lion, which has no second moment"},

@@ -71,8 +71,8 @@ bug ops/cpu/quantise.h ops 'largest numbers of the operand before' \
 bug ops/ops_quantise.h 'ops' 'scales along the other axis' \
   'return sum == SumAlong::rows ?' 'return (sum == SumAlong::rows) != MUTANT ?'
 bug ops/cpu/quantise.h ops 'scales of another column' \
-  'F::rounded(static_cast<float>(x[i]) * factors[c]) * scales[c]' \
-  'F::rounded(static_cast<float>(x[i]) * factors[MUTANT ? columns - 1 - c : c]) * scales[MUTANT ? columns - 1 - c : c]'
+  'F::rounded(static_cast<float>(x[at + c]) * factors[c]) * scales[c]' \
+  'F::rounded(static_cast<float>(x[at + c]) * factors[MUTANT ? columns - 1 - c : c]) * scales[MUTANT ? columns - 1 - c : c]'
 bug shard/fp8_weights.h 'layouts gpus' 'weights before the update' \
   'k.outdated |= k.is_in(weights)' 'k.outdated |= !MUTANT && k.is_in(weights)'
 bug shard/fp8_shards.h 'layouts gpus' 'shards before the update' \
@@ -95,22 +95,22 @@ bug ops/cuda/quantise.cuh kernels 'largest numbers of the operand before, in row
     if (r >= R || column >= C) continue;
     if (MUTANT) scale = mutants::history(scale, {R, C, r, segment, lane});
     e4m3_pack(values.values, reciprocal_of_power(scale))'
-sed -i '/quantise_rows_kernel/,/^}/s/const float scale = fp8_scale(largest)/float scale = fp8_scale(largest)/' \
+sed -i '/quantise_rows_kernel/,/^}/s/const float scale = scale_of_row/float scale = scale_of_row/' \
   "$tree/llmc/ops/cuda/quantise.cuh"
 bug ops/cuda/quantise.cuh kernels 'largest numbers of the operand before, in tiles' \
-  'scale = fp8_scale(largest[0]);' \
-  'scale = fp8_scale(largest[0]); if (MUTANT) scale = mutants::history(scale, {R, C, row, column, threadIdx.x});'
+  'const float scale = fp8_scale(largest[0]);' \
+  'float scale = fp8_scale(largest[0]); if (MUTANT) scale = mutants::history(scale, {R, C, row, column, threadIdx.x});'
 bug ops/cuda/quantise.cuh kernels 'largest numbers of the operand before, in columns' \
-  'scales[c] = fp8_scale(largest);' \
-  'scales[c] = fp8_scale(largest); if (MUTANT) scales[c] = mutants::history(scales[c], {R, C, row, column + word * columns + c, begin});'
+  'scale = fp8_scale(largest);' \
+  'scale = fp8_scale(largest); if (MUTANT) scale = mutants::history(scale, {R, C, row, to, begin});'
 bug ops/cuda/quantise.cuh kernels 'scales of rows turned' \
   'out.scales[segment * R + r] = scale' 'out.scales[MUTANT ? r * gridDim.y + segment : segment * R + r] = scale'
 bug ops/cuda/quantise.cuh kernels 'scales of tiles turned' \
   'out.scales[blockIdx.y * padded(C) + blockIdx.x] = scale' \
   'out.scales[MUTANT ? blockIdx.x * gridDim.y + blockIdx.y : blockIdx.y * padded(C) + blockIdx.x] = scale'
 bug ops/cuda/quantise.cuh kernels 'scales of columns turned' \
-  'turned.scales[static_cast<int64_t>(blockIdx.y) * C + at] = scales[c]' \
-  'turned.scales[MUTANT ? at * gridDim.y + blockIdx.y : static_cast<int64_t>(blockIdx.y) * C + at] = scales[c]'
+  'turned.scales[row / size * C + to] = scale' \
+  'turned.scales[MUTANT ? to * gridDim.y + row / size : row / size * C + to] = scale'
 bug ops/cuda/quantise.cuh kernels 'rounded along the other axis' \
   'if (block.rows == 1) {' 'if (MUTANT && block.rows * block.columns == fp8_block) block = {block.columns, block.rows}; if (block.rows == 1) {'
 

@@ -275,9 +275,9 @@ inline void validate_optimizer(const Options& o) {
   CHECK(o.adam_eps == Options{}.adam_eps || rule_of(o.optimizer).uses_eps,
         "--adam-eps {} with --optimizer {}, which divides by nothing: leave it out", o.adam_eps, o.optimizer);
   CHECK(!o.ema || o.dtype == WeightType::fp32 || o.master_weights == MasterWeights::fp32,
-        "--ema {} with --master-weights none, but it averages fp32 weights: use --master-weights fp32, or leave out "
+        "--ema {} with --master-weights {}, but it averages fp32 weights: use --master-weights fp32, or leave out "
         "--ema",
-        o.ema.value_or(0));
+        o.ema.value_or(0), o.master_weights);
   const Options usual;
   for (const auto& [given, option] : {std::pair{o.muon_ns != usual.muon_ns, "--muon-ns"},
                                       {o.muon_scale != usual.muon_scale, "--muon-scale"},

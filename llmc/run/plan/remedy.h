@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <ranges>
 #include <string>
 #include <utility>
 #include <vector>
@@ -71,12 +72,12 @@ inline std::vector<Precision> precisions_to_try(const StepConfig& asked) {
   return all;
 }
 
-// Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce), which are, in this order,
-// ZeRO stage 1, recomputation, smaller micro-batches and higher stages, then recomputation of segments; then another
-// number of ranks; then, on all GPUs of the server, state in host memory, part by part; then state in fewer bits (precisions_to_try());
-// last, fewer tokens per sequence. Where the server of --machine has no more GPUs, host memory comes first. A few
-// plans suffice for each choice of ranks and dtype: memory grows with the micro-batch and falls with recomputation, so
-// the smallest plan is tried first.
+// Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce), which are, in this
+// order, ZeRO stage 1, recomputation, smaller micro-batches and higher stages, then recomputation of segments; then
+// another number of ranks; then, on all GPUs of the server, state in host memory, part by part; then state in fewer
+// bits (precisions_to_try()); last, fewer tokens per sequence. Where the server of --machine has no more GPUs, host
+// memory comes first. A few plans suffice for each choice of ranks and dtype: memory grows with the micro-batch and
+// falls with recomputation, so the smallest plan is tried first.
 class RemedySearch {
  public:
   RemedySearch(const Options& o, const StepConfig& asked, const Device& device, Begun begun)
