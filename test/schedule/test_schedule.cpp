@@ -199,7 +199,8 @@ TEST_CASE("a simulation takes the times of chunks and messages", "[pp]") {
   // Both chunks of the last stage of a V are next to each other: no message. Of its weight parts, one is in the way.
   const Pipeline v{Schedule::zb_v, 2, 2, 1};
   REQUIRE(simulate(v, pipeline_actions(v), {.message = 1}).makespan == 4 + 4 + 4 + 2);
-  for (const Action& a : pipeline_actions(v)[1]) REQUIRE((a.kind != send_activations || a.chunk == 2));
+  const Lists of_v = pipeline_actions(v);
+  for (const Action& a : of_v[1]) REQUIRE((a.kind != send_activations || a.chunk == 2));
 
   Lists hang = pipeline_actions(three);
   corrupt(hang, 2, without({forward, 2, 0}));
