@@ -16,9 +16,10 @@ namespace detail {
 
 // Builds the value from the parts that the library reports, until the first fault. (The library's own builder takes
 // quadratic time with a callback, and accepts any depth, although its copies and dump() then exhaust the stack.)
+template <class Json>
 class JsonBuilder {
  public:
-  nlohmann::json root;
+  Json root;
   std::string fault;  // why a function returned false, which ends the parsing
 
   bool null() { return put(nullptr); }
@@ -27,9 +28,9 @@ class JsonBuilder {
   bool number_unsigned(uint64_t value) { return put(value); }
   bool number_float(double value, const std::string&) { return put(value); }
   bool string(std::string& value) { return put(std::move(value)); }
-  bool binary(nlohmann::json::binary_t&) { return false; }  // does not occur in text
-  bool start_object(size_t) { return open(nlohmann::json::object()); }
-  bool start_array(size_t) { return open(nlohmann::json::array()); }
+  bool binary(typename Json::binary_t&) { return false; }  // does not occur in text
+  bool start_object(size_t) { return open(Json::object()); }
+  bool start_array(size_t) { return open(Json::array()); }
   bool end_object() { return close(); }
   bool end_array() { return close(); }
   bool key(const std::string& name) {
@@ -46,7 +47,7 @@ class JsonBuilder {
   static constexpr size_t most_open = 64;            // the formats read here need 8
   static constexpr size_t most_values = 10'000'000;  // a tokenizer's file has about a million
 
-  nlohmann::json* put(nlohmann::json&& value) {
+  Json* put(Json&& value) {
     if (++values_ > most_values) {
       fail(formatted("more than {} values", most_values));
       return nullptr;
@@ -56,7 +57,7 @@ class JsonBuilder {
     open_.back()->push_back(std::move(value));
     return &open_.back()->back();
   }
-  bool open(nlohmann::json&& empty) {
+  bool open(Json&& empty) {
     if (open_.size() == most_open) return fail(formatted("nested more than {} deep", most_open));
     open_.push_back(put(std::move(empty)));
     return open_.back() != nullptr;
@@ -70,30 +71,32 @@ class JsonBuilder {
     return false;
   }
 
-  std::vector<nlohmann::json*> open_;  // objects and arrays, from the root inwards
+  std::vector<Json*> open_;  // objects and arrays, from the root inwards
   size_t values_ = 0;
-  nlohmann::json* member_ = nullptr;  // the member of the innermost object that is being read
+  Json* member_ = nullptr;  // the member of the innermost object that is being read
 };
 
-inline JsonBuilder build_json(std::string_view text) {
-  JsonBuilder builder;
+template <class Json>
+JsonBuilder<Json> build_json(std::string_view text) {
+  JsonBuilder<Json> builder;
   if (text.find('\0') != text.npos) builder.fault = "not JSON: it has a NUL";  // the library takes it for the end
-  else if (!nlohmann::json::sax_parse(text, &builder) && builder.fault.empty()) builder.fault = "not JSON";
+  else if (!Json::sax_parse(text, &builder) && builder.fault.empty()) builder.fault = "not JSON";
   return builder;
 }
 
 }  // namespace detail
 
 // Parses a text; errors begin with `where`.
-inline nlohmann::json parse_json(std::string_view text, const std::string& where) {
-  detail::JsonBuilder built = detail::build_json(text);
+template <class Json = nlohmann::json>
+Json parse_json(std::string_view text, const std::string& where) {
+  detail::JsonBuilder<Json> built = detail::build_json<Json>(text);
   CHECK(built.fault.empty(), "{}: {}", where, built.fault);
   return std::move(built.root);
 }
 
 // The same for text that may be incomplete, such as the last line of metrics.jsonl; none: it is not JSON.
 inline std::optional<nlohmann::json> try_parse_json(std::string_view text) {
-  detail::JsonBuilder built = detail::build_json(text);
+  detail::JsonBuilder<nlohmann::json> built = detail::build_json<nlohmann::json>(text);
   return built.fault.empty() ? std::optional(std::move(built.root)) : std::nullopt;
 }
 

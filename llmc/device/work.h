@@ -11,7 +11,7 @@ class Work {
  public:
   Work() = default;
   template <class F>
-  requires(!std::same_as<std::remove_cvref_t<F>, Work>) Work(F&& work)
+  requires(!std::same_as<std::remove_cvref_t<F>, Work> && std::invocable<std::decay_t<F>&>) Work(F&& work)
       : object_(new std::decay_t<F>(std::forward<F>(work))), use_(use<std::decay_t<F>>), owned_(true) {}
   // Of an object that is there until the work is done: not copied.
   template <class F>

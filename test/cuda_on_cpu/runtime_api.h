@@ -258,7 +258,7 @@ void require_device_memory(const void* p, size_t bytes, const char* what);
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
-  const auto bound = [kernel](Parameters... values) { return llmc::Work([=] { kernel(values...); }); };
-  return cuda_on_cpu::enqueue_kernel(*config, reinterpret_cast<const void*>(kernel),
-                                     bound(std::forward<Arguments>(arguments)...));
+  return cuda_on_cpu::enqueue_kernel(
+      *config, reinterpret_cast<const void*>(kernel),
+      [kernel, ... values = static_cast<Parameters>(std::forward<Arguments>(arguments))] { kernel(values...); });
 }

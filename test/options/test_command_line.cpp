@@ -80,6 +80,13 @@ TEST_CASE("--shuffle is on by default, --no-shuffle turns it off, and the last o
   REQUIRE_ERROR(parse({"--no-plan"}), "--no-plan");
 }
 
+TEST_CASE("an option whose value is missing takes no other word for it", "[options]") {
+  REQUIRE_ERROR(parse({"--lr=", "0.1"}), "--lr=: the value after '=' is missing; leave the option out for its default");
+  REQUIRE_ERROR(parse({"--prompt=", "--generate"}), "--prompt=: the value after '=' is missing");
+  REQUIRE_ERROR(parse({"--config="}), "--config=: the value after '=' is missing");
+  REQUIRE(parse({"--prompt", "a="}).prompt == "a=");
+}
+
 TEST_CASE("option errors name the option, what was found and what was expected", "[options]") {
   REQUIRE_ERROR(parse({"--bath-size", "3"}), "--batch-size");
   REQUIRE_ERROR(parse({"--lr"}), "--lr needs a value");
@@ -205,11 +212,10 @@ TEST_CASE("--selftest-draws takes a number or a range", "[options][selftest]") {
 TEST_CASE("the help and the table in dev/docs/options.md list every option", "[options]") {
   const std::string help = help_text(), table = options_markdown();
   Options o;
-  visit_options(o, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto&, const Limits&,
-                                                               ResumeRule, const char* text) {
-                                           REQUIRE(help.find(std::string(name) + " ") != std::string::npos);
-                                           REQUIRE(table.find(text) != std::string::npos);
-                                         }});
+  for (const OptionRow& row : option_rows(o)) {
+    REQUIRE(help.find(row.name + std::string(" ")) != std::string::npos);
+    REQUIRE(table.find(row.help) != std::string::npos);
+  }
   const std::string document = read_whole("dev/docs/options.md");
   INFO("run scripts/update_options.sh to write the options into dev/docs/options.md");
   REQUIRE(document.find(table) != std::string::npos);

@@ -54,11 +54,12 @@ struct NormRow {
 
 // Each block takes a contiguous part of the rows, `groups` of row_threads threads one row each at a time. partials
 // (parts, C or 2 C): dweight, then dbias. Dynamic shared memory: the sums of every group.
-template <class T, int packs, Centred centred, Accumulate accumulate_dx>
+template <class T, int packs, Centred centred>
 __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
     norm_backward_kernel(T* __restrict__ dx, float* __restrict__ partials, const T* __restrict__ dout,
                          const T* __restrict__ x, const T* __restrict__ weight, const float* __restrict__ mean,
-                         const float* __restrict__ rstd, int64_t N, int64_t C, int row_threads) {
+                         const float* __restrict__ rstd, int64_t N, int64_t C, Accumulate accumulate_dx,
+                         int row_threads) {
   using Pack = Packed<T>;
   constexpr int kinds = detail::norm_sums(centred), most_partial = 2 * kinds * warp_size;
   SHARED(float, partial, most_partial);  // (2, kinds, warps of a block): those of successive rows alternate
@@ -92,9 +93,9 @@ __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
   for (int64_t first = begin; first < end; first += groups) {  // the same number of times in every group
     const int64_t n = first + group;
     const detail::NormRow<T, packs> row = next;
-    Kept<Pack> before[packs];
-    if constexpr (accumulate_dx == Accumulate::yes)
-      if (n < end) each([&](int j, int c) { before[j] = Pack::load(dx + n * C + c); });
+    Kept<Pack> before[packs] = {};
+    if (accumulate_dx == Accumulate::yes && n < end)
+      each([&](int j, int c) { before[j] = Pack::load(dx + n * C + c); });
     load(next, n + groups);
 
     float sums[2] = {0, 0};  // of g w normalised and of g w
@@ -128,8 +129,7 @@ __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
     if (n < end)
       each([&](int j, int c) {
         const auto xs = row.xs[j].fp32(), gs = row.gs[j].fp32(), ws = weights[j].fp32();
-        Floats<Pack::size> dxs = {};
-        if constexpr (accumulate_dx == Accumulate::yes) dxs = before[j].fp32();
+        Floats<Pack::size> dxs = before[j].fp32();
         for (int i = 0; i < Pack::size; ++i) dxs[i] += gs[i] * ws[i] * row.r - shift - (xs[i] - row.m) * slope;
         Pack::of(dxs).store(dx + n * C + c);
       });
@@ -156,11 +156,12 @@ __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
 
 // For the other rows. A block takes a row at a time, each thread over its own columns. Dynamic shared memory: the
 // block's sums, a row of x and one of dout. The sums are laid out as (pack, C / pack), to avoid bank conflicts.
-template <class T, int pack, Centred centred, Accumulate accumulate_dx>
+template <class T, int pack, Centred centred>
 __global__ void norm_backward_shared_kernel(T* __restrict__ dx, float* __restrict__ partials,
                                             const T* __restrict__ dout, const T* __restrict__ x,
                                             const T* __restrict__ weight, const float* __restrict__ mean,
-                                            const float* __restrict__ rstd, int64_t N, int64_t C) {
+                                            const float* __restrict__ rstd, int64_t N, int64_t C,
+                                            Accumulate accumulate_dx) {
   using Pack = Packed<T, pack>;
   constexpr int kinds = detail::norm_sums(centred);
   const int64_t packs = C / pack, first = threadIdx.x, step = blockDim.x;
@@ -197,12 +198,11 @@ __global__ void norm_backward_shared_kernel(T* __restrict__ dx, float* __restric
       const int64_t c = p * pack;
       const Pack xs = Pack::load(x_row + c), gs = Pack::load(g_row + c), ws = Pack::load(weight + c);
       Pack dxs;
-      if constexpr (accumulate_dx == Accumulate::yes) dxs = Pack::load(dx + n * C + c);
+      if (accumulate_dx == Accumulate::yes) dxs = Pack::load(dx + n * C + c);
       for (int i = 0; i < pack; ++i) {
         const float centre = centred == Centred::yes ? mean_g : 0;
         const float d = (gs[i] * ws[i] - centre - (xs[i] - m) * r * mean_gx) * r;
-        if constexpr (accumulate_dx == Accumulate::yes) dxs.set(i, dxs[i] + d);
-        else dxs.set(i, d);
+        dxs.set(i, accumulate_dx == Accumulate::yes ? dxs[i] + d : d);
       }
       dxs.store(dx + n * C + c);
     }
@@ -231,25 +231,21 @@ void norm_backward(const char* op, T* dx, float* dweight, float* dbias, const Ro
   const NormShares shares(N, C, full_pack<T>);
   const bool in_registers = fit && shares.in_registers;
   const int64_t parts = in_registers ? shares.parts : row_parts(N);
-  const auto run = [&]<Accumulate accumulate>() {
-    if (in_registers) {
-      const int64_t row_threads = shares.warps * warp_size;
-      with_constant<most_norm_packs>(shares.packs, [&]<int packs>() {
-        launch(norm_backward_kernel<T, packs, centred, accumulate>, parts, shares.groups * row_threads,
-               shares.groups * kinds * C * static_cast<int64_t>(sizeof(float)), stream, dx, partials.data, dout, x,
-               weight, mean, rstd, N, C, static_cast<int>(row_threads));
-      });
-      return;
-    }
+  if (in_registers) {
+    const int64_t row_threads = shares.warps * warp_size;
+    with_constant<most_norm_packs>(shares.packs, [&]<int packs>() {
+      launch(norm_backward_kernel<T, packs, centred>, parts, shares.groups * row_threads,
+             shares.groups * kinds * C * static_cast<int64_t>(sizeof(float)), stream, dx, partials.data, dout, x,
+             weight, mean, rstd, N, C, accumulate_dx, static_cast<int>(row_threads));
+    });
+  } else {
     const int64_t shared = C * static_cast<int64_t>(kinds * sizeof(float) + 2 * sizeof(T));
     check_row_fits(op, C, shared);
     with_packs<full_pack<T>>(fit, [&]<int pack>() {
-      launch(norm_backward_shared_kernel<T, pack, centred, accumulate>, parts, row_threads(C, pack), shared, stream, dx,
-             partials.data, dout, x, weight, mean, rstd, N, C);
+      launch(norm_backward_shared_kernel<T, pack, centred>, parts, row_threads(C, pack), shared, stream, dx,
+             partials.data, dout, x, weight, mean, rstd, N, C, accumulate_dx);
     });
-  };
-  if (accumulate_dx == Accumulate::yes) run.template operator()<Accumulate::yes>();
-  else run.template operator()<Accumulate::no>();
+  }
   add_partials({dweight, dbias, partials.data, parts, C, kinds * C}, partials.waiting, stream);
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "core/json.h"
 #include "run/checkpoints/checkpoint_write.h"
 #include "run/checkpoints/local_copies.h"
 #include "run/checkpoints/local_parts.h"
@@ -217,7 +218,8 @@ class CheckpointSaver {
   // Processes record other options where those say which process it is; a checkpoint has one trainer.json.
   static nlohmann::ordered_json text_of_rank_0(const nlohmann::ordered_json& trainer, const Run& run) {
     const std::string mine = run.groups.first() ? trainer.dump() : "";
-    return nlohmann::ordered_json::parse(run.groups[GroupName::control].all_gather_text("trainer.json", mine)[0]);
+    return parse_json<nlohmann::ordered_json>(run.groups[GroupName::control].all_gather_text("trainer.json", mine)[0],
+                                              "trainer.json of rank 0");
   }
 
   std::unique_ptr<CheckpointWrite> begin_write(int64_t step, Run& run, const nlohmann::ordered_json& trainer, Part part,

@@ -37,15 +37,14 @@ inline Options options_from_record(const std::string& file, const nlohmann::json
   CHECK(recorded.is_object(), "{}: the options are missing; the file is damaged", file);
   Options o;
   size_t known = 0;
-  auto take = [&](const char* name, const char*, auto& field, const Limits&, ResumeRule, const char*) {
-    const auto found = recorded.find(name);
-    if (found == recorded.end()) return;
+  for (const OptionRow& row : option_rows(o)) {
+    const auto found = recorded.find(row.name);
+    if (found == recorded.end()) continue;
     ++known;
-    CHECK(found->is_string(), "{}: {} is {}, expected text; the file is damaged", file, name, *found);
+    CHECK(found->is_string(), "{}: {} is {}, expected text; the file is damaged", file, row.name, *found);
     const std::string text = *found;
-    if (!text.empty()) detail::parse_value(formatted("{}: {}", file, name), text, field);
-  };
-  visit_options(o, detail::OptionVisitor{detail::no_group, take});
+    if (!text.empty()) row.field.parse(formatted("{}: {}", file, row.name), text);
+  }
   if (known == recorded.size()) return o;
   std::string names;
   for (const OptionText& t : option_texts(o)) names += t.name + "\n";

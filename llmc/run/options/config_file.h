@@ -10,7 +10,7 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "run/options/options.h"
-#include "run/options/values.h"
+#include "run/options/unknown_option.h"
 
 namespace llmc {
 
@@ -36,6 +36,7 @@ inline void read_config(Options& o, const std::string& path) {
   constexpr int64_t most_bytes = 1 << 20;
   CHECK(path_exists(path), "--config {}: there is no such file", path);
   std::istringstream lines(read_text(path, most_bytes));
+  const std::vector<OptionRow> rows = option_rows(o);
   std::map<std::string, int> seen;  // the line of each name
   int number = 0;
   for (std::string line; std::getline(lines, line);) {
@@ -51,16 +52,11 @@ inline void read_config(Options& o, const std::string& path) {
     const std::string value = config_value(where + name, trimmed(line.substr(equals + 1)));
     for (const ModeOption& mode : mode_options)
       CHECK(name != mode.name, "{}{}: give this on the command line", where, name);
-    bool found = false, list = false;
-    auto set = [&](const char* option, const char*, auto& field, const Limits&, ResumeRule, const char*) {
-      if (name != option) return;
-      found = true;
-      list = is_list(field);
-      if (list && !seen.contains(name)) field = {};  // another file's
-      parse_value(where + name, value, field);
-    };
-    visit_options(o, OptionVisitor{no_group, set});
-    if (!found) unknown_option(name, where);
+    const auto row = std::ranges::find(rows, name, &OptionRow::name);
+    if (row == rows.end()) unknown_option(name, where);
+    const bool list = row->field.is_list();
+    if (list && !seen.contains(name)) row->field.clear();  // another file's
+    row->field.parse(where + name, value);
     const auto [first, is_new] = seen.emplace(name, number);
     CHECK(is_new || list, "{}{}: line {} sets it too; leave out one of them", where, name, first->second);
     o.config_lines[name] = place;

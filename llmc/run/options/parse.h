@@ -22,7 +22,7 @@
 #include "run/options/file_defaults.h"
 #include "run/options/ignored.h"
 #include "run/options/translate.h"
-#include "run/options/values.h"
+#include "run/options/unknown_option.h"
 #include "schedule/pipeline.h"
 #include "schedule/stage_partition.h"
 
@@ -43,6 +43,13 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
           "{}: put a space between the letter and its value: {} {}", shown(word), word.substr(0, 2),
           shown(word.substr(2)));
   }
+}
+
+// Rejects "--lr=", for which CLI11 would take the next word as the value.
+inline void refuse_missing_values(int argc, const char* const* argv) {
+  for (const std::string word : std::span(argv, static_cast<size_t>(argc)))
+    CHECK(!word.starts_with("--") || word.find('=') != word.size() - 1,
+          "{}: the value after '=' is missing; leave the option out for its default", shown(word));
 }
 
 // The words of a command line; --tokenize and --average take several, as a shell expands a pattern, with commas between
@@ -67,10 +74,8 @@ inline std::vector<std::string> joined_words(int argc, const char* const* argv) 
 [[noreturn]] inline void refuse_stray_word(const std::string& word, const std::string& before) {
   Options o;
   std::string flag;
-  visit_options(o, OptionVisitor{no_group, [&](const char* name, const char* letter, auto& field, const Limits&,
-                                               ResumeRule, const char*) {
-                                   if (is_flag(field) && (before == name || before == letter)) flag = name;
-                                 }});
+  for (const OptionRow& row : option_rows(o))
+    if (row.field.is_flag() && (before == row.name || before == row.letter)) flag = row.name;
   CHECK(flag.empty(), "{} takes no value: leave out '{}', or write {}=false to switch it off; see --help", flag, word,
         flag);
   // "generate", "-?", and "–lr", with a dash made by a text processor
@@ -505,22 +510,18 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
   app.set_help_flag();
   app.allow_extras();
   std::map<std::string, std::string> given;  // CLI11 splits the command line, parse_value() parses
-  visit_options(command.options,
-                detail::OptionVisitor{
-                    detail::no_group,
-                    [&](const char* name, const char* letter, auto& field, const Limits&, ResumeRule, const char*) {
-                      const std::string both = *letter ? formatted("{},{}", letter, name) : std::string(name);
-                      const std::string negated = detail::negation(name, field);
-                      if (detail::is_flag(field))
-                        app.add_flag(both + "{true}" + (negated.empty() ? "" : "," + negated + "{false}"), given[name])
-                            ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-                      else if (detail::is_list(field))
-                        app.add_option(both, given[name])
-                            ->multi_option_policy(CLI::MultiOptionPolicy::Join)
-                            ->delimiter(';')
-                            ->allow_extra_args(false);
-                      else app.add_option(both, given[name])->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-                    }});
+  const std::vector<OptionRow> rows = option_rows(command.options);
+  for (const OptionRow& row : rows) {
+    const std::string both = *row.letter ? formatted("{},{}", row.letter, row.name) : row.name;
+    const auto last = CLI::MultiOptionPolicy::TakeLast, join = CLI::MultiOptionPolicy::Join;
+    std::string& text = given[row.name];
+    if (row.field.is_flag())
+      app.add_flag(both + "{true}" + (row.field.has_negation() ? "," + row.negation() + "{false}" : ""), text)
+          ->multi_option_policy(last);
+    else if (row.field.is_list())
+      app.add_option(both, text)->multi_option_policy(join)->delimiter(';')->allow_extra_args(false);
+    else app.add_option(both, text)->multi_option_policy(last);
+  }
   bool help = false, print_config = false, markdown = false;
   std::vector<std::string> configs;
   app.add_option("--config", configs)->allow_extra_args(false);
@@ -529,6 +530,7 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
   app.add_flag("--print-options-markdown", markdown);
   app.add_flag("--version", command.version);
   detail::refuse_words_after_one_dash(argc, argv);
+  detail::refuse_missing_values(argc, argv);
   refuse_unknown_options(argc, argv, detail::fault_of_values);
   try {
     app.parse(argc, argv);
@@ -550,13 +552,12 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
   }
   if (command.version) return command;
   for (const std::string& path : configs) detail::read_config(command.options, path);
-  visit_options(command.options, detail::OptionVisitor{detail::no_group, [&](const char* name, const char*, auto& field,
-                                                                             const Limits&, ResumeRule, const char*) {
-                                                         if (app.count(name) == 0) return;
-                                                         if (detail::is_list(field)) field = {};
-                                                         detail::parse_value(name, given[name], field);
-                                                         command.options.config_lines.erase(name);
-                                                       }});
+  for (const OptionRow& row : rows) {
+    if (app.count(row.name) == 0) continue;
+    if (row.field.is_list()) row.field.clear();
+    row.field.parse(row.name, given[row.name]);
+    command.options.config_lines.erase(row.name);
+  }
   try {
     check_limits(command.options);
     if (print_config) {

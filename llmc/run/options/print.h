@@ -1,10 +1,7 @@
 // print.h: the options as text: help, a --config file, a command line, the tables in dev/docs/options.md.
 #pragma once
 #include <algorithm>
-#include <cstdlib>
-#include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -14,43 +11,6 @@
 namespace llmc {
 
 namespace detail {
-
-template <class T>
-std::string option_text(const T& value) {
-  if constexpr (std::is_same_v<T, double>) {
-    const std::string brief = formatted("{}", value);  // the shortest text that parses to the same number
-    return std::strtod(brief.c_str(), nullptr) == value ? brief : formatted("{:.17g}", value);
-  } else {
-    return formatted("{}", value);
-  }
-}
-template <class T>
-std::string option_text(const std::optional<T>& value) {
-  return value ? option_text(*value) : "";
-}
-
-// A flag takes no value. A flag without a fixed default has a negation, --no-NAME.
-template <class T>
-bool is_flag(const T&) {
-  return std::is_same_v<T, bool> || std::is_same_v<T, std::optional<bool>>;
-}
-// An option that may be given several times.
-template <class T>
-bool is_list(const T&) {
-  return std::is_same_v<T, TextList>;
-}
-template <class T>
-std::string negation(const std::string& name, const T&) {
-  return std::is_same_v<T, std::optional<bool>> ? "--no-" + name.substr(2) : "";
-}
-
-template <class T>
-const char* type_text(const T& field) {
-  if (is_flag(field)) return "";
-  else if constexpr (std::is_same_v<T, double> || std::is_same_v<T, std::optional<double>>) return "NUMBER";
-  else if constexpr (std::is_same_v<T, std::string> || std::is_same_v<T, TextList> || NamedEnum<T>) return "TEXT";
-  else return "N";
-}
 
 struct ModeOption {
   const char* name;
@@ -93,8 +53,8 @@ inline std::string wrapped(const std::string& text, size_t indent, size_t width 
 inline std::vector<std::string> option_groups() {
   std::vector<std::string> groups;
   Options defaults;
-  const auto no_option = [](const char*, const char*, auto&, const Limits&, ResumeRule, const char*) {};
-  visit_options(defaults, detail::OptionVisitor{[&](const char* group) { groups.emplace_back(group); }, no_option});
+  for (const OptionRow& row : option_rows(defaults))
+    if (groups.empty() || groups.back() != row.group) groups.emplace_back(row.group);
   return groups;
 }
 
@@ -112,59 +72,46 @@ inline std::string help_text(const std::string& asked = "") {
       "      -t 256 -x 1000 -o out/mine\n"
       "  ./train_gpt --generate --model out/mine/step-001000 --prompt 'Once upon'\n";
   if (!only.empty()) text.clear();
-  Options defaults;
-  bool here = only.empty();
-  auto line = [&](std::string left, const std::string& help) {
-    if (!here) return;
+  auto line = [&](const char* letter, const std::string& name, const char* type, const std::string& help) {
+    std::string left = formatted("  {} {} {}", *letter ? formatted("{},", letter) : "   ", name, type);
     if (left.size() + 2 > 34) left += "\n", text += std::exchange(left, "");
     left.resize(34, ' ');
     text += left + detail::wrapped(help, 34) + "\n";
   };
-  visit_options(defaults, detail::OptionVisitor{
-                              [&](const char* group) {
-                                here = only.empty() || only == group;
-                                if (here) text += (text.empty() ? "" : "\n") + std::string(group) + "\n";
-                              },
-                              [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule,
-                                  const char* help) {
-                                const std::string type = limits.choices.empty() ? detail::type_text(field) : "TEXT";
-                                const std::string value = detail::option_text(field);
-                                std::string all = help;
-                                if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
-                                if (!type.empty() && !value.empty()) all += formatted(" [{}]", value);
-                                const std::string negated = detail::negation(name, field);
-                                line(formatted("  {} {}{} {}", *letter ? std::string(letter) + "," : std::string("   "),
-                                               name, negated.empty() ? "" : " / " + negated, type),
-                                     all);
-                              }});
+  Options defaults;
+  std::string group;
+  for (const OptionRow& row : option_rows(defaults)) {
+    if (!only.empty() && only != row.group) continue;
+    if (group != row.group) text += formatted("{}{}\n", text.empty() ? "" : "\n", group = row.group);
+    const std::string value = row.field.text(), negation = row.negation();
+    const char* type = row.limits.choices.empty() ? row.field.placeholder() : "TEXT";
+    std::string help = row.help;
+    if (!row.limits.choices.empty()) help += formatted(" ({})", row.limits.choices);
+    if (*type && !value.empty()) help += formatted(" [{}]", value);
+    line(row.letter, row.name + (negation.empty() ? "" : " / " + negation), type, help);
+  }
   if (!only.empty()) {
     text.pop_back();
     return text;
   }
-  for (const auto& mode : detail::mode_options)
-    line(formatted("  {} {} {}", *mode.letter ? std::string(mode.letter) + "," : std::string("   "), mode.name,
-                   mode.type),
-         mode.help);
+  for (const auto& mode : detail::mode_options) line(mode.letter, mode.name, mode.type, mode.help);
   return text +
-         "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged or self-test failed, 75 stopped "
-         "early\nand saved: run the same command again.";
+         "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged or self-test failed, 3 a rank was "
+         "lost,\n"
+         "75 stopped early and saved: after 3 and 75 run the same command again.";
 }
 
 inline std::string config_text(const Options& options) {
   Options o = options;
-  std::string text;
-  visit_options(o, detail::OptionVisitor{
-                       [&](const char* group) { text += formatted("{}# {}\n", text.empty() ? "" : "\n", group); },
-                       [&](const char* name, const char*, auto& field, const Limits&, ResumeRule, const char*) {
-                         using T = std::remove_reference_t<decltype(field)>;
-                         const std::string value = detail::option_text(field);
-                         if (value.empty()) return;  // absent
-                         CHECK(value.find('\n') == std::string::npos,
-                               "{}: a value with a line break cannot be written to a --config file", name);
-                         if constexpr (std::is_same_v<T, std::string> || std::is_same_v<T, TextList> || NamedEnum<T>)
-                           text += formatted("{}=\"{}\"\n", name + 2, value);
-                         else text += formatted("{}={}\n", name + 2, value);
-                       }});
+  std::string text, group;
+  for (const OptionRow& row : option_rows(o)) {
+    if (group != row.group) text += formatted("{}# {}\n", text.empty() ? "" : "\n", group = row.group);
+    const std::string value = row.field.text();
+    if (value.empty()) continue;  // absent
+    CHECK(value.find('\n') == std::string::npos, "{}: a value with a line break cannot be written to a --config file",
+          row.name);
+    text += formatted(row.field.is_text() ? "{}=\"{}\"\n" : "{}={}\n", row.name + 2, value);
+  }
   if (!text.empty()) text.pop_back();
   return text;
 }
@@ -178,16 +125,11 @@ struct OptionText {
 };
 inline std::vector<OptionText> option_texts(const Options& options) {
   Options o = options, defaults;
+  const std::vector<OptionRow> rows = option_rows(o), usual = option_rows(defaults);
   std::vector<OptionText> all;
-  auto add = [&](const char* name, const char*, auto& field, const Limits&, ResumeRule rule, const char*) {
-    all.push_back({name, detail::option_text(field), "", rule, detail::is_flag(field), detail::negation(name, field)});
-  };
-  visit_options(o, detail::OptionVisitor{detail::no_group, add});
-  size_t i = 0;
-  auto add_usual = [&](const char*, const char*, auto& field, const Limits&, ResumeRule, const char*) {
-    all[i++].usual = detail::option_text(field);
-  };
-  visit_options(defaults, detail::OptionVisitor{detail::no_group, add_usual});
+  for (size_t i = 0; i < rows.size(); ++i)
+    all.push_back({rows[i].name, rows[i].field.text(), usual[i].field.text(), rows[i].rule, rows[i].field.is_flag(),
+                   rows[i].negation()});
   return all;
 }
 
@@ -206,24 +148,18 @@ inline std::string command_line(const Options& options, const std::string& progr
 }
 
 inline std::string options_markdown() {
-  std::string text;
+  std::string text, group;
   Options defaults;
-  visit_options(
-      defaults,
-      detail::OptionVisitor{
-          [&](const char* group) {
-            text += formatted("{}**{}**\n\n| option | default | meaning | on resume |\n| --- | --- | --- | --- |\n",
-                              text.empty() ? "" : "\n", group);
-          },
-          [&](const char* name, const char* letter, auto& field, const Limits& limits, ResumeRule rule,
-              const char* help) {
-            std::string all = help;
-            if (!limits.choices.empty()) all += formatted(" ({})", limits.choices);
-            std::string others = *letter ? formatted(" `{}`", letter) : std::string();
-            if (const std::string negated = detail::negation(name, field); !negated.empty())
-              others += formatted(" `{}`", negated);
-            text += formatted("| `{}`{} | {} | {} | {} |\n", name, others, detail::option_text(field), all, rule);
-          }});
+  for (const OptionRow& row : option_rows(defaults)) {
+    if (group != row.group)
+      text += formatted("{}**{}**\n\n| option | default | meaning | on resume |\n| --- | --- | --- | --- |\n",
+                        text.empty() ? "" : "\n", group = row.group);
+    std::string help = row.help;
+    if (!row.limits.choices.empty()) help += formatted(" ({})", row.limits.choices);
+    std::string others = *row.letter ? formatted(" `{}`", row.letter) : "";
+    if (row.field.has_negation()) others += formatted(" `{}`", row.negation());
+    text += formatted("| `{}`{} | {} | {} | {} |\n", row.name, others, row.field.text(), help, row.rule);
+  }
   text.pop_back();
   return text;
 }

@@ -14,7 +14,7 @@
 #include "core/words.h"
 #include "run/options/foreign.h"
 #include "run/options/print.h"
-#include "run/options/values.h"
+#include "run/options/unknown_option.h"
 
 namespace llmc {
 
@@ -47,13 +47,11 @@ inline std::map<std::string, bool> known_names() {
   for (const ModeOption& mode : mode_options) takes_value[mode.name] = mode.name == std::string("--config");
   takes_value["-h"] = false;
   Options o;
-  visit_options(o, OptionVisitor{no_group, [&](const char* name, const char* letter, auto& field, const Limits&,
-                                               ResumeRule, const char*) {
-                                   for (const std::string& each : {std::string(name), std::string(letter)})
-                                     if (!each.empty()) takes_value[each] = !is_flag(field);
-                                   if (const std::string no = negation(name, field); !no.empty())
-                                     takes_value[no] = false;
-                                 }});
+  for (const OptionRow& row : option_rows(o)) {
+    for (const std::string each : {row.name, row.letter})
+      if (!each.empty()) takes_value[each] = !row.field.is_flag();
+    if (row.field.has_negation()) takes_value[row.negation()] = false;
+  }
   return takes_value;
 }
 

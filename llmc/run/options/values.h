@@ -1,18 +1,17 @@
-// values.h: reads the value of an option and checks it on its own; suggests options for a misspelt one.
+// values.h: the value of an option of any type as text: written, read, and checked on its own.
 #pragma once
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstdlib>
+#include <limits>
 #include <optional>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "core/check.h"
 #include "core/utf8.h"
-#include "core/words.h"
-#include "run/options/foreign.h"
-#include "run/options/print.h"
+#include "run/options/option_fields.h"
 
 namespace llmc {
 
@@ -22,6 +21,21 @@ template <class T>
 inline constexpr bool is_optional = false;
 template <class T>
 inline constexpr bool is_optional<std::optional<T>> = true;
+
+// As a --config file has it; empty: absent.
+template <class T>
+std::string option_text(const T& value) {
+  if constexpr (std::is_same_v<T, double>) {
+    const std::string brief = formatted("{}", value);  // the shortest text that parses to the same number
+    return std::strtod(brief.c_str(), nullptr) == value ? brief : formatted("{:.17g}", value);
+  } else {
+    return formatted("{}", value);
+  }
+}
+template <class T>
+std::string option_text(const std::optional<T>& value) {
+  return value ? option_text(*value) : "";
+}
 
 // Parses all of `text`, numbers in decimal.
 inline void parse_value(const std::string& name, const std::string& text, std::string& field) {
@@ -101,28 +115,6 @@ void parse_value(const std::string& name, const std::string& text, std::optional
   parse_value(name, text, field.emplace());
 }
 
-// Our names that resemble this one; none if there are too many.
-inline std::vector<std::string> our_similar_names(const std::string& word) {
-  std::vector<std::string> names;
-  for (const ModeOption& mode : mode_options) names.emplace_back(mode.name);
-  Options o;
-  visit_options(o, OptionVisitor{no_group, [&](const char* name, const char*, auto&, const Limits&, ResumeRule,
-                                               const char*) { names.emplace_back(name); }});
-  std::vector<std::string> similar = similar_names(word, names);
-  if (similar.size() > 5) similar.clear();
-  return similar;
-}
-
-// Throws "there is no such option", and suggests one: ours for another trainer's, or a similar name.
-[[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
-  std::string hint;
-  if (const std::optional<std::string> foreign = foreign_hint(word)) hint = "; " + *foreign;
-  else if (const auto similar = our_similar_names(word); !similar.empty())
-    hint = "; did you mean " + either(similar) + "?";
-  throw Error(formatted("{}{}: there is no such option{}{} see --help", where, shown(word), hint,
-                        hint.ends_with('?') ? "" : ";"));
-}
-
 // " from 1 to 16777216", " from 0 to 0.9999999", " above 0".
 inline std::string range_text(const Limits& limits) {
   const bool above_zero = limits.min == std::numeric_limits<double>::min();
@@ -133,31 +125,21 @@ inline std::string range_text(const Limits& limits) {
                                                                                            : " on");
 }
 
-}  // namespace detail
-
-// Checks each value on its own, right after parsing.
-inline void check_limits(Options& o) {
-  visit_options(o, detail::OptionVisitor{
-                       detail::no_group,
-                       [](const char* name, const char*, auto& field, const Limits& limits, ResumeRule, const char*) {
-                         using T = std::remove_reference_t<decltype(field)>;
-                         auto check_number = [&](auto value) {
-                           const double v = static_cast<double>(value);
-                           CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number{}",
-                                 name, value, detail::range_text(limits));
-                         };
-                         if constexpr (std::is_same_v<T, std::string>) {
-                           CHECK(limits.choices.empty() || std::find(limits.choices.begin(), limits.choices.end(),
-                                                                     field) != limits.choices.end(),
-                                 "{} {}: expected one of {}", name, shown(field), limits.choices);
-                         } else if constexpr (detail::is_optional<T>) {
-                           if (field) check_number(*field);
-                         } else if constexpr (!std::is_same_v<T, bool> && !std::is_same_v<T, TextList> &&
-                                              !std::is_same_v<T, RecomputeChoice> && !std::is_same_v<T, Offload> &&
-                                              !std::is_same_v<T, SkippedBlocks> && !NamedEnum<T>) {
-                           check_number(field);
-                         }
-                       }});
+// Throws if the value is not within the limits.
+template <class T>
+void check_limits(const char* name, const T& value, const Limits& limits) {
+  if constexpr (is_optional<T>) {
+    if (value) check_limits(name, *value, limits);
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    CHECK(limits.choices.empty() || std::ranges::find(limits.choices, value) != limits.choices.end(),
+          "{} {}: expected one of {}", name, shown(value), limits.choices);
+  } else if constexpr (!std::is_same_v<T, bool> && !NamedEnum<T> && std::is_constructible_v<double, T>) {
+    const double v = static_cast<double>(value);
+    CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number{}", name, value,
+          range_text(limits));
+  }
 }
+
+}  // namespace detail
 
 }  // namespace llmc

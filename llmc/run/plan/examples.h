@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/json.h"
 #include "model/hf_config.h"
 #include "model/layout_faults.h"
 #include "run/plan/machines.h"
@@ -265,7 +266,7 @@ inline PlannedRun plan_published(const PublishedTable& table, const PublishedRun
   Device device{DeviceKind::cuda};
   device.elsewhere = true;
   device.collectives = Collectives::library;
-  const nlohmann::json machine = detail::whole_machine(table.title, nlohmann::json::parse(table.machine));
+  const nlohmann::json machine = detail::whole_machine(table.title, parse_json(table.machine, table.title));
   device.machine =
       std::make_shared<const Machine>(detail::MachineReader(table.title, machine).read(DType::bf16, false));
   const StepConfig step = detail::step_of(run);

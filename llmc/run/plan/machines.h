@@ -118,7 +118,7 @@ inline constexpr const char* machines_text = R"({
 })";
 
 inline const nlohmann::json& known_machines() {
-  static const nlohmann::json machines = nlohmann::json::parse(machines_text);
+  static const nlohmann::json machines = parse_json(machines_text, "machines.h");
   return machines;
 }
 inline std::vector<std::string> machine_names() {

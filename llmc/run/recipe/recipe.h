@@ -261,11 +261,8 @@ class StageReader {
     std::string text = value.is_string() ? value.get<std::string>() : value.dump();
     if (key == "total-batch-size") text = std::to_string(tokens(key, value, 1));
     const std::string name = "--" + key;
-    visit_options(stage_.options, OptionVisitor{no_group, [&](const char* option, const char*, auto& field,
-                                                              const Limits&, ResumeRule, const char*) {
-                                                  if (name == option)
-                                                    parse_value(formatted("{}: {}", place(key), key), text, field);
-                                                }});
+    for (const OptionRow& row : option_rows(stage_.options))
+      if (name == row.name) row.field.parse(formatted("{}: {}", place(key), key), text);
     stage_.options.config_lines[name] = place(key);
   }
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/json.h"
 #include "core/log.h"
 #include "run/ranks.h"
 #include "run/trace/clocks.h"
@@ -84,7 +85,7 @@ class StepTrace {
     std::vector<std::string> events;
     for (const std::string& theirs : all) {
       const size_t line = theirs.find('\n');
-      about["ranks_of_run"].push_back(TraceArgs::parse(theirs.substr(0, line)));
+      about["ranks_of_run"].push_back(parse_json<TraceArgs>(theirs.substr(0, line), "the trace of another rank"));
       events.push_back(theirs.substr(line + 1));
     }
     try {
