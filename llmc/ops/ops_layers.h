@@ -184,27 +184,23 @@ inline void matmul(const char* name, Tensor c, const Operand& first, const Opera
 
 }  // namespace detail
 
-// out = x weight^T + bias.   out (N, O); x (N, I); weight (O, I); bias (O), or an empty tensor
-inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Stream& stream, const Reading& read = {}) {
-  const int64_t N = x.shape[0], I = x.shape[1], O = weight.shape[0];
-  CHECK_TENSOR(out, x.dtype, N, O);
-  CHECK_TENSOR(weight, x.dtype, O, I);
-  if (!bias.empty()) CHECK_TENSOR(bias, x.dtype, O);
-  auto scope = stream.scratch().scope();
-  const detail::Operand a = detail::first_operand(x, Transpose::no, detail::Role::activations, read, stream),
-                        b = detail::second_operand(weight, Transpose::yes, detail::Role::weights, read, stream);
-  detail::matmul("linear_forward", out, a, b, I, bias, Accumulate::no, stream);
-}
-
-// The same from x in fp8 along its rows.
+// out = x weight^T + bias.   out (N, O); x (N, I), or kept in fp8 along its rows; weight (O, I); bias (O), or an empty
+// tensor
 inline void linear_forward(Tensor out, const detail::Operand& x, Tensor weight, Tensor bias, Stream& stream,
                            const Reading& read) {
   const int64_t N = x.values.shape[0], I = x.values.shape[1], O = weight.shape[0];
   CHECK_TENSOR(out, weight.dtype, N, O);
   CHECK_TENSOR(weight, weight.dtype, O, I);
+  if (!bias.empty()) CHECK_TENSOR(bias, weight.dtype, O);
   auto scope = stream.scratch().scope();
   const detail::Operand b = detail::second_operand(weight, Transpose::yes, detail::Role::weights, read, stream);
   detail::matmul("linear_forward", out, x, b, I, bias, Accumulate::no, stream);
+}
+inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Stream& stream, const Reading& read = {}) {
+  CHECK_TENSOR(weight, x.dtype, weight.shape[0], x.shape[1]);
+  auto scope = stream.scratch().scope();
+  linear_forward(out, detail::first_operand(x, Transpose::no, detail::Role::activations, read, stream), weight, bias,
+                 stream, read);
 }
 
 namespace detail {

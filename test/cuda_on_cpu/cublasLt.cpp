@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "core/dtype.h"
+#include "cuda_on_cpu/sanitizers.h"
 
 struct cublasLtContext {};
 struct cublasLtMatrixLayout {
@@ -158,15 +159,13 @@ struct Arrays {
 // Rounds to TF32: 10 mantissa bits, to nearest.
 float tf32(float x) { return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + 0x1000u) & 0xffffe000u); }
 
-// One of the batch. Its pointers are in no struct: ThreadSanitizer observes a host's stack here, which serves many
-// streams.
 template <class In, class Out, class Part>
-void multiply(const Problem& p, const Arrays& arrays, int64_t in_batch, int64_t parts, bool in_place) {
+void multiply(const Problem& p, const Arrays& arrays, int64_t parts, bool in_place) {
   const bool round_inputs = p.operation.compute == CUBLAS_COMPUTE_32F_FAST_TF32;
-  const auto* a = static_cast<const In*>(arrays.a) + in_batch * p.a.stride;
-  const auto* b = static_cast<const In*>(arrays.b) + in_batch * p.b.stride;
-  const auto* c = static_cast<const Out*>(arrays.c) + in_batch * p.d.stride;
-  auto* d = static_cast<Out*>(arrays.d) + in_batch * p.d.stride;
+  const auto* a = static_cast<const In*>(arrays.a);
+  const auto* b = static_cast<const In*>(arrays.b);
+  const auto* c = static_cast<const Out*>(arrays.c);
+  auto* d = static_cast<Out*>(arrays.d);
   const auto* bias = static_cast<const Out*>(p.operation.bias);
   auto* partial = static_cast<Part*>(arrays.workspace);
   const auto read = [&](In x) { return round_inputs ? tf32(static_cast<float>(x)) : static_cast<float>(x); };
@@ -221,10 +220,15 @@ template <class In, class Out>
 void solve(const Problem& p, const Arrays& arrays, const Algorithm& algorithm) {
   const auto parts = static_cast<int64_t>(algorithm.parts);
   for (int64_t i = 0; i < p.d.batch; ++i) {
+    Arrays of_one = arrays;
+    of_one.a = static_cast<const In*>(arrays.a) + i * p.a.stride;
+    of_one.b = static_cast<const In*>(arrays.b) + i * p.b.stride;
+    of_one.c = static_cast<const Out*>(arrays.c) + i * p.d.stride;
+    of_one.d = static_cast<Out*>(arrays.d) + i * p.d.stride;
     const bool in_place = algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_INPLACE;
     if (algorithm.reduction_scheme == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE)
-      multiply<In, Out, Out>(p, arrays, i, parts, in_place);
-    else multiply<In, Out, float>(p, arrays, i, parts, in_place);
+      multiply<In, Out, Out>(p, of_one, parts, in_place);
+    else multiply<In, Out, float>(p, of_one, parts, in_place);
   }
 }
 
@@ -232,6 +236,40 @@ void require_matrix(const void* first, const cublasLtMatrixLayout& layout, const
   const auto elements =
       static_cast<size_t>((layout.batch - 1) * layout.stride + (layout.columns - 1) * layout.ld + layout.rows);
   cuda_on_cpu::require_device_memory(first, elements * size_of(layout.type), what);
+}
+
+// f(first byte, bytes) for each column.
+template <class F>
+void each_column(const void* first, const cublasLtMatrixLayout& layout, F f) {
+  const auto size = static_cast<int64_t>(size_of(layout.type));
+  for (int64_t i = 0; i < layout.batch; ++i)
+    for (int64_t j = 0; j < layout.columns; ++j)
+      f(static_cast<char*>(const_cast<void*>(first)) + (i * layout.stride + j * layout.ld) * size,
+        static_cast<size_t>(layout.rows * size));
+}
+// What a product reads and writes, for ThreadSanitizer. (Its own variables are on the stack of a host, which serves the
+// streams of many.)
+void observe(const Problem& p, const Arrays& arrays, const Algorithm& algorithm) {
+  if (!cuda_on_cpu::thread_sanitizer) return;
+  using cuda_on_cpu::observe_read, cuda_on_cpu::observe_write;
+  each_column(arrays.a, p.a, observe_read);
+  each_column(arrays.b, p.b, observe_read);
+  if (arrays.beta != 0) each_column(arrays.c, p.d, observe_read);
+  if (p.has_bias()) observe_read(p.operation.bias, static_cast<size_t>(p.m) * size_of(p.d.type));
+  if (p.a.type == CUDA_R_8F_E4M3) {
+    observe_read(p.operation.a_scales, static_cast<size_t>(scale_count(p.operation.a_mode, p.k, p.m)) * sizeof(float));
+    observe_read(p.operation.b_scales, static_cast<size_t>(scale_count(p.operation.b_mode, p.k, p.n)) * sizeof(float));
+  }
+  if (p.has_aux()) {
+    cublasLtMatrixLayout aux = p.d;
+    aux.ld = p.operation.aux_ld;
+    each_column(p.operation.aux, aux,
+                [reads = p.operation.epilogue == CUBLASLT_EPILOGUE_DGELU](void* column, size_t bytes) {
+                  reads ? observe_read(column, bytes) : observe_write(column, bytes);
+                });
+  }
+  observe_write(arrays.workspace, p.workspace(algorithm));
+  each_column(arrays.d, p.d, observe_write);
 }
 
 template <class Object, class... Values>
@@ -430,6 +468,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
               : d_layout->type == CUDA_R_32F   ? solve<bf16, float>
                                                : solve<bf16, bf16>;
   const cudaError_t enqueued = cuda_on_cpu::enqueue_call(stream, [problem, arrays, known, run] {
+    observe(problem, arrays, *known);
     run(problem, arrays, *known);
     cuda_on_cpu::count_kernel();
   });

@@ -249,8 +249,8 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
 
 namespace cuda_on_cpu {
 cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* function, llmc::Work call);
-// For emulated libraries, whose stream work is a host call; their arguments must be memory of the current device, else
-// Failure.
+// For emulated libraries, whose stream work is a host call: it says by observe_read() and observe_write() what it
+// accesses. Their arguments must be memory of the current device, else Failure.
 cudaError_t enqueue_call(cudaStream_t stream, std::function<void()> call);
 void require_device_memory(const void* p, size_t bytes, const char* what);
 }  // namespace cuda_on_cpu

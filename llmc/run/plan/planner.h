@@ -109,6 +109,12 @@ inline void run_forwards(Trainer& trainer) {
   }
 }
 
+// Whether updates by the host end with their step on paper. Stages are planned alone: none may count the update of
+// another step as a part of its first forward, for which the next stage does not wait.
+inline bool ends_updates(const Layout& layout) {
+  return layout.pipeline.stages > 1 && layout.zero.offload.updates_at_host();
+}
+
 // Runs on paper: one training step, if the rank trains; one evaluation, unless it only generates; and rank 0's
 // generation at all lengths.
 // `target`: a rank's device.
@@ -136,11 +142,8 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
   if (config.layout.zero.holds == Holds::training_state && passes != Passes::forwards) {
-    // Stages are planned alone: none may count the update of another step as a part of its first forward, for which
-    // the next stage does not wait.
-    const bool waits = config.layout.pipeline.stages > 1 && config.layout.zero.offload.updates_at_host();
     trainer.follow_another_step();
-    if (waits) trainer.flush();
+    if (ends_updates(config.layout)) trainer.flush();
     for (Comm* comm : groups.tensor_groups()) comm->forget_bytes();
     const double begin = stream.seconds(), exposed_before = stream.exposed_seconds();
     const std::map<std::string, double> exposed = stream.exposed_by_group();
@@ -150,7 +153,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     std::vector<PassTime> actions;
     if (device.machine) trainer.time_actions(&actions);
     trainer.begin_step(nothing, {}, {.max_norm = 1});
-    if (waits || config.layout.pipeline.asynchronous()) trainer.flush();
+    if (ends_updates(config.layout) || config.layout.pipeline.asynchronous()) trainer.flush();
     trainer.time_actions(nullptr);
     for (const PassTime& a : actions) plan.action_seconds.push_back(a.end - a.begin);
     stream.set_ledger(nullptr);

@@ -35,14 +35,13 @@ inline StageAlone stage_alone(const StepConfig& config, const Device& target, in
   const int rank = stage * (config.layout.ranks() / config.layout.pipeline.stages);
   Groups groups(config.layout, rank, device, Groups::null_groups(rank));
   Trainer trainer(config, {arena, stream, &groups, &host, nullptr, &file});
-  const bool waits = config.layout.zero.offload.updates_at_host();  // as make_plan()
   trainer.follow_another_step();
-  if (waits) trainer.flush();
+  if (ends_updates(config.layout)) trainer.flush();
   RankTrace trace(stream, groups);
   StageAlone alone{.begin = stream.seconds()};
   trainer.time_actions(&alone.actions);
   trainer.begin_step([](int64_t) { return HostBatch{}; }, {}, {.max_norm = 1});
-  if (waits || config.layout.pipeline.asynchronous()) trainer.flush();
+  if (ends_updates(config.layout) || config.layout.pipeline.asynchronous()) trainer.flush();
   trainer.time_actions(nullptr);
   alone.end = stream.seconds();
   for (Track& track : trace.take()) {

@@ -103,11 +103,7 @@ cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* functio
 
 cudaError_t enqueue_call(cudaStream_t stream, std::function<void()> call) {
   Lock lock;
-  return submit(stream_of(stream),
-                {.type = cudaGraphNodeTypeKernel, .opens_memory = true, .run = [call = std::move(call)] {
-                   Observed observed;
-                   call();
-                 }});
+  return submit(stream_of(stream), {.type = cudaGraphNodeTypeKernel, .opens_memory = true, .run = std::move(call)});
 }
 
 }  // namespace cuda_on_cpu
