@@ -196,6 +196,7 @@ inline void linear_forward(Tensor out, const detail::Operand& x, Tensor weight, 
   const detail::Operand b = detail::second_operand(weight, Transpose::yes, detail::Role::weights, read, stream);
   detail::matmul("linear_forward", out, x, b, I, bias, Accumulate::no, stream);
 }
+// The same from a tensor; what reads x in fp8 rounds it here.
 inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Stream& stream, const Reading& read = {}) {
   CHECK_TENSOR(weight, x.dtype, weight.shape[0], x.shape[1]);
   auto scope = stream.scratch().scope();

@@ -431,7 +431,7 @@ inline std::map<std::string, std::string> choose_special_tokens(const Options& o
   const auto ids = [&](const char* name) {
     std::vector<int64_t> all;
     if (!own.contains(name) || own.at(name).empty()) return all;
-    const nlohmann::json value = parse_json(own.at(name), name);
+    const nlohmann::json value = parse_json(own.at(name), formatted("--model {}: {}", o.model, name));
     for (const nlohmann::json& id : value.is_array() ? value : nlohmann::json::array({value}))
       if (!id.is_null()) all.push_back(whole_number(id).value_or(-1));
     return all;

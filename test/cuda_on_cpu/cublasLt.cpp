@@ -247,8 +247,8 @@ void each_column(const void* first, const cublasLtMatrixLayout& layout, F f) {
       f(static_cast<char*>(const_cast<void*>(first)) + (i * layout.stride + j * layout.ld) * size,
         static_cast<size_t>(layout.rows * size));
 }
-// What a product reads and writes, for ThreadSanitizer. (Its own variables are on the stack of a host, which serves the
-// streams of many.)
+// What a product reads and writes, for ThreadSanitizer. (Its own variables are on the stack of the host thread that
+// runs the task, perhaps another host's.)
 void observe(const Problem& p, const Arrays& arrays, const Algorithm& algorithm) {
   if (!cuda_on_cpu::thread_sanitizer) return;
   using cuda_on_cpu::observe_read, cuda_on_cpu::observe_write;

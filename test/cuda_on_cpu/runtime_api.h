@@ -7,6 +7,7 @@
 // reports it.
 #pragma once
 #include <functional>
+#include <type_traits>
 #include <utility>
 
 #include "cuda_on_cpu/emulator.h"
@@ -249,16 +250,24 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
 
 namespace cuda_on_cpu {
 cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, const void* function, llmc::Work call);
-// For emulated libraries, whose stream work is a host call: it says by observe_read() and observe_write() what it
+// For emulated libraries, whose stream work is a host call. The call says by observe_read() and observe_write() what it
 // accesses. Their arguments must be memory of the current device, else Failure.
 cudaError_t enqueue_call(cudaStream_t stream, std::function<void()> call);
 void require_device_memory(const void* p, size_t bytes, const char* what);
 }  // namespace cuda_on_cpu
 
+namespace cuda_on_cpu {
+// x as a T, if it converts without a cast, as nvcc demands of arguments.
+template <class T>
+T converted(std::type_identity_t<T> x) {
+  return x;
+}
+}  // namespace cuda_on_cpu
+
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
-  return cuda_on_cpu::enqueue_kernel(
-      *config, reinterpret_cast<const void*>(kernel),
-      [kernel, ... values = static_cast<Parameters>(std::forward<Arguments>(arguments))] { kernel(values...); });
+  return cuda_on_cpu::enqueue_kernel(*config, reinterpret_cast<const void*>(kernel),
+                                     [kernel, ... values = cuda_on_cpu::converted<Parameters>(
+                                                  std::forward<Arguments>(arguments))] { kernel(values...); });
 }

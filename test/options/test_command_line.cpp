@@ -84,6 +84,8 @@ TEST_CASE("an option whose value is missing takes no other word for it", "[optio
   REQUIRE_ERROR(parse({"--lr=", "0.1"}), "--lr=: the value after '=' is missing; leave the option out for its default");
   REQUIRE_ERROR(parse({"--prompt=", "--generate"}), "--prompt=: the value after '=' is missing");
   REQUIRE_ERROR(parse({"--config="}), "--config=: the value after '=' is missing");
+  REQUIRE_ERROR(parse({"--tokenize=", "a.txt"}), "--tokenize=: the value after '=' is missing");
+  REQUIRE(parse({"--prompt", "--a="}).prompt == "--a=");
   REQUIRE(parse({"--prompt", "a="}).prompt == "a=");
 }
 

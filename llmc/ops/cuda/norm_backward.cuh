@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
   for (int64_t first = begin; first < end; first += groups) {  // the same number of times in every group
     const int64_t n = first + group;
     const detail::NormRow<T, packs> row = next;
-    Kept<Pack> before[packs] = {};
+    Kept<Pack> before[packs];
     if (accumulate_dx == Accumulate::yes && n < end)
       each([&](int j, int c) { before[j] = Pack::load(dx + n * C + c); });
     load(next, n + groups);

@@ -10,6 +10,7 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "run/options/options.h"
+#include "run/options/print.h"
 #include "run/options/unknown_option.h"
 
 namespace llmc {

@@ -30,7 +30,7 @@ class OptionField {
 
   // As a --config file has it; empty: absent.
   std::string text() const { return type_->text(value_); }
-  // Reads all of `text`; a list takes it as one value more. An error begins with `name`.
+  // Reads all of `text`; a list takes it as one more value. An error begins with `name`.
   void parse(const std::string& name, const std::string& text) const { type_->parse(name, text, value_); }
   void check(const char* name, const Limits& limits) const { type_->check(name, limits, value_); }
   void clear() const { type_->clear(value_); }

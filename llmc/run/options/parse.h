@@ -47,9 +47,9 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
 
 // Rejects "--lr=", for which CLI11 would take the next word as the value.
 inline void refuse_missing_values(int argc, const char* const* argv) {
-  for (const std::string word : std::span(argv, static_cast<size_t>(argc)))
-    CHECK(!word.starts_with("--") || word.find('=') != word.size() - 1,
-          "{}: the value after '=' is missing; leave the option out for its default", shown(word));
+  for (const Argument& a : split_arguments(argc, argv))
+    CHECK(!a.has_value || !a.value.empty() || a.words.size() > 1,
+          "{}: the value after '=' is missing; leave the option out for its default", shown(a.words[0]));
 }
 
 // The words of a command line; --tokenize and --average take several, as a shell expands a pattern, with commas between
@@ -509,7 +509,7 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
   CLI::App app;
   app.set_help_flag();
   app.allow_extras();
-  std::map<std::string, std::string> given;  // CLI11 splits the command line, parse_value() parses
+  std::map<std::string, std::string> given;  // CLI11 splits the command line, OptionField parses
   const std::vector<OptionRow> rows = option_rows(command.options);
   for (const OptionRow& row : rows) {
     const std::string both = *row.letter ? formatted("{},{}", row.letter, row.name) : row.name;
@@ -530,7 +530,7 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
   app.add_flag("--print-options-markdown", markdown);
   app.add_flag("--version", command.version);
   detail::refuse_words_after_one_dash(argc, argv);
-  detail::refuse_missing_values(argc, argv);
+  detail::refuse_missing_values(words, given_words);
   refuse_unknown_options(argc, argv, detail::fault_of_values);
   try {
     app.parse(argc, argv);

@@ -96,9 +96,8 @@ inline std::string help_text(const std::string& asked = "") {
   }
   for (const auto& mode : detail::mode_options) line(mode.letter, mode.name, mode.type, mode.help);
   return text +
-         "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged or self-test failed, 3 a rank was "
-         "lost,\n"
-         "75 stopped early and saved: after 3 and 75 run the same command again.";
+         "\nExit status: 0 done, 1 refused (the reason is on stderr), 2 diverged or self-test failed,\n"
+         "3 a rank was lost, 75 stopped early and saved: after 3 and 75 run the same command again.";
 }
 
 inline std::string config_text(const Options& options) {

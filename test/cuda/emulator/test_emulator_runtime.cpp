@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "cuda/emulator/emulator_test.h"
+#include "cuda_on_cpu/cublasLt.h"
 
 using namespace llmc;
 using namespace planted;
@@ -358,6 +359,66 @@ TEST_CASE("ThreadSanitizer ends the program where a host or another device does 
     INFO(bug);
     REQUIRE_THAT(output_of_failing(std::string("planted: ") + bug),
                  ContainsSubstring("ThreadSanitizer: data race") && ContainsSubstring("test_emulator_runtime.cpp:"));
+  }
+}
+
+namespace {
+
+// d = a b by cuBLASLt, matrices (8, 8) of fp32.
+void multiply(cudaStream_t stream, float* d, const float* a, const float* b) {
+  const auto check = [](cublasStatus_t status) { REQUIRE(status == CUBLAS_STATUS_SUCCESS); };
+  cublasLtHandle_t library = nullptr;
+  cublasLtMatmulDesc_t operation = nullptr;
+  cublasLtMatrixLayout_t matrix = nullptr;
+  cublasLtMatmulPreference_t preference = nullptr;
+  cublasLtMatmulHeuristicResult_t found{};
+  int count = 0;
+  const float alpha = 1, beta = 0;
+  check(cublasLtCreate(&library));
+  check(cublasLtMatmulDescCreate(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  check(cublasLtMatrixLayoutCreate(&matrix, CUDA_R_32F, 8, 8, 8));
+  check(cublasLtMatmulPreferenceCreate(&preference));  // no workspace
+  check(cublasLtMatmulAlgoGetHeuristic(library, operation, matrix, matrix, matrix, matrix, preference, 1, &found,
+                                       &count));
+  REQUIRE(count == 1);
+  check(cublasLtMatmul(library, operation, &alpha, a, matrix, b, matrix, &beta, d, matrix, d, matrix, &found.algo,
+                       nullptr, 0, stream));
+  check(cublasLtMatmulPreferenceDestroy(preference));
+  check(cublasLtMatrixLayoutDestroy(matrix));
+  check(cublasLtMatmulDescDestroy(operation));
+  check(cublasLtDestroy(library));
+}
+
+// A kernel writes the matrix of this name of a product in another stream, or reads D; with a wait between them or
+// without.
+template <char matrix, bool waits>
+void beside_product() {
+  TestStream one, other;
+  TestEvent event;
+  DeviceArray<float> x(counted(n)), y(counted(n)), z(n);
+  matrix == 'D' ? multiply(one, x, y, y) : add(one, x, y);
+  CUDA_CHECK(cudaEventRecord(event, one));
+  if (waits) CUDA_CHECK(wait_event(other, event));
+  if (matrix == 'A') multiply(other, z, x, y);
+  if (matrix == 'B') multiply(other, z, y, x);
+  if (matrix == 'D') add(other, z, x);
+  CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+}  // namespace
+
+TEST_CASE("planted: a product reads A too early", "[.planted]") { beside_product<'A', false>(); }
+TEST_CASE("planted: a product reads B too early", "[.planted]") { beside_product<'B', false>(); }
+TEST_CASE("planted: D of a product is read too early", "[.planted]") { beside_product<'D', false>(); }
+
+TEST_CASE("ThreadSanitizer ends the program at races with a product", "[cuda][emulator]") {
+  beside_product<'A', true>();
+  beside_product<'B', true>();
+  beside_product<'D', true>();
+  for (const char* bug :
+       {"a product reads A too early", "a product reads B too early", "D of a product is read too early"}) {
+    INFO(bug);
+    REQUIRE_THAT(output_of_failing(std::string("planted: ") + bug), ContainsSubstring("ThreadSanitizer: data race"));
   }
 }
 
