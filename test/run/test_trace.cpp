@@ -1,4 +1,5 @@
 // --trace: a step as a timeline, planned and run. trace_checker.h reads the files back; damaged ones must not pass.
+#include <fstream>
 #include <sys/wait.h>
 
 #include <cstdlib>
@@ -81,12 +82,14 @@ TEST_CASE("a planned trace is as long as the plan says, and its waits are the ex
           "[run][plan][trace]") {
   const TempDir dir;
   const std::string file = dir / "plan.json";
-  for (const char* const layout : {"--ranks 8 --zero-stage 3", "--ranks 8 --pp 4 --tp 2 --schedule zb-h1"}) {
+  std::ofstream(dir / "m.json") << R"({"like": "h100x8", "host_update_gb_per_s": 50})";
+  for (const char* const layout : {"--zero-stage 3", "--pp 4 --tp 2 --schedule zb-h1",
+                                   "--zero-stage 1 --offload moments,master --offload-update host"}) {
     INFO(layout);
-    const ProgramResult r = run_program(
-        "--plan --json --machine h100x8 --model llama3:1B --dtype bf16 --batch-size 1 --seq-len 2048 "
-        "--total-batch-size 65536 --trace " +
-        file + " " + layout);
+    const ProgramResult r = run_program("--plan --json --machine " + (dir / "m.json") +
+                                        " --ranks 8 --model llama3:1B --dtype bf16 --batch-size 1 --seq-len 2048 "
+                                        "--total-batch-size 65536 --trace " +
+                                        file + " " + layout);
     REQUIRE(r.status == 0);
     const Json plan = Json::parse(r.out);
     Json trace = read_trace(file);
