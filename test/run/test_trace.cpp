@@ -1,8 +1,8 @@
 // --trace: a step as a timeline, planned and run. trace_checker.h reads the files back; damaged ones must not pass.
-#include <fstream>
 #include <sys/wait.h>
 
 #include <cstdlib>
+#include <fstream>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
