@@ -85,6 +85,7 @@ TEST_CASE("an option whose value is missing takes no other word for it", "[optio
   REQUIRE_ERROR(parse({"--prompt=", "--generate"}), "--prompt=: the value after '=' is missing");
   REQUIRE_ERROR(parse({"--config="}), "--config=: the value after '=' is missing");
   REQUIRE_ERROR(parse({"--tokenize=", "a.txt"}), "--tokenize=: the value after '=' is missing");
+  REQUIRE_ERROR(parse({"--wandb_project=", "--learning_rate", "1"}), "--wandb_project");
   REQUIRE(parse({"--prompt", "--a="}).prompt == "--a=");
   REQUIRE(parse({"--prompt", "a="}).prompt == "a=");
 }

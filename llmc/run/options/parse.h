@@ -45,10 +45,10 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
   }
 }
 
-// Rejects "--lr=", for which CLI11 would take the next word as the value.
+// Rejects "--lr=", for which CLI11 would take the next word as the value. (Unknown options are named all at once.)
 inline void refuse_missing_values(int argc, const char* const* argv) {
   for (const Argument& a : split_arguments(argc, argv))
-    CHECK(!a.has_value || !a.value.empty() || a.words.size() > 1,
+    CHECK(!a.known || !a.has_value || !a.value.empty() || a.words.size() > 1,
           "{}: the value after '=' is missing; leave the option out for its default", shown(a.words[0]));
 }
 
