@@ -12,11 +12,6 @@ using namespace llmc;
 
 namespace {
 
-Rendezvous with_spares(const std::string& where, Lines& lines, double init_timeout = 20) {
-  Rendezvous there = at(where, lines, init_timeout);
-  there.spare_wait = 0.2;
-  return there;
-}
 int count(const std::string& text, const std::string& part) {
   int n = 0;
   for (size_t at = 0; (at = text.find(part, at)) != text.npos; ++at) ++n;
@@ -30,16 +25,18 @@ void wait_until(const std::function<bool()>& done) {
 }
 
 // A job of three processes starts twice, beside spares that have waited since the first time; `of_again` says what each
-// of its processes and each spare, which has its place by then, does the second time. Returns what their errors say.
+// of its processes and each spare, which has its place by then, does the second time, when a place is given after
+// spare_wait seconds. Returns what their errors say.
 using Again = std::function<void(int process, bool was_spare, Rendezvous at)>;
-std::vector<std::string> start_twice(int spares, Lines& lines, const Again& again) {
+std::vector<std::string> start_twice(int spares, Lines& lines, double spare_wait, const Again& again) {
   const std::string where = formatted("127.0.0.1:{}", free_port());
   std::latch all_wait(1);
   return on_threads(3 + spares, [&, spares](int p) {
-    Rendezvous there = with_spares(where, lines);
+    Rendezvous there = at(where, lines);
+    there.spare_wait = spare_wait;
     if (p < 3) {
       {
-        ControlPlane job(greeting(p, 3), with_spares(where, lines));
+        ControlPlane job(greeting(p, 3), at(where, lines));
         job.barrier("the first start");
         if (p == 0) {
           wait_until([&] { return count(lines.text(), "a spare waits") == spares; });
@@ -50,7 +47,7 @@ std::vector<std::string> start_twice(int spares, Lines& lines, const Again& agai
       }
       return again(p, false, std::move(there));
     }
-    const std::optional<int> place = wait_as_spare(greeting(0, 3), with_spares(where, lines), 20);
+    const std::optional<int> place = wait_as_spare(greeting(0, 3), at(where, lines), 20);
     CHECK(place, "left over");
     there.was_spare = true;
     again(*place, true, std::move(there));
@@ -64,7 +61,8 @@ void start(int process, Rendezvous at) {
 
 TEST_CASE("a spare takes the place of a process that stays away when the job starts again", "[net]") {
   Lines lines;
-  const auto errors = start_twice(2, lines, [](int process, bool was_spare, Rendezvous at) {
+  // Two spares: the second one would have the place as well if the first one took as long as this to come again.
+  const auto errors = start_twice(2, lines, 3, [](int process, bool was_spare, Rendezvous at) {
     if (process != 1 || was_spare) start(process, std::move(at));
   });
   for (const int p : {0, 1, 2}) REQUIRE(errors[static_cast<size_t>(p)] == "");
@@ -76,7 +74,7 @@ TEST_CASE("a process that comes back has its place, unless a spare is there firs
   Lines lines;
   std::atomic<bool> given = false, told = false;
   const bool spare_dies = GENERATE(false, true);
-  const auto errors = start_twice(1, lines, [&](int process, bool was_spare, Rendezvous at) {
+  const auto errors = start_twice(1, lines, 0.2, [&](int process, bool was_spare, Rendezvous at) {
     if (was_spare) given = true;
     if (was_spare && spare_dies) return;
     // Of the spare and the process that comes back, one is first. The last process comes once the other one was told.
@@ -100,7 +98,7 @@ TEST_CASE("spares that differ are refused, those that go are noted, and the othe
   std::atomic<int> done = 0;
   const auto errors = on_threads(5, [&](int p) {
     if (p < 2) {
-      ControlPlane job(greeting(p, 2), with_spares(where, lines));
+      ControlPlane job(greeting(p, 2), at(where, lines));
       for (const char* topic : {"before", "after"}) {
         job.barrier(topic);
         wait_until([&] { return done == 2; });
@@ -118,7 +116,7 @@ TEST_CASE("spares that differ are refused, those that go are noted, and the othe
       return;
     }
     const std::shared_ptr<void> counted(nullptr, [&](void*) { done += p == 2; });
-    CHECK(!wait_as_spare(it, with_spares(where, of_spare), 20), "there is no place");
+    CHECK(!wait_as_spare(it, at(where, of_spare), 20), "there is no place");
   });
   REQUIRE(errors[2] == "--lr differs: 0.001 on rank 0, 0.5 on rank 2 (rank 2 is the spare)");
   for (const int p : {0, 1, 3, 4}) REQUIRE(errors[static_cast<size_t>(p)] == "");

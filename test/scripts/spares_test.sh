@@ -19,7 +19,7 @@ run=(./train_gpt --model d1 --n-layer 2 --n-embd 12 --n-head 2 --vocab-size 211 
 "${run[@]}" --local-ranks 2 --out-dir "$dir/whole" >"$dir/log.whole" 2>&1 || fail "the run that loses nobody"
 
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-job=("${run[@]}" --world-size 2 --rendezvous "127.0.0.1:$port" --out-dir "$dir/run" --spare-wait 0.5 --init-timeout 60)
+job=("${run[@]}" --world-size 2 --rendezvous "127.0.0.1:$port" --out-dir "$dir/run" --spare-wait 3 --init-timeout 60)
 refuses() { # PART ARGUMENTS...
   ! "${run[@]}" --out-dir "$dir/no" "${@:2}" >"$dir/log.no" 2>&1 || fail "${*:2} is not refused"
   grep -qF -e "$1" "$dir/log.no" || fail "${*:2}: not refused as expected"
