@@ -546,6 +546,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
 
 int main(int argc, char** argv) {
   using namespace llmc;
+  constexpr int done = static_cast<int>(ExitStatus::done);
   auto begin = StopCondition::Clock::now();
   wait_without_spinning(argv);
   set_gpu_environment();
@@ -563,8 +564,8 @@ int main(int argc, char** argv) {
     reports = o.place.rank_on_host == 0;
     if (!command.print && !command.version) {
       processes = meet(o);
-      if (!processes) return static_cast<int>(ExitStatus::done);  // a spare that was not needed
-      if (o.spare) begin = StopCondition::Clock::now();           // --time-limit does not count the wait
+      if (!processes) return done;                       // a spare that was not needed
+      if (o.spare) begin = StopCondition::Clock::now();  // --time-limit does not count the wait
       reports = o.place.rank_on_host == 0;
       if (const std::string notice = notice_of_ignored(o); !notice.empty() && o.place.process == 0) print_error(notice);
     }
@@ -572,8 +573,8 @@ int main(int argc, char** argv) {
     else if (command.version) std::printf("%s\n", version_text().c_str());
     else if (o.selftest) run_selftest_mode(o, *processes);
     else if (o.evaluate) run_evaluate(o, *processes);
-    else if (needs_ranks(o)) run_training(o, *processes, begin);
-    else if (o.place.process > 0) return static_cast<int>(ExitStatus::done);  // one process is enough
+    else if (needs_ranks(o)) return run_training(o, *processes, begin), done;  // log.txt has all that it prints
+    else if (o.place.process > 0) return done;                                 // one process is enough
     else if (o.verify_data) run_verify_data(o);
     else if (!o.tokenize.empty()) run_tokenize(o);
     else if (!o.coord_check.empty()) run_coord_check(o);
@@ -585,7 +586,8 @@ int main(int argc, char** argv) {
     else if (o.print_stages) run_print_stages(o);
     else if (!o.print_samples.empty()) run_print_samples(o);
     else run_generate(o);
-    return static_cast<int>(ExitStatus::done);
+    check_printed();
+    return done;
   } catch (const SharedError& error) {
     if (reports) report(error.what());
     return end_together(processes.get(), error.status());

@@ -179,9 +179,12 @@ choose_hosts() {
   while :; do
     mapfile -t up < <(answering)
     mapfile -t away < <(without "${up[@]}")
-    if [ ${#up[@]} -ge "$wanted" ] || [ "$SECONDS" -ge "$deadline" ]; then break; fi
-    [ -n "$said" ] || say "no answer from $(listed "${away[@]}"): waiting up to $host_wait s (--host-wait)"
-    said=yes
+    [ ${#up[@]} -lt "$wanted" ] || break
+    if [ -z "$said" ] && [ "$host_wait" -gt 0 ]; then
+      say "no answer from $(listed "${away[@]}"): waiting up to $host_wait s (--host-wait)"
+      said=yes
+    fi
+    [ "$SECONDS" -lt "$deadline" ] || break
     pause $((deadline - SECONDS < 5 ? deadline - SECONDS : 5))
   done
   [ ${#away[@]} -gt 0 ] || most_hosts=$wanted

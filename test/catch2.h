@@ -9,6 +9,7 @@
 #undef CHECK
 #if __has_include(<catch2/catch_all.hpp>)
 #include <catch2/catch_all.hpp>
+using Catch::Approx;  // as version 2 has it
 #else
 #include <catch2/catch.hpp>
 
@@ -22,6 +23,8 @@ using EventListenerBase = TestEventListenerBase;
 #endif
 }  // namespace Catch
 #endif
+
+#pragma GCC poison Contains  // of an element, in version 3
 
 #undef CHECK
 #pragma pop_macro("CHECK")

@@ -1,10 +1,15 @@
 // log.h: what a run prints: lines and tables on stdout, which OUT/log.txt keeps, a live progress line on a terminal,
 // and OUT/metrics.jsonl, one object for each line of numbers.
 #pragma once
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <ctime>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -16,6 +21,17 @@
 #include "core/check.h"
 
 namespace llmc {
+
+// Throws if anything that was printed to stdout is lost, as on a full disk; but not if stdout was closed from the
+// beginning, or is a pipe whose reader has read enough.
+inline void check_printed() {
+  errno = 0;
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return;
+  const int fault = errno;
+  struct stat it {};
+  if (::fstat(STDOUT_FILENO, &it) != 0 || S_ISFIFO(it.st_mode)) return;
+  throw Error(formatted("cannot write to stdout: {}", fault == 0 ? "is its disk full?" : std::strerror(fault)));
+}
 
 // 1234 -> "1,234"; 124439808 -> "124.4M"
 inline std::string human_count(int64_t n) {

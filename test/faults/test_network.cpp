@@ -59,6 +59,12 @@ std::set<std::string> errors_in(const std::string& said) {
 const char* const slow_faults[] = {"delay", "flap", "trickle"};
 const char* const cuts[] = {"stall", "stall-all", "reset", "close", "half", "late"};
 
+// The run where nothing may end it, however busy the machine is.
+FaultRun patient(FaultRun run) {
+  run.options += " --comm-timeout 60 --init-timeout 60";
+  return run;
+}
+
 // A run and one disturbance of it.
 struct Disturbed {
   const FaultRun& run;
@@ -77,10 +83,10 @@ struct Disturbed {
 
   void start() {
     const Proxy proxy(*dir, fault, after(), seed);
-    ended = run.start(out(), proxy.environment(), {});
+    ended = (slow() ? patient(run) : run).start(out(), proxy.environment(), {});
   }
   void resume() {
-    if (!ended.good()) resumed = run.start(out(), "");
+    if (!ended.good()) resumed = patient(run).start(out(), "");
   }
   void require_answer() const {
     INFO(run.name << ", " << fault << " after " << after() << " bytes: " << ended.said);
@@ -119,7 +125,7 @@ std::vector<FaultRun> runs_of_processes() {
 
 std::string whole_run(const FaultRun& run) {
   const TempDir dir(in_memory());
-  const Ended r = run.start(dir / "whole", "");
+  const Ended r = patient(run).start(dir / "whole", "");
   INFO(run.name << ": " << r.said);
   REQUIRE(r.good());
   return result_of(dir / "whole");

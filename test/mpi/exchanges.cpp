@@ -154,7 +154,7 @@ void test_abort(const std::string& directory) {
   links.abort();  // again
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   tell(links, directory,
-       formatted("{} {} {} {} {}", seen[0], seen[1], later, seconds < 0.5 ? "soon" : formatted("after {} s", seconds),
+       formatted("{} {} {} {} {}", seen[0], seen[1], later, seconds < 10 ? "soon" : formatted("after {} s", seconds),
                  processor < 0.1 ? "asleep" : formatted("took {} s of a processor", processor)));
 }
 

@@ -75,7 +75,7 @@ struct Recording {
     Relay relay(port);
     const auto errors = on_threads(3, [&](int p) {
       ControlPlane job(greeting(p, 3), at(formatted("127.0.0.1:{}", p == 2 ? relay.port() : port), lines));
-      Watchdog watchdog(job, {.init = 0.4, .comm = 0.4});  // boards every 50 ms
+      Watchdog watchdog(job, {.init = 60, .comm = 0.4});  // boards every 50 ms, and no update that could be late
       const auto group = watchdog.board.join(p, "weights", {0, 1, 2});
       group->begin("all_gather", "unit ", "blocks.3");
       watchdog.board.at_step(p, 7);

@@ -29,7 +29,7 @@ TEST_CASE("process 0 that goes during the meeting is missed at once", "[net]") {
     REQUIRE(errors[0] ==
             formatted("the rendezvous at {} has ended before all processes had met; see what process 0 says", where));
   });
-  REQUIRE(seconds < 5);
+  REQUIRE(seconds < 15);
 }
 
 TEST_CASE("who meets the others and then says nothing is named with its host on all of them", "[net]") {
@@ -40,13 +40,13 @@ TEST_CASE("who meets the others and then says nothing is named with its host on 
   const auto errors = on_threads(4, [&](int p) {
     if (p < 3) {
       const std::shared_ptr<void> ended(nullptr, [&](void*) { --waiting; });
-      const ControlPlane job(greeting(p, 4), at(where, lines, 1));
+      const ControlPlane job(greeting(p, 4), at(where, lines, p == 0 ? 3 : 20));  // that of process 0 counts
       return;
     }
     const Odd silent(where, lines, 3, 4);
     for (int i = 0; i < 10000 && waiting > 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   });
-  require_all({errors.begin(), errors.begin() + 3}, "no answer within 1 s from rank 3 on elsewhere");
+  require_all({errors.begin(), errors.begin() + 3}, "no answer within 3 s from rank 3 on elsewhere");
 }
 
 TEST_CASE("a door without room for the first try of a process is tried again", "[net]") {
@@ -54,10 +54,12 @@ TEST_CASE("a door without room for the first try of a process is tried again", "
   Lines lines;
   const std::string where = "file:" + dir / "meeting";
   std::atomic<int> guests = 0;
+  std::latch met(2);
   const auto errors = on_threads(3, [&](int p) {
     if (p != 1) {
+      std::shared_ptr<void> meets(nullptr, [&](void*) { met.count_down(); });
       const ControlPlane job(greeting(p, 3), at(where, lines));
-      while (guests == 0) std::this_thread::yield();
+      meets.reset();
       return;
     }
     Socket listening = listen_everywhere(0);
@@ -72,8 +74,7 @@ TEST_CASE("a door without room for the first try of a process is tried again", "
          [&](const Hello& hello, Socket, const Address&) { guests += hello.purpose != ConnectionPurpose::question; }},
         lines.say());
     deputy.say({Kind::text, {"deputy", ""}});
-    for (int i = 0; i < 5000 && guests == 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    met.wait();
   });
   INFO(errors[0] + " / " + errors[1] + " / " + errors[2]);
   REQUIRE(guests == 1);
@@ -118,7 +119,9 @@ TEST_CASE("another version of the protocol is refused on all", "[net]") {
   const std::string where = "file:" + dir / "meeting";
   const auto errors = on_threads(3, [&](int p) {
     if (p < 2) {
-      const ControlPlane job(greeting(p, 3), at(where, lines));
+      Rendezvous there = at(where, lines);
+      there.patience = 10;  // all come
+      const ControlPlane job(greeting(p, 3), std::move(there));
       return;
     }
     std::string told;
@@ -211,7 +214,7 @@ TEST_CASE("what an earlier run left in the file is not believed", "[net]") {
   REQUIRE_ERROR(ControlPlane(greeting(1, 2), at("file:" + path, lines, 0.12)),
                 formatted("the rendezvous at file:{}, which names {}:{}, has not been reached within 0.12 s", path,
                           other[1].peers()[0].address, other[1].peers()[0].port));
-  REQUIRE_ERROR(ControlPlane(greeting(1, 2), at("file:" + path, lines, 0.12)), "what listens there is another job");
+  REQUIRE_ERROR(ControlPlane(greeting(1, 2), at("file:" + path, lines, 2)), "what listens there is another job");
 }
 
 TEST_CASE("strangers and late processes do not disturb a job that has begun", "[net]") {

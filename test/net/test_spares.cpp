@@ -104,7 +104,8 @@ TEST_CASE("spares that differ are refused, those that go are noted, and the othe
         wait_until([&] { return done == 2; });
       }
       job.beat();
-      if (p == 0) wait_until([&] { return lines.contain("has gone"); });
+      if (p == 0)
+        wait_until([&] { return lines.contain("has gone") && lines.contain("a spare waits on " + host_name()); });
       return;
     }
     Greeting it = greeting(0, 2);

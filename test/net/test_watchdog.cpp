@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
+#include <latch>
 
 #include "catch2.h"
 #include "helpers.h"
@@ -13,7 +15,7 @@ using namespace llmc;
 
 namespace {
 
-constexpr Timeouts timeouts = {.init = 0.4, .comm = 0.4};
+constexpr Timeouts timeouts = {.init = 1, .comm = 1};
 
 struct Watched {
   explicit Watched(int n, int local_ranks = 1) : jobs(n, local_ranks) {
@@ -25,11 +27,14 @@ struct Watched {
   Watchdog& operator[](int p) { return *dogs[static_cast<size_t>(p)]; }
 
   // A rank waits in a collective of all ranks until the job ends. Returns why.
-  std::string wait(int process, int rank, const std::vector<int>& members) {
+  // `begun` is called once it waits.
+  std::string wait(
+      int process, int rank, const std::vector<int>& members, const std::function<void()>& begun = [] {}) {
     Watchdog& dog = (*this)[process];
     std::atomic<bool> woken = false;
     const auto place = dog.board.join(rank, "gradients", members);
     place->begin("reduce_scatter", "unit ", "blocks.3");
+    begun();
     if (rank % jobs[process].local_ranks() == 0) dog.on_fault([&] { woken = true; });
     else woken = true;  // by the first one
     const std::string reason = dog.reason(20);
@@ -59,7 +64,7 @@ TEST_CASE("the rank that does not arrive is named on all processes in the same w
       REQUIRE(reason.starts_with(
           formatted("rank {} on {} has not arrived at the reduce-scatter of unit blocks.3, step 0 (waited ", culprit,
                     host_name())));
-      REQUIRE(reason.ends_with(" s, --init-timeout 0.4)"));  // on a busy machine a second passes
+      REQUIRE(reason.ends_with(" s, --init-timeout 1)"));  // on a busy machine a second passes
     }
   }
 }
@@ -77,10 +82,15 @@ TEST_CASE("of a process with several ranks the one that does not arrive is named
 
 TEST_CASE("where process 0 says nothing, process 1 judges", "[net][failures]") {
   Watched job(3);
-  job.dogs[0].reset();  // it is there, but says nothing
+  std::latch both_wait(2);
   std::vector<std::string> reasons(3);
   on_threads(3, [&](int p) {
-    if (p > 0) reasons[static_cast<size_t>(p)] = job.wait(p, p, {0, 1, 2});
+    if (p > 0) {
+      reasons[static_cast<size_t>(p)] = job.wait(p, p, {0, 1, 2}, [&] { both_wait.count_down(); });
+      return;
+    }
+    both_wait.wait();
+    job.dogs[0].reset();  // it is there, but says nothing
   });
   for (const int p : {1, 2})
     REQUIRE(reasons[static_cast<size_t>(p)].starts_with(formatted("rank 0 on {} has not arrived at", host_name())));
@@ -89,13 +99,12 @@ TEST_CASE("where process 0 says nothing, process 1 judges", "[net][failures]") {
 TEST_CASE("where neither of those who judge says anything, the others end by themselves and name both",
           "[net][failures]") {
   Watched job(4);
-  const std::string nothing = job[3].reason(1);  // longer than the limit
+  const std::string nothing = job[3].reason(3);  // longer than the limit
   REQUIRE(nothing == "");
   job.dogs[0].reset(), job.dogs[1].reset();
   for (const int p : {2, 3})
-    REQUIRE(job[p].reason(20) ==
-            formatted("rank 0 on {} and rank 1 on {}: nothing heard for 0.6 s (--init-timeout 0.4)", host_name(),
-                      host_name()));
+    REQUIRE(job[p].reason(20) == formatted("rank 0 on {} and rank 1 on {}: nothing heard for 1.5 s (--init-timeout 1)",
+                                           host_name(), host_name()));
 }
 
 TEST_CASE("a process that fails tells all others why, and what follows from it is not a cause", "[net][failures]") {
@@ -143,7 +152,7 @@ TEST_CASE("a rank that is busy for longer than the timeout is waited for", "[net
       return;
     }
     const auto place = job[1].board.join(1, "gradients", {0, 1});
-    for (int i = 0; i < 60; ++i) {
+    for (int i = 0; i < 150; ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       pulse();  // as ops and files do
     }
@@ -171,5 +180,5 @@ TEST_CASE("a process that cannot leave a scope is ended with the reason", "[net]
   ::close(error[0]);
   REQUIRE((WIFEXITED(status) && WEXITSTATUS(status) == 3));
   REQUIRE(std::string(text.data(), static_cast<size_t>(bytes)) == "train_gpt: why\n");
-  { const LastResort left(0.02, "not this one"); }
+  { const LastResort left(20, "not this one"); }
 }

@@ -36,7 +36,7 @@ grep -q $'^test\tFAILED\t.*status 3: train_gpt: planted' "$dir/out/checks.tsv" |
 tried 2 60 'exit 3'
 tried 1 60
 grep -q $'^memory\tFAILED\t.*it is not there' "$dir/out/checks.tsv" || fail 'a missing program is not named'
-tried 1 3 'exec sleep 60'
+tried 1 8 'exec sleep 60'
 grep -q $'^memory\tFAILED\t.*stopped after' "$dir/out/checks.tsv" || fail 'what does not end is not stopped'
 
 # A test that passes is reported at once, whatever else fails.

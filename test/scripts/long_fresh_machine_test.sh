@@ -19,7 +19,7 @@
 #                                FRESH_TARGETS=config only looks at the machine, installs and looks again, which takes a
 #                                minute a form
 #   FRESH_CACHE=build/fresh_machine   the bare root, the one with everything, and logs; about 2 GB; rm -rf when done
-#   FRESH_SUITE=                 another release than this machine's
+#   FRESH_SUITE=trixie           another release than this machine's, from the same mirror
 #   FRESH_PACKAGES=              for each: these packages instead of the list
 #   RUN_FLAGS='--max-steps 150'   for make run
 set -euo pipefail
@@ -47,7 +47,8 @@ scripts/install_deps.sh --if-needed fresh || not_tried "it takes debootstrap"
 [ -n "${FRESH_OWN_MOUNTS:-}" ] || FRESH_OWN_MOUNTS=yes exec unshare --mount "$0" "${forms[@]}"
 
 # shellcheck source=/dev/null
-suite=${FRESH_SUITE:-$(. /etc/os-release && echo "${VERSION_CODENAME:-}")}
+own_suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+suite=${FRESH_SUITE:-$own_suite}
 targets=${FRESH_TARGETS:-run test}
 run_flags=${RUN_FLAGS:---max-steps 150}
 cache=$(mkdir -p "${FRESH_CACHE:-build/fresh_machine}" && cd "${FRESH_CACHE:-build/fresh_machine}" && pwd)
@@ -88,11 +89,14 @@ inside() {
 }
 mapfile -t proxies < <(env | grep -iE '^(https?|ftp|no|all)_proxy=' || true)
 
-# Lets apt find the same packages inside as outside.
+# Lets apt find the same packages inside as outside; or those of another release, as debootstrap has set it up.
 like_this_machine() {
-  local root=$1 folder
-  rm -rf "$root"/etc/apt/sources.list "$root"/etc/apt/sources.list.d
-  for folder in /etc/apt /usr/share/keyrings /usr/local/share/ca-certificates; do
+  local root=$1 folder folders=(/etc/apt/apt.conf.d /usr/local/share/ca-certificates)
+  if [ "$suite" = "$own_suite" ]; then
+    rm -rf "$root"/etc/apt/sources.list "$root"/etc/apt/sources.list.d
+    folders+=(/etc/apt /usr/share/keyrings)
+  fi
+  for folder in "${folders[@]}"; do
     [ ! -d "$folder" ] || { mkdir -p "$root$folder" && cp -a "$folder/." "$root$folder"; }
   done
   cp -L /etc/resolv.conf /etc/hosts "$root/etc/"
@@ -107,10 +111,13 @@ base=$cache/$suite-base
 full=$cache/$suite-full-$(listed | cksum | cut -d ' ' -f 1)
 
 make_base() {
-  local mirror started=$SECONDS
+  local mirror known started=$SECONDS
   [ ! -d "$base" ] || return 0
   # The source of this machine's own packages.
-  mirror=$(apt-get indextargets --format "\$(REPO_URI)" 'Created-By: Packages' "Codename: $suite" | sed -n 1p)
+  for known in "$suite" "$own_suite"; do
+    mirror=$(apt-get indextargets --format "\$(REPO_URI)" 'Created-By: Packages' "Codename: $known" | sed -n 1p)
+    [ -z "$mirror" ] || break
+  done
   [ -n "$mirror" ] || { say "apt has no source here for '$suite': set FRESH_SUITE, or run apt-get update"; exit 1; }
   rm -rf --one-file-system "$base.new"
   debootstrap --variant=minbase --include=make,git,ca-certificates "$suite" "$base.new" "$mirror" \

@@ -152,8 +152,8 @@ refused() {
     [[ $status =~ ^${ends_with-1}$ ]] || fail "process $process ended with $status, expected: $words"
     [ "$said" = once ] || grep -qF -e "$words" "$dir/log.$process" || fail "process $process, expected: $words"
   done
-  # 5 seconds, and some to start on a busy machine
-  [ $(($(date +%s%3N) - begin)) -le 8000 ] || fail "refused only after $(($(date +%s%3N) - begin)) ms: $words"
+  # Not only when a time-out of ten minutes has passed.
+  [ $(($(date +%s%3N) - begin)) -le 60000 ] || fail "refused only after $(($(date +%s%3N) - begin)) ms: $words"
   grep -qF -e "$words" "$dir"/log.[0-9]* || fail "expected: $words"
   [ ! -e "$dir/refused/metrics.jsonl" ] || fail "something was written: $words"
   rm -rf "$dir/refused"
@@ -167,7 +167,7 @@ refused 'two processes say that they are rank 1' 3
 own=([1]='--lr no-number')
 refused "rank 1 on $(uname -n): --lr 'no-number': expected a number" 2
 own=() before=([0]='TRAIN_GPT_TOKEN=sixteen-characters-at-least' [1]='TRAIN_GPT_TOKEN=sixteen-characters-at-most')
-ends_with='[13]' refused 'its token differs' 2 --init-timeout 2
+ends_with='[13]' refused 'its token differs' 2 --init-timeout 5
 own=() before=()
 ends_with=3 refused 'ranks 1 and 2 have not arrived' 1 --world-size 3 --init-timeout 1
 own=([1]='--train-data /nowhere.bin')

@@ -53,6 +53,16 @@ refuses "--token-slices '2,3': expected a whole number from 1 to 1048576, or aut
 refuses '--micro-batches 4 is for --print-schedule' ./train_gpt --plan --micro-batches 4
 refuses '--json is for --plan, --plan-auto, --print-schedule, --print-stages and --evaluate' ./train_gpt --json -i test/golden/gpt2_tiny/train.bin
 
+# A lost answer is an error; a reader that has seen enough, or a stdout that was closed from the beginning, is none.
+for mode in --help --version '--print-schedule --json --pp 4' '--plan --model gpt2:124M'; do
+  read -ra words <<<"$mode"
+  status=0
+  ./train_gpt "${words[@]}" >/dev/full 2>"$dir/err" || status=$?
+  [[ "$status $(cat "$dir/err")" =~ ^'1 train_gpt: cannot write to stdout: '('No space left on device'|'is its disk full?')$ ]] ||
+    fail "$mode on a full disk: status $status, and $(cat "$dir/err")"
+  ./train_gpt "${words[@]}" >&- || fail "$mode with a closed stdout"
+  (./train_gpt "${words[@]}" || [ $? -eq $((128 + 13)) ]) | true || fail "$mode whose reader has gone"  # SIGPIPE
+done
 ./train_gpt --print-schedule --json --pp 4 --schedule zb-h1 >"$dir/zb-h1.json"
 ./train_gpt --print-schedule --json --pp 2 --schedule interleaved --micro-batches 3 >"$dir/interleaved.json"
 plot() { "$python" scripts/plot_schedule.py "$@"; }

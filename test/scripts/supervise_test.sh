@@ -188,21 +188,23 @@ run=(--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 33 --batch-siz
   --threads 1 --max-steps 300 --checkpoint-every 20 --keep-checkpoints 2 --train-data test/golden/gpt2_tiny/train.bin)
 losses() { sed -n 's/.*"kind":"train".*"step":\([0-9]*\).*"loss":\([^,]*\).*/\1 \2/p' "$1/metrics.jsonl"; }
 ./train_gpt "${run[@]}" -o "$dir/whole" >/dev/null 2>"$dir/said" || fail "the run that nobody kills failed"
-# Supervised, as threads of as many ranks as there are hosts.
-# shellcheck disable=SC2016    # for the inner shell
-supervised=(scripts/supervise.sh --delay 0 --hosts "h1,h2,h3,h4" --min-hosts 1 --host-wait 0 --probe "[ ! -e $dir/away-{} ]"
-  --out-dir "$out" -- bash -c 'exec ./train_gpt --local-ranks "$HOST_COUNT" "$@"' train)
+# Supervised, as threads of as many ranks as there are hosts. The n-th start is killed (SIGKILL) where it would save the
+# step in the n-th line of $dir/kills; there a host may be named that is away from then on.
+cat >"$dir/train" <<'TRAIN'
+#!/usr/bin/env bash
+read -r step host <"$DIR/kills" || :
+sed -i 1d "$DIR/kills"
+[ -z "$host" ] || touch "$DIR/away-$host"
+[ -z "$step" ] || export LD_PRELOAD=build/file_ops.so FILE_OPS_ROOT=$DIR FILE_OPS_KILL_AT=.tmp-step-000$step
+exec ./train_gpt --local-ranks "$HOST_COUNT" "$@"
+TRAIN
+chmod +x "$dir/train"
+supervised=(env DIR="$dir" scripts/supervise.sh --delay 0 --hosts "h1,h2,h3,h4" --min-hosts 1 --host-wait 0
+  --probe "[ ! -e $dir/away-{} ]" --out-dir "$out" -- bash "$dir/train")
 rm -rf "$out"
 touch "$dir/away-h2" "$dir/away-h3" "$dir/away-h4"
-"${supervised[@]}" "${run[@]}" -o "$out" >/dev/null 2>"$dir/said" &
-supervisor=$!
-in_step() { [ "$(losses "$out" 2>/dev/null | tail -n 1 | cut -d ' ' -f 1)" -ge "$1" ] 2>/dev/null; }
-for step in 30 120; do
-  for _ in $(seq 1000); do ! in_step $step || break; sleep 0.02; done
-  # shellcheck disable=SC2046
-  kill_all KILL $(trainers_with -o "$out")
-done
-wait $supervisor || fail "the supervised run ended with status $?"
+printf '%s\n' 040 140 >"$dir/kills"
+"${supervised[@]}" "${run[@]}" -o "$out" >/dev/null 2>"$dir/said" || fail "the supervised run ended with status $?"
 [ "$(grep -c 'killed by SIGKILL after step' "$dir/said")" = 2 ] || fail "not two kills"
 diff <(losses "$dir/whole") <(losses "$out") >/dev/null || fail "the losses are not those of the run that nobody kills"
 for file in model optimizer-00001-of-00001; do
@@ -211,13 +213,8 @@ done
 
 # A run of four loses a host; three do not divide its batches, so two go on. Its losses are the same but for rounding.
 rm -rf "$out" "$dir"/away-*
-"${supervised[@]}" "${run[@]}" -o "$out" >"$dir/log" 2>"$dir/said" &
-supervisor=$!
-for _ in $(seq 1000); do ! in_step 30 || break; sleep 0.02; done
-touch "$dir/away-h3"
-# shellcheck disable=SC2046
-kill_all KILL $(trainers_with -o "$out")
-wait $supervisor || fail "the run that lost a host ended with status $?"
+echo '040 h3' >"$dir/kills"
+"${supervised[@]}" "${run[@]}" -o "$out" >"$dir/log" 2>"$dir/said" || fail "the run that lost a host ended with status $?"
 says 'the run was refused on 3 hosts; trying 2'
 says 'going on with 2 of 4 hosts, h1,h2'
 # Contract 5 bounds 20 steps by 1e-4 relative; the error of more steps is no more than in proportion where losses fall.

@@ -102,7 +102,7 @@ TEST_CASE("Muon's rates make up for what its scales do not do", "[train][paramet
                          {spectral, HeadGroups::apart, "attn.q.weight", query / std::sqrt(2.0)}}) {
     INFO(is.name << " " << name_of(is.scale) << " " << name_of(is.heads));
     const ParamTable table = parameter_table(c, Optimizer::muon, {}, {.scale = is.scale, .heads = is.heads});
-    const ParamSpec& p = param(table, std::string("blocks.1.") + is.name);
+    const ParamSpec p = param(table, std::string("blocks.1.") + is.name);
     REQUIRE(std::abs(p.rate - is.rate) <= rounding * is.rate);
     REQUIRE(std::abs(param(table, "wte.weight").rate - 1) == 0);  // AdamW's rules
     REQUIRE(std::abs(param(table, "ln_f.weight").rate - 0.25) == 0);

@@ -204,11 +204,11 @@ inline Reached reach_process_0(const Rendezvous& at, int process) {
     } catch (const ConnectionError& error) {  // not there yet, or what listens there is not process 0 of this job
       if (fault.empty() || !limit.passed()) fault = error.what();  // not the attempt that was cut short
     }
+    if (reminder.due()) at.say(formatted("waiting for {}: {}", where, fault));
     if (limit.passed())
       throw Error(formatted("{} has not been reached within {} s (--init-timeout): {}; has process 0 started{}?", where,
                             at.init_timeout, fault, at.file() ? ", and do both see the same file" : ""),
                   ExitStatus::lost);
-    if (reminder.due()) at.say(formatted("waiting for {}: {}", where, fault));
     sleep_until(limit.sooner(pause));
   }
 }

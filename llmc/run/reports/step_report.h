@@ -168,21 +168,26 @@ class StepReport {
   }
   std::vector<std::pair<const char*, double>> more_numbers(const StepResult& result, const NoiseScale& noise) const {
     std::vector<std::pair<const char*, double>> all = {{"data_ms", 1e3 * data_seconds_}};
-    if (result.z_loss) all.emplace_back("z_loss", *result.z_loss);
-    if (const auto& l = result.logits)
-      all.insert(all.end(), {{"largest_logit", l->largest}, {"clipped_heads", static_cast<double>(l->clipped)}});
-    if (result.noise)
-      all.insert(all.end(), {{"noise_square", result.noise->square}, {"noise_trace", result.noise->trace}});
-    if (result.noise && noise.tokens()) all.emplace_back("noise_scale", *noise.tokens());
-    if (!result.experts) return all;
-    const ExpertStatistics& e = *result.experts;
-    all.insert(all.end(), {{"moe_balance_loss", e.balance_loss},
-                           {"moe_z_loss", e.z_loss},
-                           {"router_entropy", e.entropy},
-                           {"expert_largest", e.largest},
-                           {"expert_smallest", e.smallest},
-                           {"dropped", e.dropped},
-                           {"expert_rounds", e.rounds}});
+    const auto add = [&](const char* name, double value) { all.emplace_back(name, value); };
+    if (result.z_loss) add("z_loss", *result.z_loss);
+    if (const auto& l = result.logits) {
+      add("largest_logit", l->largest);
+      add("clipped_heads", static_cast<double>(l->clipped));
+    }
+    if (result.noise) {
+      add("noise_square", result.noise->square);
+      add("noise_trace", result.noise->trace);
+      if (noise.tokens()) add("noise_scale", *noise.tokens());
+    }
+    if (const auto& e = result.experts) {
+      add("moe_balance_loss", e->balance_loss);
+      add("moe_z_loss", e->z_loss);
+      add("router_entropy", e->entropy);
+      add("expert_largest", e->largest);
+      add("expert_smallest", e->smallest);
+      add("dropped", e->dropped);
+      add("expert_rounds", e->rounds);
+    }
     return all;
   }
 

@@ -34,7 +34,7 @@ inline double seconds_since(std::chrono::steady_clock::time_point begin) {
 }
 
 // What does not wait for anything takes less, even on a busy machine; what waits for a peer would take 10 s or more.
-inline constexpr double prompt = 3;
+inline constexpr double prompt = 8;
 
 // Waits until f() is true, for 10 seconds at most.
 template <class F>

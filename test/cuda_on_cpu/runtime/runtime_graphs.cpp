@@ -109,7 +109,7 @@ cudaError_t capture(CUstream_st& stream, Work work) {
   const int node = static_cast<int>(nodes.size());
   for (const int before : stream.tail) nodes[static_cast<size_t>(before)].followers.push_back(node);
   nodes.push_back({std::make_shared<Work>(std::move(work)), stream.device, static_cast<int>(lane), stream.tail, {}});
-  stream.tail = {node};
+  stream.tail.assign(1, node);
   return cudaSuccess;
 }
 cudaError_t capture_record(CUevent_st& event, CUstream_st& stream) {
