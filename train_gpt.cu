@@ -27,6 +27,7 @@
 #include "run/modes.h"
 #include "run/news.h"
 #include "run/options/parse.h"
+#include "run/process_start.h"
 #include "run/processes.h"
 #include "run/ranks.h"
 #include "run/recipe/print_stages.h"
@@ -548,9 +549,7 @@ int main(int argc, char** argv) {
   using namespace llmc;
   constexpr int done = static_cast<int>(ExitStatus::done);
   auto begin = StopCondition::Clock::now();
-  wait_without_spinning(argv);
-  set_gpu_environment();
-  set_nccl_environment();
+  prepare_process(argv);
   bool reports = true;  // prints errors common to all processes
   std::unique_ptr<Processes> processes;
   Command command;

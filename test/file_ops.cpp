@@ -12,6 +12,7 @@
 //   FILE_OPS_FAIL_AT=t the first operation with t in its words fails (FILE_OPS_ERRNO); also "pread PATH", which is not
 //                      counted and logged as others are; FILE_OPS_FAIL_AT_AFTER=n: after n others with t
 //   FILE_OPS_CLOCK=s   each look at the clock on the wall jumps by up to s seconds, forwards or backwards
+//   FILE_OPS_HANGUP=1  takes SIGHUP before main() begins, as UCX does, which Open MPI 5 is linked with
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/syscall.h>
@@ -50,6 +51,10 @@ bool is_lock(const std::string& path) { return path.size() > 6 && path.compare(p
 template <class F>
 F next(F, const char* name) {
   return reinterpret_cast<F>(dlsym(RTLD_NEXT, name));
+}
+
+__attribute__((constructor)) void take_hangup() {
+  if (getenv("FILE_OPS_HANGUP") != nullptr) signal(SIGHUP, [](int) {});
 }
 
 void die() {

@@ -31,6 +31,7 @@ namespace detail {
 // A signal handler can only reach globals.
 inline volatile std::sig_atomic_t signal_received = 0;
 inline std::atomic<int64_t> signal_time = 0;  // when the first one came
+inline bool hangup_ignored = false;           // when the process began: run/process_start.h
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 // Steady clock; async-signal-safe.
@@ -57,8 +58,10 @@ inline void note_stop_signals() {
   for (const StopSignal& signal : stop_signals) {
     struct sigaction before {};
     const bool by_nohup =
-        signal.number == SIGHUP && sigaction(SIGHUP, nullptr, &before) == 0 && before.sa_handler == SIG_IGN;
-    if (!by_nohup) sigaction(signal.number, &action, nullptr);
+        signal.number == SIGHUP &&
+        (detail::hangup_ignored || (sigaction(SIGHUP, nullptr, &before) == 0 && before.sa_handler == SIG_IGN));
+    if (by_nohup) std::signal(SIGHUP, SIG_IGN);  // a library may have taken it since
+    else sigaction(signal.number, &action, nullptr);
   }
   // A run must still be saved when the reader of its output has ended (Ctrl-C also ends `| tee`).
   std::signal(SIGPIPE, SIG_IGN);
