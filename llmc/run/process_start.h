@@ -3,7 +3,7 @@
 #pragma once
 #include <csignal>
 
-#include "comm/comm_nccl.h"
+#include "comm/comm.h"
 #include "core/signals.h"
 #include "device/device.h"
 #include "device/gpu.h"
