@@ -11,6 +11,7 @@
 
 #ifdef __x86_64__
 #include <sys/syscall.h>
+#include <unistd.h>
 #else
 #include <sys/utsname.h>
 #endif
