@@ -68,19 +68,21 @@ inline bool has_index_of_megatron(const File& file) {
 inline std::string hint_of_magic(const File& file, const std::string& sample) {
   int32_t magic = 0;
   std::memcpy(&magic, sample.data(), std::min(sample.size(), sizeof magic));
-  for (const auto& [known, what] :
-       {std::pair(20240520, "a token shard of llm.c, which --data-format auto reads"),
-        {20240801, "a token shard of llm.c, which --data-format auto reads"},
-        {20240522, "llm.c's multiple-choice questions: let data/hellaswag.py write them for --eval-choices"},
-        {20240326, "a model of llm.c; --model takes the Hugging Face directory of the same weights"},
-        {20240328, "a tokenizer of llm.c, for --tokenizer"}})
+  constexpr std::pair<int32_t, const char*> numbers[] = {
+      {20240520, "a token shard of llm.c, which --data-format auto reads"},
+      {20240801, "a token shard of llm.c, which --data-format auto reads"},
+      {20240522, "llm.c's multiple-choice questions: let data/hellaswag.py write them for --eval-choices"},
+      {20240326, "a model of llm.c; --model takes the Hugging Face directory of the same weights"},
+      {20240328, "a tokenizer of llm.c, for --tokenizer"}};
+  for (const auto& [known, what] : numbers)
     if (magic == known) return formatted("; it seems to be {}", what);
-  for (const auto& [known, what] :
-       {std::pair(std::string_view("\x93NUMPY"), "an array of numpy's with a header: write it with ndarray.tofile()"),
-        {MegatronIndex::magic, "Megatron's index: name the .bin beside it"},
-        {std::string_view("\x1f\x8b"), "packed by gzip: unpack it"},
-        {std::string_view("\x28\xb5\x2f\xfd"), "packed by zstd: unpack it"},
-        {std::string_view("PAR1"), "Parquet: data/tokenize_text.py makes shards of it"}})
+  constexpr std::pair<std::string_view, const char*> texts[] = {
+      {"\x93NUMPY", "an array of numpy's with a header: write it with ndarray.tofile()"},
+      {MegatronIndex::magic, "Megatron's index: name the .bin beside it"},
+      {"\x1f\x8b", "packed by gzip: unpack it"},
+      {"\x28\xb5\x2f\xfd", "packed by zstd: unpack it"},
+      {"PAR1", "Parquet: data/tokenize_text.py makes shards of it"}};
+  for (const auto& [known, what] : texts)
     if (sample.starts_with(known)) return formatted("; it seems to be {}", what);
   uint64_t header_bytes = 0;
   std::memcpy(&header_bytes, sample.data(), std::min(sample.size(), sizeof header_bytes));

@@ -186,7 +186,9 @@ struct Machine {
       double share;  // of what the largest tile reaches: smaller ones read more for each product
     };
     double best = std::numeric_limits<double>::infinity();
-    for (const Tile& t : {Tile{256, 128, 1}, {128, 256, 1}, {128, 128, 0.95}, {128, 64, 0.8}, {64, 64, 0.65}}) {
+    constexpr Tile tiles_of_products[] = {
+        {256, 128, 1}, {128, 256, 1}, {128, 128, 0.95}, {128, 64, 0.8}, {64, 64, 0.65}};
+    for (const Tile& t : tiles_of_products) {
       const int64_t tiles = p.groups * ceil_div(p.M, t.rows) * ceil_div(p.N, t.columns);
       const double of_tile = 2.0 * static_cast<double>(t.rows * t.columns) * static_cast<double>(units) /
                              (peak_of(p) * product_share * t.share);

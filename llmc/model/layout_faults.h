@@ -18,7 +18,7 @@ inline void server_faults(Faults& faults, const Layout& l) {
   if (sync == DpSync::all_reduce) return;
   std::string axes;  // "--tp 2 with --cp 2"
   for (const auto& [name, size] :
-       {std::pair{"--pp", l.pipeline.stages}, {"--tp", l.tensor.ranks}, {"--cp", l.context.ranks}})
+       {std::pair{"--pp", l.pipeline.stages}, std::pair{"--tp", l.tensor.ranks}, std::pair{"--cp", l.context.ranks}})
     if (size > 1) axes += (axes.empty() ? "" : " with ") + formatted("{} {}", name, size);
   faults.unless(axes.empty(), "--dp-sync {} with {}: servers are for data parallelism alone: use --dp-sync all-reduce",
                 sync, axes);

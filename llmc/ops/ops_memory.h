@@ -130,10 +130,12 @@ inline void copy_box(Tensor out, const BoxStrides& to, Tensor x, const BoxStride
                      Stream& stream) {
   const int64_t n = sizes.outer * sizes.inner * sizes.run;
   if (n == 0) return;
-  for (const auto& [t, at] : {std::pair{&out, &to}, {&x, &from}})
-    CHECK(at->begin >= 0 &&
-              at->begin + (sizes.outer - 1) * at->outer + (sizes.inner - 1) * at->inner + sizes.run <= t->numel(),
-          "copy_box: a box is not in {} {}", t->name, to_string(t->shape));
+  const auto require_inside = [&](const Tensor& t, const BoxStrides& at) {
+    CHECK(at.begin >= 0 &&
+              at.begin + (sizes.outer - 1) * at.outer + (sizes.inner - 1) * at.inner + sizes.run <= t.numel(),
+          "copy_box: a box is not in {} {}", t.name, to_string(t.shape));
+  };
+  require_inside(out, to), require_inside(x, from);
   stream.run({"copy_box", 0, static_cast<double>(n * (size_of(out.dtype) + size_of(x.dtype)))}, {}, [=, &stream] {
     with_type(out.dtype, [&](auto to_tag) {
       with_type(x.dtype, [&](auto from_tag) {

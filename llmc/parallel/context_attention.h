@@ -347,7 +347,7 @@ inline void ulysses_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a
     auto scope = c.g.arena.scope();
     const Tensor result = c.temporary("attention of some heads", a.qkv.dtype, c.P * c.N, width);
     const Tensor dresult = c.temporary("gradient of attention of some heads", a.qkv.dtype, c.P * c.N, width);
-    for (const auto& [whole, share] : {std::pair{result, a.out}, {dresult, dout}})
+    for (const auto& [whole, share] : {std::pair{result, a.out}, std::pair{dresult, dout}})
       to_heads(whole, c, [&](int p, Tensor room) { c.copy_columns(room, 0, share, p * width, width); });
     if (parts) zero(dq, c.g.compute), zero(dkv, c.g.compute);
     llmc::attention_backward(dq, dkv, dresult, result, all, all, a.lse.reshaped({shape.B, shape.Hq, shape.T}),

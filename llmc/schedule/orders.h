@@ -88,7 +88,7 @@ inline ActionList zb_v_order(const Pipeline& p, int stage) {
   const int P = p.stages;
   const int64_t M = std::max<int64_t>(p.micro_batches, 2 * P - 1);
   ActionList order;
-  int64_t done[2][4] = {};  // micro-batches, by chunk and kind
+  std::array<std::array<int64_t, 4>, 2> done = {};  // micro-batches, by chunk and kind
   auto next = [&](ActionKind kind, int v) {
     const int64_t m = done[v][static_cast<int>(kind)]++;
     if (m < p.micro_batches) order.push_back({kind, p.chunk_of(stage, v), m});

@@ -119,7 +119,7 @@ struct KeyBlockGradients {
     for (int64_t j = 0; j < keys; j += C)
       for (int64_t d = 0; d < s.D; d += 32) {
         const int64_t channels = std::min(int64_t{32}, s.D - d);
-        for (const auto& [head, x, factor] : {std::tuple{&dkeys, dk, scale}, {&dvalues, dv, A(1)}}) {
+        for (const auto& [head, x, factor] : {std::tuple{&dkeys, dk, scale}, std::tuple{&dvalues, dv, A(1)}}) {
           transposed_lines(square, x + j * D_rows + d * C, C, channels);
           for (int64_t i = 0; i < std::min(C, keys - j); ++i)
             if (written.covers(key + j + i, key + j + i + 1))

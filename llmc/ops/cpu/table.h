@@ -174,18 +174,19 @@ inline void require_known_bits(Isa isa) {
   if (isa != Isa::avx512_bf16 && isa != Isa::amx) return;
   constexpr int64_t M = 37, N = 45, K = 70;
   std::vector<bf16> a(M * K), b(N * K);
-  for (const auto& [values, factor] : {std::pair{&a, 0.37f}, {&b, 0.73f}})
-    for (size_t i = 0; i < values->size(); ++i) store((*values)[i], std::sin(factor * static_cast<float>(i)));
+  const auto fill = [](std::vector<bf16>& values, float factor) {
+    for (size_t i = 0; i < values.size(); ++i) store(values[i], std::sin(factor * static_cast<float>(i)));
+  };
+  fill(a, 0.37f), fill(b, 0.73f);
   const MatmulShape shape{M,           N,        K, Transpose::no, Transpose::yes, Accumulate::no, DType::bf16,
                           DType::fp32, Bias::no, 1};
   std::vector<std::byte> scratch(static_cast<size_t>(matmul_scratch(shape)));
-  std::vector<float> c[2];
-  for (const auto& [sums, set] :
-       {std::pair{&c[0], isa}, {&c[1], isa == Isa::amx ? Isa::tiles_stand_in : Isa::pairs_stand_in}}) {
-    sums->resize(M * N);
-    products_of<bf16>(set).matmul_sum(sums->data(), a.data(), b.data(), nullptr, scratch.data(), shape);
-  }
-  CHECK(c[0] == c[1],
+  const auto product = [&](Isa set) {
+    std::vector<float> sums(M * N);
+    products_of<bf16>(set).matmul_sum(sums.data(), a.data(), b.data(), nullptr, scratch.data(), shape);
+    return sums;
+  };
+  CHECK(product(isa) == product(isa == Isa::amx ? Isa::tiles_stand_in : Isa::pairs_stand_in),
         "products of bf16 by {} on this processor are not those of its manual: use --cpu-isa {}, and please report it",
         name_of(isa), name_of(isa == Isa::amx ? Isa::avx512_bf16 : Isa::avx512));
 }

@@ -263,7 +263,8 @@ inline Progress progress_at(const ResumePoint& from) {
         "{}/trainer.json: \"data_changes\" is {}, expected a list; the file is damaged", from.path,
         progress.data_changes);
   if (const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object()); choices.is_object())
-    for (const auto& [name, choice] : {std::pair{"matmul", &progress.matmul_choices}, {"cpu_isa", &progress.cpu_isa}})
+    for (const auto& [name, choice] :
+         {std::pair{"matmul", &progress.matmul_choices}, std::pair{"cpu_isa", &progress.cpu_isa}})
       if (const nlohmann::json made = member(choices, name); made.is_string()) *choice = made;
   return progress;
 }

@@ -220,8 +220,8 @@ class RecipeReader {
     }
     if (origin.is_null()) return;
     if (!origin.is_object()) damaged("\"origin\"", origin);
-    for (const auto& [name, number] :
-         {std::pair{"step", &origin_.step}, {"tokens", &origin_.tokens}, {"samples", &origin_.samples}})
+    for (const auto& [name, number] : {std::pair{"step", &origin_.step}, std::pair{"tokens", &origin_.tokens},
+                                       std::pair{"samples", &origin_.samples}})
       *number = numbers("\"origin\"", nlohmann::json::array({member(origin, name)}), 1)[0];
     const nlohmann::json at = member(origin, "sources");
     if (!at.is_array() || at.size() != names_.size()) damaged("\"sources\" of \"origin\"", at);

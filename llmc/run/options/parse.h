@@ -181,7 +181,7 @@ inline void validate_selftest(const Options& o) {
 // Checks how the ranks share a step.
 inline void validate_layout(const Options& o) {
   std::string group, values;  // "--tp and --cp", "--tp 2 with --cp 2"
-  for (const auto& [name, size] : {std::pair{"--pp", o.pp}, {"--tp", o.tp}, {"--cp", o.cp}}) {
+  for (const auto& [name, size] : {std::pair{"--pp", o.pp}, std::pair{"--tp", o.tp}, std::pair{"--cp", o.cp}}) {
     if (size == 1) continue;
     group += (group.empty() ? "" : " and ") + std::string(name);
     values += (values.empty() ? "" : " with ") + formatted("{} {}", name, size);
@@ -284,21 +284,21 @@ inline void validate_optimizer(const Options& o) {
         "--ema",
         o.ema.value_or(0), o.master_weights);
   const Options usual;
-  for (const auto& [given, option] : {std::pair{o.muon_ns != usual.muon_ns, "--muon-ns"},
-                                      {o.muon_scale != usual.muon_scale, "--muon-scale"},
-                                      {o.muon_heads != usual.muon_heads, "--muon-heads"},
-                                      {o.muon_rows != usual.muon_rows, "--muon-rows"},
-                                      {o.muon_products != usual.muon_products, "--muon-products"},
-                                      {o.muon_momentum != usual.muon_momentum, "--muon-momentum"},
-                                      {o.cautious_decay, "--cautious-decay"}})
+  for (const auto& [given, option] :
+       {std::pair{o.muon_ns != usual.muon_ns, "--muon-ns"}, std::pair{o.muon_scale != usual.muon_scale, "--muon-scale"},
+        std::pair{o.muon_heads != usual.muon_heads, "--muon-heads"},
+        std::pair{o.muon_rows != usual.muon_rows, "--muon-rows"},
+        std::pair{o.muon_products != usual.muon_products, "--muon-products"},
+        std::pair{o.muon_momentum != usual.muon_momentum, "--muon-momentum"},
+        std::pair{o.cautious_decay, "--cautious-decay"}})
     CHECK(!given || o.optimizer == Optimizer::muon,
           "{} with --optimizer {}: it is for the matrices of muon: use --optimizer muon, or leave it out", option,
           o.optimizer);
   const bool scaled = o.parametrization != Parametrization::standard,
              by_depth = o.parametrization == Parametrization::completep;
-  for (const auto& [base, option, used] : {std::tuple{o.base_width, "--base-width", scaled},
-                                           {o.base_depth, "--base-depth", by_depth},
-                                           {o.base_head_size, "--base-head-size", scaled}})
+  for (const auto& [base, option, used] :
+       {std::tuple{o.base_width, "--base-width", scaled}, std::tuple{o.base_depth, "--base-depth", by_depth},
+        std::tuple{o.base_head_size, "--base-head-size", scaled}})
     CHECK(!base || used, "{} {} with --parametrization {}, which does not use it: {}", option, base.value_or(0),
           o.parametrization,
           scaled ? "use --parametrization completep, or leave it out" : "add --parametrization mup, or leave it out");
@@ -313,7 +313,7 @@ inline void validate_optimizer(const Options& o) {
         "--parametrization standard",
         o.parametrization, o.optimizer);
   for (const auto& [rate, option] :
-       {std::pair{o.embed_lr, "--embed-lr"}, {o.head_lr, "--head-lr"}, {o.scalar_lr, "--scalar-lr"}})
+       {std::pair{o.embed_lr, "--embed-lr"}, std::pair{o.head_lr, "--head-lr"}, std::pair{o.scalar_lr, "--scalar-lr"}})
     CHECK(!rate || o.lr > 0, "{} {} with --lr 0, of whose schedule it is a part: use an --lr above 0", option,
           rate.value_or(0));
 }
@@ -409,8 +409,8 @@ inline void validate(const Options& o) {
         "--out {} is for --tokenize and --average: add one of them; the directory of a run is --out-dir",
         shown(o.tokenize_out));
   for (const auto& [given, option] : {std::pair{o.tokenize_field != Options().tokenize_field, "--tokenize-field"},
-                                      {o.tokenize_split != Options().tokenize_split, "--tokenize-split"},
-                                      {o.shard_size != Options().shard_size, "--shard-size"}})
+                                      std::pair{o.tokenize_split != Options().tokenize_split, "--tokenize-split"},
+                                      std::pair{o.shard_size != Options().shard_size, "--shard-size"}})
     CHECK(!given, "{} is for --tokenize: add it, or leave out {}", option, option);
   validate_selftest(o);
   CHECK(o.plan || o.plan_auto || o.machine.empty(), "--machine {} is for --plan: add it, or leave out --machine",

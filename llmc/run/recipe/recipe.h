@@ -296,13 +296,11 @@ inline Recipe read_recipe(const Options& o) {
     recipe.stages.push_back(std::move(only));
     return recipe;
   }
-  for (const auto& [given, option] : {std::pair{o.max_steps.has_value(), "--max-steps"},
-                                      {o.epochs.has_value(), "--epochs"},
-                                      {o.warmup_steps > 0, "--warmup-steps"},
-                                      {o.decay_steps.has_value(), "--decay-steps"},
-                                      {o.warmup_tokens.has_value(), "--warmup-tokens"},
-                                      {o.decay_tokens.has_value(), "--decay-tokens"},
-                                      {o.overfit_batch, "--overfit-batch"}})
+  for (const auto& [given, option] :
+       {std::pair{o.max_steps.has_value(), "--max-steps"}, std::pair{o.epochs.has_value(), "--epochs"},
+        std::pair{o.warmup_steps > 0, "--warmup-steps"}, std::pair{o.decay_steps.has_value(), "--decay-steps"},
+        std::pair{o.warmup_tokens.has_value(), "--warmup-tokens"},
+        std::pair{o.decay_tokens.has_value(), "--decay-tokens"}, std::pair{o.overfit_batch, "--overfit-batch"}})
     CHECK(!given, "{} with --stages {}, whose stages say this in tokens (tokens, warmup, decay): leave it out", option,
           o.stages);
   CHECK(o.schedule != Schedule::pipedream,

@@ -93,7 +93,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
           run.trainer.step(batches, update_options(step.layout.zero.optimizer, s), {.max_norm = parts.max_norm});
       std::lock_guard lock(mutex);
       collect_state(after[static_cast<size_t>(s) - 1], run.trainer.state(), rank, run.stream);
-      for (auto& [all, mine] : {std::pair{&outcome.losses, r.loss}, {&outcome.norms, r.grad_norm}}) {
+      for (auto& [all, mine] : {std::pair{&outcome.losses, r.loss}, std::pair{&outcome.norms, r.grad_norm}}) {
         if (static_cast<int>(all->size()) < s) all->push_back(mine);
         else if (!(all->back() == mine)) outcome.fault = formatted("rank {} reports another loss or norm", rank);
       }
