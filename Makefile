@@ -91,7 +91,7 @@ QUESTION = $(strip $(CXX) $(CPPFLAGS) $(CXXFLAGS) $(LDFLAGS) $(shell $(CXX) --ve
 ifdef CXX_VERSION   # build/config.mk was read
 ifeq ($(QUESTION),$(file <build/config.question))
 ifneq ($(and $(CUDA),$(if $(NVCC_VERSION),,without nvcc)),)
-$(error DEVICE=cuda needs an nvcc that takes C++20, and '$(NVCC)' does not: set NVCC=/path/to/nvcc, or DEVICE=cpu)
+$(error DEVICE=cuda needs an nvcc that compiles this program ($(NVCC_FAULT)): set NVCC=/path/to/nvcc, or DEVICE=cpu)
 endif
 ifneq ($(and $(CUDA),$(if $(CUBLASLT_VERSION),,without cuBLASLt)),)
 $(error DEVICE=cuda needs cuBLASLt, cublasLt.h and -lcublasLt, which come with the CUDA toolkit: install it, or DEVICE=cpu)

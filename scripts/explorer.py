@@ -235,7 +235,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def require_own_host(self):
         """Pages of other sites may send requests here, also under a name of their own that leads to this machine (DNS
         rebinding). So the Host must be an address, localhost or --host, and a page that asks must be ours."""
-        hosts = self.headers.get_all("Host", [])
+        hosts = self.headers.get_all("Host", []) if self.headers else []   # Python 3.14: a dict in HTTP/0.9
         name, _, port = hosts[0].rpartition(":") if len(hosts) == 1 else ("", "", "")
         if not (name in ("localhost", self.server.host) or is_address(name)) or port != str(self.server.server_port):
             raise Refused(403, f"Host {', '.join(hosts)[:80] or '(none)'!r} is not this server: open the address that "

@@ -237,10 +237,14 @@ probe_slurm_client() {
 }
 probe_munge() { tool munged --version; }
 
-# NVIDIA's compiler must accept the host compiler.
+# NVIDIA's compiler must accept the host compiler. Before 12.5 it ends with internal errors ("scope_stk.c", "il.c").
 probe_nvcc() {
+  local version
   command -v "$NVCC" >/dev/null || { absent "no program $NVCC"; return; }
-  if suffix=cu build try "$nvcc" "${nvcc_host[@]}" <<'CUDA'
+  version=$("$NVCC" --version 2>&1 | sed -n 's/.*, V\([0-9.]*\)$/\1/p')
+  if [[ $version =~ ^([0-9]+)\.([0-9]+) ]] && ((BASH_REMATCH[1] * 100 + BASH_REMATCH[2] < 1205)); then
+    unusable "$(command -v "$NVCC") is there, but of CUDA $version, and cannot compile this program: use CUDA 13"
+  elif suffix=cu build try "$nvcc" "${nvcc_host[@]}" <<'CUDA'
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <span>
@@ -248,7 +252,7 @@ __global__ void kernel(std::span<__nv_bfloat16> out) { out[threadIdx.x] = __floa
 int main() { return cudaGetLastError(); }
 CUDA
   then
-    answer VERSION "$("$NVCC" --version | sed -n 's/.*, V\([0-9.]*\)$/\1/p')"
+    answer VERSION "$version"
   else
     unusable "$(command -v "$NVCC") is there, but builds no C++20 with ${CXX##* }: $(first_error "$dir/try.log")"
   fi
