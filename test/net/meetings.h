@@ -59,9 +59,10 @@ struct Odd {
 };
 
 inline Socket connect_when_ready(int port) {
-  for (;;) try {
+  for (const Limit limit = Limit::seconds(20);;) try {
       return connect_to(resolve({"127.0.0.1", port}).at(0), Limit::seconds(5));
     } catch (const ConnectionError&) {
+      if (limit.passed()) throw;
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
 }
