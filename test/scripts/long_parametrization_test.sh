@@ -26,7 +26,7 @@ if WIDTHS=16 RATES=1 scripts/sweep_lr.sh "$dir/bad" --model d1 --no-such-option 
 grep -q "ended with status 1: see $dir/bad/width-16/lr-1/log" "$dir/log" || fail "a bad option: $(cat "$dir/log")"
 
 # The coordinate check as numbers, and drawn.
-./train_gpt --coord-check 128,256 --model d1 --parametrization mup --base-width 32 --lr 2e-3 --json >"$dir/check.json" ||
+./train_gpt --coord-check 128,256,512 --model d1 --parametrization mup --base-width 32 --lr 2e-3 --json >"$dir/check.json" ||
   fail "the coordinate check failed: $(cat "$dir/check.json")"
 if python=$(scripts/find_python.sh matplotlib); then
   "$python" scripts/plot_coord_check.py "$dir/check.json" >"$dir/log" || fail "the coordinate check was not drawn"

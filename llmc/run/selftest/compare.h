@@ -35,9 +35,11 @@ class Reference {
   const Distances& farther() const { return farther_; }
   // Another device rounds differently in bf16, and so do ranks that add parts of a product or merge parts of attention:
   // they may be as far away as both are from fp32. (Two runs that differ only in the micro-batch round every activation
-  // alike.) Products in fp8: as far as both are from the dtype.
+  // alike.) Muon amplifies whatever its products round in directions with small singular values. Products in fp8: as
+  // far as both are from the dtype.
   const Distances& allowed(const Layout& layout, const Device& device) const {
-    return device.kind != DeviceKind::cpu || in_parts(layout) ? farther_ : near_;
+    const bool amplifies = layout.zero.optimizer == Optimizer::muon;
+    return device.kind != DeviceKind::cpu || in_parts(layout) || amplifies ? farther_ : near_;
   }
   static bool in_parts(const Layout& layout) {
     return layout.tensor.ranks > 1 || layout.context.ranks > 1 || !layout.pipeline.slices.empty();

@@ -55,6 +55,7 @@ struct Outcome {
   Wholes gradients, weights, optimizer_state;  // the last two after the last step
   std::vector<Wholes> earlier_weights;         // after each step before the last; empty but with Lion
   bool key_biases = false;                     // are their gradients more than rounding errors?
+  bool limits_logits = false;                  // QK-clip, which sees the shift of all scores by a key bias
   Directions directions = {};                  // of one rank
   std::string fault;                           // copies that differ between ranks, or faults that ranks report
 
@@ -278,7 +279,7 @@ inline bool other_sign(const Wholes& a, const Wholes& b, const Outcome& one, siz
     const std::vector<float>* const sizes = directions.sizes(step, name);
     const std::vector<float>& of_a = a.at(name).values;
     const double counts = share(name, one);
-    for (size_t i = 0; counts > 0 && i < whole.values.size(); ++i)
+    for (size_t i = 0; (counts > 0 || one.limits_logits) && i < whole.values.size(); ++i)
       if (directions.unsure(sizes, i, counts) && std::abs(of_a[i] - whole.values[i]) > directions.lr / 2) return true;
   }
   return false;

@@ -69,6 +69,7 @@ inline Outcome run_layout(const StepConfig& step, const Machine& machine = {}, c
                           int steps = selftest::steps, Routes* routes = nullptr) {
   Outcome outcome;
   outcome.key_biases = step.model.family.positions == Positions::rotary && step.precision.activations != DType::bf16;
+  outcome.limits_logits = step.qk_clip.has_value();
   std::vector<Outcome> after(static_cast<size_t>(steps));  // the state of all ranks after each step
   std::string copies;                                      // how they differ bitwise after the last step
   std::mutex mutex;
