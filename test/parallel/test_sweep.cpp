@@ -252,6 +252,22 @@ TEST_CASE("with Lion, weights are not compared where a sign is mere rounding, no
   }
 }
 
+TEST_CASE("a key bias that Lion moves by the sign of rounding counts for what follows if logits have a limit",
+          "[parallel][selftest][optimizer]") {
+  for (const bool limit : {false, true}) {
+    INFO("a limit: " << limit);
+    StepConfig step = selftest::step_config(selftest::awkward_model("gpt2"), DType::fp32, 1, Layout{});
+    step.layout.zero.optimizer = Optimizer::lion;
+    if (limit) step.qk_clip = 0.01;
+    const selftest::Outcome one = selftest::Reference(step, {}).alone();
+    selftest::Outcome other = one;
+    other.earlier_weights[0].at("blocks.1.attn.k.bias").values[0] += static_cast<float>(2 * one.directions.lr);
+    REQUIRE(selftest::Distances(other, one).weights == 0);
+    for (float& weight : other.weights.at("blocks.1.attn.k.weight").values) weight *= 0.9f;
+    REQUIRE((selftest::Distances(other, one).weights > 0.09) == !limit);
+  }
+}
+
 TEST_CASE("the gradient of a key bias counts relative to that of the key weights, and only with rotary positions",
           "[parallel][selftest]") {
   for (const auto& [family, least] : {std::pair{"gpt2", 0.0}, {"qwen2", 1e-3}}) {
