@@ -38,7 +38,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 # installation. They need no knowledge of the machine; all other targets do.
 OUTER_TARGETS := help run test test-long test-faults test-fresh check bench bench-checkpoint bench-dist bench-cuda reconfigure deps format clean
 INNER_TARGETS := all tests test-runs test-sum test-cuda ladders cpu-ladder smoke smoke-other check-archs config \
-                 check-floors check-headers check-format check-shell check-python
+                 check-floors check-headers check-format check-shell check-python check-sum format-sources
 .PHONY: $(OUTER_TARGETS) $(INNER_TARGETS)
 ifneq ($(filter-out $(OUTER_TARGETS),$(or $(MAKECMDGOALS),train_gpt)),)
 include build/config.mk
@@ -486,7 +486,7 @@ build/all_kernels_sm_%.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 FIND_SOURCES = find . \( -name .git -o -name build -o -name '.venv*' \) -prune -o -type f
 # Every version of clang-format formats some lines in its own way.
 CLANG_FORMAT ?= $(if $(findstring version 14.,$(shell clang-format --version 2>&-)),clang-format,$(shell command -v clang-format-14))
-NO_CLANG_FORMAT := it takes clang-format 14, which other versions do not agree with: pip install clang-format==14.0.6
+NO_CLANG_FORMAT := it takes clang-format 14, and other versions format differently: pip install clang-format==14.0.6
 CXX_SOURCES = $(FIND_SOURCES) \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \) -print
 
 check-floors:
@@ -532,7 +532,9 @@ test-fresh:
 check:
 	@$(INSTALL) build check
 	@$(AGAIN) --keep-going check-headers check-shell check-floors check-format check-python
-	@echo 'check: all passed'
+	@$(MAKE) -s check-sum
+check-sum:
+	@echo 'check: all passed$(if $(CLANG_FORMAT),, but check-format, which was not run)'
 bench:
 	@$(INSTALL) build
 	@$(AGAIN) train_gpt
@@ -557,6 +559,8 @@ reconfigure:
 	@$(MAKE) config
 format:
 	@$(INSTALL) check
+	@$(MAKE) -s format-sources
+format-sources:
 	@[ -n '$(CLANG_FORMAT)' ] || { echo 'make format: $(NO_CLANG_FORMAT)' >&2; exit 1; }
 	@$(CXX_SOURCES) | xargs -r $(CLANG_FORMAT) -i
 clean:

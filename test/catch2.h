@@ -24,7 +24,7 @@ using EventListenerBase = TestEventListenerBase;
 }  // namespace Catch
 #endif
 
-#pragma GCC poison Contains  // of an element, in version 3
+#pragma GCC poison Contains  // in version 3 it matches an element: ContainsSubstring
 
 #undef CHECK
 #pragma pop_macro("CHECK")

@@ -29,8 +29,9 @@ inline void check_printed() {
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return;
   const int fault = errno;
   struct stat it {};
-  if (::fstat(STDOUT_FILENO, &it) != 0 || S_ISFIFO(it.st_mode)) return;
-  throw Error(formatted("cannot write to stdout: {}", fault == 0 ? "is its disk full?" : std::strerror(fault)));
+  if (fault == EPIPE || ::fstat(STDOUT_FILENO, &it) != 0 || S_ISFIFO(it.st_mode)) return;
+  throw Error(formatted("cannot write to stdout: {}",
+                        fault == 0 ? "a part is lost; free space, or write elsewhere" : std::strerror(fault)));
 }
 
 // 1234 -> "1,234"; 124439808 -> "124.4M"

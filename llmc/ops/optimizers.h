@@ -94,17 +94,6 @@ struct Muon {
   bool operator==(const Muon&) const = default;
 };
 
-// a b + c, rounded once where the processor can. Of a b + c d a compiler would round one product or the other, as it
-// likes in each loop, and loops that promise the same bits would differ.
-template <class A>
-constexpr A multiply_add(A a, A b, A c) {
-#if defined(__FMA__) || defined(__aarch64__) || defined(__CUDA_ARCH__)
-  return std::fma(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
 // AdamW (Loshchilov & Hutter 2019), as torch.optim.AdamW computes it.
 template <class A>
 struct AdamWStep {
@@ -120,9 +109,9 @@ struct AdamWStep {
         root2(A(std::sqrt(1 - std::pow(static_cast<double>(o.beta2), static_cast<double>(o.step))))) {}
 
   constexpr void operator()(A& weight, A& moment1, A& moment2, A gradient) const {
-    moment1 = multiply_add(A(1) - beta1, gradient, beta1 * moment1);
-    moment2 = multiply_add((A(1) - beta2) * gradient, gradient, beta2 * moment2);
-    weight = multiply_add(weight, decay, -(rate * moment1 / (std::sqrt(moment2) / root2 + eps)));
+    moment1 = beta1 * moment1 + (A(1) - beta1) * gradient;
+    moment2 = beta2 * moment2 + (A(1) - beta2) * gradient * gradient;
+    weight = weight * decay - rate * moment1 / (std::sqrt(moment2) / root2 + eps);
   }
 };
 
@@ -135,8 +124,8 @@ struct SgdStep {
   explicit SgdStep(const OptimizerOptions& o) : beta(o.beta1), decay(o.weight_decay), rate(o.lr) {}
 
   constexpr void operator()(A& weight, A& momentum, A gradient) const {
-    momentum = multiply_add(beta, momentum, multiply_add(decay, weight, gradient));
-    weight = multiply_add(-rate, momentum, weight);
+    momentum = beta * momentum + (gradient + decay * weight);
+    weight -= rate * momentum;
   }
 };
 
@@ -151,9 +140,9 @@ struct LionStep {
       : beta1(o.beta1), beta2(o.beta2), decay(A(1) - A(o.lr) * A(o.weight_decay)), rate(o.lr) {}
 
   constexpr void operator()(A& weight, A& momentum, A gradient) const {
-    const A direction = multiply_add(A(1) - beta1, gradient, beta1 * momentum);
-    weight = multiply_add(weight, decay, direction > A(0) ? -rate : direction < A(0) ? rate : A(0));
-    momentum = multiply_add(A(1) - beta2, gradient, beta2 * momentum);
+    const A direction = beta1 * momentum + (A(1) - beta1) * gradient;
+    weight = weight * decay - (direction > A(0) ? rate : direction < A(0) ? -rate : A(0));
+    momentum = beta2 * momentum + (A(1) - beta2) * gradient;
   }
 };
 
@@ -169,7 +158,7 @@ struct MuonStep {
       : decay(A(1) - A(o.lr) * A(o.weight_decay)), rate(o.lr), cautious(o.decay == Decay::cautious) {}
 
   constexpr void operator()(A& weight, A update) const {
-    weight = multiply_add(-rate, update, weight * (!cautious || weight * update > A(0) ? decay : A(1)));
+    weight = weight * (!cautious || weight * update > A(0) ? decay : A(1)) - rate * update;
   }
 };
 

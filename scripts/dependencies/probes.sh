@@ -237,13 +237,13 @@ probe_slurm_client() {
 }
 probe_munge() { tool munged --version; }
 
-# NVIDIA's compiler must accept the host compiler. Before 12.5 it ends with internal errors ("scope_stk.c", "il.c").
+# NVIDIA's compiler must accept the host compiler. 12.4 ends with internal errors ("il.c").
 probe_nvcc() {
   local version
   command -v "$NVCC" >/dev/null || { absent "no program $NVCC"; return; }
   version=$("$NVCC" --version 2>&1 | sed -n 's/.*, V\([0-9.]*\)$/\1/p')
   if [[ $version =~ ^([0-9]+)\.([0-9]+) ]] && ((BASH_REMATCH[1] * 100 + BASH_REMATCH[2] < 1205)); then
-    unusable "$(command -v "$NVCC") is there, but of CUDA $version, and cannot compile this program: use CUDA 13"
+    unusable "$(command -v "$NVCC") is there, but of CUDA $version, and cannot compile this program: use CUDA 13, or at least 12.5"
   elif suffix=cu build try "$nvcc" "${nvcc_host[@]}" <<'CUDA'
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>

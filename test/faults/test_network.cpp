@@ -59,9 +59,9 @@ std::set<std::string> errors_in(const std::string& said) {
 const char* const slow_faults[] = {"delay", "flap", "trickle"};
 const char* const cuts[] = {"stall", "stall-all", "reset", "close", "half", "late"};
 
-// The run where nothing may end it, however busy the machine is.
-FaultRun patient(FaultRun run) {
-  run.options += " --comm-timeout 60 --init-timeout 60";
+// The run where nothing may end it, on a busy machine either.
+FaultRun patient(FaultRun run, int seconds = 60) {
+  run.options += formatted(" --comm-timeout {} --init-timeout {}", seconds, seconds);
   return run;
 }
 
@@ -83,7 +83,7 @@ struct Disturbed {
 
   void start() {
     const Proxy proxy(*dir, fault, after(), seed);
-    ended = (slow() ? patient(run) : run).start(out(), proxy.environment(), {});
+    ended = (slow() ? patient(run, 10) : run).start(out(), proxy.environment(), {});
   }
   void resume() {
     if (!ended.good()) resumed = patient(run).start(out(), "");

@@ -73,15 +73,18 @@ TEST_CASE("a shard whose tokens change while a run reads it ends the run, which 
   for (size_t at = 1024; at < changed.size(); at += 2)  // tokens of the vocabulary of 211
     changed[at] = static_cast<char>((static_cast<unsigned char>(changed[at]) + 1) % 200);
   const auto arguments = [&](const std::string& out, int64_t steps) {
-    std::string words =
-        tiny(dir / out, formatted("--max-steps {} --checkpoint-every 100 --lr-schedule constant", steps));
+    std::string words = tiny(
+        dir / out,
+        formatted("--max-steps {} --checkpoint-every 100 --keep-checkpoints 2 --time-limit 10 --lr-schedule constant",
+                  steps));
     return words.replace(words.find(tiny_data), tiny_data.size(), shard);
   };
-  // Writes to the shard once a run that has begun meanwhile is in its fifth step.
+  // Writes to the shard once a run that has begun meanwhile is in its fifth step, or has ended.
+  std::atomic<bool> ended;
   const auto run_while = [&](const std::string& out, int64_t steps, const std::string& bytes) {
     std::ofstream(shard, std::ios::binary) << good;
     ProgramResult r;
-    std::atomic<bool> ended = false;
+    ended = false;
     std::thread run([&] { r = run_program(arguments(out, steps)), ended = true; });
     while (!ended && read_whole(dir / out + "/metrics.jsonl").find("\"step\":5,") == std::string::npos) ::usleep(2000);
     std::fstream(shard, std::ios::binary | std::ios::in | std::ios::out) << bytes;
@@ -97,7 +100,7 @@ TEST_CASE("a shard whose tokens change while a run reads it ends the run, which 
   REQUIRE(refused(arguments("run", steps), shard).status == 1);  // still changed
   std::ofstream(shard, std::ios::binary) << good;
   run_well(arguments("run", steps));
-  const ProgramResult touched = run_while("touched", steps, good);
+  const ProgramResult touched = run_while("touched", steps, good);  // the same bytes: of a short run at its end, too
   INFO(touched.err);
   REQUIRE(touched.status == 0);
   REQUIRE(result_of(dir / "run") == result_of(dir / "touched"));

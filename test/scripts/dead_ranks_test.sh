@@ -179,7 +179,7 @@ start_of_0() {
 }
 
 if [ -z "$count" ]; then
-  comm=3 init=20   # that of moments after the start is not waited for
+  comm=3 init=20   # init is not waited for once the run has begun
   run_case tcp KILL saving 1 2
   run_case tcp-threads STOP step 0 2
   run_case tcp KILL saving 2 pp

@@ -58,7 +58,7 @@ for mode in --help --version '--print-schedule --json --pp 4' '--plan --model gp
   read -ra words <<<"$mode"
   status=0
   ./train_gpt "${words[@]}" >/dev/full 2>"$dir/err" || status=$?
-  [[ "$status $(cat "$dir/err")" =~ ^'1 train_gpt: cannot write to stdout: '('No space left on device'|'is its disk full?')$ ]] ||
+  [[ "$status $(cat "$dir/err")" =~ ^'1 train_gpt: cannot write to stdout: '('No space left on device'|'a part is lost; free space, or write elsewhere')$ ]] ||
     fail "$mode on a full disk: status $status, and $(cat "$dir/err")"
   ./train_gpt "${words[@]}" >&- || fail "$mode with a closed stdout"
   (./train_gpt "${words[@]}" || [ $? -eq $((128 + 13)) ]) | true || fail "$mode whose reader has gone"  # SIGPIPE

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
   load_rows<Block::rows, Block::threads, copy>(key_tile, keys.of(b, kv), begin);
   load_rows<Block::rows, Block::threads, copy>(value_tile, values.of(b, kv), begin);
 
-  Accumulators<Block::M, Block::ND> dk = {}, dv = {};
+  Accumulators<M, ND> dk = {}, dv = {};
   const float scale = s.scale;
   // Tiles of queries of the first head, then of the second, ...
   const TilesOfQueries of_head(seen, s, begin, Block::rows, n);
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
     const Tile<T, DP> query_tile = buffers.after((i & 1) * 2 * n), dout_tile = query_tile.after(n);
     const RowTerms* row_terms = terms_buffers + (i & 1) * n;
     const bool all_seen = last <= rows.begin && first >= rows.largest;  // or past the last: not stored
-    Accumulators<Block::M, Block::N> p = {}, ds = {};                   // transposed: the keys are the rows
+    Accumulators<M, N> p = {}, ds = {};                                 // transposed: the keys are the rows
     multiply_transposed(p, key_tile, warp_row, query_tile);
     for_each(p, [&](float& x, int, int j, int i) {
       x = fast_exp2(x * (scale * log2_e) - row_terms[8 * j + fragment_column(i)].lse_log2);
@@ -102,12 +102,12 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
                                    s.statistic(lse, at.b, at.h) + s.offset, first - s.offset);
 
   const RowRange block_rows(seen, at.first, at.first + Block::rows), warp_rows(seen, first, first + 16 * M);
-  Accumulators<Block::M, Block::ND> dq = {};
+  Accumulators<M, ND> dq = {};
   const float scale = s.scale;
   const auto use = [&](const Tile<T, DP>& key_tile, const Tile<T, DP>& value_tile, int key) {
     if (!warp_rows.sees_any(key, key + Block::tile_rows - 1)) return;
     const bool all_seen = warp_rows.sees_all(key, key + Block::tile_rows - 1);
-    Accumulators<Block::M, Block::N> p = {}, ds = {};
+    Accumulators<M, N> p = {}, ds = {};
     multiply_transposed(p, query_tile, warp_row, key_tile);
     multiply_transposed(ds, dout_tile, warp_row, value_tile);
 #pragma unroll

@@ -25,11 +25,11 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
   const RowRange block_rows(seen, at.first, at.first + Block::rows), warp_rows(seen, first, first + 16 * M);
   const float scale = log2_e / sqrtf(static_cast<float>(s.D));  // exp(x / sqrt(D)) = 2^(x scale)
   OnlineSoftmax<M> softmax;
-  Accumulators<Block::M, Block::ND> outs = {};
+  Accumulators<M, Block::ND> outs = {};
   const auto use = [&](const Tile<T, DP>& key_tile, const Tile<T, DP>& value_tile, int key) {
     if (!warp_rows.sees_any(key, key + Block::tile_rows - 1)) return;
     const bool all_seen = warp_rows.sees_all(key, key + Block::tile_rows - 1);
-    Accumulators<Block::M, Block::N> p = {};
+    Accumulators<M, Block::N> p = {};
     multiply_transposed(p, query_tile, warp_row, key_tile);
 #pragma unroll
     for (int m = 0; m < M; ++m)
