@@ -173,7 +173,7 @@ inline void tell_refusal(int argc, const char* const* argv, const std::string& e
   try {
     LaunchOptions options{{}, {}, given["--rendezvous"]};
     for (const auto& [name, number] :
-         {std::pair("--rank", &options.rank), std::pair{"--world-size", &options.world_size}})
+         {std::pair{"--rank", &options.rank}, std::pair{"--world-size", &options.world_size}})
       if (given.contains(name)) detail::parse_value(name, given[name], *number);
     const Launched launch = find_launch(options, environment_variable, mpi_library());
     if (launch.processes == 1 || launch.by == Launched::By::mpi) return;

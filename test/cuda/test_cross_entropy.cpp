@@ -146,8 +146,8 @@ struct PartsCase {
   }
 };
 
-// Of one class the gradient is what the z-loss adds to p - 1 = 0, of which the rounding of p remains: a thousandth
-// of 1.
+// With one class p - 1 is 0 but for the rounding of p, and the gradient is what the z-loss adds, some thousandths: the
+// rounding is that much larger relative to it.
 template <class T>
 double tolerance(int64_t classes) {
   return sizeof(T) == 2 || classes == 1 ? 1e-3 : 1e-6;

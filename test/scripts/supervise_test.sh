@@ -191,14 +191,12 @@ losses() { sed -n 's/.*"kind":"train".*"step":\([0-9]*\).*"loss":\([^,]*\).*/\1 
 # Supervised, as threads of as many ranks as there are hosts. The n-th start is killed (SIGKILL) where it would save the
 # step in the n-th line of $dir/kills; there a host may be named that is away from then on.
 cat >"$dir/train" <<'TRAIN'
-#!/usr/bin/env bash
 read -r step host <"$DIR/kills" || :
 sed -i 1d "$DIR/kills"
 [ -z "$host" ] || touch "$DIR/away-$host"
 [ -z "$step" ] || export LD_PRELOAD=build/file_ops.so FILE_OPS_ROOT=$DIR FILE_OPS_KILL_AT=.tmp-step-000$step
 exec ./train_gpt --local-ranks "$HOST_COUNT" "$@"
 TRAIN
-chmod +x "$dir/train"
 supervised=(env DIR="$dir" scripts/supervise.sh --delay 0 --hosts "h1,h2,h3,h4" --min-hosts 1 --host-wait 0
   --probe "[ ! -e $dir/away-{} ]" --out-dir "$out" -- bash "$dir/train")
 rm -rf "$out"

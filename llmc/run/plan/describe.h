@@ -235,7 +235,7 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
 // A notice for those who know d24 and larger from llm.c.
 inline std::string depth_notice(const Options& o) {
   for (const auto& [name, channels, heads] :
-       {std::tuple("d24", 1024, 16), std::tuple{"d36", 1280, 20}, std::tuple{"d48", 1600, 25}})
+       {std::tuple{"d24", 1024, 16}, std::tuple{"d36", 1280, 20}, std::tuple{"d48", 1600, 25}})
     if (o.model == name && !o.n_embd && !o.n_head)
       return formatted("notice: {} has 64 channels per layer here; llm.c's {} is {} --n-embd {} --n-head {}", name,
                        name, name, channels, heads);

@@ -298,7 +298,7 @@ inline double state_bytes(int stage, double N, double gradient) {
 }
 inline Rows zero_rows() {
   Rows rows;
-  for (const auto& [name, parameters] : {std::pair("7.5B", 7.5), std::pair{"128B", 128.0}, std::pair{"1T", 1000.0}})
+  for (const auto& [name, parameters] : {std::pair{"7.5B", 7.5}, std::pair{"128B", 128.0}, std::pair{"1T", 1000.0}})
     for (const double N : {4.0, 16.0, 64.0, 256.0, 1024.0}) {
       std::string text;
       for (const double gradient : {2.0, 4.0}) {
