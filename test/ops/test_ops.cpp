@@ -223,6 +223,39 @@ TEST_CASE("a control that forbids the update changes nothing", "[ops]") {
   REQUIRE(m.data<float>()[7] == 0);
 }
 
+TEST_CASE("a segment in parts is updated as the whole is, by every optimizer", "[ops]") {
+  Bench b;
+  constexpr int64_t n = 2501;
+  constexpr int64_t cuts[] = {0, 1, 64, 130, 1155, 1200, 2480, n};
+  const Tensor control = b.zeros(DType::fp64, {4}), from = b.as(DType::fp32, b.normal({n})),
+               g = b.as(DType::fp32, b.normal({n}));
+  control.data<double>()[1] = 0.7, control.data<double>()[2] = 1;
+  for (const Optimizer optimizer : {Optimizer::adamw, Optimizer::sgd, Optimizer::lion, Optimizer::muon})
+    for (const DType d : {DType::fp32, DType::bf16}) {
+      const auto scope = b.arena.scope();
+      const size_t slots = rule_of(optimizer).of_matrices ? 0 : rule_of(optimizer).slots.size();
+      const auto updated = [&](std::span<const int64_t> at) {
+        std::array state = {b.as(d, from), b.as(DType::fp32, from), b.zeros(DType::fp32, {n}),
+                            b.zeros(DType::fp32, {n})};  // weights, masters, slots
+        for (int64_t step = 1; step <= 3; ++step)
+          for (size_t i = 0; i + 1 < at.size(); ++i) {
+            const auto part = [&](size_t s) { return state[s].slice(at[i], {at[i + 1] - at[i]}); };
+            update_weights(optimizer, part(0), d == DType::fp32 ? Tensor{} : part(1),
+                           {slots > 0 ? part(2) : Tensor{}, slots > 1 ? part(3) : Tensor{}},
+                           g.slice(at[i], {at[i + 1] - at[i]}), control,
+                           {.lr = 1e-2f, .beta1 = 0.9f, .beta2 = 0.95f, .eps = 1e-8f, .weight_decay = 1, .step = step},
+                           b.stream);
+          }
+        b.stream.synchronize();
+        std::string bits;
+        for (const Tensor& s : state) bits += bits_of(s);
+        return bits;
+      };
+      INFO(rule_of(optimizer).title << ", " << name_of(d));
+      REQUIRE(updated(cuts) == updated(std::array{int64_t{0}, n}));
+    }
+}
+
 TEST_CASE("averages follow weights unless the update is forbidden, and change places with them", "[ops]") {
   Bench b;
   for (const DType d : {DType::fp32, DType::fp64}) {

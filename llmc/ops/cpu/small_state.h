@@ -119,10 +119,7 @@ inline void update_small_state(Optimizer optimizer, const SmallUpdate& u, const 
       uint32_t random[state_block] = {};
       detail::load_masters(weights, u, begin);
       for (size_t s = 0; s != step.slots; ++s) detail::load_slot(slots[s], u.slots[s], begin);
-      const float* gradient = u.gradient + begin;
-#pragma omp simd
-      for (int64_t i = 0; i < state_block; ++i)
-        advance(step, weights[i], slots[0], slots[1], i, gradient[i] * gradient_scale);
+      advance_blocks(step, weights, slots[0], slots[1], u.gradient + begin, gradient_scale, state_block);
       detail::store_masters(u, begin, weights);
       if (step.slots > 0) detail::words_of_block(random, u.words, u.first + begin);
       for (size_t s = 0; s != step.slots; ++s) detail::store_slot(u.slots[s], begin, slots[s], random, s == 0 ? 16 : 0);
