@@ -22,14 +22,14 @@
 
 namespace llmc {
 
-// Throws if anything that was printed to stdout is lost, as on a full disk; but not if stdout was closed from the
-// beginning, or is a pipe whose reader has read enough.
+// Throws if anything that was printed to stdout is lost, as on a full disk; but not if stdout is a pipe whose reader
+// has read enough.
 inline void check_printed() {
   errno = 0;
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return;
   const int fault = errno;
   struct stat it {};
-  if (fault == EPIPE || ::fstat(STDOUT_FILENO, &it) != 0 || S_ISFIFO(it.st_mode)) return;
+  if (fault == EPIPE || (::fstat(STDOUT_FILENO, &it) == 0 && S_ISFIFO(it.st_mode))) return;
   throw Error(formatted("cannot write to stdout: {}",
                         fault == 0 ? "a part is lost; free space, or write elsewhere" : std::strerror(fault)));
 }

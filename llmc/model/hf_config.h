@@ -270,7 +270,8 @@ inline bool may_be_on_a_hub(const std::string& name) {
 // Says what is wrong with a --model that is neither a preset nor a directory with a config.json.
 inline std::string why_no_model(const std::string& model) {
   if (is_directory(model)) {
-    for (const std::string& name : names_in(model) | std::views::reverse)  // the newest checkpoint has the last name
+    const std::vector<std::string> names = names_in(model);
+    for (const std::string& name : names | std::views::reverse)  // the newest checkpoint has the last name
       if (const std::string inside = model + "/" + name; is_directory(inside) && path_exists(inside + "/config.json"))
         return "this directory has no config.json; did you mean " + inside + "?";
     return "this directory has no config.json: it is not a model";

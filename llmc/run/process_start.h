@@ -1,6 +1,9 @@
 // process_start.h: what comes first in a process: before options are read, and before the libraries that it is linked
 // with begin.
 #pragma once
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <csignal>
 
 #include "comm/comm.h"
@@ -11,13 +14,23 @@
 namespace llmc {
 
 namespace detail {
-inline void look_for_nohup(int, char**, char**) {
+inline void look_for_nohup() {
   struct sigaction now {};
   hangup_ignored = ::sigaction(SIGHUP, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
 }
+// A standard stream that is closed is /dev/null from here on. Otherwise the next file or connection that is opened
+// would get its number, and with it what is printed.
+inline void open_standard_streams() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(fd, F_GETFD) < 0) (void)!::open("/dev/null", O_RDWR);  // gets the lowest number that is free: fd
+}
+inline void before_libraries(int, char**, char**) {
+  look_for_nohup();
+  open_standard_streams();
+}
 // The loader calls it before the constructors of libraries: that of UCX, which Open MPI 5 is linked with, takes SIGHUP.
-__attribute__((section(".preinit_array"), used)) static void (*const before_libraries)(int, char**,
-                                                                                       char**) = look_for_nohup;
+__attribute__((section(".preinit_array"), used)) static void (*const called_by_loader)(int, char**,
+                                                                                       char**) = before_libraries;
 }  // namespace detail
 
 inline void prepare_process(char** argv) {

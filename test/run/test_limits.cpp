@@ -1,4 +1,4 @@
-// Files that are too large, for the program or for ulimit -f, or not where they seem to be.
+// Too little memory, too few threads, files that are too large, or not where they seem to be, and closed streams.
 #include "catch2.h"
 #include "core/failure_text.h"
 #include "run/checkpoints/run_dir.h"
@@ -64,6 +64,20 @@ TEST_CASE("ulimit -f acts like a full disk", "[run]") {
   REQUIRE(r.status == 1);
   REQUIRE(r.err.find("no checkpoint after step 1: ") != std::string::npos);
   REQUIRE(r.err.find("File too large") != std::string::npos);
+}
+
+TEST_CASE("what is printed to a closed stream gets into no file of the run", "[run]") {
+  const TempDir dir;
+  run_well(tiny(dir / "open", "--max-steps 2"));
+  for (const char* closed : {">&-", ">&- 2>&-", "<&- >&- 2>&-"}) {
+    INFO(closed);
+    fs::remove_all(dir / "closed");
+    const ProgramResult r =
+        run_program(tiny(dir / "closed", "--max-steps 2"), formatted("sh -c 'exec \"$0\" \"$@\" {}'", closed));
+    REQUIRE(r.status == 0);
+    REQUIRE(read_whole(dir / "closed/.lock") == read_whole(dir / "open/.lock"));
+    REQUIRE(state_of(dir / "closed/step-000002") == state_of(dir / "open/step-000002"));
+  }
 }
 
 TEST_CASE("questions of 40 GB are refused by their size", "[run]") {

@@ -204,11 +204,11 @@ const OpsOf<T>& ops() {
 }
 template <class T>
 const ProductsOf<T>& products() {
-  static const ProductsOf<T>& in_use = []() -> const ProductsOf<T>& {
+  static const ProductsOf<T>* in_use = [] {
     if constexpr (std::is_same_v<T, bf16>) require_known_bits(isa_in_use());
-    return products_of<T>(isa_in_use());
+    return &products_of<T>(isa_in_use());
   }();
-  return in_use;
+  return *in_use;
 }
 
 }  // namespace llmc::cpu
