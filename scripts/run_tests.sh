@@ -14,6 +14,7 @@
 # Nor do they test whether each wait is needed (mutation.h): leaving one out is a race.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export LC_ALL=C   # awk reads and prints numbers with a point
 results=${TEST_RESULTS:-build/results}
 mkdir -p "$results"
 

@@ -9,6 +9,7 @@
 # as good as a package.
 #
 # From the environment: CXX NVCC MPICC MPIRUN CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS CUDNN_HOME CUDNN_FRONTEND_HOME PYTHON
+export LC_ALL=C   # names of parts are written in capitals, which a Turkish locale does in its own way
 
 # necessity: required, or optional: without it train_gpt is slower or smaller
 # package:   Debian's; -: none that install_deps.sh would install
