@@ -15,6 +15,7 @@
 # 7. No source has more than 600 lines, and no folder more than 40 files. Whether a file has one purpose is for readers
 #    to judge: the ten longest sources are printed for them.
 set -euo pipefail
+export LC_ALL=C   # wc says "total", sort compares bytes
 cd "${1:-$(dirname "$0")/..}"
 failed=0
 code=(llmc train_gpt.cu)
@@ -23,7 +24,7 @@ code=(llmc train_gpt.cu)
 # Rules 1 to 5.
 # shellcheck disable=SC2016    # the dollars are awk's
 find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \) |
-  LC_ALL=C sort | xargs -r awk '
+  sort | xargs -r awk '
   BEGIN {
     floor("core")
     floor("text", "core")
@@ -123,7 +124,7 @@ fi
 # Rule 7.
 for folder in dev scripts data; do [ ! -d "$folder" ] || code+=("$folder"); done
 files=$(find "${code[@]}" -type f ! -path '*/golden/*' ! -path '*/results/*' \
-  ! -path '*/__pycache__/*' ! -path 'data/*/*' ! -name '*.bin' | LC_ALL=C sort)
+  ! -path '*/__pycache__/*' ! -path 'data/*/*' ! -name '*.bin' | sort)
 lengths=$(grep -E '\.(h|cuh|cu|cpp|py|sh|awk)$' <<<"$files" | xargs -r wc -l | awk '$2 != "total"' | sort -k1,1nr -k2)
 long=$(awk '$1 > 600 { print $2 ":" $1 ": more than 600 lines: probably two files" }' <<<"$lengths")
 crowded=$(awk '{ sub(/\/[^\/]*$/, ""); ++files[$0] }

@@ -122,7 +122,8 @@ TEST_CASE("the self-test finds a skipped reduction, a mean instead of a sum, a d
     INFO(bug);
     Log log = Log::silent();
     REQUIRE_FALSE(run_selftest(log, selftest::all_layouts(2, {{"gpt2", true, DType::fp32}}), {}, parts));
-    for (const ZeroConfig& zero : selftest::layouts(2) | std::views::transform(&Layout::zero)) {
+    for (const Layout& layout : selftest::layouts(2)) {
+      const ZeroConfig& zero = layout.zero;
       if (zero.stage < first_stage || (first_stage > 0 && zero.shards == 1) || zero.sync != DpSync::all_reduce)
         continue;
       INFO("stage " << zero.stage << ", " << zero.shards << " shards, reduce " << name_of(zero.grad_reduce));
