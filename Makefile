@@ -72,7 +72,8 @@ JOBS ?= $(shell nproc)
 ##   TEST_TIMEOUT=45m           a test program that takes longer is killed and counts as failed; test-long: 2h
 TEST_TIMEOUT ?= $(if $(LONG),2h,45m)
 export CUDNN_HOME CUDNN_FRONTEND_HOME CXX NVCC MPICC MPIRUN CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS TESTS TEST_TIMEOUT
-export LC_ALL := C   # a Turkish i has no I as its capital, and a German number no point
+# A Turkish i has no I as its capital, and a German number no point.
+export LC_ALL := C
 
 comma := ,
 CUDA := $(filter cuda,$(DEVICE))

@@ -270,8 +270,12 @@ inline std::vector<int64_t> numbers_of(const char* option, const std::string& te
 
 inline std::vector<Axis> check(const Options& o) {
   const std::vector<int64_t> widths = numbers_of("--coord-check", o.coord_check);
-  CHECK(std::ranges::count_if(widths, [](int64_t w) { return w >= least_width; }) >= 2,
-        "--coord-check {}: slopes are over widths from {} on: give at least two of these", o.coord_check, least_width);
+  const auto narrowest = std::ranges::lower_bound(widths, least_width);
+  CHECK(
+      narrowest != widths.end() && widths.back() >= 4 * *narrowest,
+      "--coord-check {}: slopes are over widths from {} on, and vary too much from seed to seed if the largest is not "
+      "four times the smallest of these: give widths such as 128,256,512",
+      o.coord_check, least_width);
   const Device device = choose_device(o);
   std::vector<Axis> axes = {
       check_axis("width", widths, o, device, [&](int64_t width) { return model_of(o, width, {}); })};

@@ -269,6 +269,18 @@ TEST_CASE("the coordinate check passes with a parametrization that fits, and fai
   REQUIRE_FALSE(bad.good());
 }
 
+TEST_CASE("widths from whose sizes no slope can be told are refused", "[train][parametrization]") {
+  Options o = coord_options(Optimizer::adamw, 2e-3);
+  for (const char* widths : {"128,256", "64,96", "32,64,128,256", "256"}) {
+    o.coord_check = widths;
+    REQUIRE_ERROR(coord::check(o), "give widths such as 128,256,512");
+  }
+  for (const char* widths : {"128,", "256,128", "128,128", "128,x", "0,128"}) {
+    o.coord_check = widths;
+    REQUIRE_ERROR(coord::check(o), "--coord-check ");
+  }
+}
+
 TEST_CASE("the coordinate check passes with every optimizer, and fails with any rule left out",
           "[train][parametrization][long]") {
   const std::vector<int64_t> widths = {128, 256, 512};

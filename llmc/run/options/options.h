@@ -468,7 +468,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--tf32", "", o.tf32, Limits{}, warn,
       "GPUs compute fp32 products on tensor cores with a 10-bit mantissa: faster, less exact than fp32");
   add("--threads", "", o.threads, between(0, 1024), warn,
-      "threads of this process, divided among its ranks; 0: all available processors");
+      "threads of this process, divided among its ranks; OMP_NUM_THREADS is not used; 0: all available processors");
   add("--cpu-isa", "", o.cpu_isa, one_of(with_auto(cpu::isa_choices())), warn,
       "instructions that the CPU's ops may use; auto: the best that the processor has. Each set rounds differently");
   group = "Modes";
@@ -503,8 +503,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--coord-check", "", o.coord_check, Limits{}, free,
       "instead of training, train --model with each of these widths, such as 128,256,512, for ten steps, from three "
       "seeds, on a made-up text, and print the sizes of activations and of their changes: PASS, if neither depends on "
-      "the width, so that --parametrization and the optimizer's options suit all of them; heads keep their size, or "
-      "with --n-head their number");
+      "the width, so that --parametrization and the optimizer's options suit all of them; of the widths from 128 on, "
+      "the largest must be at least four times the smallest; heads keep their size, or with --n-head their number");
   add("--coord-depths", "", o.coord_depths, Limits{}, free,
       "with --coord-check, also train the first width with each of these numbers of layers, such as 2,4,8");
   add("--print-schedule", "", o.print_schedule, Limits{}, free,
