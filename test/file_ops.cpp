@@ -12,9 +12,11 @@
 //   FILE_OPS_FAIL_AT=t the first operation with t in its words fails (FILE_OPS_ERRNO); also "pread PATH", which is not
 //                      counted and logged as others are; FILE_OPS_FAIL_AT_AFTER=n: after n others with t
 //   FILE_OPS_CLOCK=s   each look at the clock on the wall jumps by up to s seconds, forwards or backwards
+//   FILE_OPS_NO_LOCKS=1  no file can be locked (ENOLCK), as on some network file systems
 //   FILE_OPS_HANGUP=1  takes SIGHUP before main() begins, as UCX does, which Open MPI 5 is linked with
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <unistd.h>
@@ -133,6 +135,12 @@ int open_file(const char* path, int flags, mode_t mode, decltype(&::open) real) 
 }  // namespace
 
 extern "C" {
+
+int flock(int fd, int how) {
+  if (getenv("FILE_OPS_NO_LOCKS") == nullptr) return next(::flock, "flock")(fd, how);
+  errno = ENOLCK;
+  return -1;
+}
 
 int open(const char* path, int flags, ...) {
   va_list arguments;

@@ -13,8 +13,8 @@
 
 namespace llmc {
 
-// The state shared by the threads of one group: a slot for each ordered pair of ranks. A rank uses a group from one
-// thread, so at most one of the two waits for their slot.
+// The state shared by the threads of one group: a slot for each ordered pair of its ranks in this process. A rank uses
+// a group from one thread, so at most one of the two waits for their slot.
 class ThreadsHub {
   struct Slot {
     std::mutex mutex;
@@ -28,8 +28,10 @@ class ThreadsHub {
   }
 
  public:
-  explicit ThreadsHub(int size) : size_(size), slots_(static_cast<size_t>(size * size)) {}
-  int size() const { return size_; }
+  // For ranks [first, first + count) of the group.
+  ThreadsHub(int first, int count)
+      : first_(first), count_(count), slots_(static_cast<size_t>(count) * static_cast<size_t>(count)) {}
+  int count() const { return count_; }
 
   // A rank has failed: every wait fails from now on, so that no rank waits for it forever.
   void abort() {
@@ -93,9 +95,9 @@ class ThreadsHub {
     lock.unlock();  // before notifying, or the rank that wakes up would sleep again at the mutex
     s.changed.notify_one();
   }
-  Slot& slot(int from, int to) { return slots_[static_cast<size_t>(from * size_ + to)]; }
+  Slot& slot(int from, int to) { return slots_[static_cast<size_t>((from - first_) * count_ + to - first_)]; }
 
-  int size_;
+  int first_, count_;
   std::vector<Slot> slots_;
   double seconds_per_byte_ = 0;
 };
@@ -104,7 +106,7 @@ class ThreadsTransport final : public Transport {
  public:
   ThreadsTransport(std::shared_ptr<ThreadsHub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
   int rank() const override { return rank_; }
-  int size() const override { return hub_->size(); }
+  int size() const override { return hub_->count(); }
   void exchange(const ToRank& out, const FromRank& in, Stream* gpu) override {
     std::optional<ThreadsHub::Post> post;
     if (out.rank >= 0 && out.bytes > 0) post.emplace(*hub_, rank_, out.rank, out.data, out.bytes);

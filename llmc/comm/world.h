@@ -124,12 +124,14 @@ class World {
     std::lock_guard lock(mutex_);
     if (failed_) throw PeerError();
     auto& hub = hubs_[group];
+    const auto here = [&](int rank) { return local_.here(rank); };
+    const int first = static_cast<int>(std::ranges::find_if(members, here) - members.begin()),  // the others follow it
+        count = static_cast<int>(std::ranges::count_if(members, here));
     if (!hub) {
-      hub = std::make_shared<ThreadsHub>(static_cast<int>(members.size()));
+      hub = std::make_shared<ThreadsHub>(first, count);
       hub->throttle(seconds_per_byte_);
     }
-    if (std::all_of(members.begin(), members.end(), [&](int rank) { return local_.here(rank); }))
-      return std::make_unique<ThreadsTransport>(hub, index);
+    if (count == std::ssize(members)) return std::make_unique<ThreadsTransport>(hub, index);
     return std::make_unique<ProcessesTransport>(hub, index, members, number, local_);
   }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include <sys/resource.h>
 
+#include <filesystem>
 #include <new>
 #include <string>
 #include <system_error>
@@ -14,9 +15,9 @@ namespace llmc {
 namespace detail {
 
 // ", ulimit -v is 200000 KiB"; "" if there is no such limit.
-inline std::string limit_text(int resource, const char* name, rlim_t unit, const char* of_unit) {
+std::string limit_text(auto resource, const char* name, rlim_t unit, const char* of_unit) {
   rlimit limit{};
-  if (getrlimit(static_cast<__rlimit_resource>(resource), &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
+  if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
   return formatted(", ulimit {} is {}{}", name, limit.rlim_cur / unit, of_unit);
 }
 
@@ -24,6 +25,7 @@ inline std::string limit_text(int resource, const char* name, rlim_t unit, const
 
 inline std::string failure_text(const std::exception& error) {
   if (dynamic_cast<const Error*>(&error) != nullptr) return error.what();
+  if (dynamic_cast<const std::filesystem::filesystem_error*>(&error) != nullptr) return error.what();
   const bool wrong_size = dynamic_cast<const std::bad_array_new_length*>(&error) != nullptr;  // a bug in the program
   if (!wrong_size && dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
     return formatted(

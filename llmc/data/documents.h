@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/escape.h"
 #include "data/json_line.h"
 #include "data/text_file.h"
 
@@ -76,7 +77,7 @@ class ChunkReader {
       }
       const bool is_json = format_of(file_->path()) == TextFormat::json_lines;
       std::optional<size_t> end = more ? is_json ? end_of_line() : cut_(rest_) : rest_.size();
-      if (!is_json && !end && rest_.size() >= longest_part) end = end_of_character();
+      if (!is_json && !end && rest_.size() >= longest_part) end = rest_.size() - detail::unfinished(rest_);
       CHECK(end || rest_.size() < longest_line,
             "{}:{}: a line of more than {} bytes, expected one document on each line", file_->path(), at_.line,
             longest_line);
@@ -115,11 +116,6 @@ class ChunkReader {
   std::optional<size_t> end_of_line() const {
     const size_t last = rest_.rfind('\n');
     return last == rest_.npos ? std::nullopt : std::optional(last + 1);
-  }
-  size_t end_of_character() const {
-    size_t end = rest_.size();
-    for (int i = 0; i < 3 && (static_cast<unsigned char>(rest_[end - 1]) & 0xc0) != 0; ++i) --end;
-    return end;
   }
 
   TextChunk take(size_t end, TextFormat format, bool more) {

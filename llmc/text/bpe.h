@@ -163,8 +163,10 @@ class Bpe {
       for (const nlohmann::json& one : json.at("decoders")) read_decoder(one);
     } else if (type == "Replace" && json.at("pattern").contains("String")) {
       replaced_.emplace_back(json.at("pattern").at("String"), json.at("content"));
+      if (replaced_.back().first.empty()) refuse("a \"decoder\" that replaces \"\"");
     } else if (type == "Metaspace") {
       replaced_.emplace_back(json.value("replacement", "\u2581"), " ");
+      if (replaced_.back().first.empty()) refuse("a \"decoder\" that replaces \"\"");
       strips_first_space_ |=
           json.value("prepend_scheme", json.value("add_prefix_space", true) ? "always" : "never") != "never";
     } else if (type == "Strip" && json.at("content") == " " && json.at("start") == 1 && json.at("stop") == 0) {

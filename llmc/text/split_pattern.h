@@ -232,10 +232,12 @@ class SplitPattern {
       item.inside = parse_alternatives(ignore_case);
       CHECK(take(")"), "{}: pattern '{}': '(' at byte {} is not closed", where_, shown(pattern_, 400), begin);
       --depth_;
+      std::string inside = pattern_.substr(begin, at_ - begin);
+      for (char& c : inside)
+        if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
       if (ignore_case == IgnoreCase::yes)
         for (const char* one : {"ss", "st", "ff", "fi", "fl"})  // sharp s, ligatures: one character for two
-          if (pattern_.substr(begin, at_ - begin).find(one) != pattern_.npos)
-            refuse(formatted("case-insensitive '{}'", one), begin);
+          if (inside.find(one) != inside.npos) refuse(formatted("case-insensitive '{}'", one), begin);
     } else {
       item.set = parse_set(ignore_case);
       item.set.finish();

@@ -117,6 +117,25 @@ TEST_CASE("texts packed by gzip or zstd, in one part or several, are read like t
   REQUIRE_ERROR(all_text({dir / "e.jsonl"}), "e.jsonl: a Parquet file");
 }
 
+TEST_CASE("a text without a place to cut is cut between characters", "[tokenize]") {
+  for (const std::string character : {"x", "я", "あ", "😀"})
+    for (const std::string before : {"", "x", "xx"}) {
+      const TempDir dir;
+      std::string text = before;
+      while (text.size() <= ChunkReader::longest_part) text += character;
+      write(dir / "a.txt", text);
+      ChunkReader reader({dir / "a.txt"}, [](std::string_view) { return std::nullopt; });
+      std::string all;
+      for (int chunks = 0; const auto chunk = reader.next(); ++chunks) {
+        INFO(character << " after " << before << ", chunk " << chunks << " of " << chunk->text.size() << " bytes");
+        REQUIRE_FALSE(utf8_fault(chunk->text));
+        REQUIRE((chunks > 0 || chunk->text.size() + 3 >= ChunkReader::longest_part));
+        all += chunk->text;
+      }
+      REQUIRE((all == text));
+    }
+}
+
 TEST_CASE("reading goes on at any chunk, also within a document", "[tokenize]") {
   const TempDir dir;
   write(dir / "a.jsonl.gz", gzipped(json_lines()));

@@ -337,7 +337,7 @@ inline std::vector<Format> make_formats(const std::string& root, std::unique_ptr
                        }});
 
   const std::string text = directory("text");
-  for (const char* file : {"gpt2.json", "llama3.json", "qwen2.5.json"}) {
+  for (const char* file : {"gpt2.json", "llama2.json", "llama3.json", "qwen2.5.json"}) {
     fs::copy(golden + "tokenizers/" + file, text);
     formats.push_back({formatted("tokenizer {}", file), text, file, Content::json, false, {}, [=] {
                          return read_tokenizer(text + "/" + file);

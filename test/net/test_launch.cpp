@@ -221,7 +221,7 @@ TEST_CASE("the first host of a Slurm node list", "[net]") {
                                                         {"a-b[3]", "a-b3"},
                                                         {"[10-12]", "10"}})
     REQUIRE(first_slurm_host(list) == host);
-  for (const char* list : {"", ",a", "n[1-2", "n]", "n[]", "n[-2]", "n[[1]]", "n[a-b]", "n 1", "n[1 ]"})
+  for (const char* list : {"", ",a", "n[1-2", "n]", "n[]", "[]", "n[-2]", "n[[1]]", "n[a-b]", "n 1", "n[1 ]"})
     REQUIRE_ERROR(first_slurm_host(list), "is no list of Slurm nodes");
 }
 

@@ -38,7 +38,7 @@ struct Watch {
   std::unique_ptr<Comm> join(int rank, const std::string& name, const std::vector<int>& members) {
     std::lock_guard lock(mutex);
     std::shared_ptr<ThreadsHub>& hub = hubs[formatted("{} of {}", name, members[0])];
-    if (!hub) hub = std::make_shared<ThreadsHub>(static_cast<int>(members.size()));
+    if (!hub) hub = std::make_shared<ThreadsHub>(0, static_cast<int>(members.size()));
     const auto index = std::find(members.begin(), members.end(), rank) - members.begin();
     auto transport = std::make_unique<Transport>(hub, static_cast<int>(index), *this);
     transports[{rank, name}] = transport.get();
@@ -204,7 +204,7 @@ TEST_CASE("groups that throw while they are made leave no task without its group
 }
 
 TEST_CASE("what a rank has posted is withdrawn when it fails: its memory may be gone", "[parallel][failures]") {
-  const auto hub = std::make_shared<ThreadsHub>(3);
+  const auto hub = std::make_shared<ThreadsHub>(0, 3);
   ThreadsTransport sender(hub, 0), receiver(hub, 1), other(hub, 2);
   const float out = 7, wrong[2] = {};
   float in = 0, received = 0;

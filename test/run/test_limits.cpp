@@ -22,6 +22,8 @@ TEST_CASE("memory and threads that a limit refuses are named, with the limit, an
   const std::string thread = says(std::system_error(EAGAIN, std::generic_category()));
   REQUIRE(thread.starts_with("the system started no further thread"));
   REQUIRE(thread.find(", ulimit -v is 1073741824 KiB: raise a limit") != thread.npos);
+  REQUIRE(says(fs::filesystem_error("cannot rename", "a", std::error_code(EACCES, std::generic_category()))) ==
+          "filesystem error: cannot rename: Permission denied [a]");
   REQUIRE(says(std::bad_array_new_length()).starts_with("internal error: "));
   REQUIRE(says(std::runtime_error("x")) == "internal error: x");
   REQUIRE(says(Error("ours")) == "ours");
@@ -73,7 +75,7 @@ TEST_CASE("what is printed to a closed stream gets into no file of the run", "[r
     INFO(closed);
     fs::remove_all(dir / "closed");
     const ProgramResult r =
-        run_program(tiny(dir / "closed", "--max-steps 2"), formatted("sh -c 'exec \"$0\" \"$@\" {}'", closed));
+        run_program(tiny(dir / "closed", "--max-steps 2"), formatted("bash -c 'exec \"$0\" \"$@\" {}'", closed));
     REQUIRE(r.status == 0);
     REQUIRE(read_whole(dir / "closed/.lock") == read_whole(dir / "open/.lock"));
     REQUIRE(state_of(dir / "closed/step-000002") == state_of(dir / "open/step-000002"));

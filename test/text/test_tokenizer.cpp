@@ -205,6 +205,7 @@ TEST_CASE("unsupported pattern syntax is refused with the pattern", "[text]") {
            {R"((?i:\p{Lu}))", "a case-insensitive class"},
            {R"((?i:ä))", "a case-insensitive character beyond ASCII"},
            {R"((?i:'ss))", "case-insensitive 'ss'"},
+           {R"((?i:Fl))", "case-insensitive 'fl'"},
            {R"(a|b*)", "matches an empty text"},
            {R"((a)", "'(' at byte 0 is not closed"},
            {R"(a))", "unmatched ')' at byte 1"},
@@ -279,6 +280,15 @@ TEST_CASE("kinds of tokenizer.json that are not supported are refused by name", 
   REQUIRE_ERROR(make_tokenizer(dir / "none.json"), "none.json");
   REQUIRE_ERROR(make_tokenizer("tokenizer.model"), "--tokenizer tokenizer.model");
   REQUIRE_ERROR(make_tokenizer(std::string(100000, 'a')), "aaa... (100000 bytes): expected auto, bytes");
+}
+
+TEST_CASE("a decoder that replaces nothing, which would never end, is refused", "[text]") {
+  for (const Json& decoder : {Json{{"type", "Replace"}, {"pattern", {{"String", ""}}}, {"content", "x"}},
+                              Json{{"type", "Metaspace"}, {"replacement", ""}}}) {
+    Json json = read_golden("llama2.json");
+    json["decoder"] = {{"type", "Sequence"}, {"decoders", {{{"type", "Fuse"}}, decoder}}};
+    REQUIRE_ERROR(Bpe(json, "FILE"), "FILE: a \"decoder\" that replaces \"\" is not supported");
+  }
 }
 
 TEST_CASE("a token for a byte is needed only if the byte is in the text", "[text]") {

@@ -55,7 +55,7 @@ inline std::string first_slurm_host(const std::string& list) {
       else host += c;
       valid = valid && c != ']' && c != ' ';
     } else if (c == ']') {
-      valid = valid && host.back() >= '0' && host.back() <= '9';
+      valid = valid && !host.empty() && host.back() >= '0' && host.back() <= '9';
       at = At::name;
     } else if (c == '-' || c == ',') {
       at = At::other_numbers;

@@ -23,6 +23,7 @@ class DirectoryLock {
   DirectoryLock& operator=(DirectoryLock&& other) noexcept {
     std::swap(fd_, other.fd_);
     std::swap(file_, other.file_);
+    std::swap(fault_, other.fault_);
     return *this;
   }
   ~DirectoryLock() {
@@ -38,10 +39,16 @@ class DirectoryLock {
       CHECK(fd_ >= 0 || errno != ELOOP, "--out-dir {}: {} is a symbolic link, expected a file: remove it", directory,
             file_);
       CHECK(fd_ >= 0, "--out-dir {}: cannot write there: {}", directory, std::strerror(errno));
-      if (flock(fd_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
+      fault_.clear();
+      if (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
+        if (errno == EWOULDBLOCK) return false;
+        fault_ = std::strerror(errno);
+      }
       if (same_file(fd_, file_)) return true;  // false if a --restart has moved the directory meanwhile
     }
   }
+  // Why the lock, although taken, keeps no other process out: the file system has no locks. "": it does.
+  const std::string& fault() const { return fault_; }
   bool in_place() const { return same_file(fd_, file_); }
 
   // The directory where the held lock is now, for example after a move; empty: none, or the system does not say.
@@ -54,7 +61,7 @@ class DirectoryLock {
 
  private:
   int fd_ = -1;
-  std::string file_;
+  std::string file_, fault_;
 };
 
 }  // namespace llmc

@@ -61,6 +61,11 @@ class RunDirectory {
     lock();
     if (o.restart && requeued()) log.line("notice: Slurm has started this job again: --restart is left out");
     else if (o.restart && move_aside(o, log)) lock();
+    if (!lock_.fault().empty())
+      log.line(
+          formatted("WARNING: --out-dir {} is on a file system without locks ({}): nothing keeps a second run from "
+                    "writing there, too",
+                    path_, lock_.fault()));
     if (has_steps()) {  // a run without a step may have been started with mistyped options
       CHECK(o.resume != "never",
             "--resume never: --out-dir {} already holds a run; choose another one, or move it aside with --restart",
