@@ -561,14 +561,14 @@ int main(int argc, char** argv) {
     command = read_command_line(argc, argv);
     if (o.cpu_isa != "auto") cpu::use_isa(o.cpu_isa, "--cpu-isa");
     reports = o.place.rank_on_host == 0;
-    if (!command.print && !command.version) {
+    if (command.text.empty() && !command.version) {
       processes = meet(o);
       if (!processes) return done;                       // a spare that was not needed
       if (o.spare) begin = StopCondition::Clock::now();  // --time-limit does not count the wait
       reports = o.place.rank_on_host == 0;
       if (const std::string notice = notice_of_ignored(o); !notice.empty() && o.place.process == 0) print_error(notice);
     }
-    if (command.print) std::printf("%s\n", command.text.c_str());  // --help, --print-config and the like
+    if (!command.text.empty()) std::printf("%s\n", command.text.c_str());  // --help, --print-config and the like
     else if (command.version) std::printf("%s\n", version_text().c_str());
     else if (o.selftest) run_selftest_mode(o, *processes);
     else if (o.evaluate) run_evaluate(o, *processes);

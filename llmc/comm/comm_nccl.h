@@ -131,6 +131,12 @@ class Pause {
   int looks_ = 0;
 };
 
+inline int nccl_version_number() {
+  int version = 0;
+  check_nccl(ncclGetVersion(&version), "ncclGetVersion");
+  return version;
+}
+
 }  // namespace detail
 
 // Call before other threads start, since they may read the environment; variables that are set stay as they are.
@@ -139,19 +145,14 @@ inline void set_nccl_environment() {
 }
 // Call before the first group is made.
 inline void prepare_nccl() {
-  int version = 0;
-  detail::check_nccl(ncclGetVersion(&version), "ncclGetVersion");
+  const int version = detail::nccl_version_number();
   CHECK(version >= detail::least_nccl,
         "--comm nccl: NCCL {}.{}.{} was found, but 2.26 or newer is needed; update it, or use --comm threads",
         version / 10000, version / 100 % 100, version % 100);
   set_nccl_environment();
 }
 // Whether processes, of one rank each, may share a GPU: for tests, since their kernels take turns.
-inline bool nccl_shares_gpus() {
-  int version = 0;
-  detail::check_nccl(ncclGetVersion(&version), "ncclGetVersion");
-  return version >= 23000;
-}
+inline bool nccl_shares_gpus() { return detail::nccl_version_number() >= 23000; }
 // One notice for each setting that the user's environment overrides.
 inline std::vector<std::string> nccl_notices() {
   std::vector<std::string> notices;
@@ -195,12 +196,6 @@ class NcclGroup final : public GpuCollectives {
           size_, seconds);
     detail::check_nccl(state, "ncclCommInitRankConfig");
     connected_ = true;
-  }
-
-  static std::string unique_id() {
-    ncclUniqueId id;
-    detail::check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
-    return {reinterpret_cast<const char*>(&id), sizeof id};
   }
 
   void reduce_scatter(Tensor buffer, int64_t n, Stream& stream) override {
@@ -340,11 +335,14 @@ class NcclGroup final : public GpuCollectives {
 };
 
 inline std::string nccl_version() {
-  int version = 0;
-  detail::check_nccl(ncclGetVersion(&version), "ncclGetVersion");
+  const int version = detail::nccl_version_number();
   return formatted("NCCL {}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
-inline std::string nccl_unique_id() { return NcclGroup::unique_id(); }
+inline std::string nccl_unique_id() {
+  ncclUniqueId id;
+  detail::check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
+  return {reinterpret_cast<const char*>(&id), sizeof id};
+}
 inline std::unique_ptr<GpuCollectives> make_nccl_group(const std::string& id, int rank, int size, int gpu,
                                                        int channels) {
   return std::make_unique<NcclGroup>(id, rank, size, gpu, channels);

@@ -1,6 +1,7 @@
 // layout.h: how the ranks of a run divide the work of a step, as one value: by data (ZeRO), by tensors, by context, by
 // experts and by layers. All ranks have the same layout; groups.h says who talks to whom in it.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "comm/context_parallel.h"
@@ -63,6 +64,9 @@ struct PipelineParallel {
   std::vector<int64_t> slices = {};  // tokens of each token slice of a sequence; empty: sequences are whole
 
   int chunks() const { return stages * chunks_per_stage; }
+  Pipeline pipeline(int64_t micro_batches = 1) const {
+    return {schedule, stages, chunks_per_stage, micro_batches, std::max(1, static_cast<int>(slices.size()))};
+  }
   // Whether stages update by themselves. A single stage waits for no other: pipedream is then 1f1b.
   bool asynchronous() const { return schedule == Schedule::pipedream && stages > 1; }
   // Whether the last stage sends activations to the first one.

@@ -180,10 +180,7 @@ class StageLinks {
     const int stages = layout.pipeline.stages;
     if (stages == 1) return;
     const int stage = stage_, inner = layout.ranks() / stages, first = rank - stage * inner;
-    const Pipeline pipeline{.schedule = layout.pipeline.schedule,
-                            .stages = stages,
-                            .chunks_per_stage = layout.pipeline.chunks_per_stage,
-                            .slices = std::max(1, static_cast<int>(layout.pipeline.slices.size()))};
+    const Pipeline pipeline = layout.pipeline.pipeline();
     const auto span = [=](const Action& a) { return message_span(a, pipeline, first, inner); };
     // The ring's edges e, from stage e to e + 1, in two or three colours: edges of one colour share no stage.
     const int edges = stages == 2 ? 1 : layout.pipeline.wraps() ? stages : stages - 1;

@@ -53,18 +53,7 @@ struct Precision {
         state(accumulator_of(dtype)) {}
 
   // Do weights, activations and products have one dtype, and sums its accumulator? So far, all kernels expect this.
-  bool uniform() const {
-    Precision same = weights;
-    same.masters = masters;
-    same.averages = averages;
-    same.linear = linear;
-    same.fp8_skip = fp8_skip;
-    same.gathers_fp8 = gathers_fp8;
-    same.wire = wire;
-    same.moment1 = moment1, same.moment2 = moment2;
-    same.split_masters = split_masters;
-    return *this == same;
-  }
+  bool uniform() const { return activations == weights && products == weights && state == accumulator_of(weights); }
   // How the linear layers of a block read their operands.
   Operands linear_of(const BlockPlace& block) const { return fp8_skip.have(block) ? Operands::as_stored : linear; }
   bool keeps_masters() const { return masters && weights != state; }

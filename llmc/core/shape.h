@@ -68,5 +68,16 @@ inline Range overlap(const Range& a, const Range& b) {
   const int64_t begin = std::max(a.begin, b.begin);
   return {begin, std::max<int64_t>(0, std::min(a.end(), b.end()) - begin)};
 }
+// What of [0, size) lies in none of these ranges, which ascend.
+inline std::vector<Range> gaps(const std::vector<Range>& ranges, int64_t size) {
+  std::vector<Range> all;
+  int64_t begin = 0;
+  for (const Range& r : ranges) {
+    if (r.begin > begin) all.push_back({begin, r.begin - begin});
+    begin = r.end();
+  }
+  if (begin < size) all.push_back({begin, size - begin});
+  return all;
+}
 
 }  // namespace llmc

@@ -7,6 +7,16 @@
 
 namespace llmc {
 
+// "a,b" -> "a", "b"; at least one part, which may be empty.
+inline std::vector<std::string> split(const std::string& text, char at) {
+  std::vector<std::string> parts(1);
+  for (const char c : text) {
+    if (c == at) parts.emplace_back();
+    else parts.back() += c;
+  }
+  return parts;
+}
+
 // The number of insertions, deletions, replacements and swaps of neighbours between two words (Damerau 1964).
 inline size_t edit_distance(const std::string& a, const std::string& b) {
   std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
@@ -33,11 +43,7 @@ inline std::string plain_name(const std::string& name) {
 namespace detail {
 
 inline std::vector<std::string> parts_of(const std::string& plain) {
-  std::vector<std::string> parts(1);
-  for (const char c : plain) {
-    if (c == '-') parts.emplace_back();
-    else parts.back() += c;
-  }
+  std::vector<std::string> parts = split(plain, '-');
   std::sort(parts.begin(), parts.end());
   return parts;
 }

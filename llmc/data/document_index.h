@@ -58,8 +58,8 @@ class DocumentIndex {
   // document.
   DocumentIndex(const TokenFiles& files, int64_t i, int64_t vocab_size, int32_t end_of_text,
                 const std::string& directory, const Notice& notice)
-      : of_(files.paths()[static_cast<size_t>(i)]),
-        tokens_(files.tokens_of_files()[static_cast<size_t>(i)]),
+      : of_(files.path(i)),
+        tokens_(files.tokens_of(i)),
         source_(source(of_, end_of_text)),
         path_(formatted("{}/{}-{}.index", directory, hex_digits(source_.path), end_of_text)) {
     std::error_code unknown;

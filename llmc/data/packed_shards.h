@@ -120,7 +120,7 @@ class PackedShards {
         if (!begins.empty() && begin / window != begins.front() / window) end_window(begin);
         begins.push_back(begin);
       }
-    end_window(files_.tokens_of_files()[static_cast<size_t>(file)] - 1);
+    end_window(files_.tokens_of(file) - 1);
   }
 
   // A document has the places from its beginning to that of the next one. A file's last token is only a target.

@@ -113,6 +113,8 @@ class TokenFiles {
   int64_t tokens() const { return tokens_; }
   DataFormat format(int64_t i) const { return files_[static_cast<size_t>(i)].format; }
   DocumentMark document_mark(int64_t i) const { return row_of(format(i)).documents; }
+  const std::string& path(int64_t i) const { return files_[static_cast<size_t>(i)].path; }
+  int64_t tokens_of(int64_t i) const { return files_[static_cast<size_t>(i)].tokens; }
   std::vector<std::string> paths() const {
     std::vector<std::string> all;
     for (const Described& file : files_) all.push_back(file.path);

@@ -67,8 +67,7 @@ inline constexpr FormatRow format_rows[] = {
 inline const FormatRow& row_of(DataFormat format) {
   for (const FormatRow& row : format_rows)
     if (row.format == format) return row;
-  CHECK(false, "no file has the format {}", name_of(format));
-  __builtin_unreachable();
+  throw Error(formatted("no file has the format {}", name_of(format)));
 }
 
 }  // namespace llmc

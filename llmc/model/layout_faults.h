@@ -130,10 +130,7 @@ inline void expert_faults(Faults& faults, const Layout& l, const ModelConfig& c)
 // The faults of a layout, whatever the model.
 inline Faults layout_faults(const Layout& l) {
   const PipelineParallel& p = l.pipeline;
-  Faults faults = pipeline_faults({.schedule = p.schedule,
-                                   .stages = p.stages,
-                                   .chunks_per_stage = p.chunks_per_stage,
-                                   .slices = std::max(1, static_cast<int>(p.slices.size()))});
+  Faults faults = pipeline_faults(p.pipeline());
   faults.unless(p.stages > 1 || has_slices(p.schedule) || p.schedule == Schedule::pipedream,
                 "--schedule {} is for the stages of a pipeline: give --pp, or use 1f1b", p.schedule);
   faults.unless(p.slices.empty() || l.context.ranks == 1,

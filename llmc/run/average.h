@@ -183,11 +183,7 @@ inline void write_average(const std::string& directory, const std::vector<Averag
 // --average A,B,C --out DIR. Checks everything before it writes; DIR appears when it is complete.
 inline void run_average(const Options& o) {
   std::vector<detail::Averaged> models;
-  for (size_t at = 0; at <= o.average.size();) {
-    const size_t end = std::min(o.average.find(',', at), o.average.size());
-    models.emplace_back(o.average.substr(at, end - at));
-    at = end + 1;
-  }
+  for (const std::string& directory : split(o.average, ',')) models.emplace_back(directory);
   CHECK(models.size() > 1, "--average {}: name at least two models", o.average);
   for (size_t i = 1; i < models.size(); ++i) detail::require_alike(models[0], models[i]);
   std::filesystem::path out = o.tokenize_out;

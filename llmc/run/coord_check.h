@@ -255,14 +255,13 @@ inline ModelConfig model_of(Options o, std::optional<int64_t> width, std::option
 
 inline std::vector<int64_t> numbers_of(const char* option, const std::string& text) {
   std::vector<int64_t> numbers;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t end = std::min(text.find(',', at), text.size());
+  for (const std::string& number : split(text, ',')) {
+    const char* const end = number.data() + number.size();
     int64_t n = 0;
-    const auto [rest, error] = std::from_chars(text.data() + at, text.data() + end, n);
-    CHECK(error == std::errc() && rest == text.data() + end && n > 0 && n <= static_cast<int64_t>(largest_size),
+    const auto [rest, error] = std::from_chars(number.data(), end, n);
+    CHECK(error == std::errc() && rest == end && n > 0 && n <= static_cast<int64_t>(largest_size),
           "{} {}: expected numbers with commas between them, such as 128,256,512", option, shown(text));
     numbers.push_back(n);
-    at = end + 1;
   }
   CHECK(std::ranges::is_sorted(numbers, std::less_equal()), "{} {}: expected numbers that rise", option, shown(text));
   return numbers;

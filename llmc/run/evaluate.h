@@ -115,9 +115,6 @@ struct Evaluation {
     return all;
   }
 
-  // Does the tokenizer know the bytes of the data's tokens? A byte tokenizer that stands in for another does not.
-  bool knows_bytes() const { return knows_tokens(options, *tokenizer, step.model); }
-
   // Options whose values, in the run that wrote the checkpoint, made its own validations give other numbers.
   std::vector<std::string> differences() const {
     std::vector<std::string> found;
@@ -300,8 +297,7 @@ inline void require_same_evaluation(const Processes& processes, const Evaluation
              {"what --model holds", detail::model_checksum(o, true)},
              {"the number of validation samples", formatted("{}", job.inputs.samples())}};
     for (const ValidationSet& set : job.data)
-      found.emplace_back(formatted("what {} holds", option_of("--val-data", "--val", set.name)),
-                         checksum(formatted("{}", set.checksums)));
+      found.emplace_back(formatted("what {} holds", val_option(set.name)), checksum(formatted("{}", set.checksums)));
     if (job.choices) found.emplace_back("what --eval-choices holds", checksum(read_text(o.eval_choices)));
   });
   require_same(processes, "what was found", found);
@@ -318,7 +314,7 @@ inline void run_evaluate(const Options& o, const Processes& processes) {
   detail::report_evaluation_header(log, job);
   Evaluated found;
   together(processes, "validation data", [&] {
-    if (first && !job.data.empty() && job.knows_bytes())
+    if (first && !job.data.empty() && knows_tokens(o, *job.tokenizer, job.step.model))
       found.bytes = target_bytes(job.inputs, *job.tokenizer, job.step.model.vocab_size);
   });
   World world(job.step.layout.mesh(), job.backend, no_hooks, processes.local_ranks());

@@ -188,7 +188,7 @@ struct Job {
   void cut_validation_data() const {
     for (ValidationSet& set : data->val)
       CHECK(set.shards.cut(options.seq_len) > 0, "{}: no sample of {} + 1 tokens, the --seq-len of a stage",
-            option_of("--val-data", "--val", set.name), options.seq_len);
+            val_option(set.name), options.seq_len);
   }
   Job(const Options& o, StopCondition::Clock::time_point process_begin, const Recipe& recipe)
       : Job(o, process_begin, recipe, std::make_shared<RunData>(o, recipe)) {}

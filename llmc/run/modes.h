@@ -1,5 +1,5 @@
 // modes.h: modes other than training: --selftest, --verify-data, --plan, --plan-auto, --plan-examples,
-// --print-schedule. --generate and --evaluate have their own files.
+// --print-schedule, --print-stages, --print-samples. --generate and --evaluate have their own files.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -103,11 +103,10 @@ inline void run_verify_data(const Options& o) {
   if (o.tokenizer != "auto") end_of_text = choose_tokenizer(o, model)->end_of_text();
   std::string bad;
   for (const SourceText& source : source_texts(o))
-    bad += verify_data(log, option_of("--train-data", "--data", source.name).c_str(), source.pattern, o.data_format,
-                       model.vocab_size, end_of_text);
+    bad += verify_data(log, train_option(source.name).c_str(), source.pattern, o.data_format, model.vocab_size,
+                       end_of_text);
   for (const ValidationText& set : validation_texts(o))
-    bad += verify_data(log, option_of("--val-data", "--val", set.name).c_str(), set.pattern, o.data_format,
-                       model.vocab_size, end_of_text);
+    bad += verify_data(log, val_option(set.name).c_str(), set.pattern, o.data_format, model.vocab_size, end_of_text);
   CHECK(bad.empty(), "--verify-data found bad shards:{}", bad);
 }
 
@@ -179,10 +178,9 @@ inline PlannedStages plan_stages(const Options& asked, Log* log) {
 // --plan: the memory of a step by name and its work by op, from the null device, and its time on this machine's GPUs if
 // they have datasheets.
 inline void run_plan(const Options& asked) {
-  Log plan_log = make_log(asked);
-  const detail::PlannedStages staged = asked.stages.empty()
-                                           ? detail::PlannedStages{asked, {}}
-                                           : detail::plan_stages(asked, asked.json ? nullptr : &plan_log);
+  Log log = make_log(asked);
+  const detail::PlannedStages staged =
+      asked.stages.empty() ? detail::PlannedStages{asked, {}} : detail::plan_stages(asked, asked.json ? nullptr : &log);
   const Options& o = staged.largest;
   const KeptLists kept;
   const Device device = choose_device(o);
@@ -199,7 +197,6 @@ inline void run_plan(const Options& asked) {
           "--machine {} measures ranks that are threads of one process, and {} of {} would be elsewhere: use "
           "--local-ranks {}, or a machine with GPUs",
           local_machine, config.layout.ranks() - o.place.local_ranks, config.layout.ranks(), config.layout.ranks());
-    Log log = make_log(o);
     rank.machine = measured_machine(config, rank, o.json ? nullptr : &log);
   }
   const Plan plan = plan_run(o, config, rank);
@@ -217,10 +214,7 @@ inline void run_plan(const Options& asked) {
     require_writable_trace(o.trace);
     write_trace(o.trace, plan_trace(config, rank, plan));
   }
-  if (!o.json) {
-    Log log = make_log(o);
-    return report_plan(log, o, rank, config, plan, steps);
-  }
+  if (!o.json) return report_plan(log, o, rank, config, plan, steps);
   std::printf("%s\n", plan_json(o, rank, config, plan, steps, staged.stretches).c_str());
   if (o.memory_limit && !fits(plan, memory_limit(o, rank))) throw Error(detail::memory_verdict(o, config, plan, rank));
 }
@@ -244,19 +238,12 @@ inline void run_plan_auto(const Options& asked) {
           "found",
           std::string(o.offload));
     SearchFor what;
-    what.step.model = choose_model(o);
-    what.step.precision = choose_precision(o);
-    what.step.batch = {1, o.seq_len};
-    what.step.generates = o.sample_every > 0;
+    what.step = choose_step(o);
     require_gelu_can(what.step, device, o);
     require_residual_can(what.step, device, o);
     what.ranks = o.ranks;
     what.device = device;
     what.memory = memory_limit(o, device);
-    CHECK(o.seq_len <= what.step.model.n_positions,
-          "--seq-len {} exceeds the {} positions of --model {}: use at most {}", o.seq_len, what.step.model.n_positions,
-          o.model, what.step.model.n_positions);
-    what.step.experts = choose_experts(o, what.step.model);
     const int64_t tokens =
         o.total_batch_size.value_or(round_up(std::max(int64_t{1} << 19, o.ranks / 8 * o.seq_len), o.seq_len));
     CHECK(tokens % o.seq_len == 0, "--total-batch-size {} is no multiple of --seq-len {}: use {}", tokens, o.seq_len,
@@ -267,7 +254,7 @@ inline void run_plan_auto(const Options& asked) {
   Options o = asked;
   add(o);
   if (o.dtype == WeightType::fp32 && has_bf16(asked.machine)) o.dtype = WeightType::bf16, add(o);
-  if (o.dtype == WeightType::bf16 && o.master_weights == MasterWeights::fp32)
+  if (o.dtype == WeightType::bf16 && o.master_weights == MasterWeights::fp32 && !o.ema)
     o.master_weights = MasterWeights::none, add(o);
   if (asked.json) return void(std::printf("%s\n", search_json(asked, precisions).c_str()));
   Log log = make_log(asked);

@@ -144,7 +144,6 @@ inline std::unique_ptr<Processes> meet(Options& o) {
     machines.insert(peer.machine);
     place.host_of_process.push_back(peer.host);
   }
-  place.started_by = launch.how;
   place.hosts = static_cast<int64_t>(machines.size());
   // Launchers bind processes to processors, or give each its own GPUs.
   const std::string machine = control.peers()[static_cast<size_t>(place.process)].machine;

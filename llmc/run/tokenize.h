@@ -390,12 +390,9 @@ inline void tokenize_files(const TokenizeJob& job, const Tokenizer& tokenizer, L
 // The files that --tokenize names: files and patterns, with commas between them.
 inline std::vector<std::string> files_to_tokenize(const std::string& names) {
   std::vector<std::string> paths;
-  for (size_t at = 0; at <= names.size();) {
-    const size_t end = std::min(names.find(',', at), names.size());
-    const std::string name = names.substr(at, end - at);
+  for (const std::string& name : split(names, ',')) {
     CHECK(!name.empty(), "--tokenize {}: a name is missing: give files or quoted patterns", shown(names, 300));
     for (std::string& path : expand_glob(name, "--tokenize")) paths.push_back(std::move(path));
-    at = end + 1;
   }
   return paths;
 }

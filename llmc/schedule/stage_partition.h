@@ -43,17 +43,15 @@ inline PipelineLayout pipeline_layout_from_name(const std::string& name) {
   if (name == "even") return {LayoutKind::even, {}};
   if (name == "balanced") return {LayoutKind::balanced, {}};
   PipelineLayout layout{LayoutKind::list, {}};
-  for (size_t at = 0; at <= name.size();) {
-    const size_t comma = std::min(name.find(',', at), name.size());
-    const char *begin = name.data() + at, *end = name.data() + comma;
+  for (const std::string& number : split(name, ',')) {
+    const char* const end = number.data() + number.size();
     int64_t n = 0;
-    const auto [parsed, error] = std::from_chars(begin, end, n);
-    CHECK(begin != end && parsed == end && error == std::errc{} && n >= 0,
+    const auto [parsed, error] = std::from_chars(number.data(), end, n);
+    CHECK(parsed == end && error == std::errc{} && n >= 0,
           "--pp-layout {}: \"{}\" is not a number of layers; expected even, balanced, or the layers of each stage, as "
           "in 8,10,10,8",
-          shown(name), shown(name.substr(at, comma - at)));
+          shown(name), shown(number));
     layout.layers.push_back(n);
-    at = comma + 1;
   }
   return layout;
 }

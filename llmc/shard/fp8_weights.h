@@ -40,14 +40,9 @@ inline std::vector<LinearMatrix> linear_matrices_of(const UnitSpec& unit, const 
 }
 // What lies between them.
 inline std::vector<Range> besides(const std::vector<LinearMatrix>& matrices, int64_t size) {
-  std::vector<Range> rest;
-  int64_t begin = 0;
-  for (const LinearMatrix& m : matrices) {
-    if (m.begin > begin) rest.push_back({begin, m.begin - begin});
-    begin = m.begin + m.whole().n;
-  }
-  if (begin < size) rest.push_back({begin, size - begin});
-  return rest;
+  std::vector<Range> all;
+  for (const LinearMatrix& m : matrices) all.push_back({m.begin, m.whole().n});
+  return gaps(all, size);
 }
 
 class Fp8Weights {

@@ -31,7 +31,7 @@ class HostState {
       if (piece.range.size == 0) continue;
       ++pieces;
       int64_t bytes = 0;
-      for (const UnitState::StatePart& part : offloaded(piece)) bytes += room_for(part.tensor);
+      for (const UnitState::StatePart& part : offloaded(piece)) bytes += FileState::room_for(part.tensor);
       largest = std::max(largest, bytes);
       file_bytes = std::max(file_bytes, FileState::room_for(in_file(units_, piece)));
     }
@@ -90,11 +90,7 @@ class HostState {
   }
 
  private:
-  struct Buffer {
-    Tensor memory;
-    Event free, ready;
-    explicit Buffer(const Tensor& m) : memory(m) { free.signal(); }
-  };
+  using Buffer = FileState::Buffer;
   struct Arrival {
     Buffer* buffer = nullptr;  // none: nothing had to come
     UnitState::Moved moved = {};
@@ -104,7 +100,6 @@ class HostState {
   Stream& to_device() const { return *units_.groups().find_stream(Lane::to_device); }
   Stream& to_host() const { return *units_.groups().find_stream(Lane::to_host); }
 
-  static int64_t room_for(const Tensor& t) { return round_up(t.size_bytes(), Arena::alignment); }
   std::vector<UnitState::StatePart> offloaded(const OffloadPiece& piece) const {
     std::vector<UnitState::StatePart> all = state_of(units_, piece);
     std::erase_if(all, [&](const auto& part) { return !offload_.has(part.what); });
@@ -119,14 +114,14 @@ class HostState {
     if (from_file.buffer != nullptr) stream.wait(from_file.buffer->ready);
     int64_t at = 0;
     size_t next = 0;  // of what was in a file
-    for (const auto& [state, home, changes] : offloaded(what)) {
+    for (const auto& [state, home] : offloaded(what)) {
       const Tensor host = offload_.in_file(state) ? from_file.all[next++].second : home;
       Tensor device = host;
       device.bytes = piece.buffer->memory.bytes + at;
-      at += room_for(home);
+      at += FileState::room_for(home);
       copy_to_device(device, host, stream);
       piece.moved.emplace_back(home, device);
-      if (changes) piece.changed.emplace_back(host, device);
+      if (state != Offloaded::gradients) piece.changed.emplace_back(host, device);
     }
     piece.buffer->ready = stream.record();
     return piece;

@@ -224,23 +224,20 @@ class UnitState {
           muon_direction(reduced_gradients(r), slots_of(s.rule, r)[0], control, options.momentum, stream);
   }
 
-  // A tensor of the state, and whether an update changes it. Weights are read, too: an update that is skipped leaves
-  // them as they are.
   struct StatePart {
     Offloaded what;
     Tensor tensor;
-    bool changes = true;
   };
   // The state of these elements, which this rank updates.
   std::vector<StatePart> state_of(const Range& r) const {
     std::vector<StatePart> all;
-    const auto add = [&](Offloaded what, const Tensor& t, bool changes = true) {
-      if (!t.empty()) all.push_back({what, slice_of(t, update_range_, r), changes});
+    const auto add = [&](Offloaded what, const Tensor& t) {
+      if (!t.empty()) all.push_back({what, slice_of(t, update_range_, r)});
     };
     add(Offloaded::weights, weights_in_update_range());
     add(Offloaded::master, master_);
     add(Offloaded::master, average_);
-    add(Offloaded::gradients, reduced_gradients(), false);
+    add(Offloaded::gradients, reduced_gradients());
     for (const Slots& s : slots_) {
       const Range held = s.of(r);
       for (size_t i = 0; i < s.tensors.size() && held.size > 0; ++i) {
@@ -362,14 +359,11 @@ class UnitState {
 
  private:
   void find_copies() {
-    int64_t begin = 0;  // of the range to be counted
+    std::vector<Range> copies;
     for (size_t i = 0; i < spec_.params.size(); ++i) {
       const ParamSpec& p = spec_.params[i];
       const Range range{layout_.offsets[i], p.stored_shape().numel()};
-      if (!p.first_copy) {
-        if (range.begin > begin) counted_.push_back({begin, range.begin - begin});
-        begin = range.end();
-      }
+      if (!p.first_copy) copies.push_back(range);
       if (!p.partial) continue;
       const bool continues = i > 0 && spec_.params[i - 1].partial && spec_.params[i - 1].copies == p.copies;
       if (!continues) partial_sums_.push_back({range, p.copies});
@@ -377,7 +371,7 @@ class UnitState {
       Range& all = partial_sums_.back().range;
       all.size = round_up(range.end(), UnitLayout::alignment) - all.begin;
     }
-    if (begin < layout_.size) counted_.push_back({begin, layout_.size - begin});
+    counted_ = gaps(copies, layout_.size);
   }
 
   // Parameters that products multiply by, each with those adjacent to it; and what is between them.
@@ -388,12 +382,7 @@ class UnitState {
       if (p.placement == Placement::aligned) matrices_.push_back({layout_.offsets[i], 0});
       matrices_.back().size += p.stored_shape().numel();
     }
-    int64_t begin = 0;
-    for (const Range& r : matrices_) {
-      if (r.begin > begin) rest_.push_back({begin, r.begin - begin});
-      begin = r.end();
-    }
-    if (begin < layout_.size) rest_.push_back({begin, layout_.size - begin});
+    rest_ = gaps(matrices_, layout_.size);
   }
 
   // The slots of one rule: those of all its parameters in update_range(), one after another.
@@ -469,13 +458,8 @@ class UnitState {
   // Calls f(slots, where the elements `r` of the unit begin in them) if these are in one run of a rule.
   template <class F>
   void with_slots(Optimizer rule, const Range& r, F&& f) const {
-    for (const Slots& s : slots_) {
-      int64_t begin = 0;  // of the run in the slots
-      for (const Range& run : s.runs) {
-        if (s.rule == rule && overlap(run, r).size == r.size) f(s, begin + r.begin - run.begin);
-        begin += run.size;
-      }
-    }
+    for (const Slots& s : slots_)
+      if (const Range held = s.of(r); s.rule == rule && held.size == r.size) f(s, held.begin);
   }
   SlotTensors slots_of(Optimizer rule, const Range& r) const {
     SlotTensors slots;

@@ -82,8 +82,7 @@ class ModelState : public Units {
 // Fresh weights (contract 7): they depend only on the seed, the parameter's name and the element's global index, not on
 // which rank holds them.
 inline void init_weights(const ModelState& state, uint64_t seed, Stream& stream) {
-  for (size_t u = 0; u < state.size(); ++u)
-    if (state.has(u)) state.unit(u).zero_all(stream);
+  state.for_each([&](size_t u) { state.unit(u).zero_all(stream); });
   for (const StateEntry& e : state.state_table()) {
     if (e.kind != StateKind::weight && e.kind != StateKind::master) continue;
     if (e.small() && e.param->init != Init::zeros) {  // as fp32 masters are

@@ -2,6 +2,7 @@
 // it says so after one look into memory, because places hold some bits of the hash, too.
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -18,9 +19,7 @@ class TokenTable {
   // most: how many tokens it can hold
   explicit TokenTable(size_t most = 0) {
     CHECK(most <= number_mask, "{} tokens, expected at most {}", most, number_mask);
-    size_t size = 16;
-    while (size < 2 * most) size *= 2;
-    places_.resize(size);
+    places_.resize(std::bit_ceil(std::max<size_t>(16, 2 * most)));
   }
 
   // Replaces the id that the text had.

@@ -203,18 +203,16 @@ inline bool is_nfc(std::string_view text) {
 
 // NFC of valid UTF-8. Text that NFC cannot change is copied.
 inline std::string nfc(std::string_view text) {
-  const std::vector<uint8_t>& traits = detail::unicode_tables().traits;
-  auto unstable = [&](char32_t c) { return (traits[c] & detail::UnicodeTables::unstable) != 0; };
   std::string out;
   size_t copied = 0, before = 0;  // `before`: where the character before `at` begins
   for (size_t at = 0; at < text.size();) {
     const Utf8Character c = utf8_at(text, at);
-    if (!unstable(c.code)) {
+    if (!nfc_may_change(c.code)) {
       before = at;
       at += c.width;
       continue;
     }
-    while (at < text.size() && unstable(utf8_at(text, at).code)) at += utf8_at(text, at).width;
+    while (at < text.size() && nfc_may_change(utf8_at(text, at).code)) at += utf8_at(text, at).width;
     out += text.substr(copied, before - copied);
     detail::append_normalised(out, text.substr(before, at - before));
     copied = before = at;

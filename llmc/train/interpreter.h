@@ -155,7 +155,7 @@ class Interpreter {
   // The header of the message from which an action gets its input, or which it receives.
   static MessageHeader header_of_input(const Action& a) {
     const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
-    return forward ? header_of(activations, a.chunk - 1, a) : header_of(gradients, a.chunk + 1, a);
+    return header_of(forward ? activations : gradients, chunk_before(a), a);
   }
 
   // Makes room for the messages of each link: two to send, and as many as arrive before they are used.
@@ -172,8 +172,7 @@ class Interpreter {
     std::vector<Neighbour> stages(static_cast<size_t>(groups.stages()));
     const auto with = [&](int stage) -> Neighbour& { return stages[static_cast<size_t>(stage)]; };
     for (const Action& a : actions) {
-      if (a.kind == ActionKind::send_activations) with(stage_of(a.chunk + 1)).sent = true;
-      if (a.kind == ActionKind::send_gradients) with(stage_of(a.chunk - 1)).sent = true;
+      if (is_send(a.kind)) with(stage_of(chunk_after(a))).sent = true;
       const int before = comes_from(a);
       if (before < 0) continue;
       Neighbour& n = with(before);
@@ -192,7 +191,7 @@ class Interpreter {
   int comes_from(const Action& a) const {
     const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
     if (!forward && !is_backward(a.kind) && a.kind != ActionKind::receive_gradients) return -1;
-    const int other = forward ? a.chunk - 1 : a.chunk + 1;
+    const int other = chunk_before(a);
     if (other < 0 || other == config_.layout.pipeline.chunks() || stage_of(other) == stage_of(a.chunk)) return -1;
     return stage_of(other);
   }
@@ -201,10 +200,10 @@ class Interpreter {
     const int64_t elements = memory.stream_shape(a.slice).numel();
     switch (a.kind) {
       case ActionKind::send_activations:
-        return links.to(stage_of(a.chunk + 1))
+        return links.to(stage_of(chunk_after(a)))
             .send(memory.output(a), header_of(activations, a.chunk, a), context_.compute);
       case ActionKind::send_gradients:
-        return links.to(stage_of(a.chunk - 1))
+        return links.to(stage_of(chunk_after(a)))
             .send(memory.gradient(a.slice), header_of(gradients, a.chunk, a), context_.compute);
       case ActionKind::receive_activations:
       case ActionKind::receive_gradients: return links.from(comes_from(a)).post(header_of_input(a), elements);

@@ -176,7 +176,7 @@ class Pipedream {
     report.ready = compute.record();
     combine(of_stage_, row_, control_, step(k).rule, compute);
     state_.versions.begin_version(compute);
-    state_.update(control_, step(k).optimizer, compute, [](size_t) {});
+    state_.update(control_, step(k).optimizer, compute);
   }
 
   // Loss and gradient norm of the whole model in step k, on the gather stream, which has no weights to gather here.

@@ -41,9 +41,7 @@ class SliceTimes {
         experts_(layer_.experts
                      ? std::make_unique<UnitState>(table_[*layer_.experts], config.precision, ZeroConfig{}, 0, arena_)
                      : nullptr),
-        blocks_(ceil_div(model_.n_layer, config.layout.pipeline.stages)) {
-    stream_.set_ledger(&ops_);
-  }
+        blocks_(ceil_div(model_.n_layer, config.layout.pipeline.stages)) {}
   SliceTimes(const SliceTimes&) = delete;
   SliceTimes& operator=(const SliceTimes&) = delete;
 

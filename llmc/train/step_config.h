@@ -75,10 +75,7 @@ struct StepConfig {
 
   // The sums of losses that a rank keeps: the reported loss and, if there is one, (log Z)^2.
   int64_t loss_sums() const { return z_loss > 0 ? 2 : 1; }
-  Pipeline pipeline() const {
-    return {layout.pipeline.schedule, layout.pipeline.stages, layout.pipeline.chunks_per_stage, micro_batches,
-            static_cast<int>(slices_for(Purpose::train))};
-  }
+  Pipeline pipeline() const { return layout.pipeline.pipeline(micro_batches); }
   // A rank's row of scalars: its losses, its notices (Notices), then a square sum for each unit.
   int64_t scalars_before_squares() const { return loss_sums() + Notices::count; }
   // The chunks of the whole model, in its order.

@@ -48,11 +48,9 @@ class StepScalars {
   // of all shards: it decides, and tells the others.
   void decide(ModelState& state, const UpdateRule& rule) {
     const int64_t units = static_cast<int64_t>(state.size()), shards = config_.layout.zero.shards;
-    if (config_.layout.zero.updates() != ZeroConfig::Updates::server) {
-      combine();
+    combine();
+    if (config_.layout.zero.updates() != ZeroConfig::Updates::server)
       return clip_control(control_, square_sums_, losses_.slice(0, {1}), rule, stream_);
-    }
-    combine();  // the losses
     if (groups_.first()) {
       for (int64_t i = 0; i < units * shards; ++i)
         state.gradients.square_sum_of(static_cast<size_t>(i / shards), square_sums_.slice(i, {1}), stream_,

@@ -3,6 +3,7 @@
 // lists.
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <memory>
 #include <optional>
 #include <span>
@@ -73,8 +74,7 @@ class Trainer {
         state_(detail::table_of_rank(config, groups_), config.precision, config.layout.zero, groups_, context.arena,
                {.stages = config.stage_units(),
                 .blocks_open = blocks_open(actions_, config.model_chunks()),
-                .versions =
-                    config.layout.pipeline.asynchronous() ? weight_versions(config.pipeline(), groups_.me.stage) : 1,
+                .versions = weight_versions(config.pipeline(), groups_.me.stage),
                 .offloaded = {context.host, context.file}}),
         scalars_(config_, context_, groups_, static_cast<int64_t>(state_.size())),
         experts_(config_, context_),
@@ -276,10 +276,8 @@ class Trainer {
   std::vector<float> next_token_logits(std::span<const int32_t> tokens) {
     const int64_t n = static_cast<int64_t>(tokens.size());
     CHECK(n >= 1 && n <= config_.batch.T);
-    int64_t T = 1;
-    while (T < n) T *= 2;
     std::vector<int32_t> padded(tokens.begin(), tokens.end());
-    padded.resize(static_cast<size_t>(std::min(T, config_.batch.T)), 0);
+    padded.resize(std::min(std::bit_ceil(tokens.size()), static_cast<size_t>(config_.batch.T)), 0);
     forward_text(padded, nullptr, n - 1);
     return logits();
   }

@@ -15,7 +15,7 @@ std::string answer(std::vector<std::string> arguments) {
   for (const std::string& a : arguments) argv.push_back(a.c_str());
   try {
     const Command command = parse_command_line(static_cast<int>(argv.size()), argv.data(), [](const Options&) {});
-    return command.print ? command.text : "accepted";
+    return command.text.empty() ? "accepted" : command.text;
   } catch (const Error& error) {
     return error.what();
   }

@@ -20,6 +20,17 @@ std::string sparse(const std::string& out, const std::string& more) {
          out + " " + more;
 }
 
+// The smallest margin of a chosen expert over one that was not chosen.
+selftest::Margin margin_of(const selftest::Route& route) {
+  selftest::Margin nearest;
+  for (const int64_t chosen : route.experts)
+    for (int64_t e = 0; e < std::ssize(route.scores); ++e)
+      if (const selftest::Margin m = selftest::margin_of(route, chosen, e);
+          !std::ranges::binary_search(route.experts, e) && m.by < nearest.by)
+        nearest = m;
+  return nearest;
+}
+
 // The nearest choice of all, compared with rounding.
 struct NearestTie {
   selftest::RoutedToken token;

@@ -88,7 +88,11 @@ TEST_CASE("--plan-auto prints commands whose plans have the printed time and mem
         "--model qwen2.5:1.5B --seq-len 2048 --ranks 1 --machine rtx4090x1",  // without master weights
         "--model gpt2:124M --n-layer 24 --ranks 8 --machine h100x8 --dtype bf16 --gelu cublaslt --total-batch-size "
         "4194304",
-        "--model llama3:8B --seq-len 131072 --ranks 32 --machine h100x8 --dtype bf16 --total-batch-size 1048576"}) {
+        "--model llama3:8B --seq-len 131072 --ranks 32 --machine h100x8 --dtype bf16 --total-batch-size 1048576",
+        "--model llama3:8B --seq-len 8192 --ranks 8 --machine h100x8 --dtype bf16 --optimizer muon --lr 1e-3 --ema "
+        "0.99",
+        "--model llama3:8B --seq-len 8192 --ranks 8 --machine h100x8 --dtype bf16 --master-weights split "
+        "--moment1-dtype 8bit --moment2-dtype 8bit"}) {
     const std::string machine =
         asked.substr(asked.find("--machine"), asked.find(' ', asked.find("--machine") + 10) - asked.find("--machine"));
     const ProgramResult r = run_program("--plan-auto --sample-every 0 " + asked);
@@ -192,6 +196,8 @@ TEST_CASE("what is advised for GPUs is the fastest layout that fits, not the fir
            {"--model llama3:405B --world-size 1024 --local-ranks 1 -t 8192 -b 1 --memory-limit 79", "--tp ",
             "--seq-len"},
            {"--model llama3:8B --local-ranks 8 -t 131072 -b 1 --memory-limit 79 --zero-stage 3", "--cp ", "--seq-len"},
+           {"--model gpt2:1558M --local-ranks 1 -t 1024 -b 1 --memory-limit 16 --optimizer sgd",
+            "--moment1-dtype 8bit --recompute activation", "--recompute block"},
            {"--model qwen2.5:1.5B --local-ranks 1 -t 2048 -b 4 --memory-limit 24",
             "--master-weights split --moment1-dtype 8bit --moment2-dtype 8bit --batch-size 2", "--local-ranks"}}) {
     const std::string plan = "--plan --device cuda --dtype bf16 --sample-every 0 " + c.options;
@@ -204,7 +210,10 @@ TEST_CASE("what is advised for GPUs is the fastest layout that fits, not the fir
     EXPECT(change.find(c.change) != std::string::npos);
     EXPECT(change.find(c.instead) == std::string::npos);
     const ProgramResult followed = run_program(plan + " " + change);
-    INFO(followed.err);
+    INFO(followed.out << followed.err);
     EXPECT(followed.status == 0);
+    const size_t size = begin + 14 + change.size() + 2;  // " (15.07 GiB instead of"
+    EXPECT(followed.out.find(refused.err.substr(size, refused.err.find(" instead of", size) - size)) !=
+           std::string::npos);
   }
 }

@@ -198,8 +198,7 @@ inline void load_weights(const std::vector<std::string>& paths, const ModelConfi
   const std::vector<HfPlace> places = match_hf_names(files, tensors);
   if (config.tied) require_same_head(files, places[0]);
 
-  for (size_t u = 0; u < state.size(); ++u)
-    if (state.has(u)) state.unit(u).zero_all(stream);
+  state.for_each([&](size_t u) { state.unit(u).zero_all(stream); });
   stream.synchronize();
   std::map<std::string, StateTable> entries;  // by parameter: models with experts have many
   for (const StateEntry& e : state.state_table()) entries[e.param->name].push_back(e);

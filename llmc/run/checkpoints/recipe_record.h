@@ -240,8 +240,8 @@ class RecipeReader {
       then.push_back(is_new || origin_.sources.empty() ? SourcePosition() : origin_.sources[i]);
       if (!is_new) next.seeds[s] = seeds_[i];
       else if (next.changed && found != names_.end())
-        next.notices.push_back(formatted("{} names other files than before: it begins at their first sample",
-                                         option_of("--train-data", "--data", source.name)));
+        next.notices.push_back(
+            formatted("{} names other files than before: it begins at their first sample", train_option(source.name)));
     }
     positions_ = std::move(now), origin_.sources = std::move(then);
   }

@@ -54,7 +54,7 @@ inline void read_config(Options& o, const std::string& path) {
     for (const ModeOption& mode : mode_options)
       CHECK(name != mode.name, "{}{}: give this on the command line", where, name);
     const auto row = std::ranges::find(rows, name, &OptionRow::name);
-    if (row == rows.end()) unknown_option(name, where);
+    if (row == rows.end()) throw Error(unknown_option_text(name, where));
     const bool list = row->field.is_list();
     if (list && !seen.contains(name)) row->field.clear();  // another file's
     row->field.parse(where + name, value);

@@ -32,7 +32,8 @@ struct OptionKind {
     interruption = 4096,
     update = 8192,
     epilogues = 16384,  // of products on GPUs
-    step_size = 32768
+    step_size = 32768,
+    state = 65536  // kept for every weight
   } kind;
   std::vector<std::string_view> names;
 };
@@ -43,11 +44,11 @@ inline const std::vector<OptionKind>& option_kinds() {
       // clang-format off
       {OptionKind::training, {
         "--data-changed", "--stages", "--pack", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume",
-        "--log-every", "--overfit-batch", "--warmup-steps", "--warmup-tokens", "--lr-schedule", "--decay-steps", "--decay-tokens", "--final-lr-frac", "--ema", "--noise-scale", "--grad-clip",
+        "--log-every", "--overfit-batch", "--warmup-steps", "--warmup-tokens", "--lr-schedule", "--decay-steps", "--decay-tokens", "--final-lr-frac", "--noise-scale", "--grad-clip",
         "--skip-loss-z", "--skip-grad-z", "--on-spike", "--max-rollbacks",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
         "--checkpoint-errors", "--checkpoint-mode", "--checkpoint-local",
-        "--checkpoint-local-every", "--checkpoint-local-keep", "--checkpoint-local-copies", "--check-replicas", "--verify-updates", "--check-devices", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--master-weights", "--moment1-dtype", "--moment2-dtype", "--offload", "--offload-dir", "--offload-update", "--products", "--fp8-skip",
+        "--checkpoint-local-every", "--checkpoint-local-keep", "--checkpoint-local-copies", "--check-replicas", "--verify-updates", "--check-devices", "--keep-checkpoints", "--keep-every", "--recompute", "--dp-sync", "--offload", "--offload-dir", "--offload-update", "--products", "--fp8-skip",
         "--grad-reduce", "--reduce-dtype", "--gather-dtype", "--profile", "--trace", "--trace-step",
         "--peak-tflops", "--log-gpu-every", "--tune-matmul", "--moe-dispatch",
         "--moe-aux-loss", "--moe-z-loss", "--moe-bias-rate", "--moe-capacity-factor"}},
@@ -55,6 +56,7 @@ inline const std::vector<OptionKind>& option_kinds() {
         "--optimizer", "--lr", "--weight-decay", "--weight-decay-tokens", "--decay-embeddings", "--beta1", "--beta2", "--adam-eps", "--embed-lr",
         "--head-lr", "--scalar-lr", "--muon-ns", "--muon-scale", "--muon-heads", "--muon-rows", "--muon-products",
         "--muon-momentum", "--cautious-decay", "--z-loss", "--qk-clip", "--parametrization", "--base-width", "--base-depth", "--base-head-size", "--init-std"}},
+      {OptionKind::state, {"--ema", "--master-weights", "--moment1-dtype", "--moment2-dtype"}},
       {OptionKind::train_data, {"--train-data", "--data"}},
       {OptionKind::val_data, {"--val-data", "--val"}},
       {OptionKind::data, {"--data-format"}},
@@ -103,7 +105,7 @@ inline std::optional<Mode> mode_of(const Options& o) {
                 K::update | K::model | K::epilogues};
   if (o.plan_auto)
     return Mode{"--plan-auto", "which searches the layout of a step",
-                K::model | K::tokenizer | K::step_size | K::epilogues};
+                K::model | K::tokenizer | K::step_size | K::epilogues | K::update | K::state};
   if (o.plan_examples) return Mode{"--plan-examples", "which plans the runs of papers", 0};
   if (o.print_schedule)
     return Mode{"--print-schedule", "which draws the stages of --pp, whatever they compute", K::stages | K::slices};

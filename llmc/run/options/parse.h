@@ -471,9 +471,8 @@ inline bool trains(const Options& o) {
 // The parsed command line.
 struct Command {
   Options options;
-  bool print = false;    // print `text` and stop
-  bool version = false;  // print the version and stop
-  std::string text;
+  bool version = false;   // print the version and stop
+  std::string text = {};  // print it and stop, unless it is empty
 };
 
 template <class TakePlace>
@@ -541,7 +540,6 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
     throw Error(formatted("{}; see --help", error.what()));
   }
   if (help || markdown) {
-    command.print = true;
     command.text = help ? help_text(app.remaining().empty() ? "" : app.remaining().front())
                         : options_markdown() + "\n\n" + foreign_markdown();
     return command;
@@ -561,7 +559,6 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
   try {
     check_limits(command.options);
     if (print_config) {
-      command.print = true;
       command.text = config_text(command.options);
       return command;
     }

@@ -1,7 +1,10 @@
 // text_list.h: the values of an option that may be given several times, such as --data.
 #pragma once
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "core/words.h"
 
 namespace llmc {
 
@@ -13,11 +16,7 @@ struct TextList {
   // Adds the values of a text that has one or several.
   void add(const std::string& more) {
     text += (text.empty() ? "" : ";") + more;
-    for (size_t at = 0; at <= more.size();) {
-      const size_t end = std::min(more.find(';', at), more.size());
-      items.push_back(more.substr(at, end - at));
-      at = end + 1;
-    }
+    for (std::string& item : split(more, ';')) items.push_back(std::move(item));
   }
   operator const std::string&() const { return text; }
 };

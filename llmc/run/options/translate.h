@@ -171,12 +171,7 @@ void refuse_unknown_options(int argc, const char* const* argv, FaultOf&& fault_o
   }
   std::string text;
   if (translations.size() == 1) {
-    try {
-      unknown_option(unknown[0], "");
-    } catch (const Error& error) {
-      text = error.what();
-    }
-    if (!any_ours) throw Error(text);
+    text = unknown_option_text(unknown[0], "");
   } else {
     Words names;
     for (const std::string& name : unknown) names.push_back(shown(name));
@@ -186,8 +181,8 @@ void refuse_unknown_options(int argc, const char* const* argv, FaultOf&& fault_o
                         !t.fault.empty() ? "? " + t.fault
                         : t.ours.empty() ? "leave it out"
                                          : as_command(t.ours));
-    if (!any_ours) throw Error(text);
   }
+  if (!any_ours) throw Error(text);
   text += formatted("\nthe command for train_gpt{}:\n  {}", any_fault ? ", without the options marked \"?\"" : "",
                     as_command(command));
   if (const std::string fault = fault_of(command); !fault.empty())

@@ -22,14 +22,14 @@ inline std::vector<std::string> our_similar_names(const std::string& word) {
   return similar;
 }
 
-// Throws "there is no such option", and suggests one: ours for another trainer's, or a similar name.
-[[noreturn]] inline void unknown_option(const std::string& word, const std::string& where) {
+// "there is no such option", and one that may be meant: ours for another trainer's, or a similar name.
+inline std::string unknown_option_text(const std::string& word, const std::string& where) {
   std::string hint;
   if (const std::optional<std::string> foreign = foreign_hint(word)) hint = "; " + *foreign;
   else if (const auto similar = our_similar_names(word); !similar.empty())
     hint = "; did you mean " + either(similar) + "?";
-  throw Error(formatted("{}{}: there is no such option{}{} see --help", where, shown(word), hint,
-                        hint.ends_with('?') ? "" : ";"));
+  return formatted("{}{}: there is no such option{}{} see --help", where, shown(word), hint,
+                   hint.ends_with('?') ? "" : ";");
 }
 
 }  // namespace llmc::detail

@@ -96,9 +96,7 @@ inline void parse_value(const std::string& name, const std::string& text, Skippe
 inline void parse_value(const std::string& name, const std::string& text, Offload& field) {
   field = {};
   if (text == "none") return;
-  for (size_t begin = 0, end; begin <= text.size(); begin = end + 1) {
-    end = std::min(text.find(',', begin), text.size());
-    const std::string word = text.substr(begin, end - begin);
+  for (const std::string& word : split(text, ',')) {
     const std::optional<Offloaded> part = from_name<Offloaded>(word);
     CHECK(part && !field.has(*part), "{} {}: '{}' {}: expected none, or some of {}, separated by commas", name,
           shown(text), shown(word), part ? "is there twice" : "is no state", all_names<Offloaded>());

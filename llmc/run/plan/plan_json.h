@@ -18,11 +18,8 @@ using OrderedJson = nlohmann::ordered_json;
 inline OrderedJson rank_json(const Plan& plan) {
   OrderedJson memory = OrderedJson::array(), sent = OrderedJson::array(), ops = OrderedJson::array(),
               exposed = OrderedJson::array();
-  int64_t bytes = 0;
-  for (const MemoryLine& line : plan.memory) {
+  for (const MemoryLine& line : plan.memory)
     if (line.bytes > 0) memory.push_back({{"name", line.label}, {"bytes", line.bytes}});
-    bytes += line.bytes;
-  }
   for (const auto& [group, of_group] : plan.step_traffic)
     if (of_group > 0) sent.push_back({{"group", group}, {"bytes", of_group}});
   for (const auto& [name, t] : plan.step_ops)
@@ -32,7 +29,7 @@ inline OrderedJson rank_json(const Plan& plan) {
   OrderedJson host = OrderedJson::array(), file = OrderedJson::array();
   for (const MemoryLine& line : plan.host_memory) host.push_back({{"name", line.label}, {"bytes", line.bytes}});
   for (const MemoryLine& line : plan.file_contents) file.push_back({{"name", line.label}, {"bytes", line.bytes}});
-  return {{"memory_bytes", bytes},
+  return {{"memory_bytes", plan.total_bytes()},
           {"memory", memory},
           {"checkpoint_copy_bytes", plan.copy_bytes},
           {"host_memory_bytes", plan.host_bytes},

@@ -20,22 +20,19 @@ namespace llmc {
 
 namespace detail {
 
-inline Rows memory_rows(const Plan& plan) {
+inline Rows rows_of(const std::vector<MemoryLine>& lines, int64_t total) {
   Rows rows;
-  for (const MemoryLine& line : plan.memory)
+  for (const MemoryLine& line : lines)
     if (line.bytes > 0) rows.emplace_back(line.label, human_bytes(line.bytes));
-  int64_t total = 0;
-  for (const MemoryLine& line : plan.memory) total += line.bytes;
   rows.emplace_back("total", human_bytes(total));
   return rows;
 }
 
+inline Rows memory_rows(const Plan& plan) { return rows_of(plan.memory, plan.total_bytes()); }
+
 // What is offloaded, and the bytes that a step copies.
 inline Rows host_rows(const Plan& plan) {
-  Rows rows;
-  for (const MemoryLine& line : plan.host_memory)
-    if (line.bytes > 0) rows.emplace_back(line.label, human_bytes(line.bytes));
-  rows.emplace_back("total", human_bytes(plan.host_bytes));
+  Rows rows = rows_of(plan.host_memory, plan.host_bytes);
   rows.emplace_back("copied per step", formatted("{} to the device, {} to the host",
                                                  human_bytes(static_cast<int64_t>(plan.step_host.to_device)),
                                                  human_bytes(static_cast<int64_t>(plan.step_host.to_host))));
@@ -44,10 +41,7 @@ inline Rows host_rows(const Plan& plan) {
 
 // What is in a rank's file, and the bytes of it that a step reads and writes.
 inline Rows file_rows(const Plan& plan) {
-  Rows rows;
-  for (const MemoryLine& line : plan.file_contents)
-    if (line.bytes > 0) rows.emplace_back(line.label, human_bytes(line.bytes));
-  rows.emplace_back("total", human_bytes(plan.file_bytes));
+  Rows rows = rows_of(plan.file_contents, plan.file_bytes);
   rows.emplace_back("per step", formatted("{} read, {} written", human_bytes(static_cast<int64_t>(plan.step_file.read)),
                                           human_bytes(static_cast<int64_t>(plan.step_file.written))));
   return rows;

@@ -32,17 +32,20 @@ inline std::string options_text(const StepConfig& step) {
       l.pipeline.chunks_per_stage);
   add(l.zero.stage > 0, "--zero-stage", l.zero.stage);
   add(step.recompute != Recompute::none, "--recompute", step.recomputation());
-  add(!step.precision.masters, "--master-weights", "none");
+  add(!step.precision.masters || step.precision.split_masters, "--master-weights",
+      step.precision.masters ? "split" : "none");
   return text;
 }
 
-// The options that a layout was searched for and options_text() does not have: of the model, and of its products.
-inline std::string model_options(const Options& o) {
+// The options that a layout was searched for and a command does not have otherwise: of the model and its products, of
+// the optimizer and its state.
+inline std::string other_options(const Options& o) {
+  using K = OptionKind;
   std::string text;
   for (const OptionText& option : option_texts(o))
-    for (const OptionKind& kind : option_kinds())
-      if ((kind.kind == OptionKind::model || kind.kind == OptionKind::epilogues) && option.name != "--model" &&
-          option.name != "--seq-len" && option.name != "--dtype" &&
+    for (const K& kind : option_kinds())
+      if ((kind.kind & (K::model | K::epilogues | K::update | K::state)) != 0 && option.name != "--model" &&
+          option.name != "--seq-len" && option.name != "--dtype" && option.name != "--master-weights" &&
           std::ranges::find(kind.names, option.name) != kind.names.end())
         text += words_of(option);
   return text;
@@ -54,7 +57,7 @@ inline std::string command_of(const Options& o, const SearchFor& asked, const St
   return formatted("./train_gpt --model {} --seq-len {} {} {}{}", o.model, o.seq_len,
                    one_server ? formatted("--local-ranks {}", asked.ranks)
                               : formatted("--world-size {} --local-ranks 1", asked.ranks),
-                   options_text(step), model_options(o));
+                   options_text(step), other_options(o));
 }
 
 }  // namespace detail

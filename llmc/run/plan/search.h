@@ -95,7 +95,6 @@ class LayoutSearch {
     double layer_bytes = 0, fixed_bytes = 0;  // kept for each micro-batch in flight; once
   };
 
-  // Powers of two, and what divides the ranks by the size of a server.
   static std::vector<int> powers(int64_t most) {
     std::vector<int> all;
     for (int64_t p = 1; p <= most; p *= 2) all.push_back(static_cast<int>(p));
@@ -135,7 +134,9 @@ class LayoutSearch {
               continue;
             }
             StepConfig step = what_.step;
-            step.layout = {.zero = {.shards = static_cast<int>(readers * cp)},
+            ZeroConfig zero = step.layout.zero;  // with the optimizer
+            zero.shards = static_cast<int>(readers * cp);
+            step.layout = {.zero = zero,
                            .tensor = tensor_parallel(m, tp),
                            .context = {.ranks = cp},
                            .expert = expert_parallel(m, ep),
@@ -220,7 +221,8 @@ class LayoutSearch {
     few.layout.pipeline = {};
     int shards = step.layout.context.ranks;
     while (shards * step.layout.tensor.ranks % step.layout.expert.ranks != 0) shards += step.layout.context.ranks;
-    few.layout.zero = {.shards = shards};
+    few.layout.zero.shards = shards;
+    few.layout.zero.set_stage(0);
     few.model.experts.dense_layers = {};
     const int64_t period = few.model.experts.count > 0 ? few.model.experts.every : 1;
     double seconds[2][2], activations[2], others[2];
@@ -259,8 +261,11 @@ class LayoutSearch {
   }
   static bool is_state(const std::string& label) {
     return label == "weights" || label == "master weights" || label == "moving average of weights" ||
-           label == "gradients" || label.starts_with("AdamW") || label.starts_with("Muon") ||
-           label == "gathered weights" || label == "gradients in flight" || label == "NCCL";
+           label == "gradients" || label == "gathered weights" || label == "gradients in flight" ||
+           label == nccl_label || label == row_moment.label ||
+           std::ranges::any_of(optimizer_rules, [&](const OptimizerRule& rule) {
+             return std::ranges::any_of(rule.slots, [&](const OptimizerSlot& slot) { return label == slot.label; });
+           });
   }
 
   // Parameters of a rank before ZeRO: of the stage with most, and of the largest unit.
@@ -296,7 +301,7 @@ class LayoutSearch {
     const Parameters p = parameters_of(step);
     const ZeroConfig& zero = step.layout.zero;
     const double weight = static_cast<double>(size_of(step.precision.weights)), N = zero.shards,
-                 state = state_bytes(step.precision);
+                 state = state_bytes(step.precision, rule_of(zero.optimizer));
     double bytes = zero.stage == 3   ? p.all * (weight + 4 + state) / N + 2 * p.largest * (weight + 4)
                    : zero.stage == 2 ? p.all * (weight + (4 + state) / N) + 2 * p.largest * 4
                                      : p.all * (weight + 4 + state / N);
@@ -315,10 +320,10 @@ class LayoutSearch {
         has(N > 1) * 2 + has(step.layout.tensor.ranks > 1) + has(step.layout.context.ranks > 1) + has(P > 1) * 4;
     return bytes + groups * (416 << 20);  // NCCL's, as nccl_bytes() has it for three ranks or more of a server
   }
-  // Of a parameter: two slots and a master.
-  static double state_bytes(const Precision& p) {
-    double bytes = p.keeps_masters() ? static_cast<double>(size_of(p.master_dtype())) : 0;
-    for (const size_t slot : {0, 1}) {
+  // Of a parameter: a master, its average, and the rule's slots.
+  static double state_bytes(const Precision& p, const OptimizerRule& rule) {
+    double bytes = (p.keeps_masters() ? static_cast<double>(size_of(p.master_dtype())) : 0) + (p.averages ? 4 : 0);
+    for (size_t slot = 0; slot < rule.slots.size(); ++slot) {
       const int64_t size = size_of(p.slot_dtype(slot));
       bytes += static_cast<double>(size) + (size > 1 ? 0 : 4.0 / state_block);
     }

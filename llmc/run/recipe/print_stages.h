@@ -31,7 +31,7 @@ inline std::string mix_text(const Recipe& recipe, const Stretch& stretch) {
   return text;
 }
 
-// "3.00e-04 to 0.00e+00", of the first and the last step, with the largest between them if it is larger.
+// "3.00e-04 to 0.00e+00", of the first and the last step.
 inline std::string rate_text(const Stretch& s) {
   if (s.steps == 0) return "-";
   const double first = s.learning_rate(s.first_step + 1), last = s.learning_rate(s.last_step());

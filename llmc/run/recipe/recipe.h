@@ -72,18 +72,19 @@ class StageReader {
     stage_.name = formatted("{}", number + 1);
   }
 
-  RecipeStage read(const Options& o) {
+  RecipeStage read() {
     for (const auto& [key, value] : json_.items()) take(key, value);
     const int lengths = stage_.tokens.has_value() + stage_.steps.has_value() + stage_.epochs.has_value() + has("share");
     CHECK(lengths == 1,
           "{}: stage \"{}\" has {} of tokens, steps, epochs and share: give one of them, how long the stage is",
           file_.place(pointer_), stage_.name, lengths == 0 ? "none" : "several");
     if (has("share")) {
-      CHECK(o.tokens, "{}: share = {} is a part of --tokens: give --tokens, or say tokens or steps", place("share"),
+      const std::optional<TokenCount>& all = stage_.options.tokens;
+      CHECK(all, "{}: share = {} is a part of --tokens: give --tokens, or say tokens or steps", place("share"),
             json_["share"]);
       const double share = number("share", json_["share"]);
       CHECK(share > 0 && share <= 1, "{}: share is {}, expected a number above 0, at most 1", place("share"), share);
-      stage_.tokens = std::max<int64_t>(1, std::llround(share * static_cast<double>(o.tokens->tokens)));
+      stage_.tokens = std::max<int64_t>(1, std::llround(share * static_cast<double>(all->tokens)));
     }
     if (!has("data")) stage_.weights = weights_of(sources_);
     CHECK(!stage_.epochs || std::ranges::count_if(stage_.weights, [](int64_t w) { return w > 0; }) == 1,
@@ -279,15 +280,8 @@ class StageReader {
 inline Recipe read_recipe(const Options& o) {
   Recipe recipe{.sources = source_texts(o), .stages = {}, .staged = !o.stages.empty(), .text = {}};
   if (!recipe.staged) {
-    RecipeStage only{.name = "",
-                     .options = o,
-                     .tokens = {},
-                     .steps = {},
-                     .epochs = {},
-                     .weights = {},
-                     .ramp = {},
-                     .warmup = {},
-                     .decay = {}};
+    RecipeStage only;
+    only.options = o;
     only.weights = detail::weights_of(recipe.sources);
     only.ramp = detail::one_size(o);
     CHECK(recipe.sources.size() == 1 || o.max_steps || o.tokens,
@@ -316,7 +310,7 @@ inline Recipe read_recipe(const Options& o) {
   CHECK(stages.size() <= most, "{}: {} stages, at most {} are read", file.path, stages.size(), most);
   bool shares = false;
   for (size_t i = 0; i < stages.size(); ++i) {
-    recipe.stages.push_back(detail::StageReader(file, i, o, recipe.sources).read(o));
+    recipe.stages.push_back(detail::StageReader(file, i, o, recipe.sources).read());
     for (size_t j = 0; j < i; ++j)
       CHECK(recipe.stages[j].name != recipe.stages[i].name, "{}: two stages are called \"{}\"",
             file.place(formatted("/stage/{}", i)), recipe.stages[i].name);

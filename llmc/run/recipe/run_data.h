@@ -20,7 +20,7 @@ struct ValidationSet {
 inline std::vector<ValidationSet> open_validation_sets(const Options& o, int64_t seq_len) {
   std::vector<ValidationSet> all;
   for (const ValidationText& text : validation_texts(o)) {
-    TokenShards shards(text.pattern, seq_len, option_of("--val-data", "--val", text.name).c_str(), text.format);
+    TokenShards shards(text.pattern, seq_len, val_option(text.name).c_str(), o.data_format);
     std::vector<std::string> sums = shards.checksums();
     all.push_back({text.name, std::move(shards), std::move(sums)});
   }

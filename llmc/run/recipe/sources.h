@@ -98,25 +98,23 @@ inline std::vector<SourceText> source_texts(const Options& o) {
 
 struct ValidationText {
   std::string name, pattern;
-  DataFormat format;
 };
 inline std::vector<ValidationText> validation_texts(const Options& o) {
   CHECK(o.val.empty() || o.val_data.empty(),
         "--val with --val-data, for which it stands: leave out --val-data, or give it as one more --val");
   std::vector<ValidationText> all;
-  if (!o.val_data.empty()) all.push_back({"", o.val_data, o.data_format});
+  if (!o.val_data.empty()) all.push_back({"", o.val_data});
   for (const std::string& item : o.val.items) {
     const auto [name, pattern] = detail::split_name("--val", item, "NAME=PATTERN");
-    all.push_back({name, pattern, o.data_format});
+    all.push_back({name, pattern});
   }
   detail::refuse_double_names("--val", all);
   return all;
 }
 
 // "--data web", "--train-data": how messages name a source or a validation set.
-inline std::string option_of(const char* one, const char* several, const std::string& name) {
-  return name.empty() ? one : formatted("{} {}", several, name);
-}
+inline std::string train_option(const std::string& name) { return name.empty() ? "--train-data" : "--data " + name; }
+inline std::string val_option(const std::string& name) { return name.empty() ? "--val-data" : "--val " + name; }
 
 // The files of all sources, cut into blocks.
 class Sources {
@@ -148,8 +146,7 @@ class Sources {
   Sources(const std::vector<SourceText>& texts, int64_t block) : block_(block) {
     all_.reserve(texts.size());  // packed shards refer to theirs
     for (const SourceText& text : texts)
-      all_.push_back({text, TokenShards(text.pattern, block, option_of("--train-data", "--data", text.name).c_str(),
-                                        text.format)});
+      all_.push_back({text, TokenShards(text.pattern, block, train_option(text.name).c_str(), text.format)});
   }
 
   int64_t block() const { return block_; }
@@ -158,8 +155,7 @@ class Sources {
   // Fills blocks with whole documents.
   void pack(const PackedShards::Config& config, const Notice& notice) {
     for (Source& source : all_)
-      source.packed = std::make_unique<PackedShards>(source.shards, config, notice,
-                                                     option_of("--train-data", "--data", source.name).c_str());
+      source.packed = std::make_unique<PackedShards>(source.shards, config, notice, train_option(source.name).c_str());
   }
   // Cuts the files into blocks of another length.
   void cut(int64_t block) {
@@ -169,8 +165,7 @@ class Sources {
       CHECK(source.shards.cut(block) > 0,
             "{} {}: its {} tokens in {} file(s) hold no block of {} + 1 tokens, the longest sequence of the run: "
             "shorten it, or add data",
-            option_of("--train-data", "--data", source.name), source.pattern, source.shards.tokens(),
-            source.shards.count(), block);
+            train_option(source.name), source.pattern, source.shards.tokens(), source.shards.count(), block);
   }
 
   const std::vector<Source>& all() const { return all_; }

@@ -26,7 +26,6 @@ namespace llmc::selftest {
 inline constexpr uint64_t draws_of_model = 4;  // that share a model
 
 struct Draw {
-  uint64_t number;
   StepConfig step;
   double max_norm;  // to which gradients are clipped; 0: they are not
   int64_t sequences() const { return step.batch.B * step.micro_batches * step.layout.readers(); }
@@ -230,7 +229,6 @@ inline Draw draw(int max_ranks, uint64_t number) {
   const Draw task = detail::draw_task(of_model);
   for (int attempt = 0; attempt < 100'000; ++attempt) {
     Draw d = task;
-    d.number = number;
     detail::draw_layout(of_layout, max_ranks, d.step);
     if (!detail::is_possible(d, task.sequences())) continue;
     Dice of_host(number, "offload of a draw");
@@ -330,14 +328,9 @@ inline Choices choices(const Draw& d) {
   if (m.experts.count > 0) all.layout.push_back(formatted("ep {} imbalance {}", expert.ranks, s.experts.imbalance));
   return all;
 }
-inline std::string joined(const std::vector<std::string>& words) {
-  std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
-  return text;
-}
 inline std::string to_string(const Draw& d) {
   const Choices all = choices(d);
-  return joined(all.task) + " | " + joined(all.layout);
+  return formatted("{} | {}", all.task, all.layout);
 }
 
 // The value that a draw has on each axis: "schedule gpipe", "recompute block". Sizes only as far as they differ in

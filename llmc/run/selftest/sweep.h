@@ -23,7 +23,7 @@ class DrawComparer {
   Comparison compare(const Draw& d) try {
     Parts parts = parts_;
     parts.max_norm = d.max_norm;
-    if (const std::string task = joined(choices(d).task); !reference_ || task != task_) {
+    if (const std::string task = formatted("{}", choices(d).task); !reference_ || task != task_) {
       reference_.reset();
       reference_.emplace(d.step, parts);
       task_ = task;

@@ -43,16 +43,6 @@ inline Margin margin_of(const Route& route, int64_t chosen, int64_t other) {
   const size_t a = static_cast<size_t>(chosen), b = static_cast<size_t>(other);
   return {chosen, other, route.scores[a] - route.scores[b], route.rounding[a] + route.rounding[b]};
 }
-// The smallest margin of a chosen expert over one that was not chosen.
-inline Margin margin_of(const Route& route) {
-  Margin nearest;
-  for (const int64_t chosen : route.experts)
-    for (int64_t e = 0; e < std::ssize(route.scores); ++e)
-      if (const Margin m = margin_of(route, chosen, e);
-          !std::ranges::binary_search(route.experts, e) && m.by < nearest.by)
-        nearest = m;
-  return nearest;
-}
 // The largest margin of a chosen expert over one that another layout chose instead.
 inline Margin margin_of(const Route& route, const std::vector<int64_t>& others) {
   Margin largest{.by = -std::numeric_limits<double>::infinity()};
