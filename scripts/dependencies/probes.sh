@@ -5,9 +5,11 @@ probe_cxx() {
   command -v $CXX >/dev/null || { absent "no program $CXX"; return; }
   if ! build try "$CXX" $flags ${LDFLAGS:-} -ldl <<'CPP'
 #include <omp.h>
+#include <bit>
 #include <source_location>
 #include <span>
 #include <thread>
+static_assert(std::bit_cast<unsigned>(1.0f) == 0x3f800000);  // from g++ 11 on
 template <typename T> concept Number = requires(T a) { a + a; };
 template <Number T> T sum(std::span<const T> values) {
   T total = 0;

@@ -486,7 +486,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "data nor, for --device cuda, a GPU");
   add("--plan-auto", "", o.plan_auto, Limits{}, free,
       "instead of training, search the layouts of --model on --ranks of --machine for the fastest ones that fit: --tp, "
-      "--cp, --ep, --pp, schedule, ZeRO stage, micro-batches, recomputation");
+      "--cp, --ep, --pp, schedule, ZeRO stage, micro-batches, recomputation; the options of the optimizer and of its "
+      "state are kept");
   add("--ranks", "", o.plan_ranks, between(1, largest_size), free,
       "with --plan and --plan-auto, the ranks of all processes, in the place of --local-ranks and --world-size");
   add("--plan-examples", "", o.plan_examples, Limits{}, free,
