@@ -82,8 +82,7 @@ class PrintableStream {
 inline std::string shown(std::string_view text, size_t most = 80) {
   size_t cut = text.size();
   if (cut > most)
-    for (cut = most; cut > 0 && (static_cast<unsigned char>(text[cut]) & 0xc0) == 0x80;)
-      --cut;  // not within a character
+    for (cut = most; cut > 0 && utf8_continues(text[cut]);) --cut;  // not within a character
   const std::string out = detail::escaped(text.substr(0, cut), "");
   return cut == text.size() ? out : out + "... (" + std::to_string(text.size()) + " bytes)";
 }

@@ -31,10 +31,13 @@ inline Utf8Character utf8_at(std::string_view text, size_t at) {
   return {(lead & 0x07) << 18 | rest(1) << 12 | rest(2) << 6 | rest(3), 4};
 }
 
+// Is it a byte of a character, but not the first?
+inline bool utf8_continues(char byte) { return (static_cast<unsigned char>(byte) & 0xc0) == 0x80; }
+
 // Where the character before `end` begins.
 inline size_t utf8_before(std::string_view text, size_t end) {
   do --end;
-  while ((static_cast<unsigned char>(text[end]) & 0xc0) == 0x80);
+  while (utf8_continues(text[end]));
   return end;
 }
 
@@ -62,7 +65,7 @@ inline std::optional<size_t> utf8_fault(std::string_view text) {
     const size_t width = lead < 0x80 ? 1 : lead < 0xc2 ? 0 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : lead < 0xf5 ? 4 : 0;
     if (width == 0 || at + width > text.size()) return at;
     for (size_t i = 1; i < width; ++i)
-      if ((static_cast<unsigned char>(text[at + i]) & 0xc0) != 0x80) return at;
+      if (!utf8_continues(text[at + i])) return at;
     const char32_t code = utf8_at(text, at).code;
     if ((width == 3 && (code < 0x800 || (code >= 0xd800 && code < 0xe000))) ||
         (width == 4 && (code < 0x10000 || code > 0x10ffff)))

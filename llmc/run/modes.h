@@ -238,17 +238,31 @@ inline void run_plan_auto(const Options& asked) {
           "found",
           std::string(o.offload));
     SearchFor what;
-    what.step = choose_step(o);
+    what.step.model = choose_model(o);
+    what.step.precision = choose_precision(o);
+    what.step.batch = {1, o.seq_len};
+    what.step.generates = o.sample_every > 0;
+    what.step.z_loss = o.z_loss;
+    what.step.qk_clip = o.qk_clip;
+    const ZeroConfig zero = choose_zero(o);
+    what.step.layout.zero.optimizer = zero.optimizer;
+    what.step.layout.zero.muon = zero.muon;
+    require_updates_can(what.step.model, o);
     require_gelu_can(what.step, device, o);
     require_residual_can(what.step, device, o);
     what.ranks = o.ranks;
     what.device = device;
     what.memory = memory_limit(o, device);
+    CHECK(o.seq_len <= what.step.model.n_positions,
+          "--seq-len {} exceeds the {} positions of --model {}: use at most {}", o.seq_len, what.step.model.n_positions,
+          o.model, what.step.model.n_positions);
+    what.step.experts = choose_experts(o, what.step.model);
     const int64_t tokens =
         o.total_batch_size.value_or(round_up(std::max(int64_t{1} << 19, o.ranks / 8 * o.seq_len), o.seq_len));
     CHECK(tokens % o.seq_len == 0, "--total-batch-size {} is no multiple of --seq-len {}: use {}", tokens, o.seq_len,
           round_up(tokens, o.seq_len));
     what.sequences = tokens / o.seq_len;
+    what.less_exact = o.master_weights != asked.master_weights;
     precisions.push_back(std::move(what));
   };
   Options o = asked;

@@ -298,6 +298,16 @@ inline ExpertOptions choose_experts(const Options& o, const ModelConfig& model) 
   return experts;
 }
 
+// Refuses options of the optimizer that the model cannot have.
+inline void require_updates_can(const ModelConfig& model, const Options& o) {
+  CHECK(!o.head_lr || !model.tied, "--head-lr {} with --model {}, whose output layer is its embedding: use --embed-lr",
+        o.head_lr.value_or(0), o.model);
+  CHECK(!o.qk_clip || model.family.qk_norm == QkNorm::none,
+        "--qk-clip {} with --model {}, whose queries and keys are normalised: the size of their weights is that of no "
+        "logit: leave it out",
+        o.qk_clip.value_or(0), o.model);
+}
+
 // The step that the options describe. Checks everything that the options alone decide.
 inline StepConfig choose_step(const Options& o) {
   StepConfig step{.model = choose_model(o),
@@ -312,13 +322,7 @@ inline StepConfig choose_step(const Options& o) {
   CHECK(o.fp8_skip.first <= step.model.n_layer && o.fp8_skip.last <= step.model.n_layer - o.fp8_skip.first,
         "--fp8-skip {}: --model {} has {} blocks: skip at most so many", std::string(o.fp8_skip), o.model,
         step.model.n_layer);
-  CHECK(!o.head_lr || !step.model.tied,
-        "--head-lr {} with --model {}, whose output layer is its embedding: use --embed-lr", o.head_lr.value_or(0),
-        o.model);
-  CHECK(!o.qk_clip || step.model.family.qk_norm == QkNorm::none,
-        "--qk-clip {} with --model {}, whose queries and keys are normalised: the size of their weights is that of no "
-        "logit: leave it out",
-        o.qk_clip.value_or(0), o.model);
+  require_updates_can(step.model, o);
   step.qk_clip = o.qk_clip;
   step.experts = choose_experts(o, step.model);
   step.layout = choose_layout(o, step.model);

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/words.h"
 #include "schedule/actions.h"
 
 namespace llmc {

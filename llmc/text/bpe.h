@@ -79,12 +79,11 @@ class Bpe {
   // The last place in the second half of a long text where it may be cut: the tokens of its parts are those of the
   // whole. None: there is none. The text may end within a character, and may not even be UTF-8.
   std::optional<size_t> last_cut(std::string_view text, Specials specials = Specials::as_text) const {
-    auto begins_character = [&](size_t at) { return (static_cast<unsigned char>(text[at]) & 0xc0) != 0x80; };
     const size_t middle = text.size() / 2;
     for (size_t at = text.size() - std::min<size_t>(text.size(), 4), before; at > middle; at = before) {
-      for (before = at - 1; before > middle && !begins_character(before);) --before;
+      for (before = at - 1; before > middle && utf8_continues(text[before]);) --before;
       const Utf8Character a = utf8_at(text, before), b = utf8_at(text, at);
-      if (!begins_character(at) || a.width != at - before || a.code > last_character || b.code > last_character)
+      if (utf8_continues(text[at]) || a.width != at - before || a.code > last_character || b.code > last_character)
         continue;
       const std::string_view left = text.substr(before, a.width), right = text.substr(at, b.width);
       if (independent(a.code, b.code) && !added_.cross(left, right, specials) &&

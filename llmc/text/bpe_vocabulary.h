@@ -223,11 +223,10 @@ class BpeVocabulary {
     if (byte_of(left) || byte_of(right)) joins_all_ = true;
     const std::string_view a = tokens_[static_cast<size_t>(left)], b = tokens_[static_cast<size_t>(right)];
     size_t last = a.size() - 1;
-    while (last > 0 && continues(a[last]) && a.size() - last < 4) --last;
-    if (a.size() - last < utf8_width(a[last]) || continues(b[0])) return;  // only within characters
+    while (last > 0 && utf8_continues(a[last]) && a.size() - last < 4) --last;
+    if (a.size() - last < utf8_width(a[last]) || utf8_continues(b[0])) return;  // only within characters
     joins_[bit_of(number_of(a.substr(last)), number_of(b.substr(0, utf8_width(b[0]))))] = true;
   }
-  static bool continues(char byte) { return (static_cast<unsigned char>(byte) & 0xc0) == 0x80; }
   static uint32_t number_of(std::string_view bytes) {
     uint32_t number = 0;
     for (const char byte : bytes) number = number << 8 | static_cast<unsigned char>(byte);

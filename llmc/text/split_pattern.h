@@ -233,8 +233,9 @@ class SplitPattern {
       CHECK(take(")"), "{}: pattern '{}': '(' at byte {} is not closed", where_, shown(pattern_, 400), begin);
       --depth_;
       std::string inside = pattern_.substr(begin, at_ - begin);
-      for (char& c : inside)
-        if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+      for (size_t i = 0; i < inside.size(); ++i)  // but not of \S
+        if (inside[i] == '\\') ++i;
+        else if (inside[i] >= 'A' && inside[i] <= 'Z') inside[i] = static_cast<char>(inside[i] - 'A' + 'a');
       if (ignore_case == IgnoreCase::yes)
         for (const char* one : {"ss", "st", "ff", "fi", "fl"})  // sharp s, ligatures: one character for two
           if (inside.find(one) != inside.npos) refuse(formatted("case-insensitive '{}'", one), begin);

@@ -154,6 +154,24 @@ TEST_CASE("--plan-auto refuses what fits nowhere, and what it cannot search", "[
   refused("--model gpt2:124M --machine h100x8 --plan", "choose one of them");
   refused("--model llama3:1B --machine h100x8 --ranks 8 --dtype bf16 --gelu cublaslt",
           "models of type llama have SwiGLU");
+  refused("--model gpt2:124M --machine h100x8 --ema 0.99 --master-weights none", "it averages fp32 weights");
+  refused("--model gpt2:124M --machine h100x8 --muon-ns polar-express", "--muon-ns with --optimizer adamw");
+  refused("--model gpt2:124M --machine h100x8 --optimizer sgd --beta2 0.9", "--beta2 0.9");
+  refused("--model gpt2:124M --machine h100x8 --head-lr 1e-3", "whose output layer is its embedding");
+  refused("--model llama3:70B --ranks 1 --machine h100x8 --dtype bf16 --ema 0.99",
+          "any --recompute, and --batch-size 1");
+}
+
+TEST_CASE("--plan-auto searches all layouts, whichever one a --config has", "[run][plan]") {
+  const TempDir dir;
+  std::ofstream(dir / "run.ini") << "tp=8\ndp-replicate=2\nhead-chunks=64\ngrad-reduce=micro\nrecompute=block:20\n"
+                                    "dp-sync=parameter-server\nnoise-scale=true\n";
+  const std::string search = "--plan-auto --model gpt2:124M --ranks 4 --machine h100x8 --master-weights none ";
+  const ProgramResult alone = run_program(search), configured = run_program(search + "--config " + (dir / "run.ini"));
+  INFO(alone.err << configured.err);
+  REQUIRE((alone.status == 0 && configured.status == 0));
+  REQUIRE(alone.out == configured.out);
+  REQUIRE(alone.out.find("--dtype bf16") < alone.out.find("\n  2 "));  // faster than the fp32 of the default
 }
 
 TEST_CASE("what is found or advised with --gelu cublaslt allows it", "[run][plan]") {

@@ -279,7 +279,7 @@ inline void validate_optimizer(const Options& o) {
         "--beta2 {} with --optimizer {}, which has no second moment: leave it out", o.beta2.value_or(0), o.optimizer);
   CHECK(o.adam_eps == Options{}.adam_eps || rule_of(o.optimizer).uses_eps,
         "--adam-eps {} with --optimizer {}, which divides by nothing: leave it out", o.adam_eps, o.optimizer);
-  CHECK(!o.ema || o.dtype == WeightType::fp32 || o.master_weights == MasterWeights::fp32,
+  CHECK(!o.ema || (o.dtype == WeightType::fp32 && !o.plan_auto) || o.master_weights == MasterWeights::fp32,
         "--ema {} with --master-weights {}, but it averages fp32 weights: use --master-weights fp32, or leave out "
         "--ema",
         o.ema.value_or(0), o.master_weights);
@@ -431,8 +431,8 @@ inline void validate(const Options& o) {
         local_machine);
   CHECK(!o.coord_check.empty() || o.coord_depths.empty(),
         "--coord-depths {} is for --coord-check: add it, or leave out --coord-depths", shown(o.coord_depths));
-  if (!o.coord_check.empty()) return validate_optimizer(o);
-  if (o.print_schedule || o.plan_auto || o.plan_examples) return;
+  if (!o.coord_check.empty() || o.plan_auto) return validate_optimizer(o);
+  if (o.print_schedule || o.plan_examples) return;
   validate_pipeline(o);
   if (o.selftest) return;
   CHECK(!o.generate || !o.from_scratch,

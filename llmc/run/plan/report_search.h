@@ -48,6 +48,8 @@ inline std::string other_options(const Options& o) {
           option.name != "--seq-len" && option.name != "--dtype" && option.name != "--master-weights" &&
           std::ranges::find(kind.names, option.name) != kind.names.end())
         text += words_of(option);
+  for (const OptionText& option : option_texts(o))
+    if (option.name == "--tf32" || option.name == "--cuda-graphs") text += words_of(option);
   return text;
 }
 
@@ -79,7 +81,7 @@ inline SearchResult search_layouts(const Options& o, const std::vector<SearchFor
   constexpr size_t count = 10;
   SearchResult result;
   for (const SearchFor& what : precisions) {
-    if (!result.rows.empty() && !what.step.precision.masters) break;  // less exact: only where nothing else fits
+    if (!result.rows.empty() && what.less_exact) break;
     LayoutSearch search(what);
     for (const Found& f : search.find(count)) {
       const double per_second = static_cast<double>(f.step.tokens()) / f.seconds;
@@ -93,10 +95,12 @@ inline SearchResult search_layouts(const Options& o, const std::vector<SearchFor
   std::ranges::stable_sort(result.rows, [](const auto& a, const auto& b) { return a.found.seconds < b.found.seconds; });
   if (result.rows.size() > count) result.rows.erase(result.rows.begin() + count, result.rows.end());
   const SearchFor& asked = precisions.front();
-  CHECK(!result.rows.empty(),
-        "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute, bf16 without "
-        "master weights, and --batch-size 1: use more ranks, a smaller --model or a smaller --seq-len",
-        shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", human_bytes(asked.memory), shown(o.machine));
+  CHECK(
+      !result.rows.empty(),
+      "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute,{} and --batch-size "
+      "1: use more ranks, a smaller --model or a smaller --seq-len",
+      shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", human_bytes(asked.memory), shown(o.machine),
+      precisions.back().less_exact ? " bf16 without master weights," : "");
   return result;
 }
 

@@ -23,9 +23,10 @@ namespace llmc {
 struct SearchFor {
   StepConfig step = {};  // model, T, precision
   int64_t ranks = 1;
-  int64_t sequences = 1;  // of a step
-  Device device = {};     // of a rank, with a machine
-  int64_t memory = 0;     // bytes that a rank may use
+  int64_t sequences = 1;    // of a step
+  Device device = {};       // of a rank, with a machine
+  int64_t memory = 0;       // bytes that a rank may use
+  bool less_exact = false;  // than what is asked for: only where nothing else fits
 };
 
 struct Found {
