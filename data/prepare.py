@@ -14,6 +14,7 @@ Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 
 
 import argparse
 import dataclasses
+import http.client
 import json
 import os
 import re
@@ -64,11 +65,17 @@ CONFIGS = {"all": "data", "sample-10BT": "sample/10BT", "sample-100BT": "sample/
 # ---- Downloads ----------------------------------------------------------------------------------
 
 
+class PastTheEnd(Exception):
+    """No byte of the file is in the range that was asked for; the argument is the file's size, if the server says it."""
+
+
 def fetch(url, headers=None):
     """The response. DataError: the server refuses; OSError: a connection error that may be temporary."""
     try:
         return urllib.request.urlopen(urllib.request.Request(url, headers=headers or {}), timeout=60)
     except urllib.error.HTTPError as error:
+        if error.code == 416:
+            raise PastTheEnd(error.headers.get("Content-Range", "").rpartition("/")[2]) from None
         if error.code in (408, 429) or error.code >= 500:
             raise OSError(f"status {error.code} {error.reason}") from None
         raise DataError(f"{url}: the server returned {error.code} {error.reason}; check the URL; --base-url sets "
@@ -81,7 +88,7 @@ def with_retries(url, action, progress=lambda: 0):
     while True:
         try:
             return action()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:   # such as a body that ends too early
             attempt = 0 if progress() > before else attempt + 1
             before = progress()
             if attempt == RETRIES:
@@ -115,7 +122,12 @@ def download(url, path):
         if 0 <= total != done:
             raise OSError(f"the connection ended after {done:,} of {total:,} bytes")
 
-    with_retries(url, rest, size)
+    try:
+        with_retries(url, rest, size)
+    except PastTheEnd as error:
+        if str(error) != str(size()):   # else it ended between the last byte and the new name
+            os.remove(part)
+            with_retries(url, rest, size)
     os.replace(part, path)
 
 

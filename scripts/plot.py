@@ -51,11 +51,16 @@ def series(entries, field):
 
 def smoothed(values, window):
     """A running mean over the last `window` numeric values."""
-    out = []
-    for i in range(len(values)):
-        recent = [v for v in values[max(0, i - window + 1):i + 1] if not math.isnan(v)]
-        out.append(sum(recent) / len(recent) if recent else math.nan)
-    return out
+    sums, counts = [0.0], [0]   # of the values before each
+    for value in values:
+        sums.append(sums[-1] + (0 if math.isnan(value) else value))
+        counts.append(counts[-1] + (not math.isnan(value)))
+    means = []
+    for end in range(1, len(values) + 1):
+        begin = max(0, end - window)
+        count = counts[end] - counts[begin]
+        means.append((sums[end] - sums[begin]) / count if count else math.nan)
+    return means
 
 
 def directory_of(run):
@@ -93,6 +98,10 @@ def main():
         if metrics["val"]:
             loss.plot(*series(metrics["val"], "loss"), color=color, linestyle="--", marker="o", markersize=4,
                       label=f"{name}: validation")
+        averaged = [{"step": e["step"], **e["ema"]} for e in metrics["val"] if "ema" in e]
+        if averaged:
+            loss.plot(*series(averaged, "loss"), color=color, linestyle="-.", marker="x", markersize=4,
+                      label=f"{name}: validation of averaged weights")
         for number, one in enumerate(sorted({one for e in metrics["val"] for one in e.get("losses", {})})):
             loss.plot(*series([{"step": e["step"], "loss": e.get("losses", {}).get(one)} for e in metrics["val"]], "loss"),
                       color=color, linestyle=":", marker="sv^Dx+"[number % 6], markersize=4, linewidth=0.8,

@@ -31,7 +31,7 @@ if [ "$2" = --run ]; then
   "$root/train_gpt" "${@:3:$#-4}" "${shape[@]}" --lr "$rate" --threads 1 --out-dir "$out/run" >"$out/log" 2>&1 ||
     status=$?
   case $status in
-    0) loss=$(sed -n '/"kind":"val"/s/.*"loss":\([^,}]*\).*/\1/p' "$out/run/metrics.jsonl" | tail -n 1) ;;
+    0) loss=$(sed -n '/"kind":"val"/s/^[^{]*{[^{]*"loss":\([^,}]*\).*/\1/p' "$out/run/metrics.jsonl" | tail -n 1) ;;
     2) loss=nan ;;
     *)
       echo "sweep_lr.sh: $axis $size with rate $rate ended with status $status: see $out/log" >&2

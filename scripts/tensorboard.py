@@ -126,8 +126,10 @@ def scalars(entry):
     kind, step = entry.get("kind"), entry.get("step")
     if not isinstance(kind, str) or type(step) is not int or not 0 <= step < 2**63:
         return None
-    named = entry.get("losses")   # of several validation sets
-    fields = [*entry.items(), *([(f"loss/{name}", value) for name, value in named.items()] if isinstance(named, dict) else [])]
+    fields = list(entry.items())
+    for group, prefix in (("losses", "loss"), ("ema", "ema")):   # of several validation sets; of the averages of weights
+        named = entry.get(group)
+        fields += [(f"{prefix}/{name}", value) for name, value in named.items()] if isinstance(named, dict) else []
     values = {f"{kind}/{name}": value for name, value in fields
               if name != "step" and type(value) in (int, float) and abs(value) <= FLOAT_MAX}
     return (step, values, stamp(entry)) if values else None

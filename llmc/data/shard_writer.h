@@ -108,7 +108,7 @@ class ShardWriter {
         continue;
       const std::string_view digits = std::string_view(file).substr(name.size(), 6);
       if (digits.find_first_not_of("0123456789") == digits.npos)
-        found.push_back(path.has_parent_path() ? (path.parent_path() / file).string() : file);
+        found.push_back(prefix + "_" + file.substr(name.size()));  // as path() and partial_path() spell it
     }
     return found;
   }

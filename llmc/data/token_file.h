@@ -142,11 +142,6 @@ class TokenFiles {
     }
     return all;
   }
-  bool has(const std::string& path) const {  // even if under another path
-    std::error_code ignored;
-    return std::any_of(files_.begin(), files_.end(),
-                       [&](const Described& file) { return std::filesystem::equivalent(file.path, path, ignored); });
-  }
 
   // out (n) = tokens [first, first + n) of file i, each below vocab_size. An error if the file has changed since it was
   // opened first, although one that was only touched is taken. Thread-safe.

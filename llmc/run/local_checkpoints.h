@@ -52,6 +52,7 @@ inline void save_locally(TrainingRank& rank, World& world, const RunDirectory* d
       parse_json(rank.control().all_gather_text("local checkpoints", mine)[0], "rank 0"), "run.json");
   const bool leads = rank.number == o.place.first_rank();
   LocalParts parts(o.checkpoint_local, history, o.place.process, o.checkpoint_local_keep);
+  if (leads) parts.remove_unfinished();
   std::unique_ptr<LocalCopies> copies;
   if (o.checkpoint_local_copies == OnOff::on) copies = detail::copies_of(parts, leads, rank, world);
   rank.checkpoints.save_locally(std::move(parts), leads, std::move(copies));

@@ -24,7 +24,10 @@ class Milestones {
   };
   Milestones(TrainingRank& rank, Hooks hooks) : r_(rank), o_(rank.options()), hooks_(std::move(hooks)) {
     if (!r_.job.data->val.empty()) validation_.emplace(r_.run.trainer, r_.run.groups, r_.job.validation());
-    r_.checkpoints.when_best_is_lost([this] { std::tie(r_.progress.best_step, r_.progress.best_val) = best_before_; });
+    r_.checkpoints.when_best_is_lost([this](int64_t step) {
+      if (r_.progress.best_step == step) std::tie(r_.progress.best_step, r_.progress.best_val) = best_before_;
+      else if (best_before_.first == step) best_before_ = none;
+    });
   }
 
   // Is anything due after this step?
@@ -133,8 +136,10 @@ class Milestones {
   const Options& o_;
   Hooks hooks_;
   std::optional<Validation> validation_;
-  int64_t finite_after_ = -1;               // the loss after this step was seen to be finite; -1: after none yet
-  std::pair<int64_t, double> best_before_;  // step and loss of the best validation before the last improvement
+  int64_t finite_after_ = -1;  // the loss after this step was seen to be finite; -1: after none yet
+  // Step and loss of the best validation before the last improvement.
+  static constexpr std::pair<int64_t, double> none{-1, std::numeric_limits<double>::infinity()};
+  std::pair<int64_t, double> best_before_ = none;
 };
 
 }  // namespace llmc

@@ -2,8 +2,10 @@
 // with begin.
 #pragma once
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 
 #include "comm/comm.h"
@@ -33,7 +35,17 @@ __attribute__((section(".preinit_array"), used)) static void (*const called_by_l
                                                                                        char**) = before_libraries;
 }  // namespace detail
 
+// As many files as the system lets this process open: a resume reads those of all ranks that kept optimizer state.
+inline void allow_many_files() {
+  constexpr rlim_t many = 1 << 20;
+  rlimit files{};
+  if (::getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= many) return;
+  files.rlim_cur = std::min(files.rlim_max, many);
+  ::setrlimit(RLIMIT_NOFILE, &files);
+}
+
 inline void prepare_process(char** argv) {
+  allow_many_files();
   if (detail::hangup_ignored) std::signal(SIGHUP, SIG_IGN);  // so that it is when this program executes itself again
   wait_without_spinning(argv);
   set_gpu_environment();

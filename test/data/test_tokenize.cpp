@@ -117,6 +117,22 @@ TEST_CASE("texts packed by gzip or zstd, in one part or several, are read like t
   REQUIRE_ERROR(all_text({dir / "e.jsonl"}), "e.jsonl: a Parquet file");
 }
 
+TEST_CASE("a repeated command keeps its shards, however --out is spelled", "[tokenize]") {
+  for (const char* out : {"//c", "/./c", "/d/../c", "/c"}) {
+    const TempDir dir;
+    std::filesystem::create_directory(dir / "d");
+    write(dir / "a.txt", std::string(5000, 'x'));
+    const std::string command =
+        "--tokenize " + (dir / "a.txt") + " --tokenizer bytes --shard-size 1000 --out " + dir.path() + out;
+    for (int again = 0; again < 2; ++again) {
+      const ProgramResult r = run_program(command);
+      INFO(out << ": " << r.out << r.err);
+      REQUIRE(r.status == 0);
+      REQUIRE(std::filesystem::exists(dir / "c_train_000005.bin"));
+    }
+  }
+}
+
 TEST_CASE("a text without a place to cut is cut between characters", "[tokenize]") {
   for (const std::string character : {"x", "я", "あ", "😀"})
     for (const std::string before : {"", "x", "xx"}) {

@@ -71,6 +71,27 @@ TEST_CASE("of local checkpoints, the newest is taken of which every file is some
   REQUIRE(found().first == 10);
 }
 
+TEST_CASE("what killed starts left half written on a node's disk is removed, but not what this start writes",
+          "[faults][checkpoint]") {
+  const TempDir dir;
+  LocalHistory history;
+  history.begin(0, true);
+  const int64_t own = history.starts.back().number;
+  const LocalParts parts(dir / "disk", history, 0, 2);
+  for (const int64_t start : {own, own + 1})
+    for (const char* kind : {".tmp-", ".tmp-copy-", ".tmp-removed-"})
+      fs::create_directories(parts.directory() + "/" + kind + LocalName{10, start, 0}.text());
+  fs::create_directories(parts.directory() + "/" + LocalName{10, own + 1, 0}.text());
+  parts.remove_unfinished();
+  size_t left = 0;
+  for (const std::string& name : names_in(parts.directory())) {
+    INFO(name);
+    REQUIRE((!name.starts_with(".tmp-") || name.find(formatted("-start-{}-", own)) != name.npos));
+    ++left;
+  }
+  REQUIRE(left == 4);
+}
+
 TEST_CASE("copies go to another host if there is one, else to another directory", "[faults][checkpoint]") {
   const NodeDisk a{"a", "/d"}, b{"b", "/d"}, a2{"a", "/e"};
   REQUIRE(copy_distance({a}) == 0);

@@ -32,6 +32,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 return self.send_error(404)
             body = open(file, "rb").read()
             start = int(re.match(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))[1])
+            if start >= len(body) > 0:
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{len(body)}")
+                return self.end_headers()
             self.send_response(206 if start else 200)
             body = body[start:]
         self.send_header("Content-Length", str(len(body)))
@@ -90,6 +94,16 @@ PY
 prepare shakespeare --tokenizer bytes --base-url "$url/flaky" --out "$dir/f/s" || fail "a flaky connection failed"
 grep -q 'flaky.*bytes=60000-' "$dir/requests" || fail "the download did not resume where it broke off"
 same_shards "$dir/s/s" "$dir/f/s"
+
+# All bytes came, but the program ended before the file had its name; or more bytes than the server has.
+for more in '' 'more'; do
+  rm -rf "$dir/f"
+  mkdir -p "$dir/f"
+  cp "$dir/www/tinyshakespeare/input.txt" "$dir/f/input.txt.part"
+  echo -n "$more" >>"$dir/f/input.txt.part"
+  prepare shakespeare --tokenizer bytes --base-url "$url" --out "$dir/f/s" || fail "a whole .part${more:+ and $more} failed"
+  same_shards "$dir/s/s" "$dir/f/s"
+done
 
 # kill -9 at any time: the next start resumes, and the shards are the same; with several processes too.
 prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/t/t" --shard-size 100000 || fail "tinystories failed"

@@ -53,8 +53,8 @@ class CheckpointSaver {
     return formatted("the last checkpoint is {}; this continues from it with half the --lr:\n{}", last,
                      branch_command(job_.asked, last, program));
   }
-  // on_lost(): the checkpoint with the best validation loss could not be written.
-  void when_best_is_lost(std::function<void()> on_lost) { best_is_lost_ = std::move(on_lost); }
+  // on_lost(step): the checkpoint of this step, with the best validation loss by then, could not be written.
+  void when_best_is_lost(std::function<void(int64_t)> on_lost) { best_is_lost_ = std::move(on_lost); }
   // on_change(whether this rank is writing a checkpoint)
   void when_saving(std::function<void(bool)> on_change) { saving_ = std::move(on_change); }
   bool retries_at(int64_t step) const { return step == retry_.at; }
@@ -166,7 +166,9 @@ class CheckpointSaver {
       last_ = path;
       retry_ = {};
       saved_at_ = pending.begin;
-      stop_.saved(pending.mode == CheckpointMode::async ? stall + times.seconds : stall);
+      const double seconds = pending.mode == CheckpointMode::async ? stall + times.seconds : stall;
+      stop_.saved(seconds);
+      report_.saved(seconds);  // for the next stretch of the run
     }
     log_.checkpoint({.step = progress.done,
                      .path = path,
@@ -257,7 +259,7 @@ class CheckpointSaver {
       throw SharedError(formatted("no checkpoint after step {}: {}; {}{}", step, error.what(), last,
                                   diverged ? "" : save_weights(progress.done, run, pending.trainer)),
                         error.status());
-    if (pending.how.best && best_is_lost_) best_is_lost_();
+    if (pending.how.best && best_is_lost_) best_is_lost_(step);
     retry_.because = pending.how.because;
     retry_.at = progress.done + retry_.pause;
     retry_.pause *= 2;
@@ -315,7 +317,7 @@ class CheckpointSaver {
   std::unique_ptr<LocalCopies> copies_;
   bool leads_ = false, copying_ = false;
   double write_seconds_ = static_cast<double>(job_.checkpoint_bytes()) / assumed_bytes_per_second;
-  std::function<void()> best_is_lost_;
+  std::function<void(int64_t)> best_is_lost_;
   std::function<void(bool)> saving_;
   std::optional<Pending> pending_;
 };

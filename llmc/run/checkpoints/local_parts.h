@@ -119,6 +119,15 @@ class LocalParts {
     return {{"run", history_.run}, {"start", history_.starts.back().number}, {"processes", processes}};
   }
 
+  // Deletes what killed starts of the run left half written. None of them is alive: the out directory is locked.
+  void remove_unfinished() const {
+    const std::string own = formatted("-start-{}-", name(0).start);
+    std::error_code none;
+    if (!is_directory(directory_)) return;
+    for (const std::string& one : names_in(directory_))
+      if (one.starts_with(".tmp-") && one.find(own) == one.npos)
+        std::filesystem::remove_all(directory_ + "/" + one, none);
+  }
   // All processes have their part of this step. Deletes all but the newest `keep` steps: of this start, and as long as
   // it has fewer, of earlier ones. Other processes may have the same disk, and delete the same.
   void saved(int64_t step) {

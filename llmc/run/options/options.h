@@ -41,7 +41,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "recognised");
   add("--stages", "", o.stages, Limits{}, free,
       "a file, .toml or .json, with the stages of the run, each with its length, mix, batch, sequence length and "
-      "learning rate (scripts/README.md, \"Stages\"); what a stage does not say is as the options say. --print-stages "
+      "learning rate (llmc/run/recipe/README.md); what a stage does not say is as the options say. --print-stages "
       "draws them");
   add("--data-changed", "", o.data_changed, any_of<DataChanged>(), free,
       "if the data or the recipe have changed when a run resumes: refuse: end; accept: go on from here with the new "

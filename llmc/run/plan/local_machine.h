@@ -250,14 +250,24 @@ inline Machine machine_of(const nlohmann::json& json) {
   return m;
 }
 
+// All that decides which ops a step has, and in which dtypes.
+inline std::string numerics_of(const StepConfig& step) {
+  const Precision& p = step.precision;
+  const Muon& muon = step.layout.zero.muon;
+  return formatted("{}, masters {} {}, slots {} {}, averages {}, wire {}, {} {} {}, {} {} {} {} {} {}, z {}, clip {}",
+                   p.weights, p.keeps_masters(), p.master_dtype(), p.slot_dtype(0), p.slot_dtype(1), p.averages, p.wire,
+                   p.linear, std::string(p.fp8_skip), p.gathers_fp8, step.layout.zero.optimizer, muon.coefficients,
+                   muon.scale, muon.heads, muon.rows, muon.dtype.value_or(p.weights), step.z_loss,
+                   step.qk_clip.value_or(0));
+}
+
 // What the measurement depends on.
 inline std::string key_of(const StepConfig& step, const Device& device) {
   const StepConfig one = steps_to_measure(step)[0];
-  return formatted(
-      "{} | {} | {}, masters {}, {} | {} ranks of {} threads on {} | {} x {} tokens, documents {}, head {} | {}",
-      processor_name(), matmul_library(device), one.precision.weights, one.precision.masters, one.layout.zero.optimizer,
-      step.layout.ranks(), device.threads, available_processors(), one.batch.B, one.batch.T,
-      static_cast<int>(one.documents), one.head_chunks, config_to_hf(one.model, one.precision.weights).dump());
+  return formatted("{} | {} | {} | {} ranks of {} threads on {} | {} x {} tokens, documents {}, head {} | {}",
+                   processor_name(), matmul_library(device), numerics_of(one), step.layout.ranks(), device.threads,
+                   available_processors(), one.batch.B, one.batch.T, static_cast<int>(one.documents), one.head_chunks,
+                   config_to_hf(one.model, one.precision.weights).dump());
 }
 
 }  // namespace detail

@@ -189,9 +189,6 @@ class Sources {
   std::vector<std::string> checksums() const {
     return joined([](const Source& s) { return s.shards.checksums(); });
   }
-  bool has(const std::string& path) const {
-    return std::ranges::any_of(all_, [&](const Source& s) { return s.shards.has(path); });
-  }
 
  private:
   int64_t block_;

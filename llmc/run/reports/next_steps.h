@@ -70,6 +70,8 @@ inline std::string branch_command(const Options& o, const std::string& checkpoin
   Options branch = detail::of_any_start(o);
   branch.branch_from = checkpoint;
   branch.lr = o.lr / 2;
+  for (std::optional<double>* rate : {&branch.embed_lr, &branch.head_lr, &branch.scalar_lr})
+    if (*rate) **rate /= 2;
   branch.out_dir = detail::free_directory(detail::without_slash(o.out_dir), "-branch");
   return detail::launched(o, program, branch);
 }

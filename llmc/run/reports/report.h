@@ -5,9 +5,11 @@
 #include "build_info.h"  // written by the Makefile
 #endif
 
+#include <set>
 #include <string>
 
 #include "comm/world.h"
+#include "core/files.h"
 #include "core/host_name.h"
 #include "core/log.h"
 #include "model/hf_config.h"
@@ -111,9 +113,11 @@ inline void report_unlikely_data(Log& log, const StepConfig& step, const RunData
         formatted("notice: the first tokens of the training data look like bytes, but the model has a vocabulary of "
                   "{}: for bytes --vocab-size 257 is enough",
                   V));
+  std::set<FileIdentity> trained;  // whatever their paths
+  for (const std::string& path : data.train.paths()) trained.insert(identity_of(path));
   for (const ValidationSet& set : data.val)
     for (const std::string& path : set.shards.paths())
-      if (data.train.has(path)) {
+      if (trained.contains(identity_of(path))) {
         log.line(formatted("notice: {} is also training data: the validation loss will look too good", path));
         break;
       }

@@ -35,6 +35,7 @@ struct RunTotals {
   double data_seconds = 0;  // of these, waiting for data
   int64_t updates = 0, tokens = 0;
   double flops = 0;
+  std::optional<double> save_seconds = {};  // of the last checkpoint, until it was durable
 };
 
 class StepReport {
@@ -49,6 +50,7 @@ class StepReport {
   // An update begins, and none is under way.
   void start_clock() { clock_ = std::chrono::steady_clock::now(); }
 
+  void saved(double seconds) { totals_.save_seconds = seconds; }
   // The next update waited so long for its batches.
   void waited_for_data(double seconds) {
     data_seconds_ = seconds;
