@@ -4,11 +4,16 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #include "core/files.h"
@@ -103,14 +108,44 @@ inline std::optional<std::string> file_fault(const std::string& path, const File
   const int64_t slices = ceil_div(record.size, FileRecord::slice_bytes);
   if (slices != static_cast<int64_t>(record.slices.size()))
     return formatted("{}: the manifest has {} checksums for {} slices", path, record.slices.size(), slices);
-  std::vector<char> bytes(static_cast<size_t>(std::min(record.size, FileRecord::slice_bytes)));
-  for (int64_t i = 0; i < slices; ++i) {
-    const int64_t begin = i * FileRecord::slice_bytes, n = std::min(FileRecord::slice_bytes, record.size - begin);
-    file.read_at(bytes.data(), n, begin);
-    if (hex_digits(XXH3_64bits(bytes.data(), static_cast<size_t>(n))) != record.slices[static_cast<size_t>(i)])
-      return formatted("{}: bytes {} to {} do not match the checksum in the manifest", path, begin, begin + n);
+  const auto slice_fault = [&](int64_t i, std::vector<char>& bytes) -> std::optional<std::string> {
+    const int64_t begin = i * FileRecord::slice_bytes, end = std::min(begin + FileRecord::slice_bytes, record.size);
+    RunningHash hash;
+    for (int64_t at = begin; at < end; at += std::ssize(bytes)) {
+      const int64_t n = std::min<int64_t>(std::ssize(bytes), end - at);
+      file.read_at(bytes.data(), n, at);
+      hash.add(bytes.data(), n);
+    }
+    if (hex_digits(hash.value()) == record.slices[static_cast<size_t>(i)]) return std::nullopt;
+    return formatted("{}: bytes {} to {} do not match the checksum in the manifest", path, begin, end);
+  };
+  std::atomic<int64_t> next = 0;
+  std::mutex mutex;  // guards `faults`
+  std::map<int64_t, std::string> faults;
+  const auto work = [&] {
+    std::vector<char> bytes(1 << 20);
+    for (int64_t i = next++; i < slices; i = next++) {
+      std::optional<std::string> fault;
+      try {
+        fault = slice_fault(i, bytes);
+      } catch (const Error& error) {
+        fault = error.what();
+      }
+      if (!fault) continue;
+      const std::lock_guard lock(mutex);
+      faults.emplace(i, *fault);
+      next = slices;
+    }
+  };
+  {
+    std::vector<std::jthread> others;
+    try {
+      while (std::ssize(others) + 1 < std::min<int64_t>(8, slices)) others.emplace_back(work);
+    } catch (const std::system_error&) {  // no further thread to be had
+    }
+    work();
   }
-  return std::nullopt;
+  return faults.empty() ? std::nullopt : std::optional(faults.begin()->second);
 } catch (const Error& error) {
   return error.what();
 }

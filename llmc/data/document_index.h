@@ -1,5 +1,5 @@
-// document_index.h: where the documents of a file of tokens begin: at its first token, and at every end-of-text token.
-// Found by reading the file once, a block at a time, and kept in an index file in a cache directory:
+// document_index.h: where the documents of a file of tokens begin: at its first token, and where its format says
+// (DocumentMark). Found by reading the file once, a block at a time, and kept in an index file in a cache directory:
 //
 //   the beginnings   int64 each, ascending
 //   IndexSeal        whose they are, how many, and checksums
@@ -37,11 +37,11 @@ struct IndexSeal {
   struct Source {
     uint64_t path;           // XXH3 of the absolute path of the file of tokens
     int64_t size, modified;  // bytes; nanoseconds since 1970
-    int64_t end_of_text;
+    uint64_t documents;      // XXH3 of what says where they begin (TokenFiles::documents_from)
     bool operator==(const Source&) const = default;
   };
 
-  uint64_t version = 0x3130'7363'6f64'7067;  // "gpdocs01"
+  uint64_t version = 0x3230'7363'6f64'7067;  // "gpdocs02"
   Source source = {};
   int64_t documents = 0;
   uint64_t beginnings = 0;  // XXH3 of them
@@ -53,14 +53,13 @@ static_assert(sizeof(IndexSeal) == 64 && std::is_trivially_copyable_v<IndexSeal>
 
 class DocumentIndex {
  public:
-  // Of file `i`, in which end_of_text begins documents. Unless `directory` has an index of it, the file is read, and
-  // its tokens are checked against the vocabulary. If no index can be kept there, it stays in memory: 8 bytes for each
-  // document.
+  // Of file `i`. Unless `directory` has an index of it, the file is read, and its tokens are checked against the
+  // vocabulary. If no index can be kept there, it stays in memory: 8 bytes for each document.
   DocumentIndex(const TokenFiles& files, int64_t i, int64_t vocab_size, int32_t end_of_text,
                 const std::string& directory, const Notice& notice)
       : of_(files.path(i)),
         tokens_(files.tokens_of(i)),
-        source_(source(of_, end_of_text)),
+        source_(source(files, i, end_of_text)),
         path_(formatted("{}/{}-{}.index", directory, hex_digits(source_.path), end_of_text)) {
     std::error_code unknown;
     if (std::filesystem::exists(path_, unknown)) {
@@ -78,7 +77,8 @@ class DocumentIndex {
       for_blocks([&](const auto& begins) { in_memory_.insert(in_memory_.end(), begins.begin(), begins.end()); });
       documents_ = static_cast<int64_t>(in_memory_.size());
     }
-    CHECK(source(of_, end_of_text) == source_, "{}: has changed while its documents were indexed; start again", of_);
+    CHECK(source(files, i, end_of_text) == source_, "{}: has changed while its documents were indexed; start again",
+          of_);
     if (trouble)
       notice(formatted("notice: the index of the documents of {} cannot be kept, so every run makes it again: {}", of_,
                        *trouble));
@@ -103,13 +103,15 @@ class DocumentIndex {
  private:
   static constexpr int64_t block = int64_t{1} << 18;  // tokens or documents that are in memory at once
 
-  static IndexSeal::Source source(const std::string& path, int32_t end_of_text) {
+  static IndexSeal::Source source(const TokenFiles& files, int64_t i, int32_t end_of_text) {
+    const std::string &path = files.path(i), documents = files.documents_from(i, end_of_text);
     struct stat info {};
     CHECK(::stat(path.c_str(), &info) == 0, "cannot stat {}: {}", path, std::strerror(errno));
     std::error_code unknown;
     const std::string absolute = std::filesystem::canonical(path, unknown);
     return {XXH3_64bits(absolute.data(), absolute.size()), static_cast<int64_t>(info.st_size),
-            int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + int64_t{info.st_mtim.tv_nsec}, end_of_text};
+            int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + int64_t{info.st_mtim.tv_nsec},
+            XXH3_64bits(documents.data(), documents.size())};
   }
 
   // Why the index file is of no use; none: it is good, and sets documents_.
@@ -140,12 +142,15 @@ class DocumentIndex {
   void find_documents(const TokenFiles& files, int64_t i, int64_t vocab_size, int32_t end_of_text,
                       const Found& found) const {
     std::vector<int32_t> tokens;
+    std::vector<uint8_t> begins;
     for (int64_t first = 0; first < tokens_; first += block) {
-      files.read(i, first, std::min(block, tokens_ - first), vocab_size, tokens);
-      std::vector<int64_t> begins;
-      for (size_t t = 0; t < tokens.size(); ++t)
-        if (tokens[t] == end_of_text || (first == 0 && t == 0)) begins.push_back(first + static_cast<int64_t>(t));
-      found(begins);
+      const int64_t from = std::max<int64_t>(first - 1, 0);  // the token before may end a document
+      files.read(i, from, std::min(first + block, tokens_) - from, vocab_size, tokens);
+      files.find_documents(i, from, tokens, end_of_text, begins);
+      std::vector<int64_t> places;
+      for (int64_t t = first; t < from + std::ssize(tokens); ++t)
+        if (t == 0 || begins[static_cast<size_t>(t - from)] != 0) places.push_back(t);
+      found(places);
     }
   }
 

@@ -27,7 +27,7 @@ class PackedShards {
   struct Config {
     Packing packing = Packing::best_fit;
     int64_t seq_len = 0, vocab_size = 0;
-    int32_t end_of_text = 0;  // begins documents
+    int32_t end_of_text = 0;
     std::string index_directory;
     int64_t most_kept = int64_t{1} << 22;  // pieces of packed windows in memory, of 16 bytes each
   };
@@ -35,19 +35,18 @@ class PackedShards {
   // Errors name `option`.
   PackedShards(const TokenFiles& files, const Config& config, const Notice& notice, const char* option = "--train-data")
       : files_(files), config_(config) {
-    int64_t begun = 0;
+    int64_t documents = 0;
     for (int64_t file = 0; file < files.count(); ++file) {
       indexes_.emplace_back(files, file, config.vocab_size, config.end_of_text, config.index_directory, notice);
-      begun += indexes_.back().documents();
+      documents += indexes_.back().documents();
       divide_into_windows(file);
     }
     packed_.resize(windows_.size());
-    std::vector<int32_t> first;
-    files.read(0, 0, 1, config.vocab_size, first);
-    CHECK(begun > files.count() || first[0] == config.end_of_text,
-          "--pack {}: none of the {} tokens of {} is {}, the end of text, which begins documents: give the data's "
+    CHECK(documents > files.count() || is_a_document(),
+          "--pack {}: none of the {} tokens of {} is {}, the end of text, which {} documents: give the data's "
           "--tokenizer",
-          config.packing, files.tokens(), option, config.end_of_text);
+          config.packing, files.tokens(), option, config.end_of_text,
+          files.document_mark(0) == DocumentMark::end_of_text_before ? "begins" : "ends");
     CHECK(samples() > 0,
           "--pack {}: {}: {} tokens in {} file(s) hold no sample of --seq-len {} + 1 tokens{}; shorten --seq-len or "
           "add data",
@@ -73,6 +72,7 @@ class PackedShards {
     with_row(index, [&](int64_t file, std::span<const Range> row) {
       const int64_t T = config_.seq_len;
       std::vector<int32_t> piece_tokens;
+      std::vector<uint8_t> begins;
       int64_t at = 0;
       const auto place = [&](int32_t token, int32_t target, int64_t in_document) {
         tokens[at] = token;
@@ -82,9 +82,10 @@ class PackedShards {
       };
       for (const Range& piece : row) {
         files_.read(file, piece.begin, piece.size + 1, vocab_size, piece_tokens);
+        files_.find_documents(file, piece.begin, piece_tokens, config_.end_of_text, begins);
         for (int64_t i = 0; i < piece.size; ++i) {
           const size_t t = static_cast<size_t>(i);
-          CHECK(i == 0 || piece_tokens[t] != config_.end_of_text,
+          CHECK(i == 0 || begins[t] == 0,
                 "{}: a document begins at token {}, which the index {} lacks: delete the index and start again",
                 files_.paths()[static_cast<size_t>(file)], piece.begin + i, indexes_[static_cast<size_t>(file)].path());
           place(piece_tokens[t], piece_tokens[t + 1], i);
@@ -99,6 +100,14 @@ class PackedShards {
   struct Window {
     int64_t file, first_document, documents, end, first_sample;  // end: of the last document
   };
+
+  // Whether the first file, if it is all one document, is marked as such.
+  bool is_a_document() const {
+    const DocumentMark mark = files_.document_mark(0);
+    std::vector<int32_t> token;
+    files_.read(0, mark == DocumentMark::end_of_text_after ? files_.tokens_of(0) - 1 : 0, 1, config_.vocab_size, token);
+    return mark == DocumentMark::index || token[0] == config_.end_of_text;
+  }
 
   void divide_into_windows(int64_t file) {
     constexpr int64_t block = int64_t{1} << 16;

@@ -184,6 +184,15 @@ class TokenFiles {
     for (size_t t = after; t < tokens.size(); ++t) begins[t] = tokens[t - after] == end_of_text;
   }
 
+  // What says where the documents of file i begin; another text if that has changed.
+  std::string documents_from(int64_t i, int32_t end_of_text) const {
+    const Described& described = files_[static_cast<size_t>(i)];
+    const std::string mark = mark_text(document_mark(i), end_of_text);
+    if (!described.index) return mark;
+    const std::string index = MegatronIndex::path_for(described.path);
+    return formatted("{}: {} bytes, {}", mark, described.index->bytes(), File::open_read(index).modified());
+  }
+
  private:
   // What a file was like when the run began.
   struct FirstSeen {

@@ -20,6 +20,7 @@
 #include "ops/cuda/quantise.cuh"
 #include "ops/cuda/rmsnorm.cuh"
 #include "ops/cuda/router.cuh"
+#include "ops/cuda/small_state.cuh"
 #include "ops/cuda/step.cuh"
 #include "ops/cuda/swiglu.cuh"
 #include "ops/cuda/update.cuh"

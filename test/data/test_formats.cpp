@@ -1,11 +1,15 @@
 // Files of tokens that other tools wrote (test/golden/make_token_files.py): they give the samples that those tools read
 // from them, and are refused where they are not what they are said to be.
+#include <chrono>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "catch2.h"
 #include "core/json.h"
 #include "data/dataloader.h"
+#include "data/document_index.h"
+#include "data/packed_shards.h"
 #include "data/verify_data.h"
 #include "helpers.h"
 
@@ -95,6 +99,70 @@ TEST_CASE("documents begin where each format says", "[data][formats]") {
       }
     }
   }
+}
+
+TEST_CASE("documents that are packed begin where each format says", "[data][formats][packing]") {
+  const TempDir dir;
+  const nlohmann::json golden = read_json(foreign + "samples.json");
+  std::vector<std::string> notices;
+  const auto notice = [&](const std::string& line) { notices.push_back(line); };
+  const auto begins_of = [&](const std::string& path, DataFormat format) {
+    const DocumentIndex index(TokenFiles(path, "--train-data", format), 0, vocabulary, end_of_text, dir / "cache",
+                              notice);
+    return index.begins(0, index.documents());
+  };
+  for (const std::string& file : foreign_files()) {
+    INFO(file);
+    const TokenFiles files(foreign + file, "--train-data", format_of(file));
+    std::vector<int32_t> all;
+    files.read(0, 0, files.tokens(), vocabulary, all);
+    std::set<int64_t> begins{0};
+    if (golden[file].contains("documents"))
+      for (const int64_t start : golden[file]["documents"].get<std::vector<int64_t>>()) begins.insert(start);
+    else
+      for (size_t t = 1; t < all.size(); ++t)
+        if (all[t - 1] == end_of_text) begins.insert(static_cast<int64_t>(t));
+    begins.erase(files.tokens());  // of a document without tokens
+    REQUIRE(begins_of(foreign + file, format_of(file)) == std::vector<int64_t>(begins.begin(), begins.end()));
+    // In rows of whole documents, every document is in one piece: its tokens, and as target of the last the next one.
+    const int64_t T = files.tokens();
+    const PackedShards shards(
+        files, {.seq_len = T, .vocab_size = vocabulary, .end_of_text = end_of_text, .index_directory = dir / "cache"},
+        notice);
+    std::vector<int32_t> tokens(all.size()), targets(all.size()), positions(all.size());
+    shards.read_sample(0, vocabulary, tokens.data(), targets.data(), positions.data(), PositionsIn::document);
+    std::multiset<int64_t> expected, found;
+    for (auto at = begins.begin(); at != begins.end(); ++at)
+      expected.insert((std::next(at) == begins.end() ? T - 1 : *std::next(at)) - *at);
+    expected.erase(0);
+    for (size_t t = 0, size = 0; t < targets.size() && targets[t] >= 0; ++t)
+      if (++size; t + 1 == targets.size() || targets[t + 1] < 0 || positions[t + 1] == 0)
+        found.insert(static_cast<int64_t>(std::exchange(size, 0)));
+    REQUIRE(found == expected);
+  }
+  REQUIRE(notices.empty());
+
+  // The token that ends a document, at the end of a block that is read.
+  std::vector<uint16_t> tokens((1 << 18) + 5, 1);
+  tokens[(1 << 18) - 1] = tokens.back() = end_of_text;
+  write_numbers(dir / "x.bin", tokens);
+  REQUIRE(begins_of(dir / "x.bin", DataFormat::nanogpt) == std::vector<int64_t>{0, 1 << 18});
+  tokens.assign(100, 1);
+  write_numbers(dir / "y.bin", tokens);
+  const TokenFiles unmarked(dir / "y.bin", "--train-data", DataFormat::nanogpt);
+  const PackedShards::Config config{
+      .seq_len = 8, .vocab_size = vocabulary, .end_of_text = end_of_text, .index_directory = dir / "cache"};
+  REQUIRE_ERROR(PackedShards(unmarked, config, notice),
+                "none of the 100 tokens of --train-data is 119, the end of "
+                "text, which ends documents");
+
+  // Another index of Megatron's beside the same tokens.
+  for (const char* name : {"megatron_int32.bin", "megatron_int32.idx"}) fs::copy_file(foreign + name, dir / name);
+  const std::vector<int64_t> before = begins_of(dir / "megatron_int32.bin", DataFormat::megatron);
+  fs::last_write_time(dir / "megatron_int32.idx",
+                      fs::last_write_time(dir / "megatron_int32.idx") - std::chrono::hours(1));
+  REQUIRE(begins_of(dir / "megatron_int32.bin", DataFormat::megatron) == before);
+  REQUIRE((notices.size() == 1 && notices[0].find("another state of this one") != std::string::npos));
 }
 
 TEST_CASE("tokens without a header are read only if their format is named, and is theirs", "[data][formats]") {

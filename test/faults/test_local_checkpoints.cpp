@@ -232,6 +232,25 @@ TEST_CASE("a start takes the newest checkpoint that is complete on the nodes' di
   });
 }
 
+TEST_CASE("the local checkpoint before the last one stays until the last one has its copies", "[faults][checkpoint]") {
+  const TempDir dir(in_memory());
+  const FaultRun run{"keeps one",
+                     "--max-steps 12 --checkpoint-every 6 --checkpoint-local-every 2 --checkpoint-local-keep 1 "
+                     "--zero-stage 1 --init-timeout 10 --checkpoint-local NODE",
+                     2};
+  REQUIRE(run.start(dir / "whole", "").good());
+  const std::string killed = dir / "killed";
+  const Ended first = run.start(killed, shim(dir, "FILE_OPS_KILL_AT=/.tmp-copy-step-000010"));
+  INFO(first.said);
+  REQUIRE(first.killed());
+  fs::remove_all(FaultRun::node(killed, 0));  // and its node is lost
+  const Ended second = run.start(killed, "");
+  INFO(second.said);
+  REQUIRE(second.good());
+  REQUIRE(says(second.said, "resuming after step 8"));
+  REQUIRE(result_of(killed) == result_of(dir / "whole"));
+}
+
 TEST_CASE("local checkpoints that cannot be written cost a warning; processes may share their directory",
           "[faults][checkpoint]") {
   const TempDir dir(in_memory());

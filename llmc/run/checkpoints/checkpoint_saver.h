@@ -181,9 +181,9 @@ class CheckpointSaver {
                      .local = local});
     if (!local) there_is(pending.write->step(), pending.how, progress);
     if (!local && leads_ && pending.write->step() == job_.max_steps) local_->clear();
-    if (local && leads_) local_->saved(pending.write->step());
-    if (local) copying_ = true;
+    if (local) copying_ = pending.write->step();
     if (local && copies_) copies_->begin(local_->name(pending.write->step()).text());
+    else if (local && leads_) local_->saved(pending.write->step());
   }
 
  private:
@@ -207,11 +207,13 @@ class CheckpointSaver {
     std::unique_ptr<CheckpointWrite> write = nullptr;
   };
 
-  // Until the last local checkpoint is on other disks, too.
+  // Until the last local checkpoint is on other disks, too. Only then are older ones deleted.
   void wait_for_copies(Run& run) {
-    if (!std::exchange(copying_, false)) return;
+    const std::optional<int64_t> step = std::exchange(copying_, std::nullopt);
+    if (!step) return;
     const std::vector<std::string> faults =
         run.groups[GroupName::control].all_gather_text("copies", copies_ ? copies_->wait() : "");
+    if (copies_ && leads_) local_->saved(*step);
     for (const std::string& fault : faults)
       if (!fault.empty())
         return log_.line(formatted("WARNING: a part of a local checkpoint was not copied to another disk: {}", fault));
@@ -315,7 +317,8 @@ class CheckpointSaver {
   } retry_, local_retry_;
   std::optional<LocalParts> local_;
   std::unique_ptr<LocalCopies> copies_;
-  bool leads_ = false, copying_ = false;
+  bool leads_ = false;
+  std::optional<int64_t> copying_;  // the step of the local checkpoint that may not be on other disks yet
   double write_seconds_ = static_cast<double>(job_.checkpoint_bytes()) / assumed_bytes_per_second;
   std::function<void(int64_t)> best_is_lost_;
   std::function<void(bool)> saving_;
