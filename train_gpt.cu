@@ -330,7 +330,7 @@ class Training {
         r_.trace.timed("read the batches", [&] { updates_.take_batches(); });
         go_on_.seen(r_.checkpoints.look_at_directory());
         const NewsKind news = r_.trace.timed("agree to go on", [&] { return go_on_.agree(); });
-        if (news == NewsKind::none) r_.checkpoints.settle(progress_, r_.run);
+        if (news == NewsKind::none) r_.checkpoints.settle(progress_, r_.run, [this] { finish_updates(); });
         if (news == NewsKind::save) save_by_clock();
         r_.trace.begin_streams(r_.run);
         updates_.begin();
@@ -375,11 +375,14 @@ class Training {
 
   // Called between two updates. Like a validation, it does not affect the results.
   void save_by_clock() {
-    updates_.finish();
+    finish_updates();
     if (progress_.done == 0) return;
     milestones_.save({.on_failure = o_.checkpoint_errors, .because = Because::clock, .wait = false});
-    go_on_.forget();
     r_.report.start_clock();  // for the next update
+  }
+  void finish_updates() {
+    updates_.finish();
+    go_on_.forget();
   }
 
   // On a GPU, chooses matmul algorithms: as a checkpoint of the same GPU and library recorded, else by --tune-matmul.
@@ -400,13 +403,12 @@ class Training {
     if (early.kind == NewsKind::lost) end_lost(early.reason);
     if (early.kind == NewsKind::unreadable) end_unreadable(early.reason);
     if (progress_.done > 0) milestones_.save({.because = Because::end});
-    throw SharedError(
-        formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}", early.reason,
-                  progress_.done, job_.max_steps, r_.saved_to(), o_.restart ? ", without --restart," : "",
-                  after_ == After::start && progress_.done == r_.first && comes_again(early.reason)
-                      ? " (this start completed no update: another such would not either)"
-                      : ""),
-        ExitStatus::requeue);
+    throw SharedError(formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}",
+                                early.reason, progress_.done, job_.max_steps, r_.saved_to(), left_out_to_resume(o_),
+                                after_ == After::start && progress_.done == r_.first && comes_again(early.reason)
+                                    ? " (this start completed no update: another such would not either)"
+                                    : ""),
+                      ExitStatus::requeue);
   }
 
   // Another run has taken the out directory: the work so far is saved to this run's own directory, wherever it is now,
@@ -429,8 +431,8 @@ class Training {
     }
     throw SharedError(
         formatted("{}. The run ended after step {} of {}{}. Repair the file, keeping its number of tokens "
-                  "(--verify-data names every bad token), and run the same command again with --data-changed accept{}",
-                  why, progress_.done, job_.max_steps, saved, o_.restart ? ", without --restart" : ""));
+                  "(--verify-data names every bad token), and run the same command again{} with --data-changed accept",
+                  why, progress_.done, job_.max_steps, saved, left_out_to_resume(o_)));
   }
 
   void restore(const ResumePoint& from) {
@@ -491,7 +493,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
     peaks = find_peaks(job->device, job->step.precision.products, o.peak_tflops).times(devices_in_use(job->device, o));
     if (o.profile) peaks.bandwidth = measure_bandwidth(rank_device(job->device, o.place));
   }
-  RunTotals totals;
+  std::vector<RunTotals> totals(static_cast<size_t>(o.place.local_ranks));
   try {
     RollbackLine rollback{};
     for (After after = After::start;;) {
@@ -501,19 +503,16 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
         world.limit_init(o.init_timeout);
         run_ranks(world, [&](int rank) {
           Log silent = Log::silent();
-          RunTotals own;
-          const bool reports = rank == 0;
-          const std::optional<Spike> seen = Training(*job,
-                                                     {.resume = resume,
-                                                      .peaks = peaks,
-                                                      .after = after,
-                                                      .rollback = rollback,
-                                                      .directory = reports ? start.directory.get() : nullptr,
-                                                      .log = reports ? log : silent,
-                                                      .totals = reports ? totals : own},
-                                                     world, rank)
-                                                .run();
-          if (rank == processes.local_ranks().first) spike = seen;
+          const int own = rank - processes.local_ranks().first;
+          const Beginning beginning{.resume = resume,
+                                    .peaks = peaks,
+                                    .after = after,
+                                    .rollback = rollback,
+                                    .directory = rank == 0 ? start.directory.get() : nullptr,
+                                    .log = rank == 0 ? log : silent,
+                                    .totals = totals[static_cast<size_t>(own)]};
+          const std::optional<Spike> seen = Training(*job, beginning, world, rank).run();
+          if (own == 0) spike = seen;
         });
       }
       if (spike) {
@@ -532,7 +531,8 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
     const std::vector<int64_t> saved = checkpoint_steps(o.out_dir);
     const std::string text =
         error.what() +
-        (saved.empty() ? std::string() : formatted("; the same command resumes from step {}", saved.back())) +
+        (saved.empty() ? std::string()
+                       : formatted("; the same command{} resumes from step {}", left_out_to_resume(o), saved.back())) +
         (o.checkpoint_local.empty() ? "" : "; from a later local checkpoint, if one is complete");
     log.file_line("train_gpt: " + text);
     throw PeerError(text, error.status());

@@ -80,6 +80,11 @@ command=("$@") word=
 for word in "${command[@]}"; do
   [ "$word" != --restart ] || refuse "--restart would start the run over after each crash: leave it out, or start the run
   once without this script"
+  resume=auto
+  [ "${previous-}" != --resume ] || resume=$word
+  [[ $word != --resume=* ]] || resume=${word#*=}
+  [ "$resume" = auto ] || refuse "--resume $resume is refused once the run has checkpoints of its own, so after a crash: leave
+  it out, or start the run once without this script"
   case ${previous-} in --out-dir | -o) out=${out:-$word} ;; esac
   [[ $word != --out-dir=* ]] || out=${out:-${word#*=}}
   previous=$word

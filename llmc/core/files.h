@@ -21,6 +21,7 @@
 
 #include "core/check.h"
 #include "core/pulse.h"
+#include "core/utf8.h"
 
 namespace llmc {
 
@@ -299,11 +300,15 @@ inline std::vector<std::string> expand_glob(const std::string& pattern, const ch
   const int status = ::glob(pattern.c_str(), 0, nullptr, &found);
   std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
   ::globfree(&found);
+  if (paths.empty() && path_exists(pattern)) paths = {pattern};  // its name has characters of patterns
   CHECK(!paths.empty(), "{} {}: no file matches: {}; quote patterns so that the shell does not expand them", option,
         pattern, instead_of(pattern));
-  for (const std::string& path : paths)
+  for (const std::string& path : paths) {
+    CHECK(!utf8_fault(path), "{} {}: the file's name is not UTF-8, as records of a run are: rename it", option,
+          shown(path));
     CHECK(!is_directory(path), "{} {} is a directory: name its files with a quoted pattern, such as '{}/*.bin'", option,
           path, path);
+  }
   return paths;
 }
 

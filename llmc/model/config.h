@@ -154,6 +154,8 @@ inline void validate_experts(const ModelConfig& c) {
 
 }  // namespace detail
 
+inline constexpr int64_t most_layers = 1 << 14;  // whose parameters are listed by name
+
 inline void validate_model(const ModelConfig& c) {
   CHECK(
       c.n_layer > 0 && c.n_head > 0 && c.n_kv_head > 0 && c.head_size > 0 && c.n_embd > 0 && c.n_ffn > 0 &&
@@ -161,6 +163,7 @@ inline void validate_model(const ModelConfig& c) {
       "the model has a size that is not positive: n_layer {}, n_head {}, n_kv_head {}, head size {}, n_embd {}, n_ffn "
       "{}, vocab_size {}, n_positions {}",
       c.n_layer, c.n_head, c.n_kv_head, c.head_size, c.n_embd, c.n_ffn, c.vocab_size, c.n_positions);
+  CHECK(c.n_layer <= most_layers, "the model has {} layers: use at most {}", c.n_layer, most_layers);
   constexpr int64_t largest = 1 << 24;  // of one dimension: products of two stay far below 2^63
   CHECK(c.n_head <= largest / c.head_size && c.n_kv_head <= c.n_head && c.n_embd <= largest && c.n_ffn <= 4 * largest,
         "the model has a dimension beyond {}: {} heads and {} key-value heads of {}, n_embd {}, n_ffn {}", largest,

@@ -40,6 +40,4 @@ struct HfFields {
   }
 };
 
-inline constexpr int64_t most_layers = 4096;  // a config.json with many more would fill the memory with their names
-
 }  // namespace llmc::detail

@@ -180,7 +180,6 @@ struct Job {
       }
     }
     require_memory(options, step, plan, rank_device, Begun::yes);
-    require_later_stretches();
     parent = parent_of(from);
   }
 

@@ -118,6 +118,14 @@ inline void require_fp8_can(const StepConfig& step, const Device& device) {
                                                 block * (l.context.ranks > 1 ? 2 * l.context.ranks : 1))
                                     : formatted("--token-slices whose lengths are multiples of {}", block),
           Operands::as_stored);
+  for (const int64_t run : runs) {  // on GPUs products in fp8 have multiples of 16 rows
+    const int64_t rows = step.batch.B * run * (l.context.ranks > 1 ? 2 : 1);
+    CHECK(
+        !l.tensor.overlap || device.kind != DeviceKind::cuda || rows % (16 * l.tensor.ranks) == 0,
+        "{} with --tp-overlap: a rank's part of {} tokens is a product of its own, and with --tp {} no multiple of 16: "
+        "leave out --tp-overlap, or use another --tp",
+        asked, rows, l.tensor.ranks);
+  }
   const ModelConfig part = model_of_rank(m, l.tensor);
   const bool divided = l.tensor.ranks > 1;
   const int64_t whole = divided ? block : 16;  // the part of a rank has whole blocks

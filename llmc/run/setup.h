@@ -431,7 +431,7 @@ inline bool knows_tokens(const Options& o, const Tokenizer& tokenizer, const Mod
 // null, because otherwise transformers would assume tokens that do not exist or that stand for a letter.
 inline std::map<std::string, std::string> choose_special_tokens(const Options& o, const Tokenizer& tokenizer,
                                                                 const ModelConfig& model) {
-  const std::map<std::string, std::string>& own = model.special_tokens;  // a directory's own; JSON
+  std::map<std::string, std::string> own = model.special_tokens;  // a directory's; JSON
   const auto ids = [&](const char* name) {
     std::vector<int64_t> all;
     if (!own.contains(name) || own.at(name).empty()) return all;
@@ -444,12 +444,12 @@ inline std::map<std::string, std::string> choose_special_tokens(const Options& o
   const auto in_vocabulary = [&](const std::vector<int64_t>& all) {
     return std::ranges::all_of(all, [&](int64_t id) { return id >= 0 && id < model.vocab_size; });
   };
+  if (!in_vocabulary(ids("pad_token_id"))) own["pad_token_id"] = "null";
   const int64_t end = tokenizer.end_of_text();
   const bool known = knows_tokens(o, tokenizer, model) && end < model.vocab_size;
   const bool same_end = o.tokenizer == "auto" || !known || std::ranges::find(ends, end) != ends.end();
   if (!ends.empty() && in_vocabulary(begins) && in_vocabulary(ends) && same_end) return own;
   std::map<std::string, std::string> chosen = own;
-  if (!in_vocabulary(ids("pad_token_id"))) chosen["pad_token_id"] = "null";
   if (known) {
     const std::vector<int32_t> prefix = tokenizer.prefix();
     chosen["bos_token_id"] = formatted("{}", prefix[0] < model.vocab_size ? prefix[0] : end);

@@ -29,6 +29,7 @@ inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
     job.former_recipe = from.trainer.value("recipe", nlohmann::json::object()).value("facts", nlohmann::json::object());
   job.rollbacks = first.rollbacks;
   job.resume(from, log);
+  job.require_later_stretches();
   return job;
 }
 // The job from the run's beginning on.

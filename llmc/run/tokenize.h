@@ -27,6 +27,7 @@
 #include "data/documents.h"
 #include "data/shard_writer.h"
 #include "device/host.h"
+#include "run/checkpoints/restart.h"
 #include "run/options/options.h"
 #include "text/tokenizer.h"
 
@@ -250,8 +251,8 @@ class Tokenization {
     if (fault_ || !stopped_.empty()) {
       write_record();
       if (fault_) std::rethrow_exception(fault_);
-      throw Error(formatted("stopped by {} after {} documents, {} tokens; the same command goes on from there",
-                            stopped_, record_.documents, record_.tokens),
+      throw Error(formatted("stopped by {} after {} documents, {} tokens; the same command{} goes on from there",
+                            stopped_, record_.documents, record_.tokens, job_.restart ? ", without --restart," : ""),
                   ExitStatus::requeue);
     }
     CHECK(record_.tokens > 0, "--tokenize: no text in {}", job_.paths);
@@ -409,7 +410,7 @@ inline void run_tokenize(const Options& o) {
                   .field = o.tokenize_field,
                   .shard_tokens = o.shard_size,
                   .threads = o.threads > 0 ? static_cast<int>(o.threads) : available_processors(),
-                  .restart = o.restart,
+                  .restart = o.restart && !requeued(),
                   .stop = [&] { return stop.reason(); }},
                  *tokenizer, log);
 }

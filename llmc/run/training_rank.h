@@ -42,7 +42,7 @@ struct TrainingRank {
         run(job.step, job.plan, rank_device(job.device, job.options.place, rank - job.options.place.first_rank()),
             world, rank),
         checkpoints(job, beginning.directory, log, report, stop) {
-    if (beginning.totals.save_seconds) stop.saved(*beginning.totals.save_seconds);
+    if (const auto seconds = beginning.totals.save_seconds) stop.saved(*seconds), checkpoints.took(*seconds);
     if (watchdog() != nullptr)
       checkpoints.when_saving([this](bool saving) { watchdog()->board.saving(number, saving); });
     if (const std::string& why = run.copies_of_state.not_pinned(); !why.empty())

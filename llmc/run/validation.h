@@ -69,8 +69,9 @@ class Validation {
     return sum / static_cast<double>(inputs_.samples());
   }
   ChoiceScore answers(const ValidationHooks& hooks) {
-    return evaluate_choices(trainer_, *inputs_.choices, groups_,
-                            [&](int64_t m, int64_t count) { before("multiple choice", m, count, hooks); });
+    return evaluate_choices(
+        trainer_, *inputs_.choices, groups_,
+        [&](int64_t m, int64_t count) { before("multiple choice", m, count, hooks); }, hooks.poll);
   }
 
   // The loss and the answers, as far as there are any, after this many updates.
@@ -93,8 +94,8 @@ class Validation {
     const int64_t B = step.batch.B, T = step.batch.T, readers = step.layout.readers();
     const int64_t samples = inputs_.sets[set].samples, micro_batches = ceil_div(samples, B * readers);
     double sum = 0;
-    for (int64_t begin = 0; begin < micro_batches; hooks.poll(), begin += in_one_list)
-      sum += trainer_.evaluate(std::min(in_one_list, micro_batches - begin), 1, [&](int64_t in_list) {
+    for (int64_t begin = 0; begin < micro_batches; hooks.poll(), begin += evaluated_in_one_list)
+      sum += trainer_.evaluate(std::min(evaluated_in_one_list, micro_batches - begin), 1, [&](int64_t in_list) {
         const int64_t m = begin + in_list;
         before(inputs_.sets[set].name.empty() ? "validation" : ("validation " + inputs_.sets[set].name).c_str(), m,
                micro_batches, hooks);
@@ -125,8 +126,6 @@ class Validation {
     if (trainer_.config().layout.pipeline.stages == 1) hooks.poll();
     hooks.micro_batch(what, m + 1, count);
   }
-
-  static constexpr int64_t in_one_list = 256;  // micro-batches in one list of actions
 
   Trainer& trainer_;
   Groups& groups_;

@@ -72,6 +72,7 @@ class UnitState {
     }
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
     else gradient_sum_ = flat("gradients", state, update_range_, Offloaded::gradients);
+    if (small_) require_segments_of_blocks();
     make_slots(zero, precision, elsewhere.of(Offloaded::moments, offload_, arena));
     if (zero.muon.rows == MuonRows::normalised) make_row_moments(shard, state, arena);
   }
@@ -476,6 +477,17 @@ class UnitState {
         if (!s.scales[i].empty()) scales[i] = s.scales[i].slice(at / state_block, {r.size / state_block});
     });
     return scales;
+  }
+  // Parameters that are updated apart must not share a block.
+  void require_segments_of_blocks() const {
+    for (size_t i = 1; i < spec_.params.size(); ++i) {
+      const ParamSpec &p = spec_.params[i], &before = spec_.params[i - 1];
+      CHECK((p.rate == before.rate && p.eps == before.eps) || layout_.offsets[i] % state_block == 0,
+            "{} begins within a block of {} elements of optimizer state, and has another learning rate than {} before "
+            "it: use --moment1-dtype fp32 --moment2-dtype fp32 and no --master-weights split, or leave out "
+            "--base-head-size",
+            p.name, state_block, before.name);
+    }
   }
   // Ranks that have copies of a parameter must scale them alike: none of its blocks has another parameter's elements.
   void require_own_blocks() const {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
@@ -148,18 +149,21 @@ class ChoiceSet {
   std::vector<Question> questions_;
 };
 
-// Answers all questions, computing each row once with any batch and layout; called by all ranks. `before`: called
-// before each micro-batch.
+inline constexpr int64_t evaluated_in_one_list = 256;  // micro-batches in one list of actions
+
+// Answers all questions, computing each row once with any batch and layout; called by all ranks. before: called before
+// each micro-batch; between: after each list of actions.
 template <class Before>
-ChoiceScore evaluate_choices(Trainer& trainer, const ChoiceSet& set, Groups& groups, Before&& before) {
+ChoiceScore evaluate_choices(
+    Trainer& trainer, const ChoiceSet& set, Groups& groups, Before&& before,
+    const std::function<void()>& between = [] {}) {
   const int64_t B = trainer.config().batch.B, readers = groups.readers(), T = set.length(trainer.config().batch.T);
   const int64_t micro_batches = ceil_div(set.rows(), B * readers);
   auto first_row = [&](int64_t m) { return (m * readers + groups.reader()) * B; };
   std::vector<double> losses(static_cast<size_t>(micro_batches * readers * B), 0);
-  constexpr int64_t piece = 4096;  // micro-batches in one list of actions
-  for (int64_t begin = 0; begin < micro_batches; begin += piece)
+  for (int64_t begin = 0; begin < micro_batches; between(), begin += evaluated_in_one_list)
     trainer.evaluate(
-        std::min(piece, micro_batches - begin), 1,
+        std::min(evaluated_in_one_list, micro_batches - begin), 1,
         [&](int64_t m) {
           before(begin + m, micro_batches);
           return set.batch(first_row(begin + m), B, T);

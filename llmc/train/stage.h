@@ -302,9 +302,11 @@ class Stage {
     for_units(units, [&](size_t u) { start_gradients(u, slot); });
     auto scope = context_.arena.scope();
     GatheredRows gathered;
-    if (whole && config_.recompute == Recompute::block)
-      gathered = {parallel::room_for_rows("gathered norm1", acts.norm1, parallel_),
-                  parallel::room_for_rows("gathered norm2", acts.norm2, parallel_)};
+    if (whole && config_.recompute == Recompute::block) {
+      gathered.norm1 = parallel::room_for_rows("gathered norm1", acts.norm1, parallel_);
+      if (!units.experts || config_.model.experts.shared > 0)  // experts gather rows of their own
+        gathered.norm2 = parallel::room_for_rows("gathered norm2", acts.norm2, parallel_);
+    }
     const Block block({model_, unit, acts, sequence, parallel_, whole ? nullptr : &slot.output_gradients[l], gathered});
     block.recompute(x, config_.recompute);
     block.backward(slot.gradient, x);

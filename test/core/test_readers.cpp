@@ -102,4 +102,9 @@ TEST_CASE("a pattern that no file matches says what is there instead", "[core]")
                Catch::Matchers::ContainsSubstring(where + " has a_000000.bin, a_000001.bin, b.bin and 1 more;"));
   REQUIRE_THAT(refused("data/*.bin"),
                Catch::Matchers::ContainsSubstring("there is no directory " + where + "/data (data/README.md"));
+  // A file whose name has characters of patterns, and one whose name cannot be recorded.
+  write_text_durably(dir / "d[1].bin", "");
+  REQUIRE(expand_glob(dir / "d[1].bin", "--train-data") == std::vector<std::string>{dir / "d[1].bin"});
+  write_text_durably(dir / "caf\xe9.txt", "");
+  REQUIRE_THAT(refused("caf*.txt"), Catch::Matchers::ContainsSubstring("caf\\xe9.txt: the file's name is not UTF-8"));
 }

@@ -255,6 +255,37 @@ TEST_CASE("if one rank cannot write its part of a checkpoint, all give up togeth
   REQUIRE(read_whole(dir / "strict/log.txt").ends_with(strict.err));  // what ended the run
 }
 
+TEST_CASE("a checkpoint that fails while updates are under way is tried again after them", "[run][checkpoint]") {
+  const TempDir dir;
+  // Both stages of an asynchronous pipeline have begun an update where the failure of the background write is heard.
+  const std::string shim =
+      "FILE_OPS_ROOT=" + dir.path() + " FILE_OPS_FULL=.tmp-step-000010/ LD_PRELOAD=build/file_ops.so";
+  const std::string options =
+      "--model llama2:7B --n-layer 2 --n-kv-head 2 --n-ffn 20 --total-batch-size 66 --pp 2 --local-ranks 2 "
+      "--schedule pipedream --max-steps 30 --checkpoint-every 10 ";
+  const ProgramResult r = run_program(tiny(dir / "run", options), shim);
+  INFO(r.out << r.err);
+  REQUIRE(r.status == 0);
+  const std::string words = "No space left on device; there is none; trying again by step ";
+  const size_t said = r.out.find(words);
+  REQUIRE(said != std::string::npos);
+  const int64_t again = std::stoll(r.out.substr(said + words.size()));
+  REQUIRE((again > 10 && again < 20));
+  REQUIRE(checkpoint_steps(dir / "run") == std::vector<int64_t>{again, 20, 30});
+
+  const ProgramResult strict = run_program(tiny(dir / "strict", options + "--checkpoint-errors fail"), shim);
+  INFO(strict.err);
+  REQUIRE(strict.status == 1);
+  const std::string folder = "weights-only-step-";
+  for (const std::string& name : names_in(dir / "strict"))
+    if (name.starts_with(folder)) {
+      const nlohmann::json trainer = read_json(dir / ("strict/" + name + "/trainer.json"));
+      REQUIRE(trainer["step"] == std::stoll(name.substr(folder.size())));
+      return;
+    }
+  FAIL("no weights were saved");
+}
+
 TEST_CASE("a full disk holds up metrics and the log, not training; they are whole in the end", "[run][checkpoint]") {
   const TempDir dir;
   const std::string shim = "FILE_OPS_ROOT=" + dir.path() + " FILE_OPS_FULL=metrics.jsonl LD_PRELOAD=build/file_ops.so ";

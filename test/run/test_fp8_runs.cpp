@@ -179,6 +179,9 @@ TEST_CASE("layouts whose blocks would not be whole are refused in fp8", "[run][f
   refused(s.options("no", "--local-ranks 2 --zero-stage 1 --gather-dtype fp8"), "use --zero-stage 3");
   const std::string tensor = "--local-ranks 2 --products fp8-tensor ";
   refused(s.options("no", tensor + "--tp 2"), "use --tp 1, or --products fp8 or fp8-block");
+  refused(
+      "--plan --machine h100x8 --ranks 3 --model gpt2:124M --dtype bf16 --products fp8-block --tp 3 --tp-overlap -b 1",
+      "a rank's part of 1024 tokens is a product of its own, and with --tp 3 no multiple of 16");
   refused(s.options("no", tensor + "--cp 2 --seq-len 512"), "use --cp 1, or --products fp8 or fp8-block");
   refused(s.options("no", tensor + "--pp 2 --token-slices 2"), "leave out --token-slices");
   refused(s.options("no", tensor + "--zero-stage 3 --gather-dtype fp8"), "whose matrices have one scale each");

@@ -41,8 +41,26 @@ TEST_CASE("--restart moves a run aside as a whole and begins anew", "[run]") {
   const ProgramResult requeued =
       run_program(tiny(dir / "run", "--max-steps 2 --restart --seed 5"), "SLURM_RESTART_COUNT=1");
   REQUIRE(requeued.status == 0);
-  REQUIRE(requeued.out.find("notice: Slurm has started this job again: --restart is left out") != std::string::npos);
+  REQUIRE(requeued.out.find("again: it goes on, without --restart, from where it was") != std::string::npos);
   REQUIRE(requeued.out.find("already complete") != std::string::npos);
+
+  // --resume, too: a checkpoint of another run, or none, only for the first start.
+  for (const std::string& from : {std::string("never"), dir / "run/step-000002"}) {
+    const std::string out = dir / (from == "never" ? "new" : "from");
+    const std::string options = tiny(out, "--seed 5 --max-steps 5 --resume " + from);
+    const ProgramResult stopped = run_program(options + " --time-limit 0.0000001");
+    INFO(stopped.err);
+    REQUIRE(stopped.status == static_cast<int>(ExitStatus::requeue));
+    REQUIRE(stopped.err.find("run the same command again, without --resume " + from + ", to resume") !=
+            std::string::npos);
+    const ProgramResult again = run_program(options, "SLURM_RESTART_COUNT=1");
+    INFO(again.out << again.err);
+    REQUIRE(again.status == 0);
+    REQUIRE(checkpoint_steps(out).back() == 5);
+    const ProgramResult by_hand = run_program(tiny(out, "--seed 5 --max-steps 6 --resume " + from));
+    REQUIRE(by_hand.status == 1);
+  }
+
   std::ofstream(dir / "notes.txt") << "x";
   fs::create_directory(dir / "mine");
   fs::rename(dir / "notes.txt", dir / "mine/notes.txt");

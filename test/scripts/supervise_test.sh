@@ -175,6 +175,8 @@ refused "--delay 'soon': expected a whole number" --delay soon -- true -o out
 refused "'--dela': expected one of its options" --dela 3 -- true -o out
 refused 'The command names no --out-dir' -- true
 refused '--restart would start the run over after each crash' -- ./train_gpt -o out --restart
+refused '--resume other/step-000010 is refused once the run has' -- ./train_gpt -o out --resume other/step-000010
+refused '--resume never is refused once the run has' -- ./train_gpt --resume=never -o out
 refused "--hosts 'a;b': expected names" --hosts 'a;b' -- true -o out
 refused '--min-hosts 3: there are 2 in --hosts' --hosts a,b --min-hosts 3 -- true -o out
 refused '--spares 2: there are 2 in --hosts' --hosts a,b --spares 2 -- true -o out

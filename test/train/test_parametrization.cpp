@@ -220,6 +220,11 @@ TEST_CASE("bases that cannot be used are refused", "[train][parametrization]") {
   refused(tiny(dir / "x", "--parametrization mup --base-width 6 --base-depth 1"), "--base-depth 1");
   refused(tiny(dir / "x", "--base-width 6"), "add --parametrization mup");
   refused(tiny(dir / "x", "--parametrization mup --base-width 6 --optimizer sgd"), "adamw, lion and muon");
+  for (const char* state : {"--moment1-dtype bf16", "--dtype bf16 --master-weights split"})
+    refused(
+        tiny(dir / "x", "--model d3 --n-embd 96 --n-head 3 --parametrization mup --base-width 48 --base-head-size 16 " +
+                            std::string(state)),
+        "begins within a block of 64 elements of optimizer state");
 }
 
 namespace {

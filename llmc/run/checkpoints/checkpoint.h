@@ -287,15 +287,15 @@ inline void require_whole(const std::vector<Slice>& slices, const ParamSpec& p, 
         stride);
 }
 
-inline bool has_averages(const std::map<std::string, std::vector<Slice>>& slices) {
-  return std::ranges::any_of(slices, [](const auto& slice) { return slice.first.ends_with(":average"); });
+inline bool has_kind(const std::map<std::string, std::vector<Slice>>& slices, const std::string& kind) {
+  return std::ranges::any_of(slices, [&](const auto& slice) { return slice.first.ends_with(":" + kind); });
 }
 
 // Rejects slices unless they hold every element of every parameter's state exactly once, and nothing else. Averages of
 // the weights may be there or not.
 inline void require_whole_slices(const std::map<std::string, std::vector<Slice>>& slices, const std::string& path,
                                  const ParamTable& table, bool masters, bool row_moments) {
-  const bool averages = has_averages(slices);
+  const bool averages = has_kind(slices, "average");
   std::set<std::string> expected;
   for (const UnitSpec& unit : table)
     for (const ParamSpec& p : unit.params) {
@@ -372,13 +372,15 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(optimizers);
   const StateTable table = state.state_table();
   const std::map<std::string, std::vector<detail::Slice>> slices = detail::find_slices(files);
-  const ParamTable written = parameter_table(config, written_by.value_or(state.zero_config().optimizer));
+  const Optimizer now = state.zero_config().optimizer, then = written_by.value_or(now);
+  const ParamTable written = parameter_table(config, then);
   detail::require_whole_slices(slices, path, written, state.precision().keeps_masters(),
-                               state.zero_config().muon.rows == MuonRows::normalised);
+                               (then == now && state.zero_config().muon.rows == MuonRows::normalised) ||
+                                   detail::has_kind(slices, row_moment.name));
   std::map<std::string, Optimizer> rules;
   for (const UnitSpec& unit : written)
     for (const ParamSpec& p : unit.params) rules[p.name] = p.rule;
-  const bool averages = detail::has_averages(slices);
+  const bool averages = detail::has_kind(slices, "average");
   for (const StateEntry& e : table)
     if (e.kind == StateKind::master || (e.kind == StateKind::average && averages) ||
         ((e.kind == StateKind::slot || e.kind == StateKind::row_moment) && rules.at(e.param->name) == e.param->rule))

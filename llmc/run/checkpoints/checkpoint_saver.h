@@ -46,6 +46,7 @@ class CheckpointSaver {
 
   const std::string& last() const { return last_; }  // in the out directory; empty: none
   void resumed_from(const std::string& path) { last_ = path; }
+  void took(double seconds) { write_seconds_ = seconds; }  // an earlier stretch's last one
   // How to go on from the last checkpoint, or from the one at which this branch began.
   std::string way_back(const std::string& program) const {
     const std::string last = !last_.empty() || job_.parent.is_null() ? last_ : job_.parent["path"].get<std::string>();
@@ -57,7 +58,7 @@ class CheckpointSaver {
   void when_best_is_lost(std::function<void(int64_t)> on_lost) { best_is_lost_ = std::move(on_lost); }
   // on_change(whether this rank is writing a checkpoint)
   void when_saving(std::function<void(bool)> on_change) { saving_ = std::move(on_change); }
-  bool retries_at(int64_t step) const { return step == retry_.at; }
+  bool retries_at(int64_t step) const { return retry_.at > 0 && !pending_ && step >= retry_.at; }
   Because retries_because() const { return retry_.because; }
 
   // Is it time to save, by this rank's clock? Rank 0 asks, and tells the others.
@@ -144,8 +145,10 @@ class CheckpointSaver {
   bool is_writing() const { return pending_ && !pending_->write->written(); }
   // How long that may still take, by the last one.
   double seconds_to_settle() const { return is_writing() ? write_seconds_ : 0; }
-  // All ranks together: waits for the checkpoint that is being written, if there is one, and makes it visible.
-  void settle(Progress& progress, Run& run) {
+  // All ranks together: waits for the checkpoint that is being written, if there is one, and makes it visible. finish:
+  // waits for the updates under way, so that `progress` is that of the state; called before another checkpoint is
+  // tried.
+  void settle(Progress& progress, Run& run, const std::function<void()>& finish = {}) {
     if (!pending_) return;
     Pending pending = std::move(*std::exchange(pending_, std::nullopt));
     const auto begin = std::chrono::steady_clock::now();
@@ -153,6 +156,7 @@ class CheckpointSaver {
     try {
       path = pending.write->publish();
     } catch (const CheckpointError& error) {
+      if (finish) finish();
       return failed(error, pending, progress, run);
     }
     if (saving_) saving_(false);
@@ -249,17 +253,21 @@ class CheckpointSaver {
     if (saving_) saving_(false);
     const bool diverged = error.status() == ExitStatus::diverged;
     if (!diverged && pending.how.where == Where::local) return local_failed(error, pending, progress);
+    const int64_t step = pending.write ? pending.write->step() : progress.done;
     if (!diverged && directory_is_new(run)) {  // moved or deleted while this was written
       last_.clear();
       Save again = pending.how;
       again.wait = true;
+      if (again.best && step != progress.done) {
+        if (best_is_lost_) best_is_lost_(step);
+        again.best = false;
+      }
       return save(progress, run, again);
     }
     const std::string last = last_.empty() ? "there is none" : "the last one is " + last_;
-    const int64_t step = pending.write ? pending.write->step() : progress.done;
     if (pending.how.on_failure == OnFailure::fail || diverged)
       throw SharedError(formatted("no checkpoint after step {}: {}; {}{}", step, error.what(), last,
-                                  diverged ? "" : save_weights(progress.done, run, pending.trainer)),
+                                  diverged ? "" : save_weights(progress, run)),
                         error.status());
     if (pending.how.best && best_is_lost_) best_is_lost_(step);
     retry_.because = pending.how.because;
@@ -293,11 +301,12 @@ class CheckpointSaver {
   }
 
   // The last resort of a run that ends without a checkpoint; returns a text for the user.
-  std::string save_weights(int64_t step, Run& run, const nlohmann::ordered_json& trainer) const try {
+  std::string save_weights(const Progress& progress, Run& run) const try {
+    const auto trainer = to_json_object(progress, job_, run.trainer.expert_biases());
     return formatted(
         "; the weights alone are saved in {}: a model for --model or --generate, without the optimizer's "
         "state, so that no run can resume from it",
-        begin_write(step, run, trainer, Part::model, CheckpointMode::sync)->publish());
+        begin_write(progress.done, run, trainer, Part::model, CheckpointMode::sync)->publish());
   } catch (const CheckpointError& error) {
     return formatted("; nor could the weights alone be saved: {}", error.what());
   }

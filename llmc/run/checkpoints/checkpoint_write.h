@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -180,7 +181,10 @@ class CheckpointWrite {
       if (leads_) make_directory(state);
     });
     agree();
-    if (std::ssize(memory.bytes) >= BackgroundCopies::alignment) copies_.emplace(memory.bytes);
+    if (std::ssize(memory.bytes) >= BackgroundCopies::alignment) try {
+        copies_.emplace(memory.bytes);
+      } catch (const std::system_error&) {  // no thread could be started: it is written before training goes on
+      }
     capture_weights("", state, stream);
     capture_slices(state, stream);
     if (has_averages()) {

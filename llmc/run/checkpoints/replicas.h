@@ -28,10 +28,8 @@ inline void require_equal_copies(Run& run, const Place& place, int64_t step, con
           "the replicas have diverged by step {}: {}. They began alike and were updated alike, so a bit has flipped in "
           "the memory of one of them, or a processor computes incorrectly. No checkpoint of it is written; {}",
           step, *differ,
-          last.empty() ? "there is none to go back to: test these machines, then run the same command again"
-                       : formatted("the last good one is {}: test these machines, then run the same command "
-                                   "again, which resumes from there",
-                                   last)),
+          last.empty() ? "there is none to go back to: test these machines, then begin again"
+                       : formatted("the last good one is {}: test these machines, then resume from there", last)),
       ExitStatus::diverged);
 }
 

@@ -1,4 +1,4 @@
-// restart.h: --restart moves a run's directory aside.
+// restart.h: --restart moves a run's directory aside; what a command leaves out when it is run again.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -19,6 +19,13 @@ namespace llmc {
 inline bool requeued() {
   const char* restarts = std::getenv("SLURM_RESTART_COUNT");
   return restarts != nullptr && std::atoi(restarts) > 0;
+}
+
+// What a command leaves out when it is run again to resume, between commas; "": nothing.
+inline std::string left_out_to_resume(const Options& o) {
+  std::string words = o.restart ? "--restart" : "";
+  if (o.resume != "auto") words += (words.empty() ? "--resume " : " and --resume ") + o.resume;
+  return words.empty() ? "" : formatted(", without {},", words);
 }
 
 // Renames the whole directory in one step, and creates a new one. Returns false if there was nothing in it but a lock.

@@ -59,7 +59,10 @@ class RunDirectory {
               "--out-dir {} holds {}, which does not belong to a run: choose another directory, or empty it{}", path_,
               name, path_exists(metrics_file()) ? "; if an older version left it, --restart moves it aside" : "");
     lock();
-    if (o.restart && requeued()) log.line("notice: Slurm has started this job again: --restart is left out");
+    const bool again = requeued();
+    if (again && !left_out_to_resume(o).empty())
+      log.line(
+          formatted("notice: Slurm has started this job again: it goes on{} from where it was", left_out_to_resume(o)));
     else if (o.restart && move_aside(o, log)) lock();
     if (!lock_.fault().empty())
       log.line(
@@ -67,7 +70,7 @@ class RunDirectory {
                     "writing there, too",
                     path_, lock_.fault()));
     if (has_steps()) {  // a run without a step may have been started with mistyped options
-      CHECK(o.resume != "never",
+      CHECK(o.resume != "never" || again,
             "--resume never: --out-dir {} already holds a run; choose another one, or move it aside with --restart",
             path_);
       if (path_exists(run_file())) {
@@ -90,7 +93,7 @@ class RunDirectory {
 
   // The checkpoint that --resume asks for; none: a new run.
   std::optional<ResumePoint> resume_point(Log& log, const Options& o) {
-    if (o.resume == "auto" || o.resume == "never") {
+    if (o.resume == "auto" || o.resume == "never" || (requeued() && !checkpoint_steps(path_).empty())) {
       auto newest = newest_checkpoint(path_, [&](const std::string& warning) { log.line("WARNING: " + warning); });
       for (const int64_t step : checkpoint_steps(path_))
         if (newest && step > newest->step) log.line("WARNING: " + set_aside(step, "damaged"));

@@ -82,7 +82,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "standard deviation of a new model's weights; of those into the residual stream, this over the root of twice "
       "the layers; with --parametrization, of the base. A narrow model learns faster from about 1 / sqrt(--n-embd); "
       "default: the model's, 0.02");
-  add("--rope-theta", "", o.rope_theta, above_zero(), recipe,
+  add("--rope-theta", "", o.rope_theta, between(1e-3, 1e12), recipe,
       "base of the rotary positions' wavelengths; default: the model's");
   add("--rope-factor", "", o.rope_factor, between(1, 1e6), recipe,
       "stretches long wavelengths of rotary positions by this factor, as Llama 3.1 does, and with them the model's "

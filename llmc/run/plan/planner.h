@@ -198,15 +198,14 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   return plan;
 }
 
-// Limits beyond any run: the number of layers, whose parameters are listed by name, and layers times the micro-batches
-// of a step, whose actions and activations are listed before it begins.
-inline constexpr int64_t most_layers = 1 << 14, most_passes = 1 << 18;
+// A limit beyond any run: layers times the micro-batches of a step, whose actions and activations are listed before it
+// begins.
+inline constexpr int64_t most_passes = 1 << 18;
 
 // Rejects what cannot even be planned: a step with more actions than can be listed, or sizes whose products overflow 64
 // bits. Generous bounds, in floating point, on the bytes of a plan and the operations of its largest op.
 inline void require_countable(const StepConfig& config) {
   const ModelConfig& m = config.model;
-  CHECK(m.n_layer <= most_layers, "a model of {} layers is too large to plan: use at most {}", m.n_layer, most_layers);
   CHECK(config.micro_batches <= most_passes / m.n_layer,
         "{} micro-batches per rank and step, times {} layers, are more than {} passes: use a larger --batch-size or a "
         "smaller --total-batch-size",
