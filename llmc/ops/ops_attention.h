@@ -71,7 +71,7 @@ template <class T>
 AttentionInputs<T> attention_inputs(const Tensor& q, const Tensor& kv, const Tensor& positions,
                                     const AttentionBlock& b) {
   return {queries_of<const T>(q), keys_of<const T>(kv, b), values_of<const T>(kv, b),
-          positions.empty() ? nullptr : positions.data<int32_t>()};
+          detail::data_or_null<int32_t>(positions)};
 }
 
 // on_cpu: a function that returns bytes; on_gpu: accumulators
@@ -111,7 +111,6 @@ inline Tensor cudnn_scratch(Stream& stream, cuda::AttentionPass pass, const Atte
   const int64_t bytes = stream.kept<cuda::AttentionPlans>().workspace_bytes(pass, shape);
   return stream.scratch().alloc("scratch", "cuDNN attention", DType::int32, {ceil_div(bytes, 4)});
 }
-inline const int32_t* data_or_null(const Tensor& ids) { return ids.empty() ? nullptr : ids.data<int32_t>(); }
 
 }  // namespace detail
 #endif
@@ -162,7 +161,8 @@ inline void attention_forward(Tensor out, RowStatistics rows, Tensor q, Tensor k
     const Tensor work = detail::cudnn_scratch(stream, cuda::AttentionPass::forward, shape);
     return stream.run(cost, {out, rows.lse}, [=, &stream] {
       stream.kept<cuda::AttentionPlans>().forward(out.data<bf16>(), rows.lse.data<float>(), q.data<bf16>(),
-                                                  detail::data_or_null(positions), work.bytes, shape, stream.cuda());
+                                                  detail::data_or_null<int32_t>(positions), work.bytes, shape,
+                                                  stream.cuda());
     });
   }
 #endif
@@ -173,9 +173,9 @@ inline void attention_forward(Tensor out, RowStatistics rows, Tensor q, Tensor k
   detail::run_op(stream, q.dtype, cost, detail::rows_written(out, block.B, block.queries),
                  [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
                    const AttentionOutputs<X, A> to{{out.data<X>(), out.shape[1]},
-                                                   rows.lse.empty() ? nullptr : rows.lse.data<A>(),
+                                                   detail::data_or_null<A>(rows.lse),
                                                    {},
-                                                   rows.largest.empty() ? nullptr : rows.largest.data<A>()};
+                                                   detail::data_or_null<A>(rows.largest)};
                    const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
                    RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
                                  cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
@@ -266,8 +266,8 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
     const Tensor work = detail::cudnn_scratch(stream, cuda::AttentionPass::backward, shape);
     return stream.run(cost, {dq}, [=, &stream] {
       stream.kept<cuda::AttentionPlans>().backward(dq.data<bf16>(), dout.data<bf16>(), out.data<bf16>(), q.data<bf16>(),
-                                                   lse.data<float>(), detail::data_or_null(positions), work.bytes,
-                                                   shape, stream.cuda());
+                                                   lse.data<float>(), detail::data_or_null<int32_t>(positions),
+                                                   work.bytes, shape, stream.cuda());
     });
   }
 #endif

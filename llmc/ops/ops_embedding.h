@@ -33,7 +33,7 @@ inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tenso
   if (!wpe.empty()) CHECK_TENSOR(wpe, out.dtype, wpe.shape[0], C);
   const double bytes = detail::bytes_of({out}) + detail::bytes_of_rows(wte, N) + detail::bytes_of_rows(wpe, N);
   RUN_OP(embedding_forward, out.dtype, bytes, (out), out.data<X>(), tokens.data<int32_t>(), positions.data<int32_t>(),
-         wte.data<X>(), wpe.empty() ? nullptr : wpe.data<X>(), N, C, part);
+         wte.data<X>(), detail::data_or_null<X>(wpe), N, C, part);
 }
 
 // dwte[tokens] += dout, dwpe[positions] += dout (dwpe may be empty), in row order. dwte holds the rows of the tokens in
@@ -55,7 +55,7 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
   const double bytes = detail::bytes_of({dout}) + 2 * (detail::bytes_of_rows(dwte, N) + detail::bytes_of_rows(dwpe, N));
   detail::run_op(stream, dout.dtype, {"embedding_backward", 0, bytes}, {dwte, dwpe},
                  [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-                   A* const dwpe_data = dwpe.empty() ? nullptr : dwpe.data<A>();
+                   A* const dwpe_data = detail::data_or_null<A>(dwpe);
                    const int32_t *ids = tokens.data<int32_t>(), *places = positions.data<int32_t>();
                    RUN_ON_DEVICE(stream, X,
                                  cuda::embedding_backward({dwte.data<A>(), dwpe_data, V, P}, scratch.data<int32_t>(),

@@ -92,8 +92,7 @@ inline void router_forward(Tensor choices, Tensor weights, Tensor logits, Tensor
   CHECK_TENSOR(weights, logits.dtype, N, router.k);
   if (!bias.empty()) CHECK_TENSOR(bias, logits.dtype, router.E);
   RUN_OP(router_forward, logits.dtype, detail::bytes_of({choices, weights, logits}), (choices, weights),
-         choices.data<int32_t>(), weights.data<A>(), logits.data<A>(), bias.empty() ? nullptr : bias.data<A>(), N,
-         router);
+         choices.data<int32_t>(), weights.data<A>(), logits.data<A>(), detail::data_or_null<A>(bias), N, router);
 }
 
 // dlogits (N, E) = the gradient through the weights, plus that of the router's own losses (types.h). dweights are 0 for
@@ -112,7 +111,7 @@ inline void router_backward(Tensor dlogits, Tensor dweights, Tensor logits, Tens
   if (!counts.empty()) CHECK_TENSOR(counts, DType::int32, segments.count(N), router.E);
   RUN_OP(router_backward, logits.dtype, detail::bytes_of({dlogits, dweights, logits, choices}), (dlogits),
          dlogits.data<A>(), dweights.data<A>(), logits.data<A>(), choices.data<int32_t>(),
-         counts.empty() ? nullptr : counts.data<int32_t>(), N, router, losses, segments);
+         detail::data_or_null<int32_t>(counts), N, router, losses, segments);
 }
 
 // Sums over the rows of each segment, in a fixed order: counts (segments, E) int32 = how often each expert was chosen,
@@ -192,8 +191,8 @@ inline void dispatch_plan(Tensor places, Tensor offsets, Tensor choices, Tensor 
                                          ON_GPU(cuda::dispatch_plan_scratch(N, E, k, segments.most(N))));
   stream.run({"dispatch_plan", 0, detail::bytes_of({places, choices})}, {}, [=, &stream] {
     CALL_OP(stream, void, dispatch_plan, places.data<int32_t>(), offsets.data<int32_t>(), scratch.data<int32_t>(),
-            choices.data<int32_t>(), starts.empty() ? nullptr : starts.data<int32_t>(), N, E, k, capacity.value_or(-1),
-            segments, rows);
+            choices.data<int32_t>(), detail::data_or_null<int32_t>(starts), N, E, k, capacity.value_or(-1), segments,
+            rows);
   });
 }
 
@@ -227,8 +226,7 @@ inline void combine_rows(Tensor out, Tensor y, Tensor weights, Tensor places, Ac
   detail::check_places("combine_rows", places, y, N, k);
   if (!weights.empty()) CHECK_TENSOR(weights, accumulator_of(out.dtype), N, k);
   RUN_OP(combine_rows, out.dtype, detail::bytes_of({out, y}), (out), out.data<X>(), y.data<X>(),
-         weights.empty() ? nullptr : weights.data<A>(), places.empty() ? nullptr : places.data<int32_t>(), N, C, k,
-         accumulate);
+         detail::data_or_null<A>(weights), detail::data_or_null<int32_t>(places), N, C, k, accumulate);
 }
 
 // dy[places[n, j]] = weights[n, j] dout[n]; dweights[n, j] = dout[n] y[places[n, j]], 0 for a dropped choice. dy may be
@@ -242,7 +240,7 @@ inline void combine_backward(Tensor dy, Tensor dweights, Tensor dout, Tensor y, 
   CHECK_TENSOR(weights, accumulator_of(dout.dtype), N, k);
   CHECK_TENSOR(dweights, accumulator_of(dout.dtype), N, k);
   RUN_OP(combine_backward, dout.dtype, detail::bytes_of({dy, dout, y}), (dweights), dy.data<X>(), dweights.data<A>(),
-         dout.data<X>(), y.data<X>(), weights.data<A>(), places.empty() ? nullptr : places.data<int32_t>(), N, C, k);
+         dout.data<X>(), y.data<X>(), weights.data<A>(), detail::data_or_null<int32_t>(places), N, C, k);
 }
 
 namespace detail {

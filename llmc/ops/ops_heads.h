@@ -109,9 +109,8 @@ inline void projection_sums(Tensor sums, Tensor qkv, Tensor dout, Tensor q_weigh
   CHECK_TENSOR(sums, accumulator_of(qkv.dtype), shape.B * shape.T, 2);
   detail::run_op(stream, qkv.dtype, {"projection_norm_sums", 0, bytes_of({qkv, dout})}, {sums},
                  [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-                   const auto data = [](const Tensor& t) -> const X* { return t.empty() ? nullptr : t.data<X>(); };
-                   CALL_OP(stream, X, projection_sums, sums.data<A>(), qkv.data<X>(), data(dout), data(q_weight),
-                           data(k_weight), shape);
+                   CALL_OP(stream, X, projection_sums, sums.data<A>(), qkv.data<X>(), detail::data_or_null<X>(dout),
+                           detail::data_or_null<X>(q_weight), detail::data_or_null<X>(k_weight), shape);
                  });
 }
 inline void check_projections(const char* op, const Tensor& rstd, const Tensor& sums, const Tensor& qkv,

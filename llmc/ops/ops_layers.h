@@ -172,7 +172,7 @@ inline void matmul(const char* name, Tensor c, const Operand& first, const Opera
   const Tensor scratch =
       stream.scratch().alloc("scratch", "matmul", DType::int32, {ceil_div(cpu::matmul_scratch(shape), int64_t{4})});
   detail::run_op(stream, a.dtype, cost, {c}, [=]<class X, class A>(detail::OpTypes<X, A>) {
-    const X* bias_data = bias.empty() ? nullptr : bias.data<X>();
+    const X* bias_data = detail::data_or_null<X>(bias);
     for (int64_t i = 0; i < B; ++i) {
       const X *const of_a = a.data<X>() + i * M * K, *const of_b = b.data<X>() + i * K * N;
       const int64_t at = i * M * N;
@@ -453,7 +453,7 @@ inline void merge_parts(Tensor out, Tensor parts, Tensor bias, Stream& stream) {
   else CHECK_TENSOR(parts, out.dtype, P * N, C);
   if (!bias.empty()) CHECK_TENSOR(bias, out.dtype, C);
   RUN_OP(merge_parts, out.dtype, detail::bytes_of({out, parts}), (out), out.data<X>(), parts.data<X>(),
-         bias.empty() ? nullptr : bias.data<X>(), P, N, C);
+         detail::data_or_null<X>(bias), P, N, C);
 }
 
 }  // namespace llmc

@@ -26,6 +26,11 @@ inline Tensor scratch(Stream& stream, const char* name, DType dtype, int64_t on_
   return stream.scratch().alloc("scratch", name, dtype, {n});
 }
 
+template <class T>
+T* data_or_null(const Tensor& t) {
+  return t.empty() ? nullptr : t.data<T>();
+}
+
 inline double bytes_of(std::initializer_list<Tensor> tensors) {
   double bytes = 0;
   for (const Tensor& t : tensors) bytes += static_cast<double>(t.size_bytes());

@@ -76,7 +76,7 @@ inline bool multiplies_fp8(Operands read, const Device& device) {
 // or an empty tensor: all
 inline void round_to_fp8(Tensor out, Tensor x, ScaleBlock block, Fp8Format format, Stream& stream, Tensor rows = {}) {
   const int64_t C = x.shape[x.shape.rank() - 1], R = x.shape[x.shape.rank() - 2], G = x.numel() / (R * C);
-  const int32_t* const count = rows.empty() ? nullptr : rows.data<int32_t>();
+  const int32_t* const count = detail::data_or_null<int32_t>(rows);
   const Tensor checked = rows.empty() ? out : Tensor{};
   if (!block.is_whole()) {
     RUN_OP(round_to_fp8, x.dtype, bytes_of({out, x}), (checked), out.data<X>(), x.data<X>(), G, R, C, block, format,

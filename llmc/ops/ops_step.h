@@ -143,11 +143,6 @@ inline OpCost cost_of_update(Optimizer optimizer, const Tensor& weight, const Te
   return {rule_of(optimizer).op, 0, 2 * bytes_of({weight, master, slots[0], slots[1]}) + bytes_of({gradient})};
 }
 
-template <class A>
-A* data_or_null(const Tensor& t) {
-  return t.empty() ? nullptr : t.data<A>();
-}
-
 }  // namespace detail
 
 // A step on one segment of bf16 weights without a master copy, with stochastic rounding (contract 1: keyed by seed,

@@ -115,19 +115,11 @@ inline bool computes(ActionKind kind) {
          kind == ActionKind::backward_weight;
 }
 
-// The layers [0, n_layer), divided into `chunks` runs as evenly as possible; the first chunk has the embedding, the
-// last the head.
+// A run of layers; the first chunk has the embedding, the last the head.
 struct Chunk {
   std::vector<int64_t> layers;
   bool has_embedding = false, has_head = false;
 };
-inline std::vector<Chunk> make_chunks(int64_t n_layer, int chunks) {
-  CHECK(chunks >= 1 && chunks <= n_layer, "{} layers cannot be divided into {} chunks", n_layer, chunks);
-  std::vector<Chunk> made(static_cast<size_t>(chunks));
-  for (int64_t l = 0; l < n_layer; ++l) made[static_cast<size_t>(l * chunks / n_layer)].layers.push_back(l);
-  made.front().has_embedding = made.back().has_head = true;
-  return made;
-}
 
 // The most blocks whose gradients are open at the same time, that is, between the first and the last part of a
 // micro-batch's backward: all blocks of a chunk, if its backward has several parts; otherwise one block after another.

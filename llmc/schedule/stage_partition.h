@@ -125,13 +125,6 @@ inline std::vector<int64_t> even_layers(int64_t n_layer, const std::vector<int>&
   return layers;
 }
 
-// The same with one chunk per stage.
-inline std::vector<int64_t> even_layers(int64_t n_layer, int stages) {
-  std::vector<int> stage_of(static_cast<size_t>(stages));
-  std::iota(stage_of.begin(), stage_of.end(), 0);
-  return even_layers(n_layer, stage_of);
-}
-
 // ---- Chunks ---------------------------------------------------------------------------------------------------------
 
 inline std::vector<Chunk> chunks_of(const std::vector<int64_t>& layers) {

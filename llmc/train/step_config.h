@@ -81,7 +81,6 @@ struct StepConfig {
   // The chunks of the whole model, in its order.
   std::vector<Chunk> model_chunks() const {
     if (!layout.pipeline.layers.empty()) return chunks_of(layout.pipeline.layers);
-    if (layout.pipeline.stages == 1) return make_chunks(model.n_layer, layout.pipeline.chunks());
     return chunks_of(even_layers(model.n_layer, stages_of_chunks()));
   }
   std::vector<int> stages_of_chunks() const {

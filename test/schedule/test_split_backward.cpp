@@ -222,7 +222,7 @@ TEST_CASE("gradients in flight are those of the blocks between an input part and
         for (int s = 0; s < pp; ++s) {
           INFO(name_of(schedule) << ", " << pp << " stages, stage " << s << ", " << micro_batches << " micro-batches");
           const ActionList list = pipeline_actions(pipeline)[static_cast<size_t>(s)];
-          const int64_t open = blocks_open(list, make_chunks(3 * chunks, chunks));
+          const int64_t open = blocks_open(list, chunks_of(std::vector<int64_t>(static_cast<size_t>(chunks), 3)));
           REQUIRE(open == (pipeline.splits_backward() ? 3 * most_kept(pipeline, list).for_weights : 1));
         }
       }

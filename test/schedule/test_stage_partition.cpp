@@ -117,23 +117,25 @@ TEST_CASE("even stages hold every layer once and differ by at most one, in chunk
 }
 
 TEST_CASE("the remainder of even stages goes to the middle, to later stages first", "[pp]") {
-  REQUIRE(even_layers(10, 4) == Sizes{2, 3, 3, 2});
-  REQUIRE(even_layers(9, 4) == Sizes{2, 2, 3, 2});
-  REQUIRE(even_layers(11, 4) == Sizes{3, 3, 3, 2});
-  REQUIRE(even_layers(5, 2) == Sizes{3, 2});
+  REQUIRE(even_layers(10, interleaved(4, 1)) == Sizes{2, 3, 3, 2});
+  REQUIRE(even_layers(9, interleaved(4, 1)) == Sizes{2, 2, 3, 2});
+  REQUIRE(even_layers(11, interleaved(4, 1)) == Sizes{3, 3, 3, 2});
+  REQUIRE(even_layers(5, interleaved(2, 1)) == Sizes{3, 2});
   REQUIRE(even_layers(7, interleaved(2, 2)) == Sizes{2, 2, 2, 1});
   REQUIRE(even_layers(10, interleaved(4, 2)) == Sizes{1, 1, 1, 1, 1, 2, 2, 1});
   REQUIRE(even_layers(10, v_shaped(4)) == Sizes{1, 1, 1, 1, 2, 2, 1, 1});
-  const Sizes layers = even_layers(80, 64);  // 80, not 64
+  const Sizes layers = even_layers(80, interleaved(64, 1));  // 80, not 64
   REQUIRE(sum(layers) == 80);
   REQUIRE((layers[47] == 2 && layers[62] == 2 && layers[46] == 1 && layers[63] == 1));
-  REQUIRE(sum(even_layers(126, 16)) == 126);
+  REQUIRE(sum(even_layers(126, interleaved(16, 1))) == 126);
 }
 
 TEST_CASE("more stages than layers are refused by name", "[pp]") {
-  REQUIRE_THROWS_WITH(even_layers(4, 6), ContainsSubstring("--pp 6: 4 layers cannot be spread over 6 stages") &&
-                                             ContainsSubstring("at most 4, or a list whose first or last number is 0"));
-  REQUIRE_THROWS_WITH(even_layers(4, 7), ContainsSubstring("use at most 4") && !ContainsSubstring("list"));
+  REQUIRE_THROWS_WITH(even_layers(4, interleaved(6, 1)),
+                      ContainsSubstring("--pp 6: 4 layers cannot be spread over 6 stages") &&
+                          ContainsSubstring("at most 4, or a list whose first or last number is 0"));
+  REQUIRE_THROWS_WITH(even_layers(4, interleaved(7, 1)),
+                      ContainsSubstring("use at most 4") && !ContainsSubstring("list"));
   REQUIRE_THROWS_WITH(even_layers(7, interleaved(4, 2)),
                       ContainsSubstring("--pp 4 x --pp-chunks 2: 7 layers cannot be spread over 8 chunks"));
   REQUIRE_THROWS_WITH(balanced_stages(unit_costs(4, 1, 1), 7, {1}),

@@ -257,8 +257,8 @@ TEST_CASE("a run of AdamW goes on with Muon, and back, with a notice; the state 
   const TempDir dir;
   const std::string constant = "--lr-schedule constant --warmup-steps 1 ";
   run_well(run_of("adamw", dir / "run", constant + "--lr 1e-3 --local-ranks 2 --zero-stage 2 --max-steps 4"));
-  for (const auto& [optimizer, steps, layout] :
-       {std::tuple{"muon", 8, "--muon-scale spectral --muon-rows normalised"}, {"adamw", 12, "--local-ranks 2 --zero-stage 1"}}) {
+  for (const auto& [optimizer, steps, layout] : {std::tuple{"muon", 8, "--muon-scale spectral --muon-rows normalised"},
+                                                 {"adamw", 12, "--local-ranks 2 --zero-stage 1"}}) {
     const ProgramResult r =
         run_program(run_of(optimizer, dir / "run", constant + formatted("--lr 1e-3 --max-steps {} {}", steps, layout)));
     INFO(r.out << r.err);

@@ -127,8 +127,7 @@ void column_sum(A* out, A* partials, const T* x, int64_t N, int64_t C) {
 #pragma omp simd
       for (int64_t c = 0; c < C; ++c) sum[c] += static_cast<A>(x[n * C + c]);
   }
-  for (int64_t part = 0; part < row_partitions; ++part)
-    for (int64_t c = 0; c < C; ++c) out[c] += partials[part * C + c];
+  add_partials(out, partials, C, C);
 }
 
 // gelu_backward, and dbias (C) += the column sums of dx (N, C).   partials: as for column_sum

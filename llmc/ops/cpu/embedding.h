@@ -5,17 +5,6 @@
 namespace llmc::cpu {
 inline namespace CPU_ISA {
 
-namespace detail {
-
-template <class T>
-void add_row(T* x, const T* y, int64_t C) {
-  using A = accumulator_t<T>;
-#pragma omp simd
-  for (int64_t c = 0; c < C; ++c) store(x[c], static_cast<A>(x[c]) + static_cast<A>(y[c]));
-}
-
-}  // namespace detail
-
 // wte: the rows of the tokens in `part`.
 template <class T>
 void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, const T* wte, const T* wpe, int64_t N,
@@ -25,7 +14,7 @@ void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, 
     T* row = out + n * C;
     if (part.has(tokens[n])) std::copy_n(wte + (tokens[n] - part.first) * C, C, row);
     else std::fill_n(row, C, T(accumulator_t<T>(0)));
-    if (wpe != nullptr) detail::add_row(row, wpe + positions[n] * C, C);
+    if (wpe != nullptr) add_rows(row, row, wpe + positions[n] * C, C);
   }
 }
 
@@ -33,7 +22,7 @@ void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, 
 template <class T>
 void add_positions(T* x, const int32_t* positions, const T* wpe, int64_t N, int64_t C) {
 #pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < N; ++n) detail::add_row(x + n * C, wpe + positions[n] * C, C);
+  for (int64_t n = 0; n < N; ++n) add_rows(x + n * C, x + n * C, wpe + positions[n] * C, C);
 }
 
 // Threads split the columns, not the rows: each element is summed in row order for any thread count, and no two threads

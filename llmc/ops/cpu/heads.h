@@ -82,8 +82,8 @@ void qk_norm_backward(T* dqkv, A* dq_weight, A* dk_weight, A* partials, const T*
       }
     }
   }
-  detail::add_partials(dq_weight, partials, 2 * s.D, s.D);
-  detail::add_partials(dk_weight, partials + s.D, 2 * s.D, s.D);
+  add_partials(dq_weight, partials, 2 * s.D, s.D);
+  add_partials(dk_weight, partials + s.D, 2 * s.D, s.D);
 }
 
 }  // namespace CPU_ISA

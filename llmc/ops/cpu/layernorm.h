@@ -69,21 +69,17 @@ void layernorm_backward(T* dx, A* dweight, A* dbias, A* partials, const T* dout,
         sum_gx += gn * static_cast<A>(weight[c]) * normalised;
       }
       const A mean_g = sum_g / static_cast<A>(C), mean_gx = sum_gx / static_cast<A>(C);
-      const A keep = accumulate_dx == Accumulate::yes ? A(1) : A(0);
+      const bool keep = accumulate_dx == Accumulate::yes;
 #pragma omp simd
       for (int64_t c = 0; c < C; ++c) {
         const A normalised = (static_cast<A>(row[c]) - m) * r;
         const A d = (static_cast<A>(g[c]) * static_cast<A>(weight[c]) - mean_g - normalised * mean_gx) * r;
-        const A before = keep != A(0) ? static_cast<A>(dxn[c]) : A(0);
-        store(dxn[c], before + d);
+        store(dxn[c], (keep ? static_cast<A>(dxn[c]) : A(0)) + d);
       }
     }
   }
-  for (int64_t part = 0; part < row_partitions; ++part)
-    for (int64_t c = 0; c < C; ++c) {
-      dweight[c] += partials[part * 2 * C + c];
-      dbias[c] += partials[part * 2 * C + C + c];
-    }
+  add_partials(dweight, partials, 2 * C, C);
+  add_partials(dbias, partials + C, 2 * C, C);
 }
 
 }  // namespace CPU_ISA

@@ -87,8 +87,8 @@ void projection_norm_backward(T* dqkv, A* dq_weight, A* dk_weight, A* partials, 
         }
       }
   }
-  detail::add_partials(dq_weight, partials, normed, s.Hq * s.D);
-  detail::add_partials(dk_weight, partials + s.Hq * s.D, normed, s.Hkv * s.D);
+  add_partials(dq_weight, partials, normed, s.Hq * s.D);
+  add_partials(dk_weight, partials + s.Hq * s.D, normed, s.Hkv * s.D);
 }
 
 }  // namespace CPU_ISA

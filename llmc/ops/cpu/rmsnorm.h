@@ -39,13 +39,6 @@ void rmsnorm_row_backward(T* dx, A* dweight, const T* dout, const T* x, const T*
   }
 }
 
-// sum (n) += the partial sums of the partitions, in order.   partials (row_partitions, stride)
-template <class A>
-void add_partials(A* sum, const A* partials, int64_t stride, int64_t n) {
-  for (int64_t part = 0; part < row_partitions; ++part)
-    for (int64_t c = 0; c < n; ++c) sum[c] += partials[part * stride + c];
-}
-
 }  // namespace detail
 
 template <class T, class A = accumulator_t<T>>
@@ -65,7 +58,7 @@ void rmsnorm_backward(T* dx, A* dweight, A* partials, const T* dout, const T* x,
     for (int64_t n = partition_begin(N, part); n < partition_begin(N, part + 1); ++n)
       detail::rmsnorm_row_backward(dx + n * C, dw, dout + n * C, x + n * C, weight, rstd[n], C, accumulate_dx);
   }
-  detail::add_partials(dweight, partials, C, C);
+  add_partials(dweight, partials, C, C);
 }
 
 // sum = a + b, and its norm.

@@ -68,6 +68,12 @@ void add_rows(T* sum, const T* a, const T* b, int64_t n) {
 // Number of partial sums over rows; they are added in order, so the result does not depend on the thread count.
 inline constexpr int64_t row_partitions = 32;
 inline int64_t partition_begin(int64_t rows, int64_t part) { return rows * part / row_partitions; }
+// sum (n) += the partial sums, in order.   partials (row_partitions, stride)
+template <class A>
+void add_partials(A* sum, const A* partials, int64_t stride, int64_t n) {
+  for (int64_t part = 0; part < row_partitions; ++part)
+    for (int64_t c = 0; c < n; ++c) sum[c] += partials[part * stride + c];
+}
 
 }  // namespace CPU_ISA
 }  // namespace llmc::cpu
