@@ -470,6 +470,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
   if (!o.shuffle && !start.shuffled) job->asked.shuffle = job->options.shuffle = false;
   if (start.complete) {
     const int64_t steps = job->max_steps;
+    delete_local_checkpoints(processes, start.directory.get(), o);
     log.line(formatted("already complete: {} is at step {}{} {}", o.out_dir, resume->step,
                        resume->step == steps ? " of" : ", beyond step", steps));
     return report_next_steps(log, o, resume->path, program_invocation_name, job->example_prompt());

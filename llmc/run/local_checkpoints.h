@@ -13,6 +13,7 @@
 #include "run/checkpoints/local_copies.h"
 #include "run/checkpoints/local_parts.h"
 #include "run/checkpoints/run_dir.h"
+#include "run/processes.h"
 #include "run/training_rank.h"
 
 namespace llmc {
@@ -43,6 +44,17 @@ inline std::unique_ptr<LocalCopies> copies_of(const LocalParts& parts, bool lead
 }
 
 }  // namespace detail
+
+// Those of a run that is complete; directory: process 0's. Called by all processes.
+inline void delete_local_checkpoints(const Processes& processes, const RunDirectory* directory, const Options& o) {
+  if (o.checkpoint_local.empty()) return;
+  const bool some = directory != nullptr && !directory->local().run.empty();
+  const std::string text =
+      processes.all_gather("local checkpoints", some ? directory->local().to_json().dump() : "")[0];
+  if (text.empty()) return;
+  const LocalHistory history = LocalHistory::from_json(parse_json(text, "process 0"), "run.json");
+  LocalParts(o.checkpoint_local, history, o.place.process, o.checkpoint_local_keep).clear();
+}
 
 // From now on, as the start that rank 0's run.json names last.
 inline void save_locally(TrainingRank& rank, World& world, const RunDirectory* directory) {

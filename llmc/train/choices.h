@@ -160,7 +160,8 @@ ChoiceScore evaluate_choices(
   const int64_t B = trainer.config().batch.B, readers = groups.readers(), T = set.length(trainer.config().batch.T);
   const int64_t micro_batches = ceil_div(set.rows(), B * readers);
   auto first_row = [&](int64_t m) { return (m * readers + groups.reader()) * B; };
-  std::vector<double> losses(static_cast<size_t>(micro_batches * readers * B), 0);
+  // Of this reader's rows; those of context-parallel ranks have parts, and those of other stages are zero.
+  std::vector<double> losses(static_cast<size_t>(micro_batches * B), 0);
   for (int64_t begin = 0; begin < micro_batches; between(), begin += evaluated_in_one_list)
     trainer.evaluate(
         std::min(evaluated_in_one_list, micro_batches - begin), 1,
@@ -171,21 +172,27 @@ ChoiceScore evaluate_choices(
         [&](int64_t m, std::span<const float> rows) {
           for (int64_t b = 0; b < B; ++b)
             for (int64_t t = 0; t < T; ++t)
-              losses[static_cast<size_t>(first_row(begin + m) + b)] +=
+              losses[static_cast<size_t>((begin + m) * B + b)] +=
                   static_cast<double>(rows[static_cast<size_t>(b * T + t)]);
         },
         T);
-  // Each reader has its own rows and zeros elsewhere, and so does each context-parallel rank; tensor-parallel ranks
-  // have the same rows, so only the first counts.
-  if (groups.me.tensor > 0) std::fill(losses.begin(), losses.end(), 0);
-  const std::string mine(reinterpret_cast<const char*>(losses.data()), losses.size() * sizeof(double));
-  std::vector<double> all(losses.size(), 0);
-  for (const std::string& theirs : groups[GroupName::control].all_gather_text("choices", mine))
-    for (size_t i = 0; i < all.size(); ++i) {
-      double loss;
-      std::memcpy(&loss, theirs.data() + i * sizeof loss, sizeof loss);
-      all[i] += loss;
+  // A rank sends its reader's number, then its rows; nothing if it has none, or the same as a tensor-parallel rank.
+  std::string mine;
+  const auto add = [&](double number) { mine.append(reinterpret_cast<const char*>(&number), sizeof number); };
+  const bool none = std::ranges::all_of(losses, [](double loss) { return loss == 0; });
+  if (groups.me.tensor == 0 && !none) {
+    add(static_cast<double>(groups.reader()));
+    for (const double loss : losses) add(loss);
+  }
+  std::vector<double> all(static_cast<size_t>(micro_batches * readers * B), 0);
+  for (const std::string& text : groups[GroupName::control].all_gather_text("choices", mine)) {
+    std::vector<double> theirs(text.size() / sizeof(double));
+    std::memcpy(theirs.data(), text.data(), text.size());
+    for (size_t i = 1; i < theirs.size(); ++i) {
+      const int64_t row = static_cast<int64_t>(i) - 1;
+      all[static_cast<size_t>((row / B * readers + static_cast<int64_t>(theirs[0])) * B + row % B)] += theirs[i];
     }
+  }
   return set.score(all);
 }
 

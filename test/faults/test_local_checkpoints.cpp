@@ -267,6 +267,11 @@ TEST_CASE("local checkpoints that cannot be written cost a warning; processes ma
   REQUIRE(says(again.said, "a local one, of step 10"));
   REQUIRE(result_of(lost.killed) == lost.whole);
   REQUIRE(parts().empty());  // the run is complete
+  // As they are if it is killed before it has deleted them.
+  const std::string left = local_directory(dir / "shared", read_run_record(lost.killed + "/run.json").local.run);
+  fs::create_directories(left + "/" + LocalName{10, start, 0}.text());
+  REQUIRE(lost.run.start(lost.killed, "").good());
+  REQUIRE(parts().empty());
 
   const FaultRun run{"often",
                      "--max-steps 9 --checkpoint-every 5 --zero-stage 1 --init-timeout 10 --checkpoint-local-every 1 "
