@@ -80,8 +80,6 @@ inline void run_selftest_mode(const Options& o, const Processes& processes) {
   Log log = make_log(o, processes);
   selftest::Machine machine{.device = rank_device(choose_device(o), o.place)};
   machine.device.threads = 1;
-  // A --config file may ask for them, and some layouts do not allow them.
-  machine.device.gelu_in_products = machine.device.residual_in_products = false;
   machine.backend = choose_backend(o, machine.device);
   require_same(processes, "what was found",
                {{formatted("the transport, of --comm {}", o.comm), name_of(machine.backend)},

@@ -14,10 +14,10 @@ namespace {
 
 Options parse(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), "train_gpt");
-  const bool reads = std::ranges::none_of(arguments, [](const std::string& a) {
-    return a == "--generate" || a == "--selftest" || a == "--plan-auto" || a == "--print-schedule" ||
-           a == "--train-data";
-  });
+  const std::set<std::string> without = {"--train-data", "--generate",   "--evaluate",      "--selftest",
+                                         "--plan-auto",  "--tokenize",   "--plan-examples", "--print-schedule",
+                                         "--average",    "--coord-check"};
+  const bool reads = std::ranges::none_of(arguments, [&](const std::string& a) { return without.contains(a); });
   if (reads) arguments.insert(arguments.begin() + 1, {"--train-data", "x"});
   std::vector<const char*> argv;
   for (const std::string& a : arguments) argv.push_back(a.c_str());
@@ -162,7 +162,7 @@ TEST_CASE("options that a mode does not use are refused on the command line, and
     }
   const TempDir dir;
   std::ofstream(dir / "c.ini") << "tp=2\nep=2\nmoe-z-loss=0.1\n";
-  REQUIRE(parse({"--generate", "--config", dir / "c.ini"}).ep == 2);
+  REQUIRE(parse({"--generate", "--config", dir / "c.ini"}).ep == 1);
   REQUIRE_ERROR(parse({"--generate", "--config", dir / "c.ini", "--ep", "4"}), "--ep with --generate");
   for (const std::string mode : {"--generate", "--verify-data", "--selftest", "--print-schedule"})
     REQUIRE(notice_of_ignored(parse({mode, "--config", dir / "c.ini"})) ==
@@ -193,6 +193,28 @@ TEST_CASE("options that a mode does not use are refused on the command line, and
   REQUIRE(parse({"--generate", "--prompt", "x", "--top-k", "3", "--dtype", "bf16", "--local-ranks", "2"}).top_k == 3);
   REQUIRE(parse({"--print-schedule", "--pp", "2"}).pp == 2);
   REQUIRE(parse({"--plan", "--local-ranks", "2", "--ep", "2", "--moe-z-loss", "0.1"}).ep == 2);
+}
+
+TEST_CASE("options of a --config file that a mode does not use have their defaults in it", "[options]") {
+  const TempDir dir;
+  const std::string file = dir / "run.ini";
+  const auto with = [&](const std::string& text, std::vector<std::string> arguments) {
+    std::ofstream(file) << text;
+    arguments.insert(arguments.end(), {"--config", file});
+    return parse(arguments);
+  };
+  const Options searched = with("reduce-dtype=bf16\nmoe-aux-loss=0.01\nsample-every=5\nz-loss=1e-4\n",
+                                {"--plan-auto", "--machine", "h100x8"});
+  REQUIRE(searched.unused == std::vector<std::string>{"--sample-every", "--reduce-dtype", "--moe-aux-loss"});
+  REQUIRE((searched.reduce_dtype == WeightType::fp32 && !searched.moe_aux_loss && searched.sample_every == 0));
+  REQUIRE(searched.z_loss == 1e-4);
+
+  const std::vector<std::string> evaluate = {"--evaluate", "--model", "test/golden/gpt2_tiny", "--val-data", "x",
+                                             "--seq-len",  "8"};
+  const Options evaluated = with("noise-scale=true\nverify-updates=10\nstages=\"s.toml\"\nshuffle=true\n", evaluate);
+  REQUIRE((!evaluated.noise_scale && evaluated.verify_updates == 0 && evaluated.stages.empty()));
+  REQUIRE_ERROR(with("stages=\"s.toml\"\ntp=3\nseed=4\n", evaluate), "--tp 3 needs a multiple of 3 ranks");
+  REQUIRE(with("train-data=\"x\"\nstages=\"s.toml\"\nnoise-scale=true\n", {"--print-stages"}).noise_scale);
 }
 
 TEST_CASE("--selftest-draws takes a number or a range", "[options][selftest]") {

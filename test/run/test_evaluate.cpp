@@ -75,6 +75,19 @@ TEST_CASE("an evaluation has bit for bit the numbers of the validation in traini
   REQUIRE_FALSE(path_exists("out/run/run.json"));  // the default directory
 }
 
+TEST_CASE("an evaluation takes from the --config of a run what it uses alone", "[run][evaluate]") {
+  const TempDir dir;
+  train(dir / "run", dense, "-b 2");
+  std::ofstream(dir / "run.ini") << "noise-scale=true\nverify-updates=10\nzero-stage=1\nproducts=\"fp8\"\n"
+                                    "stages=\"none.toml\"\nval-steps=1\n";
+  const std::string config = "-t 32 --config " + (dir / "run.ini");
+  REQUIRE(evaluated(dir / "run", config)["loss"] == evaluated(dir / "run", "-t 32 --val-steps 1")["loss"]);
+  const ProgramResult r =
+      run_program("--evaluate --model " + (dir / "run/step-000002") + common(config + " --local-ranks 4 --tp 3"));
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("--tp 3 needs a multiple of 3 ranks") != std::string::npos);
+}
+
 TEST_CASE("two processes evaluate as two threads do, and process 0 alone says so", "[run][evaluate]") {
   const TempDir dir;
   train(dir / "run", dense, "-b 2");

@@ -1,5 +1,6 @@
-// ignored.h: options that a mode other than training does not use. On the command line they are rejected; in a --config
-// file, which may be that of a run, they get a notice. --plan is about a run, and takes them all.
+// ignored.h: options that a mode other than training does not use. On the command line they are rejected; those of a
+// --config file, which may be that of a run, keep their defaults and get a notice. --plan is about a run, and takes
+// them all.
 #pragma once
 #include <algorithm>
 #include <optional>
@@ -112,39 +113,39 @@ inline std::optional<Mode> mode_of(const Options& o) {
   return {};
 }
 
-// Options that differ from their defaults. is_given(name): whether the place searched sets it.
-template <class IsGiven>
-std::vector<std::string> ignored_options(const Options& o, const Mode& mode, IsGiven&& is_given) {
-  std::vector<std::string> ignored;
-  for (const OptionText& option : option_texts(o)) {
-    if (option.text == option.usual || !is_given(option.name)) continue;
-    for (const OptionKind& kind : option_kinds())
-      if ((mode.uses & kind.kind) == 0 && std::ranges::find(kind.names, option.name) != kind.names.end())
-        ignored.push_back(option.name);
-  }
-  return ignored;
+inline bool is_used(const Mode& mode, std::string_view option) {
+  return std::ranges::none_of(option_kinds(), [&](const OptionKind& kind) {
+    return (mode.uses & kind.kind) == 0 && std::ranges::find(kind.names, option) != kind.names.end();
+  });
 }
 
 }  // namespace detail
 
+// Rejects options of the command line that the mode does not use. Those of --config files get their defaults back.
 // is_given(name): whether the command line has it.
 template <class IsGiven>
-void refuse_ignored(const Options& o, IsGiven&& is_given) {
+void drop_ignored(Options& o, IsGiven&& is_given) {
   const std::optional<detail::Mode> mode = detail::mode_of(o);
   if (!mode) return;
-  const std::vector<std::string> ignored = detail::ignored_options(o, *mode, is_given);
-  CHECK(ignored.empty(), "{} with {}, {}: leave {} out", either(ignored, "and"), mode->name, mode->what,
-        ignored.size() == 1 ? "it" : "them");
+  Options defaults;
+  const std::vector<OptionRow> rows = option_rows(o), usual = option_rows(defaults);
+  std::vector<std::string> refused;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const std::string name = rows[i].name;
+    if (rows[i].field.text() == usual[i].field.text() || detail::is_used(*mode, name)) continue;
+    (is_given(name) ? refused : o.unused).push_back(name);
+    rows[i].field.take(usual[i].field);
+    o.config_lines.erase(name);
+  }
+  CHECK(refused.empty(), "{} with {}, {}: leave {} out", either(refused, "and"), mode->name, mode->what,
+        refused.size() == 1 ? "it" : "them");
 }
 
 // A line naming the options of --config files that the mode does not use; empty: none.
 inline std::string notice_of_ignored(const Options& o) {
-  const std::optional<detail::Mode> mode = detail::mode_of(o);
-  if (!mode) return "";
-  const std::vector<std::string> ignored =
-      detail::ignored_options(o, *mode, [&](const std::string& name) { return o.config_lines.contains(name); });
-  if (ignored.empty()) return "";
-  return formatted("notice: {} does not use these options of --config: {}", mode->name, either(ignored, "and"));
+  if (o.unused.empty()) return "";
+  return formatted("notice: {} does not use these options of --config: {}", detail::mode_of(o)->name,
+                   either(o.unused, "and"));
 }
 
 }  // namespace llmc

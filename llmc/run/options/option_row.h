@@ -34,6 +34,8 @@ class OptionField {
   void parse(const std::string& name, const std::string& text) const { type_->parse(name, text, value_); }
   void check(const char* name, const Limits& limits) const { type_->check(name, limits, value_); }
   void clear() const { type_->clear(value_); }
+  // Takes the value that the same option has elsewhere.
+  void take(const OptionField& from) const { type_->take(from.value_, value_); }
 
  private:
   enum class Kind { flag, flag_or_none, list, text, real, other };
@@ -52,17 +54,20 @@ class OptionField {
     void (*parse)(const std::string&, const std::string&, void*);
     void (*check)(const char*, const Limits&, const void*);
     void (*clear)(void*);
+    void (*take)(const void*, void*);
   };
   template <class T>
-  static constexpr Type type_of = {kind_of<T>(),
-                                   [](const void* value) { return detail::option_text(*static_cast<const T*>(value)); },
-                                   [](const std::string& name, const std::string& text, void* value) {
-                                     detail::parse_value(name, text, *static_cast<T*>(value));
-                                   },
-                                   [](const char* name, const Limits& limits, const void* value) {
-                                     detail::check_limits(name, *static_cast<const T*>(value), limits);
-                                   },
-                                   [](void* value) { *static_cast<T*>(value) = {}; }};
+  static constexpr Type type_of = {
+      kind_of<T>(),
+      [](const void* value) { return detail::option_text(*static_cast<const T*>(value)); },
+      [](const std::string& name, const std::string& text, void* value) {
+        detail::parse_value(name, text, *static_cast<T*>(value));
+      },
+      [](const char* name, const Limits& limits, const void* value) {
+        detail::check_limits(name, *static_cast<const T*>(value), limits);
+      },
+      [](void* value) { *static_cast<T*>(value) = {}; },
+      [](const void* from, void* value) { *static_cast<T*>(value) = *static_cast<const T*>(from); }};
 
   void* value_;
   const Type* type_;

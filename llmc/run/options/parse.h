@@ -442,10 +442,9 @@ inline void validate(const Options& o) {
   CHECK(o.num_samples == 1, "--num-samples {} is for --generate: training takes one sample at a time", o.num_samples);
   CHECK(!o.interactive, "--interactive is for --generate: add it, or leave out --interactive");
   CHECK(o.prompt != "-", "--prompt - stands for stdin, which --generate reads, not training: give a text");
-  if (!o.verify_data)
-    validate_optimizer(o), validate_spikes(o), validate_local_checkpoints(o), validate_experts(o), validate_length(o),
-        validate_trace(o);
-  if (!o.verify_data && o.stages.empty()) validate_layout(o);  // that of each stage: recipe.h
+  validate_optimizer(o), validate_spikes(o), validate_local_checkpoints(o), validate_experts(o), validate_length(o),
+      validate_trace(o);
+  if (o.stages.empty()) validate_layout(o);  // that of each stage: recipe.h
   if (o.evaluate) return validate_evaluation(o);
   if (!o.print_samples.empty()) number_range("--print-samples", o.print_samples, "the number of a step");
   if (o.plan || o.print_stages) return;
@@ -480,7 +479,7 @@ Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_p
 
 namespace detail {
 
-// The first fault in the values of a command line, each checked on its own; "": none.
+// The first fault in the values of a command line, each checked on its own and for the mode; "": none.
 inline std::string fault_of_values(const std::vector<std::string>& words) {
   struct ValuesAreRight {};
   std::vector<const char*> argv;
@@ -562,12 +561,12 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
       command.text = config_text(command.options);
       return command;
     }
+    drop_ignored(command.options, [&](const std::string& name) { return app.count(name) > 0; });
     if (command.options.evaluate && app.count("--seq-len") == 0 && !command.options.config_lines.contains("--seq-len"))
       command.options.seq_len = default_length(command.options);
     if (trains(command.options)) take_vocabulary(command.options);
     take_place(command.options);
     validate(command.options);
-    refuse_ignored(command.options, [&](const std::string& name) { return app.count(name) > 0; });
   } catch (const Error& error) {
     throw Error(with_config_lines(error.what(), command.options.config_lines), error.status());
   }

@@ -21,7 +21,7 @@ struct ModeOption {
 inline constexpr ModeOption mode_options[] = {
     {"--config",
      "read options from a file that --print-config wrote; the command line takes precedence; options that a mode does "
-     "not use are refused on the command line, and only noted in the file",
+     "not use are refused on the command line, and those in the file keep their defaults, with a notice",
      "", "FILE"},
     {"--print-config", "print all options as a file for --config, and stop"},
     {"--print-options-markdown",
