@@ -211,7 +211,8 @@ TEST_CASE("options of a --config file that a mode does not use have their defaul
 
   const std::vector<std::string> evaluate = {"--evaluate", "--model", "test/golden/gpt2_tiny", "--val-data", "x",
                                              "--seq-len",  "8"};
-  const Options evaluated = with("noise-scale=true\nverify-updates=10\nstages=\"s.toml\"\nshuffle=true\n", evaluate);
+  const Options evaluated = with("noise-scale=true\nverify-updates=10\nstages=\"s.toml\"\nshuffle=false\n", evaluate);
+  REQUIRE(evaluated.shuffle == false);  // of the validation data, if --val-steps are not all
   REQUIRE((!evaluated.noise_scale && evaluated.verify_updates == 0 && evaluated.stages.empty()));
   REQUIRE_ERROR(with("stages=\"s.toml\"\ntp=3\nseed=4\n", evaluate), "--tp 3 needs a multiple of 3 ranks");
   REQUIRE(with("train-data=\"x\"\nstages=\"s.toml\"\nnoise-scale=true\n", {"--print-stages"}).noise_scale);

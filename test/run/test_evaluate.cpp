@@ -129,6 +129,19 @@ TEST_CASE("bits per byte: the loss of all targets over the bytes of their text; 
   REQUIRE(words.out.find("had --mask-documents false and --seq-len 16") != std::string::npos);
 }
 
+TEST_CASE("a validation of a part of the data has the order that the notice about --shuffle asks for",
+          "[run][evaluate]") {
+  const TempDir dir;
+  train(dir / "run", dense, "-b 2 --val-steps 1 --no-shuffle");
+  const std::string part = "-b 2 -t 32 --val-steps 1 ", out = dir / "run",
+                    words = "--evaluate --model " + out + "/step-000002" + common(part);
+  REQUIRE(said(words).find("had --shuffle false") != std::string::npos);
+  REQUIRE(said(words + "--no-shuffle").find("had --") == std::string::npos);
+  REQUIRE(evaluated(out, part)["loss"] != evaluated(out, part + "--no-shuffle")["loss"]);
+  const std::string metrics = read_whole(out + "/metrics.jsonl");
+  REQUIRE(metrics.find(evaluated(out, part + "--no-shuffle")["loss"].dump()) != std::string::npos);
+}
+
 TEST_CASE("what cannot be evaluated, or would be ignored, is refused by name", "[run][evaluate]") {
   const TempDir dir;
   train(dir / "run", dense, "-b 2");

@@ -44,7 +44,7 @@ inline const std::vector<OptionKind>& option_kinds() {
   static const std::vector<OptionKind> kinds = {
       // clang-format off
       {OptionKind::training, {
-        "--data-changed", "--stages", "--pack", "--shuffle", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume",
+        "--data-changed", "--stages", "--pack", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume",
         "--log-every", "--overfit-batch", "--warmup-steps", "--warmup-tokens", "--lr-schedule", "--decay-steps", "--decay-tokens", "--final-lr-frac", "--noise-scale", "--grad-clip",
         "--skip-loss-z", "--skip-grad-z", "--on-spike", "--max-rollbacks",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
@@ -61,7 +61,7 @@ inline const std::vector<OptionKind>& option_kinds() {
       {OptionKind::train_data, {"--train-data", "--data"}},
       {OptionKind::val_data, {"--val-data", "--val"}},
       {OptionKind::data, {"--data-format"}},
-      {OptionKind::validation, {"--val-steps", "--eval-choices"}},
+      {OptionKind::validation, {"--val-steps", "--eval-choices", "--shuffle"}},
       {OptionKind::batch, {"--batch-size", "--mask-documents", "--head-chunks"}},
       {OptionKind::step_size, {"--total-batch-size"}},
       {OptionKind::sampling, {"--sample-tokens", "--prompt", "--temperature", "--top-k", "--top-p"}},
