@@ -184,15 +184,87 @@ TEST_CASE("options that a mode does not use are refused on the command line, and
                 "--batch-size and --head-chunks with --plan-auto, which searches the layout of a step");
   REQUIRE(parse({"--plan-auto", "--machine", "h100x8", "--total-batch-size", "8192"}).total_batch_size == 8192);
   REQUIRE(parse({"--selftest", "--selftest-layouts", "all"}).selftest_layouts == SelftestLayouts::all);
-  for (const std::string mode : {"--generate", "--verify-data", "--print-schedule", "--plan"}) {
-    REQUIRE_ERROR(parse({mode, "--selftest-layouts", "all"}), "--selftest-layouts all is for --selftest: add it");
-    REQUIRE_ERROR(parse({mode, "--selftest-minutes", "1"}), "--selftest-minutes 1 is for --selftest: add it");
-    REQUIRE_ERROR(parse({mode, "--selftest-draws", "1"}), "--selftest-draws 1 is for --selftest: add it");
-  }
   REQUIRE_ERROR(parse({"--print-schedule", "--dtype", "bf16"}), "--dtype with --print-schedule");
   REQUIRE(parse({"--generate", "--prompt", "x", "--top-k", "3", "--dtype", "bf16", "--local-ranks", "2"}).top_k == 3);
   REQUIRE(parse({"--print-schedule", "--pp", "2"}).pp == 2);
   REQUIRE(parse({"--plan", "--local-ranks", "2", "--ep", "2", "--moe-z-loss", "0.1"}).ep == 2);
+}
+
+TEST_CASE("options of some modes are refused by all others, and only noted in a --config file", "[options]") {
+  using Words = std::vector<std::string>;
+  const TempDir dir;
+  const std::vector<Words> modes = {{"--evaluate", "--model", "test/golden/gpt2_tiny", "--val-data", "x"},
+                                    {"--generate"},
+                                    {"--verify-data"},
+                                    {"--tokenize", "x", "--tokenizer", "bytes", "--out", "x"},
+                                    {"--average", "x", "--out", "x"},
+                                    {"--selftest"},
+                                    {"--coord-check", "128,512"},
+                                    {"--plan", "--max-steps", "1"},
+                                    {"--plan-auto", "--machine", "h100x8"},
+                                    {"--plan-examples"},
+                                    {"--print-schedule"},
+                                    {"--print-stages"},
+                                    {"--print-samples", "1"},
+                                    {}};
+  struct Case {
+    Words option;
+    std::set<std::string> users;
+  };
+  for (const auto& [option, users] : std::vector<Case>{
+           {{"--price", "2"}, {"--plan"}},
+           {{"--machine", "h200x8"}, {"--plan", "--plan-auto"}},
+           {{"--ranks", "8"}, {"--plan", "--plan-auto"}},
+           {{"--prompt-file", "x"}, {"--generate"}},
+           {{"--num-samples", "2"}, {"--generate"}},
+           {{"--interactive"}, {"--generate"}},
+           {{"--micro-batches", "4"}, {"--print-schedule"}},
+           {{"--selftest-layouts", "all"}, {"--selftest"}},
+           {{"--selftest-minutes", "1"}, {"--selftest"}},
+           {{"--selftest-draws", "1"}, {"--selftest"}},
+           {{"--coord-depths", "2,4"}, {"--coord-check"}},
+           {{"--out", "y"}, {"--tokenize", "--average"}},
+           {{"--tokenize-split", "val"}, {"--tokenize"}},
+           {{"--json"},
+            {"--evaluate", "--coord-check", "--plan", "--plan-auto", "--print-schedule", "--print-stages"}}}) {
+    const std::string given = option[0] + (option.size() > 1 ? " " + option[1] : "");
+    const std::vector<std::string> names(users.begin(), users.end());
+    std::ofstream(dir / "c.ini") << option[0].substr(2) << "=" << (option.size() > 1 ? option[1] : "true") << "\n";
+    for (const Words& mode : modes) {
+      const std::string name = mode.empty() ? "training" : mode[0];
+      INFO(given << " with " << name);
+      Words words = mode;
+      words.insert(words.end(), option.begin(), option.end());
+      Words configured = mode;
+      configured.insert(configured.end(), {"--config", dir / "c.ini"});
+      if (users.contains(name)) {
+        REQUIRE_NOTHROW(parse(words));
+        REQUIRE(parse(configured).unused.empty());
+        continue;
+      }
+      REQUIRE_ERROR(parse(words), given + " is for --");
+      REQUIRE_ERROR(parse(words), mode.empty() ? ", not for training: add " : ", not for " + name + ": leave out ");
+      REQUIRE(notice_of_ignored(parse(configured)) ==
+              "notice: " + name + " does not use these options of --config: " + option[0]);
+    }
+  }
+  REQUIRE_ERROR(parse({"--ranks", "8"}),
+                "--ranks 8 is for --plan and --plan-auto, not for training: add one of them, or leave out --ranks; the "
+                "ranks of a run are --local-ranks of each process");
+  REQUIRE_ERROR(parse({"--micro-batches", "8"}),
+                "--micro-batches 8 is for --print-schedule, not for training: add it, or leave out --micro-batches; ");
+  for (const Words& mode : modes)
+    if (!mode.empty() && mode[0] != "--plan" && !mode[0].starts_with("--print-s"))
+      REQUIRE_ERROR(parse([&](Words words) {
+                      words.insert(words.end(), {"--branch-from", "x"});
+                      return words;
+                    }(mode)),
+                    "--branch-from with " + mode[0] + ", which ");
+  REQUIRE_ERROR(parse({"--selftest", "--threads", "2"}), "--threads with --selftest");
+  REQUIRE_ERROR(parse({"--coord-check", "128,512", "--seq-len", "64"}), "--seq-len with --coord-check");
+  REQUIRE_ERROR(parse({"--plan", "--price", "2"}), "this plan has no length: give --max-steps, --tokens or --epochs");
+  REQUIRE(parse({"--plan", "--price", "2", "--tokens", "1M"}).price == 2);
+  REQUIRE_ERROR(parse({"--plan", "--generate", "--lr", "1"}), "--generate and --plan: choose one of them");
 }
 
 TEST_CASE("options of a --config file that a mode does not use have their defaults in it", "[options]") {

@@ -51,7 +51,7 @@ refuses '--token-slices 99 with --seq-len 64: a slice has at least one token' \
   ./train_gpt --plan --seq-len 64 --token-slices 99
 refuses "--token-slices '2,3': expected a whole number from 1 to 1048576, or auto" ./train_gpt --plan --token-slices 2,3
 refuses '--micro-batches 4 is for --print-schedule' ./train_gpt --plan --micro-batches 4
-refuses '--json is for --plan, --plan-auto, --print-schedule, --print-stages and --evaluate' ./train_gpt --json -i test/golden/gpt2_tiny/train.bin
+refuses 'print-stages, not for training: add one of them' ./train_gpt --json -i test/golden/gpt2_tiny/train.bin
 
 # A lost answer is an error; a reader that has seen enough, or a stdout that was closed from the beginning, is none.
 for mode in --help --version '--print-schedule --json --pp 4' '--plan --model gpt2:124M'; do

@@ -1,9 +1,8 @@
-// ignored.h: options that a mode other than training does not use. On the command line they are rejected; those of a
-// --config file, which may be that of a run, keep their defaults and get a notice. --plan is about a run, and takes
-// them all.
+// ignored.h: the modes, and the options that each of them does not use. On the command line these are rejected; those
+// of a --config file, which may be that of a run, keep their defaults and get a notice. --plan is about a run, and
+// takes all options of runs.
 #pragma once
 #include <algorithm>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -18,33 +17,47 @@ namespace detail {
 
 struct OptionKind {
   enum Bit : unsigned {
-    training = 1,
-    train_data = 2,
-    val_data = 4,
-    validation = 8,
-    batch = 16,
-    sampling = 32,
-    layout = 64,
-    stages = 128,
-    slices = 256,
-    model = 512,
-    data = 1024,  // for training or validation
-    tokenizer = 2048,
-    interruption = 4096,
-    update = 8192,
-    epilogues = 16384,  // of products on GPUs
-    step_size = 32768,
-    state = 65536  // kept for every weight
+    training = 1 << 0,
+    train_data = 1 << 1,
+    val_data = 1 << 2,
+    validation = 1 << 3,
+    batch = 1 << 4,
+    sampling = 1 << 5,
+    layout = 1 << 6,
+    stages = 1 << 7,
+    slices = 1 << 8,
+    model = 1 << 9,
+    length = 1 << 10,  // of sequences
+    data = 1 << 11,    // for training or validation
+    tokenizer = 1 << 12,
+    interruption = 1 << 13,
+    update = 1 << 14,
+    epilogues = 1 << 15,  // of products on GPUs
+    step_size = 1 << 16,
+    state = 1 << 17,  // kept for every weight
+    threads = 1 << 18,
+    of_runs = (1 << 19) - 1,  // all of the above
+    // Of some modes alone:
+    generation = 1 << 19,
+    output = 1 << 20,
+    shards = 1 << 21,
+    selftest = 1 << 22,
+    depths = 1 << 23,
+    machine = 1 << 24,
+    price = 1 << 25,
+    micro_batches = 1 << 26,
+    json = 1 << 27
   } kind;
   std::vector<std::string_view> names;
+  const char* instead = "";  // for those who give one of them to a run
 };
 
-// Options in no kind say where to compute, or belong to one mode alone.
+// Options in no kind say where to compute, or choose a mode.
 inline const std::vector<OptionKind>& option_kinds() {
   static const std::vector<OptionKind> kinds = {
       // clang-format off
       {OptionKind::training, {
-        "--data-changed", "--stages", "--pack", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume",
+        "--data-changed", "--stages", "--pack", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume", "--branch-from",
         "--log-every", "--overfit-batch", "--warmup-steps", "--warmup-tokens", "--lr-schedule", "--decay-steps", "--decay-tokens", "--final-lr-frac", "--noise-scale", "--grad-clip",
         "--skip-loss-z", "--skip-grad-z", "--on-spike", "--max-rollbacks",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
@@ -72,10 +85,22 @@ inline const std::vector<OptionKind>& option_kinds() {
       {OptionKind::slices, {"--token-slices"}},
       {OptionKind::model, {
         "--model", "--from-scratch", "--n-layer", "--n-head", "--n-kv-head", "--n-embd", "--n-ffn", "--vocab-size",
-        "--seq-len", "--rope-theta", "--rope-factor", "--dtype"}},
+        "--rope-theta", "--rope-factor", "--dtype"}},
+      {OptionKind::length, {"--seq-len"}},
       {OptionKind::tokenizer, {"--tokenizer"}},
       {OptionKind::epilogues, {"--gelu", "--residual"}},
       {OptionKind::interruption, {"--restart", "--time-limit"}},
+      {OptionKind::threads, {"--threads"}},
+      {OptionKind::generation, {"--prompt-file", "--num-samples", "--interactive"}},
+      {OptionKind::output, {"--out"}, "the directory of a run is --out-dir"},
+      {OptionKind::shards, {"--tokenize-field", "--tokenize-split", "--shard-size"}},
+      {OptionKind::selftest, {"--selftest-layouts", "--selftest-minutes", "--selftest-draws"}},
+      {OptionKind::depths, {"--coord-depths"}},
+      {OptionKind::machine, {"--machine"}},
+      {OptionKind::machine, {"--ranks"}, "the ranks of a run are --local-ranks of each process"},
+      {OptionKind::price, {"--price"}},
+      {OptionKind::micro_batches, {"--micro-batches"}, "how many a step has follows from --total-batch-size"},
+      {OptionKind::json, {"--json"}},
       // clang-format on
   };
   return kinds;
@@ -83,40 +108,77 @@ inline const std::vector<OptionKind>& option_kinds() {
 
 struct Mode {
   const char *name, *what;
-  unsigned uses;  // of the kinds that it uses
+  unsigned uses;                            // of the kinds that it uses
+  bool (*asked)(const Options&) = nullptr;  // null: training
 };
-// None: training or --plan.
-inline std::optional<Mode> mode_of(const Options& o) {
+inline constexpr Mode training_mode{"training", "", OptionKind::of_runs};
+
+inline const std::vector<Mode>& modes() {
   using K = OptionKind;
-  if (o.evaluate)
-    return Mode{"--evaluate", "which does not train and writes nothing",
-                K::val_data | K::data | K::validation | K::batch | K::step_size | K::layout | K::stages | K::model |
-                    K::tokenizer | K::epilogues};
-  if (o.generate)
-    return Mode{"--generate", "which computes on one rank and does not train", K::sampling | K::model | K::tokenizer};
-  if (o.verify_data)
-    return Mode{"--verify-data", "which reads data and does not train",
-                K::train_data | K::val_data | K::data | K::model | K::tokenizer};
-  if (!o.tokenize.empty())
-    return Mode{"--tokenize", "which reads text and does not train", K::tokenizer | K::interruption};
-  if (!o.average.empty()) return Mode{"--average", "which averages weights and does not train", 0};
-  if (o.selftest) return Mode{"--selftest", "which has models and layouts of its own, on --local-ranks ranks", 0};
-  if (!o.coord_check.empty())
-    return Mode{"--coord-check", "which trains for a few steps on a text of its own",
-                K::update | K::model | K::epilogues};
-  if (o.plan_auto)
-    return Mode{"--plan-auto", "which searches the layout of a step",
-                K::model | K::tokenizer | K::step_size | K::epilogues | K::update | K::state};
-  if (o.plan_examples) return Mode{"--plan-examples", "which plans the runs of papers", 0};
-  if (o.print_schedule)
-    return Mode{"--print-schedule", "which draws the stages of --pp, whatever they compute", K::stages | K::slices};
-  return {};
+  static const std::vector<Mode> modes = {
+      {"--evaluate", "which does not train and writes nothing",
+       K::val_data | K::data | K::validation | K::batch | K::step_size | K::layout | K::stages | K::model | K::length |
+           K::tokenizer | K::epilogues | K::threads | K::json,
+       [](const Options& o) { return o.evaluate; }},
+      {"--generate", "which computes on one rank and does not train",
+       K::sampling | K::model | K::length | K::tokenizer | K::threads | K::generation,
+       [](const Options& o) { return o.generate; }},
+      {"--verify-data", "which reads data and does not train",
+       K::train_data | K::val_data | K::data | K::model | K::length | K::tokenizer | K::threads,
+       [](const Options& o) { return o.verify_data; }},
+      {"--tokenize", "which reads text and does not train",
+       K::tokenizer | K::interruption | K::threads | K::output | K::shards,
+       [](const Options& o) { return !o.tokenize.empty(); }},
+      {"--average", "which averages weights and does not train", K::threads | K::output,
+       [](const Options& o) { return !o.average.empty(); }},
+      {"--selftest", "which has models and layouts of its own, on --local-ranks ranks of one thread", K::selftest,
+       [](const Options& o) { return o.selftest; }},
+      {"--coord-check", "which trains for a few steps on a text of its own",
+       K::update | K::model | K::epilogues | K::threads | K::depths | K::json,
+       [](const Options& o) { return !o.coord_check.empty(); }},
+      {"--plan", "which plans a run", K::of_runs | K::machine | K::price | K::json,
+       [](const Options& o) { return o.plan; }},
+      {"--plan-auto", "which searches the layout of a step",
+       K::model | K::length | K::tokenizer | K::step_size | K::epilogues | K::update | K::state | K::threads |
+           K::machine | K::json,
+       [](const Options& o) { return o.plan_auto; }},
+      {"--plan-examples", "which plans the runs of papers", K::threads,
+       [](const Options& o) { return o.plan_examples; }},
+      {"--print-schedule", "which draws the stages of --pp, whatever they compute",
+       K::stages | K::slices | K::threads | K::micro_batches | K::json,
+       [](const Options& o) { return o.print_schedule; }},
+      {"--print-stages", "which prints the stages of a run", K::of_runs | K::json,
+       [](const Options& o) { return o.print_stages; }},
+      {"--print-samples", "which prints the samples of a run", K::of_runs,
+       [](const Options& o) { return !o.print_samples.empty(); }}};
+  return modes;
 }
 
-inline bool is_used(const Mode& mode, std::string_view option) {
-  return std::ranges::none_of(option_kinds(), [&](const OptionKind& kind) {
-    return (mode.uses & kind.kind) == 0 && std::ranges::find(kind.names, option) != kind.names.end();
-  });
+inline const Mode& mode_of(const Options& o) {
+  const Mode* asked = &training_mode;
+  for (const Mode& mode : modes()) {
+    if (!mode.asked(o)) continue;
+    CHECK(asked == &training_mode, "{} and {}: choose one of them", asked->name, mode.name);
+    asked = &mode;
+  }
+  return *asked;
+}
+
+// The kind for which the mode does not use the option; null: it uses it.
+inline const OptionKind* unused_kind(const Mode& mode, std::string_view option) {
+  for (const OptionKind& kind : option_kinds())
+    if ((mode.uses & kind.kind) == 0 && std::ranges::find(kind.names, option) != kind.names.end()) return &kind;
+  return nullptr;
+}
+
+// Rejects an option of other modes. given: "--ranks 8"
+[[noreturn]] inline void refuse_option_of_modes(const std::string& given, const OptionKind& kind, const Mode& mode) {
+  std::vector<std::string> users;
+  for (const Mode& user : modes())
+    if ((user.uses & kind.kind) != 0) users.emplace_back(user.name);
+  const std::string remedy = &mode != &training_mode ? "" : users.size() == 1 ? "add it, or " : "add one of them, or ";
+  throw Error(formatted("{} is for {}, not for {}: {}leave out {}{}{}", shown(given), either(users, "and"), mode.name,
+                        remedy, given.substr(0, given.find(' ')), *kind.instead ? "; " : "", kind.instead));
 }
 
 }  // namespace detail
@@ -125,26 +187,28 @@ inline bool is_used(const Mode& mode, std::string_view option) {
 // is_given(name): whether the command line has it.
 template <class IsGiven>
 void drop_ignored(Options& o, IsGiven&& is_given) {
-  const std::optional<detail::Mode> mode = detail::mode_of(o);
-  if (!mode) return;
+  const detail::Mode& mode = detail::mode_of(o);
   Options defaults;
   const std::vector<OptionRow> rows = option_rows(o), usual = option_rows(defaults);
   std::vector<std::string> refused;
   for (size_t i = 0; i < rows.size(); ++i) {
-    const std::string name = rows[i].name;
-    if (rows[i].field.text() == usual[i].field.text() || detail::is_used(*mode, name)) continue;
-    (is_given(name) ? refused : o.unused).push_back(name);
+    const std::string name = rows[i].name, text = rows[i].field.text();
+    const detail::OptionKind* const kind = detail::unused_kind(mode, name);
+    if (kind == nullptr || text == usual[i].field.text()) continue;
+    if (!is_given(name)) o.unused.push_back(name);
+    else if (kind->kind < detail::OptionKind::of_runs) refused.push_back(name);
+    else detail::refuse_option_of_modes(rows[i].field.is_flag() ? name : name + " " + text, *kind, mode);
     rows[i].field.take(usual[i].field);
     o.config_lines.erase(name);
   }
-  CHECK(refused.empty(), "{} with {}, {}: leave {} out", either(refused, "and"), mode->name, mode->what,
+  CHECK(refused.empty(), "{} with {}, {}: leave {} out", either(refused, "and"), mode.name, mode.what,
         refused.size() == 1 ? "it" : "them");
 }
 
 // A line naming the options of --config files that the mode does not use; empty: none.
 inline std::string notice_of_ignored(const Options& o) {
   if (o.unused.empty()) return "";
-  return formatted("notice: {} does not use these options of --config: {}", detail::mode_of(o)->name,
+  return formatted("notice: {} does not use these options of --config: {}", detail::mode_of(o).name,
                    either(o.unused, "and"));
 }
 

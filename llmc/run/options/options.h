@@ -522,7 +522,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "with --print-schedule, the micro-batches of a step; default: twice --pp");
   add("--json", "", o.json, Limits{}, free,
       "print JSON instead of text: with --plan, --plan-auto, --print-schedule (scripts/plot_schedule.py draws it), "
-      "--print-stages and --evaluate");
+      "--print-stages, --coord-check and --evaluate");
   add("--tokenize", "", o.tokenize, Limits{}, free,
       "instead of training, turn files into token shards with --tokenizer, on --threads: text, a document each, or "
       "JSON lines (.jsonl, .ndjson, .json), also packed by gzip or zstd; files, or quoted patterns, with commas "

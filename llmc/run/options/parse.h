@@ -165,13 +165,6 @@ inline std::optional<NumberRange> selftest_draws(const Options& o) {
 
 // Checks the options of the self-test.
 inline void validate_selftest(const Options& o) {
-  CHECK(o.selftest || o.selftest_layouts == Options().selftest_layouts,
-        "--selftest-layouts {} is for --selftest: add it, or leave out --selftest-layouts", o.selftest_layouts);
-  CHECK(o.selftest || !o.selftest_minutes,
-        "--selftest-minutes {} is for --selftest: add it, or leave out --selftest-minutes",
-        o.selftest_minutes.value_or(0));
-  CHECK(o.selftest || o.selftest_draws.empty(),
-        "--selftest-draws {} is for --selftest: add it, or leave out --selftest-draws", shown(o.selftest_draws));
   CHECK(o.selftest_draws.empty() || o.selftest_layouts == Options().selftest_layouts,
         "--selftest-layouts {} with --selftest-draws, which leaves those layouts out: choose one of them",
         o.selftest_layouts);
@@ -231,11 +224,6 @@ inline void validate_pipeline(const Options& o) {
   CHECK(o.pp > 1 || layout.kind == LayoutKind::even,
         "--pp-layout {} is for the stages of a pipeline, and --pp 1 has one: give --pp, or leave out --pp-layout",
         shown(o.pp_layout));
-  CHECK(!o.micro_batches,
-        "--micro-batches {} is for --print-schedule: how many a step has follows from --total-batch-size",
-        o.micro_batches.value_or(0));
-  CHECK(!o.json || o.evaluate || o.plan || o.print_stages,
-        "--json is for --plan, --plan-auto, --print-schedule, --print-stages and --evaluate");
 }
 
 inline void validate_trace(const Options& o) {
@@ -254,6 +242,9 @@ inline void validate_length(const Options& o) {
   if (o.tokens) given.push_back(formatted("--tokens {}", *o.tokens));
   if (o.epochs) given.push_back(formatted("--epochs {}", *o.epochs));
   CHECK(given.size() <= 1, "{} with {}: each says how long the run is: give one of them", given[0], given[1]);
+  CHECK(!o.price || !given.empty(),
+        "--price {} is for the price of a run, and this plan has no length: {}leave out --price", o.price.value_or(0),
+        o.stages.empty() ? "give --max-steps, --tokens or --epochs, or " : "");
 }
 
 inline void validate_optimizer(const Options& o) {
@@ -395,28 +386,11 @@ inline void validate_average(const Options& o) {
   CHECK(!o.tokenize_out.empty(), "--average {} needs --out with the directory to make", o.average);
 }
 
-// Checks combinations, as far as the options alone decide.
+// Checks combinations of options that the mode uses, as far as the options alone decide.
 inline void validate(const Options& o) {
-  CHECK(o.evaluate + o.generate + o.plan + o.selftest + o.verify_data + o.print_schedule + o.print_stages +
-                !o.print_samples.empty() + !o.coord_check.empty() + o.plan_auto + o.plan_examples +
-                !o.tokenize.empty() + !o.average.empty() <=
-            1,
-        "--average, --coord-check, --evaluate, --generate, --plan, --plan-auto, --plan-examples, --selftest, "
-        "--tokenize, --verify-data, --print-schedule, --print-stages and --print-samples: choose one of them");
   if (!o.tokenize.empty()) return validate_tokenize(o);
   if (!o.average.empty()) return validate_average(o);
-  CHECK(o.tokenize_out.empty(),
-        "--out {} is for --tokenize and --average: add one of them; the directory of a run is --out-dir",
-        shown(o.tokenize_out));
-  for (const auto& [given, option] : {std::pair{o.tokenize_field != Options().tokenize_field, "--tokenize-field"},
-                                      std::pair{o.tokenize_split != Options().tokenize_split, "--tokenize-split"},
-                                      std::pair{o.shard_size != Options().shard_size, "--shard-size"}})
-    CHECK(!given, "{} is for --tokenize: add it, or leave out {}", option, option);
   validate_selftest(o);
-  CHECK(o.plan || o.plan_auto || o.machine.empty(), "--machine {} is for --plan: add it, or leave out --machine",
-        shown(o.machine));
-  CHECK(o.plan || o.plan_auto || !o.plan_ranks, "--ranks {} is for --plan: add it, or use --local-ranks",
-        o.plan_ranks.value_or(0));
   CHECK(!o.plan_ranks || (o.local_ranks == 0 && !o.world_size),
         "--ranks {} with --local-ranks or --world-size, for which it stands: leave out one of them",
         o.plan_ranks.value_or(0));
@@ -429,8 +403,6 @@ inline void validate(const Options& o) {
         "--machine {} measures processors, and --device is cuda: leave out one of them; a plan for a GPU that is here "
         "has the times of its datasheet",
         local_machine);
-  CHECK(!o.coord_check.empty() || o.coord_depths.empty(),
-        "--coord-depths {} is for --coord-check: add it, or leave out --coord-depths", shown(o.coord_depths));
   if (!o.coord_check.empty() || o.plan_auto) return validate_optimizer(o);
   if (o.print_schedule || o.plan_examples) return;
   validate_pipeline(o);
@@ -438,9 +410,6 @@ inline void validate(const Options& o) {
   CHECK(!o.generate || !o.from_scratch,
         "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
   if (o.generate) return validate_generation(o);
-  CHECK(o.prompt_file.empty(), "--prompt-file {} is for --generate: training has one --prompt", shown(o.prompt_file));
-  CHECK(o.num_samples == 1, "--num-samples {} is for --generate: training takes one sample at a time", o.num_samples);
-  CHECK(!o.interactive, "--interactive is for --generate: add it, or leave out --interactive");
   CHECK(o.prompt != "-", "--prompt - stands for stdin, which --generate reads, not training: give a text");
   validate_optimizer(o), validate_spikes(o), validate_local_checkpoints(o), validate_experts(o), validate_length(o),
       validate_trace(o);
