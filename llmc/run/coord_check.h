@@ -170,8 +170,13 @@ inline ModelSizes train(const Options& o, const StepConfig& step, const Device& 
 // The means over all seeds.
 inline ModelSizes sizes_of(const Options& o, const ModelConfig& model, const Device& device, int64_t count) {
   StepConfig step{.model = model, .precision = choose_precision(o), .batch = batch_shape, .generates = false};
-  step.layout.zero = choose_zero(o);
+  const ZeroConfig zero = choose_zero(o);
+  step.layout.zero.optimizer = zero.optimizer;
+  step.layout.zero.muon = zero.muon;
   step.layout.expert = expert_parallel(model, 1);
+  step.z_loss = o.z_loss;
+  step.qk_clip = o.qk_clip;
+  require_updates_can(model, o);
   require_gelu_can(step, device, o);
   require_residual_can(step, device, o);
   ModelSizes mean;

@@ -261,7 +261,8 @@ TEST_CASE("options of some modes are refused by all others, and only noted in a 
                     }(mode)),
                     "--branch-from with " + mode[0] + ", which ");
   REQUIRE_ERROR(parse({"--selftest", "--threads", "2"}), "--threads with --selftest");
-  REQUIRE_ERROR(parse({"--coord-check", "128,512", "--seq-len", "64"}), "--seq-len with --coord-check");
+  for (const Words& option : std::vector<Words>{{"--seq-len", "64"}, {"--local-ranks", "4"}, {"--tp", "2"}})
+    REQUIRE_ERROR(parse({"--coord-check", "128,512", option[0], option[1]}), option[0] + " with --coord-check, which ");
   REQUIRE_ERROR(parse({"--plan", "--price", "2"}), "this plan has no length: give --max-steps, --tokens or --epochs");
   REQUIRE(parse({"--plan", "--price", "2", "--tokens", "1M"}).price == 2);
   REQUIRE_ERROR(parse({"--plan", "--generate", "--lr", "1"}), "--generate and --plan: choose one of them");
@@ -287,6 +288,8 @@ TEST_CASE("options of a --config file that a mode does not use have their defaul
   REQUIRE(evaluated.shuffle == false);  // of the validation data, if --val-steps are not all
   REQUIRE((!evaluated.noise_scale && evaluated.verify_updates == 0 && evaluated.stages.empty()));
   REQUIRE_ERROR(with("stages=\"s.toml\"\ntp=3\nseed=4\n", evaluate), "--tp 3 needs a multiple of 3 ranks");
+  const Options checked = with("tp=2\nlocal-ranks=4\nseq-len=64\n", {"--coord-check", "128,512"});
+  REQUIRE((checked.tp == 1 && checked.ranks == 1));
   REQUIRE(with("train-data=\"x\"\nstages=\"s.toml\"\nnoise-scale=true\n", {"--print-stages"}).noise_scale);
 }
 

@@ -286,6 +286,24 @@ TEST_CASE("widths from whose sizes no slope can be told are refused", "[train][p
   }
 }
 
+TEST_CASE("the coordinate check trains on one rank, whatever the layout, with the losses and clips of the options",
+          "[train][parametrization]") {
+  Options o = coord_options(Optimizer::adamw, 2e-3);
+  const auto change = [&] {
+    const coord::ModelSizes sizes = coord::sizes_of(o, coord::model_of(o, 32, {}), {DeviceKind::cpu, 2}, 1);
+    return sizes[static_cast<size_t>(coord::Kind::logits)].change;
+  };
+  const double plain = change();
+  o.ranks = 4, o.zero_stage = 3, o.tp = 2;
+  REQUIRE(change() == plain);
+  o.z_loss = 1;
+  REQUIRE(change() != plain);
+  o.z_loss = 0, o.qk_clip = 1e-3;
+  REQUIRE(change() != plain);
+  o.head_lr = 1e-3;
+  REQUIRE_ERROR(change(), "whose output layer is its embedding");
+}
+
 TEST_CASE("the coordinate check passes with every optimizer, and fails with any rule left out",
           "[train][parametrization][long]") {
   const std::vector<int64_t> widths = {128, 256, 512};

@@ -36,17 +36,18 @@ struct OptionKind {
     step_size = 1 << 16,
     state = 1 << 17,  // kept for every weight
     threads = 1 << 18,
-    of_runs = (1 << 19) - 1,  // all of the above
+    local_ranks = 1 << 19,
+    of_runs = (1 << 20) - 1,  // all of the above
     // Of some modes alone:
-    generation = 1 << 19,
-    output = 1 << 20,
-    shards = 1 << 21,
-    selftest = 1 << 22,
-    depths = 1 << 23,
-    machine = 1 << 24,
-    price = 1 << 25,
-    micro_batches = 1 << 26,
-    json = 1 << 27
+    generation = 1 << 20,
+    output = 1 << 21,
+    shards = 1 << 22,
+    selftest = 1 << 23,
+    depths = 1 << 24,
+    machine = 1 << 25,
+    price = 1 << 26,
+    micro_batches = 1 << 27,
+    json = 1 << 28
   } kind;
   std::vector<std::string_view> names;
   const char* instead = "";  // for those who give one of them to a run
@@ -91,6 +92,7 @@ inline const std::vector<OptionKind>& option_kinds() {
       {OptionKind::epilogues, {"--gelu", "--residual"}},
       {OptionKind::interruption, {"--restart", "--time-limit"}},
       {OptionKind::threads, {"--threads"}},
+      {OptionKind::local_ranks, {"--local-ranks"}},
       {OptionKind::generation, {"--prompt-file", "--num-samples", "--interactive"}},
       {OptionKind::output, {"--out"}, "the directory of a run is --out-dir"},
       {OptionKind::shards, {"--tokenize-field", "--tokenize-split", "--shard-size"}},
@@ -115,38 +117,37 @@ inline constexpr Mode training_mode{"training", "", OptionKind::of_runs};
 
 inline const std::vector<Mode>& modes() {
   using K = OptionKind;
+  constexpr unsigned here = K::threads | K::local_ranks;
   static const std::vector<Mode> modes = {
       {"--evaluate", "which does not train and writes nothing",
        K::val_data | K::data | K::validation | K::batch | K::step_size | K::layout | K::stages | K::model | K::length |
-           K::tokenizer | K::epilogues | K::threads | K::json,
+           K::tokenizer | K::epilogues | here | K::json,
        [](const Options& o) { return o.evaluate; }},
       {"--generate", "which computes on one rank and does not train",
-       K::sampling | K::model | K::length | K::tokenizer | K::threads | K::generation,
+       K::sampling | K::model | K::length | K::tokenizer | here | K::generation,
        [](const Options& o) { return o.generate; }},
       {"--verify-data", "which reads data and does not train",
-       K::train_data | K::val_data | K::data | K::model | K::length | K::tokenizer | K::threads,
+       K::train_data | K::val_data | K::data | K::model | K::length | K::tokenizer | here,
        [](const Options& o) { return o.verify_data; }},
       {"--tokenize", "which reads text and does not train",
-       K::tokenizer | K::interruption | K::threads | K::output | K::shards,
+       K::tokenizer | K::interruption | here | K::output | K::shards,
        [](const Options& o) { return !o.tokenize.empty(); }},
-      {"--average", "which averages weights and does not train", K::threads | K::output,
+      {"--average", "which averages weights and does not train", here | K::output,
        [](const Options& o) { return !o.average.empty(); }},
-      {"--selftest", "which has models and layouts of its own, on --local-ranks ranks of one thread", K::selftest,
-       [](const Options& o) { return o.selftest; }},
-      {"--coord-check", "which trains for a few steps on a text of its own",
+      {"--selftest", "which has models and layouts of its own, on --local-ranks ranks of one thread",
+       K::local_ranks | K::selftest, [](const Options& o) { return o.selftest; }},
+      {"--coord-check", "which trains for a few steps on one rank and a text of its own",
        K::update | K::model | K::epilogues | K::threads | K::depths | K::json,
        [](const Options& o) { return !o.coord_check.empty(); }},
       {"--plan", "which plans a run", K::of_runs | K::machine | K::price | K::json,
        [](const Options& o) { return o.plan; }},
       {"--plan-auto", "which searches the layout of a step",
-       K::model | K::length | K::tokenizer | K::step_size | K::epilogues | K::update | K::state | K::threads |
-           K::machine | K::json,
+       K::model | K::length | K::tokenizer | K::step_size | K::epilogues | K::update | K::state | here | K::machine |
+           K::json,
        [](const Options& o) { return o.plan_auto; }},
-      {"--plan-examples", "which plans the runs of papers", K::threads,
-       [](const Options& o) { return o.plan_examples; }},
+      {"--plan-examples", "which plans the runs of papers", here, [](const Options& o) { return o.plan_examples; }},
       {"--print-schedule", "which draws the stages of --pp, whatever they compute",
-       K::stages | K::slices | K::threads | K::micro_batches | K::json,
-       [](const Options& o) { return o.print_schedule; }},
+       K::stages | K::slices | here | K::micro_batches | K::json, [](const Options& o) { return o.print_schedule; }},
       {"--print-stages", "which prints the stages of a run", K::of_runs | K::json,
        [](const Options& o) { return o.print_stages; }},
       {"--print-samples", "which prints the samples of a run", K::of_runs,
