@@ -21,7 +21,9 @@ Options parse(std::vector<std::string> arguments) {
   if (reads) arguments.insert(arguments.begin() + 1, {"--train-data", "x"});
   std::vector<const char*> argv;
   for (const std::string& a : arguments) argv.push_back(a.c_str());
-  const auto take_place = [](Options& o) { o.ranks = o.local_ranks > 0 ? o.local_ranks : o.seed == 4 ? 4 : 1; };
+  const auto take_place = [](Options& o) {
+    o.ranks = o.plan_ranks.value_or(o.local_ranks > 0 ? o.local_ranks : o.seed == 4 ? 4 : 1);
+  };
   return parse_command_line(static_cast<int>(argv.size()), argv.data(), take_place).options;
 }
 
@@ -116,6 +118,10 @@ TEST_CASE("option errors name the option, what was found and what was expected",
   REQUIRE_ERROR(parse({"--total-batch-size", "5000"}), "use 4096");
   REQUIRE_ERROR(parse({"--generate", "--from-scratch"}), "--from-scratch");
   REQUIRE_ERROR(parse({"--train-data", ""}), "--train-data");
+  for (const std::string schedule : {"1f1b", "pipedream"})
+    REQUIRE_ERROR(
+        parse({"--plan", "-b", "16777216", "-t", "16777216", "--ranks", "65536", "-d", "1", "--schedule", schedule}),
+        "--batch-size 16777216 x --seq-len 16777216 x 65536 ranks");
   REQUIRE_ERROR(parse({"--seed", "4", "--dp-replicate", "3"}), "does not divide the 4 ranks");
   REQUIRE_ERROR(parse({"--seed", "4", "--tp", "3"}), "--tp 3 needs a multiple of 3 ranks, and there are 4");
   REQUIRE_ERROR(parse({"--seed", "4", "--tp", "2", "--dp-replicate", "4"}),
@@ -253,13 +259,16 @@ TEST_CASE("options of some modes are refused by all others, and only noted in a 
                 "ranks of a run are --local-ranks of each process");
   REQUIRE_ERROR(parse({"--micro-batches", "8"}),
                 "--micro-batches 8 is for --print-schedule, not for training: add it, or leave out --micro-batches; ");
-  for (const Words& mode : modes)
-    if (!mode.empty() && mode[0] != "--plan" && !mode[0].starts_with("--print-s"))
-      REQUIRE_ERROR(parse([&](Words words) {
-                      words.insert(words.end(), {"--branch-from", "x"});
-                      return words;
-                    }(mode)),
-                    "--branch-from with " + mode[0] + ", which ");
+  const std::set<std::string> of_runs = {"--plan", "--print-stages", "--print-samples"},
+                              of_processes = {"--plan", "--evaluate", "--selftest"};
+  for (const Words& mode : modes) {
+    if (mode.empty()) continue;
+    Words branch = mode, spare = mode;
+    branch.insert(branch.end(), {"--branch-from", "x"});
+    spare.insert(spare.end(), {"--spare", "--world-size", "2", "--rendezvous", "h:1"});
+    if (!of_runs.contains(mode[0])) REQUIRE_ERROR(parse(branch), "--branch-from with " + mode[0] + ", which ");
+    if (!of_processes.contains(mode[0])) REQUIRE_ERROR(parse(spare), "--spare with " + mode[0] + ", which ");
+  }
   REQUIRE_ERROR(parse({"--selftest", "--threads", "2"}), "--threads with --selftest");
   for (const Words& option : std::vector<Words>{{"--seq-len", "64"}, {"--local-ranks", "4"}, {"--tp", "2"}})
     REQUIRE_ERROR(parse({"--coord-check", "128,512", option[0], option[1]}), option[0] + " with --coord-check, which ");

@@ -37,17 +37,18 @@ struct OptionKind {
     state = 1 << 17,  // kept for every weight
     threads = 1 << 18,
     local_ranks = 1 << 19,
-    of_runs = (1 << 20) - 1,  // all of the above
+    spare = 1 << 20,
+    of_runs = (1 << 21) - 1,  // all of the above
     // Of some modes alone:
-    generation = 1 << 20,
-    output = 1 << 21,
-    shards = 1 << 22,
-    selftest = 1 << 23,
-    depths = 1 << 24,
-    machine = 1 << 25,
-    price = 1 << 26,
-    micro_batches = 1 << 27,
-    json = 1 << 28
+    generation = 1 << 21,
+    output = 1 << 22,
+    shards = 1 << 23,
+    selftest = 1 << 24,
+    depths = 1 << 25,
+    machine = 1 << 26,
+    price = 1 << 27,
+    micro_batches = 1 << 28,
+    json = 1 << 29
   } kind;
   std::vector<std::string_view> names;
   const char* instead = "";  // for those who give one of them to a run
@@ -93,6 +94,7 @@ inline const std::vector<OptionKind>& option_kinds() {
       {OptionKind::interruption, {"--restart", "--time-limit"}},
       {OptionKind::threads, {"--threads"}},
       {OptionKind::local_ranks, {"--local-ranks"}},
+      {OptionKind::spare, {"--spare", "--spare-wait"}},
       {OptionKind::generation, {"--prompt-file", "--num-samples", "--interactive"}},
       {OptionKind::output, {"--out"}, "the directory of a run is --out-dir"},
       {OptionKind::shards, {"--tokenize-field", "--tokenize-split", "--shard-size"}},
@@ -121,7 +123,7 @@ inline const std::vector<Mode>& modes() {
   static const std::vector<Mode> modes = {
       {"--evaluate", "which does not train and writes nothing",
        K::val_data | K::data | K::validation | K::batch | K::step_size | K::layout | K::stages | K::model | K::length |
-           K::tokenizer | K::epilogues | here | K::json,
+           K::tokenizer | K::epilogues | here | K::spare | K::json,
        [](const Options& o) { return o.evaluate; }},
       {"--generate", "which computes on one rank and does not train",
        K::sampling | K::model | K::length | K::tokenizer | here | K::generation,
@@ -135,7 +137,7 @@ inline const std::vector<Mode>& modes() {
       {"--average", "which averages weights and does not train", here | K::output,
        [](const Options& o) { return !o.average.empty(); }},
       {"--selftest", "which has models and layouts of its own, on --local-ranks ranks of one thread",
-       K::local_ranks | K::selftest, [](const Options& o) { return o.selftest; }},
+       K::local_ranks | K::spare | K::selftest, [](const Options& o) { return o.selftest; }},
       {"--coord-check", "which trains for a few steps on one rank and a text of its own",
        K::update | K::model | K::epilogues | K::threads | K::depths | K::json,
        [](const Options& o) { return !o.coord_check.empty(); }},
@@ -148,9 +150,9 @@ inline const std::vector<Mode>& modes() {
       {"--plan-examples", "which plans the runs of papers", here, [](const Options& o) { return o.plan_examples; }},
       {"--print-schedule", "which draws the stages of --pp, whatever they compute",
        K::stages | K::slices | here | K::micro_batches | K::json, [](const Options& o) { return o.print_schedule; }},
-      {"--print-stages", "which prints the stages of a run", K::of_runs | K::json,
+      {"--print-stages", "which prints the stages of a run", (K::of_runs & ~K::spare) | K::json,
        [](const Options& o) { return o.print_stages; }},
-      {"--print-samples", "which prints the samples of a run", K::of_runs,
+      {"--print-samples", "which prints the samples of a run", K::of_runs & ~K::spare,
        [](const Options& o) { return !o.print_samples.empty(); }}};
   return modes;
 }

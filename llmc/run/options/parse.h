@@ -96,13 +96,24 @@ inline std::string multiples_beside(int64_t x, int64_t n) {
   return x < n ? formatted("{}", n) : formatted("{} or {}", x / n * n, (x / n + 1) * n);
 }
 
+// The tokens of a micro-batch of each of the readers, the ranks that take their own.
+inline int64_t micro_batch_tokens(const Options& o, int64_t readers) {
+  const int64_t tokens = o.batch_size * o.seq_len;  // each is at most largest_size
+  CHECK(
+      tokens <= std::numeric_limits<int64_t>::max() / readers,
+      "--batch-size {} x --seq-len {} x {} ranks that take samples of their own: more tokens than 64 bits count: use a "
+      "smaller --batch-size",
+      o.batch_size, o.seq_len, readers);
+  return tokens * readers;
+}
+
 // Checks the options that do not go with an asynchronous pipeline, whose stages update by themselves after every
 // micro-batch.
 inline void validate_pipedream(const Options& o, int64_t readers) {
   auto refuse = [](bool asked, const std::string& option, const char* why, const char* remedy) {
     CHECK(!asked, "{} with --schedule pipedream: {}; {}, or use --schedule 1f1b", option, why, remedy);
   };
-  const int64_t micro = o.batch_size * o.seq_len * readers;
+  const int64_t micro = micro_batch_tokens(o, readers);
   if (o.total_batch_size)
     refuse(*o.total_batch_size != micro, formatted("--total-batch-size {}", *o.total_batch_size),
            formatted("a step is one micro-batch of each data-parallel rank, {} x {} x {} = {} tokens", o.batch_size,
@@ -210,7 +221,7 @@ inline void validate_layout(const Options& o) {
   }
   layout_faults(layout).refuse();
   if (o.schedule == Schedule::pipedream) validate_pipedream(o, readers);
-  const int64_t micro = o.batch_size * o.seq_len * readers;
+  const int64_t micro = micro_batch_tokens(o, readers);
   CHECK(!o.total_batch_size || *o.total_batch_size % micro == 0,
         "--total-batch-size {} is not a multiple of --batch-size {} x --seq-len {} x {} {} = {} tokens: use {}, or "
         "another --batch-size",

@@ -51,8 +51,7 @@ namespace detail {
 inline int64_t readers_of(const Options& o) { return std::max<int64_t>(1, o.ranks / (o.tp * o.cp * o.pp)); }
 
 inline std::vector<RampPiece> one_size(const Options& o) {
-  const int64_t micro = o.batch_size * o.seq_len * readers_of(o);
-  return {{0, o.total_batch_size.value_or(micro)}};
+  return {{0, o.total_batch_size.value_or(micro_batch_tokens(o, readers_of(o)))}};
 }
 
 inline std::vector<int64_t> weights_of(const std::vector<SourceText>& sources) {
