@@ -217,8 +217,7 @@ inline void run_plan(const Options& asked) {
   if (o.memory_limit && !fits(plan, memory_limit(o, rank))) throw Error(detail::memory_verdict(o, config, plan, rank));
 }
 
-// --plan-auto. By default a step has half a million tokens, or a sequence for every eighth rank. Where fp32 is asked
-// for, or nothing fits, bf16 is offered, too.
+// --plan-auto. Where fp32 is asked for, or nothing fits, bf16 is offered, too.
 inline void run_plan_auto(const Options& asked) {
   std::vector<SearchFor> precisions;
   const auto add = [&](const Options& o) {
@@ -255,8 +254,7 @@ inline void run_plan_auto(const Options& asked) {
           "--seq-len {} exceeds the {} positions of --model {}: use at most {}", o.seq_len, what.step.model.n_positions,
           o.model, what.step.model.n_positions);
     what.step.experts = choose_experts(o, what.step.model);
-    const int64_t tokens =
-        o.total_batch_size.value_or(round_up(std::max(int64_t{1} << 19, o.ranks / 8 * o.seq_len), o.seq_len));
+    const int64_t tokens = o.total_batch_size.value_or(usual_sequences(o.ranks, o.seq_len) * o.seq_len);
     CHECK(tokens % o.seq_len == 0, "--total-batch-size {} is no multiple of --seq-len {}: use {}", tokens, o.seq_len,
           round_up(tokens, o.seq_len));
     what.sequences = tokens / o.seq_len;

@@ -138,6 +138,48 @@ TEST_CASE("--plan-auto --json has the layouts, counts and command of the table",
                                    json["searched"][0]["impossible"].get<int64_t>())) != std::string::npos);
 }
 
+TEST_CASE("by default a step of --plan-auto has sequences that many readers can share", "[run][plan]") {
+  REQUIRE(usual_sequences(8, 8192) == 64);  // half a million tokens
+  REQUIRE(usual_sequences(1, 1024) == 512);
+  REQUIRE(usual_sequences(16384, 8192) == 2048);  // one for every eighth rank
+  REQUIRE(usual_sequences(24, 8192) == 72);
+  REQUIRE(usual_sequences(8, 10002) == 56);
+  REQUIRE(usual_sequences(6144, 8192) == 768);
+  REQUIRE(usual_sequences(1009, 8192) == 126);  // a prime number of ranks has no others
+  for (const int64_t ranks : {24, 96, 72}) {
+    SearchFor what = search_for(ranks, 40);
+    what.sequences = usual_sequences(ranks, what.step.batch.T);
+    LayoutSearch search(what);
+    const std::vector<Found> found = search.find(1);
+    INFO(ranks << " ranks: " << search.counts_text());
+    REQUIRE(found.size() == 1);
+    REQUIRE(found[0].step.tokens() == what.sequences * 512);
+  }
+}
+
+TEST_CASE("where no layout divides the sequences of a step, --plan-auto says so, and which number to use",
+          "[run][plan]") {
+  const std::string search = "--plan-auto --sample-every 0 --machine h100x8 --dtype bf16 ";
+  for (const std::string asked :
+       {"--model gpt2:774M --ranks 24 --total-batch-size 65536", "--model gpt2:124M --ranks 1009",
+        "--model gpt2:124M --ranks 1 --total-batch-size 1099511627776"}) {
+    const ProgramResult refused = run_program(search + asked);
+    INFO(asked << ": " << refused.out << refused.err);
+    REQUIRE(refused.status == 1);
+    EXPECT(refused.err.find("GiB") == std::string::npos);
+    EXPECT(refused.err.find(": of the ways to divide the ranks, ") != std::string::npos);
+    EXPECT((refused.err.find("leave sequences of a step over") != std::string::npos ||
+            refused.err.find("have more micro-batches than can be planned") != std::string::npos));
+    const size_t use = refused.err.find("--total-batch-size ", refused.err.find(": use "));
+    REQUIRE(use != std::string::npos);
+    const std::string advised =
+        asked.substr(0, asked.find(" --total")) + " " + refused.err.substr(use, refused.err.find(',', use) - use);
+    const ProgramResult found = run_program(search + advised);
+    INFO(advised << ": " << found.err);
+    EXPECT(found.status == 0);
+  }
+}
+
 TEST_CASE("--plan-auto refuses what fits nowhere, and what it cannot search", "[run][plan]") {
   const auto refused = [](const std::string& options, const std::string& why) {
     const ProgramResult r = run_program("--plan-auto " + options);

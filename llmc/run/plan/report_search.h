@@ -76,7 +76,7 @@ struct SearchResult {
   std::vector<std::string> texts;  // of the counts
 };
 
-// Throws Error if none fits.
+// Throws Error if there is none, or none fits.
 inline SearchResult search_layouts(const Options& o, const std::vector<SearchFor>& precisions) {
   constexpr size_t count = 10;
   SearchResult result;
@@ -95,6 +95,11 @@ inline SearchResult search_layouts(const Options& o, const std::vector<SearchFor
   std::ranges::stable_sort(result.rows, [](const auto& a, const auto& b) { return a.found.seconds < b.found.seconds; });
   if (result.rows.size() > count) result.rows.erase(result.rows.begin() + count, result.rows.end());
   const SearchFor& asked = precisions.front();
+  CHECK(std::ranges::any_of(result.counts, [](const auto& c) { return c.second.tried > 0; }),
+        "--plan-auto: no layout of {} on {} rank{} divides a step of {} sequences: of the ways to divide the ranks, "
+        "{}: use --total-batch-size {}, a sequence for each rank, or a multiple of it",
+        shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", asked.sequences,
+        result.counts.front().second.reasons_text(), asked.ranks * o.seq_len);
   CHECK(
       !result.rows.empty(),
       "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute,{} and --batch-size "

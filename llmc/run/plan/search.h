@@ -29,6 +29,16 @@ struct SearchFor {
   bool less_exact = false;  // than what is asked for: only where nothing else fits
 };
 
+// The sequences of a step if nothing else is asked for: half a million tokens, or one for every eighth rank, and as
+// many more as it takes to give equal numbers to as many ranks as possible.
+inline int64_t usual_sequences(int64_t ranks, int64_t T) {
+  const int64_t least = std::max(ceil_div(int64_t{1} << 19, T), ranks / 8);
+  int64_t readers = 1;
+  for (const int64_t divisor : divisors(ranks))
+    if (divisor <= least) readers = divisor;
+  return round_up(least, readers);
+}
+
 struct Found {
   StepConfig step;
   double seconds;
@@ -70,6 +80,12 @@ class LayoutSearch {
     int64_t tried = 0, impossible = 0, small = 0;  // small: memory, by the estimate
     int64_t planned = 0, too_large = 0;            // in full; of these, those that do not fit
     std::map<std::string, int64_t> reasons = {};   // of impossible ones
+    // "3 leave ranks over, 5 divide heads or experts unevenly"
+    std::string reasons_text() const {
+      std::string text;
+      for (const auto& [why, count] : reasons) text += formatted("{}{} {}", text.empty() ? "" : ", ", count, why);
+      return text;
+    }
   };
   const Counts& counts() const { return counts_; }
   std::string counts_text() const {
@@ -78,8 +94,8 @@ class LayoutSearch {
         "full, "
         "of which {} do not fit; the others would be slower",
         what_.step.precision.weights, counts_.tried, counts_.impossible,
-        counts_.impossible == 0 ? std::string() : formatted(" ({})", reasons_text()), counts_.small, counts_.planned,
-        counts_.too_large);
+        counts_.impossible == 0 ? std::string() : formatted(" ({})", counts_.reasons_text()), counts_.small,
+        counts_.planned, counts_.too_large);
   }
 
  private:
@@ -106,11 +122,6 @@ class LayoutSearch {
     ++counts_.impossible;
     ++counts_.reasons[why];
   }
-  std::string reasons_text() const {
-    std::string text;
-    for (const auto& [why, count] : counts_.reasons) text += formatted("{}{} {}", text.empty() ? "" : ", ", count, why);
-    return text;
-  }
 
   std::vector<Guess> all_guesses() {
     std::vector<Guess> guesses;
@@ -126,7 +137,7 @@ class LayoutSearch {
             }
             const int64_t readers = what_.ranks / (tp * cp * pp);
             if (what_.sequences % readers != 0) {
-              reject("have more readers than sequences");
+              reject("leave sequences of a step over");
               continue;
             }
             if (tp > 1 && (what_.device.gelu_in_products || what_.device.residual_in_products)) {
@@ -160,6 +171,7 @@ class LayoutSearch {
   // sequences: of a reader
   void add_guesses(std::vector<Guess>& guesses, StepConfig& step, int64_t sequences) {
     const bool sharded = step.layout.zero.shards > 1;
+    const int64_t tried = counts_.tried;
     for (const int64_t B : {1, 2, 4, 8, 16, 32}) {
       if (sequences % B != 0) continue;
       step.batch.B = B;
@@ -186,6 +198,7 @@ class LayoutSearch {
         }
       }
     }
+    if (counts_.tried == tried) reject("have more micro-batches than can be planned");
   }
   // The step with segments recomputed, if whole blocks are and need more memory. cost: of whole blocks
   std::optional<Guess> segments_of(StepConfig step, Cost cost, double most) {
