@@ -157,6 +157,22 @@ TEST_CASE("by default a step of --plan-auto has sequences that many readers can 
   }
 }
 
+TEST_CASE("sequences that --cp cannot cut into equal slices are searched and planned without it", "[run][plan]") {
+  const ProgramResult found = run_program(
+      "--plan-auto --json --sample-every 0 --machine h100x8 --ranks 8 --model llama3:1B --dtype bf16 --seq-len 10002");
+  INFO(found.err);
+  REQUIRE(found.status == 0);
+  const auto json = nlohmann::json::parse(found.out);
+  EXPECT(json["searched"][0]["reasons"]["cut sequences unevenly"] > 0);
+  for (const auto& layout : json["layouts"]) EXPECT(layout["layout"]["cp"] == 1);
+  const ProgramResult plan = run_program(
+      "--plan --device cuda --sample-every 0 --model llama3:8B --dtype bf16 --ranks 8 -t 10002 -b 1 --memory-limit 62");
+  INFO(plan.err);
+  EXPECT(plan.status == 1);
+  EXPECT(plan.err.find("does not fit into --memory-limit 62.00 GiB less 512.00 MiB for CUDA; it would with") !=
+         std::string::npos);
+}
+
 TEST_CASE("where no layout divides the sequences of a step, --plan-auto says so, and which number to use",
           "[run][plan]") {
   const std::string search = "--plan-auto --sample-every 0 --machine h100x8 --dtype bf16 ";

@@ -153,8 +153,12 @@ class LayoutSearch {
                            .context = {.ranks = cp},
                            .expert = expert_parallel(m, ep),
                            .pipeline = {.stages = static_cast<int>(pp)}};
+            if (T % step.layout.context.slices() != 0) {
+              reject("cut sequences unevenly");
+              continue;
+            }
             if (readers * cp * tp % ep != 0 || !layout_faults(step.layout, m).empty()) {
-              reject("divide heads, experts or sequences unevenly");
+              reject("divide heads or experts unevenly");
               continue;
             }
             add_guesses(guesses, step, what_.sequences / readers);
