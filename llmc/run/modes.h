@@ -125,27 +125,47 @@ inline Course course_on_paper(const Options& o, const Recipe& recipe) {
   return Course(recipe, in_epochs && known ? epoch_tokens_of(o, recipe) : std::vector<int64_t>());
 }
 
+// A rank of a plan, with the machine that it is timed by: of --machine, or that of its own GPU's datasheet, if it has
+// one. log: says that it measures; none: silent
+inline Device planned_rank(const Options& o, const StepConfig& step, const Device& device, Log* log) {
+  Device rank = first_rank_device(device, o);
+  const int ranks = step.layout.ranks();
+  const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
+  const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
+  if (chip) rank.machine = datasheet_machine(*chip, step.precision.products, ranks);
+  if (o.machine == local_machine) {
+    CHECK(o.place.local_ranks == ranks,
+          "--machine {} measures ranks that are threads of one process, and {} of {} would be elsewhere: use "
+          "--local-ranks {}, or a machine with GPUs",
+          local_machine, ranks - o.place.local_ranks, ranks, ranks);
+    rank.machine = measured_machine(step, rank, log);
+  }
+  return rank;
+}
+
 // For --plan of a run of stages: the options of the stretch whose step needs most memory, and figures of all stretches,
-// which are printed if there is a log.
+// which are printed if there is a log, and their sums.
 struct PlannedStages {
-  Options largest;
-  OrderedJson stretches;
+  Options largest = {};
+  OrderedJson stretches = {};
+  std::optional<RunTotals> run = {};
 };
 inline PlannedStages plan_stages(const Options& asked, Log* log) {
   const Recipe recipe = read_recipe(asked);
   const Course course = course_on_paper(asked, recipe);
-  const Device device = choose_device(asked), rank = first_rank_device(device, asked);
-  PlannedStages planned{{}, OrderedJson::array()};
+  const Device device = choose_device(asked);
+  PlannedStages planned{.stretches = OrderedJson::array(),
+                        .run = RunTotals{.asked = "--stages " + shown(asked.stages)}};
   int64_t most = -1;
   Rows rows;
-  double seconds_of_run = 0;
   for (size_t i = 0; i < course.stretches().size(); ++i) {
     const Stretch& s = course.stretches()[i];
     const StepConfig step = with_token_slices(choose_step(s.options), s.options, device);
+    const Device rank = planned_rank(s.options, step, device, log);
     const Plan plan = plan_run(s.options, step, rank);
     if (plan.total_bytes() > most) most = plan.total_bytes(), planned.largest = s.options;
     const auto time = step_time(step, plan, rank);
-    if (time) seconds_of_run += time->step() * static_cast<double>(s.steps);
+    planned.run->add(s.steps, step, time);
     planned.stretches.push_back(
         {{"stage", recipe.stages[s.stage].name},
          {"first_step", s.first_step + 1},
@@ -165,7 +185,7 @@ inline PlannedStages plan_stages(const Options& asked, Log* log) {
                                      : ""));
   }
   rows.emplace_back("all", formatted("{} steps, {} tokens{}", course.steps(), human_count(course.tokens()),
-                                     seconds_of_run > 0 ? ", " + human_duration(seconds_of_run) : ""));
+                                     planned.run->seconds ? ", " + human_duration(*planned.run->seconds) : ""));
   if (log != nullptr) log->table("stages of " + asked.stages, rows);
   planned.largest.stages.clear();
   return planned;
@@ -177,8 +197,8 @@ inline PlannedStages plan_stages(const Options& asked, Log* log) {
 // they have datasheets.
 inline void run_plan(const Options& asked) {
   Log log = make_log(asked);
-  const detail::PlannedStages staged =
-      asked.stages.empty() ? detail::PlannedStages{asked, {}} : detail::plan_stages(asked, asked.json ? nullptr : &log);
+  const detail::PlannedStages staged = asked.stages.empty() ? detail::PlannedStages{.largest = asked}
+                                                            : detail::plan_stages(asked, asked.json ? nullptr : &log);
   const Options& o = staged.largest;
   const KeptLists kept;
   const Device device = choose_device(o);
@@ -186,34 +206,28 @@ inline void run_plan(const Options& asked) {
   require_fp8_can(config, device);
   require_gelu_can(config, device, o);
   require_residual_can(config, device, o);
-  Device rank = first_rank_device(device, o);
-  const bool own_gpu = rank.kind == DeviceKind::cuda && rank.sharers == 1 && !is_gpu_elsewhere(rank);
-  const auto chip = own_gpu && o.place.hosts == 1 ? gpu_peaks(gpu_info(rank.gpu).name) : std::nullopt;
-  if (chip) rank.machine = datasheet_machine(*chip, config.precision.products, config.layout.ranks());
-  if (o.machine == local_machine) {
-    CHECK(o.place.local_ranks == config.layout.ranks(),
-          "--machine {} measures ranks that are threads of one process, and {} of {} would be elsewhere: use "
-          "--local-ranks {}, or a machine with GPUs",
-          local_machine, config.layout.ranks() - o.place.local_ranks, config.layout.ranks(), config.layout.ranks());
-    rank.machine = measured_machine(config, rank, o.json ? nullptr : &log);
-  }
+  const Device rank = detail::planned_rank(o, config, device, o.json ? nullptr : &log);
   const Plan plan = plan_run(o, config, rank);
-  std::optional<int64_t> steps;
-  if (o.max_steps || o.tokens) steps = choose_steps(o, config.tokens(), 1);
-  if (o.epochs) {
+  std::optional<detail::RunTotals> run = staged.run;
+  const auto take_length = [&](int64_t of_an_epoch) {
+    run = detail::RunTotals{.asked = length_text(o)};
+    run->add(choose_steps(o, config.tokens(), of_an_epoch), config, detail::step_time(config, plan, rank));
+  };
+  if (!run && (o.max_steps || o.tokens)) take_length(1);
+  if (!run && o.epochs) {
     CHECK(!o.train_data.empty() || !o.data.empty(),
           "--epochs {} with --plan: how many steps that is depends on --train-data: name the data, or give --max-steps "
           "or --tokens instead",
           *o.epochs);
     const int64_t samples = detail::epoch_tokens_of(o, read_recipe(o))[0] / o.seq_len;
-    steps = choose_steps(o, config.tokens(), steps_of_an_epoch(samples, config.tokens() / o.seq_len));
+    take_length(steps_of_an_epoch(samples, config.tokens() / o.seq_len));
   }
   if (!o.trace.empty()) {
     require_writable_trace(o.trace);
     write_trace(o.trace, plan_trace(config, rank, plan));
   }
-  if (!o.json) return report_plan(log, o, rank, config, plan, steps);
-  std::printf("%s\n", plan_json(o, rank, config, plan, steps, staged.stretches).c_str());
+  if (!o.json) return report_plan(log, o, rank, config, plan, run);
+  std::printf("%s\n", plan_json(o, rank, config, plan, run, staged.stretches).c_str());
   if (o.memory_limit && !fits(plan, memory_limit(o, rank))) throw Error(detail::memory_verdict(o, config, plan, rank));
 }
 

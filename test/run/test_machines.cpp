@@ -152,6 +152,47 @@ total-batch-size = 256
   REQUIRE(staged["stages"] == second["stages"]);
 }
 
+TEST_CASE("what a run of stages costs is the sum of its stages, also of shares of --tokens", "[run][plan]") {
+  const TempDir dir;
+  std::ofstream(dir / "s.toml") << R"(
+[[stage]]
+share = 0.75
+seq-len = 64
+batch-size = 2
+total-batch-size = 128
+
+[[stage]]
+share = 0.25
+seq-len = 256
+batch-size = 1
+total-batch-size = 256
+)";
+  const std::string run =
+      "--plan --machine a100x8 --model d2 --vocab-size 257 --sample-every 0 --price 2 --tokens 1M "
+      "--stages " +
+      (dir / "s.toml");
+  const ProgramResult words = run_program(run), numbers = run_program(run + " --json");
+  INFO(words.out << words.err << numbers.err);
+  REQUIRE((words.status == 0 && numbers.status == 0));
+  const auto json = nlohmann::json::parse(numbers.out);
+  int64_t steps = 0, tokens = 0;
+  double seconds = 0;
+  for (const auto& stretch : json["stretches"]) {
+    steps += stretch["steps"].get<int64_t>();
+    tokens += stretch["steps"].get<int64_t>() * stretch["tokens_per_step"].get<int64_t>();
+    seconds += stretch["seconds"].get<double>();
+  }
+  REQUIRE(steps == 5860 + 977);
+  REQUIRE(json["batch"]["steps"] == steps);
+  REQUIRE(json["run"]["seconds"].get<double>() == Catch::Approx(seconds));
+  REQUIRE(json["run"]["price"].get<double>() == Catch::Approx(2 * seconds / 3600));
+  for (const std::string& part :
+       {formatted("{} (--stages ", steps), formatted(") = {} tokens, ", human_count(tokens)),
+        formatted("{} steps, {} tokens, {}\n", steps, human_count(tokens), human_duration(seconds)),
+        human_duration(seconds) + ", 0 GPU-hours", std::string("at 2 per GPU-hour")})
+    REQUIRE(words.out.find(part) != std::string::npos);
+}
+
 TEST_CASE("a machine's file is refused with the member that is wrong", "[run][plan]") {
   refused(R"({"like": "z80"})", "like \"z80\": use one of a100-40x8, ");
   refused(R"({"like": "h100x8", "watt": 3})", "watt is no member of a machine: use source, ");

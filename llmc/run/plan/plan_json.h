@@ -104,12 +104,12 @@ inline OrderedJson precision_json(const StepConfig& step) {
           {"moments_in_file", step.layout.zero.offload.any_in_file()},
           {"offload_update", name_of(step.layout.zero.offload.update)}};
 }
-inline OrderedJson batch_json(const StepConfig& step, std::optional<int64_t> max_steps) {
+inline OrderedJson batch_json(const StepConfig& step, const std::optional<RunTotals>& run) {
   return {{"tokens_per_step", step.tokens()},
           {"micro_batches", step.micro_batches},
           {"batch_size", step.batch.B},
           {"seq_len", step.batch.T},
-          {"steps", max_steps ? OrderedJson(*max_steps) : OrderedJson()}};
+          {"steps", run ? OrderedJson(run->steps) : OrderedJson()}};
 }
 inline OrderedJson layout_json(const StepConfig& step) {
   const Layout& l = step.layout;
@@ -136,10 +136,10 @@ inline OrderedJson layout_json(const StepConfig& step) {
 
 }  // namespace detail
 
-// max_steps: the run's, if known. stretches: of a run of stages, whose step with most memory is planned. Fields that
-// are not known are null.
+// run: if its length is known. stretches: of a run of stages, whose step with most memory is planned. Fields that are
+// not known are null.
 inline std::string plan_json(const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
-                             std::optional<int64_t> max_steps = std::nullopt,
+                             const std::optional<detail::RunTotals>& run = std::nullopt,
                              const detail::OrderedJson& stretches = {}) {
   using detail::OrderedJson;
   const auto known = [](const auto& value) { return value ? OrderedJson(*value) : OrderedJson(); };
@@ -184,11 +184,10 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
         {"active_parameters", count_active_parameters(step.model)},
         {"flops_per_token", training_flops_per_token(step.model, step.batch.T)}}},
       {"precision", detail::precision_json(step)},
-      {"batch", detail::batch_json(step, max_steps)},
+      {"batch", detail::batch_json(step, run)},
       {"layout", detail::layout_json(step)},
       {"time", time ? detail::time_json(step, plan, *time, *device.machine) : OrderedJson()},
-      {"run", time && max_steps ? detail::run_json(o, step, *device.machine, *seconds * static_cast<double>(*max_steps))
-                                : OrderedJson()},
+      {"run", run && run->seconds ? detail::run_json(o, step, *device.machine, *run->seconds) : OrderedJson()},
       {"notices", notices},
       {"stages", stages},
       {"other_ranks", plan.others ? detail::rank_json(*plan.others) : OrderedJson()}};

@@ -310,17 +310,15 @@ inline std::string axis_of_group(const std::string& name) {
 
 }  // namespace detail
 
-// --plan: prints what a run needs without running it; an error if that exceeds --memory-limit. max_steps: the run's, if
+// --plan: prints what a run needs without running it; an error if that exceeds --memory-limit. run: if its length is
 // known.
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
-                        std::optional<int64_t> max_steps = std::nullopt) {
-  Rows run = detail::run_rows(o, step);
-  if (max_steps)
-    run.emplace_back("steps", formatted("{} ({}) = {} tokens, {}", *max_steps, length_text(o),
-                                        human_count(*max_steps * step.tokens()),
-                                        human_flops(training_flops_per_token(step.model, o.seq_len) *
-                                                    static_cast<double>(*max_steps * step.tokens()))));
-  log.table("plan for " + describe(device), run);
+                        const std::optional<detail::RunTotals>& run = std::nullopt) {
+  Rows rows_of_run = detail::run_rows(o, step);
+  if (run)
+    rows_of_run.emplace_back("steps", formatted("{} ({}) = {} tokens, {}", run->steps, run->asked,
+                                                human_count(run->tokens), human_flops(run->flops)));
+  log.table("plan for " + describe(device), rows_of_run);
   Rows not_counted;
   if (device.computes_as() == DeviceKind::cuda) not_counted = {{"not counted", detail::not_counted_text()}};
   detail::report_memory(log, step, plan, not_counted);
@@ -354,7 +352,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
             detail::work_rows(plan.of_stage(slowest)));
   if (step.layout.pipeline.stages > 1)
     log.table("balance of the stages, by counted flops", detail::balance_rows(step, device));
-  if (const Rows time = detail::time_rows(o, step, plan, device, max_steps); !time.empty())
+  if (const Rows time = detail::time_rows(o, step, plan, device, run); !time.empty())
     log.table("time of a step on paper, by " + (o.machine.empty()            ? "the GPU's datasheet"
                                                 : o.machine == local_machine ? "what was measured here"
                                                                              : o.machine),

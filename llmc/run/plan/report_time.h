@@ -179,6 +179,23 @@ struct TimesPlanned {
 };
 inline constexpr TimesPlanned published_runs_took{0.86, 1.28};
 
+// A run whose length is known: steps of one size, or of one size after the other.
+struct RunTotals {
+  std::string asked = {};  // the option that says how long it is
+  int64_t steps = 0, tokens = 0;
+  double flops = 0;                     // of the model
+  std::optional<double> seconds = 0.0;  // none without a clock
+
+  void add(int64_t count, const StepConfig& step, const std::optional<StepTime>& time) {
+    const int64_t more = count * step.tokens();
+    steps += count;
+    tokens += more;
+    flops += training_flops_per_token(step.model, step.batch.T) * static_cast<double>(more);
+    if (!time) seconds.reset();
+    else if (seconds) *seconds += time->step() * static_cast<double>(count);
+  }
+};
+
 // What a run costs, whose steps take so many seconds together; 0: unknown.
 struct RunCost {
   double seconds, gpu_hours, kwh, kg_co2, price;
@@ -202,9 +219,9 @@ inline Rows run_cost_rows(const Options& o, const Machine& machine, const RunCos
   return rows;
 }
 
-// None without a clock.   max_steps: the run's, if known
+// None without a clock.   run: if its length is known
 inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whole, const Device& device,
-                      std::optional<int64_t> max_steps = std::nullopt) {
+                      const std::optional<RunTotals>& run = std::nullopt) {
   const std::optional<StepTime> known = step_time(step, whole, device);
   if (!known) return {};
   const StepTime& time = *known;
@@ -229,10 +246,9 @@ inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whol
   for (const Loss& loss : losses_of(step, plan, time, machine))
     if (loss.seconds > 0.01 * time.step() && ++count <= 3)
       rows.emplace_back(formatted("loss {}", count), share(loss.seconds) + " " + loss.what + ": " + loss.remedy);
-  if (max_steps) {
-    const double seconds = ms * 1e-3 * static_cast<double>(*max_steps);
-    for (auto& row : run_cost_rows(o, machine, run_cost(o, step, machine, seconds))) rows.push_back(std::move(row));
-  }
+  if (run && run->seconds)
+    for (auto& row : run_cost_rows(o, machine, run_cost(o, step, machine, *run->seconds)))
+      rows.push_back(std::move(row));
   std::string links;
   for (const LinkTier& tier : machine.links)
     if (step.layout.ranks() > 1 && tier.bytes_per_s < 1e15)
