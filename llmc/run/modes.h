@@ -116,12 +116,21 @@ inline std::vector<int64_t> epoch_tokens_of(const Options& o, const Recipe& reci
   return llmc::epoch_tokens_of(sources);
 }
 
+// For runs in epochs.
+inline void require_data(const Options& o, const char* mode) {
+  CHECK(!o.train_data.empty() || !o.data.empty(),
+        "{} with {}: how many steps that is depends on --train-data: name the data, or give --max-steps or --tokens "
+        "instead",
+        length_text(o), mode);
+}
+
 // Looks at the data only if the length of the run depends on them.
 inline Course course_on_paper(const Options& o, const Recipe& recipe) {
   const bool in_epochs =
       recipe.staged ? std::ranges::any_of(recipe.stages, [](const RecipeStage& s) { return s.epochs.has_value(); })
                     : !o.max_steps && !o.tokens;
   const bool known = !o.train_data.empty() || !o.data.empty();
+  if (in_epochs && !recipe.staged) require_data(o, "--print-stages");
   return Course(recipe, in_epochs && known ? epoch_tokens_of(o, recipe) : std::vector<int64_t>());
 }
 
@@ -215,10 +224,7 @@ inline void run_plan(const Options& asked) {
   };
   if (!run && (o.max_steps || o.tokens)) take_length(1);
   if (!run && o.epochs) {
-    CHECK(!o.train_data.empty() || !o.data.empty(),
-          "--epochs {} with --plan: how many steps that is depends on --train-data: name the data, or give --max-steps "
-          "or --tokens instead",
-          *o.epochs);
+    detail::require_data(o, "--plan");
     const int64_t samples = detail::epoch_tokens_of(o, read_recipe(o))[0] / o.seq_len;
     take_length(steps_of_an_epoch(samples, config.tokens() / o.seq_len));
   }

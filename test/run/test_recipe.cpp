@@ -107,6 +107,24 @@ TEST_CASE("a run of stages resumes bit for bit from every checkpoint, at and bet
   }
 }
 
+TEST_CASE("--print-stages refuses a run in epochs of unknown data, whose steps it would have to invent", "[recipe]") {
+  const std::string stages = "--print-stages --model d2 --vocab-size 257 --seq-len 64 --batch-size 1 ";
+  for (const auto& [length, named] : {std::pair("--epochs 3", "--epochs 3 with --print-stages: "),
+                                      std::pair("", "one epoch with --print-stages: ")}) {
+    const ProgramResult r = run_program(stages + length);
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(std::string(named) + "how many steps that is depends on --train-data: name the data, or give "
+                                            "--max-steps or --tokens instead") != std::string::npos);
+  }
+  const ProgramResult known = run_program(stages + "--max-steps 3");
+  REQUIRE(known.out.find("all    192 tokens in 3 steps") != std::string::npos);
+  const RecipeData data;
+  const ProgramResult counted = run_program(stages + "--epochs 3 --train-data " + (data.dir / "code.bin"));
+  INFO(counted.out << counted.err);
+  REQUIRE(counted.out.find("all    3,264 tokens in 51 steps") != std::string::npos);  // 1100 / 64 = 17 steps, 3 times
+}
+
 TEST_CASE("stages in steps of changing size give the plan's tokens, rates and mixes", "[recipe]") {
   const TempDir dir;
   std::ofstream(dir / "r.toml") << R"([[stage]]
