@@ -78,6 +78,14 @@ inline bool needs_ranks(const Options& o) {
          !o.plan_auto && !o.plan_examples && o.tokenize.empty() && o.average.empty() && o.coord_check.empty();
 }
 
+// The hosts of a plan, whose processes are nowhere yet: each is like this one, with a rank for each GPU, or more where
+// a process has more. On processors, this host has all ranks.
+inline void plan_hosts(Place& place, int64_t gpus) {
+  const int64_t ranks = place.processes * place.local_ranks;
+  place.ranks_on_host = gpus == 0 ? ranks : std::min(ranks, std::max(place.local_ranks, gpus));
+  place.hosts = ceil_div(ranks, place.ranks_on_host);
+}
+
 // Sets the number of ranks, and which of them are this process's, as far as launcher and options say.
 inline void take_place(Options& o) {
   Place& place = o.place;
@@ -95,7 +103,8 @@ inline void take_place(Options& o) {
   }
   place.local_ranks = o.local_ranks > 0 ? o.local_ranks : place.processes > 1 ? 1 : default_ranks(o);
   o.ranks = place.processes * place.local_ranks;
-  place.ranks_on_host = o.plan || o.plan_auto ? o.ranks : place.local_ranks;
+  place.ranks_on_host = place.local_ranks;
+  if (o.plan || o.plan_auto) plan_hosts(place, gpus_here(o));
 }
 
 // Meets the other processes of the job, and completes this process's place. None: a spare that was not needed.

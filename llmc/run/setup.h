@@ -68,13 +68,17 @@ inline Device choose_device(const Options& o) {
   return device;
 }
 
+// The GPUs of this host that --device and --machine leave to the ranks.
+inline int64_t gpus_here(const Options& o) {
+  return o.device == DeviceChoice::cpu || !o.machine.empty() ? 0 : visible_gpus().count;
+}
+
 // One rank per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; in modes that use one rank, one.
 inline int64_t default_ranks(const Options& o) {
   if (o.generate || o.verify_data || o.print_schedule || o.plan_auto || o.plan_examples || !o.tokenize.empty() ||
       !o.average.empty() || !o.coord_check.empty())
     return 1;
-  const int64_t gpus = o.device == DeviceChoice::cpu || !o.machine.empty() ? 0 : visible_gpus().count;
-  return std::max(o.pp * std::lcm(o.tp * o.cp, o.ep), gpus);
+  return std::max(o.pp * std::lcm(o.tp * o.cp, o.ep), gpus_here(o));
 }
 
 // The model, with the base of --parametrization, and the rotary positions of --rope-theta and --rope-factor, which make

@@ -2,6 +2,7 @@
 #include "catch2.h"
 #include "helpers.h"
 #include "run/plan/examples.h"
+#include "run/processes.h"
 #include "tiny_run.h"
 
 using namespace llmc;
@@ -191,6 +192,25 @@ total-batch-size = 256
         formatted("{} steps, {} tokens, {}\n", steps, human_count(tokens), human_duration(seconds)),
         human_duration(seconds) + ", 0 GPU-hours", std::string("at 2 per GPU-hour")})
     REQUIRE(words.out.find(part) != std::string::npos);
+}
+
+TEST_CASE("a plan of a cluster has hosts like this one, whose GPUs its own ranks share and no others", "[run][plan]") {
+  struct Case {
+    int64_t processes, local_ranks, gpus, ranks_on_host, hosts;
+  };
+  for (const Case& c : {Case{64, 1, 8, 8, 8},   // a GPU for each rank
+                        Case{4, 1, 8, 4, 1},    //
+                        Case{1, 16, 8, 16, 1},  // two ranks on each
+                        Case{2, 16, 8, 16, 2},  //
+                        Case{4, 4, 8, 8, 2},    // two processes on each host
+                        Case{9, 1, 8, 8, 2},    // the last one has a rank alone
+                        Case{64, 1, 0, 64, 1}}) {
+    Place place{.processes = c.processes, .local_ranks = c.local_ranks};
+    plan_hosts(place, c.gpus);
+    INFO(c.processes << " processes of " << c.local_ranks << " ranks, " << c.gpus << " GPUs");
+    EXPECT(place.ranks_on_host == c.ranks_on_host);
+    EXPECT(place.hosts == c.hosts);
+  }
 }
 
 TEST_CASE("a machine's file is refused with the member that is wrong", "[run][plan]") {
