@@ -157,14 +157,14 @@ inline Device planned_rank(const Options& o, const StepConfig& step, const Devic
 struct PlannedStages {
   Options largest = {};
   OrderedJson stretches = {};
-  std::optional<RunTotals> run = {};
+  std::optional<PlannedRun> run = {};
 };
 inline PlannedStages plan_stages(const Options& asked, Log* log) {
   const Recipe recipe = read_recipe(asked);
   const Course course = course_on_paper(asked, recipe);
   const Device device = choose_device(asked);
   PlannedStages planned{.stretches = OrderedJson::array(),
-                        .run = RunTotals{.asked = "--stages " + shown(asked.stages)}};
+                        .run = PlannedRun{.asked = "--stages " + shown(asked.stages)}};
   int64_t most = -1;
   Rows rows;
   for (size_t i = 0; i < course.stretches().size(); ++i) {
@@ -217,9 +217,9 @@ inline void run_plan(const Options& asked) {
   require_residual_can(config, device, o);
   const Device rank = detail::planned_rank(o, config, device, o.json ? nullptr : &log);
   const Plan plan = plan_run(o, config, rank);
-  std::optional<detail::RunTotals> run = staged.run;
+  std::optional<detail::PlannedRun> run = staged.run;
   const auto take_length = [&](int64_t of_an_epoch) {
-    run = detail::RunTotals{.asked = length_text(o)};
+    run = detail::PlannedRun{.asked = length_text(o)};
     run->add(choose_steps(o, config.tokens(), of_an_epoch), config, detail::step_time(config, plan, rank));
   };
   if (!run && (o.max_steps || o.tokens)) take_length(1);

@@ -104,7 +104,7 @@ inline OrderedJson precision_json(const StepConfig& step) {
           {"moments_in_file", step.layout.zero.offload.any_in_file()},
           {"offload_update", name_of(step.layout.zero.offload.update)}};
 }
-inline OrderedJson batch_json(const StepConfig& step, const std::optional<RunTotals>& run) {
+inline OrderedJson batch_json(const StepConfig& step, const std::optional<PlannedRun>& run) {
   return {{"tokens_per_step", step.tokens()},
           {"micro_batches", step.micro_batches},
           {"batch_size", step.batch.B},
@@ -139,7 +139,7 @@ inline OrderedJson layout_json(const StepConfig& step) {
 // run: if its length is known. stretches: of a run of stages, whose step with most memory is planned. Fields that are
 // not known are null.
 inline std::string plan_json(const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
-                             const std::optional<detail::RunTotals>& run = std::nullopt,
+                             const std::optional<detail::PlannedRun>& run = std::nullopt,
                              const detail::OrderedJson& stretches = {}) {
   using detail::OrderedJson;
   const auto known = [](const auto& value) { return value ? OrderedJson(*value) : OrderedJson(); };

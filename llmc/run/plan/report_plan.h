@@ -313,7 +313,7 @@ inline std::string axis_of_group(const std::string& name) {
 // --plan: prints what a run needs without running it; an error if that exceeds --memory-limit. run: if its length is
 // known.
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
-                        const std::optional<detail::RunTotals>& run = std::nullopt) {
+                        const std::optional<detail::PlannedRun>& run = std::nullopt) {
   Rows rows_of_run = detail::run_rows(o, step);
   if (run)
     rows_of_run.emplace_back("steps", formatted("{} ({}) = {} tokens, {}", run->steps, run->asked,

@@ -180,7 +180,7 @@ struct TimesPlanned {
 inline constexpr TimesPlanned published_runs_took{0.86, 1.28};
 
 // A run whose length is known: steps of one size, or of one size after the other.
-struct RunTotals {
+struct PlannedRun {
   std::string asked = {};  // the option that says how long it is
   int64_t steps = 0, tokens = 0;
   double flops = 0;                     // of the model
@@ -221,7 +221,7 @@ inline Rows run_cost_rows(const Options& o, const Machine& machine, const RunCos
 
 // None without a clock.   run: if its length is known
 inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whole, const Device& device,
-                      const std::optional<RunTotals>& run = std::nullopt) {
+                      const std::optional<PlannedRun>& run = std::nullopt) {
   const std::optional<StepTime> known = step_time(step, whole, device);
   if (!known) return {};
   const StepTime& time = *known;
