@@ -2,8 +2,12 @@
 #include <thread>
 
 #include "catch2.h"
+#include "comm/group_table.h"
+#include "core/rng.h"
 #include "helpers.h"
 #include "net/watching/judge.h"
+#include "net/wire/control.h"
+#include "net/wire/messages.h"
 
 using namespace llmc;
 
@@ -211,8 +215,58 @@ TEST_CASE("a board tells what ranks do, across the network", "[net][failures]") 
         {"1", "1", "0", "0", "1", "1", "name", "1", "5-2", "1", "", ""},
         {"1", "1", "0", "0", "1", "1", "name", "1", "0-999999999999", "1", "", ""},
         {"1", "1", "0", "0", "1", "1", "name", "1", "9223372036854775807", "1", "", ""},
+        {"1", "1", "0", "0", "1", "1", "name", "1", "0-8/0", "1", "", ""},
+        {"1", "1", "0", "0", "1", "1", "name", "1", "0-8/-2", "1", "", ""},
+        {"1", "1", "0", "0", "1", "1", "name", "1", "0-8/", "1", "", ""},
+        {"1", "1", "0", "0", "1", "1", "name", "1", "0-8/9223372036854775807", "1", "", ""},
+        {"1", "1", "0", "0", "1", "1", "name", "1", "0-2147483646/2", "1", "", ""},
         {"1", "1", "0", "0", "1", "2"}})
     REQUIRE_THROWS(ranks_from(wrong));
+}
+
+TEST_CASE("ranks are written as runs, with a stride where it is not 1", "[net][failures]") {
+  const std::pair<std::vector<int>, const char*> written[] = {{{7}, "7"},
+                                                              {{0, 1}, "0-1"},
+                                                              {{0, 1, 2, 3, 8}, "0-3 8"},
+                                                              {{3, 8}, "3 8"},
+                                                              {{0, 4, 8, 9}, "0-8/4 9"},
+                                                              {{0, 4, 5, 8, 9}, "0 4-5 8-9"},
+                                                              {{1, 2, 10, 14, 18, 100}, "1-2 10-18/4 100"}};
+  for (const auto& [ranks, text] : written) {
+    EXPECT(runs_of(ranks) == text);
+    EXPECT(from_runs(text) == ranks);
+  }
+  const Philox rng(1, "runs of ranks");
+  for (uint64_t i = 0, at = 0; i < 2000; ++i) {  // in few steps, so that there are many runs
+    std::vector<int> ranks = {static_cast<int>(rng.bits(at++) % 3)};
+    const uint64_t steps = 1 + i % 4;
+    while (ranks.size() < 1 + i % 40) ranks.push_back(ranks.back() + 1 + static_cast<int>(rng.bits(at++) % steps));
+    INFO(runs_of(ranks));
+    REQUIRE(from_runs(runs_of(ranks)) == ranks);
+  }
+}
+
+TEST_CASE("a board is a short message however many ranks there are, and whatever their groups", "[net][failures]") {
+  for (const int tp : {1, 2, 8})
+    for (const int cp : {1, 4}) {
+      const Mesh mesh(
+          {{Axis::pp, 4}, {Axis::replicate, 2}, {Axis::shard, 4096 / cp / tp}, {Axis::cp, cp}, {Axis::tp, tp}});
+      REQUIRE(mesh.size() == 32768);
+      constexpr int local = 8;
+      std::vector<int> firsts;
+      for (int rank = 0; rank < mesh.size(); rank += local) firsts.push_back(rank);
+      Board board(16384, local, firsts);
+      for (int rank = 16384; rank < 16384 + local; ++rank)
+        for (const GroupRow& row : group_table) board.join(rank, row.name, mesh.group(rank, row.axes));
+      const std::vector<RankState> states = board.read(1);
+      const Message message{Kind::board, parts_of(states)};
+      INFO("tp " << tp << ", cp " << cp);
+      REQUIRE(message.encoded().size() < 16 << 10);
+      const std::vector<RankState> there = ranks_from(message.parts);
+      for (size_t r = 0; r < local; ++r)
+        for (size_t g = 0; g < states[r].groups.size(); ++g)
+          REQUIRE(there.at(r).groups.at(g).members == states[r].groups[g].members);
+    }
 }
 
 TEST_CASE("a rank that computes for longer than the others is named with its factor", "[net][failures]") {

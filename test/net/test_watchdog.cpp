@@ -163,6 +163,20 @@ TEST_CASE("a rank that is busy for longer than the timeout is waited for", "[net
   REQUIRE(reason == "");
 }
 
+TEST_CASE("a board that is too long for a message ends the job with that reason", "[net][failures]") {
+  for (const int process : {0, 1, 2}) {
+    Watched job(3);
+    std::vector<int> without_runs = {0};
+    for (int i = 0; i < 200'000; ++i) without_runs.push_back(without_runs.back() + 1 + 2 * (i % 2));
+    job[process].board.join(process, "gradients", without_runs);
+    for (int p = 0; p < 3; ++p) {
+      const std::string reason = job[p].reason(20);
+      REQUIRE(reason.starts_with(formatted("rank {} on {} has failed: a message of ", process, host_name())));
+      REQUIRE(reason.ends_with("bytes is too long for another process, which takes 1048576"));
+    }
+  }
+}
+
 TEST_CASE("a process that cannot leave a scope is ended with the reason", "[net][failures]") {
   int error[2];
   REQUIRE(::pipe(error) == 0);

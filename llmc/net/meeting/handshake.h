@@ -22,7 +22,7 @@
 
 namespace llmc {
 
-inline constexpr uint32_t protocol_version = 4;
+inline constexpr uint32_t protocol_version = 5;
 inline constexpr std::array<char, 8> protocol_magic = {'t', 'r', 'a', 'i', 'n', 'g', 'p', 't'};
 inline constexpr double handshake_seconds = 5;  // a stranger may take no longer
 

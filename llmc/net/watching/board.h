@@ -45,27 +45,32 @@ struct RankState {
   std::vector<GroupState> groups;
 };
 
-// "0-3 8": ascending numbers.
+// "0-3 8 10-30/4": ascending numbers, in runs from the first to the last, by a stride where it is not 1.
 inline std::string runs_of(const std::vector<int>& numbers) {
   std::string text;
   for (size_t i = 0, end; i < numbers.size(); i = end) {
-    for (end = i + 1; end < numbers.size() && numbers[end] == numbers[end - 1] + 1;) ++end;
+    const int stride = i + 1 < numbers.size() ? numbers[i + 1] - numbers[i] : 1;
+    for (end = i + 1; end < numbers.size() && numbers[end] - numbers[end - 1] == stride;) ++end;
+    if (stride > 1 && end == i + 2) end = i + 1;  // "3 8" rather than "3-8/5"
     if (i > 0) text += ' ';
     text += std::to_string(numbers[i]);
-    if (end > i + 1) text += formatted("-{}", numbers[end - 1]);
+    if (end == i + 1) continue;
+    text += formatted("-{}", numbers[end - 1]);
+    if (stride > 1) text += formatted("/{}", stride);
   }
   return text;
 }
 inline std::vector<int> from_runs(const std::string& text) {
-  constexpr long most = 1 << 20;
+  constexpr long most = 1 << 20, end_of_ranks = std::numeric_limits<int>::max();
   std::vector<int> numbers;
   for (const char* at = text.c_str(); *at != '\0';) {
     char* end = nullptr;
-    const long first = std::strtol(at, &end, 10), last = *end == '-' ? std::strtol(end + 1, &end, 10) : first;
-    CHECK(end != at && first >= 0 && last >= first && last < std::numeric_limits<int>::max() &&
-              last - first < most - std::ssize(numbers),
+    const long first = std::strtol(at, &end, 10), last = *end == '-' ? std::strtol(end + 1, &end, 10) : first,
+               stride = *end == '/' ? std::strtol(end + 1, &end, 10) : 1;
+    CHECK(end != at && first >= 0 && last >= first && last < end_of_ranks && stride >= 1 && stride < end_of_ranks &&
+              (last - first) / stride < most - std::ssize(numbers),
           "not a list of ranks");
-    for (long n = first; n <= last; ++n) numbers.push_back(static_cast<int>(n));
+    for (long n = first; n <= last; n += stride) numbers.push_back(static_cast<int>(n));
     at = *end == ' ' ? end + 1 : end;
   }
   CHECK(!numbers.empty(), "not a list of ranks");

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -93,7 +94,14 @@ class Watchdog {
     return ranks;
   }
 
-  void run() {
+  void run() try {
+    watch();
+  } catch (const std::exception& error) {  // such as a board that is too long for a message: nobody is watched any more
+    failed(control_.process() * control_.local_ranks(), error.what());
+    end_process(fault());
+  }
+
+  void watch() {
     auto before = Clock::now();
     while (!ending_) {
       const Fault fault = control_.wait_for_fault(Limit::seconds(period_), [this] { return ending_.load(); });
