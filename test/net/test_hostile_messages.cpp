@@ -338,7 +338,7 @@ void fuzz(uint64_t count) {
   constexpr int at_once = 8;  // most of the time is waiting
   const Recording recorded = Recording::make();
   REQUIRE(recorded.of_member.size() >= 5);     // greeting, two texts, boards
-  REQUIRE(recorded.of_process_0.size() >= 7);  // verdict, three texts each, beats
+  REQUIRE(recorded.of_process_0.size() >= 5);  // verdict, texts of three topics, beats
   std::string wrong;
   const char* const only = std::getenv("FUZZ_TARGET");
   for (const Target& target : targets) {

@@ -29,6 +29,8 @@ TEST_CASE("processes meet, know each other, and gather texts by topic", "[net]")
         for (const std::string& text : texts) CHECK(text.starts_with(topic) && text.size() == 100'007);
       });
       for (const std::string& error : inner) CHECK(error.empty(), "{}", error);
+      const std::vector<std::string> large = job.all_gather("large", std::string(400'000 + 200'000 * p, 'x'));
+      for (int q = 0; q < 4; ++q) CHECK(large.at(static_cast<size_t>(q)) == std::string(400'000 + 200'000 * q, 'x'));
       job.barrier("the end");
     });
     require_all(errors, "");
@@ -36,6 +38,80 @@ TEST_CASE("processes meet, know each other, and gather texts by topic", "[net]")
   }
   REQUIRE(entries("/proc/self/fd") == files);
   REQUIRE(entries("/proc/self/task") == threads);
+}
+
+TEST_CASE("what one message cannot hold goes in several", "[net]") {
+  const std::vector<std::string> head = {"a topic", ""};
+  std::vector<std::string> rest;
+  for (size_t i = 0; i < 120; ++i) rest.emplace_back(i * i % 11, static_cast<char>('a' + i % 26));
+  for (const size_t together : {1, 3, 4, 200})
+    for (const size_t most : {110, 111, 112, 113, 500, 1 << 20}) {
+      INFO(together << " at a time, " << most << " bytes");
+      const std::vector<Message> pieces = in_pieces(7, head, rest, together, most);
+      std::vector<std::string> all;
+      for (size_t i = 0; i < pieces.size(); ++i) {
+        const std::vector<std::string>& parts = pieces[i].parts;
+        REQUIRE((pieces[i].kind == 7 && std::vector(parts.begin(), parts.begin() + 2) == head));
+        all.insert(all.end(), parts.begin() + 2, parts.end());
+        REQUIRE(all.size() % together == (i + 1 == pieces.size() ? rest.size() % together : 0));
+        REQUIRE((pieces[i].encoded().size() <= most || together == 200));
+        if (i == 0) continue;
+        Message fuller = pieces[i - 1];  // with what comes next, it would be too long
+        fuller.parts.insert(fuller.parts.end(), parts.begin() + 2,
+                            parts.begin() + 2 + std::ssize(std::span(parts).subspan(2).first(together)));
+        REQUIRE(fuller.encoded().size() > most);
+      }
+      REQUIRE(all == rest);
+    }
+  REQUIRE(in_pieces(7, head, {}).size() == 1);
+  REQUIRE(in_pieces(7, head, {})[0].parts == head);
+
+  std::vector<Peer> peers, told;
+  for (int p = 0; p < 30'000; ++p)
+    peers.push_back({p, formatted("host{}", p), formatted("host{} {}", p, std::string(36, 'b')), "10.0.0.1", 1 + p});
+  std::string bytes;
+  const std::vector<Message> pieces = in_pieces(Kind::verdict, Fault{}.parts(), parts_of(peers), parts_of_a_peer);
+  REQUIRE(pieces.size() > 1);
+  for (const Message& piece : pieces) bytes += piece.encoded();
+  for (Message piece; piece.decode_from(bytes);) add_peers(told, std::span(piece.parts).subspan(2));
+  REQUIRE(told.size() == peers.size());
+  for (size_t p = 0; p < peers.size(); ++p)
+    REQUIRE((told[p].process == peers[p].process && told[p].host == peers[p].host &&
+             told[p].machine == peers[p].machine && told[p].address == peers[p].address &&
+             told[p].port == peers[p].port));
+}
+
+TEST_CASE("processes that one message cannot describe are told of in several", "[net]") {
+  const TempDir dir;
+  Lines lines;
+  const std::string where = "file:" + dir / "meeting";
+  const auto machine = [](int p) { return std::string(600'000, static_cast<char>('a' + p)); };
+  std::latch met(2);
+  std::atomic<int> pieces = 0;
+  const auto errors = on_threads(4, [&](int p) {
+    if (p < 2) {
+      const std::shared_ptr<void> meets(nullptr, [&](void*) { met.count_down(); });
+      const ControlPlane job(greeting(p, 4), at(where, lines));
+      for (const int q : {2, 3}) CHECK(job.peers().at(static_cast<size_t>(q)).machine == machine(q));
+      CHECK(job.name_of_rank(3) == "rank 3 on elsewhere");
+      return;
+    }
+    size_t known = 0;
+    Control* speaks = nullptr;
+    Control control({[&](int line, const Message& message) {
+                       if (message.kind != Kind::verdict) return;
+                       ++pieces;
+                       known += (message.parts.size() - 2) / parts_of_a_peer;
+                       if (known == 4) speaks->send(line, {Kind::text, {"deputy", ""}});
+                     },
+                     [](int, const std::string&) {}});
+    speaks = &control;
+    const Introduction it{protocol_version, greeting(p, 4), {p, "elsewhere", machine(p), "", 1}};
+    control.send(control.add(reach_process_0(at(where, lines), p).socket), {Kind::greeting, it.parts()});
+    met.wait();
+  });
+  require_all(errors, "");
+  REQUIRE(pieces == 4);
 }
 
 TEST_CASE("processes meet at an address of either family, whoever comes first", "[net]") {

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -154,7 +155,7 @@ class ControlPlane : public Roster {
 
   void hold_meeting(Rendezvous& at);    // on process 0
   void attend_meeting(Rendezvous& at);  // on the others
-  void tell_verdict(int line);
+  void tell_verdict(const std::set<int>& lines);
   void connect_with_deputy();
   Limit give_places(double spare_wait);
 
@@ -205,17 +206,20 @@ class ControlPlane : public Roster {
     if (process() > 1 && from <= 1) heard_.insert(from);
     switch (message.kind) {
       case Kind::greeting: return arrived(line, Introduction::from(parts));
-      case Kind::verdict: {
+      case Kind::verdict: {  // with the next of the peers; it holds once all are known
         const Fault verdict = Fault::from(parts);
-        std::vector<Peer> peers = peers_from({parts.begin() + 2, parts.end()});
-        CHECK(!verdict_ && (verdict.known() || std::ssize(peers) == processes()));
-        verdict_ = verdict;
+        std::vector<Peer> peers = peers_;
+        add_peers(peers, std::span(parts).subspan(2));
+        CHECK(!verdict_ && (verdict.known() || (peers.size() > peers_.size() && std::ssize(peers) <= processes())));
         peers_ = std::move(peers);
+        if (verdict.known() || std::ssize(peers_) == processes()) verdict_ = verdict;
         return changed_.notify_all();
       }
       case Kind::text: return contribute(from, parts.at(0), parts.at(1));
-      case Kind::gathered: {
-        gathered_[parts.at(0)].push_back(parts.at(1));
+      case Kind::gathered: {  // the next of the texts
+        CHECK(parts.size() > 1);
+        std::vector<std::string>& texts = gathered_[parts[0]];
+        texts.insert(texts.end(), parts.begin() + 1, parts.end());
         return changed_.notify_all();
       }
       case Kind::fault: return fail(Fault::from(parts));
@@ -269,7 +273,7 @@ class ControlPlane : public Roster {
                                                         "it waits for another one"}
                                                       .parts()});
     meeting_->arrive(line, std::move(introduction));
-    if (verdict_) tell_verdict(line);
+    if (verdict_) tell_verdict({line});
     changed_.notify_all();
   }
 
@@ -299,7 +303,7 @@ class ControlPlane : public Roster {
   // On process 0.
   void contribute(int from, const std::string& topic, const std::string& text) {
     if (const auto texts = gatherings_.add(from, topic, text)) {
-      for (const std::string& its : *texts) broadcast({Kind::gathered, {topic, its}});
+      for (const Message& piece : in_pieces(Kind::gathered, {topic}, *texts)) broadcast(piece);
       gathered_[topic] = *texts;
       changed_.notify_all();
     }
@@ -340,7 +344,9 @@ class ControlPlane : public Roster {
   }
 
   void broadcast(const Message& message) {
-    for (const auto& [line, process] : lines_) control_->send(line, message);
+    std::set<int> lines;
+    for (const auto& [line, process] : lines_) lines.insert(lines.end(), line);
+    if (!lines.empty()) control_->send(lines, message);  // a process that is alone has no control_
   }
 
   int line_to(int process) const {

@@ -5,6 +5,7 @@
 #include <fstream>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,8 +22,9 @@ inline Introduction introduction(const Greeting& greeting, const Rendezvous& at,
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
   return {protocol_version, greeting, {greeting.process, host_name(), host_name() + " " + boot, at.address, port}};
 }
-// The message by which process 0 describes all processes to the others. It omits loopback addresses, which mean other
-// machines elsewhere.
+// The parts of the message by which process 0 describes all processes to the others. It omits loopback addresses, which
+// mean other machines elsewhere.
+constexpr size_t parts_of_a_peer = 4;
 inline std::vector<std::string> parts_of(const std::vector<Peer>& peers) {
   std::vector<std::string> parts;
   for (const Peer& p : peers)
@@ -31,12 +33,11 @@ inline std::vector<std::string> parts_of(const std::vector<Peer>& peers) {
       parts.push_back(part);
   return parts;
 }
-inline std::vector<Peer> peers_from(const std::vector<std::string>& parts) {
-  std::vector<Peer> peers;
-  for (size_t i = 0; i + 4 <= parts.size(); i += 4)
-    peers.push_back({static_cast<int>(i / 4), shown(parts[i], most_of_a_name), parts[i + 1], parts[i + 2],
-                     std::atoi(parts[i + 3].c_str())});
-  return peers;
+// Adds the processes that follow these.
+inline void add_peers(std::vector<Peer>& peers, std::span<const std::string> parts) {
+  for (; parts.size() >= parts_of_a_peer; parts = parts.subspan(parts_of_a_peer))
+    peers.push_back({static_cast<int>(peers.size()), shown(parts[0], most_of_a_name), parts[1], parts[2],
+                     std::atoi(parts[3].c_str())});
 }
 
 class Meeting {

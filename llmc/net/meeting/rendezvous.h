@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -38,7 +39,7 @@ inline void ControlPlane::hold_meeting(Rendezvous& at) {
     peers_ = meeting_->peers();
     for (int p = 1; p < processes(); ++p) lines_[meeting_->line_of(p)] = p;
   }
-  for (const int line : meeting_->lines()) tell_verdict(line);
+  tell_verdict(meeting_->lines());
   if (!verdict_->known()) return;
   changed_.wait_until(lock, Limit::after(at.patience), [&] { return meeting_->is_over(); });
   throw SharedError(verdict_->why, verdict_->status);
@@ -88,10 +89,9 @@ inline void ControlPlane::attend_meeting(Rendezvous& at) {
     if (peer.address.empty()) peer.address = address_0;
 }
 
-inline void ControlPlane::tell_verdict(int line) {
-  std::vector<std::string> parts = verdict_->parts();
-  for (std::string& part : parts_of(peers_)) parts.push_back(std::move(part));
-  control_->send(line, {Kind::verdict, parts});
+inline void ControlPlane::tell_verdict(const std::set<int>& lines) {
+  for (const Message& piece : in_pieces(Kind::verdict, verdict_->parts(), parts_of(peers_), parts_of_a_peer))
+    control_->send(lines, piece);
 }
 
 // Every process but 0 and 1 connects with process 1; which also shows that they can reach each other.

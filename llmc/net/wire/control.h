@@ -1,10 +1,17 @@
 // control.h: small messages between processes that know each other: one thread reads from and writes to any number of
 // connections, so that nobody waits for a slow one.
 #pragma once
+#include <algorithm>
+#include <array>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -64,6 +71,30 @@ struct Message {
   }
 };
 
+// As many messages of this kind as their size needs: each has the parts of `head`, and then some of `rest`, in order
+// and `together` at a time.
+inline std::vector<Message> in_pieces(uint32_t kind, const std::vector<std::string>& head,
+                                      const std::vector<std::string>& rest, size_t together = 1,
+                                      size_t most_bytes = Message::most_bytes) {
+  const auto encoded_bytes = [](std::span<const std::string> parts) {
+    size_t bytes = 0;
+    for (const std::string& part : parts) bytes += sizeof(uint32_t) + part.size();
+    return bytes;
+  };
+  const size_t bytes_of_head = 2 * sizeof(uint32_t) + encoded_bytes(head);
+  std::vector<Message> pieces = {{kind, head}};
+  size_t bytes = bytes_of_head;
+  for (size_t i = 0; i < rest.size(); i += together) {
+    const auto next = std::span(rest).subspan(i, std::min(together, rest.size() - i));
+    const size_t more = encoded_bytes(next);
+    if (i > 0 && bytes + more > most_bytes) pieces.push_back({kind, head}), bytes = bytes_of_head;
+    std::vector<std::string>& parts = pieces.back().parts;
+    parts.insert(parts.end(), next.begin(), next.end());
+    bytes += more;
+  }
+  return pieces;
+}
+
 // A connection is known by the number that add() returned.
 class Control {
  public:
@@ -90,24 +121,26 @@ class Control {
     // Data connections do without this limit: their other side may be busy for longer, and reads nothing meanwhile.
     detail::set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 30'000);  // milliseconds
     std::lock_guard lock(mutex_);
-    lines_.emplace(next_, Line{std::move(socket), "", ""});
+    lines_.emplace(next_, Line{.socket = std::move(socket)});
     waker_.wake();
     return next_++;
   }
-  // Does not wait. Nothing happens if the connection is gone.
-  void send(int line, const Message& message) {
-    const std::string text = message.encoded();
+  // Does not wait. Nothing happens on connections that are gone.
+  void send(int line, const Message& message) { send(std::set{line}, message); }
+  void send(const std::set<int>& lines, const Message& message) {
+    const auto text = std::make_shared<const std::string>(message.encoded());  // one copy, however many lines
     std::lock_guard lock(mutex_);
-    const auto found = lines_.find(line);
-    if (found == lines_.end()) return;
-    found->second.out += text;
+    for (const int line : lines)
+      if (const auto found = lines_.find(line); found != lines_.end()) found->second.out.push_back(text);
     waker_.wake();
   }
 
  private:
   struct Line {
     Socket socket;
-    std::string in, out;
+    std::string in = {};
+    std::deque<std::shared_ptr<const std::string>> out = {};
+    size_t sent = 0;  // bytes of the first of `out`
     bool said_all = false;
   };
 
@@ -146,8 +179,7 @@ class Control {
       Line& line = lines_.at(id);
       try {
         receive(line, messages);
-        const iovec out{line.out.data(), line.out.size()};
-        if (!line.out.empty()) line.out.erase(0, line.socket.send_some(&out, 1));
+        send_some(line);
       } catch (const ConnectionError& error) {
         closed = error.what();
         lines_.erase(id);
@@ -155,6 +187,15 @@ class Control {
     }
     for (Message& message : messages) events_.received(id, std::move(message));
     if (closed) events_.closed(id, *closed);
+  }
+  static void send_some(Line& line) {
+    std::array<iovec, 64> parts;
+    size_t n = 0, skipped = line.sent;
+    for (; n < std::min(parts.size(), line.out.size()); ++n, skipped = 0)
+      parts[n] = {const_cast<char*>(line.out[n]->data()) + skipped, line.out[n]->size() - skipped};
+    if (n > 0) line.sent += line.socket.send_some(parts.data(), n);
+    for (; !line.out.empty() && line.sent >= line.out.front()->size(); line.out.pop_front())
+      line.sent -= line.out.front()->size();
   }
   static void receive(Line& line, std::vector<Message>& messages) {
     std::array<char, 16384> buffer;
