@@ -204,6 +204,25 @@ TEST_CASE("values that differ everywhere are not all listed", "[net]") {
   REQUIRE(disagreement(all).ends_with("--3 differs: b on ranks 0-2 and 4-11, a on rank 3; and 2 more"));
 }
 
+TEST_CASE("whether thousands of processes have met is known at once, after each of them", "[net]") {
+  constexpr int n = 10'000;
+  Lines lines;
+  const auto it = [](int p) { return Introduction{protocol_version, greeting(p, n), {p, "elsewhere", "", "", 1}}; };
+  const double seconds = seconds_of([&] {
+    Meeting meeting(it(0), at("here", lines, 1000));
+    for (int p = n - 1; p > 0; --p) {  // not in order
+      REQUIRE(!meeting.verdict());
+      meeting.arrive(p, it(p));
+    }
+    REQUIRE((meeting.verdict() && !meeting.verdict()->known()));
+    REQUIRE(meeting.peers().size() == n);
+    REQUIRE(meeting.line_of(n / 2) == n / 2);
+    meeting.arrive(n, it(7));
+    REQUIRE(meeting.verdict()->why.starts_with("two processes say that they are rank 7 of the job at here"));
+  });
+  REQUIRE(seconds < 60);  // less than one
+}
+
 TEST_CASE("a difference is told before all have come, and to those who come later", "[net]") {
   const TempDir dir;
   Lines lines;

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <fstream>
+#include <map>
 #include <optional>
 #include <set>
 #include <span>
@@ -47,13 +48,14 @@ class Meeting {
         init_timeout_(at.init_timeout),
         patience_(at.patience),
         end_(Limit::seconds(at.init_timeout)) {
-    all_.push_back({no_line, std::move(process_0)});
+    for (int p = 0; p < process_0.greeting.processes; ++p) missing_.insert(missing_.end(), p);
+    add({no_line, std::move(process_0)});
   }
 
   void arrive(int line, Introduction introduction) {
     last_arrival_ = Limit::Clock::now();
     lines_.insert(line);
-    all_.push_back({line, std::move(introduction)});
+    add({line, std::move(introduction)});
   }
   void leave(int line) {
     lines_.erase(line);
@@ -67,19 +69,19 @@ class Meeting {
   std::optional<Fault> verdict() {
     if (!left_.empty()) return Fault{left_};
     if (const std::string error = impostor(); !error.empty()) return Fault{error, ExitStatus::refused};
-    const std::vector<int> missing = this->missing();
-    std::string difference = refused();
-    if (difference.empty()) difference = disagreement(introductions());
-    if (!difference.empty() && !last_call_) last_call_ = Limit::seconds(patience_);
-    if (missing.empty() || (last_call_ && last_call_->passed())) return Fault{difference, ExitStatus::refused};
+    std::string difference = differs_ ? refused() : "";
+    if (differs_ && difference.empty()) difference = disagreement(introductions());
+    if (differs_ && !last_call_) last_call_ = Limit::seconds(patience_);
+    if (missing_.empty() || (last_call_ && last_call_->passed())) return Fault{difference, ExitStatus::refused};
     if (!end_.passed()) return std::nullopt;
+    const std::vector<int> missing = this->missing();
     return Fault{formatted("{} {} not arrived at {} within {} s (--init-timeout)", named(missing, local_ranks()),
                            missing.size() == 1 ? "has" : "have", where_, init_timeout_)};
   }
   // When verdict() may change even if nobody comes.
   Limit next() const { return last_call_ ? *last_call_ : end_; }
   // The verdict has been given, and everyone has read it.
-  bool is_over() const { return missing().empty() && lines_.empty(); }
+  bool is_over() const { return missing_.empty() && lines_.empty(); }
 
   Limit::Clock::time_point last_arrival() const { return last_arrival_; }
   // Why a spare cannot take any place; empty: it can.
@@ -89,13 +91,8 @@ class Meeting {
     return text.empty() ? text : formatted("{} ({} is the spare)", text, named({number}, local_ranks()));
   }
 
-  bool misses(int process) const { return find(process) == nullptr; }
-  std::vector<int> missing() const {
-    std::vector<int> processes;
-    for (int p = 0; p < all_[0].it.greeting.processes; ++p)
-      if (misses(p)) processes.push_back(p);
-    return processes;
-  }
+  bool misses(int process) const { return !first_.contains(process); }
+  std::vector<int> missing() const { return {missing_.begin(), missing_.end()}; }
   std::string waiting() const {
     return formatted("waiting for {} of {} at {}", named(missing(), local_ranks()), all_[0].it.greeting.processes,
                      where_);
@@ -104,10 +101,10 @@ class Meeting {
   // Call once the job can begin.
   std::vector<Peer> peers() const {
     std::vector<Peer> peers;
-    for (size_t p = 0; p < all_.size(); ++p) peers.push_back(find(static_cast<int>(p))->it.peer);
+    for (size_t p = 0; p < all_.size(); ++p) peers.push_back(arrival_of(static_cast<int>(p)).it.peer);
     return peers;
   }
-  int line_of(int process) const { return find(process)->line; }
+  int line_of(int process) const { return arrival_of(process).line; }
   // The connections with those who have come and not left.
   std::set<int> lines() const { return lines_; }
 
@@ -118,11 +115,19 @@ class Meeting {
     Introduction it;
   };
 
-  const Arrival* find(int process) const {
-    const auto found =
-        std::find_if(all_.begin(), all_.end(), [&](const Arrival& a) { return a.it.greeting.process == process; });
-    return found == all_.end() ? nullptr : &*found;
+  // What verdict() needs to know is kept with each arrival: it is asked after each of thousands.
+  void add(Arrival arrival) {
+    const Greeting& its = arrival.it.greeting;
+    first_.emplace(its.process, all_.size());
+    missing_.erase(its.process);
+    differs_ |= refuses(its) || (!all_.empty() && !disagreement({all_[0].it, arrival.it}).empty());
+    all_.push_back(std::move(arrival));
   }
+  static bool refuses(const Greeting& greeting) {
+    return std::ranges::any_of(greeting.agree, [](const auto& a) { return a.first == refusal; });
+  }
+  // The first one that came with this number.
+  const Arrival& arrival_of(int process) const { return all_[first_.at(process)]; }
   int local_ranks() const { return all_[0].it.greeting.local_ranks; }
   std::vector<Introduction> introductions() const {
     std::vector<Introduction> out;
@@ -139,8 +144,9 @@ class Meeting {
   }
   // The error of two processes with the same number; empty: there is none.
   std::string impostor() const {
+    if (first_.size() == all_.size()) return "";
     for (const Arrival& a : all_)
-      if (const Arrival& first = *find(a.it.greeting.process); &first != &a)
+      if (const Arrival& first = arrival_of(a.it.greeting.process); &first != &a)
         return formatted(
             "two processes say that they are {} of the job at {}, on {} and on {}: each needs its own number",
             named({a.it.greeting.process}, local_ranks()), where_, first.it.peer.host, a.it.peer.host);
@@ -150,8 +156,11 @@ class Meeting {
   std::string where_;
   double init_timeout_, patience_;  // seconds
   Limit end_;
-  std::vector<Arrival> all_;  // process 0 first
-  std::set<int> lines_;       // the open ones
+  std::vector<Arrival> all_;     // process 0 first
+  std::map<int, size_t> first_;  // by process: its place in all_
+  std::set<int> missing_;
+  bool differs_ = false;  // one that has come is refused, or not like process 0
+  std::set<int> lines_;   // the open ones
   Limit::Clock::time_point last_arrival_ = Limit::Clock::now();
   std::string left_;                // who has ended, as a sentence
   std::optional<Limit> last_call_;  // set once the processes here differ
