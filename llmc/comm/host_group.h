@@ -116,14 +116,15 @@ class HostGroup {
           {received > 0 ? from : nobody, in.data() + in.size() - received, static_cast<int64_t>(received)});
     }
   }
+  // Around a ring, in which a rank passes on what it has received: it is connected with its two neighbours, while
+  // connections between all pairs would be more than large groups can have.
   std::vector<std::string> exchange_text(const std::string& text) {
-    std::vector<std::string> all(static_cast<size_t>(size()), text);
+    const int P = size(), next = ring::detail::wrap(rank() + 1, P), previous = ring::detail::wrap(rank() - 1, P);
+    std::vector<std::string> all(static_cast<size_t>(P), text);
     if (!transport_->moves_data()) return all;
     const Attending attending(place_.get(), "exchange", "", formatted("\"{}\"", text.substr(0, text.find('\n'))));
-    for (int s = 1; s < size(); ++s) {
-      const int to = (rank() + s) % size(), from = (rank() - s + size()) % size();
-      exchange_texts(to, text, from, all[static_cast<size_t>(from)]);
-    }
+    const auto of = [&](int r) -> std::string& { return all[static_cast<size_t>(ring::detail::wrap(r, P))]; };
+    for (int s = 1; s < P; ++s) exchange_texts(next, of(rank() - s + 1), previous, of(rank() - s));
     return all;
   }
 };

@@ -312,6 +312,33 @@ TEST_CASE("text of any bytes is gathered on one rank, and text about something e
                 "test: rank 2 sent \"ln_f.bias\" while rank 1 was sending \"ln_f.weight\"");
 }
 
+TEST_CASE("texts of all ranks go around a ring, in which a rank exchanges with its neighbours only",
+          "[parallel][comm]") {
+  const auto text = [](int rank) {  // also an empty one, and one in several pieces
+    return std::string(rank == 1 ? 0 : rank == 2 ? (16 << 20) + 5 : 1000 * rank + 1, static_cast<char>('a' + rank));
+  };
+  for (const int P : {1, 2, 3, 4, 7}) {
+    World world(Mesh({{Axis::shard, P}}));
+    const auto hub = std::make_shared<ThreadsHub>(0, P);
+    Differences wrong;
+    run_ranks(world, [&](int rank) {
+      const auto counting = std::make_shared<CountingTransport>(std::make_unique<ThreadsTransport>(hub, rank));
+      counting->between_two = true;
+      HostGroup group("test", counting);
+      for (int time = 0; time < 2; ++time) {
+        const std::vector<std::string> all = group.all_gather_text("words", text(rank));
+        wrong.expect(std::ssize(all) == P, "the number of texts");
+        for (int r = 0; r < P; ++r) wrong.expect(all.at(static_cast<size_t>(r)) == text(r), formatted("text {}", r));
+      }
+      std::set<int> neighbours = {(rank + 1) % P, (rank + P - 1) % P};
+      neighbours.erase(rank);
+      wrong.expect(counting->partners == neighbours, "who is connected");
+    });
+    INFO(P << " ranks" << formatted(", {}", wrong.found));
+    REQUIRE(wrong.found.empty());
+  }
+}
+
 TEST_CASE("mismatched sizes, or a failing rank, end all ranks with the reason", "[parallel][comm]") {
   World world(Mesh({{Axis::shard, 3}}));
   REQUIRE_ERROR(run_ranks(world,
