@@ -92,6 +92,21 @@ TEST_CASE("a process that comes back has its place, unless a spare is there firs
   REQUIRE(std::ranges::count(errors, "") == (spare_dies ? 4 : 3));
 }
 
+TEST_CASE("a spare that is to wait for centuries takes no place", "[net]") {
+  Lines lines;
+  const auto errors = start_twice(1, lines, 1e10, [&](int process, bool was_spare, Rendezvous at) {
+    CHECK(!was_spare, "it has a place");
+    if (process != 0) {
+      wait_until([&] { return count(lines.text(), "a spare waits") == 2; });
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));  // in which it could get one
+    }
+    at.init_timeout = 1e11;
+    start(process, std::move(at));
+  });
+  for (const int p : {0, 1, 2}) REQUIRE(errors[static_cast<size_t>(p)] == "");
+  REQUIRE(errors[3] == "left over");
+}
+
 TEST_CASE("spares that differ are refused, those that go are noted, and the others end with the job", "[net]") {
   const std::string where = formatted("127.0.0.1:{}", free_port());
   Lines lines, of_spare;

@@ -48,7 +48,7 @@ inline void ControlPlane::hold_meeting(Rendezvous& at) {
 // Gives spares the places of processes that stay away: once nobody has come for so long. Returns when to try again.
 inline Limit ControlPlane::give_places(double spare_wait) {
   if (spares_.empty()) return Limit{};
-  const auto seconds = std::chrono::duration_cast<Limit::Clock::duration>(std::chrono::duration<double>(spare_wait));
+  const auto seconds = Limit::lasting(spare_wait);
   const Limit due{std::max(meeting_->last_arrival(), last_given_) + seconds};
   if (!due.passed()) return due;
   last_given_ = Limit::Clock::now();

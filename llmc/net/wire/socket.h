@@ -101,9 +101,10 @@ struct Limit {
   const Waker* stop = nullptr;
 
   static Limit seconds(double s, const Waker* stop = nullptr) { return {after(s), stop}; }
-  static Clock::time_point after(double s) {
-    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(s, 1e9)));
+  static Clock::duration lasting(double s) {  // at most 30 years: the clock cannot count centuries
+    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(s, 1e9)));
   }
+  static Clock::time_point after(double s) { return Clock::now() + lasting(s); }
   Limit sooner(double s) const { return {std::min(deadline, after(s)), stop}; }
   bool passed() const { return deadline <= Clock::now(); }
   // For poll(): rounded up, so that it does not return before the deadline.
