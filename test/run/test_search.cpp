@@ -4,7 +4,7 @@
 #include "catch2.h"
 #include "helpers.h"
 #include "run/plan/machines.h"
-#include "run/plan/search.h"
+#include "run/plan/verdict.h"
 
 using namespace llmc;
 
@@ -275,7 +275,15 @@ TEST_CASE("what is advised for GPUs is the fastest layout that fits, not the fir
            {"--model gpt2:1558M --local-ranks 1 -t 1024 -b 1 --memory-limit 16 --optimizer sgd",
             "--moment1-dtype 8bit --recompute activation", "--recompute block"},
            {"--model qwen2.5:1.5B --local-ranks 1 -t 2048 -b 4 --memory-limit 24",
-            "--master-weights split --moment1-dtype 8bit --moment2-dtype 8bit --batch-size 2", "--local-ranks"}}) {
+            "--master-weights split --moment1-dtype 8bit --moment2-dtype 8bit --batch-size 2", "--local-ranks"},
+           {"--model llama3:70B --ranks 64 -t 8192 -b 1 --memory-limit 79 --pp 4 --pp-layout 20,20,20,20",
+            "--pp-layout even", "--seq-len"},
+           {"--model llama3:8B --ranks 8 -t 8192 -b 1 -d 262144 --memory-limit 62 --pp 2 --schedule interleaved "
+            "--pp-chunks 4",
+            "--pp-chunks 1", "--seq-len"},
+           {"--model llama3:8B --ranks 1 -t 2048 -b 1 -d 16384 --memory-limit 62", "--ranks 4", "--local-ranks"},
+           {"--model llama3:8B --world-size 2 --local-ranks 1 -t 2048 -b 1 -d 32768 --memory-limit 30",
+            "--world-size 8", "--local-ranks"}}) {
     const std::string plan = "--plan --device cuda --dtype bf16 --sample-every 0 " + c.options;
     const ProgramResult refused = run_program(plan);
     INFO(c.options << ": " << refused.err);
@@ -292,4 +300,22 @@ TEST_CASE("what is advised for GPUs is the fastest layout that fits, not the fir
     EXPECT(followed.out.find(refused.err.substr(size, refused.err.find(" instead of", size) - size)) !=
            std::string::npos);
   }
+}
+
+TEST_CASE("what is advised for a pipeline takes back layers and chunks that it cannot have", "[run][plan]") {
+  Options o;
+  o.pp_layout = "3,9", o.pp_chunks = 4;
+  StepConfig from{.model = resolve_model("gpt2:124M", {}), .micro_batches = 4}, to = from;
+  from.layout.pipeline = {
+      .schedule = Schedule::interleaved, .stages = 2, .chunks_per_stage = 4, .layers = {1, 2, 1, 2, 1, 2, 1, 2}};
+  to.layout.pipeline = {.schedule = Schedule::one_f_one_b, .stages = 4};
+  EXPECT(detail::change_text(o, from, to) == " --local-ranks 4 --pp 4 --pp-layout even --schedule 1f1b --pp-chunks 1");
+  to.layout.pipeline = {.schedule = Schedule::zb_v, .stages = 2, .chunks_per_stage = 2};
+  EXPECT(detail::change_text(o, from, to) == " --pp-layout even --schedule zb-v --pp-chunks 2");
+  to.layout.pipeline = from.layout.pipeline;
+  EXPECT(detail::change_text(o, from, to).empty());
+  to.layout.pipeline.layers.clear();
+  EXPECT(detail::change_text({}, from, to).empty());
+  to.layout.pipeline = {.schedule = Schedule::zb_v, .stages = 2, .chunks_per_stage = 2};
+  EXPECT(detail::change_text({}, from, to) == " --schedule zb-v");
 }

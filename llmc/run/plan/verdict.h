@@ -21,12 +21,18 @@ inline std::string state_options(const Precision& from, const Precision& to) {
   if (to.moment2 != from.moment2) text += " --moment2-dtype 8bit";
   return text;
 }
-// The options that turn one step into the other.
-inline std::string change_text(const StepConfig& from, const StepConfig& to) {
+// So many ranks, by the option that says how many there are.
+inline std::string ranks_option(const Options& o, int64_t ranks) {
+  if (o.plan_ranks) return formatted(" --ranks {}", ranks);
+  if (o.place.processes > 1) return formatted(" --world-size {}", ranks / o.place.local_ranks);
+  return formatted(" --local-ranks {}", ranks);
+}
+// The options that turn one step, of these options, into the other.
+inline std::string change_text(const Options& o, const StepConfig& from, const StepConfig& to) {
   std::string text;
   if (to.precision.weights != from.precision.weights) text += formatted(" --dtype {}", to.precision.weights);
   text += state_options(from.precision, to.precision);
-  if (to.layout.ranks() != from.layout.ranks()) text += formatted(" --local-ranks {}", to.layout.ranks());
+  if (to.layout.ranks() != from.layout.ranks()) text += ranks_option(o, to.layout.ranks());
   const auto axis = [&](const char* option, int64_t was, int64_t is) {
     if (was != is) text += formatted(" {} {}", option, is);
   };
@@ -34,6 +40,7 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
   axis("--cp", from.layout.context.ranks, to.layout.context.ranks);
   axis("--ep", from.layout.expert.ranks, to.layout.expert.ranks);
   axis("--pp", from.layout.pipeline.stages, to.layout.pipeline.stages);
+  if (to.layout.pipeline.layers.empty() && o.pp_layout != Options().pp_layout) text += " --pp-layout even";
   if (to.layout.zero.replicas != from.layout.zero.replicas)
     text += formatted(" --dp-replicate {}", to.layout.zero.replicas);
   if (to.batch.T != from.batch.T) text += formatted(" --seq-len {}", to.batch.T);
@@ -52,7 +59,7 @@ inline std::string change_text(const StepConfig& from, const StepConfig& to) {
       from.micro_batches == 1 && simple(from.layout.pipeline.schedule) && simple(to.layout.pipeline.schedule);
   if (to.layout.pipeline.schedule != from.layout.pipeline.schedule && !alike)
     text += formatted(" --schedule {}", to.layout.pipeline.schedule);
-  if (to.layout.pipeline.schedule == Schedule::interleaved)
+  if (to.layout.pipeline.schedule == Schedule::interleaved || o.pp_chunks)  // other schedules have their usual number
     axis("--pp-chunks", from.layout.pipeline.chunks_per_stage, to.layout.pipeline.chunks_per_stage);
   return text;
 }
@@ -152,14 +159,14 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
   if (!found) found = search.find();
   if (found)
     return formatted(
-        "does not fit into {}; it would with{} ({} instead of {}{}){}", what, change_text(step, found->step),
+        "does not fit into {}; it would with{} ({} instead of {}{}){}", what, change_text(o, step, found->step),
         human_bytes(found->plan.total_bytes()), human_bytes(plan.total_bytes()),
         price_text(step, plan, *found, device.machine.get()),
         found->step.batch.T < step.batch.T ? ", or with --cp, which divides long sequences among ranks" : "");
   const Remedy& least = *search.least();
   StepConfig changed = least.step;  // was planned with few micro-batches
   changed.micro_batches = step.tokens() / (changed.batch.rows() * changed.layout.readers());
-  const std::string change = change_text(step, changed);
+  const std::string change = change_text(o, step, changed);
   return formatted("does not fit into {}, nor does what was tried on paper{}: use a smaller --model, or a larger {}",
                    what,
                    change.empty() || least.plan.total_bytes() >= plan.total_bytes()
