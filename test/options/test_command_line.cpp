@@ -273,7 +273,8 @@ TEST_CASE("options of some modes are refused by all others, and only noted in a 
   for (const Words& option : std::vector<Words>{{"--seq-len", "64"}, {"--local-ranks", "4"}, {"--tp", "2"}})
     REQUIRE_ERROR(parse({"--coord-check", "128,512", option[0], option[1]}), option[0] + " with --coord-check, which ");
   REQUIRE_ERROR(parse({"--plan", "--price", "2"}), "this plan has no length: give --max-steps, --tokens or --epochs");
-  REQUIRE(parse({"--plan", "--price", "2", "--tokens", "1M"}).price == 2);
+  for (const Words& length : std::vector<Words>{{"--tokens", "1M"}, {"--epochs", "2"}, {"--stages", "s.toml"}})
+    REQUIRE(parse({"--plan", "--price", "2", length[0], length[1]}).price == 2);
   REQUIRE_ERROR(parse({"--plan", "--generate", "--lr", "1"}), "--generate and --plan: choose one of them");
 }
 

@@ -192,6 +192,10 @@ total-batch-size = 256
         formatted("{} steps, {} tokens, {}\n", steps, human_count(tokens), human_duration(seconds)),
         human_duration(seconds) + ", 0 GPU-hours", std::string("at 2 per GPU-hour")})
     REQUIRE(words.out.find(part) != std::string::npos);
+  // Stages that say their own lengths.
+  std::ofstream(dir / "own.toml") << "[[stage]]\ntokens = 4096\nseq-len = 64\nbatch-size = 1\ntotal-batch-size = 64\n";
+  REQUIRE(said("--plan --machine a100x8 --model d2 --sample-every 0 --price 2 --stages " + (dir / "own.toml"))
+              .find("at 2 per GPU-hour") != std::string::npos);
 }
 
 TEST_CASE("a plan of a cluster has hosts like this one, whose GPUs its own ranks share and no others", "[run][plan]") {

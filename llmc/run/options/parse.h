@@ -253,9 +253,10 @@ inline void validate_length(const Options& o) {
   if (o.tokens) given.push_back(formatted("--tokens {}", *o.tokens));
   if (o.epochs) given.push_back(formatted("--epochs {}", *o.epochs));
   CHECK(given.size() <= 1, "{} with {}: each says how long the run is: give one of them", given[0], given[1]);
-  CHECK(!o.price || !given.empty(),
-        "--price {} is for the price of a run, and this plan has no length: {}leave out --price", o.price.value_or(0),
-        o.stages.empty() ? "give --max-steps, --tokens or --epochs, or " : "");
+  CHECK(!o.price || !given.empty() || !o.stages.empty(),
+        "--price {} is for the price of a run, and this plan has no length: give --max-steps, --tokens or --epochs, or "
+        "leave out --price",
+        o.price.value_or(0));
 }
 
 inline void validate_optimizer(const Options& o) {

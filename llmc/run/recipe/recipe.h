@@ -107,6 +107,7 @@ class StageReader {
         Options step = stage_.options;
         step.total_batch_size = piece.tokens_per_step;
         step.stages.clear();  // a stage alone
+        step.price.reset();   // of the run
         validate(step);
       }
     });
