@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -123,19 +124,18 @@ inline std::optional<std::string> file_fault(const std::string& path, const File
   std::mutex mutex;  // guards `faults`
   std::map<int64_t, std::string> faults;
   const auto work = [&] {
-    std::vector<char> bytes(1 << 20);
-    for (int64_t i = next++; i < slices; i = next++) {
-      std::optional<std::string> fault;
-      try {
-        fault = slice_fault(i, bytes);
-      } catch (const Error& error) {
-        fault = error.what();
-      }
-      if (!fault) continue;
-      const std::lock_guard lock(mutex);
-      faults.emplace(i, *fault);
-      next = slices;
+    int64_t i = 0;
+    std::optional<std::string> fault;
+    try {
+      std::vector<char> bytes(1 << 20);
+      while (!fault && (i = next++) < slices) fault = slice_fault(i, bytes);
+    } catch (const std::exception& error) {
+      fault = error.what();
     }
+    if (!fault) return;
+    next = slices;
+    const std::lock_guard lock(mutex);
+    faults.emplace(i, *fault);
   };
   {
     std::vector<std::jthread> others;

@@ -57,9 +57,11 @@ class Milestones {
   }
   void save(const Save& how) {
     const double loss = loss_of_last_data();
-    if (!std::isfinite(loss) && o_.rolls_back() && how.because != Because::rule)  // as if it were not saved here
+    if (!std::isfinite(loss) && o_.rolls_back() && how.because != Because::rule) {  // as if it were not saved here
+      r_.checkpoints.put_off_retry(r_.progress.done);
       return r_.log.line(formatted("WARNING: with the weights after step {} the loss is {}, so they are not saved",
                                    r_.progress.done, loss));
+    }
     require_finite(loss, "");
     r_.checkpoints.save(r_.progress, r_.run, how);
   }

@@ -78,11 +78,12 @@ inline bool needs_ranks(const Options& o) {
          !o.plan_auto && !o.plan_examples && o.tokenize.empty() && o.average.empty() && o.coord_check.empty();
 }
 
-// The hosts of a plan, whose processes are nowhere yet: each is like this one, with a rank for each GPU, or more where
-// a process has more. On processors, this host has all ranks.
+// The hosts of a plan, whose processes are nowhere yet: each is like this one, with a rank for each GPU, as far as
+// processes are whole, or more where one has more. On processors, this host has all ranks.
 inline void plan_hosts(Place& place, int64_t gpus) {
   const int64_t ranks = place.processes * place.local_ranks;
-  place.ranks_on_host = gpus == 0 ? ranks : std::min(ranks, std::max(place.local_ranks, gpus));
+  place.ranks_on_host =
+      gpus == 0 ? ranks : std::min(ranks, place.local_ranks * std::max<int64_t>(1, gpus / place.local_ranks));
   place.hosts = ceil_div(ranks, place.ranks_on_host);
 }
 

@@ -483,7 +483,7 @@ class UnitState {
     for (size_t i = 1; i < spec_.params.size(); ++i) {
       const ParamSpec &p = spec_.params[i], &before = spec_.params[i - 1];
       CHECK((p.rate == before.rate && p.eps == before.eps) || layout_.offsets[i] % state_block == 0,
-            "{} begins within a block of {} elements of optimizer state, and has another learning rate than {} before "
+            "{} begins within a block of {} elements of optimizer state, and is updated at another rate than {} before "
             "it: use --moment1-dtype fp32 --moment2-dtype fp32 and no --master-weights split, or leave out "
             "--base-head-size",
             p.name, state_block, before.name);

@@ -59,6 +59,8 @@ TEST_CASE("--restart moves a run aside as a whole and begins anew", "[run]") {
     REQUIRE(checkpoint_steps(out).back() == 5);
     const ProgramResult by_hand = run_program(tiny(out, "--seed 5 --max-steps 6 --resume " + from));
     REQUIRE(by_hand.status == 1);
+    REQUIRE(by_hand.err.find(from == "never" ? "already holds a run" : "holds checkpoints of its own") !=
+            std::string::npos);
   }
 
   std::ofstream(dir / "notes.txt") << "x";

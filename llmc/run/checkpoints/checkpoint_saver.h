@@ -58,7 +58,14 @@ class CheckpointSaver {
   void when_best_is_lost(std::function<void(int64_t)> on_lost) { best_is_lost_ = std::move(on_lost); }
   // on_change(whether this rank is writing a checkpoint)
   void when_saving(std::function<void(bool)> on_change) { saving_ = std::move(on_change); }
-  bool retries_at(int64_t step) const { return retry_.at > 0 && !pending_ && step >= retry_.at; }
+  bool retries_at(int64_t step) const {
+    const bool retrying = pending_ && pending_->how.where == Where::out;
+    return retry_.at > 0 && !retrying && step >= retry_.at;
+  }
+  // Not at this step, but later.
+  void put_off_retry(int64_t step) {
+    if (retries_at(step)) retry_.at = step + retry_.pause, retry_.pause *= 2;
+  }
   Because retries_because() const { return retry_.because; }
 
   // Is it time to save, by this rank's clock? Rank 0 asks, and tells the others.
@@ -156,7 +163,7 @@ class CheckpointSaver {
     try {
       path = pending.write->publish();
     } catch (const CheckpointError& error) {
-      if (finish) finish();
+      if (finish && pending.how.where == Where::out) finish();
       return failed(error, pending, progress, run);
     }
     if (saving_) saving_(false);
@@ -211,7 +218,7 @@ class CheckpointSaver {
     std::unique_ptr<CheckpointWrite> write = nullptr;
   };
 
-  // Until the last local checkpoint is on other disks, too. Only then are older ones deleted.
+  // Until the last local checkpoint is on other disks, too, or cannot be. Only then are older ones deleted.
   void wait_for_copies(Run& run) {
     const std::optional<int64_t> step = std::exchange(copying_, std::nullopt);
     if (!step) return;

@@ -217,7 +217,8 @@ inline void adopt_local_checkpoint(const Processes& processes, const Options& o,
           "--checkpoint-local {}: cannot write there: {}; name a directory on this node's own disk, or in /dev/shm",
           shown(o.checkpoint_local), error ? error.message() : std::strerror(errno));
   });
-  if (o.resume != "auto") return;
+  const bool resumes = o.resume == "auto" || requeued();  // by process 0's environment, as in RunDirectory
+  if (processes.all_gather("--resume", resumes ? "yes" : "")[0].empty()) return;
   const LocalHistory history = LocalHistory::from_json(
       parse_json(processes.all_gather("local checkpoints", first && !directory->local().run.empty()
                                                                ? directory->local().to_json().dump()

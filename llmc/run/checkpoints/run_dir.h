@@ -60,10 +60,10 @@ class RunDirectory {
               name, path_exists(metrics_file()) ? "; if an older version left it, --restart moves it aside" : "");
     lock();
     const bool again = requeued();
-    if (again && !left_out_to_resume(o).empty())
+    if (!again && o.restart && move_aside(o, log)) lock();
+    if (again && !left_out_to_resume(o).empty() && !checkpoint_steps(path_).empty())
       log.line(
           formatted("notice: Slurm has started this job again: it goes on{} from where it was", left_out_to_resume(o)));
-    else if (o.restart && move_aside(o, log)) lock();
     if (!lock_.fault().empty())
       log.line(
           formatted("WARNING: --out-dir {} is on a file system without locks ({}): nothing keeps a second run from "

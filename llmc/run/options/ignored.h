@@ -54,7 +54,7 @@ struct OptionKind {
   const char* instead = "";  // for those who give one of them to a run
 };
 
-// Options in no kind say where to compute, or choose a mode.
+// Options in no kind choose a mode, or are for all of them.
 inline const std::vector<OptionKind>& option_kinds() {
   static const std::vector<OptionKind> kinds = {
       // clang-format off
