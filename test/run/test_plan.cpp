@@ -304,7 +304,7 @@ TEST_CASE("sizes that would overflow are refused before multiplying", "[run][pla
   refused(one + "--total-batch-size " + most, "1152921504606846976 micro-batches");
   refused(one + "--schedule gpipe --total-batch-size " + most, "are more than 262144 passes");
   refused("--model d4 -b 1 -t 4 --total-batch-size 262148", "65537 micro-batches");
-  refused("--model d1 --n-layer 16777216", "a model of 16777216 layers");
+  refused("--model d1 --n-layer 16777216", "the model has 16777216 layers: use at most 16384");
   refused("--model gpt3:13B --batch-size 16777216 --seq-len 2048", "use a smaller --batch-size, --seq-len or --model");
   refused("--model d1 --n-layer 16384 --n-head 1 --n-embd 16777216", "use a smaller --model");
 

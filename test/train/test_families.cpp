@@ -262,7 +262,7 @@ TEST_CASE("an unsupported field of config.json is refused by name", "[train][pyt
         {"qwen2_tiny", "is_causal", false, "\"is_causal\" is false"},
         {"qwen3_tiny", "is_causal", nullptr, "\"is_causal\" is null"},
         {"llama2_tiny", "per_layer_config", {{"0", {{"rms_norm_eps", 0.5}}}}, "per_layer_config"},
-        {"llama2_tiny", "num_hidden_layers", 4097, "a whole number from 1 to 4096"},
+        {"llama2_tiny", "num_hidden_layers", 16385, "a whole number from 1 to 16384"},
         {"qwen2_tiny", "model_type", "qwen9", "qwen9"}}) {
     json config = json::parse(read_whole(folder_of(family) + "/config.json"));
     config_from_hf(config, "config.json");  // valid when unmodified

@@ -97,13 +97,10 @@ inline SearchResult search_layouts(const Options& o, const std::vector<SearchFor
   const SearchFor& asked = precisions.front();
   CHECK(std::ranges::any_of(result.counts, [](const auto& c) { return c.second.tried > 0; }),
         "--plan-auto: no layout of {} on {} rank{} divides a step of {} sequences: of the ways to divide the ranks, "
-        "{}{}",
+        "{}: use --total-batch-size {}, a sequence for each rank{}",
         shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", asked.sequences,
-        result.counts.front().second.reasons_text(),
-        asked.sequences % asked.ranks == 0
-            ? ""
-            : formatted(": use --total-batch-size {}, a sequence for each rank, or a multiple of it",
-                        asked.ranks * o.seq_len));
+        result.counts.front().second.reasons_text(), asked.ranks * o.seq_len,
+        asked.sequences % asked.ranks == 0 ? "" : ", or a multiple of it");
   CHECK(
       !result.rows.empty(),
       "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute,{} and --batch-size "
