@@ -101,53 +101,70 @@ inline FileRecord write_recorded_text(const std::string& path, std::string_view 
   return file.finish();
 }
 
-// How a file differs from its record; none: it matches.
-inline std::optional<std::string> file_fault(const std::string& path, const FileRecord& record) try {
-  const File file = File::open_read(path);
-  if (file.size() != record.size)
-    return formatted("{} has {} bytes, but its manifest says {}", path, file.size(), record.size);
-  const int64_t slices = ceil_div(record.size, FileRecord::slice_bytes);
-  if (slices != static_cast<int64_t>(record.slices.size()))
-    return formatted("{}: the manifest has {} checksums for {} slices", path, record.slices.size(), slices);
-  const auto slice_fault = [&](int64_t i, std::vector<char>& bytes) -> std::optional<std::string> {
-    const int64_t begin = i * FileRecord::slice_bytes, end = std::min(begin + FileRecord::slice_bytes, record.size);
+// This reader's part of what `readers` read together.
+struct ReadShare {
+  int reader = 0, readers = 1;
+};
+
+// The first difference between a file and its record, by path, in this reader's share of the slices; none: they match.
+inline std::optional<std::string> file_fault(const std::map<std::string, FileRecord>& records, ReadShare share = {}) {
+  struct Slice {
+    const std::string& path;
+    const FileRecord& record;
+    int64_t number;  // 0 of 0: the file is empty
+  };
+  std::vector<Slice> all;
+  for (const auto& [path, record] : records) {
+    const int64_t slices = ceil_div(record.size, FileRecord::slice_bytes);
+    if (slices != std::ssize(record.slices))
+      return formatted("{}: the manifest has {} checksums for {} slices", path, record.slices.size(), slices);
+    for (int64_t i = 0; i < std::max<int64_t>(1, slices); ++i) all.push_back({path, record, i});
+  }
+  const auto slice_fault = [](const Slice& slice, std::vector<char>& bytes) -> std::optional<std::string> {
+    const auto& [path, record, number] = slice;
+    const File file = File::open_read(path);
+    if (file.size() != record.size)
+      return formatted("{} has {} bytes, but its manifest says {}", path, file.size(), record.size);
+    const int64_t begin = number * FileRecord::slice_bytes,
+                  end = std::min(begin + FileRecord::slice_bytes, record.size);
+    if (begin == end) return std::nullopt;
     RunningHash hash;
     for (int64_t at = begin; at < end; at += std::ssize(bytes)) {
       const int64_t n = std::min<int64_t>(std::ssize(bytes), end - at);
       file.read_at(bytes.data(), n, at);
       hash.add(bytes.data(), n);
     }
-    if (hex_digits(hash.value()) == record.slices[static_cast<size_t>(i)]) return std::nullopt;
+    if (hex_digits(hash.value()) == record.slices[static_cast<size_t>(number)]) return std::nullopt;
     return formatted("{}: bytes {} to {} do not match the checksum in the manifest", path, begin, end);
   };
-  std::atomic<int64_t> next = 0;
+  const int64_t first = share.reader * std::ssize(all) / share.readers,
+                last = (share.reader + 1) * std::ssize(all) / share.readers;
+  std::atomic<int64_t> next = first;
   std::mutex mutex;  // guards `faults`
   std::map<int64_t, std::string> faults;
   const auto work = [&] {
-    int64_t i = 0;
+    int64_t i = first;
     std::optional<std::string> fault;
     try {
       std::vector<char> bytes(1 << 20);
-      while (!fault && (i = next++) < slices) fault = slice_fault(i, bytes);
+      while (!fault && (i = next++) < last) fault = slice_fault(all[static_cast<size_t>(i)], bytes);
     } catch (const std::exception& error) {
       fault = error.what();
     }
     if (!fault) return;
-    next = slices;
+    next = last;
     const std::lock_guard lock(mutex);
     faults.emplace(i, *fault);
   };
   {
     std::vector<std::jthread> others;
     try {
-      while (std::ssize(others) + 1 < std::min<int64_t>(8, slices)) others.emplace_back(work);
+      while (std::ssize(others) + 1 < std::min<int64_t>(8, last - first)) others.emplace_back(work);
     } catch (const std::system_error&) {  // no further thread to be had
     }
     work();
   }
   return faults.empty() ? std::nullopt : std::optional(faults.begin()->second);
-} catch (const Error& error) {
-  return error.what();
 }
 
 // A checksum of a file's size and of `share` of its contents: evenly spaced blocks, including the first and the last;

@@ -11,6 +11,7 @@
 
 #include "comm/group_check.h"
 #include "core/log.h"
+#include "run/checkpoints/shared_check.h"
 #include "run/plan/describe.h"
 #include "run/plan/report_plan.h"
 #include "run/processes.h"
@@ -105,7 +106,6 @@ struct Evaluation {
     require_residual_can(step, device, o);
     plan = make_plan(step, rank_device);
     require_memory(o, step, plan, rank_device);
-    require_whole_weights(o);
   }
   Evaluation(const Evaluation&) = delete;
 
@@ -309,6 +309,7 @@ inline void run_evaluate(const Options& o, const Processes& processes) {
   Log log = first && !o.json ? make_log(o) : Log::silent();
   std::optional<Evaluation> made;
   together(processes, "options", [&] { made.emplace(o); });
+  check_together(processes, "--model", [&](const CheckpointCheck& check) { require_whole_weights(o, check); });
   const Evaluation& job = *made;
   require_same_evaluation(processes, job);
   detail::report_evaluation_header(log, job);

@@ -107,7 +107,7 @@ inline void run_generate(const Options& o) {
   for (const detail::Prompt& prompt : prompts) tokens_of(prompt);  // rejects a bad one before the first is continued
   const Plan plan = make_plan(config, device);
   require_memory(o, config, plan, device);
-  require_whole_weights(o);
+  require_whole_weights(o, check_alone);
   World world{Mesh()};
   Run run(config, plan, device, world, 0);
   initialise(run, o);

@@ -103,16 +103,18 @@ struct Job {
   }
   bool validates() const { return !data->val.empty() && asked.val_every > 0; }
 
-  // Rejects a new run, of any of whose stretches a step needs more memory than there is.
-  void require_memory_of_new_run() const {
-    // When resuming, resume() checks the memory: the checkpoint's recorded choices may need less.
+  // Whether the run starts from step 0, as far as the out directory says without a look into its checkpoints.
+  bool is_new() const {
     std::error_code none;
     const Options& o = asked;
     const bool begun = std::filesystem::is_directory(o.out_dir, none) && !checkpoint_steps(o.out_dir).empty();
-    if (!o.restart && o.resume != "never" && (o.resume != "auto" || begun)) return;
+    return o.restart || o.resume == "never" || (o.resume == "auto" && !begun);
+  }
+  // Rejects a new run, of any of whose stretches a step needs more memory than there is.
+  void require_memory_of_new_run() const {
+    if (!is_new()) return;  // resume() checks the memory: the checkpoint's recorded choices may need less
     require_memory(options, step, plan, rank_device);
     require_later_stretches();
-    if (o.branch_from.empty()) require_whole_weights(o);
   }
   // Rejects a run that a later stretch would end, because it cannot be run or needs more memory than there is.
   void require_later_stretches() const {

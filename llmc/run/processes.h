@@ -3,11 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -70,12 +72,6 @@ inline void check_spare(const Options& o) {
 inline Log make_log(const Options& o, const Processes& processes = {}) {
   if (processes.process() != 0) return Log::silent();
   return Log(detail::person_reads(o) ? ProgressLine::shown : ProgressLine::none);
-}
-
-// Modes that run on ranks, --selftest included; the others need one process.
-inline bool needs_ranks(const Options& o) {
-  return !o.generate && !o.plan && !o.verify_data && !o.print_schedule && !o.print_stages && o.print_samples.empty() &&
-         !o.plan_auto && !o.plan_examples && o.tokenize.empty() && o.average.empty() && o.coord_check.empty();
 }
 
 // The hosts of a plan, whose processes are nowhere yet: each is like this one, with a rank for each GPU, as far as
@@ -206,6 +202,13 @@ inline Command read_command_line(int argc, const char* const* argv) try {
 } catch (const Error& error) {
   tell_refusal(argc, argv, error.what());
   throw;
+}
+
+// Waits for what process 0 has written: a network file system may take a moment to show it to the others.
+inline void wait_for_path(const std::string& path) {
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (!path_exists(path) && std::chrono::steady_clock::now() < limit)
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
 }
 
 // Does the same on all processes; if it fails on one, it fails on all, with the error and the process that had it.

@@ -73,11 +73,10 @@ inline int64_t gpus_here(const Options& o) {
   return o.device == DeviceChoice::cpu || !o.machine.empty() ? 0 : visible_gpus().count;
 }
 
-// One rank per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; in modes that use one rank, one.
+// One rank per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; in modes that are not about ranks,
+// one.
 inline int64_t default_ranks(const Options& o) {
-  if (o.generate || o.verify_data || o.print_schedule || o.plan_auto || o.plan_examples || !o.tokenize.empty() ||
-      !o.average.empty() || !o.coord_check.empty())
-    return 1;
+  if (!has_ranks(o)) return 1;
   return std::max(o.pp * std::lcm(o.tp * o.cp, o.ep), gpus_here(o));
 }
 
@@ -390,10 +389,10 @@ inline OptimizerOptions optimizer_options(const Options& o, double lr, int64_t s
 
 // Rejects a --model whose files do not hold the tensors of its config.json, before taking memory for them, and one of
 // our checkpoints if its weights do not match its manifest.
-inline void require_whole_weights(const Options& o) {
+inline void require_whole_weights(const Options& o, const CheckpointCheck& check) {
   if (o.from_scratch || model_preset(o.model)) return;
   if (path_exists(o.model + "/manifest.json"))
-    if (const auto fault = checkpoint_fault(o.model, Part::model))
+    if (const auto fault = check(o.model, Part::model))
       throw Error(
           formatted("--model {}: {}; use another checkpoint, or remove manifest.json if the files were changed "
                     "on purpose",

@@ -2,19 +2,18 @@
 // itself must be the same on all.
 #pragma once
 #include <algorithm>
-#include <chrono>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "core/checksum.h"
 #include "run/checkpoints/local_resume.h"
 #include "run/checkpoints/recipe_record.h"
 #include "run/checkpoints/run_dir.h"
+#include "run/checkpoints/shared_check.h"
 #include "run/job.h"
 #include "run/processes.h"
 
@@ -32,9 +31,9 @@ namespace detail {
 
 // Looks in the out directory where to begin. A run that was stopped after its last update may still lack the last
 // validation.
-inline void find_start(Start& start, const Job& job, Log& log) {
+inline void find_start(Start& start, const Job& job, const CheckpointCheck& check, Log& log) {
   const Options& o = job.asked;
-  start.resume = start.directory->resume_point(log, o);
+  start.resume = start.directory->resume_point(log, o, check);
   start.shuffled = start.directory->shuffled_before();
   start.rollbacks = start.directory->rollbacks();
   if (!start.resume) return;
@@ -80,15 +79,17 @@ inline void require_shared_directory(const Processes& processes, const std::stri
 
 // Called by all processes; process 0 opens the directory.
 inline Start find_start(const Processes& processes, const Job& job, Log& log) {
+  check_together(processes, "--model", [&](const CheckpointCheck& check) {
+    if (job.is_new() && job.asked.branch_from.empty()) require_whole_weights(job.asked, check);
+  });
   Start start;
   together(processes, "--out-dir", [&] {
     if (processes.process() == 0) start.directory = std::make_unique<RunDirectory>(log, job.asked);
   });
   if (!processes.alone()) detail::require_shared_directory(processes, job.options.out_dir);
   adopt_local_checkpoint(processes, job.asked, start.directory.get(), log);
-  together(processes, "a checkpoint to resume from", [&] {
-    if (processes.process() == 0) detail::find_start(start, job, log);
-  });
+  check_together(processes, "a checkpoint to resume from",
+                 [&](const CheckpointCheck& check) { detail::find_start(start, job, check, log); });
   if (processes.alone()) return start;
   const nlohmann::ordered_json mine = {start.resume ? start.resume->path : "",
                                        start.resume ? start.resume->step : 0,

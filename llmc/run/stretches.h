@@ -65,19 +65,21 @@ struct RollbackTarget {
 };
 
 // On process 0.
-inline RollbackTarget rollback_target(const Start& start, const Job& job, const Spike& spike, Log& log) {
+inline RollbackTarget rollback_target(const Start& start, const Job& job, const Spike& spike,
+                                      const CheckpointCheck& check, Log& log) {
   const Options& o = job.asked;
   const RunDirectory::Found found = start.directory->look_again(o);
   if (found.fate == RunDirectory::Fate::lost) return {.fault = found.text};
   if (!found.text.empty()) log.line(found.text);
-  if (auto own = start.directory->rollback_point(log, spike.rollback_point)) return {.checkpoint = std::move(own)};
+  if (auto own = start.directory->rollback_point(log, spike.rollback_point, check))
+    return {.checkpoint = std::move(own)};
   if (spike.rollback_point == 0) return {};
   // The run began at a checkpoint of another one.
   if (start.resume && start.resume->path != checkpoint_path(o.out_dir, start.resume->step))
     return {.checkpoint = start.resume};
   if (job.parent.is_object()) {
     const std::string path = job.parent["path"];
-    if (!checkpoint_fault(path))
+    if (!check(path, Part::all))
       return {.checkpoint = ResumePoint{path, job.parent["step"], read_json(path + "/trainer.json"), Begin::branch}};
   }
   return {.fault = formatted("the checkpoint of step {}, to which the run would return, is no longer in --out-dir {}",
@@ -104,8 +106,8 @@ inline std::optional<ResumePoint> agree_on(const Processes& processes, RollbackT
 inline RollbackLine roll_back(const Processes& processes, const Start& start, const Spike& spike,
                               std::optional<Job>& job, std::optional<ResumePoint>& resume, Log& log) {
   detail::RollbackTarget target;
-  together(processes, "rollback", [&] {
-    if (processes.process() == 0) target = detail::rollback_target(start, *job, spike, log);
+  check_together(processes, "rollback", [&](const CheckpointCheck& check) {
+    target = detail::rollback_target(start, *job, spike, check, log);
   });
   try {
     resume = detail::agree_on(processes, std::move(target));

@@ -6,6 +6,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <thread>
 
 #include "catch2.h"
 #include "run/checkpoints/run_dir.h"
@@ -22,6 +23,7 @@ void flip_byte(const std::string& file, int64_t at) {
   f.seekg(at);
   const char byte = static_cast<char>(f.get() ^ 1);
   f.seekp(at).put(byte);
+  REQUIRE(f);
 }
 
 // Mounts something until the end of the scope; skipped if this process may not mount.
@@ -78,6 +80,66 @@ TEST_CASE("--resume auto skips damaged checkpoints with a warning; an explicit o
     REQUIRE(fs::exists(dir / "run/damaged-step-000006"));
     REQUIRE_FALSE(fs::exists(dir / "run/.tmp-step-000009-123"));
   }
+}
+
+TEST_CASE("readers of shares of a checkpoint find together what one finds alone", "[run][checkpoint]") {
+  const TempDir dir;
+  run_well(tiny(dir / "run", "--max-steps 1"));
+  const std::string path = dir / "run/step-000001";
+  const auto found = [&](int readers) {
+    std::vector<std::string> faults;
+    for (int reader = 0; reader < readers; ++reader)
+      if (const auto fault = checkpoint_fault(path, Part::all, {reader, readers})) faults.push_back(*fault);
+    return faults;
+  };
+  for (const auto& [name, record] : read_manifest(path)) {
+    INFO(name);
+    for (const int readers : {1, 2, 3, 50}) REQUIRE(found(readers).empty());
+    flip_byte(path + "/" + name, record.size - 1);
+    const std::string alone = *checkpoint_fault(path);
+    REQUIRE(alone.find("/" + name + ": bytes") != std::string::npos);
+    for (const int readers : {1, 2, 3, 50}) REQUIRE(found(readers) == std::vector{alone});
+    flip_byte(path + "/" + name, record.size - 1);
+  }
+}
+
+TEST_CASE("the processes of a job check together which checkpoint is intact", "[run][checkpoint][net]") {
+  const TempDir dir;
+  const auto two = [&](const std::string& options) {
+    const std::string command =
+        "--local-ranks 1 --world-size 2 --comm tcp --rendezvous file:" + (dir / "meet") + " " + options;
+    ProgramResult second;
+    std::thread other([&] { second = run_program(command + " --rank 1", "TRAIN_GPT_TOKEN=secret-of-a-test"); });
+    ProgramResult first = run_program(command + " --rank 0", "TRAIN_GPT_TOKEN=secret-of-a-test");
+    other.join();
+    INFO(first.err + second.err);
+    REQUIRE(first.status == second.status);
+    fs::remove(dir / "meet");
+    return first;
+  };
+  const std::string shape = "--checkpoint-every 1 ";
+  REQUIRE(two(tiny(dir / "whole", shape + "--max-steps 2")).status == 0);
+  for (const char* file : {"config.json", "trainer.json"}) {  // the first and the last: of one share each
+    INFO(file);
+    fs::remove_all(dir / "run");
+    fs::copy(dir / "whole", dir / "run", fs::copy_options::recursive);
+    flip_byte(dir / "run/step-000002/" + file, 20);
+    const ProgramResult asked = two(tiny(dir / "run", shape + "--max-steps 3 --resume " + (dir / "run/step-000002")));
+    REQUIRE(asked.status == 1);
+    REQUIRE(asked.err.find(std::string(file) + ": bytes") != std::string::npos);
+    const ProgramResult automatic = two(tiny(dir / "run", shape + "--max-steps 3"));
+    INFO(automatic.err);
+    REQUIRE(automatic.status == 0);
+    REQUIRE(automatic.out.find(std::string(file) + ": bytes") != std::string::npos);
+    REQUIRE(automatic.out.find("resuming after step 1") != std::string::npos);
+    REQUIRE(fs::exists(dir / "run/damaged-step-000002"));
+  }
+  const std::string model = dir / "whole/step-000002";
+  flip_byte(model + "/model-00002-of-00002.safetensors", 3000);
+  const ProgramResult refused = two(tiny(dir / "new", "--max-steps 1 --model " + model));
+  REQUIRE(refused.status == 1);
+  REQUIRE(refused.err.find("model-00002-of-00002.safetensors: bytes") != std::string::npos);
+  REQUIRE_FALSE(fs::exists(dir / "new"));
 }
 
 TEST_CASE("no new run is started when every checkpoint is damaged", "[run][checkpoint]") {

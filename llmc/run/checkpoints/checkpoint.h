@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -81,17 +82,27 @@ inline std::map<std::string, FileRecord> read_manifest(const std::string& path) 
 // Which part of a checkpoint to check: all of it, or only what is needed to load the model: shape and weights.
 enum class Part : uint8_t { all, model };
 
-// The first fault found in a checkpoint; none: every file of the part exists and matches its checksums.
-inline std::optional<std::string> checkpoint_fault(const std::string& path, Part part = Part::all) try {
+// The first fault found in a checkpoint; none: every file of the part exists and matches its checksums, of which this
+// reader computes its share.
+inline std::optional<std::string> checkpoint_fault(const std::string& path, Part part = Part::all,
+                                                   ReadShare share = {}) try {
   const std::map<std::string, FileRecord> files = read_manifest(path);
   for (const char* file : {"config.json", "trainer.json"})
     if (!files.contains(file)) return formatted("{}/manifest.json does not name {}", path, file);
+  std::map<std::string, FileRecord> of_part;
   for (const auto& [name, record] : files)
     if (part == Part::all || name == "config.json" || name.starts_with("model"))
-      if (auto fault = file_fault(path + "/" + name, record)) return fault;
-  return std::nullopt;
+      of_part.emplace(path + "/" + name, record);
+  return file_fault(of_part, share);
 } catch (const Error& error) {
   return error.what();
+}
+
+// How a start finds out whether a checkpoint is intact: returns its first fault, as checkpoint_fault() does.
+using CheckpointCheck = std::function<std::optional<std::string>(const std::string& path, Part part)>;
+
+inline std::optional<std::string> check_alone(const std::string& path, Part part) {
+  return checkpoint_fault(path, part);
 }
 
 // The sequence length that one of our checkpoints was trained with; later positions are untrained. None: not ours.

@@ -23,16 +23,10 @@
 
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/run_dir.h"
+#include "run/checkpoints/shared_check.h"
 #include "run/processes.h"
 
 namespace llmc {
-
-// Waits for what process 0 has written: a network file system may take a moment to show it to the others.
-inline void wait_for_path(const std::string& path) {
-  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  while (!path_exists(path) && std::chrono::steady_clock::now() < limit)
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-}
 
 // What a process has found on its disk of one part.
 struct FoundPart {
@@ -196,10 +190,10 @@ inline void report_other_runs(const std::string& dir, const std::string& run, Lo
 }
 
 // Whether the out directory has an intact checkpoint of this step or a later one. On process 0.
-inline bool has_as_new(const std::string& out_dir, int64_t step) {
+inline bool has_as_new(const std::string& out_dir, int64_t step, const CheckpointCheck& check) {
   std::vector<int64_t> steps = checkpoint_steps(out_dir);
   for (; !steps.empty() && steps.back() >= step; steps.pop_back())
-    if (!checkpoint_fault(checkpoint_path(out_dir, steps.back()))) return true;
+    if (!check(checkpoint_path(out_dir, steps.back()), Part::all)) return true;
   return false;
 }
 
@@ -253,14 +247,13 @@ inline void adopt_local_checkpoint(const Processes& processes, const Options& o,
     const LocalSearch found = detail::newest_local(parts, manifests, history, bad);
     const int64_t step = found.choice ? found.choice->of.step : 0;
     std::string verdict;
-    together(processes, "checkpoints in --out-dir", [&] {
-      if (!first) return;
+    check_together(processes, "checkpoints in --out-dir", [&](const CheckpointCheck& check) {
       for (const std::string& fault : found.faults)
         if (said.insert(fault).second)
           log.line(formatted("WARNING: {}; {}", fault,
                              found.choice ? formatted("that of step {} is complete", step)
                                           : std::string("no older one is complete, so those in --out-dir count")));
-      if (found.choice && !detail::has_as_new(o.out_dir, step)) verdict = "copy";
+      if (found.choice && !detail::has_as_new(o.out_dir, step, check)) verdict = "copy";
     });
     if (processes.all_gather("use local checkpoint", verdict)[0].empty()) return;
 

@@ -25,12 +25,13 @@ struct ResumePoint {
 // The newest complete checkpoint of a run directory; damaged ones are skipped, each with a warning. None: there are no
 // checkpoints. It is an error if all are damaged.
 inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
-                                                    const std::function<void(const std::string&)>& warn) {
+                                                    const std::function<void(const std::string&)>& warn,
+                                                    const CheckpointCheck& check = check_alone) {
   std::vector<int64_t> steps = checkpoint_steps(out_dir);
   std::string faults;
   for (; !steps.empty(); steps.pop_back()) {
     const std::string path = checkpoint_path(out_dir, steps.back());
-    const std::optional<std::string> fault = checkpoint_fault(path);
+    const std::optional<std::string> fault = check(path, Part::all);
     if (!fault) return ResumePoint{path, steps.back(), read_json(path + "/trainer.json")};
     warn("skipping a damaged checkpoint: " + *fault);
     faults += "\n  " + *fault;
@@ -45,7 +46,7 @@ inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
 // The checkpoint that an option names, under its canonical path (links and trailing slashes give a directory many), and
 // its step.
 inline std::pair<std::string, int64_t> named_checkpoint(const std::string& option, const std::string& named,
-                                                        const char* expected) {
+                                                        const char* expected, const CheckpointCheck& check) {
   std::error_code error;
   const std::filesystem::path asked = std::filesystem::canonical(named, error);
   const std::optional<int64_t> step = checkpoint_step(asked);
@@ -53,7 +54,7 @@ inline std::pair<std::string, int64_t> named_checkpoint(const std::string& optio
   CHECK(step, "{} {}: {}; expected {}, {}", option, named,
         error ? error.message() : std::string("this is not a checkpoint"), expected,
         inside.empty() ? "OUT/step-NNNNNN" : checkpoint_path(named, inside.back()));
-  if (const auto fault = checkpoint_fault(asked))
+  if (const auto fault = check(asked, Part::all))
     throw Error(formatted("{} {}: this checkpoint is damaged: {}", option, named, *fault));
   return {asked, *step};
 }

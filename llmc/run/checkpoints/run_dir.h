@@ -92,19 +92,21 @@ class RunDirectory {
   RunDirectory& operator=(const RunDirectory&) = delete;
 
   // The checkpoint that --resume asks for; none: a new run.
-  std::optional<ResumePoint> resume_point(Log& log, const Options& o) {
+  std::optional<ResumePoint> resume_point(Log& log, const Options& o, const CheckpointCheck& check) {
     if (o.resume == "auto" || o.resume == "never" || (requeued() && !checkpoint_steps(path_).empty())) {
-      auto newest = newest_checkpoint(path_, [&](const std::string& warning) { log.line("WARNING: " + warning); });
+      auto newest = newest_checkpoint(
+          path_, [&](const std::string& warning) { log.line("WARNING: " + warning); }, check);
       for (const int64_t step : checkpoint_steps(path_))
         if (newest && step > newest->step) log.line("WARNING: " + set_aside(step, "damaged"));
       if (newest) require_parent(newest->path + "/trainer.json", parent_of(*newest), o.branch_from, path_);
       else if (record_) require_parent(run_file(), record_->parent, o.branch_from, path_);
       if (newest) take_options(log, *newest, o);
-      else if (!o.branch_from.empty() || (record_ && !record_->parent.is_null())) return branch_point(log, o);
+      else if (!o.branch_from.empty() || (record_ && !record_->parent.is_null())) return branch_point(log, o, check);
       else if (record_) take_options(log, *record_, o);
       return newest;
     }
-    const auto [asked, step] = named_checkpoint("--resume", o.resume, "auto, never, or a checkpoint's directory");
+    const auto [asked, step] =
+        named_checkpoint("--resume", o.resume, "auto, never, or a checkpoint's directory", check);
     const std::vector<int64_t> steps = checkpoint_steps(path_);
     const std::string own = checkpoint_path(path_, step);
     std::error_code none;
@@ -154,12 +156,12 @@ class RunDirectory {
   }
 
   // The newest intact checkpoint up to `step` to which a rollback may return; none: there is none.
-  std::optional<ResumePoint> rollback_point(Log& log, int64_t step) const {
+  std::optional<ResumePoint> rollback_point(Log& log, int64_t step, const CheckpointCheck& check) const {
     std::vector<int64_t> steps = checkpoint_steps(path_);
     for (; !steps.empty(); steps.pop_back()) {
       const std::string path = checkpoint_path(path_, steps.back());
       if (steps.back() > step) continue;
-      if (const std::optional<std::string> fault = checkpoint_fault(path)) {
+      if (const std::optional<std::string> fault = check(path, Part::all)) {
         log.line("WARNING: skipping a damaged checkpoint: " + *fault);
         continue;
       }
@@ -288,7 +290,7 @@ class RunDirectory {
 
   // The checkpoint of another run at which this one begins: the one that --branch-from names, or, before the branch has
   // a checkpoint of its own, the one that it began with.
-  ResumePoint branch_point(Log& log, const Options& o) {
+  ResumePoint branch_point(Log& log, const Options& o, const CheckpointCheck& check) {
     const nlohmann::json recorded = record_ ? record_->parent : nlohmann::json();
     const nlohmann::json path = recorded.is_object() ? member(recorded, "path") : recorded;
     CHECK(!o.branch_from.empty() || path.is_string(),
@@ -296,7 +298,7 @@ class RunDirectory {
     const bool given = !o.branch_from.empty();
     const auto [asked, step] =
         named_checkpoint(given ? "--branch-from" : "the parent in " + run_file() + ",",
-                         given ? o.branch_from : path.get<std::string>(), "a checkpoint's directory");
+                         given ? o.branch_from : path.get<std::string>(), "a checkpoint's directory", check);
     ResumePoint point{asked, step, read_json(asked + "/trainer.json"), Begin::branch};
     if (record_) require_parent(run_file(), recorded, asked, path_);
     take_options(log, point, o);

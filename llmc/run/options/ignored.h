@@ -110,49 +110,57 @@ inline const std::vector<OptionKind>& option_kinds() {
   return kinds;
 }
 
+enum class ModeRanks {
+  meet,   // all ranks compute
+  paper,  // one process, about the ranks of a run
+  none    // one process, about none
+};
+
 struct Mode {
   const char *name, *what;
+  ModeRanks ranks;
   unsigned uses;                            // of the kinds that it uses
   bool (*asked)(const Options&) = nullptr;  // null: training
 };
-inline constexpr Mode training_mode{"training", "", OptionKind::of_runs};
+inline constexpr Mode training_mode{"training", "", ModeRanks::meet, OptionKind::of_runs};
 
 inline const std::vector<Mode>& modes() {
   using K = OptionKind;
   constexpr unsigned here = K::threads | K::local_ranks;
   static const std::vector<Mode> modes = {
-      {"--evaluate", "which does not train and writes nothing",
+      {"--evaluate", "which does not train and writes nothing", ModeRanks::meet,
        K::val_data | K::data | K::validation | K::batch | K::step_size | K::layout | K::stages | K::model | K::length |
            K::tokenizer | K::epilogues | here | K::spare | K::json,
        [](const Options& o) { return o.evaluate; }},
-      {"--generate", "which computes on one rank and does not train",
+      {"--generate", "which computes on one rank and does not train", ModeRanks::none,
        K::sampling | K::model | K::length | K::tokenizer | here | K::generation,
        [](const Options& o) { return o.generate; }},
-      {"--verify-data", "which reads data and does not train",
+      {"--verify-data", "which reads data and does not train", ModeRanks::none,
        K::train_data | K::val_data | K::data | K::model | K::length | K::tokenizer | here,
        [](const Options& o) { return o.verify_data; }},
-      {"--tokenize", "which reads text and does not train",
+      {"--tokenize", "which reads text and does not train", ModeRanks::none,
        K::tokenizer | K::interruption | here | K::output | K::shards,
        [](const Options& o) { return !o.tokenize.empty(); }},
-      {"--average", "which averages weights and does not train", here | K::output,
+      {"--average", "which averages weights and does not train", ModeRanks::none, here | K::output,
        [](const Options& o) { return !o.average.empty(); }},
-      {"--selftest", "which has models and layouts of its own, on --local-ranks ranks of one thread",
+      {"--selftest", "which has models and layouts of its own, on --local-ranks ranks of one thread", ModeRanks::meet,
        K::local_ranks | K::spare | K::selftest, [](const Options& o) { return o.selftest; }},
-      {"--coord-check", "which trains for a few steps on one rank and a text of its own",
+      {"--coord-check", "which trains for a few steps on one rank and a text of its own", ModeRanks::none,
        K::update | K::model | K::epilogues | K::threads | K::depths | K::json,
        [](const Options& o) { return !o.coord_check.empty(); }},
-      {"--plan", "which plans a run", K::of_runs | K::machine | K::price | K::json,
+      {"--plan", "which plans a run", ModeRanks::paper, K::of_runs | K::machine | K::price | K::json,
        [](const Options& o) { return o.plan; }},
-      {"--plan-auto", "which searches the layout of a step",
+      {"--plan-auto", "which searches the layout of a step", ModeRanks::none,
        K::model | K::length | K::tokenizer | K::step_size | K::epilogues | K::update | K::state | here | K::machine |
            K::json,
        [](const Options& o) { return o.plan_auto; }},
-      {"--plan-examples", "which plans the runs of papers", here, [](const Options& o) { return o.plan_examples; }},
-      {"--print-schedule", "which draws the stages of --pp, whatever they compute",
+      {"--plan-examples", "which plans the runs of papers", ModeRanks::none, here,
+       [](const Options& o) { return o.plan_examples; }},
+      {"--print-schedule", "which draws the stages of --pp, whatever they compute", ModeRanks::none,
        K::stages | K::slices | here | K::micro_batches | K::json, [](const Options& o) { return o.print_schedule; }},
-      {"--print-stages", "which prints the stages of a run", (K::of_runs & ~K::spare) | K::json,
+      {"--print-stages", "which prints the stages of a run", ModeRanks::paper, (K::of_runs & ~K::spare) | K::json,
        [](const Options& o) { return o.print_stages; }},
-      {"--print-samples", "which prints the samples of a run", K::of_runs & ~K::spare,
+      {"--print-samples", "which prints the samples of a run", ModeRanks::paper, K::of_runs & ~K::spare,
        [](const Options& o) { return !o.print_samples.empty(); }}};
   return modes;
 }
@@ -166,6 +174,21 @@ inline const Mode& mode_of(const Options& o) {
   }
   return *asked;
 }
+
+}  // namespace detail
+
+// Is it about the ranks of a run, even one on paper?
+inline bool has_ranks(const Options& o) { return detail::mode_of(o).ranks != detail::ModeRanks::none; }
+
+// Do all ranks of the job meet and compute? Other modes need one process.
+inline bool needs_ranks(const Options& o) { return detail::mode_of(o).ranks == detail::ModeRanks::meet; }
+
+// Is it about a run's training data: a run that trains, or one on paper, or a check of its data?
+inline bool reads_train_data(const Options& o) {
+  return (detail::mode_of(o).uses & detail::OptionKind::train_data) != 0;
+}
+
+namespace detail {
 
 // The kind for which the mode does not use the option; null: it uses it.
 inline const OptionKind* unused_kind(const Mode& mode, std::string_view option) {

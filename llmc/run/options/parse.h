@@ -442,12 +442,6 @@ inline void validate(const Options& o) {
   CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
 }
 
-// Is it a run that trains, or one on paper, or a check of its data?
-inline bool trains(const Options& o) {
-  return !o.generate && !o.evaluate && !o.selftest && !o.print_schedule && !o.plan_auto && !o.plan_examples &&
-         o.tokenize.empty() && o.average.empty() && o.coord_check.empty();
-}
-
 // The parsed command line.
 struct Command {
   Options options;
@@ -545,7 +539,7 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
     drop_ignored(command.options, [&](const std::string& name) { return app.count(name) > 0; });
     if (command.options.evaluate && app.count("--seq-len") == 0 && !command.options.config_lines.contains("--seq-len"))
       command.options.seq_len = default_length(command.options);
-    if (trains(command.options)) take_vocabulary(command.options);
+    if (reads_train_data(command.options)) take_vocabulary(command.options);
     take_place(command.options);
     validate(command.options);
   } catch (const Error& error) {
