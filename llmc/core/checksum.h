@@ -13,13 +13,12 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "core/files.h"
 #include "core/json.h"
 #include "core/shape.h"
+#include "core/threads.h"
 
 namespace llmc {
 
@@ -156,14 +155,7 @@ inline std::optional<std::string> file_fault(const std::map<std::string, FileRec
     const std::lock_guard lock(mutex);
     faults.emplace(i, *fault);
   };
-  {
-    std::vector<std::jthread> others;
-    try {
-      while (std::ssize(others) + 1 < std::min<int64_t>(8, last - first)) others.emplace_back(work);
-    } catch (const std::system_error&) {  // no further thread to be had
-    }
-    work();
-  }
+  on_threads(std::min<int64_t>(8, last - first), work);
   return faults.empty() ? std::nullopt : std::optional(faults.begin()->second);
 }
 

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -197,13 +198,16 @@ class File {
 // A cache of files open for reading: the most recently used stay open, within the limit of the process. Thread-safe.
 class OpenFiles {
  public:
-  explicit OpenFiles(size_t most = default_most()) : most_(most) {}
+  OpenFiles() { ++caches(); }
+  ~OpenFiles() { --caches(); }
+  OpenFiles(const OpenFiles&) = delete;
+  OpenFiles& operator=(const OpenFiles&) = delete;
 
   std::shared_ptr<const File> open_read(const std::string& path) {
     std::lock_guard lock(mutex_);
     auto found = std::find_if(files_.begin(), files_.end(), [&](const auto& file) { return file->path() == path; });
     if (found == files_.end()) {
-      if (files_.size() >= most_) files_.pop_back();  // stays open for a thread still reading it
+      while (files_.size() >= most()) files_.pop_back();  // stays open for a thread still reading it
       found = files_.insert(files_.begin(), std::make_shared<const File>(File::open_read(path)));
     }
     files_.splice(files_.begin(), files_, found);
@@ -211,14 +215,17 @@ class OpenFiles {
   }
 
  private:
-  // A quarter of the limit each for training and validation data; the rest is for everything else.
-  static size_t default_most() {
+  static std::atomic<size_t>& caches() {  // of this process: of training data, validation data, each --data
+    static std::atomic<size_t> count = 0;
+    return count;
+  }
+  // All caches share half of the limit; the rest is for everything else.
+  static size_t most() {
     rlimit limit{};
     const bool known = ::getrlimit(RLIMIT_NOFILE, &limit) == 0;
-    return std::clamp<size_t>(known ? limit.rlim_cur / 4 : 64, 1, 256);
+    return std::clamp<size_t>((known ? limit.rlim_cur : 256) / 2 / caches(), 1, 256);
   }
 
-  size_t most_;
   std::mutex mutex_;
   std::list<std::shared_ptr<const File>> files_;  // most recently used first
 };
@@ -296,11 +303,14 @@ inline std::string instead_of(const std::string& pattern) {
 
 // The matching files, sorted; errors name `option`.
 inline std::vector<std::string> expand_glob(const std::string& pattern, const char* option) {
-  glob_t found{};
-  const int status = ::glob(pattern.c_str(), 0, nullptr, &found);
-  std::vector<std::string> paths(found.gl_pathv, found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
-  ::globfree(&found);
-  if (paths.empty() && path_exists(pattern)) paths = {pattern};  // its name has characters of patterns
+  std::vector<std::string> paths;
+  if (path_exists(pattern)) paths = {pattern};  // whose name may have characters of patterns
+  else {
+    glob_t found{};
+    const int status = ::glob(pattern.c_str(), 0, nullptr, &found);
+    paths.assign(found.gl_pathv, found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
+    ::globfree(&found);
+  }
   CHECK(!paths.empty(), "{} {}: no file matches: {}; quote patterns so that the shell does not expand them", option,
         pattern, instead_of(pattern));
   for (const std::string& path : paths) {

@@ -1,5 +1,6 @@
 // documents.h: files of text or JSON lines, cut into chunks of bounded size for several threads, and the documents in a
-// chunk. Chunks depend on the files alone, never on the number of threads, and reading can go on at any chunk.
+// chunk. Chunks depend on the files alone, never on the number of threads, and reading can resume at any chunk
+// boundary.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -18,7 +19,7 @@ namespace llmc {
 
 // A place between two chunks.
 struct TextPosition {
-  int64_t file = 0, offset = 0;  // bytes of its text, unpacked
+  int64_t file = 0, offset = 0;  // bytes of its text, decompressed
   int64_t line = 1;
   bool within = false;  // a document goes on here
   bool operator==(const TextPosition&) const = default;
@@ -76,13 +77,14 @@ class ChunkReader {
         continue;
       }
       const bool is_json = format_of(file_->path()) == TextFormat::json_lines;
-      std::optional<size_t> end = more ? is_json ? end_of_line() : cut_(rest_) : rest_.size();
-      if (!is_json && !end && rest_.size() >= longest_part) end = rest_.size() - detail::unfinished(rest_);
-      CHECK(end || rest_.size() < longest_line,
+      const std::string_view text = std::string_view(rest_).substr(0, wanted_);
+      std::optional<size_t> end = more ? is_json ? end_of_line(text) : cut_(text) : text.size();
+      if (!is_json && !end && text.size() >= longest_part) end = text.size() - detail::unfinished(text);
+      CHECK(end || text.size() < longest_line,
             "{}:{}: a line of more than {} bytes, expected one document on each line", file_->path(), at_.line,
             longest_line);
       if (!end) {
-        wanted_ = 2 * rest_.size();
+        wanted_ *= 2;
         continue;
       }
       wanted_ = chunk_bytes;
@@ -103,19 +105,20 @@ class ChunkReader {
     at_ = {.file = at_.file + 1};
   }
 
-  // Fills rest_ up to wanted_. False: the file has ended.
+  // Reads until rest_ has more than wanted_. False: the file ends before.
   bool read_more() {
     const size_t kept = rest_.size();
-    if (ended_ || kept >= wanted_) return !ended_;
-    rest_.resize(wanted_);
-    rest_.resize(kept + file_->read(rest_.data() + kept, wanted_ - kept));
-    ended_ = rest_.size() < wanted_;
-    return !ended_;
+    if (!ended_ && kept <= wanted_) {
+      rest_.resize(wanted_ + 1);
+      rest_.resize(kept + file_->read(rest_.data() + kept, wanted_ + 1 - kept));
+      ended_ = rest_.size() <= wanted_;
+    }
+    return rest_.size() > wanted_;
   }
 
-  std::optional<size_t> end_of_line() const {
-    const size_t last = rest_.rfind('\n');
-    return last == rest_.npos ? std::nullopt : std::optional(last + 1);
+  static std::optional<size_t> end_of_line(std::string_view text) {
+    const size_t last = text.rfind('\n');
+    return last == text.npos ? std::nullopt : std::optional(last + 1);
   }
 
   TextChunk take(size_t end, TextFormat format, bool more) {
@@ -133,9 +136,9 @@ class ChunkReader {
   Cut cut_;
   TextPosition at_;
   std::optional<TextFile> file_;
-  std::string rest_;  // read, and not yet in a chunk
-  size_t wanted_ = chunk_bytes;
-  bool ended_ = false;  // the file, not rest_
+  std::string rest_;             // read, and not yet in a chunk
+  size_t wanted_ = chunk_bytes;  // of rest_, for the next chunk
+  bool ended_ = false;           // the file, not rest_
   int64_t bytes_before_ = 0;
 };
 

@@ -79,8 +79,8 @@ inline std::string hint_of_magic(const File& file, const std::string& sample) {
   constexpr std::pair<std::string_view, const char*> texts[] = {
       {"\x93NUMPY", "an array of numpy's with a header: write it with ndarray.tofile()"},
       {MegatronIndex::magic, "Megatron's index: name the .bin beside it"},
-      {"\x1f\x8b", "packed by gzip: unpack it"},
-      {"\x28\xb5\x2f\xfd", "packed by zstd: unpack it"},
+      {"\x1f\x8b\x08", "compressed with gzip: decompress it"},
+      {"\x28\xb5\x2f\xfd", "compressed with zstd: decompress it"},
       {"PAR1", "Parquet: data/tokenize_text.py makes shards of it"}};
   for (const auto& [known, what] : texts)
     if (sample.starts_with(known)) return formatted("; it seems to be {}", what);

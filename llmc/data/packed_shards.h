@@ -5,13 +5,19 @@
 // sample is found from the index of the documents of one window, and is a function of the files, T and the packing.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <deque>
+#include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <random>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "core/threads.h"
 #include "data/document_index.h"
 #include "data/packing.h"
 #include "data/token_file.h"
@@ -35,10 +41,10 @@ class PackedShards {
   // Errors name `option`.
   PackedShards(const TokenFiles& files, const Config& config, const Notice& notice, const char* option = "--train-data")
       : files_(files), config_(config) {
+    index_documents(notice);
     int64_t documents = 0;
     for (int64_t file = 0; file < files.count(); ++file) {
-      indexes_.emplace_back(files, file, config.vocab_size, config.end_of_text, config.index_directory, notice);
-      documents += indexes_.back().documents();
+      documents += indexes_[static_cast<size_t>(file)]->documents();
       divide_into_windows(file);
     }
     packed_.resize(windows_.size());
@@ -59,10 +65,10 @@ class PackedShards {
 
   // How many targets sample `index` has.
   int64_t targets(int64_t index) const {
+    const uint8_t padding = padding_.at(static_cast<size_t>(index));
+    if (padding < much_padding) return config_.seq_len - padding;
     int64_t n = 0;
-    with_row(index, [&](int64_t, std::span<const Range> row) {
-      for (const Range& piece : row) n += piece.size;
-    });
+    with_row(index, [&](int64_t, std::span<const Range> row) { n = targets_in(row); });
     return n;
   }
 
@@ -87,7 +93,7 @@ class PackedShards {
           const size_t t = static_cast<size_t>(i);
           CHECK(i == 0 || begins[t] == 0,
                 "{}: a document begins at token {}, which the index {} lacks: delete the index and start again",
-                files_.paths()[static_cast<size_t>(file)], piece.begin + i, indexes_[static_cast<size_t>(file)].path());
+                files_.path(file), piece.begin + i, indexes_[static_cast<size_t>(file)]->path());
           place(piece_tokens[t], piece_tokens[t + 1], i);
         }
       }
@@ -109,9 +115,41 @@ class PackedShards {
     return mark == DocumentMark::index || token[0] == config_.end_of_text;
   }
 
+  // Several files at once. Every process begins at another one: what one has indexed, the others find.
+  void index_documents(const Notice& notice) {
+    const int64_t n = files_.count(), start = std::random_device()() % static_cast<uint64_t>(n);
+    indexes_.resize(static_cast<size_t>(n));
+    std::atomic<int64_t> next = 0;
+    std::mutex mutex;  // for notice() and faults
+    std::map<int64_t, std::exception_ptr> faults;
+    on_threads(std::min<int64_t>(8, n), [&] {
+      for (int64_t i = 0; (i = next++) < n;) {
+        const int64_t file = (start + i) % n;
+        try {
+          indexes_[static_cast<size_t>(file)].emplace(files_, file, config_.vocab_size, config_.end_of_text,
+                                                      config_.index_directory, [&](const std::string& line) {
+                                                        const std::lock_guard lock(mutex);
+                                                        notice(line);
+                                                      });
+        } catch (...) {
+          next = n;
+          const std::lock_guard lock(mutex);
+          faults.emplace(file, std::current_exception());
+        }
+      }
+    });
+    if (!faults.empty()) std::rethrow_exception(faults.begin()->second);
+  }
+
+  static int64_t targets_in(std::span<const Range> row) {
+    int64_t n = 0;
+    for (const Range& piece : row) n += piece.size;
+    return n;
+  }
+
   void divide_into_windows(int64_t file) {
     constexpr int64_t block = int64_t{1} << 16;
-    const DocumentIndex& index = indexes_[static_cast<size_t>(file)];
+    const DocumentIndex& index = *indexes_[static_cast<size_t>(file)];
     const int64_t window = 1024 * config_.seq_len;
     int64_t first = 0;
     std::vector<int64_t> begins;  // of the window
@@ -120,6 +158,9 @@ class PackedShards {
       const std::vector<Range> documents = documents_of(begins, end);
       const PackedRows rows = pack_rows(config_.packing, documents, config_.seq_len);
       if (rows.count() > 0) windows_.push_back({file, first, n, end, samples()});
+      for (int64_t row = 0; row < rows.count(); ++row)
+        padding_.push_back(
+            static_cast<uint8_t>(std::min<int64_t>(config_.seq_len - targets_in(rows[row]), much_padding)));
       counts_ += counts_of(rows, documents, config_.seq_len);
       first += n;
       begins.clear();
@@ -151,7 +192,7 @@ class PackedShards {
     const std::shared_ptr<const PackedRows> rows = packed(static_cast<size_t>(after - windows_.begin()) - 1);
     const int64_t row = index - window.first_sample;
     CHECK(row < rows->count(), "{}: the index of its documents has changed since the run began; restart the run",
-          files_.paths()[static_cast<size_t>(window.file)]);
+          files_.path(window.file));
     f(window.file, (*rows)[row]);
   }
 
@@ -163,7 +204,7 @@ class PackedShards {
     }
     const Window& window = windows_[w];
     const std::vector<int64_t> begins =
-        indexes_[static_cast<size_t>(window.file)].begins(window.first_document, window.documents);
+        indexes_[static_cast<size_t>(window.file)]->begins(window.first_document, window.documents);
     auto rows = std::make_shared<const PackedRows>(
         pack_rows(config_.packing, documents_of(begins, window.end), config_.seq_len));
     const std::lock_guard lock(mutex_);
@@ -180,9 +221,12 @@ class PackedShards {
 
   const TokenFiles& files_;
   Config config_;
-  std::vector<DocumentIndex> indexes_;  // of each file
+  std::vector<std::optional<DocumentIndex>> indexes_;  // of each file
   std::vector<Window> windows_;
   PackingCounts counts_;
+  // Of each row, so that a step's targets are counted without packing the windows of all its rows again.
+  static constexpr uint8_t much_padding = 255;  // or more
+  std::vector<uint8_t> padding_;
 
   mutable std::mutex mutex_;
   mutable std::vector<std::shared_ptr<const PackedRows>> packed_;  // of each window, if it is kept

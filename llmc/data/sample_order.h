@@ -35,8 +35,6 @@ class BlockOrder {
     CHECK(blocks > 0);
   }
 
-  int64_t blocks() const { return blocks_; }  // in an epoch
-
   // The block in the files that comes at `index` of an epoch.
   int64_t at(int64_t epoch, int64_t index) {
     if (!shuffle_) return index;

@@ -1,4 +1,4 @@
-// text_file.h: a file of text read from front to back, unpacked if it is gzip's or zstd's, whatever its name.
+// text_file.h: a file of text read from front to back, decompressed if it is gzip's or zstd's, whatever its name.
 #pragma once
 #include <zlib.h>
 #include <zstd.h>
@@ -26,14 +26,14 @@ class TextFile {
                  delete stream;
                }};
       CHECK(inflateInit2(gzip_.get(), 15 + 16) == Z_OK, "{}: zlib cannot start: no memory", path);
-    } else if (start.starts_with("\x28\xb5\x2f\xfd")) {
+    } else if (start.starts_with("\x28\xb5\x2f\xfd") || is_skippable_zstd_frame(start)) {
       kind_ = Kind::zstd;
       zstd_ = {ZSTD_createDCtx(), ZSTD_freeDCtx};
-      CHECK(zstd_ != nullptr, "{}: no memory to unpack it", path);
+      CHECK(zstd_ != nullptr, "{}: no memory to decompress it", path);
     } else {
       for (const auto& [magic, kind, remedy] : others)
-        CHECK(!start.starts_with(magic), "{}: a {} file, expected text or JSON lines, also packed by gzip or zstd: {}",
-              path, kind, remedy);
+        CHECK(!start.starts_with(magic),
+              "{}: a {} file, expected text or JSON lines, also compressed with gzip or zstd: {}", path, kind, remedy);
     }
   }
 
@@ -63,10 +63,14 @@ class TextFile {
   static constexpr Other others[] = {{{"\xfd"
                                        "7zXZ"},
                                       "xz",
-                                      "unpack it: xz -d"},
-                                     {"BZh", "bzip2", "unpack it: bunzip2"},
+                                      "decompress it: xz -d"},
+                                     {"BZh", "bzip2", "decompress it: bunzip2"},
                                      {"PK\x03\x04", "zip", "unpack it: unzip"},
-                                     {"PAR1", "Parquet", "convert it to JSON lines (data/tokenize_text.py says how)"}};
+                                     {"PAR1", "Parquet", "data/tokenize_text.py makes shards of it"}};
+  // pzstd's files begin with one.
+  static bool is_skippable_zstd_frame(std::string_view start) {
+    return start.size() > 3 && (start[0] & 0xf0) == 0x50 && start.substr(1, 3) == "\x2a\x4d\x18";
+  }
   static constexpr size_t block_bytes = 1 << 18;
 
   // Reads the next block of the file once the last is used up. False: the file has ended.
@@ -87,13 +91,14 @@ class TextFile {
     return n;
   }
 
-  // Several packed texts in one file are one text.
+  // Several compressed texts in one file are one text; zeros between them are padding.
   size_t inflate_some(char* out, size_t most) {
     z_stream& z = *gzip_;
     z.next_out = reinterpret_cast<Bytef*>(out);
     z.avail_out = static_cast<uInt>(std::min<size_t>(most, 1 << 30));
     const uInt room = z.avail_out;
     while (z.avail_out == room) {
+      while (!within_ && fill() && in_[in_at_] == '\0') ++in_at_;
       const bool more = fill();
       if (!more && !within_) return 0;
       CHECK(more, "{}: damaged gzip data: it ends too early; get the file again", path());
@@ -133,7 +138,7 @@ class TextFile {
   std::vector<char> in_;  // a block of the file, of which in_at_ to in_end_ are unused
   size_t in_at_ = 0, in_end_ = 0;
   Kind kind_ = Kind::plain;
-  bool within_ = false;  // within a packed text
+  bool within_ = false;  // within a compressed text
   std::unique_ptr<z_stream, void (*)(z_stream*)> gzip_{nullptr, nullptr};
   std::unique_ptr<ZSTD_DCtx, size_t (*)(ZSTD_DCtx*)> zstd_{nullptr, nullptr};
 };

@@ -16,7 +16,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -74,11 +73,17 @@ struct TokenizeRecord {
   }
   static TokenizeRecord read(const std::string& path) try {
     const nlohmann::json json = read_json(path), at = json.at("position");
-    return {json.at("inputs"),     json.at("tokenizer"),
-            json.at("field"),      json.at("shard_size"),
-            json.at("replaces"),   {at.at("file"), at.at("offset"), at.at("line"), at.at("within_document")},
-            json.at("tokens"),     json.at("documents"),
-            json.at("text_bytes"), json.at("done")};
+    const TokenizeRecord record{
+        json.at("inputs"),     json.at("tokenizer"),
+        json.at("field"),      json.at("shard_size"),
+        json.at("replaces"),   {at.at("file"), at.at("offset"), at.at("line"), at.at("within_document")},
+        json.at("tokens"),     json.at("documents"),
+        json.at("text_bytes"), json.at("done")};
+    CHECK(record.position.file >= 0 && record.position.file <= std::ssize(record.inputs) &&
+              record.position.offset >= 0 && record.shard_tokens > 0 && record.tokens >= 0,
+          "{}: position {} and {} tokens in shards of {}, of {} inputs: the file is damaged: start over with --restart",
+          path, at, record.tokens, record.shard_tokens, record.inputs.size());
+    return record;
   } catch (const nlohmann::json::exception& error) {
     throw Error(formatted("{}: not a record of --tokenize ({}): start over with --restart", path, error.what()));
   }
@@ -196,7 +201,6 @@ class Tokenization {
       CHECK(job_.restart || published.empty(),
             "{} exists, and no {} says what it was made of: --restart replaces all shards of --out {}",
             published.empty() ? "" : published[0], record_path_, job_.prefix);
-      if (recorded) std::filesystem::remove(record_path_);
       record_.replaces = !published.empty();
     } else {
       const TokenizeRecord earlier = TokenizeRecord::read(record_path_);
@@ -210,6 +214,7 @@ class Tokenization {
     }
     writer_.emplace(job_.prefix, width_, job_.shard_tokens, record_.tokens);
     if (record_.done) return publish(), false;
+    if (job_.restart) write_record();  // before what an earlier run wrote is removed: a requeued job goes on from here
     writer_->go_on();
     if (record_.tokens > 0)
       log_.line(formatted("going on after {} documents, {} tokens", record_.documents, record_.tokens));
@@ -245,9 +250,7 @@ class Tokenization {
     reader_.emplace(
         job_.paths, [&](std::string_view text) { return tokenizer_.last_cut(text); }, record_.position);
     last_record_ = std::chrono::steady_clock::now();
-    std::vector<std::thread> threads;
-    for (int i = 0; i < job_.threads; ++i) threads.emplace_back([&] { work(); });
-    for (std::thread& thread : threads) thread.join();
+    on_threads(job_.threads, [&] { work(); });
     if (fault_ || !stopped_.empty()) {
       write_record();
       if (fault_) std::rethrow_exception(fault_);

@@ -170,6 +170,7 @@ TEST_CASE("tokens without a header are read only if their format is named, and i
   const std::string path = dir / "train.bin";
   std::vector<uint16_t> narrow(1000);
   for (size_t i = 0; i < narrow.size(); ++i) narrow[i] = static_cast<uint16_t>(i * 7919 % 50257);
+  narrow[0] = 0x8b1f;  // the two bytes with which gzip's files begin
   write_numbers(path, narrow);
   REQUIRE_ERROR(open_token_file(path),
                 "tokens without a header are read only if --data-format says nanogpt or olmo; it "

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <map>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "catch2.h"
@@ -309,7 +310,6 @@ TEST_CASE("best-fit pads less than 0.5% of rows for lengths as texts have them",
 TEST_CASE("packed samples hold every token of the files once, each with its next token as target", "[data][packing]") {
   const TempDir dir;
   std::mt19937 random(3);
-  const int64_t T = 6;  // a window has 6144 tokens
   using Pair = std::pair<int64_t, int64_t>;
   std::map<Pair, int> expected;  // of the token files, each a token and the next one
   const auto expect = [&](const auto& tokens) {
@@ -319,7 +319,7 @@ TEST_CASE("packed samples hold every token of the files once, each with its next
   expect(write_documents<uint16_t>(dir / "a_1.bin", random, 300, 40));
   write_shard<uint16_t>(dir / "a_2.bin", {0});
   const TokenFiles files(dir / "a_*.bin", "--train-data");
-  for (const PositionsIn positions : {PositionsIn::row, PositionsIn::document}) {
+  const auto check = [&](int64_t T, PositionsIn positions) {
     PackedShards::Config c = config(Packing::best_fit, T, dir);
     c.most_kept = 10;  // every window is packed again and again
     const PackedShards shards(files, c, no_notice);
@@ -341,6 +341,10 @@ TEST_CASE("packed samples hold every token of the files once, each with its next
       REQUIRE(targets == shards.targets(i));
     }
     REQUIRE(found == expected);
+  };
+  for (const PositionsIn positions : {PositionsIn::row, PositionsIn::document}) {
+    check(6, positions);    // a window has 6144 tokens
+    check(600, positions);  // the last row of each file is mostly padding
   }
 }
 

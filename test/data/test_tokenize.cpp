@@ -2,6 +2,7 @@
 // work.
 #include <algorithm>
 #include <fstream>
+#include <mutex>
 #include <random>
 
 #include "catch2.h"
@@ -93,7 +94,7 @@ struct Corpus {
 
 }  // namespace
 
-TEST_CASE("texts packed by gzip or zstd, in one part or several, are read like the text itself", "[tokenize]") {
+TEST_CASE("texts compressed with gzip or zstd, in one part or several, are read like the text itself", "[tokenize]") {
   const TempDir dir;
   const std::string lines = json_lines(), first = lines.substr(0, lines.size() / 3), rest = lines.substr(first.size());
   write(dir / "plain.jsonl", lines);
@@ -113,6 +114,11 @@ TEST_CASE("texts packed by gzip or zstd, in one part or several, are read like t
     write(dir / name, damaged);
     REQUIRE_ERROR(all_text({dir / name}), std::string(name) + ": ");
   }
+  write(dir / "padded.jsonl.gz", gzipped(first) + std::string(300'000, '\0') + gzipped(rest) + std::string(512, '\0'));
+  REQUIRE(all_text({dir / "padded.jsonl.gz"}) == plain);
+  const std::string skipped("\x53\x2a\x4d\x18\4\0\0\0size", 12);  // a frame of pzstd's
+  write(dir / "skipped.jsonl.zst", skipped + zstd(first) + skipped + zstd(rest));
+  REQUIRE(all_text({dir / "skipped.jsonl.zst"}) == plain);
   write(dir / "e.jsonl", "PAR1....");
   REQUIRE_ERROR(all_text({dir / "e.jsonl"}), "e.jsonl: a Parquet file");
 }
@@ -173,6 +179,64 @@ TEST_CASE("reading goes on at any chunk, also within a document", "[tokenize]") 
     chunks += !rest.empty();
   }
   REQUIRE(chunks >= 10);
+}
+
+TEST_CASE("the chunks after any chunk are the same where text has no place to be cut", "[tokenize]") {
+  const TempDir dir;
+  std::string text(size_t{6} << 20, 'x');
+  for (const size_t place : {size_t{100}, size_t{2'200'000}, size_t{2'300'000}, size_t{5'000'000}}) text[place] = '|';
+  write(dir / "a.txt", text);
+  write(dir / "b.txt", std::string(3 * ChunkReader::chunk_bytes, '|'));  // ends where a chunk may
+  const auto cut = [](std::string_view part) {
+    const size_t last = part.rfind('|');
+    return last == part.npos ? std::nullopt : std::optional(last + 1);
+  };
+  const std::vector<std::string> paths = {dir / "a.txt", dir / "b.txt"};
+  const auto chunks_from = [&](const TextPosition& begin) {
+    ChunkReader reader(paths, cut, begin);
+    std::vector<TextChunk> chunks;
+    while (auto chunk = reader.next()) chunks.push_back(std::move(*chunk));
+    return chunks;
+  };
+  const std::vector<TextChunk> all = chunks_from({});
+  REQUIRE(all.size() == 6);
+  for (size_t i = 0; i < all.size(); ++i) {
+    const std::vector<TextChunk> rest = chunks_from(all[i].end);
+    INFO("after chunk " << i << ", which ends at " << all[i].end.offset << " of file " << all[i].end.file);
+    REQUIRE(rest.size() == all.size() - i - 1);
+    for (size_t j = 0; j < rest.size(); ++j) REQUIRE((rest[j].text == all[i + 1 + j].text));
+  }
+}
+
+TEST_CASE("a run that starts over records so before it removes anything", "[tokenize]") {
+  Corpus corpus;
+  corpus.run();
+  const std::vector<std::string> shards = corpus.shards();
+  corpus.job.restart = true;
+  std::vector<std::string> records;
+  std::mutex mutex;
+  corpus.job.record_seconds = 1e9;
+  corpus.job.stop = [&] {
+    const std::lock_guard lock(mutex);
+    records.push_back(read_whole(corpus.job.prefix + ".tokenized.json"));
+    return "";
+  };
+  corpus.run();
+  const nlohmann::json begun = nlohmann::json::parse(records.front());
+  REQUIRE(begun["done"] == false);
+  REQUIRE(begun["tokens"] == 0);
+  REQUIRE(begun["replaces"] == true);
+  REQUIRE(corpus.shards() == shards);
+}
+
+TEST_CASE("a damaged record of an earlier run is refused", "[tokenize]") {
+  Corpus corpus;
+  corpus.run_in_part(2);
+  const std::string file = corpus.job.prefix + ".tokenized.json";
+  nlohmann::json record = nlohmann::json::parse(read_whole(file));
+  record["position"]["file"] = 7;
+  write(file, record.dump());
+  REQUIRE_ERROR(corpus.run(), "of 2 inputs: the file is damaged");
 }
 
 TEST_CASE("a line is read as the JSON library reads it, or left to it", "[tokenize]") {

@@ -94,19 +94,20 @@ inline std::vector<DataChange> changed_data(const ResumePoint& from, const Job& 
         "{}/trainer.json: \"data_tokens\" is {}, expected a number for each of {} shards; the file is damaged",
         from.path, tokens, then.size());
   std::vector<DataChange> changes;
+  const std::vector<std::string> paths = job.data->train.paths();
+  const std::vector<int64_t> counts = job.data->train.tokens_of_files();
   for (size_t i = 0; i < then.size(); ++i) {
     if (then[i] == job.data->checksums[i]) continue;
-    const std::string shard = job.data->train.paths()[i], now = job.data->checksums[i],
+    const std::string shard = paths[i], now = job.data->checksums[i],
                       before = then[i].is_string() ? then[i].get<std::string>() : then[i].dump();
     CHECK(job.asked.data_changed == DataChanged::accept,
           "--train-data: {} has changed since the run began (checksum {}, in {}/trainer.json {}): restore its former "
           "contents to resume, take it as it is with --data-changed accept, or start a new run in another --out-dir",
           shard, now, from.path, shown(before));
-    const int64_t count = job.data->train.tokens_of_files()[i];
-    CHECK(tokens.is_null() || tokens[i] == count,
+    CHECK(tokens.is_null() || tokens[i] == counts[i],
           "--data-changed accept: {} has {} tokens, but {} when the run began: other samples would follow; restore its "
           "former contents, or start a new run in another --out-dir",
-          shard, count, tokens[i]);
+          shard, counts[i], tokens[i]);
     changes.push_back({shard, before, now});
   }
   return changes;

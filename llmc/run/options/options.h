@@ -525,7 +525,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "--print-stages, --coord-check and --evaluate");
   add("--tokenize", "", o.tokenize, Limits{}, free,
       "instead of training, turn files into token shards with --tokenizer, on --threads: text, a document each, or "
-      "JSON lines (.jsonl, .ndjson, .json), also packed by gzip or zstd; files, or quoted patterns, with commas "
+      "JSON lines (.jsonl, .ndjson, .json), also compressed with gzip or zstd; files, or quoted patterns, with commas "
       "between them. Every document begins with the end of text. An interrupted command, repeated, goes on");
   add("--average", "", o.average, Limits{}, free,
       "instead of training, average the weights of several models of one shape, such as the last checkpoints of a "
