@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -169,5 +170,7 @@ class SafetensorsReader {
   int64_t data_begin_ = 0;
   std::map<std::string, Entry> tensors_;
 };
+
+using SafetensorsFiles = std::vector<std::shared_ptr<const SafetensorsReader>>;
 
 }  // namespace llmc

@@ -150,8 +150,7 @@ inline std::vector<HfTensor> hf_tensors(const ModelConfig& c, ExpertTensors layo
 }
 
 // The same, with experts stored as in these files.
-inline std::vector<HfTensor> hf_tensors(const ModelConfig& c,
-                                        const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
+inline std::vector<HfTensor> hf_tensors(const ModelConfig& c, const SafetensorsFiles& files) {
   for (const auto& file : files)
     for (const std::string& name : file->names())
       if (name.ends_with(".experts.gate_up_proj")) return hf_tensors(c, ExpertTensors::fused);
@@ -242,8 +241,7 @@ struct HfPlace {
 };
 
 // The place of each tensor of the model. Checks everything, reads no data.
-inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<SafetensorsReader>>& files,
-                                           const std::vector<HfTensor>& tensors) {
+inline std::vector<HfPlace> match_hf_names(const SafetensorsFiles& files, const std::vector<HfTensor>& tensors) {
   std::vector<HfPlace> places;
   std::set<std::string> known;
   for (const HfTensor& hf : tensors) {
@@ -274,7 +272,7 @@ inline std::vector<HfPlace> match_hf_names(const std::vector<std::unique_ptr<Saf
 }
 
 // A tied model's file may also hold its head, which must then equal the embedding (at `embedding`).
-inline void require_same_head(const std::vector<std::unique_ptr<SafetensorsReader>>& files, const HfPlace& embedding) {
+inline void require_same_head(const SafetensorsFiles& files, const HfPlace& embedding) {
   for (const auto& file : files) {
     if (!file->has("lm_head.weight")) continue;
     auto contents = [](const SafetensorsReader& from, const std::string& name) {

@@ -33,7 +33,7 @@ void with_stored_type(DType dtype, F&& f) {
 struct Averaged {
   std::string directory;
   nlohmann::json config;  // in our words
-  std::vector<std::unique_ptr<SafetensorsReader>> files;
+  SafetensorsFiles files;
   std::vector<HfTensor> tensors;
   std::vector<HfPlace> places;  // of each tensor
 

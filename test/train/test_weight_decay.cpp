@@ -16,7 +16,7 @@ std::string untied(const std::string& out, const std::string& more) {
 
 std::map<std::string, std::vector<float>> weights_of(const std::string& checkpoint) {
   std::map<std::string, std::vector<float>> all;
-  const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(model_files(checkpoint));
+  const SafetensorsFiles files = open_all(model_files(checkpoint));
   for (const auto& file : files)
     for (const std::string& name : file->names()) {
       all[name].resize(static_cast<size_t>(file->info(name).numel()));

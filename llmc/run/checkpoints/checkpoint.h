@@ -13,6 +13,7 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -174,9 +175,17 @@ inline int64_t checkpoint_bytes(const ModelConfig& config, const Precision& prec
 // The write speed assumed before the first checkpoint: that of a slow disk or a busy shared file system.
 inline constexpr double assumed_bytes_per_second = 100e6;
 
-inline std::vector<std::unique_ptr<SafetensorsReader>> open_all(const std::vector<std::string>& paths) {
-  std::vector<std::unique_ptr<SafetensorsReader>> files;
-  for (const std::string& path : paths) files.push_back(std::make_unique<SafetensorsReader>(path));
+// The ranks of a process share what they have open at the same time: a checkpoint has a file or two of every rank.
+inline SafetensorsFiles open_all(const std::vector<std::string>& paths) {
+  static std::mutex mutex;
+  static std::map<std::string, std::weak_ptr<const SafetensorsReader>> opened;
+  const std::lock_guard lock(mutex);
+  std::erase_if(opened, [](const auto& file) { return file.second.expired(); });
+  SafetensorsFiles files;
+  for (const std::string& path : paths) {
+    files.push_back(opened[path].lock());
+    if (files.back() == nullptr) opened[path] = files.back() = std::make_shared<const SafetensorsReader>(path);
+  }
   return files;
 }
 
@@ -204,7 +213,7 @@ inline std::vector<std::string> model_files(const std::string& directory) {
 // Everything is checked before anything changes.
 inline void load_weights(const std::vector<std::string>& paths, const ModelConfig& config, const ModelState& state,
                          Stream& stream) {
-  const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(paths);
+  const SafetensorsFiles files = open_all(paths);
   const std::vector<HfTensor> tensors = hf_tensors(config, files);
   const std::vector<HfPlace> places = match_hf_names(files, tensors);
   if (config.tied) require_same_head(files, places[0]);
@@ -237,8 +246,7 @@ struct Slice : SliceRange {
 
 // All slices, by "PARAMETER:KIND", in ascending order of columns and elements. Rejects names that
 // SliceRange::tensor_name() would not produce.
-inline std::map<std::string, std::vector<Slice>> find_slices(
-    const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
+inline std::map<std::string, std::vector<Slice>> find_slices(const SafetensorsFiles& files) {
   std::map<std::string, std::vector<Slice>> slices;
   for (const auto& file : files)
     for (const std::string& name : file->names()) {
@@ -380,7 +388,7 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
         models.empty() ? "model" : "optimizer");
   load_weights(models, config, state, stream);
   stream.synchronize();
-  const std::vector<std::unique_ptr<SafetensorsReader>> files = open_all(optimizers);
+  const SafetensorsFiles files = open_all(optimizers);
   const StateTable table = state.state_table();
   const std::map<std::string, std::vector<detail::Slice>> slices = detail::find_slices(files);
   const Optimizer now = state.zero_config().optimizer, then = written_by.value_or(now);
