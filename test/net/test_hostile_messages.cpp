@@ -125,13 +125,14 @@ void connect_oddly(int port, const Recording& recorded, Changes& changes, const 
 // What honest processes do in a job with an odd one: exchange texts, and judge what they have heard.
 void take_part(ControlPlane& job) {
   job.connect(job.process() == 0 ? 1 : 0, ConnectionPurpose::question, {job.process(), 0, 0}, Limit::seconds(0.2));
+  KnownMembers known;
   for (const char* topic : {"options", "weights"}) {
     job.post(parts_of({RankState()}));
     job.beat();
     job.all_gather(topic, "text", 0.1);
     std::vector<Seen> seen(3);
     for (const auto& [process, parts] : job.take_posts().first) try {
-        seen.at(static_cast<size_t>(process)).state = ranks_from(parts).at(0);
+        seen.at(static_cast<size_t>(process)).state = ranks_from(parts, known).at(0);
       } catch (const std::exception&) {  // as Watchdog::judge()
       }
     const NameOfRank name = [&](int rank) { return job.name_of_rank(rank); };

@@ -179,18 +179,19 @@ TEST_CASE("a board tells what ranks do, across the network", "[net][failures]") 
   Board board(4, 2, {0, 4, 8});
   board.begin_world();
   const auto place = board.join(5, "gradients", {1, 3, 5, 6, 7});
-  const auto send = [&](double seconds) { return ranks_from(parts_of(board.read(seconds))); };
+  KnownMembers known;
+  const auto send = [&](double seconds) { return ranks_from(parts_of(board.read(seconds)), known); };
   board.at_step(5, 12);
   std::vector<RankState> states = send(1);
   REQUIRE(states.size() == 2);
-  REQUIRE(states[0].groups.at(0).members == std::vector{0, 4, 8});
+  REQUIRE(states[0].groups.at(0).members.ranks() == std::vector{0, 4, 8});
   REQUIRE((states[1].step == 12 && !states[1].saving));
   board.saving(5, true);
   states = send(1);
   REQUIRE((states[1].saving && !states[0].saving));
   const auto group = [&] { return states[1].groups.at(0); };
   REQUIRE((group().name == "gradients" && group().world == 1 && group().begun == 0 && !group().waiting));
-  REQUIRE(group().members == std::vector{1, 3, 5, 6, 7});
+  REQUIRE(group().members.ranks() == std::vector{1, 3, 5, 6, 7});
   std::thread attendant([&] {
     try {
       const Attending attending(place.get(), "reduce_scatter", "unit ", "blocks.3");
@@ -221,7 +222,7 @@ TEST_CASE("a board tells what ranks do, across the network", "[net][failures]") 
         {"1", "1", "0", "0", "1", "1", "name", "1", "0-8/9223372036854775807", "1", "", ""},
         {"1", "1", "0", "0", "1", "1", "name", "1", "0-2147483646/2", "1", "", ""},
         {"1", "1", "0", "0", "1", "2"}})
-    REQUIRE_THROWS(ranks_from(wrong));
+    REQUIRE_THROWS(ranks_from(wrong, known));
 }
 
 TEST_CASE("ranks are written as runs, with a stride where it is not 1", "[net][failures]") {
@@ -262,10 +263,14 @@ TEST_CASE("a board is a short message however many ranks there are, and whatever
       const Message message{Kind::board, parts_of(states)};
       INFO("tp " << tp << ", cp " << cp);
       REQUIRE(message.encoded().size() < 16 << 10);
-      const std::vector<RankState> there = ranks_from(message.parts);
+      KnownMembers known;
+      const std::vector<RankState> there = ranks_from(message.parts, known), again = ranks_from(message.parts, known);
       for (size_t r = 0; r < local; ++r)
-        for (size_t g = 0; g < states[r].groups.size(); ++g)
-          REQUIRE(there.at(r).groups.at(g).members == states[r].groups[g].members);
+        for (size_t g = 0; g < states[r].groups.size(); ++g) {
+          const std::vector<int>& members = there.at(r).groups.at(g).members.ranks();
+          REQUIRE(members == states[r].groups[g].members.ranks());
+          REQUIRE(&members == &again[r].groups[g].members.ranks());  // of each group, a judge keeps one list
+        }
     }
 }
 

@@ -20,31 +20,6 @@
 
 namespace llmc {
 
-// The state of a rank in one of its groups. A group is known by its name, its first member and its World: a process
-// counts its worlds, and 0 stands for what processes do without one.
-struct GroupState {
-  std::string name;
-  int world = 0;
-  std::vector<int> members;       // ranks, ascending
-  int64_t begun = 0;              // collectives
-  std::optional<double> waiting;  // seconds in the last of them; none: it has ended
-  std::string what;               // "the all-gather of unit blocks.3"
-
-  bool same_group(const GroupState& other) const {
-    return name == other.name && world == other.world && members.at(0) == other.members.at(0);
-  }
-};
-
-// The state of a rank.
-struct RankState {
-  int64_t step = 0;     // the update that it works on, or did last
-  int64_t updates = 0;  // done by this process
-  bool saving = false;  // it writes a checkpoint
-  double busy = 0;      // seconds that the compute stream is busy in a step, the median of the last ones; 0: not known
-  uint64_t pulses = 0;  // the count of its process (core/pulse.h)
-  std::vector<GroupState> groups;
-};
-
 // "0-3 8 10-30/4": ascending numbers, in runs from the first to the last, by a stride where it is not 1.
 inline std::string runs_of(const std::vector<int>& numbers) {
   std::string text;
@@ -77,7 +52,50 @@ inline std::vector<int> from_runs(const std::string& text) {
   return numbers;
 }
 
-// States of ranks as parts of a message, and back.
+// The members of a group: ranks, ascending. Copies share them, because large groups have many members that know them.
+class Members {
+ public:
+  Members() = default;
+  Members(std::vector<int> ranks) : all_(std::make_shared<const All>(All{ranks, runs_of(ranks)})) {}
+
+  const std::vector<int>& ranks() const { return all_->ranks; }
+  const std::string& runs() const { return all_->runs; }  // runs_of(ranks())
+
+ private:
+  struct All {
+    std::vector<int> ranks;
+    std::string runs;
+  };
+  std::shared_ptr<const All> all_ = std::make_shared<const All>();
+};
+using KnownMembers = std::map<std::string, Members>;  // by runs()
+
+// The state of a rank in one of its groups. A group is known by its name, its first member and its World: a process
+// counts its worlds, and 0 stands for what processes do without one.
+struct GroupState {
+  std::string name;
+  int world = 0;
+  Members members;
+  int64_t begun = 0;              // collectives
+  std::optional<double> waiting;  // seconds in the last of them; none: it has ended
+  std::string what;               // "the all-gather of unit blocks.3"
+
+  bool same_group(const GroupState& other) const {
+    return name == other.name && world == other.world && members.ranks().at(0) == other.members.ranks().at(0);
+  }
+};
+
+// The state of a rank.
+struct RankState {
+  int64_t step = 0;     // the update that it works on, or did last
+  int64_t updates = 0;  // done by this process
+  bool saving = false;  // it writes a checkpoint
+  double busy = 0;      // seconds that the compute stream is busy in a step, the median of the last ones; 0: not known
+  uint64_t pulses = 0;  // the count of its process (core/pulse.h)
+  std::vector<GroupState> groups;
+};
+
+// States of ranks as parts of a message, and back. known: groups of earlier messages; those of this one are added.
 inline std::vector<std::string> parts_of(const std::vector<RankState>& ranks) {
   std::vector<std::string> parts;
   for (const RankState& r : ranks) {
@@ -86,13 +104,13 @@ inline std::vector<std::string> parts_of(const std::vector<RankState>& ranks) {
           formatted("{:.17g}", r.busy), std::to_string(r.pulses), std::to_string(r.groups.size())})
       parts.push_back(part);
     for (const GroupState& g : r.groups)
-      for (const std::string& part : {g.name, std::to_string(g.world), runs_of(g.members), std::to_string(g.begun),
+      for (const std::string& part : {g.name, std::to_string(g.world), g.members.runs(), std::to_string(g.begun),
                                       g.waiting ? formatted("{:.3f}", *g.waiting) : std::string(), g.what})
         parts.push_back(part);
   }
   return parts;
 }
-inline std::vector<RankState> ranks_from(const std::vector<std::string>& parts) {
+inline std::vector<RankState> ranks_from(const std::vector<std::string>& parts, KnownMembers& known) {
   std::vector<RankState> ranks;
   size_t at = 0;
   const auto text = [&]() -> const std::string& { return parts.at(at++); };
@@ -109,7 +127,9 @@ inline std::vector<RankState> ranks_from(const std::vector<std::string>& parts) 
       GroupState& g = r.groups.emplace_back();
       g.name = text();
       g.world = static_cast<int>(number());
-      g.members = from_runs(text());
+      const std::string& runs = text();
+      if (const auto found = known.find(runs); found != known.end()) g.members = found->second;
+      else g.members = known[runs] = Members(from_runs(runs));
       g.begun = number();
       if (const std::string& waiting = text(); !waiting.empty()) g.waiting = std::strtod(waiting.c_str(), nullptr);
       g.what = text();
@@ -121,7 +141,7 @@ inline std::vector<RankState> ranks_from(const std::vector<std::string>& parts) 
 // Where a rank records what it does in one group, written by the one thread that uses the group.
 class Attendance {
  public:
-  Attendance(std::string name, int world, std::vector<int> members) {
+  Attendance(std::string name, int world, Members members) {
     state_.name = std::move(name);
     state_.world = world;
     state_.members = std::move(members);

@@ -86,7 +86,7 @@ class Judge {
   }
   std::vector<int> missing(const Wait& wait) const {
     std::vector<int> ranks;
-    for (const int m : wait.in->members)
+    for (const int m : wait.in->members.ranks())
       if (m < size() && m != wait.rank && !arrived(m, wait)) ranks.push_back(m);
     return ranks;
   }
@@ -129,7 +129,7 @@ class Judge {
   // All have arrived, but the collective does not end.
   std::optional<std::string> blame_within(const Wait& wait) const {
     int silent = wait.rank;
-    for (const int m : wait.in->members) {
+    for (const int m : wait.in->members.ranks()) {
       if (m >= size() || at(m).still < limit(wait.rank)) return std::nullopt;
       if (at(m).silent > at(silent).silent) silent = m;
     }

@@ -132,7 +132,7 @@ class Watchdog {
     take(control_.process(), mine);
     const auto [posts, ended] = control_.take_posts();
     for (const auto& [process, parts] : posts) try {
-        take(process, ranks_from(parts));
+        take(process, ranks_from(parts, known_));
       } catch (const std::exception&) {  // not a board: this process says nothing
       }
     for (const int process : ended)
@@ -180,6 +180,7 @@ class Watchdog {
   Timeouts timeouts_;
   double period_;                          // seconds
   std::vector<Seen> seen_;                 // on processes 0 and 1: by rank
+  KnownMembers known_;                     // of all groups of these
   std::array<double, 2> judges_silent_{};  // on the others: seconds since processes 0 and 1 were heard from
 
   std::mutex mutex_;  // guards what follows
