@@ -60,7 +60,7 @@ class Column:
                             "--json-field")
 
     def bytes(self):
-        """About the size of the texts, unpacked."""
+        """About the size of the texts, decompressed."""
         try:
             if self.form != "Parquet":
                 return sum(batch.column(self.name).nbytes for batch in self._batches())

@@ -29,9 +29,9 @@ FOLDER_SUFFIXES = TEXT_SUFFIXES + (".jsonl", ".ndjson") + COLUMN_SUFFIXES
 NOT_TEXT = 0.005   # a file with a larger share of bytes that are NUL or not UTF-8 is no text
 
 GZIP = b"\x1f\x8b"   # read; these are not: magic bytes, kind, remedy
-PACKED = {
-    b"\x28\xb5\x2f\xfd": ("zstd", "unpack it: zstd -d"), b"\xfd7zXZ": ("xz", "unpack it: xz -d"),
-    b"BZh": ("bzip2", "unpack it: bunzip2"), b"PK\x03\x04": ("zip", "unpack it: unzip"),
+NOT_READ = {
+    b"\x28\xb5\x2f\xfd": ("zstd", "decompress it: zstd -d"), b"\xfd7zXZ": ("xz", "decompress it: xz -d"),
+    b"BZh": ("bzip2", "decompress it: bunzip2"), b"PK\x03\x04": ("zip", "decompress it: unzip"),
     b"PAR1": ("Parquet", "--format auto reads it"), b"ARROW1": ("Arrow", "--format auto reads it"),
 }
 
@@ -88,18 +88,20 @@ class Draw:
 
     def blocks(self, piece):
         """Cuts a piece into pieces of at most `block` bytes."""
-        text, line, new_document = piece.text, piece.line, piece.new_document
-        while text:
-            end = len(text) if len(text) <= self.block else _cut_inside(text, self.block)
-            yield Piece(piece.path, line, new_document, text[:end])
-            line, new_document, text = line + text.count(b"\n", 0, end), False, text[end:]
+        text, line, begin = piece.text, piece.line, 0
+        while begin < len(text):
+            rest = len(text) - begin
+            end = begin + (rest if rest <= self.block else _cut_inside(text[begin:begin + self.block + 1], self.block))
+            yield Piece(piece.path, line, piece.new_document and begin == 0, text[begin:end])
+            line, begin = line + text.count(b"\n", begin, end), end
 
 
 def find_files(names, form="auto"):
     """Regular files and pipes that `names` (files, globs, folders) match, in order; DataError if a name matches none.
 
     A folder stands for the files below it with FOLDER_SUFFIXES, also .gz, hidden ones left out; a notice on stderr names
-    the others. Globs and folders expand in sorted order. DataError: a file that is packed, or no text. form: --format.
+    the others. Globs and folders expand in sorted order. DataError: compressed by
+    another program than gzip, or no text. form: --format.
     """
     paths = []
     for name in names:
@@ -132,17 +134,17 @@ def kind_of(path, form):
         return "json" if form == "jsonl" else form
     if is_columns(path):
         return "columns"
-    return "json" if _unpacked_name(path).endswith(JSON_SUFFIXES) else "text"
+    return "json" if _without_gz(path).endswith(JSON_SUFFIXES) else "text"
 
 
 def text_bytes(path, kind, field):
-    """The size of a file, unpacked, or of its column `field`; None: a pipe. DataError: damaged gzip data."""
+    """The size of a file, decompressed, or of its column `field`; None: a pipe. DataError: damaged gzip data."""
     if not os.path.isfile(path):
         return None
     if kind == "columns":
         return Column(path, field).bytes()
     with _opened(path) as file:
-        if not isinstance(file, _Unpacked):
+        if not isinstance(file, _Decompressed):
             return os.path.getsize(path)
         return sum(map(len, iter(lambda: file.read(CHUNK_BYTES), b"")))
 
@@ -159,7 +161,7 @@ def read_chunks(path, kind, separator, field="text"):
     with _opened(path) as file:
         if kind == "text":
             yield from _text_chunks(file, path, separator)
-        elif _unpacked_name(path).endswith(".json") and file.peek(CHUNK_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        elif _without_gz(path).endswith(".json") and file.peek(CHUNK_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             yield from _list_chunks(file, path)
         else:
             yield from _json_chunks(file, path)
@@ -190,7 +192,7 @@ def _walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             if not name.startswith("."):
-                (found if _unpacked_name(name).endswith(FOLDER_SUFFIXES) else skipped).append(os.path.join(parent, name))
+                (found if _without_gz(name).endswith(FOLDER_SUFFIXES) else skipped).append(os.path.join(parent, name))
     return sorted(found), sorted(skipped)
 
 
@@ -201,16 +203,16 @@ def _kinds(paths, named=3):
             f"{', '.join(paths[:named])}{', ...' * (len(paths) > named)})")
 
 
-def _unpacked_name(path):
+def _without_gz(path):
     return path.removesuffix(".gz")
 
 
-class _Unpacked(gzip.GzipFile):
+class _Decompressed(gzip.GzipFile):
     """A gzip file whose damage is a DataError."""
 
     def __init__(self, file, path):
         super().__init__(fileobj=file, mode="rb")
-        self.path, self.packed = path, file
+        self.path, self.compressed = path, file
 
     def read(self, size=-1):
         return self._checked(super().read, size)
@@ -229,16 +231,16 @@ class _Unpacked(gzip.GzipFile):
 
     def close(self):
         super().close()
-        self.packed.close()
+        self.compressed.close()
 
 
 def _opened(path):
-    """The file, unpacked if it is a gzip file. DataError: another kind of packed file."""
+    """The file, decompressed if it is a gzip file. DataError: compressed by another program."""
     file = open(path, "rb")
     start = file.peek(8)
     if start.startswith(GZIP):
-        return _Unpacked(file, path)
-    for magic, (kind, remedy) in PACKED.items():
+        return _Decompressed(file, path)
+    for magic, (kind, remedy) in NOT_READ.items():
         if start.startswith(magic):
             file.close()
             raise DataError(f"{path}: a {kind} file, expected text or JSONL; {remedy}")

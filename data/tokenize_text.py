@@ -269,7 +269,7 @@ def parse_options(arguments):
                     description="Tokenizes text, JSON, Parquet or Arrow files to shards PREFIX_train_000000.bin, "
                                 "PREFIX_val_000000.bin.")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
-                        help="text or JSON files, also packed by gzip, Parquet or Arrow files; globs; folders (of which files "
+                        help="text or JSON files, also compressed by gzip, Parquet or Arrow files; globs; folders (of which files "
                              "with other suffixes are skipped)")
     parser.add_argument("--out", required=True, metavar="PREFIX", help="path and prefix of the shards' names")
     parser.add_argument("--tokenizer", default="bytes",

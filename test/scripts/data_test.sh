@@ -110,6 +110,27 @@ parts = [Part(True, True, 5, b"a"), Part(False, False, 5, b"b"), Part(False, Fal
 end = struct.pack("<H", 256)
 assert list(splitter.divide(parts)) == [("val", end + b"a"), ("val", b"b"), ("train", end + b"c"), ("train", end + b"d"),
                                         ("train", b"e")]
+
+# Cutting a document into blocks copies it a few times, not once for each block.
+import random
+from documents import Piece, _cut_inside
+class Counted(bytes):
+    copied = 0
+    def __getitem__(self, key):
+        part = super().__getitem__(key)
+        if not isinstance(key, slice):
+            return part
+        Counted.copied += len(part)
+        return Counted(part)
+random.seed(1)
+text = Counted("".join(random.choice(["a", "word", "\u00e4", " ", "\n"]) for _ in range(60000)).encode())
+blocks, rest, line = [], bytes(text), 7
+while rest:
+    end = len(rest) if len(rest) <= 100 else _cut_inside(rest, 100)
+    blocks.append(Piece("x", line, not blocks, rest[:end]))
+    line, rest = line + rest.count(b"\n", 0, end), rest[end:]
+assert list(Draw(0.5, 0, 100).blocks(Piece("x", 7, True, text))) == blocks
+assert Counted.copied < 6 * len(text), Counted.copied / len(text)
 PY
 printf 'a short text\n' >"$dir/short.txt"
 refused 'drew none' "$dir/short.txt" --val-fraction 0.01
@@ -129,13 +150,15 @@ before=$(cksum <"$dir/json_train_000000.bin")
 if tokenize "$dir/a.txt" --out "$dir/json"; then fail "existing shards were overwritten"; fi
 [ "$before" = "$(cksum <"$dir/json_train_000000.bin")" ] || fail "a refused run changed a shard"
 
-# Files that are no text, or packed: refused by name with what to do, or read as what they are.
+# Files that are no text, or compressed: refused by name with what to do, or read as what they are.
 cp "$BASH" "$dir/program.txt"
 refused 'program.txt: found a binary file' "$dir/program.txt"
 printf 'gr\374n und sch\366n\n' >"$dir/latin1.txt"
 refused 'latin1.txt: found text of which .* are not UTF-8; .*iconv' "$dir/latin1.txt"
 printf '\377\376H\0i\0' >"$dir/utf16.txt"
 refused 'UTF-16' "$dir/utf16.txt"
+printf '\50\265\57\375....' >"$dir/a.txt.zst"
+refused 'a zstd file, expected text or JSONL; decompress it: zstd -d' "$dir/a.txt.zst"
 python3 - "$dir" <<'PY'
 import gzip, json, random, sys
 directory = sys.argv[1]
