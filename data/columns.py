@@ -6,7 +6,7 @@ Arrow files come in two forms: files (also called Feather), and streams, as Hugg
 import os
 import sys
 
-from token_shards import DataError
+from programs import DataError
 
 SUFFIXES = (".parquet", ".arrow", ".feather")
 PARQUET, ARROW_FILE = b"PAR1", b"ARROW1\0\0"   # a stream has no magic bytes

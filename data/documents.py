@@ -17,7 +17,7 @@ import zlib
 
 from columns import SUFFIXES as COLUMN_SUFFIXES
 from columns import Column, is_columns
-from token_shards import DataError
+from programs import DataError
 
 CHUNK_BYTES = 1 << 20   # a document of this size or more is tokenized in pieces
 DRAWN_AT_LEAST = 32     # documents, or blocks of long documents, to expect in a validation set
@@ -99,8 +99,8 @@ class Draw:
 def find_files(names, form="auto"):
     """Regular files and pipes that `names` (files, globs, folders) match, in order; DataError if a name matches none.
 
-    A folder stands for the files below it with FOLDER_SUFFIXES, also .gz, hidden ones left out; a notice on stderr names
-    the others. Globs and folders expand in sorted order. DataError: compressed by
+    A folder stands for the files below it with FOLDER_SUFFIXES, also .gz, hidden ones left out; notices on stderr name
+    the others, and files that several names match. Globs and folders expand in sorted order. DataError: compressed by
     another program than gzip, or no text. form: --format.
     """
     paths = []
@@ -121,11 +121,21 @@ def find_files(names, form="auto"):
         if not found:
             raise DataError(f"{name}: {remedy}")
         paths += found
+    seen = set()
+    again = [path for path in paths if (identity := file_identity(path)) in seen or seen.add(identity)]
+    if again:
+        print(f"notice: {_kinds(again)} named more than once, and read as often", file=sys.stderr)
     for path in paths:
         if os.path.isfile(path) and kind_of(path, form) != "columns":   # a pipe can be read only once
             with _opened(path) as file:
                 _refuse_binary(file.read(CHUNK_BYTES), path)
     return paths
+
+
+def file_identity(path):
+    """Equal for all names of a file."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def kind_of(path, form):

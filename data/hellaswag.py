@@ -13,15 +13,14 @@ Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 
 import json
 import os
 import re
-import signal
 import sys
 
 sys.dont_write_bytecode = True   # data/ holds data
 from documents import Piece   # noqa: E402
 from prepare import download   # noqa: E402
+from programs import DataError, replacing, run_program   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
-from tokenize_text import Parser, end_by_signal   # noqa: E402
-from token_shards import DataError, reason   # noqa: E402
+from tokenize_text import Parser   # noqa: E402
 
 BASE = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data"
 FILE = "hellaswag_val.jsonl"
@@ -74,26 +73,18 @@ def tokenize(path, tokenizer, out):
         return tokenizer.format.unpack(tokenizer.encode(Piece(path, 1, True, text.encode())))
 
     questions = tokens = 0
-    temporary = f"{out}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            for where, context, endings, label in read_questions(path):
-                pairs = [split_tokens(encode, context, ending) for ending in endings]
-                choices = [choice for _, choice in pairs]
-                if not all(choices):
-                    raise DataError(f"{where}: an ending has no tokens: {endings}; correct or remove the line")
-                row = {"context": pairs[0][0], "choices": choices, "lengths": [len(e) for e in endings], "label": label}
-                file.write(json.dumps(row, separators=(",", ":")) + "\n")
-                questions += 1
-                tokens += len(row["context"]) + sum(map(len, choices))
-            file.flush()
-            os.fsync(file.fileno())
+    with replacing(out) as file:
+        for where, context, endings, label in read_questions(path):
+            pairs = [split_tokens(encode, context, ending) for ending in endings]
+            choices = [choice for _, choice in pairs]
+            if not all(choices):
+                raise DataError(f"{where}: an ending has no tokens: {endings}; correct or remove the line")
+            row = {"context": pairs[0][0], "choices": choices, "lengths": [len(e) for e in endings], "label": label}
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            questions += 1
+            tokens += len(row["context"]) + sum(map(len, choices))
         if not questions:
             raise DataError(f"{path}: the file is empty; delete it to download it again, or give another --input")
-        os.replace(temporary, out)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
     return questions, tokens
 
 
@@ -121,9 +112,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, end_by_signal)
-    signal.signal(signal.SIGINT, end_by_signal)
-    try:
-        main(sys.argv[1:])
-    except (DataError, OSError) as problem:
-        sys.exit(f"hellaswag.py: error: {reason(problem)}")
+    run_program("hellaswag.py", main)

@@ -18,7 +18,6 @@ import http.client
 import json
 import os
 import re
-import signal
 import sys
 import time
 import urllib.error
@@ -26,9 +25,10 @@ import urllib.request
 
 sys.dont_write_bytecode = True   # data/ holds data
 from documents import Draw, read_chunks   # noqa: E402
+from programs import DataError, locked, replacing, run_program   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
-from tokenize_text import Parser, Progress, Splitter, count, encode_all, end_by_signal   # noqa: E402
-from token_shards import DataError, ShardWriter, existing_shards, sync_folder, reason   # noqa: E402
+from tokenize_text import Parser, Progress, Splitter, count, encode_all   # noqa: E402
+from token_shards import ShardWriter, existing_shards, publish   # noqa: E402
 from write_tokenizer import write_tokenizer   # noqa: E402
 
 SHARDS_OF_A_SOURCE = 100   # shard numbers reserved for each source
@@ -178,10 +178,7 @@ def tokenize_source(index, split, path, dataset, options, prefix, room):
         for writer in writers.values():
             if writer.shards > SHARDS_OF_A_SOURCE:
                 raise DataError(f"{path} yields {writer.shards} shards, over {SHARDS_OF_A_SOURCE}: raise --shard-size")
-            writer.finish()
-        for writer in writers.values():
-            writer.publish()
-        sync_folder(os.path.dirname(prefix))
+        publish(writers.values())
     finally:
         progress.clear()
         for writer in writers.values():
@@ -199,12 +196,8 @@ def read_json(path):
 
 
 def write_json(path, value):
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "w") as file:
+    with replacing(path) as file:
         json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def claim(prefix, options):
@@ -227,32 +220,33 @@ def prepare(options):
     folder = os.path.dirname(prefix) or "."
     os.makedirs(folder, exist_ok=True)
     tokenizer = make_tokenizer(options)   # fail before downloading if it is unusable
-    claim(prefix, options)
-    if dataset.listing:
-        sources = [(None, url) for url in list_parquet(dataset, base, CONFIGS[options.config])]
-    else:
-        sources = [("val", f"{base}/{name}") for name in dataset.val]
-        sources += [("train" if dataset.val else None, f"{base}/{name}") for name in dataset.train]
-    every = 1 << 62
-    wanted = options.tokens or every
-    have = {"train": 0, "val": 0}
-    for index, (split, url) in enumerate(sources):
-        if have["train"] >= wanted:
-            break
-        marker = f"{prefix}.done-{index:04}.json"
-        record = read_json(marker)
-        room = wanted - have["train"]
-        if record is None or (record["cut"] and record["train"] < room):
-            print(f"source {index + 1} of {len(sources)}: {url}", flush=True)
-            path = os.path.join(folder, os.path.basename(url))
-            download(url, path)
-            record = tokenize_source(index, split, path, dataset, options, prefix, room)
-            write_json(marker, record)
-            if dataset.listing and not options.keep_downloads:   # large, and no longer needed
-                os.remove(path)
-        for name in have:
-            have[name] += record[name]
-    write_tokenizer(tokenizer, os.path.join(folder, "gpt2_tokenizer.bin"))
+    with locked(f"{prefix}.lock"):
+        claim(prefix, options)
+        if dataset.listing:
+            sources = [(None, url) for url in list_parquet(dataset, base, CONFIGS[options.config])]
+        else:
+            sources = [("val", f"{base}/{name}") for name in dataset.val]
+            sources += [("train" if dataset.val else None, f"{base}/{name}") for name in dataset.train]
+        every = 1 << 62
+        wanted = options.tokens or every
+        have = {"train": 0, "val": 0}
+        for index, (split, url) in enumerate(sources):
+            if have["train"] >= wanted:
+                break
+            marker = f"{prefix}.done-{index:04}.json"
+            record = read_json(marker)
+            room = wanted - have["train"]
+            if record is None or (record["cut"] and record["train"] < room):
+                print(f"source {index + 1} of {len(sources)}: {url}", flush=True)
+                path = os.path.join(folder, os.path.basename(url))
+                download(url, path)
+                record = tokenize_source(index, split, path, dataset, options, prefix, room)
+                write_json(marker, record)
+                if dataset.listing and not options.keep_downloads:   # large, and no longer needed
+                    os.remove(path)
+            for name in have:
+                have[name] += record[name]
+        write_tokenizer(tokenizer, os.path.join(folder, "gpt2_tokenizer.bin"))
     if have["train"] < (options.tokens or 0):
         print(f"notice: the whole dataset has {have['train']:,} training tokens, fewer than {options.tokens:,}")
     for name in ("train", "val"):
@@ -282,9 +276,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, end_by_signal)
-    signal.signal(signal.SIGINT, end_by_signal)
-    try:
-        main(sys.argv[1:])
-    except (DataError, OSError) as problem:
-        sys.exit(f"prepare.py: error: {reason(problem)}")
+    run_program("prepare.py", main)

@@ -2,7 +2,8 @@
 
 import os
 
-from token_shards import DataError, TokenFormat
+from programs import DataError
+from token_shards import TokenFormat
 
 # End-of-text of GPT-2 and Qwen; Llama 3; Llama 2 and Mistral; Gemma; others. llmc/text/tokenizer.h has the same list.
 USUAL_EOT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|im_end|>")

@@ -12,31 +12,16 @@ Source of the format: write_datafile() of llm.c's dev/data/data_common.py (GPT-2
 
 import array
 import contextlib
-import errno
 import glob
 import os
 import re
 import struct
 import sys
 
+from programs import DataError, held_signals, sync_folder, writing
+
 HEADER_BYTES = 256 * 4
 MAX_SHARDS = 1_000_000   # six digits in the file names
-
-DISK_REMEDY = "give --out on a disk that can be written"
-REMEDIES = {errno.ENOSPC: "free some space, or give --out on another disk",
-            errno.EDQUOT: "your quota is used up: free some space, or give --out on another disk",
-            errno.EFBIG: "files may not be as large (ulimit -f, or the file system): a smaller --shard-size"}
-
-
-class DataError(Exception):
-    """A problem with the input or the arguments, in one line with cause and remedy."""
-
-
-def reason(problem):
-    """A DataError or OSError in one line: file and cause."""
-    if not isinstance(problem, OSError) or not problem.strerror:
-        return str(problem)
-    return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
 
 
 class TokenFormat:
@@ -83,7 +68,10 @@ def existing_shards(prefix):
 
 
 class ShardWriter:
-    """Writes one split as shards of `shard_size` tokens, under temporary names until publish()."""
+    """Writes one split as shards of `shard_size` tokens, under temporary names until publish().
+
+    The caller holds the lock of `prefix`: files with these names are what a run left that was killed, and are removed.
+    """
 
     def __init__(self, prefix, split, token_format, shard_size, first=0):
         """`first`: the number of the first shard."""
@@ -92,6 +80,7 @@ class ShardWriter:
         self.count = 0     # tokens in all shards
         self.shards = 0    # shards begun; all but the last are full
         self._file = None  # the last shard, while it is open
+        self.discard()
 
     def final_paths(self):
         return [shard_path(self.prefix, self.split, self.first + i) for i in range(self.shards)]
@@ -148,45 +137,34 @@ class ShardWriter:
             with self._writing(self.shards - 1):
                 file.close()
 
-    @contextlib.contextmanager
     def _writing(self, index):
-        """Makes a DataError of what the disk says, such as that it is full."""
-        try:
-            yield
-        except OSError as error:
-            path = shard_path(self.prefix, self.split, self.first + index)
-            raise DataError(f"{path}: cannot be written: {error.strerror}, after {self.count:,} tokens of {self.format.width} "
-                            f"bytes; nothing was left of this run, earlier shards are unchanged; {REMEDIES.get(error.errno, DISK_REMEDY)}"
-                            ) from None
+        return writing(shard_path(self.prefix, self.split, self.first + index),
+                       lambda: f", after {self.count:,} tokens of {self.format.width} bytes; nothing was left of this run, "
+                               "earlier shards are unchanged")
 
     def _temporary_stem(self):
         folder, name = os.path.split(self.prefix)
-        return os.path.join(folder, f".{name}_{self.split}.{os.getpid()}.tmp-")
+        return os.path.join(folder, f".{name}_{self.split}.tmp-")
 
     def _temporary_path(self, index):
         return f"{self._temporary_stem()}{index:06d}"
 
 
-def publish(prefix, writers):
-    """Makes the writers' shards the only ones of `prefix`: finishes, removes stale shards, renames, syncs the folder.
+def publish(writers, standing=()):
+    """Gives the writers' shards their names, then removes those of `standing`, the shards of an earlier run, that they do
+    not replace.
 
-    Everything that can run out of space is done before the first old shard is removed.
+    Whatever can run out of space is done before the first shard is replaced, and signals wait until all is done. After
+    kill -9 or a crash some shards may be of this run and some of the earlier one; each is whole.
     """
     for writer in writers:
         writer.finish()
     fresh = {path for writer in writers for path in writer.final_paths()}
-    for path in existing_shards(prefix):
-        if path not in fresh:   # a glob for the new shards must not match old ones
-            os.remove(path)
-    for writer in writers:
-        writer.publish()
-    sync_folder(os.path.dirname(prefix))
-
-
-def sync_folder(path):
-    """Syncs a folder, so that new names in it are on disk."""
-    folder = os.open(path or ".", os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with held_signals():
+        for writer in writers:
+            writer.publish()
+        for path in standing:
+            if path not in fresh:   # a glob for the new shards must not match old ones
+                os.remove(path)
+        for writer in writers:
+            sync_folder(os.path.dirname(writer.prefix))

@@ -13,26 +13,32 @@ set, such as a single book, is drawn in blocks of this size; what follows a bloc
 The neighbours of such a block are in the other split, so its loss is lower than that of another book: --val-file
 measures that.
 
-Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 128+n ended by signal n.
-On failure, existing shards are unchanged and no new ones appear.
+Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 128+n ended by signal n; with --native
+that of ./train_gpt, 75 if the same command goes on. On failure, existing shards are unchanged and no new ones appear; a
+signal acts before the first new shard has its name, or after the last.
 """
 
 import argparse
 import collections
 import concurrent.futures
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import typing
 
 sys.dont_write_bytecode = True   # data/ holds data
-from documents import Draw, documents, find_files, kind_of, read_chunks, text_bytes   # noqa: E402
+from documents import Draw, documents, file_identity, find_files, kind_of, read_chunks, text_bytes   # noqa: E402
+from programs import SIGNALS, DataError, locked, on_signals, run_program   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
-from token_shards import DataError, ShardWriter, existing_shards, publish, reason   # noqa: E402
+from token_shards import ShardWriter, existing_shards, publish   # noqa: E402
+
+MOST_NAMES = 128_000   # bytes; Linux takes 2^17 in an argument
 
 
 class Part(typing.NamedTuple):
@@ -89,10 +95,18 @@ _encoder = None   # a worker process's own
 
 def start_worker(options):
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)   # the parent gets the signal too and ends the pool
+    for number in (signal.SIGINT, signal.SIGHUP):   # of the terminal: the parent gets them too and ends the pool
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"   # one thread per worker
     _encoder = Encoder(options)
+
+
+def end_with_parent():
+    """A worker would wait forever for a parent that kill -9 ended."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def encode_in_worker(chunk):
@@ -186,7 +200,7 @@ def tokenize(options, train_files, val_files):
             raise DataError(f"--val-fraction {options.val_fraction} drew {'none' if train.count else 'all'} of the "
                             f"{splitter.documents:,} document(s), {splitter.text_bytes:,} bytes; give more text, another "
                             "--val-seed, a --val-file, or --val-fraction 0 for no validation shard")
-        publish(options.out, [train, val])
+        publish([train, val], existing_shards(options.out))
     finally:
         progress.clear()
         for writer in (train, val):
@@ -216,12 +230,36 @@ def tokenize_natively(options, train_files, val_files):
         raise DataError("--native with --split-on, --eot or --format, which ./train_gpt does not have: leave out --native")
     if not os.path.exists(program):
         raise DataError("--native needs ./train_gpt: build it with make")
-    for split, files in (("val", val_files), ("train", train_files)):
-        if files and subprocess.run(
-                [program, f"--tokenize={','.join(files)}", "--tokenizer", options.tokenizer, "--out", options.out,
-                 "--tokenize-split", split, "--tokenize-field", options.json_field, "--shard-size", str(options.shard_size),
-                 "--threads", str(options.workers), *["--restart"][:options.overwrite]]).returncode:
-            raise DataError("./train_gpt --tokenize failed, for the reason above")
+    inputs = {split: files for split, files in (("val", val_files), ("train", train_files)) if files}
+    for split, files in inputs.items():
+        if odd := next((path for path in files if re.search(r"[,*?[\\]", path)), None):
+            raise DataError(f"--native with {odd}: ./train_gpt takes this name for a list or a pattern; rename the file, or "
+                            "leave out --native")
+        if (size := len(os.fsencode(",".join(files)))) > MOST_NAMES:
+            raise DataError(f"--native with {len(files):,} files for {split}: their names take {size:,} bytes, at most "
+                            f"{MOST_NAMES:,} fit into a command; join files, or leave out --native")
+    process, arrived = None, []
+
+    def forward(number, _frame):
+        arrived.append(number)
+        if process:
+            process.send_signal(number)
+
+    on_signals(forward, (*SIGNALS, signal.SIGUSR1, signal.SIGUSR2))
+    for split, files in inputs.items():
+        if arrived:
+            sys.exit(128 + arrived[0])
+        process = subprocess.Popen(
+            [program, f"--tokenize={','.join(files)}", "--tokenizer", options.tokenizer, "--out", options.out,
+             "--tokenize-split", split, "--tokenize-field", options.json_field, "--shard-size", str(options.shard_size),
+             "--threads", str(options.workers), *["--restart"][:options.overwrite]])
+        for number in arrived:   # while it was started
+            process.send_signal(number)
+        if status := process.wait():
+            complete = "; the shards of --val-file are complete" if split == "train" and val_files else ""
+            print(f"tokenize_text.py: error: ./train_gpt --tokenize ended with status {status}, for the reason above; its "
+                  f"--restart is --overwrite here{complete}", file=sys.stderr)
+            sys.exit(status if status > 0 else 128 - status)
 
 
 def unescape(text):
@@ -300,19 +338,25 @@ def main(arguments):
         raise DataError(f"--out {options.out}: expected a prefix such as {os.path.join(folder, 'corpus')}")
     if options.eot and not os.path.exists(options.tokenizer):
         raise DataError(f"--eot needs a tokenizer.json; --tokenizer {options.tokenizer} has its own end of text")
-    standing = existing_shards(options.out)
-    if standing and not options.overwrite and not options.native:
-        raise DataError(f"{standing[0]} exists already; --overwrite replaces all shards under {options.out}")
-    train_files, val_files = find_files(options.inputs, options.format), find_files(options.val_file, options.format)
-    for path in val_files:
-        if any(os.path.samefile(path, other) for other in train_files):
-            raise DataError(f"{path}: used for both training and validation; remove it from one")
     if options.native:
-        tokenize_natively(options, train_files, val_files)
+        tokenize_natively(options, *find_inputs(options))
         return
-    with made_folder(folder or "."):
-        summary = tokenize(options, train_files, val_files)
+    with made_folder(folder or "."), locked(f"{options.out}.lock"):
+        standing = existing_shards(options.out)
+        if standing and not options.overwrite:
+            raise DataError(f"{standing[0]} exists already; --overwrite replaces all shards under {options.out}")
+        summary = tokenize(options, *find_inputs(options))
     print(*summary, sep="\n")
+
+
+def find_inputs(options):
+    """The files for training, and those for validation. DataError: a file is both."""
+    train_files, val_files = find_files(options.inputs, options.format), find_files(options.val_file, options.format)
+    in_training = set(map(file_identity, train_files))
+    for path in val_files:
+        if file_identity(path) in in_training:
+            raise DataError(f"{path}: used for both training and validation; remove it from one")
+    return train_files, val_files
 
 
 @contextlib.contextmanager
@@ -333,15 +377,5 @@ def made_folder(folder):
         raise
 
 
-def end_by_signal(number, _frame):
-    signal.signal(number, signal.SIG_IGN)   # a second signal must not interrupt the cleanup
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, end_by_signal)
-    signal.signal(signal.SIGINT, end_by_signal)
-    try:
-        main(sys.argv[1:])
-    except (DataError, OSError) as problem:
-        sys.exit(f"tokenize_text.py: error: {reason(problem)}")
+    run_program("tokenize_text.py", main)

@@ -27,9 +27,9 @@ import time
 
 sys.dont_write_bytecode = True   # data/ holds data
 from documents import documents, find_files, kind_of, read_chunks, text_bytes   # noqa: E402
+from programs import DataError, end_by_signal, on_signals, replacing, run_program   # noqa: E402
 from text_tokenizers import utf8   # noqa: E402
-from token_shards import DataError, reason   # noqa: E402
-from tokenize_text import Parser, Progress, add_input_options, count, end_by_signal, made_folder  # noqa: E402
+from tokenize_text import Parser, Progress, add_input_options, count, made_folder   # noqa: E402
 
 BYTES = 256
 LARGEST = 1 << 24   # the trainer takes no more tokens
@@ -91,16 +91,8 @@ def write(options, tokenizer):
               "clean_up_tokenization_spaces": False}
     for name, text in (("tokenizer_config.json", json.dumps(config, indent=1)),
                        ("tokenizer.json", tokenizer.to_str(pretty=True))):
-        path = os.path.join(options.out, name)
-        temporary = f"{path}.{os.getpid()}.tmp"
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-            os.replace(temporary, path)
-        except BaseException:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
-            raise
+        with replacing(os.path.join(options.out, name)) as file:
+            file.write(text + "\n")
 
 
 def parse_options(arguments):
@@ -133,8 +125,7 @@ def main(arguments):
         raise DataError(f"{standing} exists already; --overwrite replaces it: what was tokenized with it needs it")
     began = time.monotonic()
     tokenizer, seen = train(options, find_files(options.inputs, options.format))
-    signal.signal(signal.SIGTERM, end_by_signal)
-    signal.signal(signal.SIGINT, end_by_signal)
+    on_signals(end_by_signal)
     with made_folder(options.out):
         write(options, tokenizer)
     size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -151,8 +142,4 @@ def main(arguments):
 
 if __name__ == "__main__":
     # The library does not return to Python while it learns; nothing is written before.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        main(sys.argv[1:])
-    except (DataError, OSError) as problem:
-        sys.exit(f"train_tokenizer.py: error: {reason(problem)}")
+    run_program("train_tokenizer.py", main, signal.SIG_DFL)

@@ -7,17 +7,16 @@
 Format: 256 little-endian uint32, {20240328, 2, number of tokens, end-of-text token}; then for each token a length byte
 and its bytes. Source: write_tokenizer() of llm.c's train_gpt2.py.
 
-Exit status: 0 done, 1 refused with the reason in one line on stderr.
+Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 128+n ended by signal n.
 """
 
 import argparse
-import os
 import struct
 import sys
 
 sys.dont_write_bytecode = True   # data/ holds data
+from programs import DataError, replacing, run_program   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
-from token_shards import DataError, reason   # noqa: E402
 
 
 def write_tokenizer(tokenizer, path):
@@ -26,26 +25,21 @@ def write_tokenizer(tokenizer, path):
     too_long = next((i for i, token in enumerate(tokens) if len(token) > 255), None)
     if too_long is not None:
         raise DataError(f"token {too_long} has {len(tokens[too_long])} bytes; the format allows at most 255")
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "wb") as file:
+    with replacing(path, "wb") as file:
         file.write(struct.pack("<256I", 20240328, 2, len(tokens), tokenizer.eot, *[0] * 252))
         file.writelines(bytes([len(token)]) + token for token in tokens)
-    os.replace(temporary, path)
 
 
-def main():
+def main(arguments):
     parser = argparse.ArgumentParser(description="Writes a vocabulary as llm.c's gpt2_tokenizer.bin.")
     parser.add_argument("tokenizer", help="'gpt2', a .tiktoken file, a tokenizer.json, or 'bytes'")
     parser.add_argument("out", metavar="OUT.bin")
     parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token of the tokenizer.json, if unusual")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     tokenizer = make_tokenizer(options)
     write_tokenizer(tokenizer, options.out)
     print(f"{options.out}: {tokenizer.vocab_size:,} tokens, end of text {tokenizer.eot}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (DataError, OSError) as problem:
-        sys.exit(f"write_tokenizer.py: error: {reason(problem)}")
+    run_program("write_tokenizer.py", main)

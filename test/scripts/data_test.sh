@@ -150,6 +150,14 @@ before=$(cksum <"$dir/json_train_000000.bin")
 if tokenize "$dir/a.txt" --out "$dir/json"; then fail "existing shards were overwritten"; fi
 [ "$before" = "$(cksum <"$dir/json_train_000000.bin")" ] || fail "a refused run changed a shard"
 
+# A file of both splits is refused by any of its names; one that is named twice is read twice, and a notice says so.
+ln -s a.txt "$dir/also_a.txt"
+refused 'also_a.txt: used for both' "$dir/a.txt" "$dir/b.txt" --val-file "$dir/also_a.txt"
+tokenize "$dir/a.txt" "$dir/"*a.txt --out "$dir/twice" --val-fraction 0 --workers 1 || fail "a file named twice was refused"
+grep -q 'notice: 2 files (2 .txt: .*/a.txt, .*/also_a.txt) named more than once' "$dir/err" || fail "no word of files named twice"
+tokenize "$dir/"{a,b}.txt --out "$dir/twice" --val-fraction 0 --overwrite || fail "two files were refused"
+[ ! -s "$dir/err" ] || fail "a notice without a reason"
+
 # Files that are no text, or compressed: refused by name with what to do, or read as what they are.
 cp "$BASH" "$dir/program.txt"
 refused 'program.txt: found a binary file' "$dir/program.txt"
@@ -274,6 +282,170 @@ fi
 status=0
 tokenize "$dir/a.txt" --val-fraction 0 --out /proc/nowhere/a || status=$?
 { [ $status = 1 ] && grep -q "error: /proc/nowhere: No such file" "$dir/err"; } || fail "--out in a folder that cannot be made"
+
+# A run that ends early, or meets another one.
+python3 - "$dir" >"$dir/out" 2>"$dir/err" <<'PY' || fail "signals, kill -9 or two runs at once"
+import glob, os, select, signal, subprocess, sys, time
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+directory = sys.argv[1]
+options = ["--val-fraction", "0", "--workers", "1"]
+command = ["python3", "data/tokenize_text.py", *options]
+
+def shards(prefix):
+    return {path.removeprefix(prefix): open(path, "rb").read() for path in glob.glob(f"{prefix}_*.bin")}
+
+def temporaries(prefix):
+    return glob.glob(f"{directory}/.{prefix}_train*tmp-*")
+
+# A signal after the second of five new shards has its name: the others follow, and old ones go. kill -9: all are whole.
+open(f"{directory}/driver.py", "w").write("""
+import os, sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+import programs, tokenize_text
+replace, number, renamed = os.replace, int(sys.argv.pop(1)), []
+def interrupted(*names):
+    replace(*names)
+    renamed.append(names)
+    if len(renamed) == 2:
+        os.kill(os.getpid(), number)
+os.replace = interrupted
+programs.run_program("tokenize_text.py", tokenize_text.main)
+""")
+open(f"{directory}/shorter.txt", "wb").write(open(f"{directory}/b.txt", "rb").read()[-90000:])
+split = ["--shard-size", "20000", "--overwrite"]
+subprocess.run([*command, *split, f"{directory}/shorter.txt", "--out", f"{directory}/expected"], check=True)
+expected = shards(f"{directory}/expected")
+assert len(expected) == 5
+out = f"{directory}/sent"
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL):
+    subprocess.run([*command, *split, f"{directory}/b.txt", "--out", out], check=True)
+    before = shards(out)
+    assert len(before) > 8 and not temporaries("sent")
+    status = subprocess.run(["python3", f"{directory}/driver.py", str(int(number)), *options, *split, f"{directory}/shorter.txt",
+                             "--out", out]).returncode
+    if number != signal.SIGKILL:
+        assert status == 128 + number and shards(out) == expected and not temporaries("sent"), (status, number)
+names = sorted(before)[:2]
+assert status == -9 and shards(out) == {**before, **{name: expected[name] for name in names}}
+assert len(temporaries("sent")) == 3
+subprocess.run([*command, f"{directory}/a.txt", "--overwrite", "--out", out], check=True)
+assert not temporaries("sent") and len(shards(out)) == 1, "what kill -9 left is still there"
+
+# SIGHUP ends a run and its temporary files, unless nohup has it ignored. Meanwhile a second run is refused.
+os.mkfifo(f"{directory}/pipe.txt")
+open(f"{directory}/.hup_train.tmp-000099", "w").close()   # of a run that was killed
+for action in (signal.SIG_DFL, signal.SIG_IGN):
+    run = subprocess.Popen([*command, f"{directory}/pipe.txt", "--out", f"{directory}/hup"],
+                           preexec_fn=lambda: signal.signal(signal.SIGHUP, action))
+    with open(f"{directory}/pipe.txt", "wb", buffering=0) as pipe:
+        pipe.write(b"a line of text\n" * 200000)
+        while not os.path.exists(f"{directory}/.hup_train.tmp-000000"):
+            assert run.poll() is None
+            time.sleep(0.02)
+        second = subprocess.run([*command, f"{directory}/a.txt", "--out", f"{directory}/hup"], capture_output=True, text=True)
+        assert second.returncode == 1 and "another process is writing there" in second.stderr, second
+        assert len(temporaries("hup")) == 1
+        run.send_signal(signal.SIGHUP)
+        if action == signal.SIG_DFL:
+            assert run.wait(60) == 128 + signal.SIGHUP, run.returncode
+            assert not temporaries("hup") and not glob.glob(f"{directory}/hup*"), glob.glob(f"{directory}/*hup*")
+assert run.wait(60) == 0 and len(shards(f"{directory}/hup")) == 1, "nohup is not respected"
+
+# The workers end when kill -9 ended their parent: then nobody holds its output.
+driver = """
+import sys, time, types
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+from documents import Chunk, Draw
+from tokenize_text import encode_all
+def chunks():
+    for i in range(6):
+        yield Chunk("x", 1, False, True, b"text")
+    print("ready", flush=True)   # the fifth waited for a result
+    time.sleep(600)
+options = types.SimpleNamespace(tokenizer="bytes", eot=None, split_on=None, json_field="text", draw=Draw(0, 0, 100), workers=2)
+for _ in encode_all(chunks(), options):
+    pass
+"""
+run = subprocess.Popen(["python3", "-c", driver], stdout=subprocess.PIPE, start_new_session=True)
+assert run.stdout.readline() == b"ready\n"
+run.kill()
+run.wait()
+ended = select.select([run.stdout], [], [], 30)[0]
+if not ended:
+    os.killpg(run.pid, signal.SIGKILL)
+assert ended, "workers outlived their parent"
+
+# A file that is replaced is on disk before it has its name; if it cannot be written, nothing is left.
+import prepare, write_tokenizer
+from text_tokenizers import ByteTokenizer
+os.mkdir(f"{directory}/replaced")
+prepare.write_json(f"{directory}/replaced/a.json", 1)
+try:
+    prepare.write_json(f"{directory}/replaced/a.json", [2, object()])
+except TypeError:
+    pass
+assert os.listdir(f"{directory}/replaced") == ["a.json"] and prepare.read_json(f"{directory}/replaced/a.json") == 1
+done, fsync, replace = [], os.fsync, os.replace
+os.fsync, os.replace = lambda fd: done.append("fsync") or fsync(fd), lambda *names: done.append("replace") or replace(*names)
+write_tokenizer.write_tokenizer(ByteTokenizer(), f"{directory}/replaced/t.bin")
+assert done == ["fsync", "replace"], done
+PY
+
+# --native: signals go to ./train_gpt, whose exit status is this program's, and names that it would read otherwise are
+# refused. This one only notes how it was called.
+mkdir -p "$dir/tree/data"
+cp data/*.py "$dir/tree/data"
+cat >"$dir/tree/train_gpt" <<'SH'
+#!/usr/bin/env bash
+echo "$@" >>"$FAKE_LOG"
+if [[ $* = *'--tokenize-split val'* ]]; then exit 0; fi
+trap 'exit 75' TERM USR1
+[ -z "${FAKE_WAITS:-}" ] || echo "$PPID" >"$FAKE_WAITS"
+for ((i = 0; i < ${FAKE_WAITS:+600}0; ++i)); do sleep 0.1; done
+exit 3
+SH
+chmod +x "$dir/tree/train_gpt"
+printf '{}' >"$dir/tokenizer.json"
+native() {
+  FAKE_LOG=$dir/calls python3 "$dir/tree/data/tokenize_text.py" --native --tokenizer "$dir/tokenizer.json" --out "$dir/native" \
+    "$@" 2>"$dir/err" >"$dir/out"
+}
+status=0
+native "$dir/b.txt" --val-file "$dir/a.txt" --overwrite || status=$?
+[ $status = 3 ] || fail "--native: status $status instead of ./train_gpt's"
+grep -q 'status 3, .*--restart is --overwrite here; the shards of --val-file are complete' "$dir/err" ||
+  fail "--native: nothing says what is left, or what to do"
+grep -q -- "--tokenize=$dir/b.txt .*--tokenize-split train .*--restart" "$dir/calls" || fail "--native: not called as it should be"
+for signal in TERM USR1; do
+  rm -f "$dir/waits"
+  FAKE_WAITS=$dir/waits native "$dir/b.txt" --val-fraction 0 &
+  until [ -s "$dir/waits" ]; do
+    kill -0 $! || fail "--native does not start"
+    sleep 0.05
+  done
+  kill -s $signal "$(<"$dir/waits")"
+  status=0
+  wait $! || status=$?
+  [ $status = 75 ] || fail "--native: SIG$signal ends with status $status"
+done
+: >"$dir/calls"
+for name in 'a,b.txt' 'a[1].txt'; do
+  cp "$dir/a.txt" "$dir/$name"
+  if native "$dir/$name" --val-fraction 0; then fail "--native accepts $name"; fi
+  grep -qF "$name: ./train_gpt takes this name for a list or a pattern; rename" "$dir/err" || fail "--native: $name is not named"
+done
+mkdir "$dir/many"
+python3 - "$dir/many" <<'PY'
+import sys
+for i in range(1200):
+    open(f"{sys.argv[1]}/{i:0120}.txt", "w").write("text")
+PY
+if native "$dir/many" --val-fraction 0; then fail "--native accepts too many names"; fi
+grep -q -- '--native with 1,200 files for train: their names take .* join files' "$dir/err" || fail "--native: too many names: not said"
+[ ! -s "$dir/calls" ] || fail "--native: called in spite of a refusal"
 
 # The plot of several runs has its own name; the plot itself, if matplotlib is available.
 mkdir -p "$dir/runs/"{a,b,c,d}

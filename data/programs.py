@@ -1,0 +1,124 @@
+"""What the programs in this folder share: errors in one line, signals, locks, files that appear whole or not at all."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import sys
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)   # a program ends by these, after its cleanup
+
+DISK_REMEDY = "give --out on a disk that can be written"
+REMEDIES = {errno.ENOSPC: "free some space, or give --out on another disk",
+            errno.EDQUOT: "your quota is used up: free some space, or give --out on another disk",
+            errno.EFBIG: "files may not be as large: raise ulimit -f, give --out on another file system or, for shards, a "
+                         "smaller --shard-size"}
+
+
+class DataError(Exception):
+    """A problem with the input or the arguments, in one line with cause and remedy."""
+
+
+def reason(problem):
+    """A DataError or OSError in one line: file and cause."""
+    if not isinstance(problem, OSError) or not problem.strerror:
+        return str(problem)
+    return f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror
+
+
+@contextlib.contextmanager
+def writing(path, state=lambda: ""):
+    """Makes a DataError of what the disk says, such as that it is full; state(): how far it has come."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}{state()}; {REMEDIES.get(error.errno, DISK_REMEDY)}"
+                        ) from None
+
+
+@contextlib.contextmanager
+def replacing(path, mode="w"):
+    """A file to write, which takes the place of `path` when the block ends; if it fails, `path` is unchanged."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as problem:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        if getattr(problem, "errno", None) in REMEDIES:
+            with writing(path):
+                raise
+        raise
+
+
+@contextlib.contextmanager
+def locked(path):
+    """Holds the lock of the file `path`, and removes it afterwards. DataError: another process holds it."""
+    held = False
+    while not held:
+        file = open(path, "a")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)   # not flock, which forked workers would hold, too
+        except BlockingIOError:
+            raise DataError(f"{path}: another process is writing there: wait for it, or give another --out") from None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be locked: {error.strerror}; give --out on another file system") from None
+        held = os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path))   # else just removed
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+        file.close()
+
+
+def sync_folder(path):
+    """Syncs a folder, so that new names in it are on disk."""
+    folder = os.open(path or ".", os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+# ---- Signals ------------------------------------------------------------------------------------
+
+
+def on_signals(action, numbers=SIGNALS):
+    """Sets what signals do; a SIGHUP that is ignored, as nohup has it, stays so."""
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, action)
+
+
+def end_by_signal(number, _frame):
+    on_signals(signal.SIG_IGN)   # a second signal must not interrupt the cleanup
+    sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def held_signals():
+    """SIGNALS that arrive within the block act at its end. Not by a mask: a library's threads would take them."""
+    arrived, before = [], [(number, signal.getsignal(number)) for number in SIGNALS]
+    on_signals(lambda number, _frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        for number, action in before:
+            signal.signal(number, action)
+        if arrived:
+            signal.raise_signal(arrived[0])
+
+
+def run_program(name, main, action=end_by_signal):
+    """main(arguments); an error is one line on stderr. action: what SIGNALS do at first."""
+    on_signals(action)
+    try:
+        main(sys.argv[1:])
+    except (DataError, OSError) as problem:
+        sys.exit(f"{name}: error: {reason(problem)}")
