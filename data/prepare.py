@@ -13,19 +13,22 @@ Exit status: 0 done, 1 refused or failed with the reason in one line on stderr, 
 """
 
 import argparse
+import contextlib
 import dataclasses
+import hashlib
 import http.client
 import json
 import os
 import re
 import sys
 import time
+import typing
 import urllib.error
 import urllib.request
 
 sys.dont_write_bytecode = True   # data/ holds data
 from documents import Draw, read_chunks   # noqa: E402
-from programs import DataError, locked, replacing, run_program   # noqa: E402
+from programs import DataError, locked, replacing, run_program, writing   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
 from tokenize_text import Parser, Progress, Splitter, count, encode_all   # noqa: E402
 from token_shards import ShardWriter, existing_shards, publish   # noqa: E402
@@ -58,7 +61,7 @@ DATASETS = {
         "https://huggingface.co", "FineWeb-Edu (Penedo et al. 2024), 10 to 1300 billion tokens", val_fraction=0.005,
         listing="api/datasets/HuggingFaceFW/fineweb-edu/tree/main/{config}"),
 }
-CONFIGS = {"all": "data", "sample-10BT": "sample/10BT", "sample-100BT": "sample/100BT", 
+CONFIGS = {"all": "data", "sample-10BT": "sample/10BT", "sample-100BT": "sample/100BT",
            "sample-350BT": "sample/350BT"}
 
 
@@ -97,55 +100,103 @@ def with_retries(url, action, progress=lambda: 0):
             time.sleep(0.1 * 3**attempt)
 
 
-def download(url, path):
-    """Downloads the file at `path` unless it exists; resumes from PATH.part."""
-    if os.path.exists(path):
-        return
-    part = path + ".part"
+def download(url, path, sha256=None):
+    """Downloads the file at `path` unless it exists; resumes from PATH.part. sha256: of the whole file, if known."""
+    part, tag = path + ".part", path + ".part.etag"   # the version that PATH.part is of, if the server says it
 
     def size():
         return os.path.getsize(part) if os.path.exists(part) else 0
 
     def rest():
-        have = size()
-        with fetch(url, {"Range": f"bytes={have}-"} if have else {}) as response:
+        have, headers = size(), {}
+        if have:
+            headers["Range"] = f"bytes={have}-"
+            if version := read_text(tag):
+                headers["If-Range"] = version
+        with fetch(url, headers) as response:
             resumed = response.status == 206
             total = int(response.headers.get("Content-Length", -1)) + (have if resumed else 0)
-            with open(part, "ab" if resumed else "wb") as file:
+            with writing(part):
+                file = open(part, "ab" if resumed else "wb", buffering=0)   # nothing is left to write when it is closed
+            with file:
+                if not resumed:   # the bytes of another version are gone
+                    version = response.headers.get("ETag", "")
+                    with writing(tag), open(tag, "w") as record:
+                        record.write("" if version.startswith("W/") else version)
                 progress = Progress(total if total > 0 else None, f"{os.path.basename(path)}: ")
                 progress.skip(file.tell())
-                while block := response.read(1 << 18):
-                    file.write(block)
+                while block := memoryview(response.read(1 << 18)):
                     progress.add(len(block), 0)
+                    with writing(part):
+                        while block:
+                            block = block[file.write(block):]
                 progress.clear()
                 done = file.tell()
         if 0 <= total != done:
             raise OSError(f"the connection ended after {done:,} of {total:,} bytes")
 
-    try:
-        with_retries(url, rest, size)
-    except PastTheEnd as error:
-        if str(error) != str(size()):   # else it ended between the last byte and the new name
-            os.remove(part)
+    with locked(path + ".lock"):
+        if os.path.exists(path):
+            return
+        try:
             with_retries(url, rest, size)
-    os.replace(part, path)
+        except PastTheEnd as error:
+            if str(error) != str(size()):   # else it ended between the last byte and the new name
+                os.remove(part)
+                with_retries(url, rest, size)
+        with open(part, "rb") as file:
+            with writing(part):
+                os.fsync(file.fileno())
+            found = sha256 and digest(file)
+        if found == sha256:
+            os.replace(part, path)
+        for file in (part, tag):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(file)
+        if found != sha256:
+            raise DataError(f"{url}: downloaded with SHA-256 {found}, expected {sha256} as listed; it was removed: try again")
 
 
-def list_parquet(dataset, base, config):
-    """URLs of the parquet files, sorted, from the Hugging Face API."""
-    first = url = f"{base}/{dataset.listing.format(config=config)}?recursive=true"
-    paths = []
+def digest(file):
+    """SHA-256 of the rest of a file."""
+    sha256 = hashlib.sha256()
+    while block := file.read(1 << 20):
+        sha256.update(block)
+    return sha256.hexdigest()
+
+
+class Source(typing.NamedTuple):
+    """A file to download."""
+    split: str           # None: its documents are drawn
+    url: str             # relative to the base
+    file: str            # its name here
+    sha256: str = None   # if the server lists it
+
+
+def list_sources(dataset, base, config):
+    """The sources in their order."""
+    if not dataset.listing:
+        train = "train" if dataset.val else None
+        return [Source(split, url, os.path.basename(url)) for split, urls in (("val", dataset.val), (train, dataset.train))
+                for url in urls]
+    return [Source(None, f"datasets/HuggingFaceFW/fineweb-edu/resolve/main/{path}", path.replace("/", "--"), sha256)
+            for path, sha256 in list_parquet(f"{base}/{dataset.listing.format(config=config)}?recursive=true")]
+
+
+def list_parquet(first):
+    """Path and SHA-256 (None: not given) of the parquet files, sorted, from the Hugging Face API."""
+    url, files = first, {}
     while url:   # paginated
         def page(url=url):
             with fetch(url) as response:
                 return json.loads(response.read()), response.headers.get("Link", "")
         entries, link = with_retries(url, page)
-        paths += [entry["path"] for entry in entries if entry["path"].endswith(".parquet")]
+        files |= {entry["path"]: (entry.get("lfs") or {}).get("oid") for entry in entries if entry["path"].endswith(".parquet")}
         more = re.search(r'<([^>]+)>; *rel="next"', link)
         url = more[1] if more else None
-    if not paths:
+    if not files:
         raise DataError(f"no parquet file listed at {first}")
-    return [f"{base}/datasets/HuggingFaceFW/fineweb-edu/resolve/main/{path}" for path in sorted(paths)]
+    return sorted(files.items())
 
 
 # ---- Tokens -------------------------------------------------------------------------------------
@@ -186,18 +237,34 @@ def tokenize_source(index, split, path, dataset, options, prefix, room):
     return {**{name: writer.count for name, writer in writers.items()}, "cut": cut}
 
 
-def read_json(path):
+def read_text(path):
     """None if there is no such file."""
     try:
         with open(path) as file:
-            return json.load(file)
+            return file.read()
     except FileNotFoundError:
         return None
+
+
+def read_json(path):
+    """None if there is no such file."""
+    text = read_text(path)
+    return None if text is None else json.loads(text)
 
 
 def write_json(path, value):
     with replacing(path) as file:
         json.dump(value, file)
+
+
+def read_record(marker, source):
+    """What is recorded of a source; None: it is not finished. DataError: another file had its number."""
+    record = read_json(marker)
+    found = source.url if record is None else record.get("url", source.url)   # earlier versions did not record it
+    if found != source.url:
+        raise DataError(f"{marker}: made of {found}, but the file of this number is now {source.url}; give another --out to "
+                        "tokenize the files that the server now lists")
+    return record
 
 
 def claim(prefix, options):
@@ -214,43 +281,46 @@ def claim(prefix, options):
 
 
 def prepare(options):
-    dataset = DATASETS[options.dataset]
-    base = (options.base_url or dataset.base).rstrip("/")
     prefix = options.out or os.path.join(os.path.dirname(os.path.abspath(__file__)), options.dataset, options.dataset)
     folder = os.path.dirname(prefix) or "."
     os.makedirs(folder, exist_ok=True)
     tokenizer = make_tokenizer(options)   # fail before downloading if it is unusable
     with locked(f"{prefix}.lock"):
         claim(prefix, options)
-        if dataset.listing:
-            sources = [(None, url) for url in list_parquet(dataset, base, CONFIGS[options.config])]
-        else:
-            sources = [("val", f"{base}/{name}") for name in dataset.val]
-            sources += [("train" if dataset.val else None, f"{base}/{name}") for name in dataset.train]
-        every = 1 << 62
-        wanted = options.tokens or every
-        have = {"train": 0, "val": 0}
-        for index, (split, url) in enumerate(sources):
-            if have["train"] >= wanted:
-                break
-            marker = f"{prefix}.done-{index:04}.json"
-            record = read_json(marker)
-            room = wanted - have["train"]
-            if record is None or (record["cut"] and record["train"] < room):
-                print(f"source {index + 1} of {len(sources)}: {url}", flush=True)
-                path = os.path.join(folder, os.path.basename(url))
-                download(url, path)
-                record = tokenize_source(index, split, path, dataset, options, prefix, room)
-                write_json(marker, record)
-                if dataset.listing and not options.keep_downloads:   # large, and no longer needed
-                    os.remove(path)
-            for name in have:
-                have[name] += record[name]
+        have = prepare_sources(options, prefix, folder)
         write_tokenizer(tokenizer, os.path.join(folder, "gpt2_tokenizer.bin"))
-    if have["train"] < (options.tokens or 0):
+    if options.tokens and have["train"] < options.tokens:
         print(f"notice: the whole dataset has {have['train']:,} training tokens, fewer than {options.tokens:,}")
+    elif options.tokens and have["train"] > options.tokens:
+        print(f"notice: earlier runs wrote {have['train']:,} training tokens, more than {options.tokens:,}; give another --out "
+              "for fewer")
     for name in ("train", "val"):
         print(f"{name:6} {have[name]:,} tokens in {prefix}_{name}_*.bin")
+
+
+def prepare_sources(options, prefix, folder):
+    """Writes the shards of all sources; returns the tokens per split, with those of earlier runs."""
+    dataset = DATASETS[options.dataset]
+    base = (options.base_url or dataset.base).rstrip("/")
+    sources = list_sources(dataset, base, CONFIGS[options.config])
+    markers = [f"{prefix}.done-{index:04}.json" for index in range(len(sources))]
+    records = list(map(read_record, markers, sources))
+    room = options.tokens or 1 << 62
+    for index, source in enumerate(sources):
+        if room <= 0:
+            break
+        record = records[index]
+        if record is None or (record["cut"] and record["train"] < room):
+            url, path = f"{base}/{source.url}", os.path.join(folder, source.file)
+            print(f"source {index + 1} of {len(sources)}: {url}", flush=True)
+            download(url, path, source.sha256)
+            counts = tokenize_source(index, source.split, path, dataset, options, prefix, room)
+            records[index] = record = {"url": source.url, **counts}
+            write_json(markers[index], record)
+            if dataset.listing and not options.keep_downloads:   # large, and no longer needed
+                os.remove(path)
+        room -= record["train"]
+    return {name: sum(record[name] for record in records if record) for name in ("train", "val")}
 
 
 def main(arguments):

@@ -11,37 +11,43 @@ fail() {
   exit 1
 }
 
-# The server: the paths below $dir/www; /flaky/ is the same but disconnects after 30,000 bytes; a list of parquet files.
+# The server: the paths below $dir/www, with ETags; /flaky/ is the same but disconnects after 30,000 bytes; lists of
+# parquet files: of the configuration "all" as in $dir/listing.json, else two, on two pages.
 mkdir -p "$dir/www/tinyshakespeare" "$dir/www/resolve/main"
 cat >"$dir/server.py" <<'PY'
-import http.server, json, os, re, sys
+import http.server, json, os, sys, zlib
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         path = self.path.split("?")[0]
         flaky, path = path.startswith("/flaky"), path.removeprefix("/flaky")
+        print(self.path, self.headers.get("Range", ""), self.headers.get("If-Range", ""), file=sys.stderr, flush=True)
         if path.startswith("/api/"):
             page = "page=2" in self.path
             body = json.dumps([{"path": f"sample/10BT/00{int(page)}_00000.parquet"}]).encode()
+            if path.endswith("/data"):
+                body = open(sys.argv[2], "rb").read()
             self.send_response(200)
-            if not page:
+            if not page and not path.endswith("/data"):
                 self.send_header("Link", f'<http://{self.headers["Host"]}{path}?page=2>; rel="next"')
         else:
-            file = sys.argv[1] + re.sub(r"/datasets/HuggingFaceFW/fineweb-edu/resolve/main/.*/", "/", path)
+            file = sys.argv[1] + path.removeprefix("/datasets/HuggingFaceFW/fineweb-edu/resolve/main")
             if not os.path.exists(file):
                 return self.send_error(404)
             body = open(file, "rb").read()
-            start = int(re.match(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))[1])
+            version = f'"{zlib.crc32(body)}"'
+            same = self.headers.get("If-Range", version) == version
+            start = int(self.headers.get("Range", "bytes=0-")[6:-1]) if same else 0
             if start >= len(body) > 0:
                 self.send_response(416)
                 self.send_header("Content-Range", f"bytes */{len(body)}")
                 return self.end_headers()
             self.send_response(206 if start else 200)
+            self.send_header("ETag", version)
             body = body[start:]
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body[:30000] if flaky else body)
-        print(self.path, self.headers.get("Range", ""), file=sys.stderr, flush=True)
 
     def log_message(self, *_):
         pass
@@ -50,7 +56,7 @@ server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 print(server.server_address[1], flush=True)
 server.serve_forever()
 PY
-python3 "$dir/server.py" "$dir/www" >"$dir/port" 2>"$dir/requests" &
+python3 "$dir/server.py" "$dir/www" "$dir/listing.json" >"$dir/port" 2>"$dir/requests" &
 server=$!
 for i in $(seq 3000); do printf 'First Citizen %d:\nBefore we proceed any further, hear me speak.\n\n' "$i"; done \
   >"$dir/www/tinyshakespeare/input.txt"
@@ -92,8 +98,10 @@ PY
 
 # A connection that breaks repeatedly: the download resumes each time.
 prepare shakespeare --tokenizer bytes --base-url "$url/flaky" --out "$dir/f/s" || fail "a flaky connection failed"
-grep -q 'flaky.*bytes=60000-' "$dir/requests" || fail "the download did not resume where it broke off"
+grep -q 'flaky.*bytes=60000- "[0-9]*"$' "$dir/requests" || fail "the download did not resume this version where it broke off"
 same_shards "$dir/s/s" "$dir/f/s"
+[ "$(cd "$dir/f" && echo *)" = "gpt2_tokenizer.bin input.txt s.done-0000.json s.prepare.json s_train_000000.bin s_val_000000.bin" ] ||
+  fail "something else was left: $(ls "$dir/f")"
 
 # All bytes came, but the program ended before the file had its name; or more bytes than the server has.
 for more in '' 'more'; do
@@ -104,6 +112,26 @@ for more in '' 'more'; do
   prepare shakespeare --tokenizer bytes --base-url "$url" --out "$dir/f/s" || fail "a whole .part${more:+ and $more} failed"
   same_shards "$dir/s/s" "$dir/f/s"
 done
+
+# The file has changed since the download broke off: it starts over.
+rm -rf "$dir/f"
+mkdir -p "$dir/f"
+echo 'Another version.' >"$dir/f/input.txt.part"
+echo -n '"1"' >"$dir/f/input.txt.part.etag"
+prepare shakespeare --tokenizer bytes --base-url "$url" --out "$dir/f/s" || fail "a file that has changed was refused"
+same_shards "$dir/s/s" "$dir/f/s"
+
+# A download is on disk before it has its name.
+python3 - "$url" "$dir/f/copy.txt" <<'PY' || fail "a download may be empty after a crash"
+import os, sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+import prepare
+done, fsync, replace = [], os.fsync, os.replace
+os.fsync, os.replace = lambda fd: done.append("fsync") or fsync(fd), lambda *names: done.append("replace") or replace(*names)
+prepare.download(f"{sys.argv[1]}/tinyshakespeare/input.txt", sys.argv[2])
+assert done == ["fsync", "replace"], done
+PY
 
 # kill -9 at any time: the next start resumes, and the shards are the same; with several processes too.
 prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/t/t" --shard-size 100000 || fail "tinystories failed"
@@ -121,6 +149,9 @@ prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/m/t" --shard
 [ "$(stat -c %s "$dir/m/t_train_000101.bin")" = $((1024 + 2 * 50000)) ] || fail "--tokens was not respected"
 prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/m/t" --shard-size 100000 || fail "no more tokens"
 same_shards "$dir/t/t" "$dir/m/t"
+prepare tinystories --tokenizer bytes --base-url "$url" --out "$dir/m/t" --shard-size 100000 --tokens 1000 || fail "fewer tokens"
+grep -q '^notice: earlier runs wrote .* training tokens, more than 1,000; give another --out' "$dir/out" ||
+  fail "nothing says that there are more tokens than requested"
 
 # Refusals: one line each, and nothing lost.
 refused() { # WORD ARGUMENTS...
@@ -137,6 +168,71 @@ mkdir "$dir/o" && echo mine >"$dir/o/s_train_000000.bin"
 refused 'exists already' shakespeare --tokenizer bytes --base-url "$url" --out "$dir/o/s"
 [ "$(cat "$dir/o/s_train_000000.bin")" = mine ] || fail "a shard of another origin was overwritten"
 refused 'resumes where it stopped' shakespeare --tokenizer bytes --base-url http://127.0.0.1:1 --out "$dir/u/s"
+before=$(grep -c input.txt "$dir/requests")
+(ulimit -f 20; refused 'input.txt.part: cannot be written: File too large; .*ulimit -f' shakespeare --tokenizer bytes --base-url "$url" \
+  --out "$dir/full/s")
+[ "$(grep -c input.txt "$dir/requests")" = $((before + 1)) ] || fail "a file that cannot be written was requested again"
+mkdir -p "$dir/folder/input.txt.part.etag"
+refused 'input.txt.part.etag: cannot be written: Is a directory' shakespeare --tokenizer bytes --base-url "$url" --out "$dir/folder/s"
+cat >"$dir/lock.py" <<'PY'
+import fcntl, subprocess, sys
+lock = open(sys.argv[1], "a")
+fcntl.lockf(lock, fcntl.LOCK_EX)
+sys.exit(subprocess.call(sys.argv[2:]))
+PY
+mkdir -p "$dir/busy"
+for lock in input.txt s; do   # of a download, and of the shards
+  before=$(grep -c input.txt "$dir/requests")
+  prepare() { python3 "$dir/lock.py" "$dir/busy/$lock.lock" python3 data/prepare.py "$@" >"$dir/out" 2>"$dir/err"; }
+  refused "$lock.lock: another process is writing there" shakespeare --tokenizer bytes --base-url "$url" --out "$dir/busy/s"
+  [ "$(grep -c input.txt "$dir/requests")" = "$before" ] || fail "downloads what another process downloads"
+done
+
+# The parts of FineWeb-Edu, here as text: files of one name in two folders are two; each is what the list says.
+cat >"$dir/fineweb.py" <<'PY'
+import dataclasses, sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+import prepare, programs
+prepare.DATASETS["fineweb-edu"] = dataclasses.replace(prepare.DATASETS["fineweb-edu"], separator=b"\n\n")
+programs.run_program("prepare.py", prepare.main)
+PY
+prepare() { python3 "$dir/fineweb.py" fineweb-edu --config all --tokenizer bytes --base-url "$url" "$@" >"$dir/out" 2>"$dir/err"; }
+list() { # FOLDER...: what the server lists
+  python3 - "$dir" "$@" <<'PY'
+import hashlib, json, os, sys
+directory, *names = sys.argv[1:]
+entries = []
+for name in names:
+    path = f"data/CC-MAIN-2024-{name}/000_00000.parquet"
+    os.makedirs(os.path.dirname(f"{directory}/www/{path}"), exist_ok=True)
+    text = "".join(f"document {i} of {name}\n\n" for i in range(int(name) * 100)).encode()
+    open(f"{directory}/www/{path}", "wb").write(text)
+    entries.append({"type": "file", "path": path, "lfs": {"oid": hashlib.sha256(text).hexdigest()}})
+json.dump(entries, open(f"{directory}/listing.json", "w"))
+PY
+}
+list 10 51
+prepare --keep-downloads --out "$dir/w/w" || fail "fineweb-edu as text failed"
+for name in 10 51; do
+  cmp "$dir/w/data--CC-MAIN-2024-$name--000_00000.parquet" "$dir/www/data/CC-MAIN-2024-$name/000_00000.parquet" ||
+    fail "files of one name in two folders are taken for each other"
+done
+all=$(grep '^train ' "$dir/out")
+prepare --tokens 10 --out "$dir/w/w" || fail "fewer tokens"
+grep -qxF "$all" "$dir/out" || fail "shards of earlier runs are not counted"
+python3 - "$dir/w/w.done-0000.json" <<'PY'
+import json, sys
+record = json.load(open(sys.argv[1]))
+assert record.pop("url") == "datasets/HuggingFaceFW/fineweb-edu/resolve/main/data/CC-MAIN-2024-10/000_00000.parquet"
+json.dump(record, open(sys.argv[1], "w"))   # as earlier versions wrote it
+PY
+prepare --out "$dir/w/w" || fail "a record of an earlier version was refused"
+list 10 30 51
+refused 'w.done-0001.json: made of .*2024-51.* is now .*2024-30.*another --out' --out "$dir/w/w"
+echo changed >"$dir/www/data/CC-MAIN-2024-10/000_00000.parquet"
+refused 'downloaded with SHA-256 .*, expected .*try again' --out "$dir/x/x"
+[ "$(cd "$dir/x" && echo *)" = x.prepare.json ] || fail "a damaged file was left"
 
 # A vocabulary like GPT-2's, and parquet.
 if python=$(scripts/find_python.sh tiktoken); then
@@ -164,11 +260,12 @@ else
   echo "datasets_test: tiktoken skipped: no Python here has it"
 fi
 if python=$(scripts/find_python.sh pyarrow); then
+  mkdir -p "$dir/www/sample/10BT"
   "$python" - "$dir" <<'PY'
 import sys, pyarrow, pyarrow.parquet
 for index in (0, 1):
     rows = [f"document {index} {i}\nof the web" for i in range(3000)]
-    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(3000)), "text": rows}), f"{sys.argv[1]}/www/00{index}_00000.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(3000)), "text": rows}), f"{sys.argv[1]}/www/sample/10BT/00{index}_00000.parquet")
 PY
   "$python" data/prepare.py fineweb-edu --tokenizer bytes --base-url "$url" --out "$dir/p/p" --tokens 80000 \
     >"$dir/out" 2>"$dir/err" || fail "fineweb-edu failed"
