@@ -25,7 +25,7 @@
 # has started gets the signal, too, and is waited for.
 #
 # Options
-#   --out-dir DIR        where the run saves; default: COMMAND's own --out-dir or -o
+#   --out-dir DIR        where the run saves; default: the last --out-dir or -o of COMMAND
 #   --max-failures N     default: 5
 #   --delay SECONDS      default: 5
 #   --max-delay SECONDS  default: 300
@@ -47,7 +47,7 @@ refuse() { say "$1; see scripts/supervise.sh --help"; exit 1; }
 
 # ---- Options ---------------------------------------------------------------------------------------------------------
 
-out='' max_failures=5 first_delay=5 max_delay=300 hosts=() spares=0 min_hosts='' host_wait=300
+out='' own_out='' max_failures=5 first_delay=5 max_delay=300 hosts=() spares=0 min_hosts='' host_wait=300
 # shellcheck disable=SC2016    # for another shell
 probe='[ {} = localhost ] || [ {} = $(uname -n) ] || ssh -o BatchMode=yes -o ConnectTimeout=10 {} true'
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
@@ -61,7 +61,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     [[ $2 =~ ^[0-9]{1,9}$ && ($2 -gt 0 || $1 = --delay || $1 = --spares || $1 = --host-wait) ]] || refuse "$1 '$2': expected a whole number" ;;
   esac
   case $1 in
-    --out-dir) out=$2 ;;
+    --out-dir) own_out=$2 ;;
     --max-failures) max_failures=$2 ;;
     --delay) first_delay=$2 ;;
     --max-delay) max_delay=$2 ;;
@@ -85,10 +85,11 @@ for word in "${command[@]}"; do
   [[ $word != --resume=* ]] || resume=${word#*=}
   [ "$resume" = auto ] || refuse "--resume $resume is refused once the run has checkpoints of its own, so after a crash: leave
   it out, or start the run once without this script"
-  case ${previous-} in --out-dir | -o) out=${out:-$word} ;; esac
-  [[ $word != --out-dir=* ]] || out=${out:-${word#*=}}
+  case ${previous-} in --out-dir | -o) out=$word ;; esac   # the last one wins; srun has an -o of its own
+  [[ $word != --out-dir=* ]] || out=${word#*=}
   previous=$word
 done
+out=${own_out:-$out}
 [ -n "$out" ] || refuse "where does the run save? The command names no --out-dir; give this script its own: --out-dir DIR"
 [ "$spares" = 0 ] || [ "$spares" -lt ${#hosts[@]} ] || refuse "--spares $spares: there are ${#hosts[@]} in --hosts"
 wanted=$((${#hosts[@]} - spares))   # hosts that run
@@ -209,9 +210,11 @@ choose_hosts() {
 
 # ---- Starts ----------------------------------------------------------------------------------------------------------
 
-dir=$(mktemp -d)
-errors=$dir/stderr   # of the last start
-trap 'rm -rf "$dir"' EXIT
+# The stderr of the last start, in a file without a name: what removes old files from /tmp cannot take it away.
+errors=$(mktemp)
+exec {errors_file}<>"$errors"
+rm "$errors"
+errors=/dev/fd/$errors_file
 
 # The processes of a session, which setsid gave its number.
 processes_of() {
@@ -247,7 +250,7 @@ start() {
   local status=0 copy session stderr
   exec {stderr}> >(exec setsid tee "$errors" >&2)
   copy=$!
-  setsid "${command[@]}" </dev/null 2>&"$stderr" {stderr}>&- &
+  setsid "${command[@]}" </dev/null 2>&"$stderr" {stderr}>&- {errors_file}>&- &
   session=$! running=$session
   exec {stderr}>&-
   [ -z "$stopped_by" ] || pass_on "$stopped_by"
@@ -292,6 +295,7 @@ while :; do
     exit 2
   fi
   failures+=("$failure")
+  [ -d "$out" ] || say "there is no $out here, so no checkpoint is seen: does the run save elsewhere (--out-dir)?"
   if [ ${#failures[@]} -ge "$max_failures" ]; then
     say "giving up after ${#failures[@]} failures without a newer checkpoint than that of step $best (--max-failures):"
     printf '  %s\n' "${failures[@]}" >&2

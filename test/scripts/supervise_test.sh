@@ -35,6 +35,9 @@ case $end in
     tail -f /dev/null &
     echo $! >"$here/left"
     kill -s KILL $$ ;;
+  clean)
+    rm -rf "$TMPDIR"
+    kill -s KILL $$ ;;
   back)
     rm "$here"/away-*
     exit 139 ;;
@@ -63,10 +66,11 @@ prepare() { # LINE...: what the starts do
   touch "$dir/starts" "$dir/waits"
   printf '%s\n' "$@" >"$dir/script"
 }
+command=("$dir/play" -o "$out")
 # ends STATUS STARTS WAITS OPTION...    WAITS: '*' stands for any
 ends() {
   local status=0
-  PATH=$dir:$PATH scripts/supervise.sh "${@:4}" -- "$dir/play" -o "$out" 2>"$dir/said" || status=$?
+  PATH=$dir:$PATH scripts/supervise.sh "${@:4}" -- "${command[@]}" 2>"$dir/said" || status=$?
   [ $status = "$1" ] || fail "status $status, expected $1"
   [ "$(wc -l <"$dir/starts")" = "$2" ] || fail "$(wc -l <"$dir/starts") starts, expected $2"
   [ "$3" = '*' ] || [ "$(paste -s -d ' ' "$dir/waits")" = "$3" ] || fail "waits $(paste -s -d ' ' "$dir/waits"), expected $3"
@@ -84,6 +88,23 @@ mkdir -p "$out/step-003000"
 ends 7 5 '5 10 5 10' --max-failures 3
 says 'giving up after 3 failures without a newer checkpoint than that of step 2000'
 [ "$(grep -c '^  status 7 after step 2003, newest checkpoint: step 2000: ' "$dir/said")" = 3 ] || fail "not three failures"
+# The last --out-dir or -o of the command counts, as in the trainer: the first may be srun's.
+command=("$dir/play" -o log.txt --out-dir="$out/other" --out-dir "$out")
+prepare 'KILL 1000' 'KILL 2000' '0 3000'
+ends 0 3 '5 5' --max-failures 2
+command=("$dir/play" -o "$out/elsewhere")
+prepare 'KILL 1000' '7 2000'
+ends 7 2 '5' --max-failures 2
+says "there is no $out/elsewhere here, so no checkpoint is seen"
+prepare 'KILL 1000' '0 2000'
+ends 0 2 '5' --max-failures 2 --out-dir "$out"
+! grep -q 'no checkpoint is seen' "$dir/said" || fail "it does not see its own --out-dir"
+command=("$dir/play" -o "$out")
+# Whoever removes old files from /tmp removes nothing that it needs.
+prepare 'clean 0 cleaned up' '0 1000'
+mkdir "$dir/tmp"
+TMPDIR=$dir/tmp ends 0 2 '5'
+says 'killed by SIGKILL after step 0, newest checkpoint: step 0: cleaned up; starting again'
 # What a restart cannot mend; the launcher's status 1, and a lock that a dying process still has, are not that.
 prepare '1 0 train_gpt: --lr was 0.1 and is now 0.2'
 ends 1 1 ''
