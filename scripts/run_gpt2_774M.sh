@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # GPT-2 774M on 30 billion tokens of FineWeb-Edu; see run_gpt2_124M.sh.
 #
-#   data/prepare.py fineweb-edu --tokens 30e9
+#   data/prepare.py fineweb-edu --config sample-100BT --tokens 30e9 --out data/fineweb-edu-100BT/fineweb-edu
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 ./train_gpt \
-  --train-data 'data/fineweb-edu/fineweb-edu_train_*.bin' --val-data 'data/fineweb-edu/fineweb-edu_val_*.bin' \
+  --train-data 'data/fineweb-edu-100BT/fineweb-edu_train_*.bin' \
+  --val-data 'data/fineweb-edu-100BT/fineweb-edu_val_*.bin' \
   --model gpt2:774M --seq-len 1024 --batch-size 16 --total-batch-size 524288 \
   --dtype bf16 --max-steps 57220 --lr 2.5e-4 --warmup-steps 700 --lr-schedule cosine --final-lr-frac 0.1 \
   --weight-decay 0.1 --grad-clip 1 --val-every 250 --val-steps 20 --checkpoint-every 5000 \

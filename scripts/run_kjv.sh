@@ -6,6 +6,15 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 OUT=${OUT:-out/kjv}
+for word in "$@"; do
+  case ${previous-} in --out-dir | -o) OUT=$word ;; esac
+  [[ $word != --out-dir=* ]] || OUT=${word#*=}
+  previous=$word
+done
+# Only a run that trains is plotted, not --plan.
+written() { stat -c %y "$OUT/metrics.jsonl" 2>/dev/null || :; }
+before=$(written)
+
 ./train_gpt \
   --train-data 'data/kjv/kjv_train_*.bin' --val-data 'data/kjv/kjv_val_*.bin' \
   --model smollm2:135M --n-layer 4 --n-head 4 --n-kv-head 2 --n-embd 128 --n-ffn 256 --vocab-size 257 \
@@ -14,4 +23,4 @@ OUT=${OUT:-out/kjv}
   --log-every 10 --val-every 120 --val-steps 20 --sample-every 360 --sample-tokens 120 --top-p 0.9 \
   --out-dir "$OUT" "$@"
 
-[ ! -e "$OUT/metrics.jsonl" ] || "${PYTHON:-python3}" scripts/plot.py "$OUT"
+[ "$(written)" = "$before" ] || "${PYTHON:-python3}" scripts/plot.py "$OUT"
