@@ -5,12 +5,12 @@ import sys
 
 def load_pyplot(fail):
     """matplotlib.pyplot, for files. If it is missing here and Debian's Python, for which its package installs, is another
-    one, the script starts again with that; otherwise fail(message) ends it."""
+    one, or this is a virtual environment of it, the script starts again with that; otherwise fail(message) ends it."""
     try:
         import matplotlib
     except ImportError:
         other = "/usr/bin/python3"
-        if os.path.exists(other) and os.path.realpath(sys.executable) != os.path.realpath(other):
+        if os.path.exists(other) and os.path.abspath(sys.executable) != other:
             os.execv(other, [other, *sys.argv])
         fail("matplotlib is missing: apt-get install python3-matplotlib")
     matplotlib.use("Agg")

@@ -11,10 +11,11 @@
 #   DEPTHS     instead: layers
 #   JOBS       runs at a time, each on one thread (the processors)
 #
-# Writes OUT/sweep.csv, with the loss nan for a run that diverged, and OUT/sweep.png if there is matplotlib.
+# Writes OUT/sweep.csv, with the loss nan for a run that diverged, and OUT/sweep.png if there is matplotlib. A run that
+# fails has no row in OUT/sweep.csv; then there is no OUT/sweep.png, and the exit status is 1.
 set -euo pipefail
 if [ $# -lt 2 ] || [ -z "${RATES:-}" ] || [ -z "${WIDTHS:-}${DEPTHS:-}" ] || [ -n "${WIDTHS:+${DEPTHS:-}}" ]; then
-  sed -n '2,14s/^# \{0,1\}//p' "$0" >&2
+  sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
   exit 1
 fi
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -28,6 +29,7 @@ if [ "$2" = --run ]; then
   shape=(--n-layer "$size")
   if [ "$axis" = width ]; then shape=(--n-embd "$size" --n-head "$((size / ${HEAD_SIZE:-32}))"); fi
   mkdir -p "$out"
+  rm -f "$out/result"
   "$root/train_gpt" "${@:3:$#-4}" "${shape[@]}" --lr "$rate" --threads 1 --out-dir "$out/run" >"$out/log" 2>&1 ||
     status=$?
   case $status in
@@ -47,13 +49,15 @@ if [ "$2" = --run ]; then
 fi
 
 mkdir -p "$1"
+status=0
 for size in ${WIDTHS:-$DEPTHS}; do
   for rate in $RATES; do printf '%s\0%s\0' "$size" "$rate"; done
-done | xargs -0 -n 2 -P "${JOBS:-$(nproc)}" "$0" "$1" --run "${@:2}"
+done | xargs -0 -n 2 -P "${JOBS:-$(nproc)}" "$root/scripts/sweep_lr.sh" "$1" --run "${@:2}" || status=1
 {
   echo "$axis,lr,loss"
   for size in ${WIDTHS:-$DEPTHS}; do
-    for rate in $RATES; do cat "$1/$axis-$size/lr-$rate/result"; done
+    for rate in $RATES; do cat "$1/$axis-$size/lr-$rate/result" 2>/dev/null || :; done
   done
 } >"$1/sweep.csv"
-"${PYTHON:-python3}" "$root/scripts/plot_sweep.py" "$1/sweep.csv"
+[ $status = 0 ] || exit $status
+if python=$("$root/scripts/find_python.sh" matplotlib); then "$python" "$root/scripts/plot_sweep.py" "$1/sweep.csv"; fi

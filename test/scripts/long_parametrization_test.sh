@@ -17,11 +17,21 @@ sweep() {
   WIDTHS='16 32' RATES='1e-3 1e-2' HEAD_SIZE=8 scripts/sweep_lr.sh "$dir/sweep" --model d1 --vocab-size 211 \
     --train-data $data --val-data $data --val-steps 2 --seq-len 32 --max-steps 5 --parametrization mup --base-width 16
 }
-sweep >"$dir/log" || [ -s "$dir/sweep/sweep.csv" ] || fail "the sweep failed: $(cat "$dir/log")"   # no matplotlib
+# Without matplotlib, which is hidden, it only draws nothing.
+mkdir "$dir/hidden"
+echo 'import sys; sys.modules["matplotlib"] = None' >"$dir/hidden/sitecustomize.py"
+PYTHONPATH=$dir/hidden sweep >"$dir/log" || fail "the sweep failed: $(cat "$dir/log")"
 [ "$(wc -l <"$dir/sweep/sweep.csv")" = 5 ] || fail "sweep.csv is $(cat "$dir/sweep/sweep.csv")"
 cp "$dir/sweep/sweep.csv" "$dir/before"
-sweep >"$dir/log" || true
+sweep >"$dir/log" || fail "the sweep, repeated, failed: $(cat "$dir/log")"
 cmp "$dir/before" "$dir/sweep/sweep.csv" || fail "the sweep, repeated, has other losses"
+# A run that fails takes nothing from the others, wherever the script is called.
+if (cd scripts && WIDTHS=16 RATES='none 1e-3' HEAD_SIZE=8 bash sweep_lr.sh "$dir/part" --model d1 --vocab-size 211 \
+  --train-data ../$data --val-data ../$data --val-steps 2 --seq-len 32 --max-steps 5 >"$dir/log" 2>&1); then
+  fail "a sweep in which a run failed ended with status 0"
+fi
+grep -q '^16,1e-3,[0-9]' "$dir/part/sweep.csv" || fail "a run that failed took another's result: $(cat "$dir/log")"
+[ "$(wc -l <"$dir/part/sweep.csv")" = 2 ] || fail "sweep.csv is $(cat "$dir/part/sweep.csv")"
 if WIDTHS=16 RATES=1 scripts/sweep_lr.sh "$dir/bad" --model d1 --no-such-option 2>"$dir/log"; then fail "a bad option"; fi
 grep -q "ended with status 1: see $dir/bad/width-16/lr-1/log" "$dir/log" || fail "a bad option: $(cat "$dir/log")"
 

@@ -39,6 +39,10 @@ plan server --device cpu --local-ranks 4 --model d4 --dp-sync parameter-server  
 echo '{"step_seconds": 1}' >"$dir/part.json"
 echo '[1, 2]' >"$dir/list.json"
 echo 'plan for h100x8' >"$dir/text.json"
+# The system's Python is tried once where there is no matplotlib, which is hidden here.
+mkdir -p "$dir/hidden" "$dir/venv/bin"
+echo 'import sys; sys.modules["matplotlib"] = None' >"$dir/hidden/sitecustomize.py"
+PYTHONPATH=$dir/hidden refuses 'matplotlib is missing' "$dir/one.json"
 if [ "$(scripts/find_python.sh matplotlib)" = "" ]; then
   refuses 'matplotlib is missing' "$dir/one.json"
   echo 'plot_plan_test: ok, but nothing was plotted: matplotlib is missing'
@@ -46,6 +50,13 @@ if [ "$(scripts/find_python.sh matplotlib)" = "" ]; then
 fi
 
 [ "$(plot "$dir/one.json")" = "plot: $dir/one.png" ] || fail "the default output of one plan"
+# A virtual environment of the system's Python does not see its modules.
+if /usr/bin/python3 -c 'import matplotlib' 2>/dev/null; then
+  ln -s /usr/bin/python3 "$dir/venv/bin/python3"
+  printf '%s\n' 'home = /usr/bin' 'include-system-site-packages = false' >"$dir/venv/pyvenv.cfg"
+  "$dir/venv/bin/python3" scripts/plot_plan.py "$dir/one.json" >"$dir/out" 2>&1 ||
+    fail "in a virtual environment: $(<"$dir/out")"
+fi
 for name in two zero experts pipeline interleaved slices many server; do
   plot "$dir/$name.json" -o "$dir/$name.png" --html "$dir/$name.html" >"$dir/out" || fail "$name was not drawn"
   [ "$(<"$dir/out")" = "plot: $dir/$name.png
