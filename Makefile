@@ -85,11 +85,12 @@ ifeq ($(filter 0 1,$(USE_CUDNN)),)
 $(error USE_CUDNN=$(USE_CUDNN) is unknown: use 0 or 1)
 endif
 # The question that build/config.mk answers. If it has changed, make looks at the machine again. The time is that of the
-# last change to Debian's packages.
+# last change to Debian's packages; the devices are GPUs.
 QUESTION = $(strip $(CXX) $(CPPFLAGS) $(CXXFLAGS) $(LDFLAGS) $(shell $(CXX) --version 2>&1 | head -n 1) \
                    $(NVCC) $(NVCCFLAGS) $(shell $(NVCC) --version 2>&1 | tail -n 1) '$(CUDNN_HOME)' \
                    '$(CUDNN_FRONTEND_HOME)' '$(MPICC)' '$(MPIRUN)' '$(CPATH)' '$(CPLUS_INCLUDE_PATH)' '$(LIBRARY_PATH)' \
-                   '$(LD_LIBRARY_PATH)' $(shell stat -c %Y /var/lib/dpkg/status 2>&-))
+                   '$(LD_LIBRARY_PATH)' $(shell stat -c %Y /var/lib/dpkg/status 2>&-) \
+                   $(wildcard /dev/nvidia[0-9]*))
 ifdef CXX_VERSION   # build/config.mk was read
 ifeq ($(QUESTION),$(file <build/config.question))
 ifneq ($(and $(CUDA),$(if $(NVCC_VERSION),,without nvcc)),)
@@ -252,7 +253,7 @@ quoted = "$(subst ",\",$(subst \,\\,$(strip $1)))"
 define BUILD_INFO
 // Written by make.
 #pragma once
-#define TRAIN_GPT_GIT_HASH $(call quoted,$(or $(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>&-),unknown))
+#define TRAIN_GPT_GIT_HASH $(call quoted,$(or $(if $(wildcard .git),$(shell git describe --always --dirty --abbrev=12 --exclude '*' 2>&-)),unknown))
 #define TRAIN_GPT_COMPILER $(call quoted,$(COMPILER_VERSION))
 #define TRAIN_GPT_FLAGS $(call quoted,$(call FLAGS_$(DEVICE),-O3) $(LINK_$(DEVICE)))
 endef
