@@ -217,35 +217,20 @@ train_gpt: train_gpt.cu build/build_info.h build/cpu/all | $(SHOW_CONFIG)
 	$(COMPILER_$(DEVICE)) $(call FLAGS_$(DEVICE),-O3) $(if $(CUDA),,$(LAVISH)) -Ibuild -MMD -MP -MF build/train_gpt.d \
 	  -MT $@ $< -o $@ $(LINK_$(DEVICE))
 
-# Times the collectives like nccl-tests.
+# Benchmarks, each of one source. comm_bench times the collectives like nccl-tests; pipeline_bench compares a pipeline with
+# data parallelism, and its bubble with the law; packing_bench shows how --pack fills sequences, and how long it takes;
+# experts_bench compares grouped products of experts with dense ones; cpu_ladder times the steps of a product, compiled
+# for this processor alone, beside the trainer's product for any processor.
+BENCHES := $(addprefix build/,comm_bench mpi_bench pipeline_bench packing_bench experts_bench cpu_ladder)
 comm-bench: build/comm_bench $(if $(MPI_VERSION),build/mpi_bench)
-build/comm_bench build/mpi_bench: build/%: dev/comm/%.cpp dev/comm/forms.h llmc/comm/*.h build/cpu/all | $(SHOW_CONFIG)
-	@mkdir -p $(@D)
-	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
-
-# Compares a pipeline with data parallelism, and its bubble with the law.
-pipeline-bench: build/pipeline_bench
-build/pipeline_bench: dev/bench/pipeline_bench.cpp $(wildcard llmc/*/*.h llmc/*/*/*.h) build/cpu/all | $(SHOW_CONFIG)
-	@mkdir -p $(@D)
-	$(CXX) $(call FLAGS_cpu,-O3) $(LAVISH) $< -o $@ $(LDFLAGS) $(LIBS)
-
-# How --pack fills sequences, and how long it takes.
-packing-bench: build/packing_bench
-build/packing_bench: dev/bench/packing_bench.cpp $(wildcard llmc/core/*.h llmc/data/*.h) | $(SHOW_CONFIG)
-	@mkdir -p $(@D)
-	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(REQUIRED_LIBS)
-
-# Compares grouped products of experts with dense ones.
-experts-bench: build/experts_bench
-build/experts_bench: dev/bench/experts_bench.cpp $(wildcard llmc/core/*.h llmc/device/*.h llmc/ops/*.h llmc/ops/cpu/*.h) build/cpu/all | $(SHOW_CONFIG)
-	@mkdir -p $(@D)
-	$(CXX) $(call FLAGS_cpu,-O3) $< -o $@ $(LDFLAGS) $(LIBS)
-
-# Times the steps of a product, compiled for this processor alone, beside the trainer's product for any processor.
+pipeline-bench packing-bench experts-bench: %-bench: build/%_bench
 cpu-ladder: build/cpu_ladder
-build/cpu_ladder: dev/cpu/ladder.cpp dev/cpu/matmul_steps.h $(wildcard llmc/core/*.h llmc/ops/*.h llmc/ops/cpu/*.h) build/cpu/all | $(SHOW_CONFIG)
-	@mkdir -p $(@D)
-	$(CXX) $(call FLAGS_cpu,-O3) -march=native $< -o $@ $(LDFLAGS) $(LIBS)
+build/comm_bench build/mpi_bench: build/%: dev/comm/%.cpp
+build/pipeline_bench build/packing_bench build/experts_bench: build/%: dev/bench/%.cpp
+build/cpu_ladder: dev/cpu/ladder.cpp
+$(BENCHES): build/smoke_cpu.flags build/cpu/all | $(SHOW_CONFIG)
+	$(CXX) $(call FLAGS_cpu,-O3) $(LAVISH) $(if $(filter %/cpu_ladder,$@),-march=native) -MMD -MP -MF $@.d -MT $@ \
+	  $(filter %.cpp,$^) -o $@ $(LDFLAGS) $(LIBS)
 
 # The text that --version prints. The tests and the smoke test do without it (see __has_include), or every commit would
 # recompile them all.

@@ -76,7 +76,8 @@ export -f precompile check
 
 if [ $# -gt 0 ]; then files=("$@") large=(); else
   mapfile -t files < <({ find llmc -name '*.h' -o -name '*.cuh'; ls dev/bench/*.cpp dev/bench/cuda/*.cu \
-    dev/comm/comm_bench.cpp dev/cuda/ladders.cu; } | LC_ALL=C sort)
+    dev/comm/comm_bench.cpp dev/cpu/ladder.cpp dev/cuda/ladders.cu
+    [[ $FLAGS != *-DTRAIN_GPT_MPI* ]] || echo dev/comm/mpi_bench.cpp; } | LC_ALL=C sort)
 fi
 largest_includes >"$compiled/largest_includes"
 # shellcheck disable=SC2016    # bash -c gets the file as its argument

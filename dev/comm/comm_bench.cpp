@@ -76,7 +76,7 @@ int main(int argc, char** argv) {
     return 1;
   }
   const double f = static_cast<double>(P - 1) / P;
-  const Form forms_[] = {
+  const Form collectives[] = {
       {"all_reduce, ring", 2 * f, [](Comm& c, Tensor t, Tensor, Stream& s) { c.all_reduce(t, s); }, true},
       {"all_reduce, tree", 2 * f, through_transport<forms::tree_all_reduce<float>>, true},
       {"all_reduce, naive", 2 * f, through_transport<forms::naive_all_reduce<float>>, true},
@@ -86,7 +86,7 @@ int main(int argc, char** argv) {
   std::printf("%d ranks, threads of this process, fp32\n%-18s %12s %12s %10s %10s %6s\n", P, "collective", "bytes",
               "us", "alg GB/s", "bus GB/s", "wrong");
   int64_t all_wrong = 0;
-  for (const Form& form : forms_)
+  for (const Form& form : collectives)
     for (int64_t bytes = 4096; bytes <= largest; bytes *= 16) {
       const int64_t n = round_up(bytes / 4, P);
       const auto [us, wrong] = measure(form, P, n);

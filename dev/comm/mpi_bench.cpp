@@ -22,9 +22,9 @@ using namespace llmc;
 namespace {
 
 // Buffers are those of ring.h: P shards of n elements. Calls return where the result is: in the buffer or in spare.
-class Collectives {
+class Implementation {
  public:
-  virtual ~Collectives() = default;
+  virtual ~Implementation() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual void barrier() = 0;
@@ -34,7 +34,7 @@ class Collectives {
   virtual float* all_to_all(float* buffer, float* spare, int64_t n) = 0;
 };
 
-class MpiCollectives final : public Collectives {
+class MpiCollectives final : public Implementation {
  public:
   MpiCollectives() {
     int level = 0;
@@ -70,7 +70,7 @@ class MpiCollectives final : public Collectives {
   const MPI_Comm world_ = MPI_COMM_WORLD;
 };
 
-class Rings final : public Collectives, Transport {
+class Rings final : public Implementation, Transport {
  public:
   int rank() const override { return links_.process(); }
   int size() const override { return links_.processes(); }
@@ -107,7 +107,7 @@ float element(int rank, int64_t i) { return static_cast<float>((rank * 13 + i) %
 
 struct Form {
   const char* name;
-  float* (Collectives::*run)(float* buffer, float* spare, int64_t n);
+  float* (Implementation::*run)(float* buffer, float* spare, int64_t n);
   // Element i of the result, in shard k, on this rank of P; -1: undefined.
   std::function<float(int64_t i, int k, int rank, int P, int64_t n)> expected;
 };
@@ -118,15 +118,15 @@ float sum(int64_t i, int P) {
   return total;
 }
 const Form forms[] = {
-    {"all_reduce", &Collectives::all_reduce, [](int64_t i, int, int, int P, int64_t) { return sum(i, P); }},
-    {"reduce_scatter", &Collectives::reduce_scatter,
+    {"all_reduce", &Implementation::all_reduce, [](int64_t i, int, int, int P, int64_t) { return sum(i, P); }},
+    {"reduce_scatter", &Implementation::reduce_scatter,
      [](int64_t i, int k, int rank, int P, int64_t) { return k == rank ? sum(i, P) : -1; }},
-    {"all_gather", &Collectives::all_gather, [](int64_t i, int k, int, int, int64_t) { return element(k, i); }},
-    {"all_to_all", &Collectives::all_to_all,
+    {"all_gather", &Implementation::all_gather, [](int64_t i, int k, int, int, int64_t) { return element(k, i); }},
+    {"all_to_all", &Implementation::all_to_all,
      [](int64_t i, int k, int rank, int, int64_t n) { return element(k, i + (rank - k) * n); }}};
 
 // The median time of a call in microseconds.
-double measure(Collectives& all, const Form& form, int64_t n) {
+double measure(Implementation& all, const Form& form, int64_t n) {
   const int P = all.size(), rank = all.rank();
   std::vector<float> buffer(static_cast<size_t>(n * P)), spare(buffer.size());
   std::vector<double> times(n * P < (1 << 18) ? 41 : 9);
@@ -158,7 +158,7 @@ int main(int argc, char** argv) {
   }
   omp_set_num_threads(1);
   try {
-    std::unique_ptr<Collectives> all;
+    std::unique_ptr<Implementation> all;
     if (which == "mpi") all = std::make_unique<MpiCollectives>();
     else all = std::make_unique<Rings>();
     for (const Form& form : forms)
