@@ -12,13 +12,20 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-packages=(libcli11-dev nlohmann-json3-dev libxxhash-dev libssl-dev zlib1g-dev libzstd-dev libtomlplusplus-dev catch2)
 folder=${1:-build/gpu-deps}
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
+# shellcheck source=scripts/dependencies/parts.sh
+. scripts/dependencies/parts.sh
+# shellcheck disable=SC2154    # parts, and the folder probes, which is removed at the end: parts.sh
+mapfile -t packages < <(awk '$1 == "build" && $4 == "required" && $2 != "cxx" || $2 == "catch2" { print $3 }' <<<"$parts")
+scratch=$probes
 
+if [ -n "$(ls -A "$folder" 2>/dev/null)" ] && [ ! -e "$folder/pack_deps.txt" ]; then
+  echo "pack_deps.sh: $folder is not empty, and this script did not make it: name another, or remove it" >&2
+  exit 1
+fi
 rm -rf "$folder"
 mkdir -p "$folder/include" "$folder/lib"
+echo "${packages[*]}" >"$folder/pack_deps.txt"
 for package in "${packages[@]}"; do
   root=
   if [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" != installed ]; then
@@ -38,7 +45,8 @@ for package in "${packages[@]}"; do
         header=${header#"$(gcc -print-multiarch)"/}
         mkdir -p "$folder/include/$(dirname "$header")"
         cp -L "$file" "$folder/include/$header" ;;
-      */libxxhash.a | */libcrypto.a | */libz.a | */libzstd.a) cp -L "$file" "$folder/lib/" ;;
+      # Catch2 2 is headers alone
+      */libxxhash.a | */libcrypto.a | */libz.a | */libzstd.a | */libCatch2.a) cp -L "$file" "$folder/lib/" ;;
     esac
   done < <(if [ -n "$root" ]; then find "$root" -not -type d; else
     dpkg -L "$package" | while IFS= read -r file; do [ -d "$file" ] || echo "$file"; done

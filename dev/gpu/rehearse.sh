@@ -31,7 +31,7 @@ nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
 toolkit=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
 [ -x "$toolkit/bin/nvcc" ] || fail "no CUDA toolkit with nvcc was found: $nvcc"
 # Mounts are visible to this script alone, and are gone when it ends.
-[ -n "${REHEARSE_OWN_MOUNTS:-}" ] || REHEARSE_OWN_MOUNTS=yes exec unshare --mount "$0" "${acts[@]}"
+[ -n "${REHEARSE_OWN_MOUNTS:-}" ] || REHEARSE_OWN_MOUNTS=yes exec unshare --mount dev/gpu/rehearse.sh "${acts[@]}"
 
 if [ ! -e "$root/usr/bin/g++" ] || [ ! -e "$root/usr/bin/python3" ]; then
   scripts/install_deps.sh --if-needed fresh || fail 'it takes debootstrap'
