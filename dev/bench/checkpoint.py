@@ -24,6 +24,9 @@ import tempfile
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.append(f"{ROOT}/dev")
+from train_files import write_shard   # noqa: E402
+
 LARGE = {"model": "gpt2:124M", "vocab": 50257, "shape": []}
 SMALL = {"model": "gpt2:124M", "vocab": 2048,
          "shape": ["--n-layer", "6", "--n-head", "6", "--n-embd", "384", "--vocab-size", "2048"]}
@@ -158,14 +161,13 @@ def main():
     o.case = SMALL if o.small else LARGE
     if o.torch_run:
         return torch_run(o.torch_run, o)
-    from compare import write_shard
     ways = [("train_gpt", mode) for mode in ("none", "async", "sync")]
     if not o.no_torch:
         ways += [("PyTorch", "none"), ("PyTorch", "async")]
     results = {way: [] for way in ways}
     with tempfile.TemporaryDirectory(dir=o.dir) as directory:
         o.data = f"{directory}/train.bin"
-        write_shard(o.data, o.case["vocab"], 200 * BATCH * LENGTH)
+        write_shard(o.data, ((i * 7919 + i // 257) % o.case["vocab"] for i in range(200 * BATCH * LENGTH)), o.case["vocab"])
         for number in range(o.rounds):
             for program, mode in ways:
                 out = f"{directory}/run"

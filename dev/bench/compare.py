@@ -5,11 +5,12 @@
 
 PyTorch runs compiled, and eager too on a CPU and with experts; in bf16 with autocast, and also with bf16 weights (on a
 GPU with fp32 masters). The trainer runs as it is, on a GPU also with --tune-matmul. The first round picks the fastest
-variant of each kind for the later rounds. Figures are medians over all timed steps of all rounds; "spread" is the
-interquartile range over the median. A case may also be a directory with a config.json. d6-e8 and d12-e8 are sparse, and
-compared with transformers' Mixtral, whose experts run by the fastest of its implementations. drawn:SEED is a GPT-2 of a
-shape that the seed draws. Memory: on a CPU the largest resident set in the timed steps (ours: after a step, since it
-has all of it from the first step on); on a GPU the trainer's plan, and what PyTorch allocated at most.
+variant of each kind for the later rounds. SIGTERM ends it with the figures that it has. Figures are medians over all
+timed steps of all rounds; "spread" is the interquartile range over the median. A case may also be a directory with a
+config.json. d6-e8 and d12-e8 are sparse, and compared with transformers' Mixtral, whose experts run by the fastest of
+its implementations. drawn:SEED is a GPT-2 of a shape that the seed draws. Memory: on a CPU the largest resident set in
+the timed steps (ours: after a step, since it has all of it from the first step on); on a GPU the trainer's plan, and
+what PyTorch allocated at most.
 """
 import argparse
 import dataclasses
@@ -19,14 +20,17 @@ import os
 import platform
 import random
 import shutil
+import signal
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.append(f"{ROOT}/dev")
+from train_files import read_steps, write_shard   # noqa: E402
+
 WARMUP = {"cpu": 2, "cuda": 5}
 LEARNING_RATE = "1e-4"
 
@@ -78,30 +82,20 @@ def run(command):
     return result.stdout
 
 
-def write_shard(path, vocab, tokens):
-    magic, version, letter = (20240520, 1, "H") if vocab <= 1 << 16 else (20240801, 7, "I")
-    with open(path, "wb") as file:
-        file.write(struct.pack("<256i", magic, version, tokens, *[0] * 253))
-        file.write(struct.pack(f"<{tokens}{letter}", *((i * 7919 + i // 257) % vocab for i in range(tokens))))
-
-
-def read_steps(path):
-    """The finished steps in metrics.jsonl."""
-    if not os.path.exists(path):
-        return []
-    with open(path) as file:
-        lines = [json.loads(line) for line in file if line.endswith("\n")]
-    return [line for line in lines if line["kind"] == "train"]
-
-
 class Bench:
     def __init__(self, options, folder):
-        self.o, self.folder = options, folder
+        self.o, self.folder, self.stopped = options, folder, False
+
+    def stop(self, *_):
+        """Handles SIGTERM."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)   # `timeout` sends it twice
+        self.stopped = True
+        raise Failed("stopped")
 
     def shard(self, case):
         path = f"{self.folder}/{case.vocab}.bin"
         if not os.path.exists(path):
-            write_shard(path, case.vocab, 2_000_000)
+            write_shard(path, ((i * 7919 + i // 257) % case.vocab for i in range(2_000_000)), case.vocab)
         return path
 
     def trainer(self, case, dtype, steps, *more):
@@ -128,11 +122,13 @@ class Bench:
         # Timing every op would slow it down, and so would a checkpoint of a large model: kill the run once it is timed.
         command, out = self.trainer(case, dtype, 1000 * steps, *more)
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        while process.poll() is None and len(read_steps(f"{out}/metrics.jsonl")) < steps:
-            time.sleep(0.05)
-        finished = process.poll()
-        process.kill()
-        _, errors = process.communicate()
+        try:
+            while process.poll() is None and len(read_steps(f"{out}/metrics.jsonl")) < steps:
+                time.sleep(0.05)
+            finished = process.poll()
+        finally:
+            process.kill()
+            _, errors = process.communicate()
         lines = read_steps(f"{out}/metrics.jsonl")[:steps]
         shutil.rmtree(out)
         if finished is not None and len(lines) < steps:
@@ -151,7 +147,7 @@ class Bench:
         """Variants by name: options of the trainer, or PyTorch's precision and whether it compiles."""
         ways = {"ours": (), "ours --tune-matmul": ("--tune-matmul",)} if self.o.device == "cuda" else {"ours": ()}
         precisions = ("fp32",) if dtype == "fp32" else ("autocast", "bf16") if self.o.device == "cpu" else \
-            ("autocast", "master")
+            ("master", "autocast")   # the faster first: there may be no time left for the other
         for compiled in (False, True) if self.o.device == "cpu" or case.needs else (True,):
             ways |= {f"{'compiled' if compiled else 'eager'} {p}": (p, compiled) for p in precisions}
         chosen = {way: options for way, options in ways.items() if way in (self.o.ways or ways)}
@@ -160,7 +156,7 @@ class Bench:
         return chosen
 
     def in_time(self, longest):
-        return time.monotonic() + longest < self.o.deadline
+        return not self.stopped and time.monotonic() + longest < self.o.deadline
 
 
 def kind_of(name):
@@ -176,7 +172,7 @@ def compare(bench, name, case, dtype):
     """Returns a row of the table, the losses of both, and the time by op."""
     all_ways, longest, warmup = bench.variants(case, dtype), 0.0, WARMUP[bench.o.device]
     ways = all_ways
-    times, losses, memory, profile, peer, reasons = {}, {}, {}, [], {}, {"ours": "no time left"}
+    times, losses, memory, profile, peer, reasons = {}, {}, {}, [], {}, dict.fromkeys(all_ways, "no time left")
     for round_number in range(bench.o.rounds):
         if round_number > 0 and not bench.in_time(longest):
             print(f"{name} {dtype}: no time left for round {round_number + 1}", file=sys.stderr)
@@ -199,7 +195,9 @@ def compare(bench, name, case, dtype):
                     milliseconds, losses[way], memory[way] = peer["ms"], peer["losses"], peer["gib"]
                 times.setdefault(way, []).extend(milliseconds)
             except Failed as error:   # e.g. out of memory, where another variant may fit
-                reasons["ours" if kind_of(way) == "ours" else "PyTorch"] = error
+                reasons[way] = error
+            if bench.stopped:
+                break
             longest_run = max(longest_run, time.monotonic() - run_begin)
         if round_number == 0:   # keep the fastest of each kind
             best = {}
@@ -210,19 +208,22 @@ def compare(bench, name, case, dtype):
             break
         longest = time.monotonic() - begin
     rate = {way: case.batch * case.length / statistics.median(ms) * 1e3 for way, ms in times.items()}
+    lacking = [f"{way}: {why}" for way, why in reasons.items() if way not in rate]
     if len({kind_of(way) == "ours" for way in rate}) < 2:
-        raise Failed("; ".join([f"{who}: {why}" for who, why in reasons.items() if who != "ours" or not rate] +
-                               [f"{way} {r:,.0f} tokens/s" for way, r in rate.items()]))
+        raise Failed("; ".join(lacking + [f"{way} {r:,.0f} tokens/s" for way, r in rate.items()]))
     mine = max((way for way in rate if kind_of(way) == "ours"), key=rate.get)
     theirs = max((way for way in rate if kind_of(way) != "ours"), key=rate.get)
     if bench.o.device == "cuda" and peer["parameters"] < 5e8 and bench.in_time(longest):
-        _, profile = bench.profile(case, dtype, warmup + 3, *all_ways[mine])
+        try:
+            _, profile = bench.profile(case, dtype, warmup + 3, *all_ways[mine])
+        except Failed as error:
+            profile = [f"without a profile: {error}"]
     tera = peer["flops_per_token"] * 1e-12
     row = (f"| {name} | {dtype} | {case.batch} x {case.length} | {rate[mine]:,.0f}{mine.removeprefix('ours')} | "
            f"{rate[theirs]:,.0f} ({theirs}) | {rate[mine] / rate[theirs]:.2f} | "
            f"{tera * rate[mine]:.3g}, {tera * rate[theirs]:.3g} | "
            f"{spread(times[mine]):.0%}, {spread(times[theirs]):.0%} | " +
-           ", ".join(f"{way} {r:,.0f}" for way, r in rate.items() if way not in (mine, theirs)) + " |")
+           ", ".join([f"{way} {r:,.0f}" for way, r in rate.items() if way not in (mine, theirs)] + lacking) + " |")
     text = f"{name} {dtype}: ours {losses[mine][0]:.4f} to {losses[mine][-1]:.4f}, " \
            f"PyTorch {losses[theirs][0]:.4f} to {losses[theirs][-1]:.4f}"
     if peer["kernel_ms"]:
@@ -240,7 +241,21 @@ def processor():
 
 
 def gpu(field):
-    return run(["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]).splitlines()[0].strip()
+    """Of the first GPU that programs see, while nvidia-smi sees all; "?": not known, as of a part of a GPU (MIG)."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *(["-i", first] if first else [])]
+    try:
+        return run(command).splitlines()[0].strip()
+    except (Failed, IndexError):
+        return "?"
+
+
+def is_small():
+    """Less than 120 GiB, or not known."""
+    try:
+        return float(gpu("memory.total")) < 120 * 1024
+    except ValueError:   # "[N/A]"
+        return True
 
 
 def drawn_case(seed):
@@ -260,7 +275,7 @@ def choose_case(name, o):
             config = json.load(file)
         case = Case(name, 2, config.get("n_positions") or min(config["max_position_embeddings"], 1024), 4,
                     vocab=config["vocab_size"])
-    elif o.device == "cuda" and float(gpu("memory.total")) < 120 * 1024:
+    elif o.device == "cuda" and is_small():
         case = dataclasses.replace(case, batch=max(1, case.batch // 2))
     return dataclasses.replace(case, **{k: v for k, v in (("batch", o.batch_size), ("steps", o.steps)) if v})
 
@@ -286,12 +301,12 @@ def main():
         if not shutil.which("nvidia-smi"):
             sys.exit("compare.py: error: --device cuda: nvidia-smi not found, so there is no GPU here")
         machine = f"{gpu('name')}, driver {gpu('driver_version')}"
+    machine += f", {run(['./train_gpt', '--version']).splitlines()[0]}"
     rows, losses, profiles, version, failed = [], [], [], "", []
 
     def report():
         text = "\n".join([
-            f"{time.strftime('%Y-%m-%d')}, {machine}, {run(['./train_gpt', '--version']).splitlines()[0]}, {version}; "
-            f"medians of up to {o.rounds} alternating rounds.", "",
+            f"{time.strftime('%Y-%m-%d')}, {machine}, {version}; medians of up to {o.rounds} alternating rounds.", "",
             "| model | dtype | batch | ours, tokens/s | PyTorch's best | ratio | model TFLOP/s | spread | otherwise |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |", *rows, "",
             "Loss of the first and last step, from different initial weights, on the same data:", "",
@@ -305,6 +320,7 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(o, folder)
+        signal.signal(signal.SIGTERM, bench.stop)
         for name in o.cases or CASES[o.device]:
             missing = [module for module in choose_case(name, o).needs if importlib.util.find_spec(module) is None]
             if missing:
@@ -320,6 +336,9 @@ def main():
                     print(f"compare.py: error: {name} {dtype}: {error}", file=sys.stderr)
                     failed += ["", f"{name} {dtype} failed: `{error}`"]
                 report()
+                if bench.stopped:
+                    print(report())
+                    return 1
     print(report())
     return 1 if failed else 0
 

@@ -8,17 +8,17 @@ The forms take turns; each cell is the median over the runs of the median step. 
 do twice the work of one: what they lack of twice its speed is exchange, or memory and caches that they share.
 """
 import argparse
-import array
-import json
 import os
 import pathlib
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "dev"))
+from train_files import read_steps, write_shard   # noqa: E402
+
 SMALL = ("--model d6 --vocab-size 2048 --seq-len 256 --batch-size 2 --lr 1e-4 --threads 1 --device cpu --val-every 0 "
          "--checkpoint-every 0").split()
 
@@ -44,8 +44,7 @@ def tokens_per_s(form, options, steps, data):
         processes = [subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL, cwd=ROOT) for line in lines]
         if any([process.wait() != 0 for process in processes]):
             sys.exit(f"{form}: {' '.join(lines[0])} failed")
-        metrics = [json.loads(line) for line in open(out / "metrics.jsonl")]
-    return statistics.median(m["tokens_per_s"] for m in metrics if m["kind"] == "train" and m["step"] > 2)
+        return statistics.median(m["tokens_per_s"] for m in read_steps(out / "metrics.jsonl") if m["step"] > 2)
 
 
 def main():
@@ -54,13 +53,12 @@ def main():
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--runs", type=int, default=5)
     arguments, options = parser.parse_known_args()
-    has_mpi = "MPI" in subprocess.run([ROOT / "train_gpt", "--version"], capture_output=True, text=True, check=True).stdout
-    forms = ["1 rank", "2 threads", *(["2 by MPI"] if has_mpi else []), "2 by TCP"]
+    version = subprocess.run([ROOT / "train_gpt", "--version"], capture_output=True, text=True, check=True).stdout
+    forms = ["1 rank", "2 threads", *([] if "no MPI" in version else ["2 by MPI"]), "2 by TCP"]
     speeds = {form: [] for form in forms}
     with tempfile.TemporaryDirectory() as directory:
         data = pathlib.Path(directory) / "bench.bin"
-        tokens = array.array("H", (i * i % 2048 for i in range(200_000)))
-        data.write_bytes(struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253) + tokens.tobytes())
+        write_shard(data, (i * i % 2048 for i in range(200_000)))
         for run in range(arguments.runs):
             for form in forms if run % 2 == 0 else reversed(forms):
                 print(f"\r{form}, run {run + 1} of {arguments.runs} ...   ", end="", file=sys.stderr, flush=True)

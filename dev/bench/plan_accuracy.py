@@ -5,13 +5,15 @@ planned and then run; prints a table and the largest error. Needs an idle machin
 usage: dev/bench/plan_accuracy.py [SEED [MODELS]]"""
 
 import json
+import os
 import random
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from train_files import read_steps, write_shard   # noqa: E402
 
 FAMILIES = ["d4", "d6", "d8", "d6-e4", "d6-e8", "gpt2:124M --n-layer 4", "qwen2.5:0.5B --n-layer 4", "llama3:1B --n-layer 2",
             "smollm2:135M --n-layer 6", "mixtral:8x7B --n-layer 2 --n-embd 256 --n-head 8 --n-kv-head 2 --n-ffn 512"]
@@ -32,13 +34,6 @@ def draw_layouts(rng, micro_batch):
             f"--local-ranks 4 --zero-stage {rng.choice([0, 1, 2, 3])}"]
 
 
-def write_shard(path, vocabulary, rng):
-    """Random tokens in llm.c's format."""
-    tokens = [rng.randrange(vocabulary) for _ in range(200_000)]
-    header = struct.pack("<3i", 20240520, 1, len(tokens)).ljust(1024, b"\0")
-    path.write_bytes(header + struct.pack(f"<{len(tokens)}H", *tokens))
-
-
 def main():
     seed, models = int(sys.argv[1]) if len(sys.argv) > 1 else 1, int(sys.argv[2]) if len(sys.argv) > 2 else 5
     rng = random.Random(seed)
@@ -48,8 +43,8 @@ def main():
         model, micro_batch = draw_model(rng)
         for layout in draw_layouts(rng, micro_batch):
             with tempfile.TemporaryDirectory() as folder:
-                shard = Path(folder) / "tokens.bin"
-                write_shard(shard, 257, rng)
+                shard = f"{folder}/tokens.bin"
+                write_shard(shard, (rng.randrange(257) for _ in range(200_000)))
                 command = f"./train_gpt {model} {layout} -i {shard} --sample-every 0".split()
                 if "--local-ranks" not in command and layout:
                     command += ["--local-ranks", "2"]
@@ -60,8 +55,7 @@ def main():
                 planned = 1000 * json.loads(plan.stdout)["step_seconds"]
                 subprocess.run(command + ["-o", f"{folder}/out", "--max-steps", "14", "--checkpoint-every", "0",
                                           "--val-every", "0"], check=True, capture_output=True)
-                lines = map(json.loads, open(f"{folder}/out/metrics.jsonl", encoding="utf-8"))
-                took = statistics.median(x["ms"] for x in lines if x["kind"] == "train" and x["step"] >= 4)
+                took = statistics.median(x["ms"] for x in read_steps(f"{folder}/out/metrics.jsonl") if x["step"] >= 4)
                 errors.append(planned / took - 1)
                 print(f"| `{model} {layout}` | {planned:.1f} | {took:.1f} | {100 * errors[-1]:+.1f}% |", flush=True)
     print(f"\nlargest error {100 * max(map(abs, errors)):.1f}%, median {100 * statistics.median(map(abs, errors)):.1f}%, "

@@ -27,14 +27,15 @@
 # stops no other. Every result is in OUT/checks.tsv as soon as it is known, and all output in OUT/log.txt; kernels, ops,
 # switches and e2e also write Markdown tables. The table of all results comes last. Exit status 1: something failed.
 #
-# Environment: OUT=build/gpu-out  DEPS=build/gpu-deps (from dev/gpu/pack_deps.sh, if the machine lacks packages)
-# JOBS=processors  PYTHON=python3 (with torch, for e2e)  ARCH=the GPU's  MORE_SECONDS=1: times all limits
+# Environment: OUT=build/gpu-out, for a sitting build/gpu-out/sitting-N   JOBS=processors   ARCH=the GPU's
+# DEPS=build/gpu-deps (from dev/gpu/pack_deps.sh, if the machine lacks packages)   PYTHON=python3 (with torch, for e2e)
+# MORE_SECONDS=1: times all limits
 # NO_BUILD=1: use programs built elsewhere   DEVICE=cpu: try this script without a GPU
 # SMALL=1: tiny models and few steps, as for the emulated GPU (dev/gpu/rehearse.sh)
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
-OUT=${OUT:-build/gpu-out} DEPS=${DEPS:-build/gpu-deps} JOBS=${JOBS:-$(nproc)} DEVICE=${DEVICE:-cuda}
+DEPS=${DEPS:-build/gpu-deps} JOBS=${JOBS:-$(nproc)} DEVICE=${DEVICE:-cuda}
 PYTHON=${PYTHON:-python3}
 MORE_SECONDS=${MORE_SECONDS:-1}
 SITTING_SECONDS=${SITTING_SECONDS:-$((570 * MORE_SECONDS))}
@@ -75,19 +76,33 @@ row() {
 
 left() { echo $(((part_end < sitting_end ? part_end : sitting_end) - SECONDS)); }
 
+# reason OUTPUT: its last line; of a compiler the first error
+reason() {
+  [[ $part == build* ]] && grep -aEm 1 'error *:|undefined reference' "$1" && return
+  grep -av '^ *$' "$1" | tail -n 1
+}
+
 # check NAME SECONDS COMMAND...: status 0 means ok, 77 that it cannot be tried here. The note is the last line that
 # begins with "note:" or is the summary of a test program or a sanitizer; else the error. The command is killed after
-# SECONDS, or when the part's time is up.
+# SECONDS, or when the part's time is up, with all that it started: `timeout` alone waits only for the command, and a
+# trainer that catches SIGTERM would still use the GPU during the next check.
 summaries='^note:|^========= .*SUMMARY|^All tests passed|^test cases:|^self-test:'
 check() {
-  local name=$1 limit=$(($2 * MORE_SECONDS)) output=$RUNS/$part.output status=0 begin=$SECONDS note
+  local name=$1 limit=$(($2 * MORE_SECONDS)) output=$RUNS/$part.output status=0 begin=$SECONDS note scratch group
   shift 2
   [ "$limit" -le "$(left)" ] || limit=$(left)
   if [ "$limit" -le 0 ]; then
     row skipped 0 "$name" 'no time left'
     return 1
   fi
-  timeout --kill-after=10 "$limit" "$@" >"$output" 2>&1 </dev/null || status=$?
+  scratch=$(mktemp -d)
+  TMPDIR=$scratch timeout --kill-after=10 "$limit" "$@" >"$output" 2>&1 </dev/null &
+  group=$!
+  trap 'kill -s KILL -- "-$group"; rm -rf "$scratch"; exit 130' INT TERM
+  wait "$group" 2>/dev/null || status=$?   # bash would print that it was killed
+  trap - INT TERM
+  kill -s KILL -- "-$group" 2>/dev/null
+  rm -rf "$scratch"
   { printf '\n==== %s: %s: %s\n' "$part" "$name" "$*" && cat "$output"; } >"$RUNS/$part.more"
   flock "$OUT/log.txt" -c "cat '$RUNS/$part.more' >>'$OUT/log.txt'"
   note=$(grep -aE "$summaries" "$output" | tail -n 1 | sed -E 's/^(note:|=========) *//')
@@ -95,7 +110,7 @@ check() {
     0) row ok $((SECONDS - begin)) "$name" "$note" ;;
     77) row skipped $((SECONDS - begin)) "$name" "$note" ;;
     124 | 137) row FAILED $((SECONDS - begin)) "$name" "stopped after $limit s" ;;
-    *) [ -n "$note" ] || note=$(grep -av '^ *$' "$output" | tail -n 1 | tr '\t' ' ' | cut -c 1-160)
+    *) [ -n "$note" ] || note=$(reason "$output" | tr '\t' ' ' | cut -c 1-160)
       row FAILED $((SECONDS - begin)) "$name" "status $status: $note" ;;
   esac
   [ "$status" -eq 0 ]
@@ -140,10 +155,13 @@ start_builds() {
 
 # built PROGRAM...: waits until they are built. The part's time begins then.
 built() {
-  local name mark
+  local name mark lacking
   for name in "$@"; do
     if [ -n "${NO_BUILD:-}" ]; then
       [ -x "$name" ] || { row FAILED 0 "$name" 'NO_BUILD is set, and it is not there' && return 1; }
+      lacking=$(ldd "$name" 2>&1 | sed -nE "s/^\s*(.*) => not found$/\1/p; s/.*version \`(.*)' not found.*/\1/p" |
+        sort -u | paste -sd ' ')
+      [ -z "$lacking" ] || { row FAILED 0 "$name" "does not start without $lacking" && return 1; }
       continue
     fi
     mark=$(mark_of "$name")
@@ -229,12 +247,8 @@ sanitized() {
 short_runs() {
   [ $# -gt 1 ] || set -- "$1" bf16 fp32
   local tool=$1 dtypes=("${@:2}") dtype shape
-  "$PYTHON" - "$RUNS/tokens-$tool.bin" <<'PYTHON'
-import struct, sys
-with open(sys.argv[1], "wb") as file:
-    file.write(struct.pack("<256i", 20240520, 1, 4000, *[0] * 253))
-    file.write(struct.pack("<4000H", *(i * 7919 % 257 for i in range(4000))))
-PYTHON
+  PYTHONPATH=dev "$PYTHON" -c "import train_files
+train_files.write_shard('$RUNS/tokens-$tool.bin', (i * 7919 % 257 for i in range(4000)))"
   for shape in 'd2 --n-embd 128' 'qwen3:0.6B --n-layer 2 --n-embd 128 --n-head 4 --n-kv-head 2' 'd2-e4 --n-embd 128'; do
     for dtype in "${dtypes[@]}"; do
       [[ $tool != synccheck && $shape != d2-e4* || $dtype = bf16 || $tool = racecheck ]] || continue
@@ -257,15 +271,18 @@ racecheck() {
   short_runs racecheck fp32
 }
 
+# kept FILE: keeps the output of the part's check, if it ran
+kept() { [ ! -e "$RUNS/$part.output" ] || cp "$RUNS/$part.output" "$OUT/$1"; }
+
 kernels() {
   check 'ladders' 90 build/ladders ${SMALL:+--small}
-  cp "$RUNS/kernels.output" "$OUT/ladders.md"
+  kept ladders.md
 }
 ops() {
   # shellcheck disable=SC2086    # words
   check 'each op against the roofline' 120 build/op_table --json "$OUT/op_table.jsonl" ${OP_TABLE_FLAGS:-}
-  cp "$RUNS/ops.output" "$OUT/op_table.md"
-  grep -a '^A step of these ops' "$RUNS/ops.output"
+  kept op_table.md
+  grep -as '^A step of these ops' "$OUT/op_table.md"
 }
 
 stalls() {
@@ -273,17 +290,18 @@ stalls() {
     row skipped 0 'what warps wait for' 'it takes ncu, from Nsight Compute, and a GPU'
     return
   fi
-  check 'what warps wait for' 90 ncu --clock-control none --launch-count 24 \
-    --kernel-name 'regex:attention_|cross_entropy|norm_backward|column_sum' --section SpeedOfLight \
+  # :4: op_table launches a kernel three times to warm up and then, with --repeats 1, once
+  check 'what warps wait for' 90 ncu --clock-control none \
+    --kernel-id '::regex:attention_|cross_entropy|norm_backward|column_sum:4' --section SpeedOfLight \
     --section WarpStateStats --section SchedulerStats --section SourceCounters --print-details all \
-    build/op_table --models gpt2:124M --repeats 1 --long-sequence 0 &&
-    cp "$RUNS/stalls.output" "$OUT/stalls.txt"
+    build/op_table --models gpt2:124M --repeats 1 --long-sequence 0
+  kept stalls.txt
 }
 
 switches() {
   check 'each switch on and off' 270 "$PYTHON" dev/gpu/switches.py --device "$DEVICE" --folder "$RUNS" \
     --out "$OUT/switches.md" ${SMALL:+--small --steps 6}
-  grep -a '^|' "$RUNS/switches.output"
+  grep -as '^|' "$OUT/switches.md"
 }
 
 # beside_pytorch CASE
@@ -297,7 +315,7 @@ beside_pytorch() {
   # shellcheck disable=SC2086    # words
   check "$1 against PyTorch" 150 "$PYTHON" dev/bench/compare.py --device "$DEVICE" --cases "$1" --rounds 2 \
     --seconds $(($(left) / 3)) --out "$RUNS/$part.md" ${BENCH_FLAGS:-}
-  [ ! -s "$RUNS/$part.md" ] || { cat "$RUNS/$part.md" >>"$OUT/e2e.md" && grep -a '^|\|^- ' "$RUNS/$part.md"; }
+  [ ! -s "$RUNS/$part.md" ] || { cat "$RUNS/$part.md" >>"$OUT/e2e.md" && grep -a '^|\|^- \| failed: ' "$RUNS/$part.md"; }
 }
 
 run_part() {
@@ -326,14 +344,14 @@ refuse() {
 }
 all=(build memory train determinism resume graphs ranks nccl 'test' sanitize racecheck kernels ops stalls switches
   e2e-124M e2e-1558M e2e-qwen e2e-experts)
-lanes=() parts=() sitting_end=1000000
+lanes=() parts=() sitting_end=1000000 sitting=
 if [ "${1:-}" = --sitting ]; then
-  sitting_end=$SITTING_SECONDS
-  case ${2:-} in
+  sitting_end=$SITTING_SECONDS sitting=${2:-}
+  case $sitting in
     # memory runs by itself, since it looks at free memory; then the parts that share the GPU.
     1) parts=(memory) lanes=('train determinism resume graphs' 'ranks nccl' 'test sanitize racecheck') ;;
     2) parts=(e2e-124M ops stalls kernels e2e-1558M e2e-qwen e2e-experts switches) ;;
-    *) refuse "--sitting '${2:-}' is unknown; use 1 or 2" ;;
+    *) refuse "--sitting '$sitting' is unknown; use 1 or 2" ;;
   esac
   [ $# -eq 2 ] || refuse "--sitting has its own parts: leave out '${*:3}'"
 elif [ $# -eq 0 ]; then
@@ -349,6 +367,7 @@ fi
   fi
 done
 
+OUT=${OUT:-build/gpu-out${sitting:+/sitting-$sitting}}
 one_line() { "$@" 2>/dev/null | head -n 1 | tr '\t' ' '; }
 mkdir -p "$OUT" "$RUNS"
 {
@@ -359,7 +378,8 @@ mkdir -p "$OUT" "$RUNS"
 } >"$OUT/checks.tsv"
 cat "$OUT/checks.tsv"
 : >"$OUT/log.txt"
-rm -f "$OUT/e2e.md"
+# Results of an earlier call.
+rm -f "$OUT"/{ladders,op_table,switches,e2e}.md "$OUT"/{op_table.jsonl,stalls.txt} "$RUNS"/*.{output,md}
 
 # shellcheck disable=SC2046,SC2048,SC2086    # words
 [ -n "${NO_BUILD:-}" ] || start_builds $(for part in "${parts[@]}" ${lanes[*]}; do programs_of $part; done | tr ' ' '\n' | sort -u)

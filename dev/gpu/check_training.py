@@ -1,28 +1,31 @@
 #!/usr/bin/env python3
-"""Runs one check of the trainer on a GPU; dev/gpu/check.sh runs them all. Exit status: 0 passed, 1 failed.
+"""Runs one check of the trainer on a GPU; dev/gpu/check.sh runs them all. Exit status: 0 passed, 1 failed, 77 cannot be
+tried here.
 
     python3 dev/gpu/check_training.py CHECK --model gpt2 --dtype fp32
 
 against-cpu: losses and gradient norms of a short run match the CPU's to within the tolerance between two layouts.
 repeat: two identical runs give the same bits. resume: a run stopped by a signal and resumed gives the bits of an
 uninterrupted one. graphs: same bits with and without CUDA graphs. generate: the trained weights continue a prompt as
-on the CPU. Data: the project's own sources.
+on the CPU. memory: what a run takes is what was planned. processes: several that share the GPU, with NCCL, give the
+losses of one rank. Data: the project's own sources.
 The last line begins with "note:" and has the figures.
 """
 import argparse
 import filecmp
 import glob
-import json
 import math
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.append(f"{ROOT}/dev")
+from train_files import read_steps, write_shard   # noqa: E402
+
 SMALL = ["--n-layer", "2", "--n-embd", "48", "--n-head", "2"]
 MODELS = {   # the second has sizes that do not fill the widest memory accesses
     "gpt2": ["--model", "d4", "--vocab-size", "257"],
@@ -60,9 +63,7 @@ class Check:
         os.makedirs(self.folder)
         self.shard = f"{self.folder}/train.bin"
         text = b"".join(open(path, "rb").read() for path in sorted(glob.glob(f"{ROOT}/llmc/**/*.*", recursive=True)))
-        with open(self.shard, "wb") as file:
-            file.write(struct.pack("<256i", 20240520, 1, len(text), *[0] * 253))
-            file.write(struct.pack(f"<{len(text)}H", *text))
+        write_shard(self.shard, text)
 
     def command(self, out, device, *more):
         rows, length = (4, 16) if self.o.small else (8, 128)   # of a step
@@ -91,12 +92,7 @@ class Check:
                         f"{(errors.strip().splitlines() or [''])[-1]}")
 
     def metrics(self, out):
-        path = f"{self.folder}/{out}/metrics.jsonl"
-        if not os.path.exists(path):
-            return []
-        with open(path) as file:
-            lines = [json.loads(line) for line in file if line.endswith("\n")]
-        return [line for line in lines if line["kind"] == "train"]
+        return read_steps(f"{self.folder}/{out}/metrics.jsonl")
 
     def require_same(self, one, other, steps):
         """Compares losses, norms and the files of the last checkpoint bit by bit."""
@@ -166,7 +162,6 @@ class Check:
             raise Wrong(f"the CPU writes {texts[0]!r}, the GPU {texts[1]!r}")
         return f"{len(texts[0])} characters are the same"
 
-
     def memory(self):
         """Of a large model, unless --small: of a small one, libraries would take most."""
         large = [] if self.o.small else {
@@ -193,7 +188,6 @@ class Check:
         n, steps = self.o.processes, ("-x", 5 if self.o.small else 20, "-l", "2e-4")
         if self.o.small:   # heads and layers for four
             steps += ("--n-layer", 4, "--n-head", 4)
-        one = self.train("one", self.o.device, *steps)
         layout = LAYOUTS[self.o.layout](n)
         readers = n if self.o.layout in ("all-reduce", "zero-3", "ep") else 1
         rows = 1 if self.o.small else 2 if readers == 4 else 4 // readers
@@ -202,14 +196,15 @@ class Check:
         errors = [process.communicate()[1] for process in started]
         for error in errors:
             print(error, end="", flush=True)
-        missing = [line for error in errors for line in error.splitlines() if "NCCL 2.30" in line]
+        missing = [line for error in errors for line in error.splitlines()
+                   if "NCCL 2.30" in line or "built without" in line]
         if missing:
             raise CannotTry(missing[0].removeprefix("train_gpt: "))
         for rank, process in enumerate(started):
             if process.returncode != 0:
                 raise Wrong(f"process {rank} ended with status {process.returncode}: "
                             f"{(errors[rank].strip().splitlines() or [''])[-1]}")
-        return judged(self.metrics("several"), one, FP32)
+        return judged(self.metrics("several"), self.train("one", self.o.device, *steps), FP32)
 
 
 def gpu_memory_used():
@@ -248,7 +243,8 @@ def main():
     parser.add_argument("check", choices=("against-cpu", "repeat", "resume", "graphs", "generate", "memory", "processes"))
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--steps", type=int, help="default: 400, with --small 12")
+    parser.add_argument("--steps", type=int, help="of repeat, resume, graphs and generate; default: 400, "
+                        "with --small 12")
     parser.add_argument("--small", action="store_true", help="for an emulated GPU")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--layout", choices=LAYOUTS, default="all-reduce")

@@ -5,29 +5,38 @@
 
 Each switch is measured between two runs without it, of the same model and batch, and compared with their mean, so that
 a GPU that slows down as it warms up counts against neither. A run's figure is the median of its steps, without the first
-ones. Prints and writes a table in Markdown; which way a default should be is the sign of the gain, if that is larger
-than what two runs without the switch differ by. Exit status 1: a run failed; a switch that is refused here is named in
-the table, with the reason.
+ones. Prints a table in Markdown, and writes what there is of it after every row; which way a default should be is the sign of the
+gain, if that is larger than what two runs without the switch differ by. A switch that is refused here, or fails, is named
+in the table, with the reason. Exit status 1: a run failed.
 """
 import argparse
-import json
 import os
 import shutil
 import statistics
-import struct
 import subprocess
 import sys
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.append(f"{ROOT}/dev")
+from train_files import read_steps, write_shard   # noqa: E402
+
 SWITCHES = ["--gelu cublaslt", "--residual cublaslt", "--tune-matmul", "--tune-matmul --gelu cublaslt --residual cublaslt",
             "--cuda-graphs off", "--head-chunks 1",
             "--recompute norm", "--attention cudnn", "--products fp8-block"]
 FIRST = 5   # steps that are not counted
 
 
+class Refused(Exception):
+    """A switch that this GPU or this build does not have, with the reason."""
+
+
+class Failed(Exception):
+    """A run that should have ended well, with the reason."""
+
+
 def run(o, options):
-    """Tokens a second; or why the run was refused, as text."""
+    """Tokens a second."""
     folder = f"{o.folder}/switch"
     shutil.rmtree(folder, ignore_errors=True)
     shape = ["--n-layer", "2", "--n-embd", "64", "--n-head", "1", "-b", "1", "-t", "16", "-d", "16"] if o.small else [
@@ -40,11 +49,9 @@ def run(o, options):
     if result.returncode != 0:
         error = (result.stderr.strip().splitlines() or [f"status {result.returncode}"])[-1]
         if result.returncode == 1 and options and options.split()[0] in error:
-            return error.removeprefix("train_gpt: ")
-        raise SystemExit(f"switches.py: {' '.join(command)} ended with status {result.returncode}: {error}")
-    with open(f"{folder}/metrics.jsonl") as file:
-        lines = [json.loads(line) for line in file]
-    return statistics.median([line["tokens_per_s"] for line in lines if line["kind"] == "train"][FIRST:])
+            raise Refused("refused: " + error.removeprefix("train_gpt: "))
+        raise Failed(f"failed{'' if options else ' without a switch'}: status {result.returncode}: {error}")
+    return statistics.median(line["tokens_per_s"] for line in read_steps(f"{folder}/metrics.jsonl")[FIRST:])
 
 
 def main():
@@ -62,28 +69,32 @@ def main():
     os.makedirs(o.folder, exist_ok=True)
     o.data = f"{o.folder}/switches.bin"
     o.vocabulary = 257 if o.small else 50257
-    tokens = 100_000
-    with open(o.data, "wb") as file:
-        file.write(struct.pack("<256i", 20240520, 1, tokens, *[0] * 253))
-        file.write(struct.pack(f"<{tokens}H", *(i * 7919 % o.vocabulary for i in range(tokens))))
-    rows, plain = [], [run(o, "")]
-    for switch in SWITCHES:
-        with_switch = run(o, switch)
-        if isinstance(with_switch, str):
-            rows.append(f"| `{switch}` | | | refused: {with_switch} |")
-            continue
+    write_shard(o.data, (i * 7919 % o.vocabulary for i in range(100_000)), o.vocabulary)
+    rows, plain, failed = ["| switch | tokens/s without | with | gain |", "| --- | ---: | ---: | ---: |"], [], 0
+    try:
         plain.append(run(o, ""))
-        without = (plain[-2] + plain[-1]) / 2
-        rows.append(f"| `{switch}` | {without:,.0f} | {with_switch:,.0f} | {100 * (with_switch / without - 1):+.1f}% |")
-    spread = 100 * max(abs(b / a - 1) for a, b in zip(plain, plain[1:])) if len(plain) > 1 else 0
-    table = "\n".join([f"{time.strftime('%Y-%m-%d')}, {o.model}, {o.steps} steps of bf16; two runs without a switch differ "
-                       f"by at most {spread:.1f}%", "", "| switch | tokens/s without | with | gain |",
-                       "| --- | ---: | ---: | ---: |", *rows])
-    print(table)
-    if o.out:
-        with open(o.out, "w") as file:
-            file.write(table + "\n")
-    print(f"note: {len(rows)} switches, {len(rows) - len(plain) + 1} refused here")
+    except Failed as reason:
+        print("note:", reason)
+        return 1
+    print(*rows, sep="\n", flush=True)
+    for switch in SWITCHES:
+        try:
+            figure = run(o, switch)
+            plain.append(run(o, ""))
+            without = (plain[-2] + plain[-1]) / 2
+            rows.append(f"| `{switch}` | {without:,.0f} | {figure:,.0f} | {100 * (figure / without - 1):+.1f}% |")
+        except (Refused, Failed) as reason:
+            rows.append(f"| `{switch}` | | | {reason} |")
+            failed += isinstance(reason, Failed)
+        print(rows[-1], flush=True)
+        spread = 100 * max((abs(b / a - 1) for a, b in zip(plain, plain[1:])), default=0)
+        noise = f"two runs without a switch differ by at most {spread:.1f}%"
+        if o.out:
+            with open(o.out, "w") as file:
+                print(f"{time.strftime('%Y-%m-%d')}, {o.model}, {o.steps} steps of bf16; {noise}", "", *rows, sep="\n",
+                      file=file)
+    print(f"note: {len(SWITCHES)} switches, {len(SWITCHES) - len(plain) + 1 - failed} refused here, {failed} failed; {noise}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

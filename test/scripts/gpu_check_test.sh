@@ -1,17 +1,31 @@
 #!/usr/bin/env bash
 # dev/gpu/check.sh with programs that fail, are missing or do not end: no part stops another, every result is written,
-# and a sitting keeps its time.
+# and a sitting keeps its time. Its scripts, with stand-ins for the trainer and PyTorch: what is known when a run fails or
+# time is up is written.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
+export TMPDIR=$dir/tmp
 trap 'rm -rf "$dir"' EXIT
-mkdir -p "$dir/dev/gpu" "$dir/build" "$dir/llmc"
+mkdir -p "$dir"/{dev/gpu,dev/bench,data,build,llmc,tmp,modules,bin,broken_bin}
+: >"$dir/pids"
 cp dev/gpu/check.sh dev/gpu/check_training.py dev/gpu/switches.py "$dir/dev/gpu/"
+cp dev/bench/compare.py "$dir/dev/bench/"
+cp dev/train_files.py "$dir/dev/"
+cp data/token_shards.py "$dir/data/"
 cp llmc/core/log.h "$dir/llmc/"   # text to train on
 fail() {
   echo "gpu_check_test: $*" >&2
   cat "$dir/out/checks.tsv" >&2
   exit 1
+}
+# Nothing is left of a check that was stopped: no process, of which stand-ins write the ids to pids, and no file.
+require_gone() {
+  local pid
+  while read -r pid; do
+    ! grep -qs '^State:.[^Z]' "/proc/$pid/status" || fail 'a trainer still runs after its check was stopped'
+  done <"$dir/pids"
+  [ -z "$(ls "$TMPDIR")" ] || fail 'a check that was stopped left temporary files'
 }
 programs=(train_gpt build/test_cuda_on_gpu build/ladders build/op_table)
 
@@ -36,8 +50,10 @@ grep -q $'^test\tFAILED\t.*status 3: train_gpt: planted' "$dir/out/checks.tsv" |
 tried 2 60 'exit 3'
 tried 1 60
 grep -q $'^memory\tFAILED\t.*it is not there' "$dir/out/checks.tsv" || fail 'a missing program is not named'
-tried 1 8 'exec sleep 60'
+tried 1 8 "trap '' TERM; echo \$\$ >>'$dir/pids'; mktemp -d; sleep 60"
 grep -q $'^memory\tFAILED\t.*stopped after' "$dir/out/checks.tsv" || fail 'what does not end is not stopped'
+[ -s "$dir/pids" ] || fail 'the trainer was not started'
+require_gone
 
 # A test that passes is reported at once, whatever else fails.
 printf '#!/bin/sh\necho "All tests passed (3 assertions in 1 test case)"\n' >"$dir/build/test_cuda_on_gpu"
@@ -45,4 +61,63 @@ NO_BUILD=1 OUT=$dir/out "$dir/dev/gpu/check.sh" test >"$dir/table" || fail 'a pa
 [ "$(grep -c $'^test\tok\t.*All tests passed' "$dir/out/checks.tsv")" -eq 2 ] || fail 'what passes is not in the table'
 ! "$dir/dev/gpu/check.sh" unknown >"$dir/table" 2>&1 || fail 'an unknown part is taken'
 grep -q "unknown part 'unknown'; use build memory" "$dir/table" || fail 'an unknown part is not refused by name'
+
+# What is missing is named.
+program() { cat >"$dir/$1" && chmod +x "$dir/$1"; }   # from standard input
+program broken_bin/ldd <<<$'#!/bin/sh\nprintf "\\tlibmpi.so.40 => not found\\n"'
+program broken_bin/make <<<$'#!/bin/sh\necho "a.cu(3): error: planted"; echo "make: *** [a] Error 1"; exit 2'
+! NO_BUILD=1 OUT=$dir/out PATH=$dir/broken_bin:$PATH "$dir/dev/gpu/check.sh" test >"$dir/table" || fail 'a library is missing: status 0'
+grep -q $'^test\tFAILED\t.*does not start without libmpi.so.40$' "$dir/out/checks.tsv" || fail 'a missing library is not named'
+! OUT=$dir/out PATH=$dir/broken_bin:$PATH "$dir/dev/gpu/check.sh" build >"$dir/table" || fail 'nothing was built: status 0'
+grep -q $'^build\tFAILED\t.*status 2: a.cu(3): error: planted$' "$dir/out/checks.tsv" || fail 'the error of a compiler is not named'
+program train_gpt <<<$'#!/bin/sh\necho "train_gpt: --comm nccl: this train_gpt was built without NCCL" >&2; exit 1'
+NO_BUILD=1 SMALL=1 OUT=$dir/out "$dir/dev/gpu/check.sh" nccl >"$dir/table" || fail 'without NCCL, something fails'
+grep -q $'^nccl\tskipped\t.*built without NCCL$' "$dir/out/checks.tsv" || fail 'without NCCL, the part is not skipped'
+
+# A switch that fails does not cost the others, and is gone with the next call.
+program train_gpt <<'PROGRAM'
+#!/bin/sh
+case "$*" in *head-chunks*) echo 'train_gpt: planted' >&2; exit 9 ;; esac
+while [ "$1" != -o ]; do shift; done
+mkdir "$2"
+for i in 1 2 3 4 5 6 7; do echo '{"kind": "train", "tokens_per_s": 100}'; done >"$2/metrics.jsonl"
+PROGRAM
+! NO_BUILD=1 SMALL=1 OUT=$dir/out "$dir/dev/gpu/check.sh" switches >"$dir/table" || fail 'a switch fails: status 0'
+[ "$(grep -c '| 100 | 100 | +0.0% |' "$dir/out/switches.md")" -eq 8 ] || fail 'a switch that fails costs others'
+grep -qF -- '--head-chunks 1` | | | failed: status 9: train_gpt: planted |' "$dir/out/switches.md" || fail 'a failed switch is not named'
+NO_BUILD=1 OUT=$dir/out "$dir/dev/gpu/check.sh" test >"$dir/table" || fail 'a part that passes has not status 0'
+[ ! -e "$dir/out/switches.md" ] || fail 'a table of an earlier call is still there'
+
+# Beside PyTorch: figures are written when time is up, when there is no time for a variant, and without a profile.
+program train_gpt <<PROGRAM
+#!/bin/sh
+case "\$*" in --version) echo planted; exit ;; *--profile*) exit 3 ;; esac
+while [ "\$1" != -o ]; do shift; done
+for i in \$(seq 25); do echo '{"kind": "train", "ms": 5, "loss": 1, "memory_bytes": 1}'; done >"\$2/metrics.jsonl"
+echo \$\$ >>'$dir/pids'
+exec sleep 60
+PROGRAM
+program dev/bench/torch_train.py <<'PYTHON'
+import json, os, time
+time.sleep(int(os.environ.get("PEER_SECONDS", "0")))
+print(json.dumps({"ms": [4, 4, 4], "losses": [1], "gib": 1, "parameters": 1, "flops_per_token": 1, "kernel_ms": None,
+                  "torch": "planted", "cuda": "planted"}))
+PYTHON
+program bin/nvidia-smi <<'PROGRAM'
+#!/bin/sh
+case "$*" in *memory.total*) echo '[N/A]' ;; *'-i 1') echo second ;; *) echo first ;; esac
+PROGRAM
+: >"$dir/modules/torch.py"
+export PATH=$dir/bin:$PATH PYTHONPATH=$dir/modules CUDA_VISIBLE_DEVICES=1,0
+! PEER_SECONDS=60 NO_BUILD=1 SITTING_SECONDS=8 "$dir/dev/gpu/check.sh" --sitting 2 >"$dir/table" || fail 'PyTorch does not end: status 0'
+grep -q 'failed: .*compiled master: stopped; .*ours 6,553,600 tokens/s' "$dir/build/gpu-out/sitting-2/e2e.md" || fail 'our figures are lost'
+require_gone
+compared() { python3 "$dir/dev/bench/compare.py" --device cuda --cases gpt2:124M --rounds 1 "$@" 2>"$dir/table"; }
+compared --seconds 0 >"$dir/e2e.md" || fail "compare.py fails: $(<"$dir/table")"
+grep -q '^20.*, second, driver second, planted, ' "$dir/e2e.md" || fail 'the GPU is not the one in use'
+grep -q '^| gpt2:124M | bf16 | 32 x 1024 | .* (compiled master) .*, compiled autocast: no time left |' "$dir/e2e.md" ||
+  fail 'what was not timed is not named, or the batch is that of a large GPU'
+compared >"$dir/e2e.md" || fail "compare.py fails without a profile: $(<"$dir/table")"
+grep -q '^| gpt2:124M |.*compiled autocast 8,192,000 |' "$dir/e2e.md" || fail 'a profile that fails costs the row'
+grep -q '^without a profile: ' "$dir/e2e.md" || fail 'a profile that fails is not named'
 echo 'gpu_check_test: ok'
