@@ -100,8 +100,8 @@ def find_files(names, form="auto"):
     """Regular files and pipes that `names` (files, globs, folders) match, in order; DataError if a name matches none.
 
     A folder stands for the files below it with FOLDER_SUFFIXES, also .gz, hidden ones left out; notices on stderr name
-    the others, and files that several names match. Globs and folders expand in sorted order. DataError: compressed by
-    another program than gzip, or no text. form: --format.
+    the others, and files that several names match. Globs and folders expand in sorted order. DataError: compressed
+    with another program than gzip, or no text. form: --format.
     """
     paths = []
     for name in names:
@@ -124,7 +124,7 @@ def find_files(names, form="auto"):
     seen = set()
     again = [path for path in paths if (identity := file_identity(path)) in seen or seen.add(identity)]
     if again:
-        print(f"notice: {_kinds(again)} named more than once, and read as often", file=sys.stderr)
+        print(f"notice: {_kinds(list(dict.fromkeys(again)))} named more than once, and read that many times", file=sys.stderr)
     for path in paths:
         if os.path.isfile(path) and kind_of(path, form) != "columns":   # a pipe can be read only once
             with _opened(path) as file:
@@ -245,7 +245,7 @@ class _Decompressed(gzip.GzipFile):
 
 
 def _opened(path):
-    """The file, decompressed if it is a gzip file. DataError: compressed by another program."""
+    """The file, decompressed if it is a gzip file. DataError: compressed with another program."""
     file = open(path, "rb")
     start = file.peek(8)
     if start.startswith(GZIP):

@@ -9,10 +9,10 @@ import sys
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)   # a program ends by these, after its cleanup
 
-DISK_REMEDY = "give --out on a disk that can be written"
-REMEDIES = {errno.ENOSPC: "free some space, or give --out on another disk",
-            errno.EDQUOT: "your quota is used up: free some space, or give --out on another disk",
-            errno.EFBIG: "files may not be as large: raise ulimit -f, give --out on another file system or, for shards, a "
+DISK_REMEDY = "choose a place that can be written"
+REMEDIES = {errno.ENOSPC: "free some space, or choose another disk",
+            errno.EDQUOT: "your quota is used up: free some space, or choose another disk",
+            errno.EFBIG: "files may not be that large: raise ulimit -f, choose another file system or, for shards, a "
                          "smaller --shard-size"}
 
 

@@ -174,7 +174,7 @@ class Progress:
         return f"{bar}{share:4.0%}  {line}  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
 
 
-def tokenize(options, train_files, val_files):
+def tokenize(options, train_files, val_files, standing):
     """Writes all shards; returns the lines of the summary. DataError, OSError: nothing was written."""
     token_format = make_tokenizer(options).format
     kinds = {path: kind_of(path, options.format) for path in train_files + val_files}
@@ -200,7 +200,9 @@ def tokenize(options, train_files, val_files):
             raise DataError(f"--val-fraction {options.val_fraction} drew {'none' if train.count else 'all'} of the "
                             f"{splitter.documents:,} document(s), {splitter.text_bytes:,} bytes; give more text, another "
                             "--val-seed, a --val-file, or --val-fraction 0 for no validation shard")
-        publish([train, val], existing_shards(options.out))
+        if appeared := set(existing_shards(options.out)).difference(standing):
+            raise DataError(f"{min(appeared)} has appeared meanwhile: another program writes shards there; give another --out")
+        publish([train, val], standing)
     finally:
         progress.clear()
         for writer in (train, val):
@@ -256,9 +258,10 @@ def tokenize_natively(options, train_files, val_files):
         for number in arrived:   # while it was started
             process.send_signal(number)
         if status := process.wait():
+            ended = f"ended with status {status}, for the reason above" if status > 0 else f"was ended by signal {-status}"
             complete = "; the shards of --val-file are complete" if split == "train" and val_files else ""
-            print(f"tokenize_text.py: error: ./train_gpt --tokenize ended with status {status}, for the reason above; its "
-                  f"--restart is --overwrite here{complete}", file=sys.stderr)
+            print(f"tokenize_text.py: ./train_gpt --tokenize {ended} (where it names --restart, give --overwrite){complete}",
+                  file=sys.stderr)
             sys.exit(status if status > 0 else 128 - status)
 
 
@@ -307,7 +310,7 @@ def parse_options(arguments):
                     description="Tokenizes text, JSON, Parquet or Arrow files to shards PREFIX_train_000000.bin, "
                                 "PREFIX_val_000000.bin.")
     parser.add_argument("inputs", nargs="+", metavar="INPUT",
-                        help="text or JSON files, also compressed by gzip, Parquet or Arrow files; globs; folders (of which files "
+                        help="text or JSON files, also compressed with gzip, Parquet or Arrow files; globs; folders (of which files "
                              "with other suffixes are skipped)")
     parser.add_argument("--out", required=True, metavar="PREFIX", help="path and prefix of the shards' names")
     parser.add_argument("--tokenizer", default="bytes",
@@ -338,14 +341,14 @@ def main(arguments):
         raise DataError(f"--out {options.out}: expected a prefix such as {os.path.join(folder, 'corpus')}")
     if options.eot and not os.path.exists(options.tokenizer):
         raise DataError(f"--eot needs a tokenizer.json; --tokenizer {options.tokenizer} has its own end of text")
-    if options.native:
-        tokenize_natively(options, *find_inputs(options))
-        return
+    inputs = find_inputs(options)
     with made_folder(folder or "."), locked(f"{options.out}.lock"):
+        if options.native:
+            return tokenize_natively(options, *inputs)
         standing = existing_shards(options.out)
         if standing and not options.overwrite:
             raise DataError(f"{standing[0]} exists already; --overwrite replaces all shards under {options.out}")
-        summary = tokenize(options, *find_inputs(options))
+        summary = tokenize(options, *inputs, standing)
     print(*summary, sep="\n")
 
 

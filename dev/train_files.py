@@ -3,6 +3,7 @@ import json
 import os
 import sys
 
+sys.dont_write_bytecode = True   # data/ holds data
 sys.path.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data"))
 from token_shards import TokenFormat   # noqa: E402
 

@@ -10,8 +10,8 @@ def load_pyplot(fail):
         import matplotlib
     except ImportError:
         other = "/usr/bin/python3"
-        if os.path.exists(other) and os.path.abspath(sys.executable) != other:
-            os.execv(other, [other, *sys.argv])
+        if os.path.exists(other) and os.path.abspath(sys.executable) != other and not os.environ.get("PLOTTING_AGAIN"):
+            os.execve(other, [other, *sys.argv], {**os.environ, "PLOTTING_AGAIN": "1"})   # once, whatever `other` is
         fail("matplotlib is missing: apt-get install python3-matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot

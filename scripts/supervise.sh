@@ -295,7 +295,9 @@ while :; do
     exit 2
   fi
   failures+=("$failure")
-  [ -d "$out" ] || say "there is no $out here, so no checkpoint is seen: does the run save elsewhere (--out-dir)?"
+  if [ "$cause" = crash ] && [ ${#failures[@]} -gt 1 ] && [ ! -d "$out" ]; then
+    say "there is no $out here, so no checkpoint is seen: does the run save elsewhere (--out-dir)?"
+  fi
   if [ ${#failures[@]} -ge "$max_failures" ]; then
     say "giving up after ${#failures[@]} failures without a newer checkpoint than that of step $best (--max-failures):"
     printf '  %s\n' "${failures[@]}" >&2

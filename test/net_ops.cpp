@@ -1,5 +1,6 @@
-// net_ops.so: leads every TCP connection of the trainer to a proxy on this machine (LD_PRELOAD), at port $NET_OPS_PROXY
-// of 127.0.0.1, which is told in 64 bytes where the connection was to go: "ADDRESS PORT", filled up with zeros.
+// net_ops.so, for LD_PRELOAD: leads every TCP connection of the trainer to a proxy on this machine, at port
+// $NET_OPS_PROXY of 127.0.0.1, which is told in 64 bytes where the connection was to go: "ADDRESS PORT", filled up with
+// zeros. $NET_OPS_HOST: the name of the machine on which the trainer believes to be.
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -10,6 +11,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+extern "C" int gethostname(char* name, size_t size) {
+  static const auto real = reinterpret_cast<decltype(&::gethostname)>(dlsym(RTLD_NEXT, "gethostname"));
+  const char* const host = getenv("NET_OPS_HOST");
+  return host == nullptr ? real(name, size) : snprintf(name, size, "%s", host) < 0 ? -1 : 0;
+}
 
 extern "C" int connect(int fd, const sockaddr* address, socklen_t bytes) {
   static const auto real = reinterpret_cast<decltype(&::connect)>(dlsym(RTLD_NEXT, "connect"));

@@ -219,7 +219,8 @@ class OpenFiles {
     static std::atomic<size_t> count = 0;
     return count;
   }
-  // All caches share half of the limit; the rest is for everything else.
+  // All caches share half of the limit; the rest is for everything else. A cache that has more when another one is made
+  // closes them when it next opens a file.
   static size_t most() {
     rlimit limit{};
     const bool known = ::getrlimit(RLIMIT_NOFILE, &limit) == 0;

@@ -7,8 +7,7 @@
 
 namespace llmc {
 
-// Calls work() on this thread and on as many others as make `threads` together, or as there are to be had. It must not
-// throw.
+// Calls work() on this thread and on others, `threads` together, or as many as can be started. It must not throw.
 template <class F>
 void on_threads(int64_t threads, F&& work) {
   std::vector<std::jthread> others;

@@ -127,7 +127,7 @@ class ChunkReader {
     at_.line += std::count(chunk.text.begin(), chunk.text.end(), '\n');
     at_.offset += static_cast<int64_t>(end);
     at_.within = format == TextFormat::text;
-    if (!more && rest_.empty()) next_file();
+    if (!more) next_file();
     chunk.end = at_;
     return chunk;
   }

@@ -115,7 +115,8 @@ class PackedShards {
     return mark == DocumentMark::index || token[0] == config_.end_of_text;
   }
 
-  // Several files at once. Every process begins at another one: what one has indexed, the others find.
+  // Several files at once. Each process starts at a random one, so that several share the work through the directory of
+  // indexes.
   void index_documents(const Notice& notice) {
     const int64_t n = files_.count(), start = std::random_device()() % static_cast<uint64_t>(n);
     indexes_.resize(static_cast<size_t>(n));
@@ -224,7 +225,7 @@ class PackedShards {
   std::vector<std::optional<DocumentIndex>> indexes_;  // of each file
   std::vector<Window> windows_;
   PackingCounts counts_;
-  // Of each row, so that a step's targets are counted without packing the windows of all its rows again.
+  // Of each row, a byte, so that a step's targets are counted without packing the windows of all its rows again.
   static constexpr uint8_t much_padding = 255;  // or more
   std::vector<uint8_t> padding_;
 

@@ -65,7 +65,7 @@ class TextFile {
                                       "xz",
                                       "decompress it: xz -d"},
                                      {"BZh", "bzip2", "decompress it: bunzip2"},
-                                     {"PK\x03\x04", "zip", "unpack it: unzip"},
+                                     {"PK\x03\x04", "zip", "decompress it: unzip"},
                                      {"PAR1", "Parquet", "data/tokenize_text.py makes shards of it"}};
   // pzstd's files begin with one.
   static bool is_skippable_zstd_frame(std::string_view start) {

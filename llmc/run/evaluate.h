@@ -309,7 +309,7 @@ inline void run_evaluate(const Options& o, const Processes& processes) {
   Log log = first && !o.json ? make_log(o) : Log::silent();
   std::optional<Evaluation> made;
   together(processes, "options", [&] { made.emplace(o); });
-  check_together(processes, "--model", [&](const CheckpointCheck& check) { require_whole_weights(o, check); });
+  check_together(processes, "--model", "", [&](const CheckpointCheck& check) { require_whole_weights(o, check); });
   const Evaluation& job = *made;
   require_same_evaluation(processes, job);
   detail::report_evaluation_header(log, job);

@@ -103,7 +103,7 @@ struct Job {
   }
   bool validates() const { return !data->val.empty() && asked.val_every > 0; }
 
-  // Whether the run starts from step 0, as far as the out directory says without a look into its checkpoints.
+  // Whether the run has no checkpoint of its own yet, as far as the names in its directory say.
   bool is_new() const {
     std::error_code none;
     const Options& o = asked;

@@ -100,7 +100,7 @@ inline void take_place(Options& o) {
   }
   place.local_ranks = o.local_ranks > 0 ? o.local_ranks : place.processes > 1 ? 1 : default_ranks(o);
   o.ranks = place.processes * place.local_ranks;
-  CHECK(o.ranks <= largest_size, "--world-size {} with --local-ranks {}: {} ranks, expected at most {}",
+  CHECK(o.plan_ranks || o.ranks <= largest_size, "{} processes with --local-ranks {}: {} ranks, expected at most {}",
         place.processes, place.local_ranks, o.ranks, static_cast<int64_t>(largest_size));
   place.ranks_on_host = place.local_ranks;
   if (o.plan || o.plan_auto) plan_hosts(place, gpus_here(o));

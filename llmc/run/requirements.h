@@ -144,4 +144,12 @@ inline void require_fp8_can(const StepConfig& step, const Device& device) {
   require_gpu_for_fp8(read, asked, device);
 }
 
+// Does require_fp8_can() accept the step?
+inline bool fp8_can(const StepConfig& step, const Device& device) try {
+  require_fp8_can(step, device);
+  return true;
+} catch (const Error&) {
+  return false;
+}
+
 }  // namespace llmc

@@ -81,7 +81,7 @@ struct TokenizeRecord {
         json.at("text_bytes"), json.at("done")};
     CHECK(record.position.file >= 0 && record.position.file <= std::ssize(record.inputs) &&
               record.position.offset >= 0 && record.shard_tokens > 0 && record.tokens >= 0,
-          "{}: position {} and {} tokens in shards of {}, of {} inputs: the file is damaged: start over with --restart",
+          "{}: position {}, {} tokens, shards of {} tokens, {} inputs: the file is damaged: start over with --restart",
           path, at, record.tokens, record.shard_tokens, record.inputs.size());
     return record;
   } catch (const nlohmann::json::exception& error) {

@@ -103,6 +103,35 @@ TEST_CASE("readers of shares of a checkpoint find together what one finds alone"
   }
 }
 
+TEST_CASE("readers of shares of a large file each read some of its slices", "[run][checkpoint]") {
+  const TempDir dir;
+  const std::string file = dir / "large";
+  constexpr int64_t slice = FileRecord::slice_bytes, size = 2 * slice + 1000;
+  std::ofstream(file).close();
+  fs::resize_file(file, size);  // zeros that take no room
+  const std::string zeros = checksum(std::string(slice, '\0'));
+  const std::map<std::string, FileRecord> records = {{file, {size, {zeros, zeros, checksum(std::string(1000, '\0'))}}}};
+  for (const int readers : {1, 2, 3, 4}) {
+    INFO(readers << " readers");
+    const auto found = [&] {
+      std::vector<std::string> faults;
+      for (int reader = 0; reader < readers; ++reader)
+        if (const auto fault = file_fault(records, {reader, readers})) faults.push_back(*fault);
+      return faults;
+    };
+    REQUIRE(found().empty());
+    for (const int64_t at : {slice - 1, slice, size - 1}) {
+      flip_byte(file, at);
+      const int64_t begin = at / slice * slice;
+      const std::string what = formatted("{}: bytes {} to {} ", file, begin, std::min(begin + slice, size));
+      const std::vector<std::string> faults = found();
+      REQUIRE(faults.size() == 1);
+      REQUIRE(faults[0].starts_with(what));
+      flip_byte(file, at);
+    }
+  }
+}
+
 TEST_CASE("the processes of a job check together which checkpoint is intact", "[run][checkpoint][net]") {
   const TempDir dir;
   const auto two = [&](const std::string& options) {
@@ -140,6 +169,50 @@ TEST_CASE("the processes of a job check together which checkpoint is intact", "[
   REQUIRE(refused.status == 1);
   REQUIRE(refused.err.find("model-00002-of-00002.safetensors: bytes") != std::string::npos);
   REQUIRE_FALSE(fs::exists(dir / "new"));
+}
+
+TEST_CASE("every host verifies its own copy of --model", "[run][checkpoint][net]") {
+  const TempDir dir;
+  run_well(tiny(dir / "run", "--max-steps 1"));
+  const std::string here = fs::current_path();
+  for (const char* host : {"a", "b"}) {
+    fs::create_directories(dir / host);
+    fs::copy(dir / "run/step-000001", dir / host + "/model");
+    fs::create_symlink(here + "/train_gpt", dir / host + "/train_gpt");
+  }
+  const auto on_two_hosts = [&] {
+    ProgramResult results[2];
+    const auto run_on = [&](int host) {
+      results[host] = run_program(
+          "--model model --train-data " + here + "/" + tiny_data +
+              " --seq-len 33 --batch-size 2 --total-batch-size 264 --threads 1 --max-steps 1 --out-dir " +
+              (dir / "out") + " --local-ranks 1 --world-size 2 --comm tcp --rendezvous file:" + (dir / "meet") +
+              formatted(" --rank {}", host),
+          formatted("TRAIN_GPT_TOKEN=secret-of-a-test TRAIN_GPT_ADDRESS=127.0.0.1 "
+                    "LD_PRELOAD={}/build/net_ops.so NET_OPS_HOST=host-{} env -C {}",
+                    here, host, dir / (host == 0 ? "a" : "b")));
+    };
+    std::thread other(run_on, 1);
+    run_on(0);
+    other.join();
+    fs::remove(dir / "meet");
+    INFO(results[0].err + results[1].err);
+    REQUIRE(results[0].status == results[1].status);
+    return results[0];
+  };
+  for (const char* host : {"a", "b"}) {
+    const std::string file = dir / host + "/model/model.safetensors";
+    flip_byte(file, 3000);
+    const ProgramResult refused = on_two_hosts();
+    INFO(refused.err);
+    REQUIRE(refused.status == 1);
+    REQUIRE(refused.err.find("--model model: model/model.safetensors: bytes") != std::string::npos);
+    REQUIRE((refused.err.find("(read by rank 1 on host-1)") != std::string::npos) == (*host == 'b'));
+    flip_byte(file, 3000);
+  }
+  const ProgramResult good = on_two_hosts();
+  INFO(good.err);
+  REQUIRE(good.status == 0);
 }
 
 TEST_CASE("no new run is started when every checkpoint is damaged", "[run][checkpoint]") {

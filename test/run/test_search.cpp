@@ -274,6 +274,8 @@ TEST_CASE("what is advised for GPUs is the fastest layout that fits, not the fir
            {"--model llama3:8B --local-ranks 8 -t 131072 -b 1 --memory-limit 79 --zero-stage 3", "--cp ", "--seq-len"},
            {"--model llama3:8B --local-ranks 8 -t 8192 -b 4 --memory-limit 40 --products fp8-tensor", "--zero-stage 3",
             "--cp "},
+           {"--model llama3:8B --local-ranks 8 -t 8192 -b 4 --memory-limit 40 --products fp8-block", "--zero-stage 3",
+            "--seq-len"},
            {"--model gpt2:1558M --local-ranks 1 -t 1024 -b 1 --memory-limit 16 --optimizer sgd",
             "--moment1-dtype 8bit --recompute activation", "--recompute block"},
            {"--model qwen2.5:1.5B --local-ranks 1 -t 2048 -b 4 --memory-limit 24",

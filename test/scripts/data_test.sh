@@ -416,7 +416,7 @@ native() {
 status=0
 native "$dir/b.txt" --val-file "$dir/a.txt" --overwrite || status=$?
 [ $status = 3 ] || fail "--native: status $status instead of ./train_gpt's"
-grep -q 'status 3, .*--restart is --overwrite here; the shards of --val-file are complete' "$dir/err" ||
+grep -q 'status 3, .*--restart, give --overwrite); the shards of --val-file are complete' "$dir/err" ||
   fail "--native: nothing says what is left, or what to do"
 grep -q -- "--tokenize=$dir/b.txt .*--tokenize-split train .*--restart" "$dir/calls" || fail "--native: not called as it should be"
 for signal in TERM USR1; do

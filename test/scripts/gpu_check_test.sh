@@ -12,7 +12,7 @@ mkdir -p "$dir"/{dev/gpu,dev/bench,data,build,llmc,tmp,modules,bin,broken_bin}
 cp dev/gpu/check.sh dev/gpu/check_training.py dev/gpu/switches.py "$dir/dev/gpu/"
 cp dev/bench/compare.py "$dir/dev/bench/"
 cp dev/train_files.py "$dir/dev/"
-cp data/token_shards.py "$dir/data/"
+cp data/{token_shards,programs}.py "$dir/data/"
 cp llmc/core/log.h "$dir/llmc/"   # text to train on
 fail() {
   echo "gpu_check_test: $*" >&2

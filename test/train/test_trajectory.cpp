@@ -236,7 +236,8 @@ TEST_CASE("bad input is refused with exit status 1, names the culprit, and leave
       {"--prompt \"$(printf 'a\\377')\"", "--prompt: byte 2 is not UTF-8"},
       {"--model " + (dir / "huge"), "n_embd"},
       {"--generate --model d2", "with --generate, which computes on one rank"},
-      {"--plan --world-size 16777216 --local-ranks 256", "4294967296 ranks, expected at most 16777216"},
+      {"--plan --world-size 16777216 --local-ranks 256",
+       "16777216 processes with --local-ranks 256: 4294967296 ranks, expected at most"},
   };
   for (const auto& [options, culprit] : cases) {
     const ProgramResult r = run_program(golden_options(dir / "out", options));

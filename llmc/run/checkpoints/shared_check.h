@@ -1,6 +1,8 @@
-// shared_check.h: checkpoints that process 0 wants to know intact are read by all processes, each a share of the bytes:
-// what one process would read for minutes takes a job of many hosts seconds.
+// shared_check.h: a checkpoint that process 0 needs to verify is read by all processes, each a share of the bytes: what
+// one process would read for minutes takes a job of many hosts seconds. Each host has a copy of its own of what lies
+// outside of the --out-dir, as far as anyone knows; the processes of the host share that.
 #pragma once
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,22 +17,43 @@ namespace detail {
 
 inline constexpr const char *check_topic = "a checkpoint to check", *fault_topic = "faults of a checkpoint";
 
-// What checkpoint_fault() finds, on process 0. It decides which checkpoints are damaged, and sets them aside: a fault
-// that it does not see itself is one of the other process's host.
-inline std::optional<std::string> fault_found_together(const Processes& processes, const std::string& path, Part part) {
-  if (processes.alone() || !path_exists(path + "/manifest.json")) return checkpoint_fault(path, part);
-  const auto fault_in_share = [&](int process) { return checkpoint_fault(path, part, {process, processes.count()}); };
-  processes.all_gather(check_topic, (part == Part::all ? "all " : "model ") + path);
-  const std::optional<std::string> own = fault_in_share(0);
+// What process 0 asks the others for.
+struct CheckRequest {
+  std::string path;
+  Part part = Part::all;
+  bool on_shared = false;  // every process sees the same files
+
+  std::string text() const { return nlohmann::json{path, part == Part::all, on_shared}.dump(); }
+  static CheckRequest from(const std::string& text) {
+    const nlohmann::json json = parse_json(text, "process 0");
+    return {json.at(0), json.at(1) ? Part::all : Part::model, json.at(2)};
+  }
+  std::optional<std::string> fault_in_share(ReadShare share) const { return checkpoint_fault(path, part, share); }
+};
+
+// What this process reads.
+inline ReadShare own_share(const Processes& processes, const CheckRequest& request) {
+  if (request.on_shared) return {processes.process(), processes.count()};
+  return {processes.control()->local_process(), processes.control()->local_processes()};
+}
+
+// What checkpoint_fault() finds, on process 0. Of the --out-dir, it decides which checkpoints are damaged, and sets
+// them aside: so it looks for itself at what another process has found.
+inline std::optional<std::string> fault_found_together(const Processes& processes, const CheckRequest& request) {
+  if (processes.alone() || !path_exists(request.path + "/manifest.json"))
+    return checkpoint_fault(request.path, request.part);
+  processes.all_gather(check_topic, request.text());
+  const std::optional<std::string> own = request.fault_in_share(own_share(processes, request));
   const std::vector<std::string> faults = processes.all_gather(fault_topic, own.value_or(""));
   if (own) return own;
   for (int p = 1; p < processes.count(); ++p) {
     const std::string& fault = faults[static_cast<size_t>(p)];
     if (fault.empty()) continue;
-    if (auto seen = fault_in_share(p)) return seen;
-    throw Error(formatted("{}: {}, which process 0, on {}, does not see: look at the file system of that host",
-                          processes.control()->name_of_rank(p * processes.control()->local_ranks()), fault,
-                          host_name()));
+    const std::string finder = processes.control()->name_of_rank(p * processes.control()->local_ranks());
+    if (!request.on_shared) return formatted("{} (read by {})", fault, finder);
+    if (auto seen = request.fault_in_share({p, processes.count()})) return seen;
+    throw Error(formatted("{}, as {} reads it; as process 0 reads it, it is intact: look at that host's file system",
+                          fault, finder));
   }
   return std::nullopt;
 }
@@ -40,25 +63,26 @@ inline void help_to_check(const Processes& processes) {
   for (;;) {
     const std::string asked = processes.all_gather(check_topic, "")[0];
     if (asked.empty()) return;
-    const size_t space = asked.find(' ');
-    const std::string path = asked.substr(space + 1);
-    wait_for_path(path + "/manifest.json");
-    processes.all_gather(fault_topic, checkpoint_fault(path, asked.substr(0, space) == "all" ? Part::all : Part::model,
-                                                       {processes.process(), processes.count()})
-                                          .value_or(""));
+    const CheckRequest request = CheckRequest::from(asked);
+    wait_for_path(request.path + "/manifest.json");
+    processes.all_gather(fault_topic, request.fault_in_share(own_share(processes, request)).value_or(""));
   }
 }
 
 }  // namespace detail
 
 // together(), in which process 0 alone calls f(check), where check is a CheckpointCheck with which the others help.
+// out_dir: known to be the same for all processes; empty: none is.
 template <class F>
-void check_together(const Processes& processes, const char* what, F&& f) {
+void check_together(const Processes& processes, const char* what, const std::string& out_dir, F&& f) {
   together(processes, what, [&] {
     if (processes.process() != 0) return detail::help_to_check(processes);
     const auto release = [&] { processes.all_gather(detail::check_topic, ""); };
     try {
-      f([&](const std::string& path, Part part) { return detail::fault_found_together(processes, path, part); });
+      f([&](const std::string& path, Part part) {
+        const bool on_shared = !out_dir.empty() && path.starts_with(out_dir + "/");
+        return detail::fault_found_together(processes, {path, part, on_shared});
+      });
     } catch (const PeerError&) {  // no one is left to release
       throw;
     } catch (const Error&) {

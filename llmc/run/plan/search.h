@@ -161,6 +161,10 @@ class LayoutSearch {
               reject("divide heads or experts unevenly");
               continue;
             }
+            if (!fp8_can(step, what_.device)) {
+              reject("divide what --products rounds in blocks, or as a whole");
+              continue;
+            }
             add_guesses(guesses, step, what_.sequences / readers);
           }
     return guesses;

@@ -114,8 +114,7 @@ inline std::optional<Remedy> fastest_remedy(const StepConfig& asked, const Devic
                         l.zero.reduce_by_stage && l.tensor.sequence && !l.tensor.overlap &&
                         l.context.attention == ContextAttention::ring && l.pipeline.slices.empty() &&
                         !l.pipeline.asynchronous() && asked.head_chunks == 0 && l.zero.holds == Holds::training_state &&
-                        asked.tokens() % asked.batch.T == 0 &&
-                        asked.precision.linear == Operands::as_stored;  // fp8 does not allow every --tp and --cp
+                        asked.tokens() % asked.batch.T == 0;
   if (!is_gpu_elsewhere(device) || !searched) return std::nullopt;
   SearchFor what{.step = asked,
                  .ranks = l.ranks(),
