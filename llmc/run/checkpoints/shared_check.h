@@ -2,7 +2,6 @@
 // one process would read for minutes takes a job of many hosts seconds. Each host has a copy of its own of what lies
 // outside of the --out-dir, as far as anyone knows; the processes of the host share that.
 #pragma once
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -23,10 +22,9 @@ struct CheckRequest {
   Part part = Part::all;
   bool on_shared = false;  // every process sees the same files
 
-  std::string text() const { return nlohmann::json{path, part == Part::all, on_shared}.dump(); }
+  std::string text() const { return (part == Part::all ? "a" : "m") + std::string(on_shared ? "s" : "h") + path; }
   static CheckRequest from(const std::string& text) {
-    const nlohmann::json json = parse_json(text, "process 0");
-    return {json.at(0), json.at(1) ? Part::all : Part::model, json.at(2)};
+    return {text.substr(2), text[0] == 'a' ? Part::all : Part::model, text[1] == 's'};
   }
   std::optional<std::string> fault_in_share(ReadShare share) const { return checkpoint_fault(path, part, share); }
 };
