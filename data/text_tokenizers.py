@@ -1,11 +1,13 @@
 """Turns text into tokens: bytes, tiktoken, or a Hugging Face tokenizer.json."""
 
+import json
 import os
 
 from programs import DataError
 from token_shards import TokenFormat
 
-# End-of-text of GPT-2 and Qwen; Llama 3; Llama 2 and Mistral; Gemma; others. llmc/text/tokenizer.h has the same list.
+# End-of-text of GPT-2 and Qwen; Llama 3; Llama 2 and Mistral; Gemma; others. llmc/text/tokenizer.h has the same list,
+# and chooses in the same order.
 USUAL_EOT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|im_end|>")
 
 
@@ -85,10 +87,10 @@ class HuggingFaceTokenizer:
         self.name = path
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.format = TokenFormat(self.vocab_size)
-        names = [eot_name] if eot_name else USUAL_EOT
-        self.eot = next((vocabulary[name] for name in names if name in vocabulary), None)
+        special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        self.eot = vocabulary.get(eot_name) if eot_name else next(ends_of_text(path, vocabulary, special), None)
         if self.eot is None:
-            raise DataError(f"{path}: the vocabulary has no token {' or '.join(names)}; "
+            raise DataError(f"{path}: the vocabulary has no token {eot_name or ' or '.join(USUAL_EOT)}; "
                             "name its end-of-text token with --eot")
 
     def encode(self, piece):
@@ -104,6 +106,27 @@ class HuggingFaceTokenizer:
         except KeyError as error:
             raise DataError(f"{self.name}: token {token} contains {error}, which stands for no byte; only byte-level "
                             "vocabularies such as GPT-2's can be written") from None
+
+
+def ends_of_text(path, vocabulary, special):
+    """Generates the tokens that may be the end of text, the likeliest first. DataError: a file beside is damaged."""
+    usual = [vocabulary[name] for name in USUAL_EOT if name in vocabulary]
+    yield from (token for token in usual if token in special)   # Gemma's "</s>" is none: it is HTML
+    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
+        beside = os.path.join(os.path.dirname(path), name)
+        if not os.path.exists(beside):
+            continue
+        try:
+            with open(beside, encoding="utf-8") as file:
+                config = json.load(file)
+            token, ids = config.get("eos_token"), config.get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{beside}: not a JSON object ({error})") from None
+        token = token.get("content") if isinstance(token, dict) else token
+        end = ids[0] if isinstance(ids, list) and ids else ids
+        yield from (id for name, id in vocabulary.items() if name == token)
+        yield from (id for id in vocabulary.values() if id == end)
+    yield from usual
 
 
 def byte_level_characters():

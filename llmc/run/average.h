@@ -17,6 +17,7 @@
 #include "net/meeting/secret.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/options/options.h"
+#include "text/tokenizer.h"
 
 namespace llmc {
 
@@ -164,8 +165,7 @@ inline void write_average(const std::string& directory, const std::vector<Averag
     write_text("model.safetensors.index.json",
                nlohmann::ordered_json{{"metadata", {{"total_size", bytes}}}, {"weight_map", places}}.dump(2) + "\n");
   write_text("config.json", config_to_hf(first.shape(), tensors[0].dtype).dump(2) + "\n");
-  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-                           "generation_config.json", "chat_template.jinja"})
+  for (const char* name : tokenizer_file_names)
     for (const Averaged& m : models)
       if (const std::string file = m.directory + "/" + name; !records.contains(name) && path_exists(file))
         write_text(name, read_text(file));

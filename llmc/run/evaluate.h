@@ -49,9 +49,13 @@ inline TrainedRecord trained_record(const std::string& model) {
 inline std::optional<int64_t> target_bytes(const ValidationInputs& inputs, const Tokenizer& tokenizer,
                                            int64_t vocab_size) {
   constexpr int64_t unknown = -1;
-  std::vector<int64_t> bytes_of;
-  for (int64_t token = 0; token < vocab_size; ++token)
-    bytes_of.push_back(tokenizer.bytes_of(static_cast<int32_t>(token)).value_or(unknown));
+  const auto bytes_of = [&](TextPart part) {
+    std::vector<int64_t> all;
+    for (int64_t token = 0; token < vocab_size; ++token)
+      all.push_back(tokenizer.bytes_of(static_cast<int32_t>(token), part).value_or(unknown));
+    return all;
+  };
+  const std::vector<int64_t> of_first = bytes_of(TextPart::beginning), of_others = bytes_of(TextPart::continuation);
   int64_t bytes = 0;
   std::vector<int32_t> sample;
   for (const ValidationInputs::Set& set : inputs.sets) {
@@ -59,7 +63,8 @@ inline std::optional<int64_t> target_bytes(const ValidationInputs& inputs, const
     for (int64_t i = 0; i < set.samples; ++i) {
       set.shards->read_sample(loader.sample_at(i), vocab_size, sample);
       for (size_t t = 1; t < sample.size(); ++t) {
-        const int64_t of_token = bytes_of[static_cast<size_t>(sample[t])];
+        const auto& of_tokens = sample[t - 1] == tokenizer.end_of_text() ? of_first : of_others;
+        const int64_t of_token = of_tokens[static_cast<size_t>(sample[t])];
         if (of_token == unknown) return std::nullopt;
         bytes += of_token;
       }

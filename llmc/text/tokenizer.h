@@ -1,5 +1,7 @@
-// tokenizer.h: tokens to text and back, for prompts and samples.
+// tokenizer.h: text to tokens and back, for documents, prompts and samples; and the end of text, which separates
+// documents where they are packed and masked.
 #pragma once
+#include <array>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -16,6 +18,11 @@
 #include "text/bpe.h"
 
 namespace llmc {
+
+// The files of a tokenizer in a model's directory.
+inline constexpr std::array tokenizer_file_names = {"tokenizer.json", "tokenizer_config.json",
+                                                    "special_tokens_map.json", "generation_config.json",
+                                                    "chat_template.jinja"};
 
 // Turns documents into tokens, for one thread. The names of special tokens in them are text like any other.
 class DocumentEncoder {
@@ -38,8 +45,9 @@ class Tokenizer {
   virtual bool needs_utf8() const { return false; }
   virtual int32_t end_of_text() const = 0;
   virtual int64_t size() const = 0;  // ids are below it
-  // The number of bytes of text that a token stands for, 0 for special tokens; none: there is no such token.
-  virtual std::optional<int64_t> bytes_of(int32_t token) const = 0;
+  // The number of bytes of text that a token stands for, 0 for special tokens; none: there is no such token. `part`:
+  // whether a document begins with it, and so perhaps with a space that is not in its text.
+  virtual std::optional<int64_t> bytes_of(int32_t token, TextPart part) const = 0;
   // Tokens that precede the text of a prompt.
   virtual std::vector<int32_t> prefix() const { return {end_of_text()}; }
   // Names and contents of the tokenizer's files, for a checkpoint to keep.
@@ -74,7 +82,7 @@ class ByteTokenizer final : public Tokenizer {
   }
   int32_t end_of_text() const override { return 256; }
   int64_t size() const override { return vocab_size; }
-  std::optional<int64_t> bytes_of(int32_t token) const override {
+  std::optional<int64_t> bytes_of(int32_t token, TextPart) const override {
     if (token < 0 || token > end_of_text()) return std::nullopt;
     return token == end_of_text() ? 0 : 1;
   }
@@ -142,9 +150,9 @@ class TableTokenizer final : public Tokenizer {
     }
     CHECK(at == bytes.size(), "--tokenizer {}: {} bytes follow the last of {} tokens: damaged, create it again", path,
           bytes.size() - at, header[2]);
-    CHECK(header[1] == 1 || header[3] < header[2], "--tokenizer {}: the end of text is token {} of {}: create it again",
-          path, header[3], header[2]);
-    end_of_text_ = header[1] == 1 ? 50256 : narrow<int32_t>(header[3]);
+    const uint32_t end = header[1] == 1 ? 50256 : header[3];
+    CHECK(end < header[2], "--tokenizer {}: the end of text is token {} of {}: create it again", path, end, header[2]);
+    end_of_text_ = narrow<int32_t>(end);
   }
   std::vector<int32_t> encode(const std::string& text, const std::string& where = "--prompt") const override {
     CHECK(text.empty(), "{}: --tokenizer {} can decode tokens but not encode text: leave out the prompt", where, path_);
@@ -159,7 +167,7 @@ class TableTokenizer final : public Tokenizer {
   }
   int32_t end_of_text() const override { return end_of_text_; }
   int64_t size() const override { return std::ssize(tokens_); }
-  std::optional<int64_t> bytes_of(int32_t token) const override {
+  std::optional<int64_t> bytes_of(int32_t token, TextPart) const override {
     if (token < 0 || token >= std::ssize(tokens_)) return std::nullopt;
     return token == end_of_text_ ? 0 : std::ssize(tokens_[static_cast<size_t>(token)]);
   }
@@ -172,11 +180,11 @@ class TableTokenizer final : public Tokenizer {
 
 // A Hugging Face tokenizer.json of BPE (bpe.h), and the files beside it.
 //
-// The end of text is the token with the first of the usual names, as in data/text_tokenizers.py; data/tokenize_text.py
-// puts it before every document; without one, it is the end of sequence named by tokenizer_config.json,
-// generation_config.json or config.json beside the file. A prompt begins with what the file's template puts there, such
-// as <|begin_of_text|>, otherwise with the end of text. A token that is half a character is printed as its bytes; its
-// neighbours complete it.
+// The end of text, which data/tokenize_text.py puts before every document, too, is the special token with the first of
+// the usual names; without one, the end of sequence named by tokenizer_config.json, generation_config.json or
+// config.json beside the file; else an ordinary token with a usual name. A prompt begins with what the file's template
+// puts there, such as <|begin_of_text|>, otherwise with the end of text. A token that is half a character is printed as
+// its bytes; its neighbours complete it.
 class HuggingFaceTokenizer final : public Tokenizer {
  public:
   explicit HuggingFaceTokenizer(const std::string& path)
@@ -209,21 +217,22 @@ class HuggingFaceTokenizer final : public Tokenizer {
   }
   int32_t end_of_text() const override { return end_of_text_; }
   int64_t size() const override { return bpe_.vocab_size(); }
-  std::optional<int64_t> bytes_of(int32_t token) const override {
-    if (bpe_.text_of(token).empty()) return std::nullopt;
-    return token == end_of_text_ || bpe_.is_special(token) ? 0 : std::ssize(bpe_.text_of(token));
+  std::optional<int64_t> bytes_of(int32_t token, TextPart part) const override {
+    const std::string& text = bpe_.text_of(token);
+    if (text.empty()) return std::nullopt;
+    if (token == end_of_text_ || bpe_.is_special(token)) return 0;
+    const bool strips = part == TextPart::beginning && bpe_.strips_first_space() && text.starts_with(' ');
+    return std::ssize(text) - strips;
   }
   std::vector<int32_t> prefix() const override {
     return bpe_.prefix().empty() ? std::vector<int32_t>{end_of_text_} : bpe_.prefix();
   }
   std::map<std::string, std::string> files() const override {
     std::map<std::string, std::string> files{{"tokenizer.json", read_text(path_)}};
-    for (const char* name :
-         {"tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"})
-      if (path_exists(beside(name))) files[name] = read_text(beside(name));
+    for (const char* name : tokenizer_file_names)
+      if (!files.contains(name) && path_exists(beside(name))) files[name] = read_text(beside(name));
     return files;
   }
-  const Bpe& bpe() const { return bpe_; }
 
  private:
   static Bpe read(const std::string& path) try {
@@ -235,8 +244,12 @@ class HuggingFaceTokenizer final : public Tokenizer {
   std::string beside(const char* name) const { return std::filesystem::path(path_).replace_filename(name); }
 
   int32_t find_end_of_text() const {
+    std::optional<int32_t> ordinary;  // such as Gemma's "</s>", which is HTML
     for (const char* name : {"<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|im_end|>"})
-      if (const std::optional<int32_t> id = bpe_.find(name)) return *id;
+      if (const std::optional<int32_t> id = bpe_.find(name)) {
+        if (bpe_.is_special(*id)) return *id;
+        if (!ordinary) ordinary = id;
+      }
     for (const char* name : {"tokenizer_config.json", "generation_config.json", "config.json"}) {
       if (!path_exists(beside(name))) continue;
       const nlohmann::json json = read_json(beside(name)), none;
@@ -247,6 +260,7 @@ class HuggingFaceTokenizer final : public Tokenizer {
         if (const std::optional<int32_t> found = bpe_.find(token.get_ref<const std::string&>())) return *found;
       if (id.is_number_integer() && id >= 0 && id < bpe_.vocab_size()) return id;
     }
+    if (ordinary) return *ordinary;
     throw Error(
         formatted("--tokenizer {}: no end of text: no token has a usual name, such as <|endoftext|>, and no file "
                   "beside it names one; add a generation_config.json with its \"eos_token_id\"",
@@ -276,7 +290,7 @@ inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, const 
   if (name != "auto") return make_tokenizer(name);
   if (directory && path_exists(*directory + "/tokenizer.json")) {
     auto tokenizer = std::make_unique<HuggingFaceTokenizer>(*directory + "/tokenizer.json");
-    if (tokenizer->bpe().vocab_size() <= vocab_size) return tokenizer;
+    if (tokenizer->size() <= vocab_size) return tokenizer;
   }
   return make_tokenizer("bytes");
 }

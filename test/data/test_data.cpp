@@ -478,8 +478,12 @@ TEST_CASE("llm.c's gpt2_tokenizer.bin prints tokens; damaged ones are refused", 
   REQUIRE(tokenizer->end_of_text() == 2);
   REQUIRE(tokenizer->encode("").empty());
   REQUIRE_ERROR(tokenizer->encode("x"), "--prompt");
-  write(20240328, 1, 1, std::string("\1a"));
+  std::string all;
+  for (int i = 0; i < 50'257; ++i) all += "\1a";
+  write(20240328, 1, 50'257, all);
   REQUIRE(make_tokenizer(path)->end_of_text() == 50256);
+  write(20240328, 1, 1, std::string("\1a"));
+  REQUIRE_ERROR(make_tokenizer(path), "the end of text is token 50256 of 1");
   write(20240520, 1, 1, std::string("\1a"));
   REQUIRE_ERROR(make_tokenizer(path), "20240520");
   write(20240328, 2, 3, std::string("\1a\4 b"));

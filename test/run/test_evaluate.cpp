@@ -129,6 +129,28 @@ TEST_CASE("bits per byte: the loss of all targets over the bytes of their text; 
   REQUIRE(words.out.find("had --mask-documents false and --seq-len 16") != std::string::npos);
 }
 
+TEST_CASE("bits per byte do not count the space that a tokenizer puts before a document", "[run][evaluate]") {
+  const TempDir dir;
+  const std::string file = "test/golden/tokenizers/llama2.json";
+  const HuggingFaceTokenizer tokenizer(file);
+  std::string text = "the";
+  while (tokenizer.encode(text).size() < 7) text += " the";
+  std::vector<uint16_t> tokens;
+  for (int i = 0; i < 16; ++i) {
+    tokens.push_back(static_cast<uint16_t>(tokenizer.end_of_text()));
+    for (const int32_t id : tokenizer.encode(text)) tokens.push_back(static_cast<uint16_t>(id));
+  }
+  tokens.push_back(static_cast<uint16_t>(tokenizer.end_of_text()));
+  REQUIRE(tokens.size() == 129);
+  write_shard(dir / "t.bin", tokens);
+  const std::string with = " --threads 1 --tokenizer " + file;
+  run_well("--model d1 --n-embd 16 --n-head 2 --vocab-size 809 -t 16 -b 2 -x 1 -i " + (dir / "t.bin") + " -o " +
+           (dir / "run") + with);
+  const json found = json::parse(
+      run_program("--evaluate --json --model " + (dir / "run/step-000001") + " -j " + (dir / "t.bin") + with).out);
+  REQUIRE(found["bytes"] == 16 * text.size());
+}
+
 TEST_CASE("a validation of a part of the data has the order that the notice about --shuffle asks for",
           "[run][evaluate]") {
   const TempDir dir;

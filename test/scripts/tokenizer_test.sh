@@ -77,6 +77,22 @@ refused 'no text in' "$dir/empty.txt" --out "$dir/none"
 train "$dir/texts/c.txt" --vocab-size 500 --out "$dir/few" || fail "a small text was refused"
 grep -q 'notice: the text has no more pairs' "$dir/err" || fail "too few tokens, and no notice"
 
+# Both take a special token as the end of text, rather than an ordinary one with a likelier name (Gemma's </s>).
+"$python" - "$dir" >"$dir/out" 2>"$dir/err" <<'PY' || fail "no tokenizer was made"
+import json, sys
+made = json.load(open("test/golden/tokenizers/gpt2.json"))
+made["model"]["vocab"]["</s>"] = made["model"]["vocab"].pop("<|endoftext|>")
+made["added_tokens"] = [{**made["added_tokens"][0], "id": 657, "content": "<eos>"}]
+json.dump(made, open(sys.argv[1] + "/special.json", "w"))
+PY
+printf 'a text' >"$dir/one.txt"
+"$python" data/tokenize_text.py "$dir/one.txt" --tokenizer "$dir/special.json" --out "$dir/python" --val-fraction 0 \
+  >"$dir/out" 2>"$dir/err" || fail "data/tokenize_text.py refuses <eos>"
+./train_gpt --tokenize "$dir/one.txt" --tokenizer "$dir/special.json" --out "$dir/trainer" >"$dir/out" 2>"$dir/err" ||
+  fail "the trainer refuses <eos>"
+cmp "$dir/python_train_000000.bin" "$dir/trainer_train_000000.bin" || fail "another end of text"
+[ "$(od -An -tu2 -j1024 -N2 "$dir/trainer_train_000000.bin" | tr -d ' ')" = 657 ] || fail "not <eos>"
+
 # A byte-level checkpoint: transformers, or else the library beneath it, reads its tokenizer as bytes.
 "$python" data/tokenize_text.py "$dir/texts" --out "$dir/bytes" --val-fraction 0 >"$dir/out" 2>"$dir/err" || fail "bytes"
 ./train_gpt -i "$dir/bytes_train_000000.bin" --model d1 --n-embd 16 --n-head 2 --vocab-size 257 -t 16 -x 1 --threads 1 \
