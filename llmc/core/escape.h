@@ -45,11 +45,9 @@ inline std::string escaped(std::string_view text, std::string_view keep) {
 // The number of bytes at the end that begin a character whose other bytes may follow.
 inline size_t unfinished(std::string_view text) {
   for (size_t n = 1; n <= std::min<size_t>(3, text.size()); ++n) {
-    const auto lead = static_cast<unsigned char>(text[text.size() - n]);
-    if (lead < 0x80) return 0;
-    if (lead < 0xc0) continue;  // not the first byte of a character
-    const size_t width = lead < 0xc2 ? 0 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : lead < 0xf5 ? 4 : 0;
-    return n < width ? n : 0;
+    const char lead = text[text.size() - n];
+    if (utf8_continues(lead)) continue;
+    return n < utf8_valid_width(lead) ? n : 0;
   }
   return 0;
 }

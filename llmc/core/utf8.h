@@ -9,6 +9,8 @@
 
 namespace llmc {
 
+inline constexpr std::string_view utf8_mark = "\xef\xbb\xbf";  // which some files begin with
+
 struct Utf8Character {
   char32_t code;
   size_t width;  // bytes
@@ -18,6 +20,12 @@ struct Utf8Character {
 inline size_t utf8_width(char lead) {
   const unsigned char byte = static_cast<unsigned char>(lead);
   return byte < 0xc0 ? 1 : byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
+}
+
+// The same; 0 for a byte that none begins with in well-formed UTF-8.
+inline size_t utf8_valid_width(char lead) {
+  const unsigned char byte = static_cast<unsigned char>(lead);
+  return byte < 0x80 ? 1 : byte < 0xc2 || byte > 0xf4 ? 0 : utf8_width(lead);
 }
 
 // The character at `at` of valid UTF-8.
@@ -61,8 +69,7 @@ inline std::optional<size_t> utf8_fault(std::string_view text) {
         continue;
       }
     }
-    const unsigned char lead = static_cast<unsigned char>(text[at]);
-    const size_t width = lead < 0x80 ? 1 : lead < 0xc2 ? 0 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : lead < 0xf5 ? 4 : 0;
+    const size_t width = utf8_valid_width(text[at]);
     if (width == 0 || at + width > text.size()) return at;
     for (size_t i = 1; i < width; ++i)
       if (!utf8_continues(text[at + i])) return at;

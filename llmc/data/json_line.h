@@ -207,8 +207,7 @@ class FieldReader {
 
 // text = the text in a line of JSON, valid UTF-8; errors begin with `where`.
 inline void text_in_line(std::string& text, std::string_view line, const std::string& field, const std::string& where) {
-  constexpr std::string_view mark = "\xef\xbb\xbf";
-  if (line.starts_with(mark)) line.remove_prefix(mark.size());
+  if (line.starts_with(utf8_mark)) line.remove_prefix(utf8_mark.size());
   if (detail::LineReader(line, field).read(text)) return;
   detail::FieldReader reader(field);
   if (line.find('\0') != line.npos) reader.fault = "not JSON: it has a NUL";  // the library takes it for the end

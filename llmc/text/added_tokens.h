@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -26,9 +27,8 @@ class AddedTokens {
   void add(const Token& token) {
     if (token.text.empty()) return;
     auto& bucket = by_first_byte_[static_cast<unsigned char>(token.text[0])];
-    bucket.push_back(token);
-    std::stable_sort(bucket.begin(), bucket.end(),
-                     [](const Token& a, const Token& b) { return a.text.size() > b.text.size(); });
+    const auto place = std::ranges::lower_bound(bucket, token.text, {}, &Token::text);
+    if (place == bucket.end() || place->text != token.text) bucket.insert(place, token);
     all_special_ &= token.special;
     empty_ = false;
   }
@@ -57,10 +57,10 @@ class AddedTokens {
     if (cut < text.size()) on_text(text.substr(cut));
   }
 
-  // May a token, or the white space that belongs to it, be on both sides of the border of these two characters, or end
-  // there, so that a text begins?
-  bool cross(std::string_view a, std::string_view b, Specials specials) const {
-    if (finds_none(specials)) return false;
+  // May a token, or the white space that belongs to it, be on both sides of the border of these two characters of a
+  // document, or end there, so that a text begins?
+  bool cross(std::string_view a, std::string_view b) const {
+    if (finds_none(Specials::as_text)) return false;
     const std::string both = std::string(a) + std::string(b);
     for (const auto& bucket : by_first_byte_)
       for (const Token& token : bucket)
@@ -75,12 +75,18 @@ class AddedTokens {
   static bool is_space(std::string_view text, size_t at) {
     return (traits_of(utf8_at(text, at).code) & white_space_trait) != 0;
   }
+  // The longest token that the text begins with: in lexicographic order the last one that is not after the text, or
+  // else one that what these two have in common begins with.
   static const Token* find(const std::vector<Token>& bucket, std::string_view text) {
-    for (const Token& token : bucket)
+    for (;;) {
+      const auto after = std::ranges::upper_bound(bucket, text, {}, [](auto& t) { return std::string_view(t.text); });
+      if (after == bucket.begin()) return nullptr;
+      const Token& token = *std::prev(after);
       if (text.starts_with(token.text)) return &token;
-    return nullptr;
+      text = {text.begin(), std::ranges::mismatch(text, token.text).in1};
+    }
   }
-  std::array<std::vector<Token>, 256> by_first_byte_;  // longest first
+  std::array<std::vector<Token>, 256> by_first_byte_;  // in lexicographic order
   bool empty_ = true, all_special_ = true;
 };
 

@@ -4,6 +4,7 @@
 // by name. "truncation" and "padding" apply to batches and are ignored.
 #pragma once
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -19,9 +20,6 @@
 
 namespace llmc {
 
-// Whether encode() adds the tokens that "post_processor" puts around a text, such as Llama's <|begin_of_text|>.
-enum class Template { omit, apply };
-
 class Bpe {
  public:
   // `where`: how errors begin, "--tokenizer PATH".
@@ -31,9 +29,7 @@ class Bpe {
     read_decoder(file.value("decoder", nlohmann::json()));
     for (const std::string& token : vocabulary_.tokens())
       tokens_.push_back(decoded(token, static_cast<int32_t>(tokens_.size())));
-    const nlohmann::json added = file.value("added_tokens", nlohmann::json::array());
-    const size_t most = BpeVocabulary::most_ids(tokens_.size() + added.size());
-    for (const nlohmann::json& token : added) read_added_token(token, most);
+    read_added_tokens(file.value("added_tokens", nlohmann::json::array()), file.at("model").at("vocab"));
     pre_tokenizer_.read(file.value("pre_tokenizer", nlohmann::json()), where, refuse_kind);
     if (pre_tokenizer_.is_byte_level() != of_bytes())
       refuse(of_bytes() ? "\"pre_tokenizer\" that does not end in ByteLevel" : "ByteLevel with \"byte_fallback\"");
@@ -41,11 +37,9 @@ class Bpe {
   }
 
   // text: valid UTF-8.
-  std::vector<int32_t> encode(std::string_view text, Template around = Template::omit) const {
+  std::vector<int32_t> encode(std::string_view text) const {
     std::vector<int32_t> ids;
-    if (around == Template::apply) ids = prefix_;
     Encoder(*this, Specials::as_tokens, 4).append(text, TextPart::beginning, ids);
-    if (around == Template::apply) ids.insert(ids.end(), suffix_.begin(), suffix_.end());
     return ids;
   }
 
@@ -76,18 +70,18 @@ class Bpe {
     std::string normalised_;
   };
 
-  // The last place in the second half of a long text where it may be cut: the tokens of its parts are those of the
+  // The last place in the second half of a long document where it may be cut: the tokens of its parts are those of the
   // whole. None: there is none. The text may end within a character, and may not even be UTF-8.
-  std::optional<size_t> last_cut(std::string_view text, Specials specials = Specials::as_text) const {
+  std::optional<size_t> last_cut(std::string_view text) const {
     const size_t middle = text.size() / 2;
-    for (size_t at = text.size() - std::min<size_t>(text.size(), 4), before; at > middle; at = before) {
+    for (size_t at = text.size() - std::min<size_t>(text.size(), 8), before; at > middle; at = before) {
       for (before = at - 1; before > middle && utf8_continues(text[before]);) --before;
-      const Utf8Character a = utf8_at(text, before), b = utf8_at(text, at);
-      if (utf8_continues(text[at]) || a.width != at - before || a.code > last_character || b.code > last_character)
+      const Utf8Character a = utf8_at(text, before), b = utf8_at(text, at), next = utf8_at(text, at + b.width);
+      if (utf8_continues(text[at]) || a.width != at - before || std::max({a.code, b.code, next.code}) > last_character)
         continue;
-      const std::string_view left = text.substr(before, a.width), right = text.substr(at, b.width);
-      if (independent(a.code, b.code) && !added_.cross(left, right, specials) &&
-          !added_normalised_.cross(left, right, specials))
+      // nor does what follows b change b
+      if (normalizer_.independent(a.code, b.code) && normalizer_.independent(b.code, next.code) &&
+          independent(text.substr(before, a.width), text.substr(at, b.width)))
         return at;
     }
     return std::nullopt;
@@ -110,7 +104,7 @@ class Bpe {
     return found == tokens_.end() ? std::nullopt : std::optional(static_cast<int32_t>(found - tokens_.begin()));
   }
 
-  // Is one space at the beginning of a text not part of it?
+  // Does decoding drop one leading space?
   bool strips_first_space() const { return strips_first_space_; }
 
  private:
@@ -120,24 +114,21 @@ class Bpe {
   [[noreturn]] void refuse(const std::string& what) const {
     throw Error(
         formatted("{}: {} is not supported; expected byte-level BPE as in GPT-2, Llama 3, Qwen or SmolLM, or "
-                  "BPE with byte_fallback as in Llama 2, Mistral or Gemma",
-                  where_, what));
-  }
-  static std::string type_of(const nlohmann::json& json) {
-    return json.is_null() ? "null" : shown(json.at("type").get<std::string>());
+                  "BPE with byte_fallback as in Llama 2, Mistral or Gemma; {}",
+                  where_, what, BpeVocabulary::remedy));
   }
 
   // Are the tokens on both sides of the border of these two characters independent of each other?
-  bool independent(char32_t a, char32_t b) const {
-    if (!normalizer_.independent(a, b)) return false;
-    std::string before, after, buffer;
-    append_utf8(before, a);
-    append_utf8(after, b);
-    before = normalizer_.apply(before, TextPart::continuation, buffer);
-    after = normalizer_.apply(after, TextPart::continuation, buffer);
-    if (before.empty() || after.empty()) return false;
-    a = utf8_at(before, utf8_before(before, before.size())).code;
-    b = utf8_at(after, 0).code;
+  bool independent(std::string_view left, std::string_view right) const {
+    std::string before, after;
+    const std::string_view last = normalizer_.apply(left, TextPart::continuation, before),
+                           first = normalizer_.apply(right, TextPart::continuation, after);
+    if (last.empty() || first.empty()) return false;
+    const std::string_view a = last.substr(utf8_before(last, last.size())), b = first.substr(0, utf8_width(first[0]));
+    return pieces_independent(utf8_at(a, 0).code, utf8_at(b, 0).code) && !added_.cross(left, right) &&
+           !added_normalised_.cross(a, b);
+  }
+  bool pieces_independent(char32_t a, char32_t b) const {
     const SplitAutomaton::Place place = pre_tokenizer_.between(a, b);
     if (place != SplitAutomaton::Place::independent) return place == SplitAutomaton::Place::boundary;
     std::string last, first;
@@ -158,16 +149,17 @@ class Bpe {
     const std::string type = type_of(json);
     if (type == "ByteLevel" && of_bytes()) return;
     if (of_bytes()) refuse("\"decoder\" " + type);
+    auto replace = [this](const std::string& from, const std::string& to) {
+      if (from.empty()) refuse("a \"decoder\" that replaces \"\"");
+      replaced_.emplace_back(from, to);
+    };
     if (type == "Sequence") {
       for (const nlohmann::json& one : json.at("decoders")) read_decoder(one);
     } else if (type == "Replace" && json.at("pattern").contains("String")) {
-      replaced_.emplace_back(json.at("pattern").at("String"), json.at("content"));
-      if (replaced_.back().first.empty()) refuse("a \"decoder\" that replaces \"\"");
+      replace(json.at("pattern").at("String"), json.at("content"));
     } else if (type == "Metaspace") {
-      replaced_.emplace_back(json.value("replacement", "\u2581"), " ");
-      if (replaced_.back().first.empty()) refuse("a \"decoder\" that replaces \"\"");
-      strips_first_space_ |=
-          json.value("prepend_scheme", json.value("add_prefix_space", true) ? "always" : "never") != "never";
+      replace(json.value("replacement", "\u2581"), " ");
+      strips_first_space_ |= prepend_scheme(json) != "never";
     } else if (type == "Strip" && json.at("content") == " " && json.at("start") == 1 && json.at("stop") == 0) {
       strips_first_space_ = true;
     } else if (type != "ByteFallback" && type != "Fuse") {
@@ -175,21 +167,36 @@ class Bpe {
     }
   }
 
-  void read_added_token(const nlohmann::json& json, size_t most) {
+  // The library gives them the vocabulary's ids, or those that follow its number of tokens, whatever the file says.
+  void read_added_tokens(const nlohmann::json& added, const nlohmann::json& vocabulary) {
+    const size_t most = BpeVocabulary::most_ids(tokens_.size() + added.size());
+    std::map<std::string, int32_t> ids;  // of those that are not in the vocabulary
+    for (const nlohmann::json& json : added) {
+      const std::string content = json.at("content");
+      const auto name = [&] { return formatted("{}: added token '{}'", where_, shown(content)); };
+      const int32_t id = BpeVocabulary::id_of(json.at("id"), most, name),
+                    next = narrow<int32_t>(std::ssize(vocabulary) + std::ssize(ids));
+      const auto known = vocabulary.find(content);
+      const int32_t theirs =
+          known != vocabulary.end() ? known->get<int32_t>() : ids.try_emplace(content, next).first->second;
+      CHECK(id == theirs, "{} has the id {}, but Hugging Face's library gives it {}: correct the file", name(), id,
+            theirs);
+      const auto i = static_cast<size_t>(id);
+      const std::vector<std::string>& there = vocabulary_.tokens();
+      CHECK(known != vocabulary.end() || i >= there.size() || there[i].empty(), "{} has the id {} of token '{}'",
+            name(), id, shown(there[i]));
+      read_added_token(json, content, id);
+    }
+  }
+  void read_added_token(const nlohmann::json& json, const std::string& content, int32_t id) {
     const bool normalised = json.value("normalized", !json.value("special", false));
-    const std::string content = json.at("content");
-    const int32_t id = BpeVocabulary::id_of(json.at("id"), most,
-                                            [&] { return formatted("{}: added token '{}'", where_, shown(content)); });
     std::string buffer;
     const AddedTokens::Token token{
         normalised ? std::string(normalizer_.apply(content, TextPart::beginning, buffer)) : content, id,
         json.value("lstrip", false), json.value("rstrip", false), json.value("special", false)};
     if (json.value("single_word", false)) refuse(formatted("added token '{}' with \"single_word\"", shown(content)));
-    const size_t i = static_cast<size_t>(token.id);
+    const size_t i = static_cast<size_t>(id);
     if (i >= tokens_.size()) tokens_.resize(i + 1);
-    const std::string& there = i < vocabulary_.tokens().size() ? vocabulary_.tokens()[i] : tokens_[i];
-    CHECK(there.empty() || there == content || tokens_[i] == content,
-          "{}: added token '{}' has the id {} of token '{}'", where_, shown(content), token.id, shown(tokens_[i]));
     tokens_[i] = of_bytes() ? token.text
                             : content;  // kept as it is; the library reads U+00E9 in it as GPT-2's sign for byte 0xe9
     if (token.special) special_.insert(std::ranges::upper_bound(special_, id), id);
@@ -201,15 +208,11 @@ class Bpe {
     if (type == "Sequence") {
       for (const nlohmann::json& one : json.at("processors")) read_post_processor(one);
     } else if (type == "TemplateProcessing") {
-      std::vector<int32_t>* side = &prefix_;
       for (const nlohmann::json& part : json.at("single")) {
-        if (part.contains("Sequence")) {
-          side = &suffix_;
-          continue;
-        }
+        if (part.contains("Sequence")) break;  // what follows a text is not used
         const std::string& name = part.at("SpecialToken").at("id").get_ref<const std::string&>();
         for (const nlohmann::json& id : json.at("special_tokens").at(name).at("ids"))
-          side->push_back(BpeVocabulary::id_of(
+          prefix_.push_back(BpeVocabulary::id_of(
               id, tokens_.size(), [&] { return formatted("{}: the template's token '{}'", where_, shown(name)); }));
       }
     } else if (type != "null" && type != "ByteLevel") {  // which only trims offsets; unused here
@@ -225,7 +228,7 @@ class Bpe {
   PreTokenizer pre_tokenizer_;
   std::vector<std::pair<std::string, std::string>> replaced_;  // by the decoder
   bool strips_first_space_ = false;
-  std::vector<int32_t> prefix_, suffix_;
+  std::vector<int32_t> prefix_;
   std::vector<int32_t> special_;  // ascending
 };
 

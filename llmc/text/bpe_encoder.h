@@ -24,8 +24,9 @@ class BpeEncoder {
   // out += the tokens of one to SplitAutomaton::most_pieces pieces.
   void append(Pieces pieces, std::vector<int32_t>& out) {
     end_ = pieces.back().data() + pieces.back().size();
-    const size_t begin = out.size(), most = static_cast<size_t>(end_ - pieces.front().data());  // tokens have bytes
-    out.resize(begin + most + LongWords::most_ids + 1);  // copies from a cache are of a fixed size
+    const size_t begin = out.size(),
+                 most = static_cast<size_t>(end_ - pieces.front().data());  // every token has at least one byte
+    out.resize(begin + most + LongWords::most_ids + 1);                     // copies from a cache are of a fixed size
     int32_t* to = out.data() + begin;
     if (vocabulary_.symbols() == BpeVocabulary::Symbols::bytes) to = append_all(pieces, to);
     else
@@ -195,7 +196,7 @@ class BpeEncoder {
   }
 
   static constexpr int few_bits = 7;
-  static constexpr size_t few = 1 << few_bits;  // symbols of which the best pair is sought one by one
+  static constexpr size_t few = 1 << few_bits;  // up to this many symbols, the best pair is found by a scan
   struct Symbol {
     int32_t id, before, after;  // neighbours; -1: none. id -1: merged into the one before
   };

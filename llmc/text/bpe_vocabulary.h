@@ -64,12 +64,19 @@ inline std::optional<std::string> bytes_of_byte_level(std::string_view token) {
 class BpeVocabulary {
  public:
   enum class Symbols : uint8_t { bytes, characters };
+  // What to do without a tokenizer that is not supported.
+  static constexpr const char* remedy =
+      "--tokenizer bytes trains on tokens made elsewhere, but prints unreadable samples";
 
   // `model`: "model" of a tokenizer.json; errors begin with `where`.
   BpeVocabulary(const nlohmann::json& model, const std::string& where) : where_(where) {
     check_kind(model);
+    const auto is_true = [&](const char* field) {
+      const nlohmann::json value = model.value(field, nlohmann::json());
+      return !value.is_null() && value.get<bool>();
+    };
     id_of_ = TokenTable(model.at("vocab").size());
-    symbols_ = model.value("byte_fallback", false) ? Symbols::characters : Symbols::bytes;
+    symbols_ = is_true("byte_fallback") ? Symbols::characters : Symbols::bytes;
     TokenTable ids(model.at("vocab").size());  // as the file writes them
     const size_t most = most_ids(model.at("vocab").size());
     for (const auto& [token, json] : model.at("vocab").items()) {
@@ -85,7 +92,7 @@ class BpeVocabulary {
             byte_name(byte));
     read_merges(model.at("merges"), ids);
     find_ranks_of_bytes();
-    whole_pieces_first_ = model.value("ignore_merges", false);
+    whole_pieces_first_ = is_true("ignore_merges");
   }
 
   // The most ids that `tokens` tokens may use: ids may have gaps, but a table of all of them must fit into memory.
@@ -105,10 +112,9 @@ class BpeVocabulary {
   Symbols symbols() const { return symbols_; }
   // The byte that a token <0x00> of a vocabulary of characters stands for.
   std::optional<char> byte_of(int32_t id) const {
+    if (symbols_ == Symbols::bytes) return std::nullopt;
     const auto found = std::ranges::find(id_of_byte_, id);
-    return symbols_ == Symbols::bytes || found == id_of_byte_.end()
-               ? std::nullopt
-               : std::optional(static_cast<char>(found - id_of_byte_.begin()));
+    return found == id_of_byte_.end() ? std::nullopt : std::optional(static_cast<char>(found - id_of_byte_.begin()));
   }
 
   const MergeTable& merges() const { return merges_; }
@@ -155,9 +161,8 @@ class BpeVocabulary {
     const nlohmann::json none;
     auto refuse_unless = [&](bool good, const char* field, const char* expected) {
       CHECK(good,
-            "{}: the model has \"{}\": {}, expected {}: only BPE of bytes, or with byte_fallback, is supported; "
-            "--tokenizer bytes trains on tokens made elsewhere, but prints unreadable samples",
-            where_, field, model.value(field, none), expected);
+            "{}: the model has \"{}\": {}, expected {}: only BPE of bytes, or with byte_fallback, is supported; {}",
+            where_, field, model.value(field, none), expected, remedy);
     };
     CHECK(model.is_object(), "{}: has no \"model\": not a Hugging Face tokenizer.json", where_);
     const nlohmann::json type = model.value("type", none), dropout = model.value("dropout", none);
@@ -266,7 +271,7 @@ class BpeVocabulary {
   MergeTable merges_;
   std::vector<int32_t> rank_of_bytes_;  // 256 x 256
   bool whole_pieces_first_ = false;
-  // By a hash of the two: another pair's bit may stand for this one, which is a border less.
+  // By a hash of the two: another pair's bit may stand for this one; a collision only costs one cut.
   static constexpr int joins_bits = 20;
   std::vector<bool> joins_ = std::vector<bool>(size_t{1} << joins_bits);
   bool joins_all_ = false;

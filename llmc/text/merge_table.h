@@ -1,7 +1,7 @@
-// merge_table.h: which tokens merge, and into what. A text is encoded mostly by asking for pairs that do not, so a look
-// at a pair is one look into a small table without collisions: each pair has a place, and its place has the rank of its
-// merge beside ten bits by which other pairs are told apart. Pairs are in buckets, and each bucket has a number that
-// sends its pairs to places of their own (Belazzougui et al. 2009, "Hash, displace, and compress").
+// merge_table.h: which tokens merge, and into what. Encoding mostly asks about pairs that do not merge, so a lookup is
+// one access to a small table without collisions: each pair has a place, and its place has the rank of its merge beside
+// ten bits by which other pairs are told apart. Pairs are in buckets, and each bucket has a number that sends its pairs
+// to places of their own (Belazzougui et al. 2009, "Hash, displace, and compress").
 #pragma once
 #include <algorithm>
 #include <cstdint>

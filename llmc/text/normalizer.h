@@ -14,6 +14,11 @@ namespace llmc {
 // Whether a text begins a document, or continues one that was cut at a place of Bpe::last_cut().
 enum class TextPart : uint8_t { beginning, continuation };
 
+// The "type" of a step of a tokenizer.json; "null": there is none.
+inline std::string type_of(const nlohmann::json& step) {
+  return step.is_null() ? "null" : shown(step.at("type").get<std::string>());
+}
+
 // text = text with all of `from` replaced by `to`
 inline void replace_all(std::string& text, std::string_view from, std::string_view to) {
   std::string out;
@@ -28,7 +33,7 @@ class Normalizer {
   // refuse(what): throws that this is not supported.
   template <class Refuse>
   void read(const nlohmann::json& json, Refuse&& refuse) {
-    const std::string type = json.is_null() ? "null" : json.at("type").get<std::string>();
+    const std::string type = type_of(json);
     if (type == "Sequence") {
       for (const nlohmann::json& one : json.at("normalizers")) read(one, refuse);
     } else if (type == "NFC") {
@@ -40,7 +45,7 @@ class Normalizer {
       if (!pattern.contains("String") || pattern.at("String") == "") refuse(formatted("a Replace of {}", pattern));
       steps_.push_back({Kind::replace, pattern.at("String"), json.at("content")});
     } else if (type != "null") {
-      refuse("\"normalizer\" " + shown(type));
+      refuse("\"normalizer\" " + type);
     }
   }
 

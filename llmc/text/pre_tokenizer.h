@@ -13,12 +13,17 @@
 
 namespace llmc {
 
+// Where Metaspace puts a space before a text: "always", "first" or "never".
+inline std::string prepend_scheme(const nlohmann::json& metaspace) {
+  return metaspace.value("prepend_scheme", metaspace.value("add_prefix_space", true) ? "always" : "never");
+}
+
 class PreTokenizer {
  public:
   // refuse(what): throws that this is not supported; errors of patterns begin with `where`.
   template <class Refuse>
   void read(const nlohmann::json& json, const std::string& where, Refuse&& refuse) {
-    const std::string type = json.is_null() ? "null" : json.at("type").get<std::string>();
+    const std::string type = type_of(json);
     if (type == "Sequence") {
       for (const nlohmann::json& one : json.at("pretokenizers")) read(one, where, refuse);
       return;
@@ -38,7 +43,7 @@ class PreTokenizer {
     } else if (type == "Metaspace") {
       read_metaspace(step, json, refuse);
     } else {
-      refuse("\"pre_tokenizer\" " + shown(type));
+      refuse("\"pre_tokenizer\" " + type);
     }
     if (step.splitter || !step.literal.empty() || step.prefix != Prefix::none || !step.space.empty())
       steps_.push_back(std::move(step));
@@ -80,7 +85,7 @@ class PreTokenizer {
   struct Step {
     Prefix prefix = Prefix::none;      // a space, or `space`, before a piece that does not begin with one
     std::string space;                 // in the place of every space; empty: spaces stay
-    std::optional<Splitter> splitter;  // splits, or instead
+    std::optional<Splitter> splitter;  // either this, or `literal`
     std::string literal;               // a text, before or after which pieces end
     bool cut_before = false, cut_after = false;
 
@@ -115,7 +120,7 @@ class PreTokenizer {
   template <class Refuse>
   static void read_metaspace(Step& step, const nlohmann::json& json, Refuse&& refuse) {
     step.space = json.value("replacement", "\u2581");
-    const std::string scheme = json.value("prepend_scheme", json.value("add_prefix_space", true) ? "always" : "never");
+    const std::string scheme = prepend_scheme(json);
     if (scheme != "always" && scheme != "first" && scheme != "never")
       refuse("Metaspace with \"prepend_scheme\": " + shown(scheme));
     step.prefix = scheme == "always" ? Prefix::every_piece : scheme == "first" ? Prefix::first_piece : Prefix::none;

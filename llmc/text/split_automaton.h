@@ -177,9 +177,10 @@ class SplitAutomaton {
     for (size_t s = 0; s < states.size(); ++s)
       for (size_t c = 0; c < classes_; ++c) {
         Threads next;
+        std::set<Thread> tried;
         bool match = false;
         for (const Thread& thread : Threads(states[s])) {
-          const std::optional<bool> ends = advance(thread, c, next);
+          const std::optional<bool> ends = advance(thread, c, next, tried);
           if (!ends) return false;
           if ((match = *ends)) break;  // what comes later is less preferred
         }
@@ -193,7 +194,8 @@ class SplitAutomaton {
 
   // next += where a place leads with a character of class c. Whether a match ends before the character; none: the
   // pattern cannot be built.
-  std::optional<bool> advance(const Thread& thread, size_t c, Threads& next) const {
+  std::optional<bool> advance(const Thread& thread, size_t c, Threads& next, std::set<Thread>& tried) const {
+    if (!tried.insert(thread).second) return false;  // a more preferred way led here, too
     const auto& [n, count] = thread;
     const SplitPattern::Node& node = (*nodes_)[n];
     switch (node.kind) {
@@ -204,11 +206,11 @@ class SplitAutomaton {
         const bool one = inside.kind == Kind::characters && inside.min == 1 && inside.max == 1 &&
                          (*nodes_)[inside.next].kind == Kind::accept;
         if (!one) return std::nullopt;
-        return contains(inside, c) == (node.kind == Kind::ahead) ? advance({node.next, 0}, c, next) : false;
+        return contains(inside, c) == (node.kind == Kind::ahead) ? advance({node.next, 0}, c, next, tried) : false;
       }
       case Kind::branch:
         for (const size_t way : node.ways) {
-          const std::optional<bool> ends = advance({way, 0}, c, next);
+          const std::optional<bool> ends = advance({way, 0}, c, next, tried);
           if (!ends || *ends) return ends;
         }
         return false;
@@ -219,7 +221,7 @@ class SplitAutomaton {
           if (std::find(next.begin(), next.end(), more) == next.end()) next.push_back(more);
           if (node.possessive) return false;
         }
-        return count >= node.min ? advance({node.next, 0}, c, next) : false;
+        return count >= node.min ? advance({node.next, 0}, c, next, tried) : false;
     }
     return std::nullopt;
   }

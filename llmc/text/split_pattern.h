@@ -66,7 +66,8 @@ class SplitPattern {
   void split(std::string_view text, F&& emit) const {
     size_t cut = 0;
     for (size_t at = 0; at < text.size();) {
-      const size_t end = match(start_, text, at);
+      size_t steps = 0;
+      const size_t end = match(start_, text, at, steps);
       if (end == nowhere) {
         at += utf8_at(text, at).width;
         continue;
@@ -96,6 +97,8 @@ class SplitPattern {
  private:
   static constexpr size_t nowhere = static_cast<size_t>(-1);
   static constexpr size_t most_bytes = 4096, most_depth = 32;  // parsing and matching recurse
+  static constexpr size_t most_steps = size_t{1} << 28;        // of one match: a second
+  static constexpr const char* remedy = "--tokenizer bytes needs no pattern";
   enum class IgnoreCase { no, yes };
 
   // The parsed pattern: alternatives of sequences of items.
@@ -114,19 +117,21 @@ class SplitPattern {
 
   // The end of the match that begins at `at`. The depth of recursion depends on the pattern, never on the text: a run
   // of characters is a loop.
-  size_t match(size_t n, std::string_view text, size_t at) const {
+  size_t match(size_t n, std::string_view text, size_t at, size_t& steps) const {
     for (;;) {
+      CHECK(++steps < most_steps, "{}: pattern '{}': a match takes more than {} steps near '{}': {}", where_,
+            shown(pattern_, 400), most_steps, shown(text.substr(at)), remedy);
       const Node& node = nodes_[n];
       switch (node.kind) {
         case Kind::accept: return at;
         case Kind::ahead:
         case Kind::not_ahead:
-          if ((match(node.ways[0], text, at) != nowhere) != (node.kind == Kind::ahead)) return nowhere;
+          if ((match(node.ways[0], text, at, steps) != nowhere) != (node.kind == Kind::ahead)) return nowhere;
           n = node.next;
           break;
         case Kind::branch:
           for (size_t way = 0; way + 1 < node.ways.size(); ++way)
-            if (const size_t end = match(node.ways[way], text, at); end != nowhere) return end;
+            if (const size_t end = match(node.ways[way], text, at, steps); end != nowhere) return end;
           n = node.ways.back();
           break;
         case Kind::characters: {
@@ -137,9 +142,10 @@ class SplitPattern {
             end += c.width;
             ++count;
           }
+          steps += count;
           if (count < node.min) return nowhere;
           for (; !node.possessive && count > node.min; --count) {
-            if (const size_t found = match(node.next, text, end); found != nowhere) return found;
+            if (const size_t found = match(node.next, text, end, steps); found != nowhere) return found;
             end = utf8_before(text, end);
           }
           at = end;
@@ -195,7 +201,8 @@ class SplitPattern {
   // ---- Parsing ----
 
   [[noreturn]] void refuse(const std::string& what, size_t at) const {
-    throw Error(formatted("{}: pattern '{}': {} at byte {} is not supported", where_, shown(pattern_, 400), what, at));
+    throw Error(formatted("{}: pattern '{}': {} at byte {} is not supported; {}", where_, shown(pattern_, 400), what,
+                          at, remedy));
   }
   bool peek(std::string_view text) const { return std::string_view(pattern_).substr(at_).starts_with(text); }
   bool take(std::string_view text) {
@@ -232,19 +239,28 @@ class SplitPattern {
       item.inside = parse_alternatives(ignore_case);
       CHECK(take(")"), "{}: pattern '{}': '(' at byte {} is not closed", where_, shown(pattern_, 400), begin);
       --depth_;
-      std::string inside = pattern_.substr(begin, at_ - begin);
-      for (size_t i = 0; i < inside.size(); ++i)  // but not of \S
-        if (inside[i] == '\\') ++i;
-        else if (inside[i] >= 'A' && inside[i] <= 'Z') inside[i] = static_cast<char>(inside[i] - 'A' + 'a');
-      if (ignore_case == IgnoreCase::yes)
-        for (const char* one : {"ss", "st", "ff", "fi", "fl"})  // sharp s, ligatures: one character for two
-          if (inside.find(one) != inside.npos) refuse(formatted("case-insensitive '{}'", one), begin);
+      if (ignore_case == IgnoreCase::yes) refuse_pairs(begin);
     } else {
       item.set = parse_set(ignore_case);
       item.set.finish();
     }
     parse_quantifier(item);
     return item;
+  }
+
+  // Refuses a case-insensitive group that matches one character for two: sharp s, ligatures.
+  void refuse_pairs(size_t begin) const {
+    std::string literals;  // lower case; escapes and classes are other characters
+    bool in_class = false;
+    for (size_t i = begin; i < at_; ++i) {
+      const char c = pattern_[i];
+      if (c == '\\') ++i;
+      else if (c == '[' || c == ']') in_class = c == '[';
+      const bool letter = !in_class && ((c | 0x20) >= 'a' && (c | 0x20) <= 'z');
+      literals += letter ? static_cast<char>(c | 0x20) : ' ';
+    }
+    for (const char* pair : {"ss", "st", "ff", "fi", "fl"})
+      if (literals.find(pair) != literals.npos) refuse(formatted("case-insensitive '{}'", pair), begin);
   }
 
   void parse_quantifier(Item& item) {

@@ -1,5 +1,5 @@
-// token_table.h: the ids of tokens by their texts: a hash table with open addressing. Of most texts that are no tokens
-// it says so after one look into memory, because places hold some bits of the hash, too.
+// token_table.h: the ids of tokens by their texts: a hash table with open addressing. For most texts that are not
+// tokens, one memory access says so, because places hold some bits of the hash, too.
 #pragma once
 #include <algorithm>
 #include <bit>

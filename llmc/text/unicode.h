@@ -187,7 +187,7 @@ inline bool nfc_may_change(char32_t c) {
   return (detail::unicode_tables().traits[c] & detail::UnicodeTables::unstable) != 0;
 }
 
-// Is the text in NFC for sure? Valid UTF-8.
+// Is the text certainly in NFC? Valid UTF-8.
 inline bool is_nfc(std::string_view text) {
   for (size_t at = 0; at < text.size();) {
     if (static_cast<unsigned char>(text[at]) < 0x80) {

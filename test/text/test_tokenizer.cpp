@@ -16,6 +16,16 @@ const std::string golden = "test/golden/tokenizers/";
 
 Json read_golden(const std::string& file) { return Json::parse(read_whole(golden + file)); }
 
+// The tokenizer.json of a case of cases.json.
+Json form_of(const Json& tokenizer) {
+  Json json = read_golden(tokenizer.at("file"));
+  for (const auto& [name, value] : tokenizer.at("patch").items()) json[name] = value;
+  return json;
+}
+Json added_token(int64_t id, const std::string& content, bool normalised, bool special = false) {
+  return {{"id", id}, {"content", content}, {"normalized", normalised}, {"special", special}};
+}
+
 std::string text_of(const Bpe& bpe, const std::vector<int32_t>& ids) {
   std::string text;
   for (int32_t id : ids) text += bpe.text_of(id);
@@ -44,9 +54,7 @@ TEST_CASE("texts have the tokens of Hugging Face's library, and round-trip", "[t
   const Json cases = Json::parse(read_whole(other ? other : golden + "cases.json"));
   const std::vector<std::string> texts = cases.at("texts");
   for (const Json& tokenizer : cases.at("tokenizers")) {
-    Json json = read_golden(tokenizer.at("file"));
-    for (const auto& [name, value] : tokenizer.at("patch").items()) json[name] = value;
-    const Bpe bpe(json, "test");
+    const Bpe bpe(form_of(tokenizer), "test");
     for (size_t i = 0; i < texts.size(); ++i) {
       const std::vector<int32_t> theirs = tokenizer.at("ids")[i], ours = bpe.encode(texts[i]);
       INFO(tokenizer.at("name") << ": text " << i << ", " << Json(texts[i]).dump(-1, ' ', true));
@@ -54,7 +62,9 @@ TEST_CASE("texts have the tokens of Hugging Face's library, and round-trip", "[t
       const Json& decoded = tokenizer.at("decoded")[i];
       REQUIRE(text_of(bpe, ours) == (decoded.is_null() ? texts[i] : decoded.get<std::string>()));
     }
-    REQUIRE(bpe.encode(texts[0], Template::apply) == tokenizer.at("templated").get<std::vector<int32_t>>());
+    std::vector<int32_t> templated = bpe.prefix();
+    for (const int32_t id : bpe.encode(texts[0])) templated.push_back(id);
+    REQUIRE(templated == tokenizer.at("templated").get<std::vector<int32_t>>());
   }
 }
 
@@ -105,6 +115,7 @@ TEST_CASE("patterns match greedily, and backtrack only where allowed", "[text]")
   REQUIRE(pieces(R"(x(?=y))", "xxy") == Pieces{"x", "x", "y"});
   REQUIRE(pieces(R"([^\P{L}a-c]+|[\]\-x])", "abcdef]-") == Pieces{"abc", "def", "]", "-"});
   REQUIRE(pieces(R"((?i:'s|k))", "'S'\u017f\u212a") == Pieces{"'S", "'\u017f", "\u212a"});
+  REQUIRE(pieces(R"((?i:'[dmst])t)", "'Mt'St") == Pieces{"'Mt", "'St"});
   REQUIRE(pieces(R"([\D])", "1\u0663a") == Pieces{"1\u0663", "a"});
   const std::string blanks(1 << 20, ' ');  // would overflow the stack if matching were recursive
   REQUIRE(pieces(R"(\s*\n|\s+(?!\S)|\s+)", blanks + "x").size() == 3);
@@ -154,33 +165,85 @@ TEST_CASE("an automaton splits as backtracking does, and knows where a text may 
   REQUIRE_FALSE(SplitAutomaton::compile(far));  // looks two characters ahead: left to backtracking
 }
 
+TEST_CASE("a pattern with more ways to match than can be tried has an automaton, or is refused", "[text]") {
+  std::string ways;
+  for (int i = 0; i < 60; ++i) ways += "(?:a*)?";
+  const std::string text = std::string(100, 'a') + "cab";
+  std::vector<std::string> found;
+  Splitter(ways + "b", "test").split(text, [&](Pieces some) { found.insert(found.end(), some.begin(), some.end()); });
+  REQUIRE(found == std::vector<std::string>{std::string(100, 'a') + "c", "ab"});
+  REQUIRE_ERROR(pieces(ways + "b(?!cd)", text), "a match takes more than");
+}
+
+TEST_CASE("among many added tokens with a common beginning the longest is found, in time", "[text]") {
+  std::mt19937 random(3);
+  auto some = [&](size_t n) {
+    std::string text;
+    while (text.size() < n) text += "ab "[random() % 3];
+    return text;
+  };
+  const auto marked = [](const std::vector<std::string>& tokens, const std::string& text) {
+    AddedTokens added;
+    for (size_t i = 0; i < tokens.size(); ++i) added.add({tokens[i], static_cast<int32_t>(i), false, false, false});
+    std::string found;
+    added.split(
+        text, Specials::as_text, [&](int32_t id) { found += "[" + tokens[static_cast<size_t>(id)] + "]"; },
+        [&](std::string_view between) { found += between; });
+    return found;
+  };
+  for (int i = 0; i < 300; ++i) {
+    std::vector<std::string> tokens;
+    for (size_t n = 1 + random() % 12; n > 0; --n) tokens.push_back(some(1 + random() % 6));
+    const std::string text = some(60);
+    std::string expected;
+    for (size_t at = 0; at < text.size();) {
+      std::string longest;
+      for (const std::string& token : tokens)
+        if (token.size() > longest.size() && text.compare(at, token.size(), token) == 0) longest = token;
+      expected += longest.empty() ? text.substr(at, 1) : "[" + longest + "]";
+      at += std::max<size_t>(1, longest.size());
+    }
+    INFO(Json(tokens).dump() << ": " << text);
+    REQUIRE(marked(tokens, text) == expected);
+  }
+  std::vector<std::string> many;
+  for (int i = 0; i < 100'000; ++i) many.push_back(formatted("<|reserved_special_token_{:05}|>", i));
+  std::string text;
+  for (int i = 0; i < 300'000; ++i) text += "<|reserved_special_token_x";
+  REQUIRE((marked(many, text + many[777]) == text + "[" + many[777] + "]"));
+}
+
 TEST_CASE("a document cut where it may be has the tokens of the whole", "[text]") {
   const Json cases = read_golden("cases.json");
   std::string all;
   for (int i = 0; i < 3; ++i)
     for (const std::string text : cases.at("texts")) all += text + (i == 1 ? " " : i == 2 ? "\n" : "");
+  std::map<std::string, Json> forms;
+  for (const Json& tokenizer : cases.at("tokenizers")) forms[tokenizer.at("name")] = form_of(tokenizer);
+  Json& nfc = forms["NFC, one piece"] = forms.at("qwen2.5");
+  nfc["pre_tokenizer"] = forms.at("one piece").at("pre_tokenizer");
+  Json& spaced = forms["an added token with a space"] = forms.at("gemma");
+  spaced["pre_tokenizer"] = nullptr;
+  spaced["added_tokens"].push_back(added_token(811, "q q", true));
+  for (int i = 0; i < 60; ++i) all += "cafe\u0301 x q q cafe\u0301";
   int cuts = 0;
-  for (const Json& tokenizer : cases.at("tokenizers")) {
-    Json json = read_golden(tokenizer.at("file"));
-    for (const auto& [name, value] : tokenizer.at("patch").items()) json[name] = value;
+  for (const auto& [name, json] : forms) {
     const Bpe bpe(json, "test");
-    for (const Specials specials : {Specials::as_text, Specials::as_tokens}) {
-      Bpe::Encoder encoder(bpe, specials, 8);
-      std::vector<int32_t> whole;
-      encoder.append(all, TextPart::beginning, whole);
-      std::vector<size_t> tried;
-      for (size_t end = 40; end < all.size(); end += 23) {
-        const auto cut = bpe.last_cut(all.substr(0, end), specials);
-        if (!cut || (!tried.empty() && tried.back() == *cut)) continue;
-        tried.push_back(*cut);
-        std::vector<int32_t> parts;
-        encoder.append(all.substr(0, *cut), TextPart::beginning, parts);
-        encoder.append(all.substr(*cut), TextPart::continuation, parts);
-        INFO(tokenizer.at("name") << ": cut at " << *cut << ", after " << shown(all.substr(*cut - 12, 12)));
-        REQUIRE(parts == whole);
-      }
-      cuts += static_cast<int>(tried.size());
+    Bpe::Encoder encoder(bpe, Specials::as_text, 8);
+    std::vector<int32_t> whole;
+    encoder.append(all, TextPart::beginning, whole);
+    std::vector<size_t> tried;
+    for (size_t end = 40; end < all.size(); end += 11) {
+      const auto cut = bpe.last_cut(all.substr(0, end));
+      if (!cut || (!tried.empty() && tried.back() == *cut)) continue;
+      tried.push_back(*cut);
+      std::vector<int32_t> parts;
+      encoder.append(all.substr(0, *cut), TextPart::beginning, parts);
+      encoder.append(all.substr(*cut), TextPart::continuation, parts);
+      INFO(name << ": cut at " << *cut << ", after " << shown(all.substr(*cut - 12, 12)));
+      REQUIRE(parts == whole);
     }
+    cuts += static_cast<int>(tried.size());
   }
   REQUIRE(cuts > 1000);
   const Bpe bpe(read_golden("llama3.json"), "test");
@@ -190,7 +253,7 @@ TEST_CASE("a document cut where it may be has the tokens of the whole", "[text]"
 
 TEST_CASE("unsupported pattern syntax is refused with the pattern", "[text]") {
   for (const auto& [pattern, what] : std::vector<std::pair<std::string, std::string>>{
-           {R"(\w+)", R"('\w' at byte 0)"},
+           {R"(\w+)", R"('\w' at byte 0 is not supported; --tokenizer bytes)"},
            {R"(a\b)", R"('\b' at byte 1)"},
            {R"(\p{Han})", R"('\p{Han}')"},
            {R"(a.)", "'.' at byte 1"},
@@ -263,9 +326,15 @@ TEST_CASE("kinds of tokenizer.json that are not supported are refused by name", 
            {{{"post_processor", {{"type", "RobertaProcessing"}}}}, R"("post_processor" RobertaProcessing)"},
            {{{"decoder", {{"type", "WordPiece"}}}}, R"("decoder" WordPiece)"},
            {{{"decoder", nullptr}}, R"("decoder" null)"},
-           {{{"added_tokens", {{{"id", 656}, {"content", "<x>"}, {"single_word", true}}}}},
+           {{{"decoder", {{"type", "CTC"}}}}, "or Gemma; --tokenizer bytes trains on tokens made elsewhere"},
+           {{{"added_tokens", {{{"id", 657}, {"content", "<x>"}, {"single_word", true}}}}},
             R"(added token '<x>' with "single_word")"},
-           {{{"added_tokens", {{{"id", 3}, {"content", "<x>"}}}}}, "added token '<x>' has the id 3 of token '$'"},
+           {{{"added_tokens", {{{"id", 3}, {"content", "<x>"}}}}},
+            "added token '<x>' has the id 3, but Hugging Face's library gives it 657"},
+           {{{"added_tokens", {{{"id", 5000}, {"content", "$"}}}}},
+            "has the id 5000, but Hugging Face's library gives it 3"},
+           {{{"model", {{"vocab", {{"gap", 658}}}}}, {"added_tokens", {{{"id", 658}, {"content", "<x>"}}}}},
+            "added token '<x>' has the id 658 of token 'gap'"},
            {{{"added_tokens", {{{"id", 3}}}}}, "content"},
        }) {
     const std::string path = write_tokenizer(dir, patch);
@@ -280,6 +349,35 @@ TEST_CASE("kinds of tokenizer.json that are not supported are refused by name", 
   REQUIRE_ERROR(make_tokenizer(dir / "none.json"), "none.json");
   REQUIRE_ERROR(make_tokenizer("tokenizer.model"), "--tokenizer tokenizer.model");
   REQUIRE_ERROR(make_tokenizer(std::string(100000, 'a')), "aaa... (100000 bytes): expected auto, bytes");
+}
+
+TEST_CASE("added tokens may be in the vocabulary as they are, and be named twice", "[text]") {
+  Json json = read_golden("gpt2.json");
+  json["model"]["vocab"]["<|fran\u00e7ais|>"] = 657;
+  json["model"]["ignore_merges"] = json["model"]["byte_fallback"] = nullptr;
+  json["added_tokens"] = {added_token(657, "<|fran\u00e7ais|>", false, true), added_token(658, "<x>", false),
+                          added_token(658, "<x>", false)};
+  const Bpe bpe(json, "FILE");
+  REQUIRE(bpe.encode("<|fran\u00e7ais|><x>") == std::vector<int32_t>{657, 658});
+  REQUIRE(bpe.text_of(657) == "<|fran\u00e7ais|>");
+}
+
+TEST_CASE("the bytes of a document's tokens are those of its text, without the space put before it", "[text]") {
+  const std::string text = "the people of the other number";
+  const TempDir dir;
+  const Json cases = read_golden("cases.json");
+  for (const Json& tokenizer : cases.at("tokenizers")) {
+    if (std::string(tokenizer.at("name")).starts_with("prefix space")) continue;  // their decoder keeps it
+    INFO(tokenizer.at("name"));
+    std::ofstream(dir / "tokenizer.json") << form_of(tokenizer);
+    const auto made = make_tokenizer(dir.path());
+    int64_t bytes = 0;
+    for (TextPart part = TextPart::beginning; const int32_t id : made->encode(text)) {
+      bytes += made->bytes_of(id, part).value();
+      part = TextPart::continuation;
+    }
+    REQUIRE(bytes == std::ssize(text));
+  }
 }
 
 TEST_CASE("a decoder that replaces nothing, which would never end, is refused", "[text]") {
@@ -319,6 +417,19 @@ TEST_CASE("the end of text is the token of a usual name, or the one named in the
   REQUIRE(make_tokenizer(golden + "gpt2.json")->prefix() == std::vector<int32_t>{656});
 
   const TempDir dir;
+  Json gemma = read_golden("llama2.json");  // "</s>" is an ordinary token there
+  gemma["model"]["vocab"].merge_patch({{"</s>", 809}, {"<eos>", 2}});
+  gemma["added_tokens"][2]["content"] = "<eos>";
+  std::ofstream(dir / "tokenizer.json") << gemma;
+  REQUIRE(make_tokenizer(dir.path())->end_of_text() == 2);
+  gemma["model"]["vocab"].merge_patch({{"<end>", 2}, {"<eos>", nullptr}});
+  gemma["added_tokens"][2]["content"] = "<end>";
+  std::ofstream(dir / "tokenizer.json") << gemma;
+  REQUIRE(make_tokenizer(dir.path())->end_of_text() == 809);
+  std::ofstream(dir / "tokenizer_config.json") << R"({"eos_token": "<end>"})";
+  REQUIRE(make_tokenizer(dir.path())->end_of_text() == 2);
+  std::filesystem::remove(dir / "tokenizer_config.json");
+
   Json json = read_golden("gpt2.json");
   json["added_tokens"] = Json::array();
   json["model"]["vocab"].erase("<|endoftext|>");
@@ -383,6 +494,8 @@ TEST_CASE("tokens are those of merging pair after pair, whatever the length and 
     Json json = read_golden(file);
     json["pre_tokenizer"] = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}};
     json["model"]["vocab"]["zq"] = 5000;  // no merge makes it
+    json["added_tokens"] = Json::array();
+    json["post_processor"] = nullptr;
     const bool whole_first = json["model"].value("ignore_merges", false);
     const Bpe bpe(json, "test");
     std::map<std::string, int32_t> id_of, rank_of;
