@@ -10,6 +10,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/escape.h"
@@ -65,6 +66,7 @@ inline std::string read_stdin() {
     CHECK(std::ssize(text) <= most_prompt_bytes, "--prompt -: stdin has more than {} bytes, too many for a prompt",
           most_prompt_bytes);
   }
+  CHECK(std::ferror(stdin) == 0, "--prompt -: cannot read stdin: {}", std::strerror(errno));
   if (text.ends_with('\n')) text.pop_back();
   if (text.ends_with('\r')) text.pop_back();
   return text;
@@ -77,7 +79,9 @@ struct Prompt {
 // The prompts known before the first one is continued; with --interactive there are none.
 inline std::vector<Prompt> given_prompts(const Options& o) {
   if (o.prompt_file.empty()) return {{o.prompt == "-" ? read_stdin() : o.prompt, "--prompt"}};
-  std::istringstream lines(read_text(o.prompt_file, most_prompt_bytes));
+  std::string text = read_text(o.prompt_file, most_prompt_bytes);
+  if (text.starts_with(utf8_mark)) text.erase(0, utf8_mark.size());
+  std::istringstream lines(std::move(text));
   std::vector<Prompt> prompts;
   int64_t number = 0;
   while (const std::optional<std::string> line = read_line(lines)) {

@@ -120,7 +120,7 @@ class Milestones {
     progress.validated = true;
   }
 
-  void sample() {
+  void sample() try {
     const Job& job = r_.job;
     std::vector<int32_t> made;
     generate(r_.run.trainer, prompt_tokens(*job.tokenizer, o_.prompt, job.step.model), o_.sample_tokens,
@@ -132,6 +132,8 @@ class Milestones {
                return token != job.tokenizer->end_of_text();
              });
     r_.log.line(formatted("sample at step {}: {}{}", r_.progress.done, o_.prompt, job.tokenizer->decode(made)));
+  } catch (const LogitsNotFinite& error) {  // whether the run ends is decided by its losses
+    r_.log.line(formatted("WARNING: no sample at step {}: {}", r_.progress.done, error.what()));
   }
 
   TrainingRank& r_;

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "core/check.h"
 #include "core/rng.h"
 #include "train/continuation.h"
 
@@ -18,18 +19,34 @@ struct SampleOptions {
   double top_p = 1.0;        // only the smallest set of tokens with this probability (Holtzman et al. 2020)
 };
 
+// Thrown if the logits of the next token say nothing.
+struct LogitsNotFinite final : Error {
+  LogitsNotFinite()
+      : Error("the logits of the next token are not finite: the model has diverged; use an earlier checkpoint",
+              ExitStatus::diverged) {}
+};
+
 // u: uniform in [0, 1). Ties go to the lower id.
 inline int32_t sample_token(std::span<const float> logits, const SampleOptions& o, double u) {
+  const auto best = std::ranges::max_element(logits);
+  const double largest = *best;
+  if (!std::isfinite(largest) || std::ranges::any_of(logits, [](float x) { return std::isnan(x); }))
+    throw LogitsNotFinite();
+  if (o.temperature == 0) return static_cast<int32_t>(best - logits.begin());
   std::vector<int32_t> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    return logits[static_cast<size_t>(a)] > logits[static_cast<size_t>(b)];
-  });
-  if (o.temperature == 0) return order[0];
-  if (o.top_k > 0 && o.top_k < static_cast<int64_t>(order.size())) order.resize(static_cast<size_t>(o.top_k));
+  const auto before = [&](int32_t a, int32_t b) {
+    const float x = logits[static_cast<size_t>(a)], y = logits[static_cast<size_t>(b)];
+    return x > y || (x == y && a < b);
+  };
+  if (o.top_k > 0 && o.top_k < std::ssize(order)) {
+    std::ranges::partial_sort(order, order.begin() + o.top_k, before);
+    order.resize(static_cast<size_t>(o.top_k));
+  } else {
+    std::ranges::sort(order, before);
+  }
   std::vector<double> p(order.size());
   double total = 0;
-  const double largest = logits[static_cast<size_t>(order[0])];
   for (size_t i = 0; i < order.size(); ++i)
     total += p[i] = std::exp((static_cast<double>(logits[static_cast<size_t>(order[i])]) - largest) / o.temperature);
   double kept = 0;

@@ -113,7 +113,8 @@ TEST_CASE("prompts come from stdin, from the lines of a file, or one after the o
   const ProgramResult lines = with_stdin("one\ntwo\n", generate + " --prompt -");
   REQUIRE(lines.out == one("one\ntwo", 42));
 
-  std::ofstream(dir / "prompts") << "ab\r\n\ncd";
+  std::ofstream(dir / "prompts") << "\xef\xbb\xbf"
+                                 << "ab\r\n\ncd";
   const ProgramResult file = run_program(generate + " --num-samples 2 --prompt-file " + (dir / "prompts"));
   INFO(file.err);
   REQUIRE(file.status == 0);
@@ -129,8 +130,8 @@ TEST_CASE("prompts come from stdin, from the lines of a file, or one after the o
 TEST_CASE("prompts that cannot be continued are refused by their place before the first text", "[run][generate]") {
   const TempDir dir;
   const std::string model = byte_model(dir), generate = "--generate -g 4 --model " + model;
-  auto refused = [&](const std::string& arguments, const std::string& words) {
-    const ProgramResult r = run_program(arguments);
+  auto refused = [&](const std::string& arguments, const std::string& words, const std::string& prefix = "") {
+    const ProgramResult r = run_program(arguments, prefix);
     INFO(arguments << "\n" << r.err);
     REQUIRE(r.status == 1);
     REQUIRE(r.out.empty());
@@ -140,6 +141,7 @@ TEST_CASE("prompts that cannot be continued are refused by their place before th
   refused(generate + " --prompt-file " + (dir / "none"), "has no prompt: expected one in each line");
   refused(generate + " --prompt-file " + (dir / "missing"), "missing");
   refused(generate + " --prompt a --interactive", "choose one of them");
+  refused(generate + " --prompt -", "--prompt -: cannot read stdin: Is a directory", "sh -c '\"$@\" <.' sh");
   const std::string train = "-i x -o " + (dir / "new");
   refused(train + " --interactive", "--interactive is for --generate");
   refused(train + " --num-samples 2", "--num-samples 2 is for --generate");
@@ -148,6 +150,28 @@ TEST_CASE("prompts that cannot be continued are refused by their place before th
   const std::string tokenizer = "test/golden/tokenizers/gpt2.json";
   std::ofstream(dir / "lines") << "a\n\xff\n";
   refused(generate + " --tokenizer " + tokenizer + " --prompt-file " + (dir / "lines"), (dir / "lines") + ":2: byte 1");
+}
+
+TEST_CASE("a diverged model generates nothing; in training it is the loss that ends a run", "[run][generate]") {
+  const TempDir dir;
+  const std::string model = byte_model(dir);
+  write_changed_model(dir / "nan", model, [](const std::string& name, std::vector<float>& values) {
+    if (name.ends_with("wte.weight")) std::fill(values.begin(), values.end(), 3e38f);
+  });
+  for (const char* greedy : {"", " --temperature 0"}) {
+    const ProgramResult r = run_program("--generate -g 4 --prompt a --model " + (dir / "nan") + greedy);
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 2);
+    REQUIRE(r.err.find("the logits of the next token are not finite") != std::string::npos);
+  }
+  const ProgramResult r = run_program(tiny(
+      dir / "diverges",
+      "--lr 100 --grad-clip 0 --lr-schedule constant --warmup-steps 0 --batch-size 8 --max-steps 40 --sample-every 1 "
+      "--sample-tokens 2"));
+  INFO(r.out << r.err);
+  REQUIRE(r.status == 2);
+  REQUIRE(r.out.find("WARNING: no sample at step ") != std::string::npos);
+  REQUIRE(r.err.find("logits") == std::string::npos);
 }
 
 TEST_CASE("the command to generate that a run suggests has a prompt, if its tokenizer can encode one",

@@ -1,5 +1,9 @@
 // The step: contracts 1 (reproducible), 4 (schedules are only an order), 7 (initial weights), the plan, sampling.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
+#include <random>
 
 #include "catch2.h"
 #include "helpers.h"
@@ -311,6 +315,42 @@ TEST_CASE("sampling respects temperature, top-k and top-p", "[train]") {
   int ones = 0;
   for (int i = 0; i < 1000; ++i) ones += sample_token(logits, {}, (i + 0.5) / 1000) == 1;
   REQUIRE(std::abs(ones / 1000.0 - 0.6439) < 0.002);
+}
+
+TEST_CASE("a token is sampled from all tokens in the order of their logits, then of their ids", "[train]") {
+  std::mt19937 random(5);
+  for (int i = 0; i < 2000; ++i) {
+    std::vector<float> logits(1 + random() % 40);
+    for (float& x : logits) x = static_cast<float>(random() % 9) / 2;
+    const SampleOptions o{.temperature = static_cast<double>(random() % 3) / 2,
+                          .top_k = static_cast<int64_t>(random() % 50),
+                          .top_p = 1 - static_cast<double>(random() % 4) / 4};
+    const double u = (random() % 1000) / 1000.0;
+    std::vector<std::pair<float, int32_t>> order;
+    for (const float x : logits) order.emplace_back(-x, static_cast<int32_t>(order.size()));
+    std::sort(order.begin(), order.end());
+    if (o.temperature == 0) {
+      REQUIRE(sample_token(logits, o, u) == order[0].second);
+      continue;
+    }
+    if (o.top_k > 0 && o.top_k < std::ssize(order)) order.resize(static_cast<size_t>(o.top_k));
+    double total = 0, kept = 0;
+    std::vector<double> p;
+    for (const auto& [x, token] : order) total += p.emplace_back(std::exp((order[0].first - x) / o.temperature));
+    size_t n = 0;
+    while (n < p.size() && (n == 0 || kept < o.top_p * total)) kept += p[n++];
+    size_t chosen = 0;
+    for (double left = u * kept; chosen + 1 < n && left >= p[chosen];) left -= p[chosen++];
+    REQUIRE(sample_token(logits, o, u) == order[chosen].second);
+  }
+}
+
+TEST_CASE("no token is sampled from logits that are not finite", "[train]") {
+  constexpr float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  for (const std::vector<float>& logits : {std::vector<float>{nan, nan}, {0, nan, 1}, {1, nan}, {-inf, -inf}, {0, inf}})
+    for (const SampleOptions& o : {SampleOptions{}, {.temperature = 0}, {.top_k = 1}})
+      REQUIRE_ERROR(sample_token(logits, o, 0.5), "the logits of the next token are not finite");
+  REQUIRE(sample_token(std::vector<float>{-inf, 0}, {}, 0.5) == 1);
 }
 
 TEST_CASE("gpipe and 1f1b schedules have each forward and backward once, backwards in micro-batch order", "[train]") {
