@@ -184,11 +184,9 @@ class Tokenization {
     record_.inputs = nlohmann::json::array();
     for (const std::string& path : job_.paths)
       record_.inputs.push_back({{"path", path}, {"checksum", sampled_checksum(path, share)}});
-    std::string text = job_.tokenizer_name;  // "bytes"
-    for (const auto& [name, contents] : tokenizer_.files())
-      if (name == "tokenizer.json") text = contents;
-    record_.tokenizer = {
-        {"checksum", checksum(text)}, {"end_of_text", tokenizer_.end_of_text()}, {"vocab_size", tokenizer_.size()}};
+    record_.tokenizer = {{"checksum", checksum(tokenizer_.files().at("tokenizer.json"))},
+                         {"end_of_text", tokenizer_.end_of_text()},
+                         {"vocab_size", tokenizer_.size()}};
     record_.field = job_.field;
     record_.shard_tokens = job_.shard_tokens;
   }
@@ -263,7 +261,7 @@ class Tokenization {
 
   // What each thread does.
   void work() {
-    const std::unique_ptr<DocumentEncoder> encoder = tokenizer_.document_encoder();
+    std::unique_ptr<DocumentEncoder> encoder;
     std::vector<int32_t> ids;
     for (;;) {
       int64_t number = 0;
@@ -271,6 +269,7 @@ class Tokenization {
       try {
         std::optional<TextChunk> chunk = take(number, encoded);
         if (!chunk) return;
+        if (!encoder) encoder = tokenizer_.document_encoder();
         encode(*chunk, *encoder, ids, encoded);
       } catch (...) {
         encoded.fault = std::current_exception();
@@ -308,8 +307,9 @@ class Tokenization {
       if (tokenizer_.needs_utf8() && chunk.format == TextFormat::text)
         if (const std::optional<size_t> fault = utf8_fault(text))
           throw Error(formatted(
-              "{}:{}: byte {} of the part is not UTF-8: convert the file, or use --tokenizer bytes", chunk.path,
-              line + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(*fault), '\n'), *fault + 1));
+              "{}:{}: byte {} of its text is not UTF-8: convert the file, or use --tokenizer bytes", chunk.path,
+              line + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(*fault), '\n'),
+              chunk.begin.offset + static_cast<int64_t>(*fault) + 1));
       if (begins) ids.push_back(tokenizer_.end_of_text());
       encoded.documents += begins;
       encoded.text_bytes += std::ssize(text);

@@ -1,6 +1,7 @@
 // --tokenize: text files and JSON lines, plain and packed, to shards: in order, restartable, and never over others'
 // work.
 #include <algorithm>
+#include <atomic>
 #include <fstream>
 #include <mutex>
 #include <random>
@@ -325,6 +326,26 @@ TEST_CASE("shards are the documents in order, whatever the number of threads", "
   }
 }
 
+TEST_CASE("a thread that has no encoder ends the command with its error", "[tokenize]") {
+  struct OneEncoder final : Tokenizer {
+    std::vector<int32_t> encode(const std::string&, const std::string&) const override { return {}; }
+    std::string decode(std::span<const int32_t>) const override { return ""; }
+    std::unique_ptr<DocumentEncoder> document_encoder() const override {
+      CHECK(!given_.exchange(true), "no memory for another encoder");
+      return ByteTokenizer().document_encoder();
+    }
+    int32_t end_of_text() const override { return 256; }
+    int64_t size() const override { return 257; }
+    std::optional<int64_t> bytes_of(int32_t, TextPart) const override { return 1; }
+    std::map<std::string, std::string> files() const override { return ByteTokenizer().files(); }
+    mutable std::atomic<bool> given_ = false;
+  };
+  Corpus corpus;
+  corpus.job.threads = 2;
+  Log log = Log::silent();
+  REQUIRE_ERROR(tokenize_files(corpus.job, OneEncoder(), log), "no memory for another encoder");
+}
+
 TEST_CASE("an interrupted command, repeated, writes what one that was not interrupted writes", "[tokenize]") {
   Corpus whole;
   whole.run();
@@ -390,7 +411,11 @@ TEST_CASE("what another command has written is neither continued nor overwritten
   REQUIRE(corpus.shards()[0].size() == shard_header_bytes + 2 * (1 + std::string("Another document.").size()));
 
   write(corpus.dir / "b.txt", " ab\xff");
-  REQUIRE_ERROR(tokenize_files(corpus.job, other, log), "b.txt:1: byte 4");
+  REQUIRE_ERROR(tokenize_files(corpus.job, other, log), "b.txt:1: byte 4 of its text");
+  std::string long_text;
+  while (long_text.size() < 2 * ChunkReader::chunk_bytes) long_text += "words in lines\n";
+  write(corpus.dir / "b.txt", long_text + "\xff");
+  REQUIRE_ERROR(tokenize_files(corpus.job, other, log), formatted("byte {} of its text", long_text.size() + 1));
   write(corpus.dir / "b.txt", "");
   REQUIRE_ERROR(corpus.run(), "no text in");
 }
