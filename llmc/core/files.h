@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -198,16 +197,13 @@ class File {
 // A cache of files open for reading: the most recently used stay open, within the limit of the process. Thread-safe.
 class OpenFiles {
  public:
-  OpenFiles() { ++caches(); }
-  ~OpenFiles() { --caches(); }
-  OpenFiles(const OpenFiles&) = delete;
-  OpenFiles& operator=(const OpenFiles&) = delete;
+  explicit OpenFiles(size_t most = default_most()) : most_(most) {}
 
   std::shared_ptr<const File> open_read(const std::string& path) {
     std::lock_guard lock(mutex_);
     auto found = std::find_if(files_.begin(), files_.end(), [&](const auto& file) { return file->path() == path; });
     if (found == files_.end()) {
-      while (files_.size() >= most()) files_.pop_back();  // stays open for a thread still reading it
+      if (files_.size() >= most_) files_.pop_back();  // stays open for a thread still reading it
       found = files_.insert(files_.begin(), std::make_shared<const File>(File::open_read(path)));
     }
     files_.splice(files_.begin(), files_, found);
@@ -215,18 +211,14 @@ class OpenFiles {
   }
 
  private:
-  static std::atomic<size_t>& caches() {  // of this process: of training data, validation data, each --data
-    static std::atomic<size_t> count = 0;
-    return count;
-  }
-  // All caches share half of the limit; the rest is for everything else. A cache that has more when another one is made
-  // closes them when it next opens a file.
-  static size_t most() {
+  // Every --data and --val has a cache: 16 of them take half of the limit; the rest is for everything else.
+  static size_t default_most() {
     rlimit limit{};
     const bool known = ::getrlimit(RLIMIT_NOFILE, &limit) == 0;
-    return std::clamp<size_t>((known ? limit.rlim_cur : 256) / 2 / caches(), 1, 256);
+    return std::clamp<size_t>((known ? limit.rlim_cur : 256) / 32, 1, 256);
   }
 
+  size_t most_;
   std::mutex mutex_;
   std::list<std::shared_ptr<const File>> files_;  // most recently used first
 };

@@ -171,6 +171,6 @@ class SafetensorsReader {
   std::map<std::string, Entry> tensors_;
 };
 
-using SafetensorsFiles = std::vector<std::shared_ptr<const SafetensorsReader>>;
+using SafetensorsFiles = std::vector<std::unique_ptr<const SafetensorsReader>>;
 
 }  // namespace llmc

@@ -235,26 +235,6 @@ TEST_CASE("a checkpoint that cannot be written leaves no trace and older ones in
   REQUIRE_ERROR(write_checkpoint(dir / "file", 2, m.config, m.state, m.stream), "file");
 }
 
-TEST_CASE("the ranks of a process share the files of a checkpoint that they read", "[run][checkpoint]") {
-  const TempDir dir;
-  Model a(DType::fp32, 1), b(DType::fp32, 2);
-  const std::string file = a.save(dir / "a") + "/model.safetensors", other = b.save(dir / "b") + "/model.safetensors";
-  const auto contents = [](const SafetensorsReader& reader) {
-    std::vector<float> all(static_cast<size_t>(reader.info("transformer.wte.weight").numel()));
-    reader.read("transformer.wte.weight", all.data());
-    return all;
-  };
-  std::vector<float> before;
-  {
-    const SafetensorsFiles first = open_all({file}), second = open_all({other, file});
-    REQUIRE(first[0] == second[1]);
-    before = contents(*first[0]);
-    REQUIRE(before != contents(*second[0]));
-  }
-  std::filesystem::rename(other, file);  // no one reads the former one any more
-  REQUIRE(before != contents(*open_all({file})[0]));
-}
-
 TEST_CASE("a checkpoint is read by its manifest, wherever it is and whatever other files are there",
           "[run][checkpoint]") {
   const TempDir dir;

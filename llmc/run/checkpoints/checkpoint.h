@@ -13,7 +13,6 @@
 #include <iterator>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -175,17 +174,9 @@ inline int64_t checkpoint_bytes(const ModelConfig& config, const Precision& prec
 // The write speed assumed before the first checkpoint: that of a slow disk or a busy shared file system.
 inline constexpr double assumed_bytes_per_second = 100e6;
 
-// The ranks of a process share what they have open at the same time: a checkpoint has a file or two of every rank.
 inline SafetensorsFiles open_all(const std::vector<std::string>& paths) {
-  static std::mutex mutex;
-  static std::map<std::string, std::weak_ptr<const SafetensorsReader>> opened;
-  const std::lock_guard lock(mutex);
-  std::erase_if(opened, [](const auto& file) { return file.second.expired(); });
   SafetensorsFiles files;
-  for (const std::string& path : paths) {
-    files.push_back(opened[path].lock());
-    if (files.back() == nullptr) opened[path] = files.back() = std::make_shared<const SafetensorsReader>(path);
-  }
+  for (const std::string& path : paths) files.push_back(std::make_unique<const SafetensorsReader>(path));
   return files;
 }
 
