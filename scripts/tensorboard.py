@@ -27,6 +27,10 @@ def fail(message):
     sys.exit(f"tensorboard.py: {message}")
 
 
+def unreadable(error):
+    fail(f"cannot read {error.filename}: {error.strerror}; expected a run's directory or its metrics.jsonl")
+
+
 # TFRecord: length, masked CRC-32C of the length, the record, masked CRC-32C of the record; little-endian.
 
 
@@ -186,13 +190,15 @@ class Export:
         self.seen = b""  # the last of them
 
     def read(self, start):
-        """The bytes from `start` on, and the file's status."""
+        """The bytes from `start` on, and the file's status. Raises FileNotFoundError."""
         try:
             with open(self.source, "rb") as file:
                 file.seek(start)
                 return file.read(), os.fstat(file.fileno())
+        except FileNotFoundError:
+            raise
         except OSError as error:
-            fail(f"cannot read {self.source}: {error.strerror}; expected a run's directory or its metrics.jsonl")
+            unreadable(error)
 
     def advance(self, data, used):
         self.offset += used
@@ -229,9 +235,8 @@ class Export:
         return len(points)
 
     def go_on(self):
-        """Appends new lines. True if the file was truncated or replaced, as by a resume, and exported again."""
-        if not os.path.exists(self.source):
-            return False  # the run has not started yet, or is restarting
+        """Appends new lines. True if the file was truncated or replaced, as by a resume, and exported again. Raises
+        FileNotFoundError if the run has not started yet, or is restarting."""
         if self.target is None:
             self.begin()
             return True
@@ -313,8 +318,11 @@ def main():
     while options.follow:
         time.sleep(options.every)
         for export in found:
-            if export.go_on():
-                print(f"tensorboard: {export.target}: exported again", flush=True)
+            try:
+                if export.go_on():
+                    print(f"tensorboard: {export.target}: exported again", flush=True)
+            except FileNotFoundError:
+                continue
 
 
 if __name__ == "__main__":
@@ -322,3 +330,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except FileNotFoundError as error:
+        unreadable(error)

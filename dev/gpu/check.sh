@@ -368,7 +368,7 @@ fi
 done
 
 OUT=${OUT:-build/gpu-out${sitting:+/sitting-$sitting}}
-one_line() { "$@" 2>/dev/null | head -n 1 | tr '\t' ' '; }
+one_line() { "$@" 2>/dev/null | sed -n 1p | tr '\t' ' '; }
 mkdir -p "$OUT" "$RUNS"
 {
   printf '# host\t%s, %s processors, %s\n' "$(uname -sr)" "$(nproc)" "$(one_line sed -n 's/^model name.*: //p' /proc/cpuinfo)"

@@ -150,7 +150,7 @@ header_version() {
 }
 
 # at_least VERSION LEAST
-at_least() { [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]; }
+at_least() { [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | sed -n 1p)" = "$2" ]; }
 
 # library HEADER LIBRARY: builds the program on standard input, which prints the version, with both, and runs it
 library() {

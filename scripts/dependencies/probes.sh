@@ -28,7 +28,7 @@ CPP
   elif ! "$dir/try" >"$dir/run.log" 2>&1; then
     unusable "what '$CXX $flags${LDFLAGS:+ $LDFLAGS}' builds does not run: $(first_error "$dir/run.log")"
   else
-    answer VERSION "$($CXX --version | head -n 1)"
+    answer VERSION "$($CXX --version | sed -n 1p)"
   fi
 }
 
@@ -164,7 +164,7 @@ CPP
 
 # where_is HEADER: " in FOLDER/HEADER"
 where_is() {
-  echo "#include <$1>" | $CXX $flags -x c++ -E - 2>/dev/null | sed -n "s|^# 1 \"\(.*/$1\)\".*| in \1|p" | head -n 1
+  echo "#include <$1>" | $CXX $flags -x c++ -E - 2>/dev/null | sed -n "s|^# 1 \"\(.*/$1\)\".*| in \1|p" | sed -n 1p
 }
 
 # The tests of CUDA kernels run the kernels' threads as fibers. (1.74 is 107400.)
@@ -313,7 +313,7 @@ probe_gpu() {
   gpus=$(nvidia-smi -L 2>/dev/null) || gpus=
   [ -n "$gpus" ] || { absent "no GPU answers nvidia-smi"; return; }
   echo "GPU := $(sed -n '1s/^GPU 0: \(.*\) (UUID.*$/\1/p' <<<"$gpus")"
-  answer ARCH "sm_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)"
+  answer ARCH "sm_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sed -n 1p | tr -d .)"
 }
 
 # Sets mpi_flags and mpi_libs for MPI's C interface, from the compiler wrapper or pkg-config; without either it may be
@@ -394,7 +394,7 @@ CPP
   then
     absent "there is no MPI to build programs with"
   elif timeout 60 scripts/multi_node/local_mpirun.sh -n 2 "$dir/try" >"$dir/run.log" 2>&1; then
-    answer VERSION "$($program --version 2>&1 | grep -m 1 -oE '[0-9]+(\.[0-9]+)+')"
+    answer VERSION "$($program --version 2>&1 | grep -oE '[0-9]+(\.[0-9]+)+' | sed -n 1p)"
   elif grep -q 'a process sees 1 process' "$dir/run.log"; then
     unusable "$(command -v ${program%% *}) is of another MPI than $MPICC: its processes do not see each other"
   else

@@ -144,7 +144,7 @@ run_case() {
       done ;;
   esac
   [ -z "$(mine)" ] || fail "left running: $(for id in $(mine); do tr '\0' ' ' <"/proc/$id/cmdline"; done)"
-  echo "  $case: $took ms: $(sed -n 's/^train_gpt: //p' "$dir"/log.[0-9m]* | sort | uniq -c | sort -rn | head -n 1)"
+  echo "  $case: $took ms: $(sed -n 's/^train_gpt: //p' "$dir"/log.[0-9m]* | sort | uniq -c | sort -rn | sed -n 1p)"
 
   # The checkpoints are those of the undisturbed run, and lead to its end.
   local checkpoint file

@@ -304,7 +304,7 @@ try_each() {
     fi
     # `make deps` installs optional parts, too.
     inside "$root" online root "scripts/install_deps.sh build test run && make config &&
-      dpkg -s $package | grep -q '^Status: install ok installed'" >>"$log" 2>&1 ||
+      dpkg -s $package | grep '^Status: install ok installed' >/dev/null" >>"$log" 2>&1 ||
       failed "each: $package was not installed again: $log"
     say "each: $package: $what, installed when online"
     drop

@@ -201,7 +201,7 @@ while [ $killed -lt "$kills" ]; do
     same_losses "$dir/whole-$kind.txt" "$dir/now.txt" || fail "a run in changing layouts has read other samples"
   else
     cmp -s "$dir/whole-$kind.txt" "$dir/now.txt" ||
-      fail "a resumed run ($kind) differs: $(diff "$dir/whole-$kind.txt" "$dir/now.txt" | head -n 6)"
+      fail "a resumed run ($kind) differs: $(diff "$dir/whole-$kind.txt" "$dir/now.txt" | sed -n 1,6p)"
   fi
   rm -rf "$out"
 done

@@ -117,7 +117,7 @@ PY
 }
 same() { # OUT
   results "$1" >"$dir/now.txt"
-  cmp -s "$dir/whole.txt" "$dir/now.txt" || fail "$1 differs: $(diff "$dir/whole.txt" "$dir/now.txt" | head -n 6)"
+  cmp -s "$dir/whole.txt" "$dir/now.txt" || fail "$1 differs: $(diff "$dir/whole.txt" "$dir/now.txt" | sed -n 1,6p)"
 }
 # submit OUT [OPTION...]: prints the number of the job
 submit() {

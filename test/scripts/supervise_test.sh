@@ -203,7 +203,7 @@ refused '--min-hosts 3: there are 2 in --hosts' --hosts a,b --min-hosts 3 -- tru
 refused '--spares 2: there are 2 in --hosts' --hosts a,b --spares 2 -- true -o out
 refused '--min-hosts 2: there are 2 in --hosts, 1 of them --spares' --hosts a,b --spares 1 --min-hosts 2 -- true -o out
 refused 'expected -- and the command' -- 
-scripts/supervise.sh --help | grep -q -e '--max-failures N' || fail "no --help"
+grep -q -e '--max-failures N' <<<"$(scripts/supervise.sh --help)" || fail "no --help"
 
 # ---- Real runs -------------------------------------------------------------------------------------------------------
 

@@ -202,9 +202,10 @@ follow
 { val 0 5.5; train 1 5.25; } >"$metrics"
 wait_for "a run that began was not followed" 7
 before=("$logdir"/*)
-train 2 5.0 | head -c 40 >>"$metrics"
+line=$(train 2 5.0)
+printf '%s' "${line:0:40}" >>"$metrics"
 sleep 0.1
-train 2 5.0 | tail -c +41 >>"$metrics"
+printf '%s\n' "${line:40}" >>"$metrics"
 wait_for "a line written in two parts was not followed" 13
 { train 3 4.5; train 4 null; val 4 4.25; } >>"$metrics"
 wait_for "new lines were not followed" 25
