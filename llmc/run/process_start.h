@@ -2,10 +2,12 @@
 // with begin.
 #pragma once
 #include <fcntl.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>  // program_invocation_short_name, from glibc
 #include <csignal>
 
 #include "comm/comm.h"
@@ -48,6 +50,7 @@ inline void prepare_process(char** argv) {
   allow_many_files();
   if (detail::hangup_ignored) std::signal(SIGHUP, SIG_IGN);  // so that it is when this program executes itself again
   wait_without_spinning(argv);
+  ::prctl(PR_SET_NAME, program_invocation_short_name);  // it may have executed itself as /proc/self/exe
   set_gpu_environment();
   set_nccl_environment();
 }

@@ -30,6 +30,7 @@ parts='
     test   python          python3               required   Python
     test   mpirun          openmpi-bin           optional   mpirun
     long   tsan            g++                   required   ThreadSanitizer
+    long   ip              iproute2              optional   ip
     run    python          python3               required   Python
     run    bible           bible-kjv             required   the King James Bible
     run    matplotlib      python3-matplotlib    required   matplotlib
@@ -198,7 +199,7 @@ headers() {
 
 # tool COMMAND...: whether it runs
 tool() {
-  if "$@" >"$dir/log" 2>&1; then answer VERSION "$(grep -m 1 -oE '[0-9]+(\.[0-9]+)+' "$dir/log")"; return; fi
+  if "$@" >"$dir/log" 2>&1; then answer VERSION "$(grep -oE '[0-9]+(\.[0-9]+)+' "$dir/log" | sed -n 1p)"; return; fi
   if command -v "$1" >/dev/null; then
     unusable "$(command -v "$1") is there, but fails: $(tail -n 1 "$dir/log" | cut -c 1-160)"
   else

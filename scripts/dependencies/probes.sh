@@ -238,6 +238,7 @@ probe_slurm_client() {
   tool env SLURM_CONF="$dir/slurm.conf" srun -V
 }
 probe_munge() { tool munged --version; }
+probe_ip() { tool ip -V; }
 
 # NVIDIA's compiler must accept the host compiler. 12.4 ends with internal errors ("il.c").
 probe_nvcc() {

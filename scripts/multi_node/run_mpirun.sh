@@ -6,6 +6,8 @@
 # HOSTS   host names, separated by commas; default: this host. mpirun reaches the others by ssh, without a password
 # RANKS   processes on each host
 # Inside a Slurm job neither is needed: mpirun asks Slurm. Variables set options of mpirun, too: OMPI_MCA_btl=tcp,self.
+# If a host vanishes, the trainers end, but mpirun would wait for its daemon there for a quarter of an hour or longer: once
+# the trainers that it had on this host have been gone for a minute, it is killed, and the exit status is 3.
 # SIGINT and SIGTERM save the run and end it with status 75: mpirun itself would allow only a second for that.
 set -euo pipefail
 # Used in the commands that a run suggests.
@@ -39,10 +41,37 @@ done
 # socket. setsid: so that a Ctrl-C at the terminal reaches mpirun only through this script.
 setsid mpirun "${where[@]}" --bind-to none "${variables[@]}" ./train_gpt "$@" </dev/null &
 mpirun=$!
+
+# Kills mpirun, and its ssh, once its trainers here have been gone for a minute.
+watch() {
+  local begun='' left=60 file pid name children more trains
+  while [ $left -gt 0 ]; do
+    sleep 5 >/dev/null 2>&1
+    kill -0 "$mpirun" 2>/dev/null || return 0
+    children=() trains=''
+    for file in "/proc/$mpirun/task/"*/children; do
+      read -r -a more 2>/dev/null <"$file" || :
+      children+=("${more[@]}")
+    done
+    for pid in "${children[@]}"; do
+      read -r name 2>/dev/null <"/proc/$pid/comm" || continue
+      [ "$name" != train_gpt ] || trains=yes begun=yes
+    done
+    if [ -n "$trains" ]; then left=60
+    elif [ -n "$begun" ]; then left=$((left - 5)); fi
+  done
+  echo "run_mpirun.sh: the trainers on this host ended a minute ago, but mpirun has not: it is killed" >&2
+  kill -KILL "$mpirun" "${children[@]}" || :
+  return 3
+}
+watch &
+watch=$!
 trap 'again=yes; kill -USR1 $mpirun || :' INT TERM HUP USR1 USR2   # which mpirun passes on
 again=yes
 while [ -n "$again" ]; do   # a signal ends `wait` early
   again='' status=0
   wait "$mpirun" || status=$?
 done
+kill "$watch" 2>/dev/null || :
+wait "$watch" || [ $? -ne 3 ] || status=3
 exit "$status"

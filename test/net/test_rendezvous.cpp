@@ -1,4 +1,6 @@
 // net/: processes meet, agree and talk, or all learn why they cannot.
+#include <linux/filter.h>
+
 #include <atomic>
 #include <latch>
 
@@ -259,6 +261,50 @@ TEST_CASE("processes that do not come are named on all that have", "[net]") {
       3, [&](int p) { const ControlPlane job(greeting(p == 2 ? 4 : p, 6), at(where, lines, p == 0 ? 6 : 20)); });
   require_all(errors, formatted("ranks 2, 3 and 5 have not arrived at {} within 6 s (--init-timeout)", where));
   REQUIRE(lines.contain("waiting for ranks 2, 3 and 5 of 6 at " + where));
+}
+
+TEST_CASE("a process that connects and then says nothing is missing, and its address is told", "[net]") {
+  const TempDir dir;
+  Lines lines;
+  const std::string where = "file:" + dir / "meeting";
+  std::string from;
+  const auto errors = on_threads(3, [&](int p) {
+    if (p < 2) {
+      const ControlPlane job(greeting(p, 3), at(where, lines, p == 0 ? 6 : 20));
+      return;
+    }
+    const Reached silent = reach_process_0(at(where, lines), 2);
+    from = address_here(silent.socket).endpoint().host;
+    char end;
+    const iovec all{&end, 1};
+    while (silent.socket.receive_some(&all, 1) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  });
+  const std::string but = formatted("; from {} a process has connected, but {}", from, cut_short);
+  for (const int p : {0, 1})
+    REQUIRE(errors[static_cast<size_t>(p)] ==
+            formatted("rank 2 has not arrived at {} within 6 s (--init-timeout){}", where, but));
+  REQUIRE(lines.contain(formatted("waiting for rank 2 of 3 at {}{}", where, but)));
+}
+
+TEST_CASE("a process whose messages process 0 does not get says so", "[long][net]") {
+  const TempDir dir;
+  Lines lines;
+  Socket listening = listen_at(resolve({"127.0.0.1", 0}).at(0));
+  const Nonce job = random_nonce();
+  const MeetingFile file(dir / "meeting", address_here(listening).endpoint(), job);
+  std::optional<Socket> deaf;
+  const Listener door(std::move(listening), 0, job, token,
+                      Listener::Guests{[](const Hello&) { return Answer::welcome; },
+                                       [&](const Hello&, Socket socket, const Address&) {
+                                         sock_filter drops = BPF_STMT(BPF_RET | BPF_K, 0);
+                                         const sock_fprog all{1, &drops};
+                                         detail::set_option(socket, SOL_SOCKET, SO_ATTACH_FILTER, all);
+                                         deaf = std::move(socket);
+                                       }},
+                      lines.say());
+  const std::string where = "file:" + dir / "meeting";
+  const auto errors = on_threads(1, [&](int) { const ControlPlane job(greeting(1, 2), at(where, lines, 100)); });
+  REQUIRE(errors[0] == formatted("the rendezvous at {} was reached by this process, but {}", where, cut_short));
 }
 
 TEST_CASE("a process that ends while others arrive is named at once", "[net]") {

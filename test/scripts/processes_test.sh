@@ -252,7 +252,9 @@ for ((tries = 0; tries < 500; ++tries)); do
 done
 python3 test/scripts/python/hostile_connections.py 127.0.0.1 "$port" --seed "$RANDOM" --count $count >"$dir/log.strangers" 2>&1 ||
   fail "strangers were believed, or kept waiting"
-kill -USR1 "$(trainers_with --out-dir "$dir/visited" --rank 0)"
+trainer=$(trainers_with --out-dir "$dir/visited" --rank 0)
+[ "$(<"/proc/$trainer/comm")" = train_gpt ] || fail "top and ps call the trainer $(<"/proc/$trainer/comm")"
+kill -USR1 "$trainer"
 for process in "${pids[@]}"; do
   status=0
   wait "$process" || status=$?

@@ -173,7 +173,7 @@ class ControlPlane : public Roster {
       const int line = control_->add(std::move(socket));
       if (process() == 0) {
         if (hello.numbers[1] != 0) were_spares_.insert(line);
-        return void(seen_at_[line] = from.endpoint().host);
+        return meeting_->connected(line, from.endpoint().host);
       }
       std::erase_if(lines_, [&](const auto& l) { return l.second == hello.numbers[0]; });  // it has tried again
       lines_[line] = hello.numbers[0];
@@ -261,9 +261,10 @@ class ControlPlane : public Roster {
     changed_.notify_all();
   }
   void arrived(int line, Introduction introduction) {
+    const std::string from = meeting_->introduced(line);
     introduction.check();
     if (introduction.greeting.process == spare_process) return spare_arrived(line, introduction);
-    if (introduction.peer.address.empty()) introduction.peer.address = seen_at_[line];
+    if (introduction.peer.address.empty()) introduction.peer.address = from;
     if (verdict_ && !verdict_->known())  // it was welcome a moment ago
       return control_->send(line, {Kind::verdict, Fault{reason(Answer::complete), ExitStatus::refused}.parts()});
     // Where a spare has been sent, its owner may come back: who comes first has the place.
@@ -357,7 +358,6 @@ class ControlPlane : public Roster {
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::optional<Meeting> meeting_;         // on process 0
-  std::map<int, std::string> seen_at_;     // on process 0: where connections come from
   std::set<int> were_spares_;              // on process 0: the connections of those that were sent to a place
   std::set<int> given_;                    // on process 0: the processes whose places these are
   std::map<int, std::string> spares_;      // on process 0: the connections of those that wait, and their hosts

@@ -41,6 +41,9 @@ inline void add_peers(std::vector<Peer>& peers, std::span<const std::string> par
                      std::atoi(parts[3].c_str())});
 }
 
+// Packets of full size are lost where a host or switch takes only smaller ones; those of a handshake are small.
+constexpr const char* cut_short = "what it sends next does not arrive: have all hosts and switches the same MTU?";
+
 class Meeting {
  public:
   Meeting(Introduction process_0, const Rendezvous& at)
@@ -52,6 +55,17 @@ class Meeting {
     add({no_line, std::move(process_0)});
   }
 
+  // A process has connected from this address, and is to introduce itself.
+  void connected(int line, std::string address) {
+    silent_[line] = {std::move(address), Limit::seconds(introduction_seconds)};
+  }
+  // It has. Returns the address, from where long messages do arrive.
+  std::string introduced(int line) {
+    const auto known = silent_.extract(line);
+    if (!known) return "";
+    std::erase_if(silent_, [&](const auto& s) { return s.second.is_late() && s.second.from == known.mapped().from; });
+    return known.mapped().from;
+  }
   void arrive(int line, Introduction introduction) {
     last_arrival_ = Limit::Clock::now();
     lines_.insert(line);
@@ -59,6 +73,7 @@ class Meeting {
   }
   void leave(int line) {
     lines_.erase(line);
+    if (const auto found = silent_.find(line); found != silent_.end() && !found->second.is_late()) silent_.erase(found);
     for (const Arrival& a : all_)
       if (a.line == line && left_.empty())
         left_ = formatted("{} on {} has ended before all had met at {}", named({a.it.greeting.process}, local_ranks()),
@@ -75,8 +90,8 @@ class Meeting {
     if (missing_.empty() || (last_call_ && last_call_->passed())) return Fault{difference, ExitStatus::refused};
     if (!end_.passed()) return std::nullopt;
     const std::vector<int> missing = this->missing();
-    return Fault{formatted("{} {} not arrived at {} within {} s (--init-timeout)", named(missing, local_ranks()),
-                           missing.size() == 1 ? "has" : "have", where_, init_timeout_)};
+    return Fault{formatted("{} {} not arrived at {} within {} s (--init-timeout){}", named(missing, local_ranks()),
+                           missing.size() == 1 ? "has" : "have", where_, init_timeout_, silent())};
   }
   // When verdict() may change even if nobody comes.
   Limit next() const { return last_call_ ? *last_call_ : end_; }
@@ -94,8 +109,8 @@ class Meeting {
   bool misses(int process) const { return !first_.contains(process); }
   std::vector<int> missing() const { return {missing_.begin(), missing_.end()}; }
   std::string waiting() const {
-    return formatted("waiting for {} of {} at {}", named(missing(), local_ranks()), all_[0].it.greeting.processes,
-                     where_);
+    return formatted("waiting for {} of {} at {}{}", named(missing(), local_ranks()), all_[0].it.greeting.processes,
+                     where_, silent());
   }
 
   // Call once the job can begin.
@@ -110,9 +125,16 @@ class Meeting {
 
  private:
   static constexpr int no_line = -1;
+  static constexpr double introduction_seconds = 2;  // it takes milliseconds
   struct Arrival {
     int line;
     Introduction it;
+  };
+
+  struct Silent {
+    std::string from;
+    Limit limit;
+    bool is_late() const { return limit.passed(); }
   };
 
   // What verdict() needs to know is kept with each arrival: it is asked after each of thousands.
@@ -122,6 +144,12 @@ class Meeting {
     missing_.erase(its.process);
     differs_ |= refuses(its) || (!all_.empty() && !disagreement({all_[0].it, arrival.it}).empty());
     all_.push_back(std::move(arrival));
+  }
+  // From where a process has connected that then says nothing; empty: from nowhere.
+  std::string silent() const {
+    for (const auto& [line, it] : silent_)
+      if (it.is_late()) return formatted("; from {} a process has connected, but {}", it.from, cut_short);
+    return "";
   }
   static bool refuses(const Greeting& greeting) {
     return std::ranges::any_of(greeting.agree, [](const auto& a) { return a.first == refusal; });
@@ -159,8 +187,9 @@ class Meeting {
   std::vector<Arrival> all_;     // process 0 first
   std::map<int, size_t> first_;  // by process: its place in all_
   std::set<int> missing_;
-  bool differs_ = false;  // one that has come is refused, or not like process 0
-  std::set<int> lines_;   // the open ones
+  bool differs_ = false;          // one that has come is refused, or not like process 0
+  std::set<int> lines_;           // the open ones
+  std::map<int, Silent> silent_;  // lines without an introduction; those that were late also once they are closed
   Limit::Clock::time_point last_arrival_ = Limit::Clock::now();
   std::string left_;                // who has ended, as a sentence
   std::optional<Limit> last_call_;  // set once the processes here differ
