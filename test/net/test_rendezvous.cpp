@@ -42,6 +42,29 @@ TEST_CASE("processes meet, know each other, and gather texts by topic", "[net]")
   REQUIRE(entries("/proc/self/task") == threads);
 }
 
+TEST_CASE("the process whose text is too long is to blame, process 0 included", "[net]") {
+  for (const int longer : {0, 1}) {
+    Jobs jobs(2);
+    const auto errors = on_threads(2, [&](int p) {
+      if (p != longer) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      try {
+        jobs[p].all_gather("a topic", std::string(p == longer ? 2 << 20 : 1, 'x'));
+      } catch (const PeerError&) {
+        throw;
+      } catch (const Error& error) {
+        jobs[p].report_failure({formatted("process {}: {}", p, error.what())});
+        throw;
+      }
+    });
+    for (int p = 0; p < 2; ++p) {
+      INFO(errors[static_cast<size_t>(p)]);
+      REQUIRE(errors[static_cast<size_t>(p)].starts_with(p == longer ? "a message of "
+                                                                     : formatted("process {}: ", longer)));
+      REQUIRE(errors[static_cast<size_t>(p)].find("is too long for another process") != std::string::npos);
+    }
+  }
+}
+
 TEST_CASE("what one message cannot hold goes in several", "[net]") {
   const std::vector<std::string> head = {"a topic", ""};
   std::vector<std::string> rest;

@@ -76,7 +76,9 @@ class ControlPlane : public Roster {
     if (processes() == 1) return {text};
     std::unique_lock lock(mutex_);
     check_alive();
-    process() == 0 ? contribute(0, topic, text) : control_->send(line_to(0), {Kind::text, {topic, text}});
+    const Message said{Kind::text, {topic, text}};
+    said.require_short();  // also of process 0, which passes it on
+    process() == 0 ? contribute(0, topic, text) : control_->send(line_to(0), said);
     // The others wait longer, so that process 0 says who is missing.
     const double longer = process() == 0 ? 0 : std::min(5.0, seconds.value_or(0));
     const Limit limit = seconds ? Limit::seconds(*seconds + longer) : Limit();

@@ -28,7 +28,15 @@ struct Message {
   uint32_t kind = 0;
   std::vector<std::string> parts;
 
+  void require_short() const {
+    size_t bytes = 2 * sizeof(uint32_t);
+    for (const std::string& part : parts) bytes += sizeof(uint32_t) + part.size();
+    CHECK(bytes <= most_bytes, "a message of {} bytes is too long for another process, which takes {}", bytes,
+          most_bytes);
+  }
+
   std::string encoded() const {
+    require_short();
     std::string text(sizeof(uint32_t), '\0');
     auto add = [&](size_t number) {
       const auto word = static_cast<uint32_t>(number);
@@ -36,8 +44,6 @@ struct Message {
     };
     add(kind);
     for (const std::string& part : parts) add(part.size()), text += part;
-    CHECK(text.size() <= most_bytes, "a message of {} bytes is too long for another process, which takes {}",
-          text.size(), most_bytes);
     const auto bytes = static_cast<uint32_t>(text.size() - sizeof(uint32_t));
     std::memcpy(text.data(), &bytes, sizeof bytes);
     return text;
