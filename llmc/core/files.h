@@ -2,7 +2,6 @@
 #pragma once
 #include <fcntl.h>
 #include <glob.h>
-#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -129,13 +128,6 @@ class File {
       written += n;
     }
     return written;
-  }
-
-  // Takes the lock of the file; false: another process holds it.
-  bool lock() const {
-    if (::flock(fd_, LOCK_EX | LOCK_NB) == 0) return same_file(fd_, path_);
-    check(errno == EWOULDBLOCK, "lock");
-    return false;
   }
 
   // Begins to write bytes [begin, end) to disk, and waits for those before that were begun: so little is left to sync()

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/checksum.h"
+#include "core/file_lock.h"
 #include "core/json.h"
 #include "core/log.h"
 #include "core/signals.h"
@@ -148,6 +149,13 @@ class Tokenization {
           "--tokenizer {} can decode tokens but not encode text: name a tokenizer.json", job.tokenizer_name);
   }
 
+  // Of a command that wrote nothing, nothing remains.
+  ~Tokenization() {
+    lock_.remove();
+    std::error_code not_empty;
+    for (const std::filesystem::path& folder : made_) std::filesystem::remove(folder, not_empty);
+  }
+
   void run() {
     lock_output();
     describe();
@@ -171,10 +179,20 @@ class Tokenization {
 
   void lock_output() {
     const std::filesystem::path folder = std::filesystem::path(job_.prefix).parent_path();
+    for (auto missing = folder; !missing.empty() && !std::filesystem::exists(missing); missing = missing.parent_path())
+      made_.push_back(missing);
     if (!folder.empty()) std::filesystem::create_directories(folder);
-    lock_.emplace(File::append(job_.prefix + ".lock"));
-    CHECK(lock_->lock(), "--out {}: another process is writing there: wait for it, or give another prefix",
+    const std::string path = job_.prefix + ".lock";
+    const int error = lock_.take(path);
+    CHECK(error != EWOULDBLOCK, "--out {}: another process is writing there: wait for it, or give another prefix",
           job_.prefix);
+    CHECK(error != ELOOP, "{} is a symbolic link, expected a file: remove it", path);
+    CHECK(error == 0, "cannot write to {}: {}", path, std::strerror(error));
+    if (!lock_.fault().empty())
+      log_.line(formatted(
+          "WARNING: {} cannot be locked, on a file system without locks ({}): nothing keeps a second --tokenize from "
+          "writing there, too",
+          path, lock_.fault()));
   }
 
   void describe() {
@@ -223,7 +241,6 @@ class Tokenization {
     writer_->publish();
     const std::optional<std::string> damaged = writer_->damaged();
     CHECK(!damaged, "{} is not as {} says: write all shards again with --restart", damaged.value_or(""), record_path_);
-    std::filesystem::remove(lock_->path());
     std::vector<std::pair<std::string, std::string>> rows = {
         {"documents", human_count(record_.documents)},
         {"tokens", formatted("{} of {} bytes ({})", record_.tokens, width_, job_.tokenizer_name)},
@@ -250,6 +267,7 @@ class Tokenization {
     last_record_ = std::chrono::steady_clock::now();
     on_threads(job_.threads, [&] { work(); });
     if (fault_ || !stopped_.empty()) {
+      if (stopped_.empty() && record_.tokens == 0 && !path_exists(record_path_)) std::rethrow_exception(fault_);
       write_record();
       if (fault_) std::rethrow_exception(fault_);
       throw Error(formatted("stopped by {} after {} documents, {} tokens; the same command{} goes on from there",
@@ -367,7 +385,8 @@ class Tokenization {
   Log& log_;
   int64_t width_, all_bytes_ = 0, text_bytes_before_ = 0;
   std::string record_path_;
-  std::optional<File> lock_;
+  FileLock lock_;
+  std::vector<std::filesystem::path> made_;  // folders, the innermost first
   TokenizeRecord record_;
   std::optional<ShardWriter> writer_;
   std::optional<TokenizeProgress> progress_;

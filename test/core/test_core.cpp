@@ -1,13 +1,16 @@
 // core/: formatting, bf16, counter-based random numbers, the log.
 #include <sys/resource.h>
 
+#include <atomic>
 #include <csignal>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <thread>
 
 #include "catch2.h"
 #include "core/append_file.h"
 #include "core/dtype.h"
+#include "core/file_lock.h"
 #include "core/log.h"
 #include "core/rng.h"
 #include "helpers.h"
@@ -274,4 +277,40 @@ TEST_CASE("numbers in human-readable form", "[core]") {
   REQUIRE(human_bytes(int64_t{3} << 30) == "3.00 GiB");
   REQUIRE(human_duration(65.4) == "1:05");
   REQUIRE(human_duration(3661) == "1:01:01");
+}
+
+TEST_CASE("one at a time holds a lock whose file its holders remove", "[core]") {
+  const TempDir dir;
+  std::atomic<int> inside = 0, together = 0, taken = 0;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([&] {
+      while (taken < 300) {
+        FileLock lock;
+        if (lock.take(dir / "lock") != 0) {
+          std::this_thread::yield();
+          continue;
+        }
+        if (++inside > 1) ++together;
+        std::this_thread::yield();
+        --inside;
+        ++taken;
+        lock.remove();
+      }
+    });
+  for (std::thread& t : threads) t.join();
+  REQUIRE(together == 0);
+  REQUIRE_FALSE(path_exists(dir / "lock"));
+
+  FileLock held, other;
+  REQUIRE(held.take(dir / "lock") == 0);
+  REQUIRE(other.take(dir / "lock") == EWOULDBLOCK);
+  other.remove();  // not its own
+  REQUIRE(held.in_place());
+  std::filesystem::rename(dir / "lock", dir / "moved");
+  REQUIRE(other.take(dir / "lock") == 0);
+  held.remove();  // nor is this the file of that name any more
+  REQUIRE(other.in_place());
+  std::filesystem::create_symlink(dir / "moved", dir / "link");
+  REQUIRE(held.take(dir / "link") == ELOOP);
 }

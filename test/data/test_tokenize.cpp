@@ -392,9 +392,10 @@ TEST_CASE("what another command has written is neither continued nor overwritten
   const HuggingFaceTokenizer other("test/golden/tokenizers/gpt2.json");
   REQUIRE_ERROR(tokenize_files(corpus.job, other, log), "was made with tokenizer");
   {
-    File held = File::append(corpus.job.prefix + ".lock");
-    REQUIRE(held.lock());
+    FileLock held;
+    REQUIRE(held.take(corpus.job.prefix + ".lock") == 0);
     REQUIRE_ERROR(corpus.run(), "another process is writing there");
+    REQUIRE(held.in_place());
   }
   corpus.run();
   const std::vector<std::string> shards = corpus.shards();
@@ -418,4 +419,46 @@ TEST_CASE("what another command has written is neither continued nor overwritten
   REQUIRE_ERROR(tokenize_files(corpus.job, other, log), formatted("byte {} of its text", long_text.size() + 1));
   write(corpus.dir / "b.txt", "");
   REQUIRE_ERROR(corpus.run(), "no text in");
+}
+
+TEST_CASE("a command that is refused before it has written anything leaves nothing", "[tokenize]") {
+  Corpus corpus;
+  corpus.job.prefix = corpus.dir / "out/deep/c_train";
+  const HuggingFaceTokenizer gpt2("test/golden/tokenizers/gpt2.json");
+  Log log = Log::silent();
+  const auto nothing_left = [&] { REQUIRE_FALSE(path_exists(corpus.dir / "out")); };
+  corpus.job.paths.push_back(corpus.dir / "nowhere");
+  REQUIRE_ERROR(corpus.run(), "nowhere: No such file");
+  nothing_left();
+  corpus.job.paths = {corpus.dir / "b.txt"};
+  write(corpus.dir / "b.txt", " ab\xff");
+  REQUIRE_ERROR(tokenize_files(corpus.job, gpt2, log), "byte 4 of its text");
+  nothing_left();
+  write(corpus.dir / "b.txt", "");
+  REQUIRE_ERROR(corpus.run(), "no text in");
+  nothing_left();
+
+  write(corpus.dir / "b.txt", "One document.");
+  std::filesystem::create_directories(corpus.dir / "out");
+  corpus.job.prefix = corpus.dir / "out/c_train";
+  write(corpus.job.prefix + "_000000.bin", "mine");
+  REQUIRE_ERROR(corpus.run(), "--restart replaces all shards");
+  REQUIRE(names_in(corpus.dir / "out") == std::vector<std::string>{"c_train_000000.bin"});
+  corpus.job.prefix = corpus.dir / "whole/c_train";
+  corpus.run();
+  REQUIRE(names_in(corpus.dir / "whole").size() == 2);  // the shard and what it was made of
+}
+
+TEST_CASE("without locks --tokenize warns, and goes on", "[tokenize]") {
+  const TempDir dir;
+  write(dir / "a.txt", "A document.");
+  const ProgramResult r = run_program("--tokenize " + (dir / "a.txt") + " --tokenizer bytes --out " + (dir / "out/c"),
+                                      "env LD_PRELOAD=build/file_ops.so FILE_OPS_NO_LOCKS=1");
+  INFO(r.out << r.err);
+  REQUIRE(r.status == 0);
+  REQUIRE(
+      r.out.find("WARNING: " + (dir / "out/c_train.lock") +
+                 " cannot be locked, on a file system without locks (No locks available): nothing keeps a second") !=
+      std::string::npos);
+  REQUIRE_FALSE(path_exists(dir / "out/c_train.lock"));
 }
