@@ -3,8 +3,10 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import signal
+import socket
 import sys
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)   # a program ends by these, after its cleanup
@@ -40,7 +42,8 @@ def writing(path, state=lambda: ""):
 @contextlib.contextmanager
 def replacing(path, mode="w"):
     """A file to write, which takes the place of `path` when the block ends; if it fails, `path` is unchanged."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    remove_abandoned(path)
+    temporary = f"{path}.{socket.gethostname()}.{os.getpid()}.tmp"
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
@@ -56,9 +59,30 @@ def replacing(path, mode="w"):
         raise
 
 
+def remove_abandoned(path):
+    """Removes what replacing(path) has left in processes of this host that were killed."""
+    for temporary in glob.glob(f"{glob.escape(path)}.{glob.escape(socket.gethostname())}.*.tmp"):
+        process = temporary.split(".")[-2]
+        if process.isdecimal() and not is_running(int(process)):
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+
+
+def is_running(process):
+    """Is there a process of this number on this host?"""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):   # that of another user; no number of a process
+        pass
+    return True
+
+
 @contextlib.contextmanager
 def locked(path):
-    """Holds the lock of the file `path`, and removes it afterwards. DataError: another process holds it."""
+    """Holds the lock of the file `path`, and removes it afterwards. DataError: another process holds it. On a file
+    system without locks, a warning."""
     held = False
     while not held:
         file = open(path, "a")
@@ -67,7 +91,8 @@ def locked(path):
         except BlockingIOError:
             raise DataError(f"{path}: another process is writing there: wait for it, or give another --out") from None
         except OSError as error:
-            raise DataError(f"{path}: cannot be locked: {error.strerror}; give --out on another file system") from None
+            print(f"WARNING: {path} cannot be locked, on a file system without locks ({error.strerror}): nothing keeps a "
+                  "second run from writing there, too", file=sys.stderr, flush=True)
         held = os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path))   # else just removed
     try:
         yield

@@ -188,6 +188,51 @@ for lock in input.txt s; do   # of a download, and of the shards
   [ "$(grep -c input.txt "$dir/requests")" = "$before" ] || fail "downloads what another process downloads"
 done
 
+# On a file system without locks a program warns, and goes on.
+cat >"$dir/unlocked.py" <<'PY'
+import errno, fcntl, os, sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+import programs
+def lockf(*_):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+fcntl.lockf = lockf
+with programs.locked(sys.argv[1]):
+    print(os.path.exists(sys.argv[1]))
+PY
+[ "$(python3 "$dir/unlocked.py" "$dir/unlocked.lock" 2>"$dir/err")" = True ] || fail "without locks: $(cat "$dir/err")"
+[[ $(cat "$dir/err") == "WARNING: $dir/unlocked.lock cannot be locked, on a file system without locks (No locks available): "* ]] ||
+  fail "without locks: $(cat "$dir/err")"
+[ ! -e "$dir/unlocked.lock" ] || fail "a lock stays behind"
+
+# What a killed process has left of a file that it was replacing is removed when the file is replaced again; what is
+# another host's, or of a process that runs, stays.
+mkdir "$dir/replaced"
+python3 - "$dir/replaced/[marker].json" <<'PY' || fail "what killed processes left of a file"
+import os, signal, socket, subprocess, sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+import programs
+path = sys.argv[1]
+killed = subprocess.run([sys.executable, "-c", """
+import os, signal, sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+import programs
+with programs.replacing(sys.argv[1]) as file:
+    os.kill(os.getpid(), signal.SIGKILL)
+""", path])
+assert killed.returncode == -signal.SIGKILL and len(os.listdir(os.path.dirname(path))) == 1
+dead = os.listdir(os.path.dirname(path))[0].split(".")[-2]
+others = {f"{path}.{socket.gethostname()}.{os.getppid()}.tmp", f"{path}.not-{socket.gethostname()}.{dead}.tmp"}
+for name in others:
+    open(name, "w").close()
+with programs.replacing(path) as file:
+    file.write("done")
+left = {os.path.join(os.path.dirname(path), name) for name in os.listdir(os.path.dirname(path))}
+assert left == others | {path}, left
+PY
+
 # The parts of FineWeb-Edu, here as text: files of one name in two folders are two; each is what the list says.
 cat >"$dir/fineweb.py" <<'PY'
 import dataclasses, sys
