@@ -12,10 +12,12 @@
 //   FILE_OPS_FAIL_AT=t the first operation with t in its words fails (FILE_OPS_ERRNO); also "pread PATH", which is not
 //                      counted and logged as others are; FILE_OPS_FAIL_AT_AFTER=n: after n others with t
 //   FILE_OPS_CLOCK=s   each look at the clock on the wall jumps by up to s seconds, forwards or backwards
+//   FILE_OPS_NO_THREADS_AFTER=t  no thread can be started after the first operation with t in its words
 //   FILE_OPS_NO_LOCKS=1  no file can be locked (ENOLCK), as on some network file systems
 //   FILE_OPS_HANGUP=1  takes SIGHUP before main() begins, as UCX does, which Open MPI 5 is linked with
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/file.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -38,6 +40,7 @@ namespace {
 
 std::mutex mutex;
 long count = 0, failed = 0;
+std::atomic<bool> no_threads = false;
 
 const char* root() {
   static const char* value = getenv("FILE_OPS_ROOT");
@@ -88,6 +91,8 @@ bool operation(const std::string& words, const void* bytes, size_t n, Halfway&& 
     usleep(static_cast<useconds_t>(1e6 * atof(seconds)));
   const auto first = [](const char* variable) { return getenv(variable) == nullptr ? -1 : atol(getenv(variable)); };
   ++count;
+  if (const char* at = getenv("FILE_OPS_NO_THREADS_AFTER"); at != nullptr && words.find(at) != std::string::npos)
+    no_threads = true;
   const auto is_now = [&](const char* variable) { return count == first(variable); };
   if (is_now("FILE_OPS_MOVE"))
     syscall(SYS_renameat2, AT_FDCWD, root(), AT_FDCWD, (std::string(root()) + ".moved").c_str(), 0);
@@ -135,6 +140,11 @@ int open_file(const char* path, int flags, mode_t mode, decltype(&::open) real) 
 }  // namespace
 
 extern "C" {
+
+int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*), void* argument) {
+  if (no_threads) return EAGAIN;
+  return next(&pthread_create, "pthread_create")(thread, attributes, run, argument);
+}
 
 int flock(int fd, int how) {
   if (getenv("FILE_OPS_NO_LOCKS") == nullptr) return next(::flock, "flock")(fd, how);

@@ -239,6 +239,22 @@ TEST_CASE("the console and metrics.jsonl say for each checkpoint how long traini
   }
 }
 
+TEST_CASE("a run that gets no thread to write checkpoints says once why training stands still for them",
+          "[run][checkpoint]") {
+  const TempDir dir;
+  const ProgramResult r = run_program(
+      tiny(dir / "run", "--max-steps 7 --checkpoint-every 2"),
+      "env LD_PRELOAD=build/file_ops.so FILE_OPS_NO_THREADS_AFTER=.tmp-step-000002 FILE_OPS_ROOT=" + (dir / "run"));
+  INFO(r.out << r.err);
+  REQUIRE(r.status == 0);
+  REQUIRE(checkpoint_lines(dir / "run").size() == 4);
+  const std::string warning =
+      "WARNING: no thread could be started to write the checkpoint while training goes on (Resource temporarily "
+      "unavailable): ";
+  REQUIRE(r.out.find(warning) != std::string::npos);
+  REQUIRE(r.out.find(warning) == r.out.rfind(warning));
+}
+
 TEST_CASE("a directory that another one replaces while a checkpoint is written does not become that checkpoint",
           "[run][checkpoint]") {
   const Model model{"gpt2", true, DType::fp32, 8, 8};

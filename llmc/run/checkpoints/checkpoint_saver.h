@@ -190,6 +190,11 @@ class CheckpointSaver {
                      .write_s = times.seconds,
                      .cpu_s = times.cpu_seconds,
                      .local = local});
+    if (!times.no_thread.empty() && !std::exchange(warned_of_threads_, true))
+      log_.line(
+          formatted("WARNING: no thread could be started to write the checkpoint while training goes on ({}): "
+                    "training stood still for it, as it will for each that gets none",
+                    times.no_thread));
     if (!local) there_is(pending.write->step(), pending.how, progress);
     if (!local && leads_ && pending.write->step() == job_.max_steps) local_->clear();
     if (local) copying_ = pending.write->step();
@@ -338,6 +343,7 @@ class CheckpointSaver {
   double write_seconds_ = static_cast<double>(job_.checkpoint_bytes()) / assumed_bytes_per_second;
   std::function<void(int64_t)> best_is_lost_;
   std::function<void(bool)> saving_;
+  bool warned_of_threads_ = false;
   std::optional<Pending> pending_;
 };
 

@@ -148,8 +148,9 @@ struct CopyMemory {
 
 // How long it took to write a checkpoint.
 struct WriteTimes {
-  double seconds = 0;      // of the rank that took longest
-  double cpu_seconds = 0;  // of the threads in the background, all together
+  double seconds = 0;          // of the rank that took longest
+  double cpu_seconds = 0;      // of the threads in the background, all together
+  std::string no_thread = {};  // why a rank got no thread for it, and wrote before training went on; empty: all got one
 };
 
 // A checkpoint of `step` that is being written. All ranks construct it together, and call publish() together; each
@@ -183,7 +184,8 @@ class CheckpointWrite {
     agree();
     if (std::ssize(memory.bytes) >= BackgroundCopies::alignment) try {
         copies_.emplace(memory.bytes);
-      } catch (const std::system_error&) {  // no thread could be started: it is written before training goes on
+      } catch (const std::system_error& error) {  // it is written before training goes on
+        no_thread_ = error.code().message();
       }
     capture_weights("", state, stream);
     capture_slices(state, stream);
@@ -212,7 +214,8 @@ class CheckpointWrite {
     const std::vector<std::string> all = groups_[GroupName::control].all_gather_text(
         "checkpoint files", nlohmann::ordered_json{{"files", records_},
                                                    {"seconds", copies_ ? copies_->seconds() : seconds_},
-                                                   {"cpu_seconds", copies_ ? copies_->cpu_seconds() : 0}}
+                                                   {"cpu_seconds", copies_ ? copies_->cpu_seconds() : 0},
+                                                   {"no_thread", no_thread_}}
                                 .dump());
     nlohmann::ordered_json files;
     fault_.attempt([&] {
@@ -221,6 +224,7 @@ class CheckpointWrite {
         files.update(rank["files"]);
         times_.seconds = std::max<double>(times_.seconds, rank["seconds"]);
         times_.cpu_seconds += rank["cpu_seconds"].get<double>();
+        if (times_.no_thread.empty()) times_.no_thread = rank["no_thread"];
       }
       if (leads_) make_visible(files);
     });
@@ -424,6 +428,7 @@ class CheckpointWrite {
   bool visible_ = false;
   int64_t bytes_ = 0;
   double seconds_ = 0;  // that writing took, if training waited for it
+  std::string no_thread_;
   WriteTimes times_;
   detail::FirstFault fault_;
   // While copies_ are written, only its thread uses these.
