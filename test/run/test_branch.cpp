@@ -112,6 +112,35 @@ TEST_CASE("a branch with another seed takes what is left of the epoch in another
   REQUIRE(seeds("third/step-000008") == json::array({at(0, 42), at(32, 7), at(48, 9)}));
 }
 
+TEST_CASE("where stages set the rate, a run that diverges says that --lr does not change it, and where it stands",
+          "[run][checkpoint]") {
+  const TempDir dir;
+  const auto stages = [&](const char* name, const char* rate) {
+    std::ofstream(dir / name) << "[[stage]]\nname = \"one\"\nsteps = 2\nlr = 1e-3\n"
+                              << "[[stage]]\nname = \"two\"\nsteps = 12\nlr = " << rate << "\n";
+    return dir / name;
+  };
+  const std::string file = stages("stages.toml", "100");
+  const ProgramResult r = run_program(
+      tiny(dir / "run", "--lr-schedule constant --dtype bf16 --grad-clip 0 --weight-decay 100 --stages " + file));
+  INFO(r.out << r.err);
+  REQUIRE(r.status == 2);
+  const std::string advice = "step-000002; " + file +
+                             ":8 sets a rate that --lr does not change: lower it in a copy of the file, and with the "
+                             "copy as --stages this continues from it with half the --lr:\n";
+  const size_t at = r.err.find(advice);
+  REQUIRE(at != std::string::npos);
+  std::string command = r.err.substr(at + advice.size() + 12);
+  command = command.substr(0, command.find('\n'));
+  INFO(command);
+  REQUIRE(command.find(file) != std::string::npos);
+  command.replace(command.find(file), file.size(), stages("lower.toml", "1e-5"));
+  const ProgramResult branch = run_program(command);
+  INFO(branch.out << branch.err);
+  REQUIRE(branch.status == 0);
+  REQUIRE(branch.out.find("branching after step 2 ") != std::string::npos);
+}
+
 TEST_CASE("a run that diverges prints the command that continues with a lower rate, and the command works",
           "[run][checkpoint]") {
   const TempDir dir;

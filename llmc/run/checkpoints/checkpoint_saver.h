@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/json.h"
 #include "run/checkpoints/checkpoint_write.h"
@@ -51,7 +52,12 @@ class CheckpointSaver {
   std::string way_back(const std::string& program) const {
     const std::string last = !last_.empty() || job_.parent.is_null() ? last_ : job_.parent["path"].get<std::string>();
     if (last.empty()) return "no checkpoint was written";
-    return formatted("the last checkpoint is {}; this continues from it with half the --lr:\n{}", last,
+    const std::vector<std::string> places = own_rates_of_stages();
+    return formatted("the last checkpoint is {}; {}this continues from it with half the --lr:\n{}", last,
+                     places.empty() ? ""
+                                    : formatted("{} set{} a rate that --lr does not change: lower it in a copy of the "
+                                                "file, and with the copy as --stages ",
+                                                either(places, "and"), places.size() == 1 ? "s" : ""),
                      branch_command(job_.asked, last, program));
   }
   // on_lost(step): the checkpoint of this step, with the best validation loss by then, could not be written.
@@ -203,6 +209,20 @@ class CheckpointSaver {
   }
 
  private:
+  // Where this stage and later ones set lr: "recipe.toml:5".
+  std::vector<std::string> own_rates_of_stages() const {
+    const auto place_of_lr = [](const Options& o) {
+      const auto found = o.config_lines.find("--lr");
+      return found == o.config_lines.end() ? std::string() : found->second;
+    };
+    std::vector<std::string> places;
+    const std::vector<RecipeStage>& stages = job_.course.recipe().stages;
+    for (size_t i = job_.stretch().stage; i < stages.size(); ++i)
+      if (const std::string place = place_of_lr(stages[i].options); place != place_of_lr(job_.asked))
+        places.push_back(place);
+    return places;
+  }
+
   // Whether the out directory had to be made again, or has lost its last checkpoint; all ranks end if another run has
   // taken it.
   bool directory_is_new(const Run& run) {
