@@ -95,7 +95,7 @@ inline void run_selftest_mode(const Options& o, const Processes& processes) {
 // --verify-data: checks the shards and names every bad one.
 inline void run_verify_data(const Options& o) {
   const ModelConfig model = choose_model(o);
-  omp_set_num_threads(choose_device(o).threads);
+  omp_set_num_threads(threads_of_process(o));
   Log log = make_log(o);
   std::optional<int64_t> end_of_text = end_of_text_of(model.vocab_size);
   if (o.tokenizer != "auto") end_of_text = choose_tokenizer(o, model)->end_of_text();

@@ -33,8 +33,12 @@ inline int processors_of_process(const Options& o) {
   return std::max(1, available_processors() / static_cast<int>(o.place.sharers));
 }
 
+inline int threads_of_process(const Options& o) {
+  return o.threads > 0 ? static_cast<int>(o.threads) : processors_of_process(o);
+}
+
 inline Device choose_device(const Options& o) {
-  Device device{DeviceKind::cpu, o.threads > 0 ? static_cast<int>(o.threads) : processors_of_process(o)};
+  Device device{DeviceKind::cpu, threads_of_process(o)};
   device.tf32 = o.tf32 ? Tf32::yes : Tf32::no;
   device.graphs = o.cuda_graphs == OnOff::on;
   device.cudnn = o.attention == GpuAttention::cudnn;

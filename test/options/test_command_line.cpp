@@ -278,6 +278,46 @@ TEST_CASE("options of some modes are refused by all others, and only noted in a 
   REQUIRE_ERROR(parse({"--plan", "--generate", "--lr", "1"}), "--generate and --plan: choose one of them");
 }
 
+TEST_CASE("where and by how many ranks to compute is refused by modes that do not compute", "[options]") {
+  using Words = std::vector<std::string>;
+  const TempDir dir;
+  std::ofstream(dir / "c.ini") << "device=cpu\ncomm=threads\nmemory-limit=1\nlocal-ranks=1\n";
+  const auto check = [&](const Words& mode, const Words& ignored) {
+    Words configured = mode;
+    configured.insert(configured.end(), {"--config", dir / "c.ini"});
+    REQUIRE(parse(configured).unused == ignored);
+    for (const Words& option : std::vector<Words>{
+             {"--device", "cpu"}, {"--comm", "threads"}, {"--memory-limit", "1"}, {"--local-ranks", "1"}}) {
+      Words words = mode;
+      words.insert(words.end(), option.begin(), option.end());
+      INFO(mode[0] << " " << option[0]);
+      if (std::ranges::find(ignored, option[0]) == ignored.end()) REQUIRE_NOTHROW(parse(words));
+      else REQUIRE_ERROR(parse(words), option[0] + " with " + mode[0] + ", which ");
+    }
+  };
+  const Words all = {"--memory-limit", "--local-ranks", "--comm", "--device"};
+  check({"--verify-data"}, all);
+  check({"--tokenize", "x", "--tokenizer", "bytes", "--out", "x"}, all);
+  check({"--average", "x", "--out", "x"}, all);
+  check({"--plan-examples"}, all);
+  check({"--print-schedule"}, all);
+  check({"--coord-check", "128,512"}, {"--memory-limit", "--local-ranks", "--comm"});
+  check({"--generate"}, {"--comm"});
+  check({"--selftest"}, {"--memory-limit"});
+  for (const Words& mode : std::vector<Words>{{"--plan", "--max-steps", "1"},
+                                              {"--plan-auto", "--machine", "h100x8"},
+                                              {"--evaluate", "--model", "test/golden/gpt2_tiny", "--val-data", "x"},
+                                              {"--print-stages"},
+                                              {"--print-samples", "1"}})
+    check(mode, {});
+  for (const Words& mode :
+       std::vector<Words>{{"--average", "x", "--out", "x"}, {"--plan-examples"}, {"--print-schedule"}}) {
+    Words words = mode;
+    words.insert(words.end(), {"--threads", "2"});
+    REQUIRE_ERROR(parse(words), "--threads with " + mode[0]);
+  }
+}
+
 TEST_CASE("options of a --config file that a mode does not use have their defaults in it", "[options]") {
   const TempDir dir;
   const std::string file = dir / "run.ini";

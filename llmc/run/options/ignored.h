@@ -3,6 +3,7 @@
 // takes all options of runs.
 #pragma once
 #include <algorithm>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,7 +17,7 @@ namespace llmc {
 namespace detail {
 
 struct OptionKind {
-  enum Bit : unsigned {
+  enum Bit : uint64_t {
     training = 1 << 0,
     train_data = 1 << 1,
     val_data = 1 << 2,
@@ -38,17 +39,20 @@ struct OptionKind {
     threads = 1 << 18,
     local_ranks = 1 << 19,
     spare = 1 << 20,
-    of_runs = (1 << 21) - 1,  // all of the above
+    device = 1 << 21,
+    transport = 1 << 22,
+    memory = 1 << 23,
+    of_runs = (1 << 24) - 1,  // all of the above
     // Of some modes alone:
-    generation = 1 << 21,
-    output = 1 << 22,
-    shards = 1 << 23,
-    selftest = 1 << 24,
-    depths = 1 << 25,
-    machine = 1 << 26,
-    price = 1 << 27,
-    micro_batches = 1 << 28,
-    json = 1 << 29
+    generation = 1 << 24,
+    output = 1 << 25,
+    shards = 1 << 26,
+    selftest = 1 << 27,
+    depths = 1 << 28,
+    machine = 1 << 29,
+    price = 1 << 30,
+    micro_batches = uint64_t{1} << 31,
+    json = uint64_t{1} << 32
   } kind;
   std::vector<std::string_view> names;
   const char* instead = "";  // for those who give one of them to a run
@@ -95,6 +99,9 @@ inline const std::vector<OptionKind>& option_kinds() {
       {OptionKind::threads, {"--threads"}},
       {OptionKind::local_ranks, {"--local-ranks"}},
       {OptionKind::spare, {"--spare", "--spare-wait"}},
+      {OptionKind::device, {"--device"}},
+      {OptionKind::transport, {"--comm"}},
+      {OptionKind::memory, {"--memory-limit"}},
       {OptionKind::generation, {"--prompt-file", "--num-samples", "--interactive"}},
       {OptionKind::output, {"--out"}, "the directory of a run is --out-dir"},
       {OptionKind::shards, {"--tokenize-field", "--tokenize-split", "--shard-size"}},
@@ -119,45 +126,46 @@ enum class ModeRanks {
 struct Mode {
   const char *name, *what;
   ModeRanks ranks;
-  unsigned uses;                            // of the kinds that it uses
+  uint64_t uses;                            // of the kinds that it uses
   bool (*asked)(const Options&) = nullptr;  // null: training
 };
 inline constexpr Mode training_mode{"training", "", ModeRanks::meet, OptionKind::of_runs};
 
 inline const std::vector<Mode>& modes() {
   using K = OptionKind;
-  constexpr unsigned here = K::threads | K::local_ranks;
   static const std::vector<Mode> modes = {
       {"--evaluate", "which does not train and writes nothing", ModeRanks::meet,
        K::val_data | K::data | K::validation | K::batch | K::step_size | K::layout | K::stages | K::model | K::length |
-           K::tokenizer | K::epilogues | here | K::spare | K::json,
+           K::tokenizer | K::epilogues | K::threads | K::local_ranks | K::spare | K::device | K::transport | K::memory |
+           K::json,
        [](const Options& o) { return o.evaluate; }},
       {"--generate", "which computes on one rank and does not train", ModeRanks::none,
-       K::sampling | K::model | K::length | K::tokenizer | here | K::generation,
+       K::sampling | K::model | K::length | K::tokenizer | K::threads | K::local_ranks | K::device | K::memory |
+           K::generation,
        [](const Options& o) { return o.generate; }},
       {"--verify-data", "which reads data and does not train", ModeRanks::none,
-       K::train_data | K::val_data | K::data | K::model | K::length | K::tokenizer | here,
+       K::train_data | K::val_data | K::data | K::model | K::length | K::tokenizer | K::threads,
        [](const Options& o) { return o.verify_data; }},
       {"--tokenize", "which reads text and does not train", ModeRanks::none,
-       K::tokenizer | K::interruption | here | K::output | K::shards,
+       K::tokenizer | K::interruption | K::threads | K::output | K::shards,
        [](const Options& o) { return !o.tokenize.empty(); }},
-      {"--average", "which averages weights and does not train", ModeRanks::none, here | K::output,
+      {"--average", "which averages weights and does not train", ModeRanks::none, K::output,
        [](const Options& o) { return !o.average.empty(); }},
       {"--selftest", "which has models and layouts of its own, on --local-ranks ranks of one thread", ModeRanks::meet,
-       K::local_ranks | K::spare | K::selftest, [](const Options& o) { return o.selftest; }},
+       K::local_ranks | K::spare | K::device | K::transport | K::selftest, [](const Options& o) { return o.selftest; }},
       {"--coord-check", "which trains for a few steps on one rank and a text of its own", ModeRanks::none,
-       K::update | K::model | K::epilogues | K::threads | K::depths | K::json,
+       K::update | K::model | K::epilogues | K::threads | K::device | K::depths | K::json,
        [](const Options& o) { return !o.coord_check.empty(); }},
       {"--plan", "which plans a run", ModeRanks::paper, K::of_runs | K::machine | K::price | K::json,
        [](const Options& o) { return o.plan; }},
       {"--plan-auto", "which searches the layout of a step", ModeRanks::none,
-       K::model | K::length | K::tokenizer | K::step_size | K::epilogues | K::update | K::state | here | K::machine |
-           K::json,
+       K::model | K::length | K::tokenizer | K::step_size | K::epilogues | K::update | K::state | K::threads |
+           K::local_ranks | K::device | K::transport | K::memory | K::machine | K::json,
        [](const Options& o) { return o.plan_auto; }},
-      {"--plan-examples", "which plans the runs of papers", ModeRanks::none, here,
+      {"--plan-examples", "which plans the runs of papers", ModeRanks::none, 0,
        [](const Options& o) { return o.plan_examples; }},
       {"--print-schedule", "which draws the stages of --pp, whatever they compute", ModeRanks::none,
-       K::stages | K::slices | here | K::micro_batches | K::json, [](const Options& o) { return o.print_schedule; }},
+       K::stages | K::slices | K::micro_batches | K::json, [](const Options& o) { return o.print_schedule; }},
       {"--print-stages", "which prints the stages of a run", ModeRanks::paper, (K::of_runs & ~K::spare) | K::json,
        [](const Options& o) { return o.print_stages; }},
       {"--print-samples", "which prints the samples of a run", ModeRanks::paper, K::of_runs & ~K::spare,
