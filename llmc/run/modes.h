@@ -246,14 +246,6 @@ inline void run_plan_auto(const Options& asked) {
           "--plan-auto searches the layouts of a machine with GPUs, and --machine {} has none: use --plan, or another "
           "machine",
           shown(o.machine));
-    CHECK(o.products == Operands::as_stored,
-          "--plan-auto with --products {}: not built yet; leave it out, and try it with --plan on the layout that is "
-          "found",
-          o.products);
-    CHECK(!o.offload.any(),
-          "--plan-auto with --offload {}: not built yet; leave it out, and try it with --plan on the layout that is "
-          "found",
-          std::string(o.offload));
     SearchFor what;
     what.step.model = choose_model(o);
     what.step.precision = choose_precision(o);
@@ -288,6 +280,8 @@ inline void run_plan_auto(const Options& asked) {
     o.master_weights = MasterWeights::none, add(o);
   if (asked.json) return void(std::printf("%s\n", search_json(asked, precisions).c_str()));
   Log log = make_log(asked);
+  if (const std::string notice = detail::vocabulary_notice(asked, precisions[0].step.model); !notice.empty())
+    log.line(notice);
   report_search(log, asked, precisions);
 }
 

@@ -81,6 +81,21 @@ TEST_CASE("the search finds a layout that is as fast as the fastest of all", "[r
     }
 }
 
+TEST_CASE("the estimate of a search counts the slots of each parameter's own rule", "[run][plan]") {
+  SearchFor what = search_for(1, 0);
+  what.step.model.n_layer = 1;  // most parameters are those of the embedding, which has AdamW's slots
+  what.step.layout.zero.optimizer = Optimizer::muon;
+  StepConfig smallest = what.step;
+  smallest.micro_batches = what.sequences;
+  smallest.recompute = Recompute::block;
+  what.memory = make_plan(smallest, what.device).total_bytes() * 9 / 10;
+  LayoutSearch search(what);
+  REQUIRE(search.find().empty());
+  INFO(search.counts_text());
+  REQUIRE(search.counts().tried > 0);
+  REQUIRE(search.counts().planned == 0);
+}
+
 TEST_CASE("--plan-auto prints commands whose plans have the printed time and memory", "[run][plan]") {
   for (const std::string asked :
        {"--model llama3:8B --seq-len 8192 --ranks 8 --machine h100x8 --dtype bf16",
@@ -218,6 +233,27 @@ TEST_CASE("--plan-auto refuses what fits nowhere, and what it cannot search", "[
   refused("--model gpt2:124M --machine h100x8 --head-lr 1e-3", "whose output layer is its embedding");
   refused("--model llama3:70B --ranks 1 --machine h100x8 --dtype bf16 --ema 0.99",
           "any --recompute, and --batch-size 1");
+}
+
+TEST_CASE("--plan-auto searches with the vocabulary of --tokenizer, as --plan plans", "[run][plan]") {
+  const std::string asked =
+      "--model gpt2:124M --seq-len 1024 --sample-every 0 --machine h100x8 --ranks 1 --tokenizer bytes ";
+  const ProgramResult search = run_program("--plan-auto --dtype bf16 " + asked + "--json"),
+                      words = run_program("--plan-auto --dtype bf16 " + asked);
+  INFO(search.err << words.out << words.err);
+  REQUIRE((search.status == 0 && words.status == 0));
+  EXPECT(words.out.find("notice: 257 tokens, those of --tokenizer, instead of the 50,257 of gpt2:124M") !=
+         std::string::npos);
+  const auto first = nlohmann::json::parse(search.out)["layouts"][0];
+  const std::string command = first["command"];
+  EXPECT(command.find(" --tokenizer bytes") != std::string::npos);
+  const ProgramResult plan = run_program("--plan --json --sample-every 0 --machine h100x8 " + command.substr(12));
+  INFO(command << plan.err);
+  REQUIRE(plan.status == 0);
+  const auto planned = nlohmann::json::parse(plan.out);
+  EXPECT(planned["memory_bytes"] == first["memory_bytes"]);
+  EXPECT(planned["step_seconds"] == first["step_seconds"]);
+  EXPECT(plan.out.find("257 tokens, those of --tokenizer") != std::string::npos);
 }
 
 TEST_CASE("--plan-auto searches all layouts, whichever one a --config has", "[run][plan]") {

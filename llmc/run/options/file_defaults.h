@@ -50,7 +50,7 @@ inline void take_vocabulary(Options& o) {
   if (!preset || o.vocab_size || o.tokenizer == "auto") return;
   const int64_t tokens = make_tokenizer(o.tokenizer)->size();
   if (tokens <= preset->vocab_size && preset->vocab_size - tokens < preset->vocab_size / 100) return;
-  if (detail::recorded_vocabulary(o) == "") return;
+  if (!o.plan_auto && detail::recorded_vocabulary(o) == "") return;
   o.vocab_size = tokens;
   o.preset_vocabulary = preset->vocab_size;
 }

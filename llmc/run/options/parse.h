@@ -539,7 +539,7 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
     drop_ignored(command.options, [&](const std::string& name) { return app.count(name) > 0; });
     if (command.options.evaluate && app.count("--seq-len") == 0 && !command.options.config_lines.contains("--seq-len"))
       command.options.seq_len = default_length(command.options);
-    if (reads_train_data(command.options)) take_vocabulary(command.options);
+    if (reads_train_data(command.options) || command.options.plan_auto) take_vocabulary(command.options);
     take_place(command.options);
     validate(command.options);
   } catch (const Error& error) {

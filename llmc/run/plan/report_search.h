@@ -37,16 +37,16 @@ inline std::string options_text(const StepConfig& step) {
   return text;
 }
 
-// The options that a layout was searched for and a command does not have otherwise: of the model and its products, of
-// the optimizer and its state.
+// The options that a layout was searched for and a command does not have otherwise: of the model, its tokenizer and its
+// products, of the optimizer and its state.
 inline std::string other_options(const Options& o) {
   using K = OptionKind;
   std::string text;
   for (const OptionText& option : option_texts(o))
     for (const K& kind : option_kinds())
-      if ((kind.kind & (K::model | K::epilogues | K::update | K::state)) != 0 && option.name != "--model" &&
-          option.name != "--seq-len" && option.name != "--dtype" && option.name != "--master-weights" &&
-          std::ranges::find(kind.names, option.name) != kind.names.end())
+      if ((kind.kind & (K::model | K::tokenizer | K::epilogues | K::update | K::state)) != 0 &&
+          option.name != "--model" && option.name != "--seq-len" && option.name != "--dtype" &&
+          option.name != "--master-weights" && std::ranges::find(kind.names, option.name) != kind.names.end())
         text += words_of(option);
   for (const OptionText& option : option_texts(o))
     if (option.name == "--tf32" || option.name == "--cuda-graphs") text += words_of(option);

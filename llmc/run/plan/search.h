@@ -290,11 +290,19 @@ class LayoutSearch {
            });
   }
 
-  // Parameters of a rank before ZeRO: of the stage with most, and of the largest unit.
+  // Parameters of a rank before ZeRO, and the bytes of their state.
   struct Parameters {
-    double all, largest;
+    double all = 0, state = 0;
   };
-  Parameters parameters_of(const StepConfig& step) {
+  struct UnitParameters {
+    Parameters layer, ends;  // of a layer; of the embedding and the head
+    double largest = 0;      // of the largest unit
+  };
+  struct StageParameters {
+    double all, state;  // of the stage with most
+    double largest;
+  };
+  StageParameters parameters_of(const StepConfig& step) {
     const auto key = std::pair(step.layout.tensor.ranks, step.layout.expert.ranks);
     auto [place, is_new] = parameters_.try_emplace(key);
     if (is_new) {
@@ -302,31 +310,39 @@ class LayoutSearch {
       if (table.empty())
         table = part_of(parameter_table(step.model, step.layout.zero.optimizer, {.experts = Range{0, 1}}),
                         step.layout.tensor, 0);
-      double layers = 0, ends = 0, largest = 0;
+      const double L = static_cast<double>(step.model.n_layer);
+      UnitParameters& units = place->second;
       for (size_t u = 0; u < table.size(); ++u) {
-        double elements = 0;
-        for (const ParamSpec& p : table[u].params) elements += static_cast<double>(p.box().numel());
-        if (table[u].sharing == Sharing::experts)
-          elements *=
-              static_cast<double>(step.model.experts.count * step.layout.tensor.ranks) / step.layout.expert.ranks;
-        (u == 0 || u + 1 == table.size() ? ends : layers) += elements;
-        largest = std::max(largest, elements);
+        const double held =
+            table[u].sharing == Sharing::experts
+                ? static_cast<double>(step.model.experts.count * step.layout.tensor.ranks) / step.layout.expert.ranks
+                : 1;
+        const bool end = u == 0 || u + 1 == table.size();
+        Parameters& sum = end ? units.ends : units.layer;
+        double unit = 0;
+        for (const ParamSpec& p : table[u].params) {
+          const double elements = held * static_cast<double>(p.box().numel());
+          unit += elements;
+          sum.all += elements / (end ? 1 : L);
+          sum.state += elements * state_bytes(step.precision, rule_of(p.rule)) / (end ? 1 : L);
+        }
+        units.largest = std::max(units.largest, unit);
       }
-      place->second = {layers / static_cast<double>(step.model.n_layer), ends, largest};
     }
     const auto& [layer, ends, largest] = place->second;
     const int64_t pp = step.layout.pipeline.stages;
-    return {layer * static_cast<double>(ceil_div(step.model.n_layer, pp)) + (pp == 1 ? ends : ends / 2), largest};
+    const double layers = static_cast<double>(ceil_div(step.model.n_layer, pp)), of_ends = pp == 1 ? 1 : 0.5;
+    return {layer.all * layers + ends.all * of_ends, layer.state * layers + ends.state * of_ends, largest};
   }
 
   double bytes_of(const StepConfig& step, const Cost& cost) {
-    const Parameters p = parameters_of(step);
+    const StageParameters p = parameters_of(step);
     const ZeroConfig& zero = step.layout.zero;
-    const double weight = static_cast<double>(size_of(step.precision.weights)), N = zero.shards,
-                 state = state_bytes(step.precision, rule_of(zero.optimizer));
-    double bytes = zero.stage == 3   ? p.all * (weight + 4 + state) / N + 2 * p.largest * (weight + 4)
-                   : zero.stage == 2 ? p.all * (weight + (4 + state) / N) + 2 * p.largest * 4
-                                     : p.all * (weight + 4 + state / N);
+    const double weight = static_cast<double>(size_of(step.precision.weights)), N = zero.shards;
+    double bytes = zero.stage == 3   ? p.all * (weight + 4) / N + 2 * p.largest * (weight + 4)
+                   : zero.stage == 2 ? p.all * (weight + 4 / N) + 2 * p.largest * 4
+                                     : p.all * (weight + 4);
+    bytes += p.state / N;
     const PipelineParallel& pipeline = step.layout.pipeline;
     const double L = static_cast<double>(step.model.n_layer), P = pipeline.stages, V = pipeline.chunks_per_stage,
                  M = static_cast<double>(step.micro_batches);
@@ -368,7 +384,7 @@ class LayoutSearch {
                                                                      : P - 1;
     // Gradients are reduced beside a backward, which is two thirds of a pass; gathered weights are waited for. The
     // passes of a pipeline's chunks are too short to hide them.
-    const Parameters p = parameters_of(step);
+    const StageParameters p = parameters_of(step);
     const double N = step.layout.zero.shards, part = p.all * (N - 1) / N,
                  gather = transfer_seconds(step, part * static_cast<double>(size_of(step.precision.weights))),
                  reduce = transfer_seconds(step, part * static_cast<double>(size_of(step.precision.wire))),
@@ -400,9 +416,9 @@ class LayoutSearch {
   const Machine& machine_;
   std::map<std::tuple<int, int, int, int64_t, Recompute>, Cost> costs_;
   std::map<std::tuple<int, int, int, int64_t, int64_t>, Plan> forwards_;
-  std::map<std::pair<int, int>, std::array<double, 3>> parameters_;  // of a layer, of the ends, of the largest unit
-  std::map<int, ParamTable> tables_;                                 // by --tp, of one expert in each layer
-  std::map<std::pair<int, int>, LinkPath> paths_;                    // between the members of a shard group
+  std::map<std::pair<int, int>, UnitParameters> parameters_;  // by --tp and --ep
+  std::map<int, ParamTable> tables_;                          // by --tp, of one expert in each layer
+  std::map<std::pair<int, int>, LinkPath> paths_;             // between the members of a shard group
   Counts counts_;
 };
 
