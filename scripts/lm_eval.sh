@@ -8,6 +8,7 @@
 # TOKENIZER: a name that transformers knows, or a directory, if the checkpoint has no tokenizer.
 # LM_EVAL: the program, if it is not in PATH: .venv/bin/lm_eval
 set -euo pipefail
+case ${1-} in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
 
 refuse() {
   echo "lm_eval.sh: error: $*" >&2

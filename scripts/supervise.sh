@@ -11,8 +11,8 @@
 #
 #   0             the run is done: so is this script
 #   75            it was stopped, and saved (a signal, --time-limit): the same
-#   1             the trainer has refused something (an option, data, a disk that is full), and would again: its status
-#                 is this script's. Where the trainer has not said why, it was the launcher: as below
+#   1             the trainer, or a script of multi_node/, has refused something (an option, data, a disk that is full),
+#                 and would again: its status is this script's. Where neither has said why, it was mpirun: as below
 #   2             the run diverged: tried once more, in case it was a fault of the memory; the same again ends it
 #   all others    a crash: a signal, a rank that is lost (status 3): started again, after a wait
 #
@@ -150,9 +150,11 @@ newest_checkpoint() {
 last_step() { # that was reported
   tail -c 65536 "$out/metrics.jsonl" 2>/dev/null | sed -n 's/.*"kind":"train".*"step":\([0-9]*\).*/\1/p' | tail -n 1 || :
 }
-last_error() { # the trainer's, or else the last line
-  local line
-  line=$(grep -a '^train_gpt: ' "$errors" | tail -n 1) || line=$(grep -a . "$errors" | tail -n 1) || :
+last_error() { # the trainer's, or that of a script in multi_node/, or else the last line
+  local pattern line
+  for pattern in '^train_gpt: ' '^run_[a-z]*\.sh: ' .; do
+    if line=$(grep -a "$pattern" "$errors" | tail -n 1); then break; fi
+  done
   printf '%s' "${line:-nothing was printed}"
 }
 ended_how() { # STATUS
@@ -277,7 +279,8 @@ while :; do
     exit $status
   fi
   error=$(last_error)
-  if [ $status = 1 ] && [ "$cause" = crash ] && [[ $error = 'train_gpt: '* && $error != *'another run is writing'* ]]; then
+  if [ $status = 1 ] && [ "$cause" = crash ] && [[ $error =~ ^(train_gpt|run_[a-z]+\.sh):\  &&
+    $error != *'another run is writing'* ]]; then
     if [ ${#hosts[@]} -gt 0 ] && [ "$HOST_COUNT" -lt "$wanted" ] && [ "$HOST_COUNT" -gt "$min_hosts" ]; then
       most_hosts=$((HOST_COUNT - 1))
       say "the run was refused on $HOST_COUNT hosts; trying $most_hosts"

@@ -10,6 +10,7 @@
 # the trainers that it had on this host have been gone for a minute, it is killed, and the exit status is 3.
 # SIGINT and SIGTERM save the run and end it with status 75: mpirun itself would allow only a second for that.
 set -euo pipefail
+case ${1-} in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
 # Used in the commands that a run suggests.
 export TRAIN_GPT_LAUNCH=${TRAIN_GPT_LAUNCH:-${HOSTS:+HOSTS=$HOSTS }${RANKS:+RANKS=$RANKS }$0}
 cd "$(dirname "$0")/../.."

@@ -12,18 +12,22 @@
 # again (scripts/multi_node/README.md).
 #
 # The job's token, the same on all hosts, is in TRAIN_GPT_TOKEN, or in the file TRAIN_GPT_TOKEN_FILE, which only you may
-# read. In a directory that all hosts share, once:
+# read; default: ~/train_gpt.token. In a directory that all hosts share, once:
 #
 #   (umask 077; head -c 32 /dev/urandom | base64 >~/train_gpt.token)
+#
+# It is not needed if HOST is localhost or 127.0.0.1, to try a job on one machine.
 set -euo pipefail
+case ${1-} in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "$0")/../.."
 refuse() { echo "run_tcp.sh: $1" >&2; exit 1; }
 
 [ $# -ge 3 ] || refuse "expected RANK or spare, NUMBER OF PROCESSES, HOST:PORT, and options of the trainer"
 if [ -z "${TRAIN_GPT_TOKEN:-}${TRAIN_GPT_TOKEN_FILE:-}" ]; then
-  [ -e ~/train_gpt.token ] || refuse "there is no token: set TRAIN_GPT_TOKEN_FILE, or make one:
-  (umask 077; head -c 32 /dev/urandom | base64 >~/train_gpt.token)"
-  export TRAIN_GPT_TOKEN_FILE=~/train_gpt.token
+  if [ -e ~/train_gpt.token ]; then export TRAIN_GPT_TOKEN_FILE=~/train_gpt.token
+  elif [[ $3 != localhost:* && $3 != 127.0.0.1:* ]]; then
+    refuse "there is no token: set TRAIN_GPT_TOKEN_FILE, or make one: (umask 077; head -c 32 /dev/urandom | base64 >~/train_gpt.token)"
+  fi
 fi
 place=(--rank "$1")
 [ "$1" != spare ] || place=(--spare)

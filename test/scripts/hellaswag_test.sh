@@ -122,6 +122,9 @@ misses() { # WORD ARGUMENTS...
   grep -q -- "$word" "$dir/err" || fail "the error does not name '$word': $*"
 }
 misses 'which checkpoint'
+for script in lm_eval.sh multi_node/run_tcp.sh multi_node/run_mpirun.sh; do
+  grep -q "scripts/$script" <<<"$("scripts/$script" --help)" || fail "scripts/$script --help has no example"
+done
 misses 'no such directory' "$dir/nowhere"
 mkdir "$dir/step-000001"
 misses config.json "$dir/step-000001"

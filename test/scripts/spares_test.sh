@@ -33,7 +33,13 @@ for name in a b c; do
   "${job[@]}" --spare >"$dir/log.$name" 2>&1 &
   pids+=($!)
 done
-timeout 120 scripts/supervise.sh --delay 0 -- "${job[@]}" --rank 0 >"$dir/log.0" 2>&1 &
+# On this machine alone, run_tcp.sh needs no token; elsewhere it does, and a restart would not change that.
+by_tcp=("${run[@]:1}" --out-dir "$dir/run" --spare-wait 3 --init-timeout 60)
+! HOME=$dir timeout 60 scripts/supervise.sh -- scripts/multi_node/run_tcp.sh 0 2 "node1:$port" "${by_tcp[@]}" \
+  >"$dir/log.no" 2>&1 || fail "run_tcp.sh needs no token"
+grep -q 'not restarted: run_tcp.sh: there is no token' "$dir/log.no" || fail "run_tcp.sh does not say that it needs a token"
+HOME=$dir timeout 120 scripts/supervise.sh --delay 0 -- scripts/multi_node/run_tcp.sh 0 2 "127.0.0.1:$port" \
+  "${by_tcp[@]}" >"$dir/log.0" 2>&1 &
 supervised=$!
 "${job[@]}" --rank 1 >"$dir/log.1" 2>&1 &
 lost=$!
