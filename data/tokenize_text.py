@@ -25,6 +25,7 @@ import contextlib
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -217,7 +218,13 @@ def tokenize(options, train_files, val_files, standing):
         if paths := writer.final_paths():
             last = f" ... {paths[-1]}" if len(paths) > 1 else ""
             lines.append(f"{writer.split:16} {writer.count:,} tokens ({writer.count / tokens:.1%}) in {paths[0]}{last}")
-    return lines
+    words = [f"-{'j' if writer is val else 'i'} {shlex.quote(f'{options.out}_{writer.split}_*.bin')}"
+             for writer in (train, val) if writer.count]
+    if options.tokenizer == "bytes":
+        words.append("--vocab-size 257")
+    elif options.tokenizer != "gpt2" and not options.tokenizer.endswith(".tiktoken"):
+        words.append(f"--tokenizer {shlex.quote(options.tokenizer)}")
+    return [*lines, f"next             ./train_gpt {' '.join(words)} ..."]
 
 
 def tokenize_natively(options, train_files, val_files):

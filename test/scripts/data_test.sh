@@ -38,6 +38,9 @@ assert header[:3] == (20240520, 1, len(expected)), header[:3]
 assert list(tokens) == expected
 PY
 
+[ "$(tail -n 1 "$dir/out")" = "next             ./train_gpt -i '$dir/one_train_*.bin' --vocab-size 257 ..." ] ||
+  fail "it does not say which options read the shards"
+
 # The number of workers changes nothing; shards are split at their size.
 for workers in 1 3; do
   tokenize "$dir/a.txt" "$dir/b.txt" --out "$dir/w$workers" --val-fraction 0.1 --shard-size 50000 --workers $workers ||
