@@ -207,7 +207,7 @@ TEST_CASE("options of some modes are refused by all others, and only noted in a 
                                     {"--selftest"},
                                     {"--coord-check", "128,512"},
                                     {"--plan", "--max-steps", "1"},
-                                    {"--plan-auto", "--machine", "h100x8"},
+                                    {"--plan-auto", "--machine", "h100x8", "--tokens", "1B"},
                                     {"--plan-examples"},
                                     {"--print-schedule"},
                                     {"--print-stages"},
@@ -218,7 +218,7 @@ TEST_CASE("options of some modes are refused by all others, and only noted in a 
     std::set<std::string> users;
   };
   for (const auto& [option, users] : std::vector<Case>{
-           {{"--price", "2"}, {"--plan"}},
+           {{"--price", "2"}, {"--plan", "--plan-auto"}},
            {{"--machine", "h200x8"}, {"--plan", "--plan-auto"}},
            {{"--ranks", "8"}, {"--plan", "--plan-auto"}},
            {{"--prompt-file", "x"}, {"--generate"}},

@@ -153,6 +153,32 @@ TEST_CASE("--plan-auto --json has the layouts, counts and command of the table",
                                    json["searched"][0]["impossible"].get<int64_t>())) != std::string::npos);
 }
 
+TEST_CASE("--plan-auto says how long a run takes in the layouts it finds, as --plan does", "[run][plan]") {
+  const std::string asked =
+      "--plan-auto --sample-every 0 --model gpt2:124M --ranks 8 --machine h100x8 --dtype bf16 --tokens 10B --price "
+      "2.5 ";
+  const ProgramResult words = run_program(asked), numbers = run_program(asked + "--json");
+  INFO(words.out << words.err << numbers.err);
+  REQUIRE((words.status == 0 && numbers.status == 0));
+  const auto first = nlohmann::json::parse(numbers.out)["layouts"][0];
+  const std::string command = first["command"].get<std::string>();
+  REQUIRE(command.find(" --tokens 10B") != std::string::npos);
+  const ProgramResult plan = run_program("--plan --json --sample-every 0 --machine h100x8 --price 2.5 " +
+                                         command.substr(std::string("./train_gpt ").size()));
+  INFO(plan.err);
+  REQUIRE(plan.status == 0);
+  const auto run = nlohmann::json::parse(plan.out)["run"];
+  for (const char* name : {"seconds", "gpu_hours", "price"})
+    REQUIRE(first["run"][name].get<double>() == Catch::Approx(run[name].get<double>()).epsilon(1e-6));
+  REQUIRE(words.out.find("the first one for --tokens 10B") != std::string::npos);
+  REQUIRE(words.out.find(human_duration(run["seconds"])) != std::string::npos);
+  REQUIRE(words.out.find(formatted("{:.0f}, at 2.5 per GPU-hour", run["price"].get<double>())) != std::string::npos);
+  REQUIRE_FALSE(nlohmann::json::parse(run_program("--plan-auto --json --sample-every 0 --model gpt2:124M --ranks 1 "
+                                                  "--machine h100x8 --dtype bf16")
+                                          .out)["layouts"][0]
+                    .contains("run"));
+}
+
 TEST_CASE("by default a step of --plan-auto has sequences that many readers can share", "[run][plan]") {
   REQUIRE(usual_sequences(8, 8192) == 64);  // half a million tokens
   REQUIRE(usual_sequences(1, 1024) == 512);

@@ -42,17 +42,18 @@ struct OptionKind {
     device = 1 << 21,
     transport = 1 << 22,
     memory = 1 << 23,
-    of_runs = (1 << 24) - 1,  // all of the above
+    steps = 1 << 24,          // how many a run has
+    of_runs = (1 << 25) - 1,  // all of the above
     // Of some modes alone:
-    generation = 1 << 24,
-    output = 1 << 25,
-    shards = 1 << 26,
-    selftest = 1 << 27,
-    depths = 1 << 28,
-    machine = 1 << 29,
-    price = 1 << 30,
-    micro_batches = uint64_t{1} << 31,
-    json = uint64_t{1} << 32
+    generation = 1 << 25,
+    output = 1 << 26,
+    shards = 1 << 27,
+    selftest = 1 << 28,
+    depths = 1 << 29,
+    machine = 1 << 30,
+    price = uint64_t{1} << 31,
+    micro_batches = uint64_t{1} << 32,
+    json = uint64_t{1} << 33
   } kind;
   std::vector<std::string_view> names;
   const char* instead = "";  // for those who give one of them to a run
@@ -63,7 +64,7 @@ inline const std::vector<OptionKind>& option_kinds() {
   static const std::vector<OptionKind> kinds = {
       // clang-format off
       {OptionKind::training, {
-        "--data-changed", "--stages", "--pack", "--max-steps", "--tokens", "--epochs", "--out-dir", "--resume", "--branch-from",
+        "--data-changed", "--stages", "--pack", "--epochs", "--out-dir", "--resume", "--branch-from",
         "--log-every", "--overfit-batch", "--warmup-steps", "--warmup-tokens", "--lr-schedule", "--decay-steps", "--decay-tokens", "--final-lr-frac", "--noise-scale", "--grad-clip",
         "--skip-loss-z", "--skip-grad-z", "--on-spike", "--max-rollbacks",
         "--val-every", "--sample-every", "--keep-best", "--checkpoint-every", "--checkpoint-minutes",
@@ -109,6 +110,7 @@ inline const std::vector<OptionKind>& option_kinds() {
       {OptionKind::depths, {"--coord-depths"}},
       {OptionKind::machine, {"--machine"}},
       {OptionKind::machine, {"--ranks"}, "the ranks of a run are --local-ranks of each process"},
+      {OptionKind::steps, {"--max-steps", "--tokens"}},
       {OptionKind::price, {"--price"}},
       {OptionKind::micro_batches, {"--micro-batches"}, "how many a step has follows from --total-batch-size"},
       {OptionKind::json, {"--json"}},
@@ -159,8 +161,8 @@ inline const std::vector<Mode>& modes() {
       {"--plan", "which plans a run", ModeRanks::paper, K::of_runs | K::machine | K::price | K::json,
        [](const Options& o) { return o.plan; }},
       {"--plan-auto", "which searches the layout of a step", ModeRanks::none,
-       K::model | K::length | K::tokenizer | K::step_size | K::epilogues | K::update | K::state | K::threads |
-           K::local_ranks | K::device | K::transport | K::memory | K::machine | K::json,
+       K::model | K::length | K::tokenizer | K::step_size | K::steps | K::epilogues | K::update | K::state |
+           K::threads | K::local_ranks | K::device | K::transport | K::memory | K::machine | K::price | K::json,
        [](const Options& o) { return o.plan_auto; }},
       {"--plan-examples", "which plans the runs of papers", ModeRanks::none, 0,
        [](const Options& o) { return o.plan_examples; }},

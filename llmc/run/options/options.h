@@ -487,7 +487,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--plan-auto", "", o.plan_auto, Limits{}, free,
       "instead of training, search the layouts of --model on --ranks of --machine for the fastest ones that fit: --tp, "
       "--cp, --ep, --pp, schedule, ZeRO stage, micro-batches, recomputation; the options of the optimizer and of its "
-      "state are kept");
+      "state are kept; with --tokens or --max-steps, also how long the run takes");
   add("--ranks", "", o.plan_ranks, between(1, largest_size), free,
       "with --plan and --plan-auto, the ranks of all processes, in the place of --local-ranks and --world-size");
   add("--plan-examples", "", o.plan_examples, Limits{}, free,
@@ -500,7 +500,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "cores, as in cpux16; local: the processors of this machine, measured for some seconds; default: the GPUs of "
       "this machine, by their datasheet");
   add("--price", "", o.price, between(0, 1e6), free,
-      "with --plan, the price of a GPU for an hour, for that of the run");
+      "with --plan and --plan-auto, the price of a GPU for an hour, for that of the run");
   add("--coord-check", "", o.coord_check, Limits{}, free,
       "instead of training, train --model with each of these widths, such as 128,256,512, for ten steps, from three "
       "seeds, on a made-up text, and print the sizes of activations and of their changes: PASS, if neither depends on "

@@ -2,11 +2,13 @@
 // of the first.
 #pragma once
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/log.h"
+#include "run/length.h"
 #include "run/options/ignored.h"
 #include "run/plan/plan_json.h"
 #include "run/plan/search.h"
@@ -56,10 +58,16 @@ inline std::string other_options(const Options& o) {
 // The command that trains in a layout.
 inline std::string command_of(const Options& o, const SearchFor& asked, const StepConfig& step) {
   const bool one_server = asked.ranks <= asked.device.machine->links[0].ranks;
-  return formatted("./train_gpt --model {} --seq-len {} {} {}{}", o.model, o.seq_len,
+  return formatted("./train_gpt --model {} --seq-len {} {} {}{}{}", o.model, o.seq_len,
                    one_server ? formatted("--local-ranks {}", asked.ranks)
                               : formatted("--world-size {} --local-ranks 1", asked.ranks),
-                   options_text(step), other_options(o));
+                   options_text(step), o.max_steps || o.tokens ? " " + length_text(o) : "", other_options(o));
+}
+
+// The seconds of the whole run, if it is known how long it is.
+inline std::optional<double> run_seconds(const Options& o, const Found& found) {
+  if (!o.max_steps && !o.tokens) return std::nullopt;
+  return found.seconds * static_cast<double>(choose_steps(o, found.step.tokens(), 1));
 }
 
 }  // namespace detail
@@ -124,7 +132,13 @@ inline void report_search(Log& log, const Options& o, const std::vector<SearchFo
                       asked.ranks == 1 ? "" : "s", o.machine, human_count(asked.sequences * o.seq_len)),
             rows);
   for (const std::string& text : result.texts) log.line(text);
-  log.line("=> " + detail::command_of(o, asked, result.rows[0].found.step));
+  const Found& first = result.rows[0].found;
+  log.line("=> " + detail::command_of(o, asked, first.step));
+  if (const auto seconds = detail::run_seconds(o, first)) {
+    const Machine& machine = *asked.device.machine;
+    log.table(formatted("the first one for {}", length_text(o)),
+              detail::run_cost_rows(o, machine, detail::run_cost(o, first.step, machine, *seconds)));
+  }
 }
 
 // --plan-auto --json. run/README.md has the schema.
@@ -132,7 +146,7 @@ inline std::string search_json(const Options& o, const std::vector<SearchFor>& p
   using detail::OrderedJson;
   const SearchResult result = search_layouts(o, precisions);
   OrderedJson layouts = OrderedJson::array(), searched = OrderedJson::array();
-  for (const auto& [f, what, per_second, mfu] : result.rows)
+  for (const auto& [f, what, per_second, mfu] : result.rows) {
     layouts.push_back({{"step_seconds", f.seconds},
                        {"tokens_per_second", per_second},
                        {"mfu", mfu},
@@ -142,6 +156,9 @@ inline std::string search_json(const Options& o, const std::vector<SearchFor>& p
                        {"batch", detail::batch_json(f.step, std::nullopt)},
                        {"layout", detail::layout_json(f.step)},
                        {"command", detail::command_of(o, *what, f.step)}});
+    if (const auto seconds = detail::run_seconds(o, f))
+      layouts.back()["run"] = detail::run_json(o, f.step, *what->device.machine, *seconds);
+  }
   for (const auto& [what, counts] : result.counts)
     searched.push_back({{"weights", name_of(what->step.precision.weights)},
                         {"master_weights", what->step.precision.keeps_masters()},
