@@ -286,8 +286,9 @@ inline std::string instead_of(const std::string& pattern) {
   return formatted("{} has {}{}", parent.string(), names, count > most ? formatted(" and {} more", count - most) : "");
 }
 
-// The matching files, sorted; errors name `option`.
-inline std::vector<std::string> expand_glob(const std::string& pattern, const char* option) {
+// The matching files, sorted; errors name `option`.   suffix: of the files that it usually takes
+inline std::vector<std::string> expand_glob(const std::string& pattern, const char* option,
+                                            const char* suffix = ".bin") {
   std::vector<std::string> paths;
   if (path_exists(pattern)) paths = {pattern};  // whose name may have characters of patterns
   else {
@@ -296,13 +297,12 @@ inline std::vector<std::string> expand_glob(const std::string& pattern, const ch
     paths.assign(found.gl_pathv, found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
     ::globfree(&found);
   }
-  CHECK(!paths.empty(), "{} {}: no file matches: {}; quote patterns so that the shell does not expand them", option,
-        pattern, instead_of(pattern));
+  CHECK(!paths.empty(), "{} {}: no file matches: {}", option, pattern, instead_of(pattern));
   for (const std::string& path : paths) {
     CHECK(!utf8_fault(path), "{} {}: the file's name is not UTF-8, as records of a run are: rename it", option,
           shown(path));
-    CHECK(!is_directory(path), "{} {} is a directory: name its files with a quoted pattern, such as '{}/*.bin'", option,
-          path, path);
+    CHECK(!is_directory(path), "{} {} is a directory: name its files with a quoted pattern, such as '{}/*{}'", option,
+          path, path, suffix);
   }
   return paths;
 }

@@ -415,7 +415,7 @@ inline std::vector<std::string> files_to_tokenize(const std::string& names) {
   std::vector<std::string> paths;
   for (const std::string& name : split(names, ',')) {
     CHECK(!name.empty(), "--tokenize {}: a name is missing: give files or quoted patterns", shown(names, 300));
-    for (std::string& path : expand_glob(name, "--tokenize")) paths.push_back(std::move(path));
+    for (std::string& path : expand_glob(name, "--tokenize", ".txt")) paths.push_back(std::move(path));
   }
   return paths;
 }

@@ -94,12 +94,16 @@ TEST_CASE("a pattern that no file matches says what is there instead", "[core]")
     return "";
   };
   const std::string where = std::filesystem::path(dir / "x").parent_path().string();
-  REQUIRE(refused("train.bin") == "--train-data " + where + "/train.bin: no file matches: " + where +
-                                      " has no file *.bin; quote patterns so that the shell does not expand them");
+  REQUIRE(refused("train.bin") ==
+          "--train-data " + where + "/train.bin: no file matches: " + where + " has no file *.bin");
+  REQUIRE_THAT(refused("."),
+               Catch::Matchers::EndsWith("is a directory: name its files with a quoted pattern, such as '" +
+                                         (dir / ".") + "/*.bin'"));
+  REQUIRE_ERROR(expand_glob(dir / ".", "--tokenize", ".txt"), "/*.txt'");
   for (const char* name : {"a_000000.bin", "a_000001.bin", "b.bin", "c.bin", "notes.txt"})
     write_text_durably(dir / name, "");
   REQUIRE_THAT(refused("train*.bin"),
-               Catch::Matchers::ContainsSubstring(where + " has a_000000.bin, a_000001.bin, b.bin and 1 more;"));
+               Catch::Matchers::ContainsSubstring(where + " has a_000000.bin, a_000001.bin, b.bin and 1 more"));
   REQUIRE_THAT(refused("data/*.bin"),
                Catch::Matchers::ContainsSubstring("there is no directory " + where + "/data (data/README.md"));
   // A file whose name has characters of patterns, and one whose name cannot be recorded.
