@@ -8,7 +8,7 @@
 #       --train-data 'data/kjv/kjv_train_*.bin' --val-data 'data/kjv/kjv_val_*.bin'
 #
 #   WIDTHS     channels; heads keep HEAD_SIZE of them (32), and key-value heads their share of the heads
-#   DEPTHS     instead: layers
+#   DEPTHS     instead: layers; to try rates of one model, give its own number of layers
 #   JOBS       runs at a time, each on one thread (the processors)
 #
 # Writes OUT/sweep.csv, with the loss nan for a run that diverged, and OUT/sweep.png if there is matplotlib. A run that
