@@ -79,12 +79,26 @@ TEST_CASE("what a branch cannot do is refused with a remedy, and nothing is left
   no(from + "--resume never", "leave out --resume");
   no(from + "--resume " + (dir / "run/step-000002"), "leave out --resume");
   no(from + "--model d2", "--model was 'd1' and is now 'd2'");
-  no(from + "--weight-decay 0.5", "--seed, --lr, --warmup-steps");
+  no(from + "--weight-decay 0.5 --lr 1e-3",
+     "--weight-decay was '0.1' and is now '0.5'\na branch cannot change this one: ");
+  no(from + "--weight-decay 0.5 --beta1 0.8", "a branch cannot change these: ");
   no("--branch-from " + (dir / "run"), "expected a checkpoint's directory, " + (dir / "run/step-000004"));
   no("--branch-from " + (dir / "run/step-000003"), "No such file or directory");
   no("--max-steps 4 --branch-from " + (dir / "run/step-000004"), "nothing would be left to do");
   refused(tiny(dir / "run", "--max-steps 4 --lr 1e-3 " + from), "holds a run that is no branch");
   refused(tiny(dir / "run", "--max-steps 4 " + from), "holds a run that is no branch");
+
+  // Without --branch-from, it says whether a branch could.
+  const auto resumed = [&](const std::string& more, const std::string& remedy) {
+    refused(tiny(dir / "run", "--max-steps 4 " + more), "or choose another --out-dir" + remedy);
+  };
+  const std::string branch = "--branch-from CHECKPOINT --out-dir NEW goes on from one of its checkpoints with ";
+  resumed("--lr 1e-3", "; " + branch + "this change\n");
+  resumed("--lr 1e-3 --seq-len 11", "; " + branch + "these changes\n");
+  resumed("--seq-len 11", "; --data-changed accept goes on here, and " + branch + "this change\n");
+  resumed("--weight-decay 0.5 --beta1 0.8 --lr 1e-3",
+          "; a branch of it (--branch-from) may change --lr, but not --weight-decay and --beta1\n");
+  resumed("--weight-decay 0.5", "\n");
 }
 
 TEST_CASE("a branch with another seed takes what is left of the epoch in another order, and resumes exactly",

@@ -63,8 +63,10 @@ inline bool shuffled(const nlohmann::json& recorded) {
 
 // The differences between options and recorded ones.
 struct OptionChanges {
-  std::string refused;               // one per line; empty: nothing is rejected
-  std::vector<std::string> noticed;  // allowed, but worth a notice
+  std::string refused;                        // one per line; empty: nothing is rejected
+  std::vector<std::string> noticed;           // allowed, but worth a notice
+  std::vector<std::string> fixed, of_branch;  // the options rejected: those that a branch may change are apart
+  bool accepted = true;                       // --data-changed accept would allow all that is rejected
 };
 
 // What a run does with a checkpoint: continue the run that wrote it, or begin another one.
@@ -98,7 +100,11 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
     if (rule == ResumeRule::warn || (in_branch && begin == Begin::branch) ||
         (rule == ResumeRule::recipe && now.data_changed == DataChanged::accept))
       changes.noticed.push_back(change);
-    else changes.refused += "\n  " + change;
+    else {
+      changes.refused += "\n  " + change;
+      (in_branch ? changes.of_branch : changes.fixed).push_back(is.name);
+      changes.accepted = changes.accepted && rule == ResumeRule::recipe;
+    }
   }
   return changes;
 }
@@ -112,18 +118,22 @@ inline Optimizer recorded_optimizer(const std::string& file, const nlohmann::jso
 inline std::vector<std::string> require_same_options(const std::string& file, const nlohmann::json& recorded,
                                                      const Options& now, Begin begin = Begin::resume) {
   OptionChanges changes = option_changes(file, recorded, now, begin);
-  std::string may_change;
-  for (const OptionText& o : option_texts(now))
-    if (o.rule == ResumeRule::branch || o.rule == ResumeRule::recipe)
-      may_change += (may_change.empty() ? "" : ", ") + o.name;
-  CHECK(changes.refused.empty() || begin == Begin::branch,
-        "{} belongs to a run with other options:{}\nuse the same options to resume it, or choose another --out-dir; a "
-        "branch of it (--branch-from) may have other values of {}",
-        file, changes.refused, may_change);
+  CHECK(
+      changes.refused.empty() || begin == Begin::resume,
+      "{} belongs to a run with other options:{}\na branch cannot change {}: use the same options, or begin a new run "
+      "from its weights with --model instead of --branch-from",
+      file, changes.refused, changes.fixed.size() == 1 ? "this one" : "these");
+  std::string branch;
+  if (changes.fixed.empty())
+    branch = formatted("; {}--branch-from CHECKPOINT --out-dir NEW goes on from one of its checkpoints with {}",
+                       changes.accepted ? "--data-changed accept goes on here, and " : "",
+                       changes.of_branch.size() == 1 ? "this change" : "these changes");
+  else if (!changes.of_branch.empty())
+    branch = formatted("; a branch of it (--branch-from) may change {}, but not {}", either(changes.of_branch, "and"),
+                       either(changes.fixed, "and"));
   CHECK(changes.refused.empty(),
-        "{} belongs to a run with other options:{}\na branch may have other values of {}; otherwise use the same "
-        "options, or begin a new run from its weights with --model instead of --branch-from",
-        file, changes.refused, may_change);
+        "{} belongs to a run with other options:{}\nuse the same options to resume it, or choose another --out-dir{}",
+        file, changes.refused, branch);
   return std::move(changes.noticed);
 }
 inline void check_resumed_options(Log& log, const std::string& file, const nlohmann::json& recorded, const Options& now,
