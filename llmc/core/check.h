@@ -2,7 +2,6 @@
 #pragma once
 #include <array>
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <span>
@@ -10,7 +9,6 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
-#include <vector>
 
 #include "core/escape.h"
 

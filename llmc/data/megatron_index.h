@@ -8,7 +8,6 @@
 // megatron/core/datasets/indexed_dataset.py.
 #pragma once
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <string_view>
 #include <vector>

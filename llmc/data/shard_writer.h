@@ -2,7 +2,6 @@
 // so that writing can go on after an interruption; publish() gives all of them their names.
 #pragma once
 #include <algorithm>
-#include <cstring>
 #include <filesystem>
 #include <optional>
 #include <string>

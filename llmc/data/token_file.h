@@ -3,7 +3,6 @@
 // tokens: uint16 (20240520, 1) or uint32 (20240801, 7).
 #pragma once
 #include <algorithm>
-#include <filesystem>
 #include <memory>
 #include <mutex>
 #include <optional>

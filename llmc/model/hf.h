@@ -6,7 +6,6 @@
 #include <array>
 #include <initializer_list>
 #include <iterator>
-#include <memory>
 #include <set>
 #include <string>
 #include <vector>

@@ -6,10 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>

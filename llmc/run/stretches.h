@@ -6,7 +6,6 @@
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "run/checkpoints/progress.h"
 #include "run/checkpoints/rollback.h"

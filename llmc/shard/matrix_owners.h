@@ -7,8 +7,6 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
-#include <string>
 #include <vector>
 
 #include "ops/ops_muon.h"

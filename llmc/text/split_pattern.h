@@ -6,7 +6,6 @@
 #pragma once
 #include <algorithm>
 #include <bitset>
-#include <limits>
 #include <set>
 #include <string>
 #include <string_view>

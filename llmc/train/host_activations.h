@@ -12,7 +12,6 @@
 #pragma once
 #include <array>
 #include <optional>
-#include <vector>
 
 #include "shard/zero.h"
 #include "train/in_flight.h"

@@ -2,7 +2,6 @@
 // set (sets/). Callers reach an op through the table of the set in use: ops<float>().gelu_forward(out, x, n).
 #pragma once
 #include <cmath>
-#include <utility>
 #include <vector>
 
 #include "ops/cpu/attention.h"

@@ -2,15 +2,11 @@
 #pragma once
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cctype>
 #include <charconv>
-#include <cmath>
 #include <map>
 #include <optional>
 #include <span>
-#include <sstream>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 

@@ -5,7 +5,6 @@
 #include <limits>
 #include <optional>
 #include <ranges>
-#include <string>
 #include <utility>
 #include <vector>
 
