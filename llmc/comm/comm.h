@@ -125,25 +125,25 @@ class Comm : public HostGroup {
   }
   // The same with blocks of rows, of any size: block send[k] of `in` (rows, width) goes to rank k, and block receive[k]
   // of `out` comes from rank k. Other rows stay as they are. Every rank must know how many rows it receives.
-  virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send,
-                               const std::vector<RowBlock>& receive, Stream& stream) {
+  virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<Range>& send, const std::vector<Range>& receive,
+                               Stream& stream) {
     const int64_t width = in.shape[1];
-    const auto check_blocks = [&](const char* what, const std::vector<RowBlock>& blocks, const Tensor& t) {
+    const auto check_blocks = [&](const char* what, const std::vector<Range>& blocks, const Tensor& t) {
       CHECK(t.shape[1] == width && t.dtype == in.dtype && std::ssize(blocks) == size(),
             "all_to_all_rows of {}: {} blocks of rows to {} between {} ranks, of {} and {} elements", name_,
             blocks.size(), what, size(), width, t.shape[1]);
-      for (const RowBlock& b : blocks)
-        CHECK(b.begin >= 0 && b.count >= 0 && b.begin + b.count <= t.shape[0],
-              "all_to_all_rows of {}: {} rows from {} on to {}, of {}", name_, b.count, b.begin, what, t.shape[0]);
+      for (const Range& b : blocks)
+        CHECK(b.begin >= 0 && b.size >= 0 && b.end() <= t.shape[0],
+              "all_to_all_rows of {}: {} rows from {} on to {}, of {}", name_, b.size, b.begin, what, t.shape[0]);
     };
     check_blocks("send", send, in);
     check_blocks("receive", receive, out);
     const size_t me = static_cast<size_t>(rank());
-    CHECK(send[me].count == receive[me].count, "all_to_all_rows of {}: rank {} sends itself {} rows, and receives {}",
-          name_, me, send[me].count, receive[me].count);
+    CHECK(send[me].size == receive[me].size, "all_to_all_rows of {}: rank {} sends itself {} rows, and receives {}",
+          name_, me, send[me].size, receive[me].size);
     in.dtype = out.dtype = as_moved(in.dtype);
     int messages = 0;
-    for (size_t k = 0; k < send.size(); ++k) messages += k != me && (send[k].count > 0 || receive[k].count > 0);
+    for (size_t k = 0; k < send.size(); ++k) messages += k != me && (send[k].size > 0 || receive[k].size > 0);
     // Rows between the blocks may hold anything: they are not inspected.
     run(
         {"all_to_all_rows", out, Pattern::all_to_all, messages, Inspect::no}, stream,

@@ -34,8 +34,8 @@ class GpuCollectives {
   virtual void broadcast(Tensor buffer, int64_t n, int root, Stream& stream) = 0;
   virtual void reduce(Tensor buffer, int64_t n, int root, Stream& stream) = 0;
   virtual void all_to_all(Tensor out, Tensor in, int64_t n, Stream& stream) = 0;
-  virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send,
-                               const std::vector<RowBlock>& receive, Stream& stream) = 0;
+  virtual void all_to_all_rows(Tensor out, Tensor in, const std::vector<Range>& send, const std::vector<Range>& receive,
+                               Stream& stream) = 0;
   // Like Transport::exchange(), in stream order.
   virtual void exchange(const ToRank& out, const FromRank& in, Stream& stream) = 0;
   // Throws if an error has occurred, here or at a peer; called while the host waits for a stream.
@@ -228,18 +228,18 @@ class NcclGroup final : public GpuCollectives {
       });
     });
   }
-  void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send, const std::vector<RowBlock>& receive,
+  void all_to_all_rows(Tensor out, Tensor in, const std::vector<Range>& send, const std::vector<Range>& receive,
                        Stream& stream) override {
     const int64_t width = in.shape[1];
     call("an all-to-all of rows by ncclSend and ncclRecv", [&] {
       return grouped([&](auto&& keep) {
-        auto block = [&](const Tensor& t, const RowBlock& b) { return t.bytes + b.begin * width * size_of(t.dtype); };
+        auto block = [&](const Tensor& t, const Range& b) { return t.bytes + b.begin * width * size_of(t.dtype); };
         for (size_t k = 0; k < send.size(); ++k) {
           const int peer = static_cast<int>(k);
-          if (const RowBlock& b = send[k]; b.count > 0)
-            keep(ncclSend(block(in, b), count(b.count * width), type(in), peer, comm_, stream.cuda()));
-          if (const RowBlock& b = receive[k]; b.count > 0)
-            keep(ncclRecv(block(out, b), count(b.count * width), type(out), peer, comm_, stream.cuda()));
+          if (const Range& b = send[k]; b.size > 0)
+            keep(ncclSend(block(in, b), count(b.size * width), type(in), peer, comm_, stream.cuda()));
+          if (const Range& b = receive[k]; b.size > 0)
+            keep(ncclRecv(block(out, b), count(b.size * width), type(out), peer, comm_, stream.cuda()));
         }
       });
     });

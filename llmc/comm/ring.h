@@ -51,11 +51,6 @@ struct Link {
   }
 };
 
-// Rows [begin, begin + count) of a matrix.
-struct RowBlock {
-  int64_t begin, count;
-};
-
 namespace ring {
 
 inline constexpr int64_t chunk_elements = 1 << 16;
@@ -147,16 +142,16 @@ void all_to_all(const Link& t, T* out, const T* in, int64_t n) {
 
 // The same with blocks of rows of `width` elements: send[k] of `in` for rank k, receive[k] of `out` from rank k.
 template <class T>
-void all_to_all_rows(const Link& t, T* out, const T* in, int64_t width, const std::vector<RowBlock>& send,
-                     const std::vector<RowBlock>& receive) {
-  const auto of = [](const std::vector<RowBlock>& blocks, int rank) { return blocks[static_cast<size_t>(rank)]; };
+void all_to_all_rows(const Link& t, T* out, const T* in, int64_t width, const std::vector<Range>& send,
+                     const std::vector<Range>& receive) {
+  const auto of = [](const std::vector<Range>& blocks, int rank) { return blocks[static_cast<size_t>(rank)]; };
   const int P = t.size(), r = t.rank();
   const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
-  t.copy(out + of(receive, r).begin * width, in + of(send, r).begin * width, of(send, r).count * width);
+  t.copy(out + of(receive, r).begin * width, in + of(send, r).begin * width, of(send, r).size * width);
   for (int s = 1; s < P; ++s) {
     const int to = detail::wrap(r + s, P), from = detail::wrap(r - s, P);
-    t.exchange({to, in + of(send, to).begin * width, of(send, to).count * row_bytes},
-               {from, out + of(receive, from).begin * width, of(receive, from).count * row_bytes});
+    t.exchange({to, in + of(send, to).begin * width, of(send, to).size * row_bytes},
+               {from, out + of(receive, from).begin * width, of(receive, from).size * row_bytes});
   }
 }
 

@@ -71,8 +71,8 @@ class ExpertRounds {
     return window.size > 0 ? Range{window.begin - before, window.size} : Range{};
   }
   // The blocks of rows that a rank sends in a round, and those that it gets.
-  std::vector<RowBlock> blocks_sent(int rank, int round) const {
-    std::vector<RowBlock> blocks;
+  std::vector<Range> blocks_sent(int rank, int round) const {
+    std::vector<Range> blocks;
     int64_t begin = 0;
     for (int to = 0; to < ranks_; ++to) {
       const Range part = sent(rank, to, round);
@@ -81,12 +81,12 @@ class ExpertRounds {
     }
     return blocks;
   }
-  std::vector<RowBlock> blocks_received(int rank, int round) const {
-    std::vector<RowBlock> blocks;
+  std::vector<Range> blocks_received(int rank, int round) const {
+    std::vector<Range> blocks;
     int64_t begin = 0;
     for (int from = 0; from < ranks_; ++from) {
       blocks.push_back({begin, sent(from, rank, round).size});
-      begin += blocks.back().count;
+      begin += blocks.back().size;
     }
     return blocks;
   }

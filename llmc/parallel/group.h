@@ -58,8 +58,8 @@ class Pieces {
   bool nobody_sends(int64_t turn) const { return turn == 0 && count_ == P_; }
 
   // The slices of `ranks`, of S rows each, as blocks for an all-to-all.
-  std::vector<RowBlock> blocks(const Range& ranks, int64_t S) const {
-    std::vector<RowBlock> all(static_cast<size_t>(P_), RowBlock{0, 0});
+  std::vector<Range> blocks(const Range& ranks, int64_t S) const {
+    std::vector<Range> all(static_cast<size_t>(P_), Range{});
     for (int64_t k = ranks.begin; k < ranks.end(); ++k) all[static_cast<size_t>(k)] = {S * k, S};
     return all;
   }
@@ -92,9 +92,9 @@ inline Arrivals begin_all_gather(Tensor all, const Group& g) {
   Arrivals arrivals;
   for (int64_t turn = 0; turn < pieces.count(); ++turn) {
     if (!pieces.nobody_sends(turn)) {
-      std::vector<RowBlock> send = pieces.blocks(pieces.to(turn), S), receive = pieces.blocks(pieces.from(turn), S);
-      for (RowBlock& b : send) b.begin = S * g.rank();
-      send[static_cast<size_t>(g.rank())].count = receive[static_cast<size_t>(g.rank())].count = 0;
+      std::vector<Range> send = pieces.blocks(pieces.to(turn), S), receive = pieces.blocks(pieces.from(turn), S);
+      for (Range& b : send) b.begin = S * g.rank();
+      send[static_cast<size_t>(g.rank())].size = receive[static_cast<size_t>(g.rank())].size = 0;
       ranks.all_to_all_rows(all, all, send, receive, stream);
     }
     arrivals.push_back(stream.record());

@@ -16,7 +16,6 @@
 // a unit, in fp32, are summed over the ranks, of which each has those of its own matrices.
 #pragma once
 #include <map>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -255,7 +254,7 @@ class MatrixUpdates {
   void send_to_owners(const OfUnit& u, Stream& compute) {
     const int me = seat(u), seats = u.holders.seats().count();
     const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
-    std::vector<RowBlock> send(static_cast<size_t>(seats)), receive(send);
+    std::vector<Range> send(static_cast<size_t>(seats)), receive(send);
     int64_t at = 0;
     for (int s = 0; s < seats; ++s) {
       const int64_t begin = at;
@@ -277,9 +276,9 @@ class MatrixUpdates {
     if (!u.gathers) return;
     at = 0;
     for_each_received(u, [&](int s, size_t, const UnitHolders::Piece& p) {
-      RowBlock& block = receive[static_cast<size_t>(s)];
-      if (block.count == 0) block.begin = at;
-      block.count += p.held.size, at += p.held.size;
+      Range& block = receive[static_cast<size_t>(s)];
+      if (block.size == 0) block.begin = at;
+      block.size += p.held.size, at += p.held.size;
     });
     start(to_owners_, u, send, receive, compute);
   }
@@ -342,7 +341,7 @@ class MatrixUpdates {
   void send_back(const OfUnit& u, Stream& compute) {
     const int me = seat(u), seats = u.holders.seats().count();
     const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
-    std::vector<RowBlock> send(static_cast<size_t>(seats)), receive(send), by_content;
+    std::vector<Range> send(static_cast<size_t>(seats)), receive(send), by_content;
     int64_t at = 0;
     if (exchanges(u))
       for (int c = 0; c < u.holders.contents(); ++c) {
@@ -353,7 +352,7 @@ class MatrixUpdates {
           take(back_.sent, at, own_matrix(u, i), u.matrices[i], p, compute);
           at += p.held.size;
         }
-        by_content.back().count = at - by_content.back().begin;
+        by_content.back().size = at - by_content.back().begin;
       }
     at = 0;
     for (int s = 0; s < seats; ++s) {
@@ -385,8 +384,8 @@ class MatrixUpdates {
       }
   }
 
-  void start(Exchange& exchange, const OfUnit& u, const std::vector<RowBlock>& send,
-             const std::vector<RowBlock>& receive, Stream& compute) {
+  void start(Exchange& exchange, const OfUnit& u, const std::vector<Range>& send, const std::vector<Range>& receive,
+             Stream& compute) {
     Stream& stream = units_.groups().gather_stream();
     stream.wait(compute.record());
     group(u).all_to_all_rows(exchange.received, exchange.sent, send, receive, stream);

@@ -7,8 +7,8 @@
 namespace llmc {
 
 // Blocks with these numbers of rows, one after the other in rank order.
-inline std::vector<RowBlock> in_order(const std::vector<int64_t>& counts) {
-  std::vector<RowBlock> blocks;
+inline std::vector<Range> in_order(const std::vector<int64_t>& counts) {
+  std::vector<Range> blocks;
   int64_t begin = 0;
   for (const int64_t n : counts) blocks.push_back({begin, n}), begin += n;
   return blocks;

@@ -28,13 +28,13 @@ struct Skips final : Comm {
     for (int r = 0; r < size(); ++r)
       if (r != rank()) zero(all.slice(slice * r, {slice}), stream);
   }
-  void all_to_all_rows(Tensor out, Tensor in, const std::vector<RowBlock>& send, const std::vector<RowBlock>& receive,
+  void all_to_all_rows(Tensor out, Tensor in, const std::vector<Range>& send, const std::vector<Range>& receive,
                        Stream& stream) override {
     if (std::string_view(out.name) != skipped) return Comm::all_to_all_rows(out, in, send, receive, stream);
     zero(out, stream);
-    const auto mine = [&](const Tensor& t, const std::vector<RowBlock>& blocks) {
-      const RowBlock& b = blocks[static_cast<size_t>(rank())];
-      return t.slice(b.begin * t.shape[1], {b.count, t.shape[1]});
+    const auto mine = [&](const Tensor& t, const std::vector<Range>& blocks) {
+      const Range& b = blocks[static_cast<size_t>(rank())];
+      return t.slice(b.begin * t.shape[1], {b.size, t.shape[1]});
     };
     copy(mine(out, receive), mine(in, send), stream);
   }

@@ -59,19 +59,19 @@ TEST_CASE("rounds of rows to experts have all of them once, and never more than 
         for (int from = 0; from < P; ++from) {
           int64_t block = 0;  // where the rows for `to` begin
           for (int before = 0; before < to; ++before) block += rounds.rows(from, before);
-          const RowBlock sent = rounds.blocks_sent(from, round)[static_cast<size_t>(to)];
-          if (sent.count > 0) REQUIRE(sent.begin == block + next[static_cast<size_t>(from)]);
-          next[static_cast<size_t>(from)] += sent.count;
+          const Range sent = rounds.blocks_sent(from, round)[static_cast<size_t>(to)];
+          if (sent.size > 0) REQUIRE(sent.begin == block + next[static_cast<size_t>(from)]);
+          next[static_cast<size_t>(from)] += sent.size;
           REQUIRE(blocks[static_cast<size_t>(from)].begin == in_round);
-          REQUIRE(blocks[static_cast<size_t>(from)].count == sent.count);
-          in_round += sent.count;
+          REQUIRE(blocks[static_cast<size_t>(from)].size == sent.size);
+          in_round += sent.size;
           int64_t of_experts = 0;
           for (int64_t e = 0; e < 2; ++e) {
             const int32_t n = by_expert[static_cast<size_t>(from * 2 + e)];
             received[static_cast<size_t>(from * 2 + e)] += n;
             of_experts += n;
           }
-          REQUIRE(of_experts == sent.count);
+          REQUIRE(of_experts == sent.size);
         }
         REQUIRE(in_round <= room);
       }
@@ -81,7 +81,7 @@ TEST_CASE("rounds of rows to experts have all of them once, and never more than 
   }
   const ExpertRounds none(std::vector<int64_t>(18, 0), P, 4);
   REQUIRE(none.rounds() == 1);
-  REQUIRE(none.blocks_sent(0, 0)[1].count == 0);
+  REQUIRE(none.blocks_sent(0, 0)[1].size == 0);
   REQUIRE_ERROR(ExpertRounds(counts, P, 0), "room for 0 rows");
 }
 
@@ -90,7 +90,7 @@ TEST_CASE("with padding every rank has a block of rows for each", "[parallel][ep
   REQUIRE(rounds.rounds() == 1);
   for (int rank = 0; rank < 3; ++rank)
     for (const auto& blocks : {rounds.blocks_sent(rank, 0), rounds.blocks_received(rank, 0)})
-      for (size_t k = 0; k < 3; ++k) REQUIRE((blocks[k].begin == 5 * static_cast<int64_t>(k) && blocks[k].count == 5));
+      for (size_t k = 0; k < 3; ++k) REQUIRE((blocks[k].begin == 5 * static_cast<int64_t>(k) && blocks[k].size == 5));
 }
 
 TEST_CASE("rows are padded where a capacity bounds them and there is room for as many from all ranks",

@@ -128,12 +128,6 @@ class Sources {
 
  private:
   template <class F>
-  int64_t sum(F&& of) const {
-    int64_t total = 0;
-    for (const Source& source : all_) total += of(source);
-    return total;
-  }
-  template <class F>
   auto joined(F&& of) const -> decltype(of(std::declval<const Source&>())) {
     auto joined = of(all_.front());
     for (size_t i = 1; i < all_.size(); ++i)
@@ -171,15 +165,11 @@ class Sources {
   const std::vector<Source>& all() const { return all_; }
   size_t size() const { return all_.size(); }
   const Source& operator[](size_t i) const { return all_[i]; }
-  int64_t files() const {
-    return sum([](const Source& s) { return s.shards.count(); });
+  int64_t samples() const {  // blocks, in an epoch
+    int64_t all = 0;
+    for (const Source& source : all_) all += source.blocks();
+    return all;
   }
-  int64_t tokens() const {
-    return sum([](const Source& s) { return s.shards.tokens(); });
-  }
-  int64_t samples() const {
-    return sum([](const Source& s) { return s.blocks(); });
-  }  // blocks, in an epoch
   std::vector<std::string> paths() const {
     return joined([](const Source& s) { return s.shards.paths(); });
   }
