@@ -1,6 +1,7 @@
 // train_gpt.cu: the trainer, and the place to start reading. main() parses the options and picks a mode; run_training()
 // checks the job, finds the checkpoint to resume from and starts the ranks; Training::run() is the loop of each rank,
 // and Updates has its steps. llmc/README.md is a map of the rest.
+#include <cerrno>  // program_invocation_name, from glibc
 #include <cstdio>
 #include <deque>
 #include <optional>

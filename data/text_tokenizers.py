@@ -15,7 +15,7 @@ class ByteTokenizer:
     """One token per byte: ids 0-255 are the bytes, 256 is end of text."""
 
     def __init__(self):
-        self.name, self.eot, self.vocab_size = "bytes", 256, 257
+        self.name, self.eot, self.vocab_size, self.for_trainer = "bytes", 256, 257, False
         self.format = TokenFormat(self.vocab_size)
 
     def encode(self, piece):
@@ -52,6 +52,7 @@ class TiktokenTokenizer:
             raise DataError(f"--tokenizer {name}: {error}; offline, give a .tiktoken file or a tokenizer.json"
                             ) from None
         self.name, self.eot, self.vocab_size = name, self._encoding.eot_token, self._encoding.n_vocab
+        self.for_trainer = False
         self.format = TokenFormat(self.vocab_size)
 
     def encode(self, piece):
@@ -86,6 +87,7 @@ class HuggingFaceTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name = path
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.for_trainer = isinstance(self._tokenizer.model, tokenizers.models.BPE)   # its --tokenizer reads this file
         self.format = TokenFormat(self.vocab_size)
         special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
         self.eot = vocabulary.get(eot_name) if eot_name else next(ends_of_text(path, vocabulary, special), None)

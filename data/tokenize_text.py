@@ -177,7 +177,8 @@ class Progress:
 
 def tokenize(options, train_files, val_files, standing):
     """Writes all shards; returns the lines of the summary. DataError, OSError: nothing was written."""
-    token_format = make_tokenizer(options).format
+    tokenizer = make_tokenizer(options)
+    token_format = tokenizer.format
     kinds = {path: kind_of(path, options.format) for path in train_files + val_files}
     sizes = [text_bytes(path, kinds[path], options.json_field) for path in train_files + val_files]
     progress = Progress(None if None in sizes else sum(sizes))
@@ -220,10 +221,8 @@ def tokenize(options, train_files, val_files, standing):
             lines.append(f"{writer.split:16} {writer.count:,} tokens ({writer.count / tokens:.1%}) in {paths[0]}{last}")
     words = [f"-{'j' if writer is val else 'i'} {shlex.quote(f'{options.out}_{writer.split}_*.bin')}"
              for writer in (train, val) if writer.count]
-    if options.tokenizer == "bytes":
-        words.append("--vocab-size 257")
-    elif options.tokenizer != "gpt2" and not options.tokenizer.endswith(".tiktoken"):
-        words.append(f"--tokenizer {shlex.quote(options.tokenizer)}")
+    words.append(f"--tokenizer {shlex.quote(options.tokenizer)}" if tokenizer.for_trainer
+                 else f"--vocab-size {tokenizer.vocab_size}")
     return [*lines, f"next             ./train_gpt {' '.join(words)} ..."]
 
 

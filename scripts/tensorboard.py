@@ -310,10 +310,13 @@ def main():
 
     found = exports(options.runs, options.logdir, options.follow)
     for export in found:
-        if not os.path.exists(export.source):
+        try:
+            count = export.begin()
+        except FileNotFoundError:
+            if not options.follow:
+                raise
             print(f"tensorboard: waiting for {export.source}", flush=True)
             continue
-        count = export.begin()
         print(f"tensorboard: {export.target}: {count} lines", flush=True)
     while options.follow:
         time.sleep(options.every)

@@ -6,11 +6,12 @@
 # HOSTS   host names, separated by commas; default: this host. mpirun reaches the others by ssh, without a password
 # RANKS   processes on each host
 # Inside a Slurm job neither is needed: mpirun asks Slurm. Variables set options of mpirun, too: OMPI_MCA_btl=tcp,self.
-# If a host vanishes, the trainers end, but mpirun would wait for its daemon there for a quarter of an hour or longer: once
-# the trainers that it had on this host have been gone for a minute, it is killed, and the exit status is 3.
+# If a host vanishes, the trainers end, but mpirun would wait for its daemon there for a quarter of an hour or longer. Start
+# this on the first of HOSTS: then, once the trainers here have been gone for a minute, mpirun is killed, and the exit
+# status is 3.
 # SIGINT and SIGTERM save the run and end it with status 75: mpirun itself would allow only a second for that.
 set -euo pipefail
-case ${1-} in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
+case $* in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
 # Used in the commands that a run suggests.
 export TRAIN_GPT_LAUNCH=${TRAIN_GPT_LAUNCH:-${HOSTS:+HOSTS=$HOSTS }${RANKS:+RANKS=$RANKS }$0}
 cd "$(dirname "$0")/../.."
@@ -43,31 +44,38 @@ done
 setsid mpirun "${where[@]}" --bind-to none "${variables[@]}" ./train_gpt "$@" </dev/null &
 mpirun=$!
 
-# Kills mpirun, and its ssh, once its trainers here have been gone for a minute.
+trap 'again=yes; kill -USR1 $mpirun || :' INT TERM HUP USR1 USR2   # which mpirun passes on
+
+# Kills mpirun, and its ssh, once the trainer of rank 0 was here, and none has been for a minute.
 watch() {
   local begun='' left=60 file pid name children more trains
+  trap - INT TERM HUP USR1 USR2
+  exec {never}<> <(:)   # a pipe that nobody writes to
   while [ $left -gt 0 ]; do
-    sleep 5 >/dev/null 2>&1
+    read -r -t 5 -u "$never" || :
     kill -0 "$mpirun" 2>/dev/null || return 0
     children=() trains=''
     for file in "/proc/$mpirun/task/"*/children; do
+      more=()
       read -r -a more 2>/dev/null <"$file" || :
       children+=("${more[@]}")
     done
     for pid in "${children[@]}"; do
       read -r name 2>/dev/null <"/proc/$pid/comm" || continue
-      [ "$name" != train_gpt ] || trains=yes begun=yes
+      [ "$name" = train_gpt ] || continue
+      trains=yes
+      [ -n "$begun" ] || ! grep -zqsE '^(OMPI_COMM_WORLD_RANK|PMIX_RANK)=0$' "/proc/$pid/environ" || begun=yes
     done
     if [ -n "$trains" ]; then left=60
     elif [ -n "$begun" ]; then left=$((left - 5)); fi
   done
   echo "run_mpirun.sh: the trainers on this host ended a minute ago, but mpirun has not: it is killed" >&2
+  trap '' TERM
   kill -KILL "$mpirun" "${children[@]}" || :
   return 3
 }
 watch &
 watch=$!
-trap 'again=yes; kill -USR1 $mpirun || :' INT TERM HUP USR1 USR2   # which mpirun passes on
 again=yes
 while [ -n "$again" ]; do   # a signal ends `wait` early
   again='' status=0

@@ -16,16 +16,16 @@
 #
 #   (umask 077; head -c 32 /dev/urandom | base64 >~/train_gpt.token)
 #
-# It is not needed if HOST is localhost or 127.0.0.1, to try a job on one machine.
+# It is not needed if HOST is localhost, 127.0.0.1 or [::1], to try a job on one machine.
 set -euo pipefail
-case ${1-} in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
+case $* in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "$0")/../.."
 refuse() { echo "run_tcp.sh: $1" >&2; exit 1; }
 
 [ $# -ge 3 ] || refuse "expected RANK or spare, NUMBER OF PROCESSES, HOST:PORT, and options of the trainer"
 if [ -z "${TRAIN_GPT_TOKEN:-}${TRAIN_GPT_TOKEN_FILE:-}" ]; then
   if [ -e ~/train_gpt.token ]; then export TRAIN_GPT_TOKEN_FILE=~/train_gpt.token
-  elif [[ $3 != localhost:* && $3 != 127.0.0.1:* ]]; then
+  elif [[ $3 != localhost:* && $3 != 127.* && $3 != '[::1]:'* ]]; then   # is_loopback_name() in meeting_point.h
     refuse "there is no token: set TRAIN_GPT_TOKEN_FILE, or make one: (umask 077; head -c 32 /dev/urandom | base64 >~/train_gpt.token)"
   fi
 fi

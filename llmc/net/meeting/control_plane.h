@@ -256,9 +256,10 @@ class ControlPlane : public Roster {
       const bool cut = broke && is_alive(other);
       lock.lock();
       if (cut) cut_from_ = other;
-      suspect(other, {cut ? cut_between(process(), other)
-                          : formatted("{} has gone: {}", peers_.empty() ? "another process" : name_of(other),
-                                      Socket::is_end(why) ? "its process has ended" : why)});
+      suspect(other, {cut              ? cut_between(process(), other)
+                      : peers_.empty() ? end_before_all_met(why)
+                                       : formatted("{} has gone: {}", name_of(other),
+                                                   Socket::is_end(why) ? "its process has ended" : why)});
     }
     changed_.notify_all();
   }

@@ -42,7 +42,16 @@ inline void add_peers(std::vector<Peer>& peers, std::span<const std::string> par
 }
 
 // Packets of full size are lost where a host or switch takes only smaller ones; those of a handshake are small.
-constexpr const char* cut_short = "what it sends next does not arrive: have all hosts and switches the same MTU?";
+constexpr const char* same_mtu = "do all hosts and switches have the same MTU?";
+
+// To a process that has not met the others yet: what became of process 0, whose connection ended like this.
+inline std::string end_before_all_met(const std::string& why) {
+  return Socket::is_end(why)
+             ? "has ended before all processes had met; see what process 0 says"
+             : formatted(
+                   "was reached, but answers no more ({}): its host is gone, or packets of full size are lost; {}", why,
+                   same_mtu);
+}
 
 class Meeting {
  public:
@@ -148,7 +157,9 @@ class Meeting {
   // From where a process has connected that then says nothing; empty: from nowhere.
   std::string silent() const {
     for (const auto& [line, it] : silent_)
-      if (it.is_late()) return formatted("; from {} a process has connected, but {}", it.from, cut_short);
+      if (it.is_late())
+        return formatted("; from {} a process has connected, but what it sends next does not arrive: {}", it.from,
+                         same_mtu);
     return "";
   }
   static bool refuses(const Greeting& greeting) {

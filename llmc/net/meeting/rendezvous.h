@@ -82,10 +82,7 @@ inline void ControlPlane::attend_meeting(Rendezvous& at) {
   };
   if (!wait(lock, Limit::seconds(seconds), [&] { return verdict_ || fault_.known(); }))
     throw lost(formatted("has not answered within {} s", seconds));
-  if (!verdict_)
-    throw lost(fault_.why.ends_with(std::strerror(ETIMEDOUT))
-                   ? formatted("was reached by this process, but {}", cut_short)
-                   : "has ended before all processes had met; see what process 0 says");
+  if (!verdict_) throw lost(fault_.why);
   if (verdict_->known()) throw SharedError(verdict_->why, verdict_->status);
   for (Peer& peer : peers_)
     if (peer.address.empty()) peer.address = address_0;
