@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# scripts/check_floors.sh accepts this tree, and rejects each violation planted in a copy of it.
+# scripts/check_floors.sh and check_pipes.sh accept this tree, and reject each violation planted in a copy of it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-fail() { echo "check_floors_test.sh: $*"; exit 1; }
+fail() { echo "checks_test.sh: $*"; exit 1; }
 
 scripts/check_floors.sh || fail "this tree breaks the rules above"
 
@@ -55,3 +55,23 @@ rejects 'core/planted_a.h'
 rm "$copy/tree/llmc/core/planted_"*
 for i in {1..41}; do echo '// a header' >"$copy/tree/llmc/data/planted$i.h"; done
 rejects 'files in a folder, more than 40'
+
+# ---- Pipes -----------------------------------------------------------------------------------------------------------
+
+pipes() { # STATUS LINE
+  local status=0
+  echo "$2" >"$copy/planted.sh"
+  scripts/check_pipes.sh "$copy/planted.sh" >"$copy/said" || status=$?
+  [ $status = "$1" ] || fail "status $status, expected $1: $2"
+  [ "$1" = 0 ] || grep -qF "planted.sh:1:$2" "$copy/said" || fail "it does not name the line: $2"
+}
+for reader in 'head -n 1' 'grep -q y' 'grep -aqx y' 'grep -m1 y' 'grep -i --quiet y' 'LC_ALL=C head' 'sed 1q' "sed -n '/y/{p;q}'" \
+  "awk '{ print; exit }'"; do
+  pipes 1 "x | $reader"
+  pipes 1 "x 2>&1 |& $reader"
+done
+pipes 0 'x | sed -n 1,6p'
+pipes 0 'x || grep -q y file'
+pipes 0 'x | grep -v foo-q'
+pipes 0 'grep -q y <<<text'
+pipes 0 'x | header'
