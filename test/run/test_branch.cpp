@@ -92,10 +92,10 @@ TEST_CASE("what a branch cannot do is refused with a remedy, and nothing is left
   const auto resumed = [&](const std::string& more, const std::string& remedy) {
     refused(tiny(dir / "run", "--max-steps 4 " + more), "or choose another --out-dir" + remedy);
   };
-  const std::string branch = "--branch-from CHECKPOINT --out-dir NEW goes on from one of its checkpoints with ";
-  resumed("--lr 1e-3", "; " + branch + "this change\n");
-  resumed("--lr 1e-3 --seq-len 11", "; " + branch + "these changes\n");
-  resumed("--seq-len 11", "; --data-changed accept goes on here, and " + branch + "this change\n");
+  const std::string branch = ", add --branch-from CHECKPOINT --out-dir NEW\n";
+  resumed("--lr 1e-3", "; to branch with this change" + branch);
+  resumed("--lr 1e-3 --seq-len 11", "; to branch with these changes" + branch);
+  resumed("--seq-len 11", "; to go on here, add --data-changed accept; to branch with this change" + branch);
   resumed("--weight-decay 0.5 --beta1 0.8 --lr 1e-3",
           "; a branch of it (--branch-from) may change --lr, but not --weight-decay and --beta1\n");
   resumed("--weight-decay 0.5", "\n");

@@ -125,8 +125,8 @@ inline std::vector<std::string> require_same_options(const std::string& file, co
       file, changes.refused, changes.fixed.size() == 1 ? "this one" : "these");
   std::string branch;
   if (changes.fixed.empty())
-    branch = formatted("; {}--branch-from CHECKPOINT --out-dir NEW goes on from one of its checkpoints with {}",
-                       changes.accepted ? "--data-changed accept goes on here, and " : "",
+    branch = formatted("; {}to branch with {}, add --branch-from CHECKPOINT --out-dir NEW",
+                       changes.accepted ? "to go on here, add --data-changed accept; " : "",
                        changes.of_branch.size() == 1 ? "this change" : "these changes");
   else if (!changes.of_branch.empty())
     branch = formatted("; a branch of it (--branch-from) may change {}, but not {}", either(changes.of_branch, "and"),
