@@ -280,13 +280,33 @@ def claim(prefix, options):
     write_json(path, settings)
 
 
+@contextlib.contextmanager
+def claimed(prefix, options):
+    """Makes the folder of `prefix`, locks and claims it. If nothing else is there after a failure, it is removed."""
+    folder = os.path.dirname(prefix) or "."
+    made = not os.path.isdir(folder)
+    os.makedirs(folder, exist_ok=True)
+    try:
+        with locked(f"{prefix}.lock"):
+            claim(prefix, options)
+            try:
+                yield folder
+            except BaseException:
+                own = {os.path.basename(prefix) + ending for ending in (".lock", ".prepare.json")}
+                if made and set(os.listdir(folder)) == own:
+                    os.remove(f"{prefix}.prepare.json")
+                raise
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):   # it is not empty
+                os.rmdir(folder)
+        raise
+
+
 def prepare(options):
     prefix = options.out or os.path.join(os.path.dirname(os.path.abspath(__file__)), options.dataset, options.dataset)
-    folder = os.path.dirname(prefix) or "."
-    os.makedirs(folder, exist_ok=True)
     tokenizer = make_tokenizer(options)   # fail before downloading if it is unusable
-    with locked(f"{prefix}.lock"):
-        claim(prefix, options)
+    with claimed(prefix, options) as folder:
         have = prepare_sources(options, prefix, folder)
         write_tokenizer(tokenizer, os.path.join(folder, "gpt2_tokenizer.bin"))
     if options.tokens and have["train"] < options.tokens:

@@ -163,6 +163,11 @@ refused() { # WORD ARGUMENTS...
   [ "$(wc -l <"$dir/err")" = 1 ] || fail "more than one line: $*"
 }
 refused 404 shakespeare --tokenizer bytes --base-url "$url/nowhere" --out "$dir/r/r"
+refused /none shakespeare --tokenizer "$dir/none" --base-url "$url" --out "$dir/r/r"
+[ ! -e "$dir/r" ] || fail "a folder was left although nothing came of it"
+mkdir "$dir/r"
+refused 404 shakespeare --tokenizer bytes --base-url "$url/nowhere" --out "$dir/r/r"
+[ -d "$dir/r" ] || fail "a folder that was there before was removed"
 refused 'another --out' tinystories --tokenizer bytes --base-url "$url" --out "$dir/t/t" --shard-size 50000
 mkdir "$dir/o" && echo mine >"$dir/o/s_train_000000.bin"
 refused 'exists already' shakespeare --tokenizer bytes --base-url "$url" --out "$dir/o/s"
@@ -172,6 +177,7 @@ before=$(grep -c input.txt "$dir/requests")
 (ulimit -f 20; refused 'input.txt.part: cannot be written: File too large; .*ulimit -f' shakespeare --tokenizer bytes --base-url "$url" \
   --out "$dir/full/s")
 [ "$(grep -c input.txt "$dir/requests")" = $((before + 1)) ] || fail "a file that cannot be written was requested again"
+[ "$(cd "$dir/full" && echo *)" = "input.txt.part input.txt.part.etag s.prepare.json" ] || fail "a part of a download was not kept"
 mkdir -p "$dir/folder/input.txt.part.etag"
 refused 'input.txt.part.etag: cannot be written: Is a directory' shakespeare --tokenizer bytes --base-url "$url" --out "$dir/folder/s"
 cat >"$dir/lock.py" <<'PY'
@@ -277,7 +283,7 @@ list 10 30 51
 refused 'w.done-0001.json: made of .*2024-51.* is now .*2024-30.*another --out' --out "$dir/w/w"
 echo changed >"$dir/www/data/CC-MAIN-2024-10/000_00000.parquet"
 refused 'downloaded with SHA-256 .*, expected .*try again' --out "$dir/x/x"
-[ "$(cd "$dir/x" && echo *)" = x.prepare.json ] || fail "a damaged file was left"
+[ ! -e "$dir/x" ] || fail "a damaged file was left"
 
 # A vocabulary like GPT-2's, and parquet.
 if python=$(scripts/find_python.sh tiktoken); then
