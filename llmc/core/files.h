@@ -297,7 +297,8 @@ inline std::vector<std::string> expand_glob(const std::string& pattern, const ch
     paths.assign(found.gl_pathv, found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
     ::globfree(&found);
   }
-  CHECK(!paths.empty(), "{} {}: no file matches: {}", option, pattern, instead_of(pattern));
+  CHECK(!paths.empty(), "{} {}: {}: {}", option, pattern,
+        pattern.find_first_of("*?[") == pattern.npos ? "no such file" : "no file matches", instead_of(pattern));
   for (const std::string& path : paths) {
     CHECK(!utf8_fault(path), "{} {}: the file's name is not UTF-8, as records of a run are: rename it", option,
           shown(path));

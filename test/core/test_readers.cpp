@@ -95,7 +95,9 @@ TEST_CASE("a pattern that no file matches says what is there instead", "[core]")
   };
   const std::string where = std::filesystem::path(dir / "x").parent_path().string();
   REQUIRE(refused("train.bin") ==
-          "--train-data " + where + "/train.bin: no file matches: " + where + " has no file *.bin");
+          "--train-data " + where + "/train.bin: no such file: " + where + " has no file *.bin");
+  REQUIRE(refused("train*.bin") ==
+          "--train-data " + where + "/train*.bin: no file matches: " + where + " has no file *.bin");
   REQUIRE_THAT(refused("."),
                Catch::Matchers::EndsWith("is a directory: name its files with a quoted pattern, such as '" +
                                          (dir / ".") + "/*.bin'"));
