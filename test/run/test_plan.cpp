@@ -175,6 +175,10 @@ TEST_CASE("--plan shows the memory of a parameter server and of the others, and 
   REQUIRE(r.out.substr(server, others - server).find("AdamW first moment") != std::string::npos);
   REQUIRE(r.out.substr(others, sent - others).find("AdamW") == std::string::npos);
   for (const DpSync sync : all_values<DpSync>()) REQUIRE(r.out.find(name_of(sync), sent) != std::string::npos);
+  const ProgramResult without =
+      run_program("--plan --threads 2 --model d2 --n-embd 64 --n-head 1 --vocab-size 257 -t 64 -b 1 --local-ranks 4");
+  REQUIRE(without.out.find("sent per rank and step") != std::string::npos);
+  REQUIRE(without.out.find("server") == std::string::npos);
 }
 
 TEST_CASE("a run that was begun is not advised to compute something else", "[run][plan]") {

@@ -340,7 +340,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
                                               : "sent by rank 0 per step",
               rows(plan.of_stage(most)));
     if (plan.others) log.table("sent by rank 1 per step", rows(*plan.others));
-    detail::report_links(log, step);
+    if (step.layout.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
   }
   const size_t slowest = device.machine ? plan.stage_with_most([](const Plan& p) { return p.step_seconds; })
                                         : plan.stage_with_most([](const Plan& p) { return p.flops(); });
