@@ -115,6 +115,11 @@ inline std::string verify_data(Log& log, const char* option, const std::string& 
         all.largest < 0 ? "none was read" : formatted("{} of a vocabulary of {}", all.largest, vocab_size)}});
   if (all.largest >= 0 && look_like_bytes(all.largest, vocab_size))
     log.line("notice: these look like byte tokens, for which --vocab-size 257 is enough");
+  if (look_like_fewer(all.largest, all.tokens, vocab_size))
+    log.line(
+        formatted("notice: the largest token is {} of a vocabulary of {}: were these made with a smaller "
+                  "tokenizer? --tokenizer names it",
+                  all.largest, vocab_size));
   return all.error;
 }
 

@@ -316,6 +316,39 @@ TEST_CASE("suspicious data gets a notice, valid data none", "[data]") {
     REQUIRE_THAT(right, !Catch::Matchers::ContainsSubstring(word));
 }
 
+TEST_CASE("tokens of a tokenizer that is far smaller than the vocabulary get a notice", "[data]") {
+  const TempDir dir;
+  std::vector<uint16_t> tokens(64 * 64 + 1);
+  for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<uint16_t>(i * 7 % 500);
+  write_shard(dir / "words.bin", tokens);
+  write_shard(dir / "few.bin", std::vector<uint16_t>(tokens.begin(), tokens.begin() + 1000));
+  const auto told = [&](const std::string& options) {
+    const ProgramResult r = run_program("--threads 1 " + options);
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    const size_t notice = r.out.find("notice: the largest ");
+    return notice == r.out.npos ? "" : r.out.substr(notice, r.out.find('\n', notice) - notice);
+  };
+  const auto trained = [&](const std::string& data, int vocabulary) {
+    std::filesystem::remove_all(dir / "run");
+    return told(
+        formatted("--model d1 --n-embd 12 --n-head 2 --seq-len 64 --max-steps 1 --batch-size 1 --vocab-size {} "
+                  "--train-data {} --out-dir {}",
+                  vocabulary, dir / data, dir / "run"));
+  };
+  REQUIRE(trained("words.bin", 2000) ==
+          "notice: the largest of the first 4,160 tokens of the training data is 499, and the model has a vocabulary "
+          "of 2000: were they made with a smaller tokenizer? --tokenizer names it, and a new model takes its "
+          "vocabulary from it");
+  REQUIRE(trained("words.bin", 1999).empty());
+  REQUIRE(trained("few.bin", 50000).empty());  // others may have larger ones
+  const std::string verify = "--verify-data --train-data " + dir / "words.bin" + " --vocab-size ";
+  REQUIRE(told(verify + "2000") ==
+          "notice: the largest token is 499 of a vocabulary of 2000: were these made with a smaller tokenizer? "
+          "--tokenizer names it");
+  REQUIRE(told(verify + "1999").empty());
+}
+
 TEST_CASE("a validation of a part of the data takes samples from all shards; with --no-shuffle the first", "[data]") {
   const TempDir dir;
   write_shard<uint16_t>(dir / "train.bin", std::vector<uint16_t>(2001, 1));

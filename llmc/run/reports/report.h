@@ -100,6 +100,7 @@ inline void report_unlikely_data(Log& log, const StepConfig& step, const RunData
     log.line(formatted("notice: a step takes {} samples but the training data have {}: it uses some more than once",
                        samples, all));
   int32_t largest = 0;
+  int64_t tokens = 0;
   std::vector<int32_t> sample;
   constexpr int64_t looked_at = 64;
   for (const Sources::Source& source : data.train.all())
@@ -107,12 +108,19 @@ inline void report_unlikely_data(Log& log, const StepConfig& step, const RunData
       source.shards.read_sample(i, std::numeric_limits<int64_t>::max(),
                                 sample);  // training refuses tokens outside the vocabulary
       largest = std::max(largest, *std::max_element(sample.begin(), sample.end()));
+      tokens += std::ssize(sample);
     }
   if (look_like_bytes(largest, V))
     log.line(
         formatted("notice: the first tokens of the training data look like bytes, but the model has a vocabulary of "
                   "{}: for bytes --vocab-size 257 is enough",
                   V));
+  if (look_like_fewer(largest, tokens, V))
+    log.line(
+        formatted("notice: the largest of the first {} tokens of the training data is {}, and the model has a "
+                  "vocabulary of {}: were they made with a smaller tokenizer? --tokenizer names it, and a new model "
+                  "takes its vocabulary from it",
+                  human_count(tokens), largest, V));
   std::set<FileIdentity> trained;  // whatever their paths
   for (const std::string& path : data.train.paths()) trained.insert(identity_of(path));
   for (const ValidationSet& set : data.val)
