@@ -26,9 +26,10 @@ namespace llmc {
 
 // The facts that an evaluation takes from trainer.json of our checkpoints; other models have none.
 struct TrainedRecord {
-  std::optional<int64_t> step, samples_per_step;
+  std::optional<int64_t> step, samples_per_step;  // step: none of a mean
   std::vector<float> expert_biases;
   nlohmann::json options;  // of the run that wrote the checkpoint
+  size_t mean_of = 0;      // models, by --average; 0: it is none
 };
 inline TrainedRecord trained_record(const std::string& model) {
   const std::string file = model + "/trainer.json";
@@ -40,8 +41,9 @@ inline TrainedRecord trained_record(const std::string& model) {
         "{}: \"step\", \"tokens_per_step\" and \"seq_len\" are not those of a run; the checkpoint is damaged", file);
   CHECK(biases.is_array() && std::all_of(biases.begin(), biases.end(), [](auto& b) { return b.is_number(); }),
         "{}: \"expert_biases\" is {}, expected a list of numbers; the checkpoint is damaged", file, biases);
-  return {number("step"), *tokens / *length, biases.get<std::vector<float>>(),
-          json.value("options", nlohmann::json::object())};
+  const size_t mean_of = member(json, "average_of").size();
+  return {mean_of > 0 ? std::nullopt : number("step"), *tokens / *length, biases.get<std::vector<float>>(),
+          json.value("options", nlohmann::json::object()), mean_of};
 }
 
 // The number of bytes of text that the targets of these samples stand for; special tokens count as none. None: some
@@ -177,11 +179,13 @@ namespace detail {
 
 inline void report_evaluation_header(Log& log, const Evaluation& job) {
   const Options& o = job.options;
-  Rows rows = {{"machine", formatted("{}: {}", host_name(), describe(job.device))},
-               {"model", formatted("{}: {} parameters{}", o.model,
-                                   human_count(count_parameters(parameter_table(job.step.model))),
-                                   job.trained.step ? formatted(", after step {}", *job.trained.step) : "")},
-               {"layout", formatted("{}, {}", o.dtype, layout_text(job.step))}};
+  Rows rows = {
+      {"machine", formatted("{}: {}", host_name(), describe(job.device))},
+      {"model",
+       formatted("{}: {} parameters{}{}", o.model, human_count(count_parameters(parameter_table(job.step.model))),
+                 job.trained.step ? formatted(", after step {}", *job.trained.step) : "",
+                 job.trained.mean_of > 0 ? formatted(", the mean of {} models", job.trained.mean_of) : "")},
+      {"layout", formatted("{}, {}", o.dtype, layout_text(job.step))}};
   for (size_t i = 0; i < job.data.size(); ++i)
     rows.emplace_back(
         "validation data",
@@ -225,6 +229,7 @@ inline void report_evaluated(Log& log, const Evaluation& job, const Evaluated& f
 inline std::string to_json(const Evaluation& job, const Evaluated& found) {
   nlohmann::ordered_json json = {{"model", job.options.model}};
   if (job.trained.step) json["step"] = *job.trained.step;
+  if (job.trained.mean_of > 0) json["mean_of"] = job.trained.mean_of;
   if (found.loss) {
     const int64_t targets = job.inputs.samples() * job.options.seq_len;
     json.update({{"loss", *found.loss},

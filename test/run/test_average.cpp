@@ -36,7 +36,14 @@ TEST_CASE("--average writes the mean of checkpoints, which any run can begin wit
     }
   REQUIRE(read_whole(dir / "mean/tokenizer.json") == read_whole(a + "/tokenizer.json"));
   REQUIRE_FALSE(checkpoint_fault(dir / "mean"));
-  run_well("--evaluate --seq-len 33 --batch-size 2 --threads 1 --val-data " + tiny_data + " --model " + dir / "mean");
+  const std::string evaluate =
+      "--evaluate --seq-len 33 --batch-size 2 --threads 1 --val-data " + tiny_data + " --model ";
+  const std::string table = said(evaluate + dir / "mean");
+  REQUIRE(table.find(", the mean of 3 models\n") != std::string::npos);
+  REQUIRE(table.find("after step") == std::string::npos);
+  const auto json = nlohmann::json::parse(said(evaluate + dir / "mean" + " --json"));
+  REQUIRE(json["mean_of"] == 3);
+  REQUIRE_FALSE(json.contains("step"));
   run_well(tiny(dir / "next", "--model " + dir / "mean" + " --tokenizer auto --vocab-size 257 --max-steps 1"));
 
   // Models that another program wrote, with commas between them, in bf16.
