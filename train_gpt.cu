@@ -428,10 +428,7 @@ class Training {
     } catch (const SharedError& error) {
       saved = formatted("; {}", error.what());
     }
-    throw SharedError(
-        formatted("{}. The run ended after step {} of {}{}. Repair the file, keeping its number of tokens "
-                  "(--verify-data names every bad token), and run the same command again{} with --data-changed accept",
-                  why, progress_.done, job_.max_steps, saved, left_out_to_resume(o_)));
+    throw SharedError(unreadable_text(why, progress_.done, job_.max_steps, saved, left_out_to_resume(o_)));
   }
 
   void restore(const ResumePoint& from) {

@@ -79,4 +79,20 @@ struct TrainingRank {
   std::string saved_to() const { return progress.done > 0 ? ", saved to " + checkpoints.last() : ""; }
 };
 
+// Why a run of so many steps ends, of which `done` are, and what to do about it. why: the error of a sample; saved: ",
+// saved to ..."; left_out: what to leave out of the command to resume.
+inline std::string unreadable_text(const std::string& why, int64_t done, int64_t steps, const std::string& saved,
+                                   const std::string& left_out) {
+  if (done == 0 && why.find(outside_vocabulary) != std::string::npos)
+    return formatted(
+        "{}. The run ended before its first update. Were the data made with the model's tokenizer? A new model takes "
+        "its vocabulary from --tokenizer, or --vocab-size; --verify-data names the largest token. If the file "
+        "is damaged, repair it and run the same command again{}",
+        why, left_out);
+  return formatted(
+      "{}. The run ended after step {} of {}{}. Repair the file, keeping its number of tokens (--verify-data names the "
+      "bad token), and run the same command again{} with --data-changed accept",
+      why, done, steps, saved, left_out);
+}
+
 }  // namespace llmc

@@ -47,8 +47,9 @@ TEST_CASE("a bad token in mid-run ends all ranks after a save, and the repaired 
                                    position)) != std::string::npos);
       REQUIRE(r.err.find("; step 6 needs it. The run ended after step 5 of 8, saved to " + (dir / "run/step-000005") +
                          ". Repair the file") != std::string::npos);
-      REQUIRE((r.err.find("train_gpt: rank 1 on ") == 0) == (layout == "--local-ranks 2"));
-      REQUIRE(r.err.find('\n') == r.err.size() - 1);  // said once
+      const std::string error = r.err.substr(r.err.find("train_gpt: "));  // after the notice of two --train-data
+      REQUIRE((error.find("train_gpt: rank 1 on ") == 0) == (layout == "--local-ranks 2"));
+      REQUIRE(error.find('\n') == error.size() - 1);  // said once
     }
     set_token(shard, position, good);
     set_token(shard, 0, static_cast<uint16_t>(token_at(shard, 0) ^ 1));  // so that it is not the former one
@@ -71,6 +72,33 @@ TEST_CASE("a bad token in mid-run ends all ranks after a save, and the repaired 
     REQUIRE(changes.size() == 1);
     REQUIRE(changes[0]["step"] == 5);
     REQUIRE(changes[0]["shard"] == shard);
+  }
+}
+
+TEST_CASE(
+    "a token outside the vocabulary before the first update speaks of the tokenizer, and the same directory is "
+    "good for the right vocabulary",
+    "[run]") {
+  const TempDir dir;
+  for (const std::string layout : {"", "--local-ranks 2"}) {
+    INFO(layout);
+    const std::string shard = dir / "a.bin", options = "--max-steps 2 --vocab-size 70 " + on(shard) + layout;
+    fs::copy_file(tiny_data, shard, fs::copy_options::overwrite_existing);
+    fs::remove_all(dir / "run");
+    const ProgramResult r = run_program(tiny(dir / "run", options));
+    INFO(r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find("; step 1 needs it. The run ended before its first update. Were the data made with the model's "
+                       "tokenizer? A new model takes its vocabulary from --tokenizer, or --vocab-size; --verify-data "
+                       "names the largest token. If the file is damaged, repair it and run the same command again\n") !=
+            std::string::npos);
+    run_well(tiny(dir / "run", options + " --vocab-size 211"));
+    // A damaged token that a resumed run meets at its first step is another matter.
+    set_token(shard, 2 * 8 * 33 + 5, 60000);
+    const ProgramResult later =
+        run_program(tiny(dir / "run", options + " --vocab-size 211 --max-steps 3 --data-changed accept"));
+    REQUIRE(later.err.find("The run ended after step 2 of 3") != std::string::npos);
+    REQUIRE(later.err.find("Repair the file, keeping") != std::string::npos);
   }
 }
 
