@@ -311,7 +311,8 @@ class Training {
     const std::string& last = r_.checkpoints.last();
     r_.report.summary(progress_, last, r_.ops, r_.run.memory_taken(job_.plan, r_.number, r_.local));
     if (progress_.done > r_.first)
-      report_next_steps(log_, job_.asked, last, program_invocation_name, job_.example_prompt());
+      report_next_steps(log_, job_.asked, last, program_invocation_name, job_.example_prompt(),
+                        twice_as_long(job_.asked));
     return std::nullopt;
   }
 
@@ -469,7 +470,8 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
     delete_local_checkpoints(processes, start.directory.get(), o);
     log.line(formatted("already complete: {} is at step {}{} {}", o.out_dir, resume->step,
                        resume->step == steps ? " of" : ", beyond step", steps));
-    return report_next_steps(log, o, resume->path, program_invocation_name, job->example_prompt());
+    return report_next_steps(log, o, resume->path, program_invocation_name, job->example_prompt(),
+                             resume->step == steps ? twice_as_long(o) : std::nullopt);
   }
   together(processes, "weights", [&] {
     if (resume && !first) resume->trainer = read_json(resume->path + "/trainer.json");

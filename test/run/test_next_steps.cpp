@@ -8,6 +8,18 @@
 using namespace llmc;
 using nlohmann::json;
 
+namespace {
+
+// A command of the last table of a run; empty: there is none of this title.
+std::string next_command(const std::string& out, const std::string& title) {
+  const size_t table = out.rfind("\nnext: "), line = out.find("\n  " + title + " ", table);
+  if (table == out.npos || line == out.npos) return "";
+  const size_t begin = out.find("./train_gpt ", line);
+  return out.substr(begin, out.find('\n', begin) - begin);
+}
+
+}  // namespace
+
 TEST_CASE("a suggested command is for as many processes, and belongs to none of them", "[run]") {
   Options o;
   o.rank = 0, o.world_size = 4, o.rendezvous = "127.0.0.1:4000", o.restart = true, o.lr = 1;
@@ -32,14 +44,50 @@ TEST_CASE("a suggested command is for as many processes, and belongs to none of 
   REQUIRE(alone == "./t");
 }
 
+TEST_CASE("the run itself goes on to twice its length, with its optimizer's state, by the first command suggested",
+          "[run]") {
+  const TempDir dir;
+  const std::string constant = " --lr-schedule constant --warmup-steps 0 ";
+  const auto steps = [&](const std::string& out) { return losses(out).rbegin()->first; };
+  for (const std::string length : {"--max-steps 3", "--tokens 600", "--epochs 0.1", "--overfit-batch", ""}) {
+    INFO(length);
+    for (const char* run : {"run", "whole"}) std::filesystem::remove_all(dir / run);
+    const std::string first = said(tiny(dir / "run", length + constant)), command = next_command(first, "continue");
+    INFO(command);
+    REQUIRE(first.find("\nnext: continue this run to twice its length, train further from these weights (with a new "
+                       "optimizer), generate, plot\n  continue ") != std::string::npos);
+    const int64_t before = steps(dir / "run");
+    const std::string second = said(command.substr(12));
+    REQUIRE(second.find("resuming") != std::string::npos);
+    REQUIRE(std::abs(steps(dir / "run") - 2 * before) <= 1);  // lengths are rounded up
+    run_well(tiny(dir / "whole", constant + formatted("--max-steps {}", steps(dir / "run")) +
+                                     (length == "--overfit-batch" ? " " + length : "")));
+    REQUIRE(losses(dir / "run") == losses(dir / "whole"));
+  }
+  // Without an update, and where the run is longer than its options say.
+  const std::string again = said(tiny(dir / "run", constant + "--epochs 2"));
+  REQUIRE(again.find("already complete") != std::string::npos);
+  REQUIRE(next_command(again, "continue").find(" --epochs 4 ") != std::string::npos);
+  REQUIRE(next_command(said(tiny(dir / "whole", "--max-steps 4" + constant)), "continue").empty());
+
+  Options o;
+  o.train_data = "x", o.max_steps = 5, o.restart = true, o.branch_from = "y";
+  REQUIRE(command_line(*twice_as_long(o), "./t") == "./t --train-data x --max-steps 10");
+  o.stages = "z";
+  REQUIRE_FALSE(twice_as_long(o));
+  o.stages.clear(), o.train_data.clear();
+  o.data.items = {"a=x:1", "b=y:2"};
+  REQUIRE(twice_as_long(o)->max_steps == 10);
+  o.data.items = {"a=x:1", "b=y:2:3"};
+  REQUIRE_FALSE(twice_as_long(o));
+}
+
 TEST_CASE("a run from weights that have seen the very samples that it begins with says so; the one suggested has not",
           "[run]") {
   const TempDir dir;
   const ProgramResult first = run_program(tiny(dir / "run", "--max-steps 4"));
   REQUIRE(first.status == 0);
-  const size_t table = first.out.rfind("\nnext: "), begin = first.out.find("./train_gpt ", table),
-               end = first.out.find('\n', begin);
-  const std::string command = first.out.substr(begin, end - begin), further = command.substr(12);
+  const std::string command = next_command(first.out, "train further"), further = command.substr(12);
   INFO(command);
   REQUIRE(command.find(" --seed 43") != std::string::npos);
   const ProgramResult on = run_program(further);

@@ -12,6 +12,7 @@
 #include "core/log.h"
 #include "run/options/print.h"
 #include "run/plan/report_plan.h"
+#include "run/recipe/sources.h"
 
 namespace llmc {
 
@@ -65,6 +66,20 @@ inline std::string launched(const Options& o, const std::string& program, const 
 
 }  // namespace detail
 
+// The options with which this run, which is complete, goes on to twice its length; none: its stages say how long it is,
+// or it may not read a source more often.
+inline std::optional<Options> twice_as_long(const Options& o) {
+  constexpr int64_t most = std::numeric_limits<int64_t>::max() / 2;
+  if (!o.stages.empty() || o.max_steps.value_or(0) > most || (o.tokens && o.tokens->tokens > most)) return std::nullopt;
+  for (const SourceText& source : source_texts(o))
+    if (source.max_epochs) return std::nullopt;
+  Options longer = detail::of_any_start(o);
+  if (o.max_steps) longer.max_steps = 2 * *o.max_steps;
+  else if (o.tokens) longer.tokens = token_count(formatted("{}", 2 * o.tokens->tokens));
+  else longer.epochs = 2 * o.epochs.value_or(1);
+  return longer;
+}
+
 // The command that continues from a checkpoint with half the learning rate.
 inline std::string branch_command(const Options& o, const std::string& checkpoint, const std::string& program) {
   Options branch = detail::of_any_start(o);
@@ -76,9 +91,10 @@ inline std::string branch_command(const Options& o, const std::string& checkpoin
   return detail::launched(o, program, branch);
 }
 
-// The next commands, to be pasted where `program` was called: each works as it stands. prompt: for --generate.
+// The next commands, to be pasted where `program` was called: each works as it stands. prompt: for --generate; longer:
+// twice_as_long() if the run goes on with these.
 inline void report_next_steps(Log& log, const Options& o, const std::string& checkpoint, const std::string& program,
-                              const std::string& prompt) {
+                              const std::string& prompt, const std::optional<Options>& longer) {
   const std::string out = detail::without_slash(o.out_dir);
   Options more = detail::of_any_start(o), made;
   more.model = checkpoint;  // the checkpoint knows its own shape
@@ -96,9 +112,12 @@ inline void report_next_steps(Log& log, const Options& o, const std::string& che
   made.top_k = o.top_k;
   made.top_p = o.top_p;
   Rows rows = {{"train further", detail::launched(o, program, more)}, {"generate", command_line(made, program)}};
+  if (longer) rows.insert(rows.begin(), {"continue", detail::launched(o, program, *longer)});
   const std::string plot = (std::filesystem::path(program).parent_path() / "scripts/plot.py").lexically_normal();
   if (path_exists(plot)) rows.emplace_back("plot", formatted("python3 {} {}", shell_word(plot), shell_word(out)));
-  log.table("next: train further from these weights (with a new optimizer), generate, plot", rows);
+  log.table(formatted("next: {}train further from these weights (with a new optimizer), generate, plot",
+                      longer ? "continue this run to twice its length, " : ""),
+            rows);
 }
 
 }  // namespace llmc
