@@ -158,6 +158,15 @@ TEST_CASE("option errors name the option, what was found and what was expected",
   REQUIRE_ERROR(parse({"--dp-sync", "ring"}), "expected one of all-reduce, parameter-server, parameter-server-chain");
 }
 
+TEST_CASE("data that a later option replaces are named, with the option that takes several", "[options]") {
+  REQUIRE(notice_of_ignored(parse({"-j", "b", "--val-data", "c", "--lr", "1", "--lr", "2"})) ==
+          "notice: --val-data is given more than once, and only the last counts, c: to use several, give --val "
+          "NAME=PATTERN for each");
+  REQUIRE(notice_of_ignored(parse({"-i", "a", "-i", "b", "-j", "c", "-j", "c"})) ==
+          "notice: --train-data is given more than once, and only the last counts, b: to use several, give --data "
+          "NAME=PATTERN:WEIGHT for each");
+}
+
 TEST_CASE("options that a mode does not use are refused on the command line, and noted in a --config file",
           "[options]") {
   for (const std::string mode : {"--generate", "--verify-data", "--selftest", "--print-schedule"})

@@ -241,11 +241,20 @@ void drop_ignored(Options& o, IsGiven&& is_given) {
         refused.size() == 1 ? "it" : "them");
 }
 
-// A line naming the options of --config files that the mode does not use; empty: none.
+// Lines naming the options of --config files that the mode does not use, and data that a later option has replaced;
+// empty: none.
 inline std::string notice_of_ignored(const Options& o) {
-  if (o.unused.empty()) return "";
-  return formatted("notice: {} does not use these options of --config: {}", detail::mode_of(o).name,
-                   either(o.unused, "and"));
+  std::string lines;
+  const auto add = [&](const std::string& line) { lines += (lines.empty() ? "notice: " : "\nnotice: ") + line; };
+  if (!o.unused.empty())
+    add(formatted("{} does not use these options of --config: {}", detail::mode_of(o).name, either(o.unused, "and")));
+  for (const std::string& name : o.repeated) {
+    const bool training = name == "--train-data";
+    add(formatted("{} is given more than once, and only the last counts, {}: to use several, give {}", name,
+                  training ? o.train_data : o.val_data,
+                  training ? "--data NAME=PATTERN:WEIGHT for each" : "--val NAME=PATTERN for each"));
+  }
+  return lines;
 }
 
 }  // namespace llmc

@@ -525,6 +525,10 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
     if (row.field.is_list()) row.field.clear();
     row.field.parse(row.name, given[row.name]);
     command.options.config_lines.erase(row.name);
+    const bool files = row.name == std::string("--train-data") || row.name == std::string("--val-data");
+    const std::vector<std::string>& values = app.get_option(row.name)->results();
+    if (files && std::ranges::any_of(values, [&](const std::string& value) { return value != values.back(); }))
+      command.options.repeated.emplace_back(row.name);
   }
   try {
     check_limits(command.options);
