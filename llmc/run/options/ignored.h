@@ -44,6 +44,7 @@ struct OptionKind {
     memory = 1 << 23,
     steps = 1 << 24,          // how many a run has
     of_runs = (1 << 25) - 1,  // all of the above
+    where_to_compute = threads | local_ranks | device | transport | memory,
     // Of some modes alone:
     generation = 1 << 25,
     output = 1 << 26,
@@ -138,12 +139,10 @@ inline const std::vector<Mode>& modes() {
   static const std::vector<Mode> modes = {
       {"--evaluate", "which does not train and writes nothing", ModeRanks::meet,
        K::val_data | K::data | K::validation | K::batch | K::step_size | K::layout | K::stages | K::model | K::length |
-           K::tokenizer | K::epilogues | K::threads | K::local_ranks | K::spare | K::device | K::transport | K::memory |
-           K::json,
+           K::tokenizer | K::epilogues | K::where_to_compute | K::spare | K::json,
        [](const Options& o) { return o.evaluate; }},
       {"--generate", "which computes on one rank and does not train", ModeRanks::none,
-       K::sampling | K::model | K::length | K::tokenizer | K::threads | K::local_ranks | K::device | K::memory |
-           K::generation,
+       K::sampling | K::model | K::length | K::tokenizer | (K::where_to_compute & ~K::transport) | K::generation,
        [](const Options& o) { return o.generate; }},
       {"--verify-data", "which reads data and does not train", ModeRanks::none,
        K::train_data | K::val_data | K::data | K::model | K::length | K::tokenizer | K::threads,
@@ -162,7 +161,7 @@ inline const std::vector<Mode>& modes() {
        [](const Options& o) { return o.plan; }},
       {"--plan-auto", "which searches the layout of a step", ModeRanks::none,
        K::model | K::length | K::tokenizer | K::step_size | K::steps | K::epilogues | K::update | K::state |
-           K::threads | K::local_ranks | K::device | K::transport | K::memory | K::machine | K::price | K::json,
+           K::where_to_compute | K::machine | K::price | K::json,
        [](const Options& o) { return o.plan_auto; }},
       {"--plan-examples", "which plans the runs of papers", ModeRanks::none, 0,
        [](const Options& o) { return o.plan_examples; }},
