@@ -284,6 +284,10 @@ TEST_CASE("options of some modes are refused by all others, and only noted in a 
   REQUIRE_ERROR(parse({"--plan", "--price", "2"}), "this plan has no length: give --max-steps, --tokens or --epochs");
   for (const Words& length : std::vector<Words>{{"--tokens", "1M"}, {"--epochs", "2"}, {"--stages", "s.toml"}})
     REQUIRE(parse({"--plan", "--price", "2", length[0], length[1]}).price == 2);
+  REQUIRE_ERROR(parse({"--plan-auto", "--machine", "h100x8", "--price", "2"}),
+                "this plan has no length: give --max-steps or --tokens, or leave out --price");
+  REQUIRE_ERROR(parse({"--plan-auto", "--machine", "h100x8", "--max-steps", "10", "--tokens", "1B"}),
+                "--max-steps 10 with --tokens 1B: each says how long the run is: give one of them");
   REQUIRE_ERROR(parse({"--plan", "--generate", "--lr", "1"}), "--generate and --plan: choose one of them");
 }
 

@@ -170,7 +170,7 @@ TEST_CASE("--plan-auto says how long a run takes in the layouts it finds, as --p
   const auto run = nlohmann::json::parse(plan.out)["run"];
   for (const char* name : {"seconds", "gpu_hours", "price"})
     REQUIRE(first["run"][name].get<double>() == Catch::Approx(run[name].get<double>()).epsilon(1e-6));
-  REQUIRE(words.out.find("the first one for --tokens 10B") != std::string::npos);
+  REQUIRE(words.out.find("the fastest layout for --tokens 10B") != std::string::npos);
   REQUIRE(words.out.find(human_duration(run["seconds"])) != std::string::npos);
   REQUIRE(words.out.find(formatted("{:.0f}, at 2.5 per GPU-hour", run["price"].get<double>())) != std::string::npos);
   REQUIRE_FALSE(nlohmann::json::parse(run_program("--plan-auto --json --sample-every 0 --model gpt2:124M --ranks 1 "
@@ -270,16 +270,25 @@ TEST_CASE("--plan-auto searches with the vocabulary of --tokenizer, as --plan pl
   REQUIRE((search.status == 0 && words.status == 0));
   EXPECT(words.out.find("notice: 257 tokens, those of --tokenizer, instead of the 50,257 of gpt2:124M") !=
          std::string::npos);
-  const auto first = nlohmann::json::parse(search.out)["layouts"][0];
+  const auto found = nlohmann::json::parse(search.out);
+  EXPECT(found["notices"].dump().find("257 tokens, those of --tokenizer") != std::string::npos);
+  const auto first = found["layouts"][0];
   const std::string command = first["command"];
   EXPECT(command.find(" --tokenizer bytes") != std::string::npos);
+  EXPECT(command.find(" --vocab-size") == std::string::npos);
   const ProgramResult plan = run_program("--plan --json --sample-every 0 --machine h100x8 " + command.substr(12));
   INFO(command << plan.err);
   REQUIRE(plan.status == 0);
   const auto planned = nlohmann::json::parse(plan.out);
   EXPECT(planned["memory_bytes"] == first["memory_bytes"]);
   EXPECT(planned["step_seconds"] == first["step_seconds"]);
-  EXPECT(plan.out.find("257 tokens, those of --tokenizer") != std::string::npos);
+  EXPECT(planned["notices"] == found["notices"]);
+  const ProgramResult padded = run_program("--plan-auto --dtype bf16 " + asked + "--json --vocab-size 320");
+  INFO(padded.err);
+  REQUIRE(padded.status == 0);
+  const auto other = nlohmann::json::parse(padded.out);
+  EXPECT(other["notices"].empty());
+  EXPECT(other["layouts"][0]["command"].get<std::string>().find(" --vocab-size 320") != std::string::npos);
 }
 
 TEST_CASE("--plan-auto searches all layouts, whichever one a --config has", "[run][plan]") {

@@ -250,9 +250,8 @@ inline void validate_length(const Options& o) {
   if (o.epochs) given.push_back(formatted("--epochs {}", *o.epochs));
   CHECK(given.size() <= 1, "{} with {}: each says how long the run is: give one of them", given[0], given[1]);
   CHECK(!o.price || !given.empty() || !o.stages.empty(),
-        "--price {} is for the price of a run, and this plan has no length: give --max-steps, --tokens or --epochs, or "
-        "leave out --price",
-        o.price.value_or(0));
+        "--price {} is for the price of a run, and this plan has no length: give {}, or leave out --price",
+        o.price.value_or(0), o.plan_auto ? "--max-steps or --tokens" : "--max-steps, --tokens or --epochs");
 }
 
 inline void validate_optimizer(const Options& o) {
@@ -411,7 +410,8 @@ inline void validate(const Options& o) {
         "--machine {} measures processors, and --device is cuda: leave out one of them; a plan for a GPU that is here "
         "has the times of its datasheet",
         local_machine);
-  if (!o.coord_check.empty() || o.plan_auto) return validate_optimizer(o);
+  if (!o.coord_check.empty()) return validate_optimizer(o);
+  if (o.plan_auto) return validate_optimizer(o), validate_length(o);
   if (o.print_schedule || o.plan_examples) return;
   validate_pipeline(o);
   if (o.selftest) return;

@@ -10,6 +10,7 @@
 #include "core/log.h"
 #include "run/length.h"
 #include "run/options/ignored.h"
+#include "run/plan/describe.h"
 #include "run/plan/plan_json.h"
 #include "run/plan/search.h"
 
@@ -40,7 +41,7 @@ inline std::string options_text(const StepConfig& step) {
 }
 
 // The options that a layout was searched for and a command does not have otherwise: of the model, its tokenizer and its
-// products, of the optimizer and its state.
+// products, of the optimizer and its state. Without a --vocab-size that follows from --tokenizer.
 inline std::string other_options(const Options& o) {
   using K = OptionKind;
   std::string text;
@@ -48,7 +49,8 @@ inline std::string other_options(const Options& o) {
     for (const K& kind : option_kinds())
       if ((kind.kind & (K::model | K::tokenizer | K::epilogues | K::update | K::state)) != 0 &&
           option.name != "--model" && option.name != "--seq-len" && option.name != "--dtype" &&
-          option.name != "--master-weights" && std::ranges::find(kind.names, option.name) != kind.names.end())
+          option.name != "--master-weights" && (option.name != "--vocab-size" || o.preset_vocabulary == 0) &&
+          std::ranges::find(kind.names, option.name) != kind.names.end())
         text += words_of(option);
   for (const OptionText& option : option_texts(o))
     if (option.name == "--tf32" || option.name == "--cuda-graphs") text += words_of(option);
@@ -136,7 +138,7 @@ inline void report_search(Log& log, const Options& o, const std::vector<SearchFo
   log.line("=> " + detail::command_of(o, asked, first.step));
   if (const auto seconds = detail::run_seconds(o, first)) {
     const Machine& machine = *asked.device.machine;
-    log.table(formatted("the first one for {}", length_text(o)),
+    log.table(formatted("the fastest layout for {}", length_text(o)),
               detail::run_cost_rows(o, machine, detail::run_cost(o, first.step, machine, *seconds)));
   }
 }
@@ -169,9 +171,13 @@ inline std::string search_json(const Options& o, const std::vector<SearchFor>& p
                         {"planned", counts.planned},
                         {"planned_and_do_not_fit", counts.too_large}});
   const SearchFor& asked = precisions.front();
+  OrderedJson notices = OrderedJson::array();
+  if (const std::string notice = detail::vocabulary_notice(o, asked.step.model); !notice.empty())
+    notices.push_back(notice);
   return OrderedJson{{"model", o.model},     {"machine", o.machine},
                      {"ranks", asked.ranks}, {"tokens_per_step", asked.sequences * o.seq_len},
-                     {"layouts", layouts},   {"searched", searched}}
+                     {"notices", notices},   {"layouts", layouts},
+                     {"searched", searched}}
       .dump(2);
 }
 
