@@ -5,6 +5,7 @@ import errno
 import fcntl
 import glob
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -43,13 +44,13 @@ def writing(path, state=lambda: ""):
 def replacing(path, mode="w"):
     """A file to write, which takes the place of `path` when the block ends; if it fails, `path` is unchanged."""
     remove_abandoned(path)
-    temporary = f"{path}.{socket.gethostname()}.{os.getpid()}.tmp"
+    temporary = f"{path}.{socket.gethostname()}.{secrets.token_hex(8)}.tmp"
     try:
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with open_locked(temporary, mode, fcntl.LOCK_EX)[0] as file:   # waits for a process in remove_abandoned()
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)   # while it is locked: to others it would seem abandoned
     except BaseException as problem:
         with contextlib.suppress(OSError):
             os.remove(temporary)
@@ -60,46 +61,12 @@ def replacing(path, mode="w"):
 
 
 def remove_abandoned(path):
-    """Removes what replacing(path) has left in processes of this host that were killed."""
+    """Removes what replacing(path) has left in killed processes of this host: files that no process has locked. Those of
+    other hosts stay, whose locks may not be seen here, and so do all on a file system without locks."""
     for temporary in glob.glob(f"{glob.escape(path)}.{glob.escape(socket.gethostname())}.*.tmp"):
-        process = temporary.split(".")[-2]
-        if process.isdecimal() and not is_running(int(process)):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), open(temporary, "r+b") as file:   # it is locked, or another user's
+            if not lock(file):
                 os.remove(temporary)
-
-
-def is_running(process):
-    """Is there a process of this number on this host?"""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):   # that of another user; no number of a process
-        pass
-    return True
-
-
-@contextlib.contextmanager
-def locked(path):
-    """Holds the lock of the file `path`, and removes it afterwards. DataError: another process holds it. On a file
-    system without locks, a warning."""
-    held = False
-    while not held:
-        file = open(path, "a")
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)   # not flock, which forked workers would hold, too
-        except BlockingIOError:
-            raise DataError(f"{path}: another process is writing there: wait for it, or give another --out") from None
-        except OSError as error:
-            print(f"WARNING: {path} cannot be locked, on a file system without locks ({error.strerror}): nothing keeps a "
-                  "second run from writing there, too", file=sys.stderr, flush=True)
-        held = os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path))   # else just removed
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(path)
-        file.close()
 
 
 def sync_folder(path):
@@ -109,6 +76,66 @@ def sync_folder(path):
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+# ---- Locks --------------------------------------------------------------------------------------
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)   # a file system without locks says one of them
+
+
+def lock(file, how=fcntl.LOCK_EX | fcntl.LOCK_NB):
+    """Locks an open file; BlockingIOError: another process holds it. Returns why it cannot be locked on a file system
+    without locks; "": it is locked."""
+    try:
+        fcntl.lockf(file, how)   # not flock, which forked workers would hold, too
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return error.strerror
+        if error.errno == errno.EACCES:   # which some systems say instead of EAGAIN
+            raise BlockingIOError(error.errno, error.strerror) from None
+        raise
+    return ""
+
+
+def open_locked(path, mode, how=fcntl.LOCK_EX | fcntl.LOCK_NB):
+    """The file `path`, open for writing, and what lock() returns."""
+    while True:
+        with contextlib.ExitStack() as closed:
+            file = closed.enter_context(open(path, mode, encoding=None if "b" in mode else "utf-8"))
+            fault = lock(file, how)
+            if in_place(file, path):   # else the process that held the lock has just removed it
+                closed.pop_all()
+                return file, fault
+
+
+def in_place(file, path):
+    """Is the open file still the one with this name?"""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def locked(path):
+    """Holds the lock of the file `path`, and removes it afterwards. DataError: another process holds it. On a file
+    system without locks, a warning."""
+    try:
+        file, fault = open_locked(path, "a")
+    except BlockingIOError:
+        raise DataError(f"{path}: another process is writing there: wait for it, or give another --out") from None
+    except OSError:
+        with writing(path):
+            raise
+    if fault:
+        print(f"WARNING: {path} cannot be locked, on a file system without locks ({fault}): nothing keeps a second run "
+              "from writing there, too", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+        file.close()
 
 
 # ---- Signals ------------------------------------------------------------------------------------

@@ -194,49 +194,95 @@ for lock in input.txt s; do   # of a download, and of the shards
   [ "$(grep -c input.txt "$dir/requests")" = "$before" ] || fail "downloads what another process downloads"
 done
 
-# On a file system without locks a program warns, and goes on.
+# On a file system without locks a program warns, and goes on. Any other fault of a lock is an error.
 cat >"$dir/unlocked.py" <<'PY'
 import errno, fcntl, os, sys
 sys.dont_write_bytecode = True
 sys.path.insert(0, "data")
 import programs
 def lockf(*_):
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    number = getattr(errno, sys.argv[2])
+    raise OSError(number, os.strerror(number))
 fcntl.lockf = lockf
-with programs.locked(sys.argv[1]):
-    print(os.path.exists(sys.argv[1]))
+def main(_):
+    with programs.locked(sys.argv[1]):
+        print(os.path.exists(sys.argv[1]))
+programs.run_program("unlocked.py", main)
 PY
-[ "$(python3 "$dir/unlocked.py" "$dir/unlocked.lock" 2>"$dir/err")" = True ] || fail "without locks: $(cat "$dir/err")"
-[[ $(cat "$dir/err") == "WARNING: $dir/unlocked.lock cannot be locked, on a file system without locks (No locks available): "* ]] ||
-  fail "without locks: $(cat "$dir/err")"
-[ ! -e "$dir/unlocked.lock" ] || fail "a lock stays behind"
+for number in ENOLCK ENOSYS EOPNOTSUPP EINVAL; do
+  [ "$(python3 "$dir/unlocked.py" "$dir/unlocked.lock" $number 2>"$dir/err")" = True ] || fail "without locks: $number"
+  [[ $(cat "$dir/err") == "WARNING: $dir/unlocked.lock cannot be locked, on a file system without locks ("* ]] ||
+    fail "without locks: $number"
+  [ ! -e "$dir/unlocked.lock" ] || fail "a lock stays behind"
+done
+for error in 'EACCES another process is writing there' 'EAGAIN another process is writing there' \
+  'EIO cannot be written: Input/output error; choose a place'; do
+  ! python3 "$dir/unlocked.py" "$dir/unlocked.lock" "${error%% *}" >"$dir/out" 2>"$dir/err" || fail "a lock with $error"
+  [[ $(cat "$dir/err") == "unlocked.py: error: $dir/unlocked.lock: ${error#* }"* ]] || fail "a lock with $error"
+done
 
-# What a killed process has left of a file that it was replacing is removed when the file is replaced again; what is
-# another host's, or of a process that runs, stays.
+# What a killed process has left of a file that it was replacing is removed when the file is replaced again. What is
+# another host's, or is being written in a process of whatever number, stays; without locks, all does.
 mkdir "$dir/replaced"
 python3 - "$dir/replaced/[marker].json" <<'PY' || fail "what killed processes left of a file"
-import os, signal, socket, subprocess, sys
+import errno, fcntl, os, socket, subprocess, sys
 sys.dont_write_bytecode = True
 sys.path.insert(0, "data")
 import programs
 path = sys.argv[1]
-killed = subprocess.run([sys.executable, "-c", """
-import os, signal, sys
+def left():
+    return {os.path.join(os.path.dirname(path), name) for name in os.listdir(os.path.dirname(path))}
+def replace(path):
+    with programs.replacing(path) as file:
+        file.write("done")
+    assert open(path).read() == "done"
+def begin_to_replace():
+    process = subprocess.Popen([sys.executable, "-c", """
+import sys
 sys.dont_write_bytecode = True
 sys.path.insert(0, "data")
 import programs
 with programs.replacing(sys.argv[1]) as file:
-    os.kill(os.getpid(), signal.SIGKILL)
-""", path])
-assert killed.returncode == -signal.SIGKILL and len(os.listdir(os.path.dirname(path))) == 1
-dead = os.listdir(os.path.dirname(path))[0].split(".")[-2]
-others = {f"{path}.{socket.gethostname()}.{os.getppid()}.tmp", f"{path}.not-{socket.gethostname()}.{dead}.tmp"}
-for name in others:
-    open(name, "w").close()
-with programs.replacing(path) as file:
-    file.write("done")
-left = {os.path.join(os.path.dirname(path), name) for name in os.listdir(os.path.dirname(path))}
-assert left == others | {path}, left
+    print("begun", flush=True)
+    file.write(input())
+""", path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "begun\n"
+    return process
+def kill(process):
+    process.kill()
+    process.communicate()
+kill(begin_to_replace())
+[abandoned] = left()
+foreign = abandoned.replace(f".{socket.gethostname()}.", f".not-{socket.gethostname()}.")
+open(foreign, "w").close()
+writer = begin_to_replace()
+[written] = left() - {foreign}
+def no_such_process(*_):
+    raise ProcessLookupError
+real_kill, os.kill = os.kill, no_such_process   # one of another container has no number here
+replace(path)
+os.kill = real_kill
+assert left() == {foreign, written, path}, left()
+writer.communicate("by the writer\n")
+assert writer.returncode == 0 and open(path).read() == "by the writer" and left() == {foreign, path}, left()
+
+kill(begin_to_replace())
+[abandoned] = left() - {foreign, path}
+real_lockf = fcntl.lockf
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+fcntl.lockf = no_locks
+replace(path)
+assert left() == {foreign, abandoned, path}, left()
+
+# A file that is taken for abandoned before it is locked is made again.
+def removed_before(file, how):
+    os.remove(file.name)
+    fcntl.lockf = real_lockf
+    real_lockf(file, how)
+fcntl.lockf = removed_before
+replace(path + ".2")
+assert left() == {foreign, abandoned, path, path + ".2"}, left()
 PY
 
 # The parts of FineWeb-Edu, here as text: files of one name in two folders are two; each is what the list says.
