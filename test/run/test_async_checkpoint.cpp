@@ -253,6 +253,7 @@ TEST_CASE("a run that gets no thread to write checkpoints says once why training
       "unavailable): ";
   REQUIRE(r.out.find(warning) != std::string::npos);
   REQUIRE(r.out.find(warning) == r.out.rfind(warning));
+  REQUIRE(r.out.find("raise `ulimit -u`", r.out.find(warning)) != std::string::npos);
 }
 
 TEST_CASE("a directory that another one replaces while a checkpoint is written does not become that checkpoint",

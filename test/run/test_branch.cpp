@@ -140,8 +140,8 @@ TEST_CASE("where stages set the rate, a run that diverges says that --lr does no
   INFO(r.out << r.err);
   REQUIRE(r.status == 2);
   const std::string advice = "step-000002; " + file +
-                             ":8 sets a rate that --lr does not change: lower it in a copy of the file, and with the "
-                             "copy as --stages this continues from it with half the --lr:\n";
+                             ":8 sets its own rate, which --lr does not change: lower it in a copy and give that to "
+                             "--stages. This command continues from the checkpoint, with half the --lr:\n";
   const size_t at = r.err.find(advice);
   REQUIRE(at != std::string::npos);
   std::string command = r.err.substr(at + advice.size() + 12);

@@ -53,12 +53,14 @@ class CheckpointSaver {
     const std::string last = !last_.empty() || job_.parent.is_null() ? last_ : job_.parent["path"].get<std::string>();
     if (last.empty()) return "no checkpoint was written";
     const std::vector<std::string> places = own_rates_of_stages();
-    return formatted("the last checkpoint is {}; {}this continues from it with half the --lr:\n{}", last,
-                     places.empty() ? ""
-                                    : formatted("{} set{} a rate that --lr does not change: lower it in a copy of the "
-                                                "file, and with the copy as --stages ",
-                                                either(places, "and"), places.size() == 1 ? "s" : ""),
-                     branch_command(job_.asked, last, program));
+    const std::string command = branch_command(job_.asked, last, program);
+    if (places.empty())
+      return formatted("the last checkpoint is {}; this continues from it with half the --lr:\n{}", last, command);
+    return formatted(
+        "the last checkpoint is {}; {}, which --lr does not change: lower {} in a copy and give that to --stages. This "
+        "command continues from the checkpoint, with half the --lr:\n{}",
+        last, either(places, "and") + (places.size() == 1 ? " sets its own rate" : " set their own rates"),
+        places.size() == 1 ? "it" : "them", command);
   }
   // on_lost(step): the checkpoint of this step, with the best validation loss by then, could not be written.
   void when_best_is_lost(std::function<void(int64_t)> on_lost) { best_is_lost_ = std::move(on_lost); }
@@ -199,7 +201,8 @@ class CheckpointSaver {
     if (!times.no_thread.empty() && !std::exchange(warned_of_threads_, true))
       log_.line(
           formatted("WARNING: no thread could be started to write the checkpoint while training goes on ({}): "
-                    "training stood still for it, as it will for each that gets none",
+                    "training stood still for it, as it will for each that gets none: raise `ulimit -u`, or the "
+                    "container's limit of processes",
                     times.no_thread));
     if (!local) there_is(pending.write->step(), pending.how, progress);
     if (!local && leads_ && pending.write->step() == job_.max_steps) local_->clear();
