@@ -13,7 +13,7 @@
 //                      counted and logged as others are; FILE_OPS_FAIL_AT_AFTER=n: after n others with t
 //   FILE_OPS_CLOCK=s   each look at the clock on the wall jumps by up to s seconds, forwards or backwards
 //   FILE_OPS_NO_THREADS_AFTER=t  no thread can be started after the first operation with t in its words
-//   FILE_OPS_NO_LOCKS=1  no file can be locked (ENOLCK), as on some network file systems
+//   FILE_OPS_LOCK_ERRNO=n  no file can be locked, with the number n: ENOLCK on some network file systems
 //   FILE_OPS_HANGUP=1  takes SIGHUP before main() begins, as UCX does, which Open MPI 5 is linked with
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -147,8 +147,9 @@ int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*
 }
 
 int flock(int fd, int how) {
-  if (getenv("FILE_OPS_NO_LOCKS") == nullptr) return next(::flock, "flock")(fd, how);
-  errno = ENOLCK;
+  const char* error = getenv("FILE_OPS_LOCK_ERRNO");
+  if (error == nullptr) return next(::flock, "flock")(fd, how);
+  errno = atoi(error);
   return -1;
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "core/check.h"
 #include "core/files.h"
 
 namespace llmc {
@@ -26,8 +27,9 @@ class FileLock {
   }
   ~FileLock() { close(); }  // which releases it
 
-  // Makes the file if there is none. Returns 0 if this process now holds it, EWOULDBLOCK if another one does, or why
-  // the file cannot be opened: ELOOP if it is a symbolic link.
+  // Makes the file if there is none. Returns 0 if this process now holds it, or if the file system has no locks (then
+  // there is a warning()); EWOULDBLOCK if another process holds it; or why the file cannot be opened or locked: ELOOP
+  // if it is a symbolic link.
   int take(const std::string& path) {
     path_ = path;
     for (;;) {
@@ -36,14 +38,23 @@ class FileLock {
       fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644);
       if (fd_ < 0) return errno;
       if (::flock(fd_, LOCK_EX | LOCK_NB) != 0) {
-        if (errno == EWOULDBLOCK) return close(), EWOULDBLOCK;
-        fault_ = std::strerror(errno);
+        const int error = errno;
+        if (error == EINTR) continue;
+        if (error == EWOULDBLOCK || error == EACCES) return close(), EWOULDBLOCK;  // EACCES: on some network disks
+        if (error != ENOLCK && error != ENOSYS && error != EOPNOTSUPP && error != EINVAL) return close(), error;
+        fault_ = std::strerror(error);
       }
       if (in_place()) return 0;
     }
   }
-  // Why the lock, although taken, keeps no other process out: the file system has no locks. "": it does.
-  const std::string& fault() const { return fault_; }
+  // A warning that the lock, although taken, keeps no second process out, such as a second "run". "": it does.
+  std::string warning(const std::string& second) const {
+    if (fault_.empty()) return "";
+    return formatted(
+        "WARNING: {} cannot be locked, on a file system without locks ({}): nothing keeps a second {} from writing "
+        "there, too",
+        path_, fault_, second);
+  }
   bool in_place() const { return same_file(fd_, path_); }
   int fd() const { return fd_; }
 
@@ -59,7 +70,7 @@ class FileLock {
   }
 
   int fd_ = -1;
-  std::string path_, fault_;
+  std::string path_, fault_;  // fault_: of a file system without locks
 };
 
 }  // namespace llmc

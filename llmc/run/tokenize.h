@@ -2,9 +2,11 @@
 // encodes it, and hands the tokens over in the order of the chunks, so that the shards do not depend on the number of
 // threads. PREFIX.tokenized.json records how far they have come; the same command goes on from there.
 #pragma once
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -21,6 +23,7 @@
 
 #include "core/checksum.h"
 #include "core/file_lock.h"
+#include "core/files.h"
 #include "core/json.h"
 #include "core/log.h"
 #include "core/signals.h"
@@ -149,11 +152,10 @@ class Tokenization {
           "--tokenizer {} can decode tokens but not encode text: name a tokenizer.json", job.tokenizer_name);
   }
 
-  // Of a command that wrote nothing, nothing remains.
+  // A command that has written nothing leaves nothing behind. It always removes its lock.
   ~Tokenization() {
     lock_.remove();
-    std::error_code not_empty;
-    for (const std::filesystem::path& folder : made_) std::filesystem::remove(folder, not_empty);
+    for (auto folder = made_.rbegin(); folder != made_.rend(); ++folder) ::rmdir(folder->c_str());  // if empty
   }
 
   void run() {
@@ -178,21 +180,32 @@ class Tokenization {
   };
 
   void lock_output() {
-    const std::filesystem::path folder = std::filesystem::path(job_.prefix).parent_path();
-    for (auto missing = folder; !missing.empty() && !std::filesystem::exists(missing); missing = missing.parent_path())
-      made_.push_back(missing);
-    if (!folder.empty()) std::filesystem::create_directories(folder);
     const std::string path = job_.prefix + ".lock";
-    const int error = lock_.take(path);
+    int error = ENOENT;
+    for (int tries = 0; tries < 2 && error == ENOENT; ++tries) {  // ENOENT: another command has just removed the folder
+      make_folder(std::filesystem::path(job_.prefix).parent_path());
+      error = lock_.take(path);
+    }
     CHECK(error != EWOULDBLOCK, "--out {}: another process is writing there: wait for it, or give another prefix",
           job_.prefix);
     CHECK(error != ELOOP, "{} is a symbolic link, expected a file: remove it", path);
-    CHECK(error == 0, "cannot write to {}: {}", path, std::strerror(error));
-    if (!lock_.fault().empty())
-      log_.line(formatted(
-          "WARNING: {} cannot be locked, on a file system without locks ({}): nothing keeps a second --tokenize from "
-          "writing there, too",
-          path, lock_.fault()));
+    CHECK(error == 0, "cannot write to {}, or lock it: {}: give a prefix in another folder", path,
+          std::strerror(error));
+    if (const std::string warning = lock_.warning("--tokenize"); !warning.empty()) log_.line(warning);
+  }
+
+  // Creates a folder and its missing parents, and notes which. Does nothing if a parent is removed meanwhile.
+  void make_folder(const std::string& folder) {
+    if (folder.empty() || is_directory(folder)) return;
+    make_folder(std::filesystem::path(folder).parent_path());
+    if (::mkdir(folder.c_str(), 0777) == 0) return made_.push_back(folder);
+    const int error = errno;
+    if (error == ENOENT || is_directory(folder)) return;
+    const char* why = error != EEXIST        ? std::strerror(error)
+                      : !path_exists(folder) ? "a symbolic link that leads nowhere has this name"
+                                             : "a file has this name";
+    throw Error(formatted("--out {}: cannot create the folder {}: {}: give a prefix in another folder", job_.prefix,
+                          folder, why));
   }
 
   void describe() {
@@ -386,7 +399,7 @@ class Tokenization {
   int64_t width_, all_bytes_ = 0, text_bytes_before_ = 0;
   std::string record_path_;
   FileLock lock_;
-  std::vector<std::filesystem::path> made_;  // folders, the innermost first
+  std::vector<std::string> made_;  // folders, the outermost first
   TokenizeRecord record_;
   std::optional<ShardWriter> writer_;
   std::optional<TokenizeProgress> progress_;

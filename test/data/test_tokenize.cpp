@@ -2,6 +2,8 @@
 // work.
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 #include <mutex>
 #include <random>
@@ -449,16 +451,63 @@ TEST_CASE("a command that is refused before it has written anything leaves nothi
   REQUIRE(names_in(corpus.dir / "whole").size() == 2);  // the shard and what it was made of
 }
 
-TEST_CASE("without locks --tokenize warns, and goes on", "[tokenize]") {
+TEST_CASE("--tokenize removes only folders that it made, and no link", "[tokenize]") {
+  Corpus corpus;
+  const auto refused = [&](const char* prefix, const char* why) {
+    corpus.job.prefix = corpus.dir / prefix;
+    REQUIRE_ERROR(corpus.run(), why);
+  };
+  std::filesystem::create_symlink(corpus.dir / "unmounted/disk", corpus.dir / "link");
+  refused("link/c_train", "link: a symbolic link that leads nowhere has this name: give a prefix in another folder");
+  refused("link/deep/c_train", "link: a symbolic link that leads nowhere");
+  REQUIRE(std::filesystem::is_symlink(corpus.dir / "link"));
+  refused("b.txt/deep/c_train", "b.txt: a file has this name: give");
+  refused(("deep/" + std::string(300, 'x') + "/c_train").c_str(), ": File name too long: give");
+  REQUIRE_FALSE(path_exists(corpus.dir / "deep"));
+
+  std::filesystem::create_directories(corpus.dir / "disk");
+  std::filesystem::create_directory_symlink(corpus.dir / "disk", corpus.dir / "mounted");
+  corpus.job.paths.push_back(corpus.dir / "nowhere");
+  refused("mounted/deep/er/c_train", "nowhere: No such file");
+  refused("mounted/c_train", "nowhere: No such file");
+  REQUIRE(names_in(corpus.dir / "disk").empty());
+  REQUIRE(std::filesystem::is_symlink(corpus.dir / "mounted"));
+}
+
+TEST_CASE("--tokenize makes its folder again if another command removes it before there is a lock", "[tokenize]") {
   const TempDir dir;
   write(dir / "a.txt", "A document.");
-  const ProgramResult r = run_program("--tokenize " + (dir / "a.txt") + " --tokenizer bytes --out " + (dir / "out/c"),
-                                      "env LD_PRELOAD=build/file_ops.so FILE_OPS_NO_LOCKS=1");
+  const ProgramResult r = run_program(
+      "--tokenize " + (dir / "a.txt") + " --tokenizer bytes --out " + (dir / "out/c"),
+      formatted("env LD_PRELOAD=build/file_ops.so FILE_OPS_ROOT={} FILE_OPS_FAIL_AT=c_train.lock FILE_OPS_ERRNO={}",
+                dir.path(), ENOENT));
   INFO(r.out << r.err);
   REQUIRE(r.status == 0);
-  REQUIRE(
-      r.out.find("WARNING: " + (dir / "out/c_train.lock") +
-                 " cannot be locked, on a file system without locks (No locks available): nothing keeps a second") !=
-      std::string::npos);
-  REQUIRE_FALSE(path_exists(dir / "out/c_train.lock"));
+  REQUIRE(names_in(dir / "out").size() == 2);
+}
+
+TEST_CASE("without locks --tokenize warns, and goes on; any other fault of a lock is an error", "[tokenize]") {
+  const TempDir dir;
+  write(dir / "a.txt", "A document.");
+  const auto with_fault = [&](int error) {
+    return run_program(formatted("--tokenize {} --tokenizer bytes --out {} --restart", dir / "a.txt", dir / "out/c"),
+                       formatted("env LD_PRELOAD=build/file_ops.so FILE_OPS_LOCK_ERRNO={}", error));
+  };
+  for (const int error : {ENOLCK, ENOSYS, EOPNOTSUPP, EINVAL}) {
+    const ProgramResult r = with_fault(error);
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 0);
+    REQUIRE(r.out.find(formatted("WARNING: {} cannot be locked, on a file system without locks ({}): nothing keeps a "
+                                 "second --tokenize from",
+                                 dir / "out/c_train.lock", std::strerror(error))) != std::string::npos);
+    REQUIRE_FALSE(path_exists(dir / "out/c_train.lock"));
+  }
+  for (const auto& [error, why] : {std::pair{EACCES, "another process is writing there"},
+                                   std::pair{EWOULDBLOCK, "another process is writing there"},
+                                   std::pair{EIO, "c_train.lock, or lock it: Input/output error: give"}}) {
+    const ProgramResult r = with_fault(error);
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(why) != std::string::npos);
+  }
 }

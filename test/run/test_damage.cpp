@@ -328,11 +328,13 @@ TEST_CASE("two runs on one out directory are refused", "[run][checkpoint]") {
 
 TEST_CASE("a run on a file system without locks says that nothing keeps a second one out", "[run][checkpoint]") {
   const TempDir dir;
-  const ProgramResult r =
-      run_program(tiny(dir / "run", "--max-steps 1"), "env LD_PRELOAD=build/file_ops.so FILE_OPS_NO_LOCKS=1");
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 1"),
+                                      formatted("env LD_PRELOAD=build/file_ops.so FILE_OPS_LOCK_ERRNO={}", ENOLCK));
   INFO(r.out << r.err);
   REQUIRE(r.status == 0);
-  REQUIRE(r.out.find("without locks (No locks available)") != std::string::npos);
+  REQUIRE(r.out.find("WARNING: " + (dir / "run/.lock") +
+                     " cannot be locked, on a file system without locks (No locks available): nothing keeps a second "
+                     "run from") != std::string::npos);
 }
 
 TEST_CASE("a full disk does not end a run: checkpoints and metrics are tried again, only the last one must succeed",

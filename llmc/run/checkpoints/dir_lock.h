@@ -24,8 +24,8 @@ class DirectoryLock {
     CHECK(error == 0 || error == EWOULDBLOCK, "--out-dir {}: cannot write there: {}", directory, std::strerror(error));
     return error == 0;
   }
-  // Why the lock, although taken, keeps no other process out: the file system has no locks. "": it does.
-  const std::string& fault() const { return lock_.fault(); }
+  // A warning that the lock, although taken, keeps no second run out. "": it does.
+  std::string warning() const { return lock_.warning("run"); }
   bool in_place() const { return lock_.in_place(); }
 
   // The directory where the held lock is now, for example after a move; empty: none, or the system does not say.

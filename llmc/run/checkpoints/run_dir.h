@@ -64,11 +64,7 @@ class RunDirectory {
     if (again && !left_out_to_resume(o).empty() && !checkpoint_steps(path_).empty())
       log.line(
           formatted("notice: Slurm has started this job again: it goes on{} from where it was", left_out_to_resume(o)));
-    if (!lock_.fault().empty())
-      log.line(
-          formatted("WARNING: --out-dir {} is on a file system without locks ({}): nothing keeps a second run from "
-                    "writing there, too",
-                    path_, lock_.fault()));
+    if (const std::string warning = lock_.warning(); !warning.empty()) log.line(warning);
     if (has_steps()) {  // a run without a step may have been started with mistyped options
       CHECK(o.resume != "never" || again,
             "--resume never: --out-dir {} already holds a run; choose another one, or move it aside with --restart",
