@@ -39,6 +39,14 @@ for name in "${!TRAIN_GPT_@}" "${!NCCL_@}" "${!OMP_@}"; do
   [ "$name" = TRAIN_GPT_ADDRESS ] || ! printenv "$name" >/dev/null || variables+=(-x "$name")
 done
 
+# These bridges have the same address on all hosts that have them, so that MPI would look for another host on its own.
+if [ -z "${OMPI_MCA_btl_tcp_if_include:-}${OMPI_MCA_btl_tcp_if_exclude:-}" ]; then
+  export OMPI_MCA_btl_tcp_if_exclude=127.0.0.1/8,sppp,docker0,virbr0   # the first two are Open MPI's own
+fi
+if [ -z "${OMPI_MCA_oob_tcp_if_include:-}${OMPI_MCA_oob_tcp_if_exclude:-}" ]; then
+  export OMPI_MCA_oob_tcp_if_exclude=docker0,virbr0
+fi
+
 # --bind-to none: the trainer divides the processors of a host among its processes; mpirun would give each a core or a
 # socket. setsid: so that a Ctrl-C at the terminal reaches mpirun only through this script.
 setsid mpirun "${where[@]}" --bind-to none "${variables[@]}" ./train_gpt "$@" </dev/null &
