@@ -12,7 +12,8 @@
 # 4. The transports are private to llmc/comm.
 # 5. A CUDA kernel in a header is a template: nvcc puts any other into every object file, and they do not link.
 # 6. No include cycles among headers.
-# 7. No source has more than 600 lines, and no folder more than 40 files. Whether a file has one purpose is for readers
+# 7. The standard headers that most files use are included by llmc/core/std.h alone.
+# 8. No source has more than 600 lines, and no folder more than 40 files. Whether a file has one purpose is for readers
 #    to judge: the ten longest sources are printed for them.
 set -euo pipefail
 export LC_ALL=C   # wc says "total", sort compares bytes
@@ -21,7 +22,7 @@ failed=0
 code=(llmc train_gpt.cu)
 [ ! -d test ] || code+=(test)
 
-# Rules 1 to 5.
+# Rules 1 to 5, and 7.
 # shellcheck disable=SC2016    # the dollars are awk's
 find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \) |
   sort | xargs -r awk '
@@ -43,6 +44,8 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
                    "TRAIN_GPT_(CUDA|CUBLASLT|CUDNN|NCCL|MPI))"
     device_header = "^(cuda[^/]*|cublas[^/]*|curand[^/]*|cudnn[^/]*|nccl[^/]*|nvml|mma|mpi|" \
                     "cooperative_groups.*|cub/.*)\\.(h|hpp|cuh)$|^cooperative_groups$"
+    while ((getline line < "llmc/core/std.h") > 0)
+      if (line ~ /^#include </) is_standard[substr(line, 11, length(line) - 11)] = 1
   }
 
   function floor(name, below,   i, names, n) {
@@ -87,6 +90,8 @@ find "${code[@]}" -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -na
         breach("include of " target ": devices belong in llmc/device, llmc/ops and llmc/comm/comm_*")
       next
     }
+    if (!quoted && here && target in is_standard && FILENAME != "llmc/core/std.h")
+      breach("include of <" target ">: include \"core/std.h\", which has it, or a header that includes that")
     if (!quoted || target == "build_info.h") next   # the latter is written by make
     if (target ~ /(^|\/)\.\.?\//) { breach("include of \"" target "\": make it relative to llmc/, as in \"core/check.h\""); next }
     split(target, path_there, "/")
@@ -121,7 +126,7 @@ if [ -n "$loops" ]; then
   failed=1
 fi
 
-# Rule 7.
+# Rule 8.
 for folder in dev scripts data; do [ ! -d "$folder" ] || code+=("$folder"); done
 files=$(find "${code[@]}" -type f ! -path '*/golden/*' ! -path '*/results/*' \
   ! -path '*/__pycache__/*' ! -path 'data/*/*' ! -name '*.bin' | sort)

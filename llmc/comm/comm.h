@@ -8,13 +8,6 @@
 // that leaves a group because of an error aborts the world.
 #pragma once
 #include <exception>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <set>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "comm/comm_nccl.h"
 #include "comm/host_group.h"

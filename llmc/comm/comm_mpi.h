@@ -1,11 +1,7 @@
 // comm_mpi.h: bytes between processes through MPI. Private to comm/.
 #pragma once
-#include <cstddef>
-#include <cstdint>
 #include <exception>
 #include <future>
-#include <memory>
-#include <string>
 #include <thread>
 
 #include "comm/comm_mpi_thread.h"

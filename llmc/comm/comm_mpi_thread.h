@@ -6,15 +6,9 @@
 #include <sched.h>
 #include <sys/prctl.h>
 
-#include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstddef>
-#include <cstdint>
 #include <mutex>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/check.h"
 #include "net/wire/socket.h"

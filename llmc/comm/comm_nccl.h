@@ -1,18 +1,11 @@
 // comm_nccl.h: NCCL's collectives between GPUs, one rank per GPU, on the caller's streams. Its groups are private to
 // comm.h and world.h.
 #pragma once
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "comm/group_table.h"
 #include "comm/ring.h"

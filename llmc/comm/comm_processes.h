@@ -1,12 +1,6 @@
 // comm_processes.h: a transport between ranks of several processes. Ranks of this process talk through its memory, and
 // with other ranks through Links (TCP or MPI). Private to world.h.
 #pragma once
-#include <algorithm>
-#include <memory>
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include "comm/comm_threads.h"
 #include "net/links.h"
 

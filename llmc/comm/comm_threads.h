@@ -3,11 +3,8 @@
 #pragma once
 #include <chrono>
 #include <condition_variable>
-#include <memory>
 #include <mutex>
-#include <optional>
 #include <thread>
-#include <vector>
 
 #include "comm/ring.h"
 

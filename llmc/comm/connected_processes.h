@@ -1,10 +1,5 @@
 // connected_processes.h: the processes of a job: how they meet, and who carries bytes between their ranks.
 #pragma once
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "comm/comm_mpi.h"
 #include "comm/world.h"
 #include "net/meeting/launch.h"

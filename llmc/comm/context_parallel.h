@@ -2,8 +2,6 @@
 // equal slices; rank r has slices r and 2 P - 1 - r, so all ranks have the same causal work (Llama Team 2024). Pure
 // functions; attention over the group is in context_attention.h.
 #pragma once
-#include <vector>
-
 #include "core/check.h"
 #include "core/enum_names.h"
 #include "core/shape.h"

@@ -21,8 +21,6 @@
 //
 // With one rank in an ep group and no tensor parallelism the two views are the same, and so are the groups.
 #pragma once
-#include <cstdint>
-
 #include "comm/mesh.h"
 #include "core/shape.h"
 

@@ -2,11 +2,6 @@
 // through every link between the stages of a pipeline. So a transport that mixes up ranks or groups is noticed where it
 // does so, not by a wrong loss.
 #pragma once
-#include <functional>
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "comm/groups.h"
 
 namespace llmc {

@@ -1,10 +1,7 @@
 // group_table.h: the groups that every rank is in, as a table: what moves in each, on which stream, and between whom. A
 // new group is a row; groups.h makes communicators and streams of the rows.
 #pragma once
-#include <array>
-#include <cstdint>
 #include <iterator>
-#include <string_view>
 
 #include "comm/mesh.h"
 

@@ -1,15 +1,7 @@
 // groups.h: one rank among all: its coordinates, its groups (comm/group_table.h), and the streams on which gradients
 // are reduced, weights gathered, activations exchanged and keys passed on while the compute stream computes.
 #pragma once
-#include <algorithm>
-#include <array>
 #include <exception>
-#include <functional>
-#include <memory>
-#include <span>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "comm/comm.h"
 #include "comm/group_table.h"

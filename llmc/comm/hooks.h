@@ -4,8 +4,6 @@
 // Poison fills memory that nobody may read with NaN, so that such reads show. Bugs are planted by replacing a group
 // with a class derived from Comm whose collectives skip or change something.
 #pragma once
-#include <memory>
-
 #include "comm/comm.h"
 #include "ops/ops.h"
 

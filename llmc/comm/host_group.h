@@ -1,12 +1,5 @@
 // host_group.h: a group of ranks whose hosts send each other texts; comm.h adds the tensors.
 #pragma once
-#include <algorithm>
-#include <memory>
-#include <set>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "comm/ring.h"
 #include "core/check.h"
 #include "core/escape.h"

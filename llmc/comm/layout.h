@@ -1,9 +1,6 @@
 // layout.h: how the ranks of a run divide the work of a step, as one value: by data (ZeRO), by tensors, by context, by
 // experts and by layers. All ranks have the same layout; groups.h says who talks to whom in it.
 #pragma once
-#include <algorithm>
-#include <vector>
-
 #include "comm/context_parallel.h"
 #include "comm/expert_parallel.h"
 #include "comm/mesh.h"

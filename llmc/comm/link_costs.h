@@ -1,13 +1,5 @@
 // link_costs.h: on the null device, what the exchanges of a group cost: bytes, and the path that they take.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <functional>
-#include <optional>
-#include <string_view>
-#include <utility>
-#include <vector>
-
 #include "comm/host_group.h"
 #include "device/machine.h"
 

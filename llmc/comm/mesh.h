@@ -1,12 +1,6 @@
 // mesh.h: the coordinates of each rank. The ranks form a grid with named axes; a group is the ranks along some of them.
 // The order of the axes matters: neighbours along the innermost axis have consecutive ranks, and so the fastest links.
 #pragma once
-#include <cstdint>
-#include <initializer_list>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "core/check.h"
 #include "core/enum_names.h"
 

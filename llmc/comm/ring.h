@@ -4,9 +4,6 @@
 //
 // A buffer has P shards of n elements: rank r of P owns shard r.
 #pragma once
-#include <algorithm>
-#include <vector>
-
 #include "core/dtype.h"
 #include "core/shape.h"
 #include "device/host_copy.h"

@@ -6,10 +6,6 @@
 // of their bytes. All three kinds of server add the same numbers in the same order: they agree bit for bit (contract
 // 3).
 #pragma once
-#include <algorithm>
-#include <string>
-#include <vector>
-
 #include "comm/ring.h"
 #include "core/enum_names.h"
 

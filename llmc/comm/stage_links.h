@@ -11,14 +11,6 @@
 // colour of the pipeline's edges: edges of one colour share no stage, so a rank joins at most one group in a round, and
 // all ranks go through the rounds in the same order.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "comm/comm.h"
 #include "comm/layout.h"
 #include "device/host_copy.h"

@@ -2,8 +2,6 @@
 // parallelism (Korthikanti et al. 2022) the rows of the residual stream, among the ranks of a group. Pure functions;
 // shard/parts.h divides the parameters, parallel/ has the layers.
 #pragma once
-#include <cstdint>
-
 #include "core/shape.h"
 
 namespace llmc {

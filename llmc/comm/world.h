@@ -1,13 +1,7 @@
 // world.h: all ranks of a run, and how they form groups. Some or all of them are threads of this process.
 #pragma once
-#include <algorithm>
-#include <map>
-#include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "comm/comm.h"
 #include "comm/comm_processes.h"

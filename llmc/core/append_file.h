@@ -2,8 +2,6 @@
 // stays in memory and is written before the next line.
 #pragma once
 #include <cerrno>
-#include <cstring>
-#include <string>
 
 #include "core/files.h"
 

@@ -1,14 +1,7 @@
 // check.h: the error type, the formatter behind every message, and the CHECK macros.
 #pragma once
-#include <array>
-#include <cmath>
 #include <cstdio>
-#include <memory>
-#include <span>
 #include <stdexcept>
-#include <string>
-#include <string_view>
-#include <type_traits>
 
 #include "core/escape.h"
 

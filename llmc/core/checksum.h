@@ -3,17 +3,10 @@
 #pragma once
 #include <xxhash.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <exception>
-#include <map>
-#include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "core/files.h"
 #include "core/json.h"

@@ -1,7 +1,6 @@
 // dtype.h: element types, their names and sizes, and conversions between fp32 and bf16.
 #pragma once
 #include <bit>
-#include <cstdint>
 
 #include "core/check.h"
 #include "core/enum_names.h"

@@ -3,13 +3,9 @@
 //   enum class Recompute { none, block };
 //   constexpr auto names_of_values(Recompute) { return std::array{"none", "block"}; }
 #pragma once
-#include <array>
 #include <concepts>
-#include <cstddef>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <vector>
+
+#include "core/std.h"
 
 namespace llmc {
 

@@ -1,9 +1,8 @@
 // environment.h: reads environment variables, and where they say that caches go.
 #pragma once
 #include <cstdlib>
-#include <functional>
-#include <optional>
-#include <string>
+
+#include "core/std.h"
 
 namespace llmc {
 

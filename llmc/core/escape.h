@@ -1,12 +1,9 @@
 // escape.h: makes text that anyone may have written (names and values in files, messages of other processes, generated
 // text) safe for a terminal and a log: it cannot move the cursor, change colours or ring the bell.
 #pragma once
-#include <algorithm>
 #include <cstdio>
-#include <string>
-#include <string_view>
-#include <utility>
 
+#include "core/std.h"
 #include "core/utf8.h"
 
 namespace llmc {

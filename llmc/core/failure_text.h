@@ -5,7 +5,6 @@
 
 #include <filesystem>
 #include <new>
-#include <string>
 #include <system_error>
 
 #include "core/check.h"

@@ -1,9 +1,5 @@
 // faults.h: the faults of a value, one sentence each, for callers that want them without an exception.
 #pragma once
-#include <string>
-#include <string_view>
-#include <vector>
-
 #include "core/check.h"
 
 namespace llmc {

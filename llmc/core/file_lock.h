@@ -6,9 +6,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
-#include <string>
-#include <utility>
 
 #include "core/check.h"
 #include "core/files.h"

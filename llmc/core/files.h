@@ -6,17 +6,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <list>
-#include <memory>
 #include <mutex>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
 #include "core/check.h"
 #include "core/pulse.h"

@@ -2,9 +2,9 @@
 // numbers for it. Every such number times such a power is exact in bf16, so a processor without fp8 computes with the
 // same values.
 #pragma once
-#include <algorithm>
 #include <bit>
-#include <cstdint>
+
+#include "core/std.h"
 
 namespace llmc {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <unistd.h>
 
-#include <string>
+#include "core/std.h"
 
 namespace llmc {
 

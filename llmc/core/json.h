@@ -2,11 +2,6 @@
 // name a member twice (the library would keep the last), and nothing may come before or after the value.
 #pragma once
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
 #include "core/files.h"
 

@@ -1,10 +1,6 @@
 // offload.h: which state of a rank is in the host's memory, as one value; the device has a part of it while that is
 // used (ZeRO-Infinity: Rajbhandari et al. 2021). Moments may be in a file instead.
 #pragma once
-#include <array>
-#include <cstdint>
-#include <string>
-
 #include "core/enum_names.h"
 #include "core/precision.h"
 

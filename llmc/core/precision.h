@@ -1,8 +1,5 @@
 // precision.h: which dtype each part of a run has, as one value.
 #pragma once
-#include <optional>
-#include <string>
-
 #include "core/dtype.h"
 
 namespace llmc {

@@ -3,7 +3,8 @@
 // hangs.
 #pragma once
 #include <atomic>
-#include <cstdint>
+
+#include "core/std.h"
 
 namespace llmc {
 

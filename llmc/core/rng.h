@@ -1,12 +1,8 @@
 // rng.h: counter-based random numbers keyed by (seed, stream name, index), so that a value depends on what it is for,
 // never on which rank draws it or in what order (contracts 7 and 8).
 #pragma once
-#include <array>
 #include <bit>
-#include <cmath>
-#include <cstdint>
 #include <numbers>
-#include <string_view>
 
 #include "core/check.h"
 

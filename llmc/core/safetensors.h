@@ -1,13 +1,7 @@
 // safetensors.h: the safetensors format: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
 // https://huggingface.co/docs/safetensors. Independent of any model.
 #pragma once
-#include <algorithm>
-#include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "core/checksum.h"
 #include "core/dtype.h"

@@ -10,11 +10,7 @@
 #pragma once
 #include <sys/statvfs.h>
 
-#include <algorithm>
-#include <array>
 #include <atomic>
-#include <cstddef>
-#include <string>
 
 #include "core/files.h"
 

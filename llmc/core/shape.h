@@ -1,12 +1,5 @@
 // shape.h: shapes of up to four axes, exact division, rounding up, checked narrowing.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <initializer_list>
-#include <limits>
-#include <string>
-#include <vector>
-
 #include "core/check.h"
 
 namespace llmc {

@@ -2,13 +2,10 @@
 // job ends) are recorded and polled between micro-batches; another signal more than a second after the first ends the
 // process at once. A time limit is polled in the same way.
 #pragma once
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <csignal>
 #include <ctime>
-#include <optional>
-#include <string>
 
 #include "core/check.h"
 

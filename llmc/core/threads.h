@@ -1,9 +1,9 @@
 // threads.h: the same work on several threads.
 #pragma once
-#include <cstdint>
 #include <system_error>
 #include <thread>
-#include <vector>
+
+#include "core/std.h"
 
 namespace llmc {
 

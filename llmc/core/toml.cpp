@@ -1,8 +1,8 @@
 // toml.cpp: TOML as JSON, with the line of each value.
 #include "core/toml.h"
+#include "core/std.h"
 
 #include <nlohmann/json.hpp>
-#include <string_view>
 
 namespace llmc {
 struct TomlAssertion {};  // toml++ asserts some of what malformed text breaks

@@ -1,7 +1,6 @@
 // toml.h: reads TOML, by toml++, which nvcc cannot compile: the reader is a source of its own, toml.cpp.
 #pragma once
-#include <map>
-#include <string>
+#include "core/std.h"
 
 namespace llmc {
 

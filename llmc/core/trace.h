@@ -2,15 +2,10 @@
 // chrome://tracing open. A rank is a process of the file, a stream a track of it. The spans of a track nest or follow
 // one another; arrows go from the sending of a message to its receipt.
 #pragma once
-#include <cmath>
-#include <cstdint>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/enum_names.h"
+#include "core/std.h"
 
 namespace llmc {
 

@@ -1,11 +1,6 @@
 // utf8.h: UTF-8: reading and writing characters, and finding invalid bytes.
 #pragma once
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <optional>
-#include <string>
-#include <string_view>
+#include "core/std.h"
 
 namespace llmc {
 

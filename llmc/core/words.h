@@ -1,9 +1,8 @@
 // words.h: the names that a mistyped or half-remembered one was probably meant to be; words of a shell.
 #pragma once
-#include <algorithm>
 #include <cctype>
-#include <string>
-#include <vector>
+
+#include "core/std.h"
 
 namespace llmc {
 

@@ -1,12 +1,6 @@
 // dataloader.h: the batches of a run: samples of token files, in the order of sample_order.h (contract 8). A file of n
 // tokens holds floor((n-1)/T) samples of T tokens; sample k is tokens [kT, kT+T].
 #pragma once
-#include <algorithm>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "data/packed_shards.h"
 #include "data/sample_order.h"
 #include "data/token_file.h"

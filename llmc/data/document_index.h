@@ -11,16 +11,9 @@
 #include <unistd.h>
 #include <xxhash.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
-#include <functional>
-#include <optional>
-#include <string>
-#include <type_traits>
-#include <vector>
 
 #include "core/checksum.h"
 #include "core/files.h"

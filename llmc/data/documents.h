@@ -2,14 +2,6 @@
 // chunk. Chunks depend on the files alone, never on the number of threads, and reading can resume at any chunk
 // boundary.
 #pragma once
-#include <algorithm>
-#include <functional>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
-
 #include "core/check.h"
 #include "core/escape.h"
 #include "data/json_line.h"

@@ -1,13 +1,7 @@
 // json_line.h: the text in a line of JSON. Lines as most writers make them are read here, several times as fast as by
 // the library; the library reads all others and says what is wrong with them.
 #pragma once
-#include <cstdint>
-#include <cstring>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <utility>
 
 #include "core/check.h"
 #include "core/escape.h"

@@ -7,11 +7,6 @@
 // The sequences follow each other in FILE.bin without gaps. Source: _IndexWriter in Megatron-LM's
 // megatron/core/datasets/indexed_dataset.py.
 #pragma once
-#include <algorithm>
-#include <string>
-#include <string_view>
-#include <vector>
-
 #include "core/files.h"
 #include "data/token_format.h"
 

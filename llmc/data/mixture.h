@@ -5,11 +5,6 @@
 // share the samples like two sources, and so on down a balanced tree. Each level rounds once, so that after any number
 // of samples the count of each of S sources is within ceil(log2 S) / 2 of its share.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <utility>
-#include <vector>
-
 #include "core/check.h"
 
 namespace llmc {

@@ -1,11 +1,6 @@
 // no_shard.h: guesses what a file is if it is not the token shard that it was taken for, and what to do with it.
 #pragma once
-#include <algorithm>
-#include <cstring>
 #include <filesystem>
-#include <string>
-#include <string_view>
-#include <utility>
 
 #include "core/files.h"
 #include "core/utf8.h"

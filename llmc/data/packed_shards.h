@@ -4,18 +4,11 @@
 // Documents are packed within windows of the stream, those that begin in the same 1024 T tokens of a file: so any
 // sample is found from the index of the documents of one window, and is a function of the files, T and the packing.
 #pragma once
-#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <exception>
-#include <map>
-#include <memory>
 #include <mutex>
-#include <optional>
 #include <random>
-#include <span>
-#include <string>
-#include <vector>
 
 #include "core/threads.h"
 #include "data/document_index.h"

@@ -10,15 +10,7 @@
 //                    and their rest counts as a document; they also fill large gaps. Other gaps are padded.
 //   document-start   each row begins where a document does; the rest of the document that its end cuts is dropped
 #pragma once
-#include <algorithm>
-#include <array>
 #include <bit>
-#include <cstdint>
-#include <numeric>
-#include <optional>
-#include <span>
-#include <utility>
-#include <vector>
 
 #include "core/enum_names.h"
 #include "core/shape.h"

@@ -7,11 +7,6 @@
 // middle of one of its parts, the first sample of each source is only the rest of it: nothing is repeated, nothing
 // skipped.
 #pragma once
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "core/rng.h"
 #include "core/shape.h"
 #include "data/mixture.h"

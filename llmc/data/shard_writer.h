@@ -1,11 +1,7 @@
 // shard_writer.h: writes token shards (token_file.h has the format) under temporary names, PREFIX_000000.bin.partial,
 // so that writing can go on after an interruption; publish() gives all of them their names.
 #pragma once
-#include <algorithm>
 #include <filesystem>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "core/files.h"
 #include "data/token_file.h"

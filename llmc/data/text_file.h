@@ -3,13 +3,6 @@
 #include <zlib.h>
 #include <zstd.h>
 
-#include <algorithm>
-#include <cstring>
-#include <memory>
-#include <string>
-#include <string_view>
-#include <vector>
-
 #include "core/files.h"
 
 namespace llmc {

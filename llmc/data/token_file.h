@@ -2,13 +2,7 @@
 // dataloader.h's. llm.c's format is a header of 256 little-endian int32, {magic, version, token count}, then the
 // tokens: uint16 (20240520, 1) or uint32 (20240801, 7).
 #pragma once
-#include <algorithm>
-#include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/checksum.h"
 #include "core/files.h"

@@ -1,12 +1,7 @@
 // verify_data.h: --verify-data reads every shard in full and checks header, size and every token against the
 // vocabulary.
 #pragma once
-#include <algorithm>
 #include <filesystem>
-#include <functional>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "core/log.h"
 #include "data/token_file.h"

@@ -3,13 +3,7 @@
 #pragma once
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/scratch_file.h"
 #include "device/device.h"

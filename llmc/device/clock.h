@@ -9,10 +9,6 @@
 // group run in step, so that a transfer begins as soon as this rank arrives, and takes as long as this rank's own
 // bytes.
 #pragma once
-#include <map>
-#include <memory>
-#include <string>
-
 #include "device/machine.h"
 
 namespace llmc {

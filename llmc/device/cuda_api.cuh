@@ -2,11 +2,6 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include <cstddef>
-#include <memory>
-#include <string>
-#include <utility>
-
 #include "core/check.h"
 
 namespace llmc::cuda {

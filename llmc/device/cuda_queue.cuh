@@ -1,15 +1,10 @@
 // cuda_queue.cuh: a GPU stream. Work is launched at once, by the calling host thread; host callbacks run when that
 // thread next waits for the stream. Included only in GPU builds.
 #pragma once
-#include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <deque>
-#include <functional>
 #include <list>
-#include <memory>
 #include <thread>
-#include <utility>
 
 #include "device/cpu_queue.h"
 #include "device/cuda_api.cuh"

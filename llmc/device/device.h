@@ -6,18 +6,9 @@
 
 #include <chrono>
 #include <cstdlib>
-#include <functional>
-#include <initializer_list>
-#include <map>
-#include <memory>
-#include <optional>
 #include <source_location>
-#include <span>
-#include <string>
 #include <typeindex>
 #include <unordered_map>
-#include <utility>
-#include <vector>
 
 #include "core/check.h"
 #include "core/enum_names.h"

@@ -1,10 +1,6 @@
 // gpu.h: the GPUs of this process, without CUDA types.
 #pragma once
-#include <algorithm>
 #include <cstdlib>
-#include <limits>
-#include <string>
-#include <vector>
 
 #include "device/device.h"
 

@@ -5,14 +5,10 @@
 #include <sched.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
 #include <fstream>
-#include <limits>
 #include <sstream>
-#include <string>
-#include <vector>
+
+#include "core/std.h"
 
 namespace llmc {
 

@@ -1,10 +1,6 @@
 // host_buffer.h: memory of the host for copies of what a device holds, counted by an arena. For a GPU it is pinned, so
 // that copies run at the speed of the bus.
 #pragma once
-#include <optional>
-#include <span>
-#include <string>
-
 #include "device/arena.h"
 
 namespace llmc {

@@ -1,12 +1,6 @@
 // host_copy.h: tensor contents on the host. Only devices, ops and transports dereference a tensor's pointer; all other
 // code uses these.
 #pragma once
-#include <cstring>
-#include <memory>
-#include <type_traits>
-#include <utility>
-#include <vector>
-
 #include "device/arena.h"
 #include "device/device.h"
 

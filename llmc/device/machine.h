@@ -4,16 +4,6 @@
 // in waves: a last wave that is not full, edges of tiles outside the matrix, and the time to fill a tile's pipeline are
 // lost (NVIDIA, "Matrix Multiplication Background User's Guide"). A transfer is bound by the slowest link on its way.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <functional>
-#include <limits>
-#include <map>
-#include <memory>
-#include <string>
-#include <string_view>
-#include <vector>
-
 #include "core/check.h"
 #include "core/shape.h"
 

@@ -5,11 +5,7 @@
 #include <dlfcn.h>
 
 #include <bit>
-#include <cstdint>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
 
 #include "core/check.h"
 

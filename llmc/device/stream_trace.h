@@ -1,15 +1,7 @@
 // stream_trace.h: records what a stream did when, while a step is traced: one track of a trace (core/trace.h).
 #pragma once
-#include <algorithm>
 #include <chrono>
-#include <cstdint>
 #include <deque>
-#include <functional>
-#include <limits>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/trace.h"
 #ifdef TRAIN_GPT_CUDA

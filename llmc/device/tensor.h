@@ -1,7 +1,5 @@
 // tensor.h: a non-owning view of memory: name, dtype, shape, pointer and where the memory is.
 #pragma once
-#include <cstddef>
-
 #include "core/dtype.h"
 #include "core/shape.h"
 

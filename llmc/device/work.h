@@ -2,8 +2,8 @@
 // two functions to compile, where std::function costs a dozen.
 #pragma once
 #include <concepts>
-#include <type_traits>
-#include <utility>
+
+#include "core/std.h"
 
 namespace llmc {
 

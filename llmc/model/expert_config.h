@@ -1,11 +1,5 @@
 // expert_config.h: the experts of a model.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <optional>
-#include <vector>
-
 #include "core/shape.h"
 #include "ops/types.h"
 

@@ -2,13 +2,7 @@
 // matrices as (in, out), for its Conv1D; ours, like those of the other families, are (out, in), with q, k and v
 // separate.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <initializer_list>
 #include <iterator>
-#include <set>
-#include <string>
-#include <vector>
 
 #include "core/safetensors.h"
 #include "device/host_copy.h"

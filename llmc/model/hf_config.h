@@ -1,12 +1,9 @@
 // hf_config.h: Hugging Face's config.json, both ways, and --model: a preset or a directory that has one. Fields with
 // values that this program does not implement are rejected by name.
 #pragma once
-#include <array>
 #include <charconv>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <ranges>
-#include <string>
 
 #include "core/files.h"
 #include "model/hf_experts.h"

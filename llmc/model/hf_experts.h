@@ -1,7 +1,6 @@
 // hf_experts.h: the fields of config.json that describe experts, both ways.
 #pragma once
 #include <nlohmann/json.hpp>
-#include <string>
 
 #include "model/config.h"
 #include "model/hf_fields.h"

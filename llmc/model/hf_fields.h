@@ -1,7 +1,6 @@
 // hf_fields.h: reads the fields of a Hugging Face config.json.
 #pragma once
 #include <nlohmann/json.hpp>
-#include <string>
 
 #include "core/check.h"
 #include "core/json.h"

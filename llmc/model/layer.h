@@ -5,11 +5,6 @@
 // of the N rows of the residual stream (parallel/group.h). With context parallelism a rank has N = B T / cp rows, some
 // slices of each sequence (parallel/context_attention.h).
 #pragma once
-#include <algorithm>
-#include <functional>
-#include <memory>
-#include <optional>
-
 #include "model/activations.h"
 #include "model/config.h"
 #include "ops/ops.h"

@@ -1,9 +1,6 @@
 // layout_faults.h: which layouts are impossible: every refusal that follows from a layout alone, or from a layout and a
 // model. How long the sequences and the step are is checked with the options.
 #pragma once
-#include <string>
-#include <vector>
-
 #include "comm/layout.h"
 #include "core/faults.h"
 #include "model/config.h"

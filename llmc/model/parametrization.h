@@ -24,11 +24,6 @@
 //
 // Weight decay is divided by the rate, so that a step shrinks all weights alike. Muon's matrices: muon_rate().
 #pragma once
-#include <array>
-#include <cmath>
-#include <cstdint>
-#include <string_view>
-
 #include "ops/ops_muon.h"
 #include "shard/params.h"
 

@@ -1,11 +1,6 @@
 // presets.h: the published shapes, by name.
 #pragma once
-#include <algorithm>
 #include <charconv>
-#include <cmath>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "core/words.h"
 #include "model/config.h"

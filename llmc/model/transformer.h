@@ -6,8 +6,6 @@
 // config.h says which of these a model has. Sizes: layer.h. What --tp divides and
 // sends: parallel/tensor_layers.h.
 #pragma once
-#include <optional>
-
 #include "model/experts.h"
 #include "model/layer.h"
 #include "model/slice_attention.h"

@@ -1,8 +1,7 @@
 // links.h: bytes between ranks of different processes. comm/ builds its collectives on it; the implementations are TCP
 // (tcp_links.h) and MPI (comm/comm_mpi.h).
 #pragma once
-#include <cstdint>
-#include <string>
+#include "core/std.h"
 
 namespace llmc {
 

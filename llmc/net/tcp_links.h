@@ -2,11 +2,7 @@
 // group, is a connection of its own, made by the sender when it first sends; a message is its length, 8 bytes, and its
 // bytes.
 #pragma once
-#include <map>
-#include <memory>
 #include <mutex>
-#include <string>
-#include <utility>
 
 #include "net/links.h"
 #include "net/meeting/rendezvous.h"

@@ -1,7 +1,5 @@
 // dispatch.h: calls the implementation of an op for the device of its stream.
 #pragma once
-#include <type_traits>
-
 #include "device/arena.h"
 #include "device/device.h"
 #include "device/tensor.h"

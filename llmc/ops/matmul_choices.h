@@ -1,10 +1,7 @@
 // matmul_choices.h: which algorithms a library uses for matrix products on a GPU, by shape, as text: a title, which
 // says for which library and GPU they are, then a line per shape.
 #pragma once
-#include <set>
-#include <span>
 #include <sstream>
-#include <string>
 
 #include "ops/ops_layers.h"
 

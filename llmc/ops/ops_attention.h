@@ -1,9 +1,5 @@
 // ops_attention.h: attention, and its key-value cache. Conventions: ops.h.
 #pragma once
-#include <limits>
-#include <string>
-#include <vector>
-
 #include "ops/ops_heads.h"
 
 namespace llmc {

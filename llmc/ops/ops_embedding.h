@@ -1,7 +1,5 @@
 // ops_embedding.h: token and position embedding. Conventions: ops.h.
 #pragma once
-#include <algorithm>
-
 #include "ops/ops_memory.h"
 
 namespace llmc {

@@ -5,8 +5,6 @@
 // are those of expert e. Rows from offsets[E] on are neither read nor written, and may hold anything; so tensors of R
 // rows are not checked for NaN, and their cost is booked as if all R rows were there.
 #pragma once
-#include <optional>
-
 #include "ops/ops_layers.h"
 
 namespace llmc {

@@ -1,8 +1,6 @@
 // ops_heads.h: the ops that prepare queries and keys for attention: rotary positions, query-key norms. Conventions:
 // ops.h.
 #pragma once
-#include <optional>
-
 #include "ops/row_sums.h"
 
 namespace llmc {

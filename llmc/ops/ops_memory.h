@@ -1,10 +1,5 @@
 // ops_memory.h: ops on flat memory, and helpers that all ops share. Conventions: ops.h.
 #pragma once
-#include <initializer_list>
-#include <string_view>
-#include <utility>
-#include <vector>
-
 #include "core/precision.h"
 #include "ops/dispatch.h"
 #include "ops/types.h"

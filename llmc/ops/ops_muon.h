@@ -1,10 +1,6 @@
 // ops_muon.h: Muon (Jordan et al. 2024): the momentum of a matrix becomes the nearest matrix whose singular values are
 // all one, by five steps of a Newton-Schulz iteration. Conventions: ops.h.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <cmath>
-
 #include "ops/ops_layers.h"
 #include "ops/ops_step.h"
 

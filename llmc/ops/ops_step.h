@@ -1,7 +1,5 @@
 // ops_step.h: the ops at the end of a step: loss, gradient norm, clipping, update, average. Conventions: ops.h.
 #pragma once
-#include <array>
-
 #include "ops/ops_memory.h"
 #include "ops/optimizers.h"
 #include "ops/small_state.h"

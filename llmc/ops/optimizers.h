@@ -3,13 +3,6 @@
 // through the slots and know no rule by name: a new one is an Optimizer, a row of optimizer_rules, a step, and a case
 // of with_step().
 #pragma once
-#include <array>
-#include <cmath>
-#include <cstdint>
-#include <optional>
-#include <span>
-#include <string_view>
-
 #include "core/check.h"
 #include "core/dtype.h"
 #include "core/enum_names.h"

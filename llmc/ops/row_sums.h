@@ -1,8 +1,6 @@
 // row_sums.h: gradients of biases and of norm weights are sums over rows. On a GPU the blocks of an op sum parts of the
 // rows, and another kernel adds up the parts: of one op, or of all ops of a layer at once.
 #pragma once
-#include <vector>
-
 #include "ops/ops_memory.h"
 
 namespace llmc {

@@ -12,9 +12,6 @@
 // random word belongs to an element of a unit and a step: its upper half is for the first moment, its lower half for
 // the second.
 #pragma once
-#include <cstdint>
-#include <string_view>
-
 #include "core/dtype.h"
 #include "core/rng.h"
 #include "ops/types.h"

@@ -1,11 +1,8 @@
 // types.h: arguments of ops other than tensors and sizes; the same on every device.
 #pragma once
-#include <array>
-#include <cmath>
-#include <cstdint>
-#include <limits>
 #include <numbers>
-#include <vector>
+
+#include "core/std.h"
 
 namespace llmc {
 

@@ -24,7 +24,6 @@
 // Partial results stay in fp32 (contract 12).
 #pragma once
 #include <source_location>
-#include <utility>
 
 #include "ops/ops.h"
 #include "parallel/group.h"

@@ -27,11 +27,6 @@
 // further rounds once more. The table is E numbers from each rank to every other. With padding: P - 1 blocks each time,
 // and E / P numbers for each rank.
 #pragma once
-#include <algorithm>
-#include <numeric>
-#include <utility>
-#include <vector>
-
 #include "comm/ring.h"
 #include "shard/params.h"
 

@@ -11,8 +11,6 @@
 // ranks are cut into K = min(P, 4) pieces of neighbours, so that one piece travels while another is computed: in turn t
 // the ranks of piece g send to those of piece g + t, so that all links are busy at all times.
 #pragma once
-#include <vector>
-
 #include "comm/groups.h"
 #include "ops/ops.h"
 

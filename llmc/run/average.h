@@ -2,14 +2,9 @@
 // soups, Wortsman et al. 2022; checkpoints of a run, Izmailov et al. 2018). Weights are added in fp64, in the order of
 // the command line, and rounded once.
 #pragma once
-#include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "net/meeting/secret.h"
 #include "run/checkpoints/checkpoint.h"

@@ -3,13 +3,8 @@
 #include <chrono>
 #include <deque>
 #include <future>
-#include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
 #include <system_error>
-#include <utility>
-#include <vector>
 
 #include "data/dataloader.h"
 #include "train/interpreter.h"

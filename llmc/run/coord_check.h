@@ -3,14 +3,7 @@
 // Every model trains for a few steps, from several seeds, on the same made-up text; then the slope of each size over
 // the widths is fitted, log against log.
 #pragma once
-#include <array>
-#include <cmath>
 #include <cstdio>
-#include <limits>
-#include <span>
-#include <string>
-#include <string_view>
-#include <vector>
 
 #include "run/requirements.h"
 #include "run/setup.h"

@@ -1,13 +1,9 @@
 // evaluate.h: --evaluate: the validation of training (validation.h) alone, on a model that is only read, in any layout.
 #pragma once
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <numbers>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "comm/group_check.h"
 #include "core/log.h"

@@ -2,11 +2,6 @@
 // same point. What they have to say travels with the reduction of every step, and is known with its result; if it ends
 // the run, they exchange texts.
 #pragma once
-#include <algorithm>
-#include <optional>
-#include <string>
-#include <utility>
-
 #include "run/news.h"
 #include "run/training_rank.h"
 

@@ -1,10 +1,6 @@
 // job.h: a training run with every choice made: all is chosen, read and validated here, before anything is created.
 #pragma once
-#include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
 
 #include "core/log.h"
 #include "core/signals.h"

@@ -1,12 +1,6 @@
 // length.h: how long a run is: --max-steps, --tokens or --epochs as a number of updates; and what else is given in
 // tokens and counted in updates.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <optional>
-#include <string>
-
 #include "core/check.h"
 #include "core/shape.h"
 #include "run/options/options.h"

@@ -2,12 +2,8 @@
 // parts of its process are copied to another process's disk.
 #pragma once
 #include <filesystem>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <string>
 #include <system_error>
-#include <utility>
-#include <vector>
 
 #include "core/host_name.h"
 #include "run/checkpoints/local_copies.h"

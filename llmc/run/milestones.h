@@ -1,12 +1,6 @@
 // milestones.h: what is due after some steps of a run: a validation, a sample, a checkpoint, a comparison of copies.
 #pragma once
 #include <cerrno>  // program_invocation_name, from glibc
-#include <cmath>
-#include <functional>
-#include <optional>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "run/spikes.h"
 #include "run/training_rank.h"

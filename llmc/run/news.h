@@ -1,9 +1,6 @@
 // news.h: what ranks tell each other, so that all of them save or end at the same point, whichever has the reason. The
 // kind travels with the reduction of every step (Notices); only if it ends the run do ranks exchange texts.
 #pragma once
-#include <string>
-#include <vector>
-
 #include "core/signals.h"
 
 namespace llmc {

@@ -6,7 +6,6 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>  // program_invocation_short_name, from glibc
 #include <csignal>
 

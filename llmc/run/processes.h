@@ -2,16 +2,9 @@
 #pragma once
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
-#include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <set>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "comm/connected_processes.h"
 #include "core/environment.h"

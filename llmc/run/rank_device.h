@@ -1,8 +1,5 @@
 // rank_device.h: which part of a host's processors or GPUs each rank has.
 #pragma once
-#include <algorithm>
-#include <vector>
-
 #include "comm/comm.h"
 #include "core/shape.h"
 #include "device/gpu.h"

@@ -3,12 +3,9 @@
 #pragma once
 #include <omp.h>
 
-#include <algorithm>
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 #include "comm/world.h"
 #include "core/escape.h"

@@ -1,9 +1,6 @@
 // requirements.h: options that need a GPU, or a step that a library or kernel can compute: refused before anything
 // starts.
 #pragma once
-#include <string>
-#include <vector>
-
 #include "run/setup.h"
 
 namespace llmc {

@@ -1,14 +1,6 @@
 // setup.h: the options translated into the trainer's terms: the device and each rank's part of it, the model, the
 // layout, the step, the schedule, the tokenizer, the first weights.
 #pragma once
-#include <algorithm>
-#include <map>
-#include <memory>
-#include <numeric>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "core/json.h"
 #include "core/log.h"
 #include "data/dataloader.h"

@@ -4,13 +4,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
-#include <functional>
 #include <mutex>
-#include <optional>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "core/log.h"
 #include "run/checkpoints/checkpoint.h"

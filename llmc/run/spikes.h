@@ -3,10 +3,6 @@
 // the same, because loss and norm have one value on all (step_scalars.h), and so do the limits, which follow from
 // earlier values alone.
 #pragma once
-#include <limits>
-#include <string>
-#include <vector>
-
 #include "comm/comm.h"
 #include "run/checkpoints/progress.h"
 #include "run/checkpoints/rollback.h"

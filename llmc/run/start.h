@@ -1,13 +1,8 @@
 // start.h: where a run begins: process 0 looks in the out directory and tells the others; what each process finds by
 // itself must be the same on all.
 #pragma once
-#include <algorithm>
 #include <filesystem>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "core/checksum.h"
 #include "run/checkpoints/local_resume.h"

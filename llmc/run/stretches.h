@@ -1,11 +1,7 @@
 // stretches.h: how a run goes from a checkpoint, from the end of a stretch of equal steps, or from a spike, to the next
 // steps.
 #pragma once
-#include <algorithm>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <utility>
 
 #include "run/checkpoints/progress.h"
 #include "run/checkpoints/rollback.h"

@@ -1,8 +1,5 @@
 // training_rank.h: a rank at work on a stretch of a run: what the parts of its loop share.
 #pragma once
-#include <optional>
-#include <string>
-
 #include "core/host_name.h"
 #include "core/log.h"
 #include "core/signals.h"

@@ -1,12 +1,6 @@
 // validation.h: the loss on --val-data and the answers to --eval-choices, computed by all ranks together; the same for
 // training and for --evaluate.
 #pragma once
-#include <algorithm>
-#include <functional>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "core/log.h"
 #include "data/dataloader.h"
 #include "train/choices.h"

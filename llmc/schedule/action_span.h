@@ -1,7 +1,5 @@
 // action_span.h: an action as a span of a trace (core/trace.h), and its message as an arrow.
 #pragma once
-#include <string>
-
 #include "core/trace.h"
 #include "schedule/pipeline.h"
 

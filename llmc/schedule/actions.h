@@ -3,11 +3,6 @@
 // come in the order of the micro-batches. The lists for one rank that has the whole model are here; those for the
 // stages of a pipeline are in orders.h and messages.h.
 #pragma once
-#include <algorithm>
-#include <map>
-#include <utility>
-#include <vector>
-
 #include "core/check.h"
 #include "core/enum_names.h"
 

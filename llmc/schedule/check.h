@@ -2,11 +2,6 @@
 // comes twice, each comes after those that it needs, gradients are added in the order of the micro-batches, every
 // message is sent once and received once, and no stages wait for each other in a cycle.
 #pragma once
-#include <map>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "schedule/simulate.h"
 
 namespace llmc {

@@ -1,12 +1,6 @@
 // messages.h: the complete action lists of a pipeline's stages: what each computes, sends and receives, in order. Those
 // of pipedream are also made turn by turn.
 #pragma once
-#include <algorithm>
-#include <memory>
-#include <tuple>
-#include <utility>
-#include <vector>
-
 #include "schedule/simulate.h"
 
 namespace llmc {

@@ -1,10 +1,5 @@
 // orders.h: the order in which each stage of a pipeline computes: one rule for each schedule. messages.h adds messages.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <cstdint>
-#include <vector>
-
 #include "core/shape.h"
 #include "schedule/pipeline.h"
 

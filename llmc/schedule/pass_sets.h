@@ -2,12 +2,7 @@
 // micro-batch, or on a slice of it) holds some sets from one of its actions to another; then the next pass may use
 // them. The chunks of a rank share the sets: there are only as many of each kind as are in use at the same time.
 #pragma once
-#include <algorithm>
-#include <functional>
-#include <map>
 #include <queue>
-#include <span>
-#include <vector>
 
 #include "schedule/actions.h"
 

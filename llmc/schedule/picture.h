@@ -1,10 +1,6 @@
 // picture.h: a picture of a schedule: in the terminal, stages down and time across; and as JSON, for
 // scripts/plot_schedule.py. Every pass takes its time in PassCosts, messages take none.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <string>
-
 #include "core/json.h"
 #include "core/shape.h"
 #include "schedule/check.h"

@@ -1,10 +1,6 @@
 // simulate.h: the time and memory of a pipeline's lists, on paper: when each action runs, how long each stage idles,
 // and how much it keeps at most.
 #pragma once
-#include <algorithm>
-#include <string>
-#include <vector>
-
 #include "schedule/orders.h"
 
 namespace llmc {

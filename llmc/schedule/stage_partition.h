@@ -7,14 +7,7 @@
 // A stage may run several chunks (interleaved, zb-v); then each run of layers is a chunk, in the order of the model. In
 // every case each layer is in exactly one chunk: a remainder is spread, never dropped.
 #pragma once
-#include <algorithm>
 #include <charconv>
-#include <cmath>
-#include <cstdint>
-#include <numeric>
-#include <string>
-#include <tuple>
-#include <vector>
 
 #include "core/check.h"
 #include "core/words.h"

@@ -6,14 +6,6 @@
 // The second term is the bubble: more slices make it smaller, but each slice has a minimum cost, which makes the sum
 // larger.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <functional>
-#include <limits>
-#include <optional>
-#include <vector>
-
 #include "core/check.h"
 
 namespace llmc {

@@ -12,11 +12,6 @@
 // there the host waits for either (Stream::wait): so what waits is enqueued as late as it may be, a piece's write after
 // the next piece's update.
 #pragma once
-#include <algorithm>
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include "comm/groups.h"
 #include "device/arena.h"
 #include "device/tensor.h"

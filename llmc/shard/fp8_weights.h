@@ -3,8 +3,6 @@
 // the unit, for all micro-batches, forward and backward. At stage 3 products round what was gathered, or shards are
 // rounded before they travel (fp8_shards.h).
 #pragma once
-#include <vector>
-
 #include "device/arena.h"
 #include "ops/ops.h"
 #include "shard/params.h"

@@ -8,11 +8,7 @@
 // in the order in which the host enqueues them, and one of the compute stream, as in a layer of --tp, would begin only
 // when all gathers enqueued before it have begun.
 #pragma once
-#include <algorithm>
 #include <deque>
-#include <map>
-#include <utility>
-#include <vector>
 
 #include "shard/fp8_shards.h"
 #include "shard/host_update.h"

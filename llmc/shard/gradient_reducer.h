@@ -6,12 +6,6 @@
 // that of the unit before is over, which a block's backward has hidden by then. Only the embedding's backward hides
 // nothing: its reduction is enqueued after the first block of the next micro-batch.
 #pragma once
-#include <algorithm>
-#include <optional>
-#include <set>
-#include <utility>
-#include <vector>
-
 #include "shard/narrow_sums.h"
 #include "shard/units.h"
 

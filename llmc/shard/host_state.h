@@ -9,10 +9,6 @@
 // of its offloaded state to the device and, but for gradients, back. Updates work on each element alone: so the bits
 // are those of a run that keeps everything on the device. What is in a file comes through host memory (file_state.h).
 #pragma once
-#include <algorithm>
-#include <utility>
-#include <vector>
-
 #include "shard/file_state.h"
 #include "shard/offload_pieces.h"
 

@@ -22,12 +22,6 @@
 // units ahead of its use: beside a GPU the host waits for the updates of those units as well. With several versions of
 // the weights (weight_versions.h), and on paper with several stages, updates end before anything else begins.
 #pragma once
-#include <algorithm>
-#include <functional>
-#include <set>
-#include <utility>
-#include <vector>
-
 #include "shard/file_state.h"
 #include "shard/offload_pieces.h"
 

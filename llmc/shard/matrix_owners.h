@@ -5,10 +5,6 @@
 // every rank that updates an element gets it back. Within a round of matrices the largest are dealt out first, each to
 // the rank with the least to do so far.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <vector>
-
 #include "ops/ops_muon.h"
 #include "shard/parts.h"
 

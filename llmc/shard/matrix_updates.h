@@ -15,10 +15,6 @@
 // Experts have the shards of their own group, and T = 1. With --muon-rows normalised the second moments of all rows of
 // a unit, in fp32, are summed over the ranks, of which each has those of its own matrices.
 #pragma once
-#include <map>
-#include <utility>
-#include <vector>
-
 #include "shard/matrix_owners.h"
 #include "shard/units.h"
 

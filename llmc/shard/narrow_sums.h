@@ -3,8 +3,6 @@
 // rounded once (contract 12); so all shards, and all stages of ZeRO, have the same bits. A rank sends what a ring
 // sends, half as wide: (P - 1) n elements for P shards of n.
 #pragma once
-#include <algorithm>
-
 #include "comm/comm.h"
 #include "ops/ops.h"
 

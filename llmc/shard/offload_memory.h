@@ -1,7 +1,5 @@
 // offload_memory.h: what has the offloaded state of a rank (core/offload.h): memory of its host, or a file.
 #pragma once
-#include <string>
-
 #include "core/offload.h"
 #include "device/arena.h"
 

@@ -1,9 +1,6 @@
 // offload_pieces.h: the pieces of units in which an update takes offloaded state, and which state of a piece is in a
 // file.
 #pragma once
-#include <algorithm>
-#include <vector>
-
 #include "shard/units.h"
 
 namespace llmc {

@@ -3,10 +3,6 @@
 // per block, one more for the experts of a block, one for the embedding, one for the head. A unit is gathered, reduced
 // and updated as a whole.
 #pragma once
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "comm/layout.h"
 #include "core/precision.h"
 #include "core/shape.h"

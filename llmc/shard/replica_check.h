@@ -8,16 +8,7 @@
 // tensor-parallel copies: a hash of which elements, and one of their contents. Only if those differ do the ranks send
 // the hashes of each parameter.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <map>
-#include <optional>
 #include <sstream>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "core/checksum.h"
 #include "device/host_copy.h"

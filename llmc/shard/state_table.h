@@ -1,9 +1,6 @@
 // state_table.h: the state that a rank holds, entry by entry: what checkpoints and checks of copies iterate, which know
 // no optimizer and no layout.
 #pragma once
-#include <algorithm>
-#include <vector>
-
 #include "device/tensor.h"
 #include "shard/params.h"
 

@@ -2,11 +2,6 @@
 // the fp32 numbers that it stands for, and is set from such numbers, rounded to the nearest: so checkpoints hold fp32
 // whatever a run keeps. Numbers that were read are set again without a change.
 #pragma once
-#include <algorithm>
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include "device/host_copy.h"
 #include "ops/small_state.h"
 #include "shard/unit_state.h"

@@ -14,13 +14,6 @@
 //
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
-#include <algorithm>
-#include <map>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "comm/groups.h"
 #include "device/arena.h"
 #include "device/device.h"

@@ -1,9 +1,5 @@
 // units.h: the units of a model that a rank has: those of its stage of the pipeline, and its part of each.
 #pragma once
-#include <algorithm>
-#include <memory>
-#include <vector>
-
 #include "shard/unit_state.h"
 
 namespace llmc {

@@ -1,8 +1,6 @@
 // weight_versions.h: versions of the weights, for an asynchronous pipeline (PipeDream's weight stashing): the backward
 // of a micro-batch reads the version that its forward read.
 #pragma once
-#include <vector>
-
 #include "shard/units.h"
 
 namespace llmc {

@@ -3,13 +3,7 @@
 // stages of a pipeline, or lies on two of them, or if no rank has an expert, the run ends and names it before anything
 // is computed.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <map>
-#include <set>
 #include <sstream>
-#include <string>
-#include <vector>
 
 #include "shard/zero.h"
 

@@ -1,13 +1,8 @@
 // added_tokens.h: tokens that are matched literally in a text, before anything else.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <cstdint>
 #include <iterator>
-#include <string>
-#include <string_view>
-#include <vector>
 
+#include "core/std.h"
 #include "text/unicode.h"
 
 namespace llmc {

@@ -3,13 +3,7 @@
 // between them is normalised, split into pieces, and encoded piece by piece. Unknown kinds of these steps are refused
 // by name. "truncation" and "padding" apply to batches and are ignored.
 #pragma once
-#include <algorithm>
-#include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <vector>
 
 #include "core/check.h"
 #include "text/added_tokens.h"

@@ -1,14 +1,5 @@
 // bpe_encoder.h: pieces of text to tokens, by the merges of a BpeVocabulary and from memory.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <cstdint>
-#include <cstring>
-#include <functional>
-#include <optional>
-#include <string_view>
-#include <vector>
-
 #include "text/bpe_vocabulary.h"
 #include "text/split_automaton.h"
 #include "text/word_cache.h"

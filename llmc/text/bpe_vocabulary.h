@@ -3,15 +3,8 @@
 // (Radford et al. 2019), or characters, where those that are no tokens are written as their bytes (SentencePiece's
 // byte_fallback).
 #pragma once
-#include <algorithm>
-#include <array>
-#include <cstdint>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <string_view>
 #include <unordered_map>
-#include <vector>
 
 #include "core/check.h"
 #include "core/json.h"

@@ -3,11 +3,7 @@
 // ten bits by which other pairs are told apart. Pairs are in buckets, and each bucket has a number that sends its pairs
 // to places of their own (Belazzougui et al. 2009, "Hash, displace, and compress").
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <numeric>
-#include <utility>
-#include <vector>
+#include "core/std.h"
 
 namespace llmc {
 

@@ -1,10 +1,6 @@
 // normalizer.h: "normalizer" of a tokenizer.json: what a text becomes before it is split: NFC, a prefix, replacements.
 #pragma once
 #include <nlohmann/json.hpp>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
 #include "core/check.h"
 #include "text/unicode.h"

@@ -1,11 +1,6 @@
 // pre_tokenizer.h: "pre_tokenizer" of a tokenizer.json: how a text is split into the pieces that merges do not cross.
 #pragma once
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
 #include "core/check.h"
 #include "text/normalizer.h"

@@ -4,18 +4,6 @@
 // Matching in the Wild"). Since every match ends one character late, what follows a match, as in (?!\S), is known; and
 // the character after most matches is read once, as the end of one piece and the beginning of the next.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <cstdint>
-#include <map>
-#include <optional>
-#include <set>
-#include <span>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
-
 #include "text/split_pattern.h"
 
 namespace llmc {

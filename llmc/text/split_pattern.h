@@ -4,13 +4,7 @@
 // and lookahead (?=...) (?!...). Anything else is refused by name. Semantics: Oniguruma with Ruby's syntax, as in
 // Hugging Face's tokenizers.
 #pragma once
-#include <algorithm>
 #include <bitset>
-#include <set>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
 #include "core/check.h"
 #include "text/unicode.h"

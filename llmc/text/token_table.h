@@ -1,14 +1,7 @@
 // token_table.h: the ids of tokens by their texts: a hash table with open addressing. For most texts that are not
 // tokens, one memory access says so, because places hold some bits of the hash, too.
 #pragma once
-#include <algorithm>
 #include <bit>
-#include <cstdint>
-#include <functional>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <vector>
 
 #include "core/shape.h"
 

@@ -1,16 +1,8 @@
 // tokenizer.h: text to tokens and back, for documents, prompts and samples; and the end of text, which separates
 // documents where they are packed and masked.
 #pragma once
-#include <array>
-#include <cstring>
 #include <filesystem>
-#include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <span>
-#include <string>
-#include <vector>
 
 #include "core/files.h"
 #include "core/json.h"

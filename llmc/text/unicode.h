@@ -1,15 +1,9 @@
 // unicode.h: general categories, white space and the normal form NFC, as in Hugging Face's tokenizers.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <cstdint>
 #include <cstdlib>
-#include <string>
-#include <string_view>
 #include <unordered_map>
-#include <utility>
-#include <vector>
 
+#include "core/std.h"
 #include "core/utf8.h"
 #include "text/unicode_tables.h"
 

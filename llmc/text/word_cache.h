@@ -3,14 +3,7 @@
 // that come once displace no others. The cache never grows. Where a word would be is known before it is looked up, so
 // that its cache lines can be fetched while other words are encoded.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <string_view>
-#include <utility>
-#include <vector>
+#include "core/std.h"
 
 namespace llmc {
 

@@ -1,16 +1,9 @@
 // choices.h: multiple choice in the manner of HellaSwag (Zellers et al. 2019): the model's answer is the continuation
 // of a context that it finds most likely. File format: data/README.md.
 #pragma once
-#include <algorithm>
 #include <bit>
-#include <cstring>
-#include <functional>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <span>
 #include <sstream>
-#include <string>
-#include <vector>
 
 #include "core/json.h"
 #include "train/trainer.h"

@@ -1,8 +1,6 @@
 // continuation.h: incremental generation: a text with a key-value cache, so that each token is computed once.
 #pragma once
 #include <bit>
-#include <span>
-#include <vector>
 
 #include "train/trainer.h"
 

@@ -1,10 +1,7 @@
 // detector.h: outlier detection for losses and gradient norms by z-score: how many standard deviations a value is above
 // the mean of the last updates (as in llm.c).
 #pragma once
-#include <cmath>
 #include <deque>
-#include <limits>
-#include <vector>
 
 #include "core/check.h"
 

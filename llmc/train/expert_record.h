@@ -2,14 +2,7 @@
 // the entropy of their routers, how often each expert was chosen, how many choices were dropped; and the biases that
 // balance them.
 #pragma once
-#include <algorithm>
 #include <compare>
-#include <map>
-#include <memory>
-#include <optional>
-#include <span>
-#include <utility>
-#include <vector>
 
 #include "train/step_config.h"
 

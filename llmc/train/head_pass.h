@@ -1,9 +1,6 @@
 // head_pass.h: the head of the model over the rows of a micro-batch, some of them at a time, so that the logits of only
 // these exist: losses, their gradients, or the logits of one row.
 #pragma once
-#include <algorithm>
-#include <vector>
-
 #include "train/in_flight.h"
 #include "train/step_config.h"
 

@@ -2,13 +2,6 @@
 // activations, and the key-value cache of a text that is being generated; and the purpose of a pass over a list of
 // actions.
 #pragma once
-#include <algorithm>
-#include <optional>
-#include <span>
-#include <tuple>
-#include <utility>
-#include <vector>
-
 #include "schedule/pass_sets.h"
 #include "train/step_config.h"
 

@@ -2,14 +2,6 @@
 // every micro-batch in flight a slot of activations, uploads inputs, says which units will be needed, and launches
 // repeated work as CUDA graphs. stage.h has the computation of each action.
 #pragma once
-#include <algorithm>
-#include <map>
-#include <optional>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
-
 #include "schedule/action_span.h"
 #include "schedule/simulate.h"
 #include "shard/zero.h"

@@ -6,8 +6,6 @@
 //   gather    all ranks   8 L Hq bytes each, in one ring or two (Groups::scalar_tiers)
 //   update    each rank   the weights that it updates, before others get them
 #pragma once
-#include <algorithm>
-
 #include "train/step_config.h"
 
 namespace llmc {

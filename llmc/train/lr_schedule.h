@@ -1,11 +1,7 @@
 // lr_schedule.h: the learning rate as a pure function of how much of a run is done.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <optional>
-
 #include "core/enum_names.h"
+#include "core/std.h"
 
 namespace llmc {
 

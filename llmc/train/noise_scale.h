@@ -2,10 +2,6 @@
 // noise of the gradient is as large as the gradient. Estimated without any further pass: each step compares the
 // gradients of its small batches, before they are added up, with that of all.
 #pragma once
-#include <cmath>
-#include <optional>
-#include <string>
-
 #include "core/check.h"
 #include "train/step_config.h"
 

@@ -1,13 +1,7 @@
 // not_finite.h: finds where the first non-finite number of a step comes from, by repeating the step with a check of
 // every tensor that is written.
 #pragma once
-#include <algorithm>
-#include <array>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <vector>
 
 #include "core/json.h"
 #include "core/signals.h"

@@ -1,11 +1,6 @@
 // padding.h: evaluates sequences that the ranks of a context-parallel group cannot divide: they are padded at their
 // ends, where there are no targets.
 #pragma once
-#include <cstdint>
-#include <span>
-#include <utility>
-#include <vector>
-
 #include "train/step_config.h"
 
 namespace llmc {

@@ -15,11 +15,7 @@
 // Gradients are clipped stage by stage, by the norm of the stage's own gradients. The loss and the norm of the whole
 // model are only for the report: they are exchanged on a stream of their own, so that no stage waits for them.
 #pragma once
-#include <cmath>
 #include <deque>
-#include <optional>
-#include <utility>
-#include <vector>
 
 #include "train/interpreter.h"
 

@@ -1,12 +1,5 @@
 // sample.h: generation: sampling the next token from its logits, with temperature, top-k and top-p.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <functional>
-#include <numeric>
-#include <span>
-#include <vector>
-
 #include "core/check.h"
 #include "core/rng.h"
 #include "train/continuation.h"

@@ -4,8 +4,6 @@
 // the cut, and so the order in which gradients are added, depends only on options and the kind of device (contracts 1
 // and 2).
 #pragma once
-#include <memory>
-
 #include "schedule/token_slices.h"
 #include "train/step_config.h"
 

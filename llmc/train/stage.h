@@ -6,11 +6,6 @@
 // logits then exist for one micro-batch at a time, whatever the schedule, and the gradients of a tied table arrive in
 // the order of the micro-batches (contract 4).
 #pragma once
-#include <array>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "device/profiler_range.h"
 #include "shard/zero.h"
 #include "train/expert_record.h"

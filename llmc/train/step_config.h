@@ -1,14 +1,5 @@
 // step_config.h: the configuration of a step, its inputs and its results.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <functional>
-#include <memory>
-#include <numeric>
-#include <optional>
-#include <span>
-#include <vector>
-
 #include "device/host_copy.h"
 #include "model/transformer.h"
 #include "schedule/actions.h"

@@ -2,13 +2,7 @@
 // their norm over all ranks, then the update; evaluation and generation are lists of forwards. interpreter.h runs the
 // lists.
 #pragma once
-#include <algorithm>
 #include <bit>
-#include <memory>
-#include <optional>
-#include <span>
-#include <string>
-#include <vector>
 
 #include "core/signals.h"
 #include "device/profiler_range.h"

@@ -29,6 +29,7 @@ refuses train_gpt.cu '#include "comm/comm_threads.h"' 'the transports are privat
 refuses llmc/ops/planted.h '#  include "comm/mesh_that_is_not_there.h"' 'there is no llmc/comm/mesh_that_is_not_there.h'
 refuses llmc/model/planted.h '#include "../core/check.h"' 'make it relative to llmc/'
 refuses llmc/core/planted.h '#include "check.h"' 'there is no llmc/check.h'
+refuses llmc/train/planted.h '#include <vector>' 'include of <vector>: include "core/std.h"'
 refuses llmc/attic/planted.h '// a header' 'llmc/attic is not a floor'
 refuses llmc/model/planted.h '#ifdef __CUDACC__' 'an #if on __CUDACC__'
 refuses llmc/train/planted.h '#elif defined(TRAIN_GPT_MPI)' 'an #if on TRAIN_GPT_MPI'

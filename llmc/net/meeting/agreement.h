@@ -1,11 +1,5 @@
 // agreement.h: what each process of a job says about itself when they meet, and what must be the same for all of them.
 #pragma once
-#include <algorithm>
-#include <map>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "net/meeting/handshake.h"
 #include "net/wire/control.h"
 

@@ -9,15 +9,7 @@
 #pragma once
 #include <condition_variable>
 #include <exception>
-#include <map>
-#include <memory>
 #include <mutex>
-#include <optional>
-#include <set>
-#include <span>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "net/meeting/agreement.h"
 #include "net/meeting/data_door.h"

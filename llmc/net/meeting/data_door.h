@@ -1,10 +1,7 @@
 // data_door.h: holds incoming data connections until somebody takes them.
 #pragma once
 #include <compare>
-#include <functional>
 #include <mutex>
-#include <utility>
-#include <vector>
 
 #include "net/wire/socket.h"
 

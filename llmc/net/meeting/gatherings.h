@@ -1,11 +1,6 @@
 // gatherings.h: the all-gathers of text that are under way, as process 0 sees them.
 #pragma once
-#include <map>
-#include <optional>
-#include <set>
-#include <string>
-#include <utility>
-#include <vector>
+#include "core/std.h"
 
 namespace llmc {
 

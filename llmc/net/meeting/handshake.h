@@ -13,9 +13,6 @@
 //
 // Without a token, both sides also check that a process of the same user owns the other end (socket_owner.h).
 #pragma once
-#include <cstring>
-#include <string>
-
 #include "net/meeting/secret.h"
 #include "net/meeting/socket_owner.h"
 #include "net/wire/socket.h"

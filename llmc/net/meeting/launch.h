@@ -16,9 +16,6 @@
 // step of one task.
 #pragma once
 #include <charconv>
-#include <cstdint>
-#include <optional>
-#include <string>
 
 #include "core/check.h"
 #include "core/environment.h"

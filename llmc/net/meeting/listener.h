@@ -2,12 +2,8 @@
 // nothing but this thread's attention for a few seconds each, a bounded number at a time.
 #pragma once
 #include <atomic>
-#include <functional>
 #include <list>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "net/meeting/handshake.h"
 

@@ -1,15 +1,7 @@
 // meeting.h: what process 0 decides when the processes of a job come together: who is still missing, whether the job
 // can begin, and if not, why.
 #pragma once
-#include <algorithm>
 #include <fstream>
-#include <map>
-#include <optional>
-#include <set>
-#include <span>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "net/meeting/agreement.h"
 #include "net/meeting/meeting_point.h"

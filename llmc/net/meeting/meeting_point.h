@@ -4,10 +4,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 
-#include <optional>
 #include <sstream>
-#include <string>
-#include <utility>
 
 #include "core/host_name.h"
 #include "net/meeting/listener.h"

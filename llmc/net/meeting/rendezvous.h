@@ -1,12 +1,6 @@
 // rendezvous.h: how the processes of a job come together: the part of ControlPlane that is over once they have met.
 #pragma once
-#include <algorithm>
 #include <mutex>
-#include <optional>
-#include <set>
-#include <string>
-#include <tuple>
-#include <utility>
 
 #include "net/meeting/control_plane.h"
 

@@ -1,11 +1,5 @@
 // roster.h: the processes of a job that have met: their names, and how to connect with them.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "net/meeting/agreement.h"
 #include "net/meeting/meeting_point.h"
 

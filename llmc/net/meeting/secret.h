@@ -7,12 +7,7 @@
 #include <openssl/rand.h>
 #include <sys/stat.h>
 
-#include <array>
 #include <cerrno>
-#include <cstring>
-#include <optional>
-#include <string>
-#include <string_view>
 
 #include "core/environment.h"
 #include "core/files.h"

@@ -3,12 +3,9 @@
 #pragma once
 #include <unistd.h>
 
-#include <cstring>
 #include <fstream>
 #include <istream>
-#include <optional>
 #include <sstream>
-#include <string>
 
 #include "net/wire/socket.h"
 

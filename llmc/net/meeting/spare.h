@@ -3,9 +3,6 @@
 #pragma once
 #include <condition_variable>
 #include <mutex>
-#include <optional>
-#include <string>
-#include <utility>
 
 #include "net/meeting/meeting.h"
 #include "net/wire/control.h"

@@ -1,19 +1,9 @@
 // board.h: what the ranks of a process are doing, for the watchdog: which collective of each group a rank has reached,
 // and whether it waits in it. Ranks write it at every collective; a thread sends it to the judges (judge.h).
 #pragma once
-#include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <deque>
-#include <limits>
-#include <map>
-#include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
 #include "core/check.h"
 #include "core/pulse.h"

@@ -1,14 +1,6 @@
 // judge.h: who is to blame when ranks wait too long: a rank that has not arrived where another one waits, and itself
 // waits for nobody. Pure functions of what the boards of all ranks say (board.h).
 #pragma once
-#include <algorithm>
-#include <functional>
-#include <optional>
-#include <set>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "net/watching/board.h"
 
 namespace llmc {

@@ -5,9 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
-#include <string>
 #include <thread>
-#include <utility>
 
 #include "core/check.h"
 

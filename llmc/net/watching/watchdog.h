@@ -3,19 +3,12 @@
 // all. The others hear from both regularly, and end by themselves if both are gone. On every process the thread then
 // wakes the ranks that wait, and ends the process if that does not help.
 #pragma once
-#include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
-#include <functional>
 #include <mutex>
-#include <optional>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "net/meeting/rendezvous.h"
 #include "net/watching/board.h"

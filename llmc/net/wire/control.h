@@ -1,21 +1,9 @@
 // control.h: small messages between processes that know each other: one thread reads from and writes to any number of
 // connections, so that nobody waits for a slow one.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <cstring>
 #include <deque>
-#include <functional>
-#include <map>
-#include <memory>
 #include <mutex>
-#include <optional>
-#include <set>
-#include <span>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "net/wire/socket.h"
 

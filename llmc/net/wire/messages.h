@@ -1,10 +1,5 @@
 // messages.h: what the processes of a job say to each other over their control connections, and who may say it to whom.
 #pragma once
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "core/check.h"
 
 namespace llmc {

@@ -1,7 +1,5 @@
 // attention_shape.h: how attention on CPUs is divided, the same for all instruction sets.
 #pragma once
-#include <algorithm>
-
 #include "core/shape.h"
 #include "ops/cpu/matmul_shape.h"
 #include "ops/types.h"

@@ -1,10 +1,5 @@
 // fp8_tiles.h: parts of matrices in fp8 with scales for 128 x 128 numbers. Contract: ops/ops_quantise.h.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <cmath>
-#include <cstdint>
-
 #include "core/dtype.h"
 #include "core/shape.h"
 #include "ops/cpu/simd.h"

@@ -2,12 +2,7 @@
 // headers that are compiled once for each set, into objects of their own (sets/), in a namespace named after the set:
 // no object uses anything from another, so a program for all processors runs no instruction that its processor lacks.
 #pragma once
-#include <algorithm>
-#include <array>
-#include <cstdint>
 #include <cstdlib>
-#include <string>
-#include <vector>
 
 #ifdef __x86_64__
 #include <sys/syscall.h>

@@ -1,8 +1,5 @@
 // matmul_shape.h: the arguments of a product on CPUs, the same for all instruction sets.
 #pragma once
-#include <algorithm>
-#include <string>
-
 #include "core/dtype.h"
 #include "core/shape.h"
 #include "ops/types.h"

@@ -1,8 +1,6 @@
 // panels.h: packs the operands of a product into the panels that register_tile.h reads: a few lines (rows of A, columns
 // of B) side by side, step by step of k, so that the innermost loop reads memory in order.
 #pragma once
-#include <utility>
-
 #include "ops/cpu/matrix_tile.h"
 
 namespace llmc::cpu {

@@ -1,8 +1,6 @@
 // quantise.h: numbers as a product in fp8 reads them. Contract: ops/ops_quantise.h.
 #pragma once
-#include <algorithm>
 #include <bit>
-#include <cstdint>
 
 #include "core/fp8.h"
 #include "ops/cpu/simd.h"

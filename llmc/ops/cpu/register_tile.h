@@ -2,9 +2,6 @@
 // that it needs are read once, in order (Goto & van de Geijn 2008; Van Zee & van de Geijn 2015); and the layout of
 // those panels, which depends on how an instruction set multiplies.
 #pragma once
-#include <array>
-#include <utility>
-
 #include "ops/cpu/simd.h"
 #ifdef CPU_BF16_PAIRS
 #include <immintrin.h>

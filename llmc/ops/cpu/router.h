@@ -1,8 +1,6 @@
 // router.h: scores, choices and weights of a router of experts, the statistics of its balance, and the gradient of all
 // of them. Contracts: ops/ops_experts.h.
 #pragma once
-#include <limits>
-
 #include "ops/cpu/simd.h"
 
 namespace llmc::cpu {

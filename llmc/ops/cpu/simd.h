@@ -2,8 +2,6 @@
 // sums independent of the thread count.
 #pragma once
 #include <bit>
-#include <cmath>
-#include <cstdint>
 
 #include "core/dtype.h"
 #include "core/shape.h"

@@ -1,7 +1,5 @@
 // step.h: the scalars of a step: losses, sums of squares, update control. Contracts: ops/ops.h.
 #pragma once
-#include <array>
-
 #include "ops/cpu/simd.h"
 
 namespace llmc::cpu {

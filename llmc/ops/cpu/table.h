@@ -1,9 +1,6 @@
 // table.h: all ops of the CPU as pointers, one table for each type that they compute in, filled by every instruction
 // set (sets/). Callers reach an op through the table of the set in use: ops<float>().gelu_forward(out, x, n).
 #pragma once
-#include <cmath>
-#include <vector>
-
 #include "ops/cpu/attention.h"
 #include "ops/cpu/attention_backward.h"
 #include "ops/cpu/cross_entropy.h"

@@ -5,8 +5,6 @@
 // another holds keys and accumulates dK and dV over the queries. S and dP are computed twice, and every sum has a fixed
 // order. Contracts: ops/ops_attention.h.
 #pragma once
-#include <algorithm>
-
 #include "ops/cuda/attention_wgmma.cuh"
 
 namespace llmc::cuda {

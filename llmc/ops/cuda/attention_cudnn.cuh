@@ -2,21 +2,13 @@
 // without document boundaries. `make USE_CUDNN=1` defines TRAIN_GPT_CUDNN; without it this file is empty.
 #pragma once
 #ifdef TRAIN_GPT_CUDNN
-#include <cstring>  // cudnn_frontend.h uses std::strlen and does not include it
+#include "core/std.h"  // cudnn_frontend.h uses std::strlen and does not include <cstring>
 // Graphs are not written to files: for that, cudnn-frontend bundles its own, different version of our JSON library.
 #define CUDNN_FRONTEND_SKIP_JSON_LIB
 #include <cudnn_frontend.h>
 static_assert(CUDNN_MAJOR == 9 && CUDNN_FRONTEND_VERSION >= 11300, "use cuDNN 9 and cudnn-frontend 1.13 or later");
 
-#include <algorithm>
-#include <array>
-#include <cmath>
-#include <map>
-#include <memory>
-#include <string>
-#include <type_traits>
 #include <unordered_map>
-#include <utility>
 
 #include "core/dtype.h"
 #include "ops/cuda/launch.cuh"

@@ -1,6 +1,5 @@
 // attention_keys.cuh: which keys of a block its rows see: masks, and tiles that are skipped because no row sees them.
 #pragma once
-#include <algorithm>
 #include <climits>
 
 #include "ops/cuda/attention_tiles.cuh"

@@ -2,10 +2,6 @@
 // were written for. Launch bounds limit their registers, and most of them need more shared memory than a kernel has
 // without asking for it.
 #pragma once
-#include <algorithm>
-#include <string>
-#include <vector>
-
 #include "ops/cuda/attention_backward.cuh"
 #include "ops/cuda/attention_forward.cuh"
 

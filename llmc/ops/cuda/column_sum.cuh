@@ -2,9 +2,6 @@
 // parts are summed, those of one op or of several. For the gradients of biases and of norm weights. Contracts:
 // ops/ops.h.
 #pragma once
-#include <algorithm>
-#include <span>
-
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/vec.cuh"
 #include "ops/types.h"

@@ -3,8 +3,6 @@
 // read a second time, from L2. For a vocabulary in parts on several ranks there are two kernels, between which the
 // ranks exchange three numbers per row. Contracts: ops/ops.h.
 #pragma once
-#include <limits>
-
 #include "ops/cuda/mma.cuh"
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/rows.cuh"

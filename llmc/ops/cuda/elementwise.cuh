@@ -1,8 +1,6 @@
 // elementwise.cuh: elementwise ops: GELU, residual addition, sums of parts, conversion, copies of boxes, filling,
 // scaling, initial weights. Contracts: ops/ops.h.
 #pragma once
-#include <type_traits>
-
 #include "core/rng.h"
 #include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/launch.cuh"

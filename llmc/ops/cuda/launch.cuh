@@ -2,10 +2,6 @@
 // Kernel sources compile with nvcc, and with a C++ compiler against test/cuda_on_cpu/, which runs them on a CPU. The
 // differences are confined to this file, vec.cuh, mma.cuh and compiled_for_warpgroups, chosen by __CUDACC__.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <utility>
-
 #include "core/shape.h"
 #include "device/cuda_api.cuh"
 

@@ -10,18 +10,7 @@
 #pragma once
 #include <cublasLt.h>
 
-#include <algorithm>
-#include <initializer_list>
-#include <limits>
-#include <map>
-#include <memory>
-#include <optional>
-#include <span>
 #include <sstream>
-#include <string>
-#include <type_traits>
-#include <utility>
-#include <vector>
 
 #include "core/dtype.h"
 #include "device/device.h"

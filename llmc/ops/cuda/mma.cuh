@@ -4,9 +4,9 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include <cmath>
-#include <cstdint>
 #include <numbers>
+
+#include "core/std.h"
 
 namespace llmc::cuda {
 

@@ -1,7 +1,5 @@
 // reduce.cuh: sums and maxima over a warp and over a block, in an order that depends only on the block's size.
 #pragma once
-#include <cmath>
-
 #include "ops/cuda/launch.cuh"
 
 namespace llmc::cuda {

@@ -1,9 +1,6 @@
 // rotary.cuh: rotary position embedding (Su et al. 2021), in the convention of transformers: element i of a head is
 // paired with element i + D / 2. Contracts: ops/ops.h.
 #pragma once
-#include <algorithm>
-#include <array>
-
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/vec.cuh"
 #include "ops/types.h"

@@ -5,10 +5,6 @@
 #include <cuda_bf16.h>
 #endif
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-
 #include "core/dtype.h"
 #include "ops/cuda/mma.cuh"
 

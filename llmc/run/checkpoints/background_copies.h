@@ -5,17 +5,11 @@
 #pragma once
 #include <time.h>
 
-#include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstddef>
-#include <cstdint>
 #include <deque>
-#include <functional>
 #include <mutex>
-#include <span>
 #include <thread>
-#include <utility>
 
 #include "core/shape.h"
 

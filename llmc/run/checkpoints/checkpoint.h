@@ -7,18 +7,9 @@
 #pragma once
 #include <sys/statvfs.h>
 
-#include <algorithm>
 #include <filesystem>
-#include <functional>
 #include <iterator>
-#include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <set>
-#include <string>
-#include <tuple>
-#include <vector>
 
 #include "core/checksum.h"
 #include "core/safetensors.h"

@@ -1,13 +1,6 @@
 // checkpoint_saver.h: saves a run's checkpoints, retries those that could not be written, deletes old ones.
 #pragma once
-#include <algorithm>
 #include <chrono>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/json.h"
 #include "run/checkpoints/checkpoint_write.h"

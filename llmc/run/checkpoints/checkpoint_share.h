@@ -1,13 +1,8 @@
 // checkpoint_share.h: which part of a checkpoint each rank writes: some of the weights, and the optimizer's slices that
 // it owns.
 #pragma once
-#include <algorithm>
 #include <iterator>
-#include <map>
 #include <nlohmann/json.hpp>
-#include <set>
-#include <string>
-#include <vector>
 
 #include "core/safetensors.h"
 #include "model/hf.h"

@@ -6,19 +6,10 @@
 //             writes them; with too little memory for all of them, a part at a time
 //   publish   all ranks: are all files there? then rank 0 writes the manifest and renames
 #pragma once
-#include <algorithm>
 #include <chrono>
 #include <filesystem>
-#include <functional>
-#include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <span>
-#include <string>
 #include <system_error>
-#include <utility>
-#include <vector>
 
 #include "core/failure_text.h"
 #include "run/checkpoints/background_copies.h"

@@ -3,12 +3,9 @@
 #pragma once
 #include <unistd.h>
 
-#include <array>
 #include <cerrno>
 #include <climits>
-#include <cstring>
 #include <filesystem>
-#include <string>
 
 #include "core/file_lock.h"
 

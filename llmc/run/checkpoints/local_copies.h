@@ -8,18 +8,13 @@
 //
 // A copy is complete or absent, under the same name as the part.
 #pragma once
-#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <filesystem>
 #include <mutex>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
 #include <system_error>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "core/failure_text.h"
 #include "core/files.h"

@@ -6,17 +6,12 @@
 // The run and the start that wrote them are random numbers. run.json has both, and says which parts belong to the run's
 // past: a start that resumes from step 50 has no use for step 75 of an earlier one.
 #pragma once
-#include <algorithm>
 #include <compare>
 #include <cstdio>
 #include <deque>
 #include <filesystem>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
 #include <system_error>
-#include <vector>
 
 #include "core/files.h"
 #include "core/json.h"

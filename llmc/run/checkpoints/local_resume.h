@@ -6,19 +6,10 @@
 #pragma once
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <filesystem>
-#include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <set>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/run_dir.h"

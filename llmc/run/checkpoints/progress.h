@@ -1,10 +1,6 @@
 // progress.h: a run's progress apart from its tensors: trainer.json, written to each checkpoint and read on resume.
 #pragma once
-#include <cmath>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <string>
-#include <vector>
 
 #include "model/hf_config.h"
 #include "run/checkpoints/recipe_record.h"

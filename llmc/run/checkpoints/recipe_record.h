@@ -1,12 +1,7 @@
 // recipe_record.h: what trainer.json records of a run's recipe and of how far it has read its sources, and the course
 // that a resumed run or a branch takes from there.
 #pragma once
-#include <algorithm>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/checksum.h"
 #include "core/log.h"

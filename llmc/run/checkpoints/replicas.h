@@ -1,9 +1,5 @@
 // replicas.h: ends a run whose replicas have diverged, because nobody knows what it trains.
 #pragma once
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "core/host_name.h"
 #include "run/options/place.h"
 #include "run/ranks.h"

@@ -1,11 +1,7 @@
 // restart.h: --restart moves a run's directory aside; what a command leaves out when it is run again.
 #pragma once
-#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/files.h"
 #include "core/log.h"

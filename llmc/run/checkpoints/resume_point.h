@@ -1,12 +1,7 @@
 // resume_point.h: the checkpoint at which a run resumes or branches, and what a branch records of its parent.
 #pragma once
 #include <filesystem>
-#include <functional>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/run_record.h"

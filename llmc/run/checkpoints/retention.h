@@ -1,13 +1,7 @@
 // retention.h: which checkpoints of an out directory stay.
 #pragma once
-#include <algorithm>
 #include <filesystem>
-#include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "run/checkpoints/checkpoint.h"
 

@@ -3,12 +3,8 @@
 // those of the spike are passed over. run.json records it before training goes on, because the next checkpoint, whose
 // trainer.json records the samples left out before it, may never be written.
 #pragma once
-#include <algorithm>
 #include <iterator>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <string>
-#include <vector>
 
 #include "core/json.h"
 #include "run/recipe/course.h"

@@ -2,12 +2,7 @@
 // from, and where metrics.jsonl is truncated.
 #pragma once
 #include <filesystem>
-#include <limits>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "core/log.h"
 #include "run/checkpoints/checkpoint.h"

@@ -2,8 +2,6 @@
 // them may differ when it is resumed.
 #pragma once
 #include <nlohmann/json.hpp>
-#include <string>
-#include <vector>
 
 #include "core/checksum.h"
 #include "core/log.h"

@@ -1,7 +1,6 @@
 // seen_samples.h: a notice when a run begins with weights that were trained on the very samples that come next.
 #pragma once
 #include <nlohmann/json.hpp>
-#include <string>
 
 #include "core/log.h"
 #include "run/checkpoints/run_record.h"

@@ -2,10 +2,6 @@
 // one process would read for minutes takes a job of many hosts seconds. Each host has a copy of its own of what lies
 // outside of the --out-dir, as far as anyone knows; the processes of the host share that.
 #pragma once
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/resume_point.h"
 #include "run/processes.h"

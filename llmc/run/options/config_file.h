@@ -1,11 +1,6 @@
 // config_file.h: reads --config files line by line, so that every error about them names the line.
 #pragma once
-#include <algorithm>
-#include <map>
 #include <sstream>
-#include <string>
-#include <string_view>
-#include <vector>
 
 #include "core/check.h"
 #include "core/files.h"

@@ -1,11 +1,7 @@
 // file_defaults.h: option defaults taken from files: the sequence length that a model was trained with, and the
 // vocabulary of a tokenizer.
 #pragma once
-#include <algorithm>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "model/hf_config.h"
 #include "run/checkpoints/checkpoint.h"

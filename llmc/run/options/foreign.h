@@ -1,12 +1,6 @@
 // foreign.h: the names that other trainers give to options, with ours: the one list behind the answer to an unknown
 // option and the tables in dev/docs/options.md.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "core/check.h"
 #include "core/words.h"
 

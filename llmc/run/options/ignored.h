@@ -2,12 +2,6 @@
 // of a --config file, which may be that of a run, keep their defaults and get a notice. --plan is about a run, and
 // takes all options of runs.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <string>
-#include <string_view>
-#include <vector>
-
 #include "core/check.h"
 #include "core/words.h"
 #include "run/options/print.h"

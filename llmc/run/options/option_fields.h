@@ -1,10 +1,5 @@
 // option_fields.h: the values of every option, with their defaults. options.h says how each is given.
 #pragma once
-#include <map>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "comm/layout.h"
 #include "data/packing.h"
 #include "data/token_format.h"

@@ -1,9 +1,5 @@
 // option_row.h: an option as a row of the list in options.h.
 #pragma once
-#include <optional>
-#include <string>
-#include <type_traits>
-
 #include "core/check.h"
 #include "core/enum_names.h"
 #include "run/options/option_values.h"

@@ -1,14 +1,7 @@
 // parse.h: reads options from the command line and from --config files, and rejects combinations that do not work.
 #pragma once
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <charconv>
-#include <map>
-#include <optional>
-#include <span>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/check.h"
 #include "core/files.h"

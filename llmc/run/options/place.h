@@ -1,8 +1,6 @@
 // place.h: the place of a process in its job.
 #pragma once
-#include <cstdint>
-#include <string>
-#include <vector>
+#include "core/std.h"
 
 namespace llmc {
 

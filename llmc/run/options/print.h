@@ -1,10 +1,5 @@
 // print.h: the options as text: help, a --config file, a command line, the tables in dev/docs/options.md.
 #pragma once
-#include <algorithm>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "core/words.h"
 #include "run/options/options.h"
 

@@ -1,9 +1,6 @@
 // text_list.h: the values of an option that may be given several times, such as --data.
 #pragma once
-#include <string>
-#include <utility>
-#include <vector>
-
+#include "core/std.h"
 #include "core/words.h"
 
 namespace llmc {

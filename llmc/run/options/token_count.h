@@ -1,10 +1,8 @@
 // token_count.h: a number of tokens as people write it: 1000000, 300M, 1.5B.
 #pragma once
 #include <charconv>
-#include <cmath>
-#include <cstdint>
-#include <optional>
-#include <string>
+
+#include "core/std.h"
 
 namespace llmc {
 

@@ -1,14 +1,8 @@
 // translate.h: a command line with unknown options, such as another trainer's: one error names all of them, with the
 // command that would do the same as far as ours are the same.
 #pragma once
-#include <algorithm>
 #include <cctype>
-#include <map>
-#include <optional>
 #include <sstream>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/check.h"
 #include "core/words.h"

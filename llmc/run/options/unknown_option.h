@@ -1,9 +1,5 @@
 // unknown_option.h: an option that does not exist: suggests ours for another trainer's, or one of a similar name.
 #pragma once
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "core/check.h"
 #include "core/words.h"
 #include "run/options/foreign.h"

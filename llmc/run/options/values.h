@@ -1,13 +1,7 @@
 // values.h: the value of an option of any type as text: written, read, and checked on its own.
 #pragma once
-#include <algorithm>
 #include <charconv>
-#include <cmath>
 #include <cstdlib>
-#include <limits>
-#include <optional>
-#include <string>
-#include <type_traits>
 
 #include "core/check.h"
 #include "core/utf8.h"

@@ -1,12 +1,6 @@
 // copies.h: the host memory that copies of a checkpoint take while it is written (--checkpoint-mode async): all that a
 // rank writes, or as much as there is.
 #pragma once
-#include <algorithm>
-#include <limits>
-#include <memory>
-#include <string>
-#include <utility>
-
 #include "device/host.h"
 #include "run/plan/planner.h"
 #include "run/plan/remedy.h"

@@ -1,11 +1,6 @@
 // count_costs.h: the cost of each module of a model, counted by the planner, for --pp-layout balanced and for what
 // --plan says about it.
 #pragma once
-#include <array>
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include "run/plan/planner.h"
 #include "schedule/balance.h"
 

@@ -1,10 +1,5 @@
 // describe.h: describes a run in words, from its options: the device, the model, the layout.
 #pragma once
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
-
 #include "core/log.h"
 #include "run/length.h"
 #include "run/options/options.h"

@@ -1,11 +1,6 @@
 // examples.h: published runs, planned by the code that plans a user's (--plan-examples), beside what was measured. The
 // machines' constants are fitted on the first table alone.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <string>
-#include <vector>
-
 #include "core/json.h"
 #include "model/hf_config.h"
 #include "model/layout_faults.h"

@@ -2,17 +2,9 @@
 // layer of each kind of its model for a few steps, at its shapes and at halves of them, and by moving bytes between its
 // ranks.
 #pragma once
-#include <algorithm>
-#include <array>
 #include <chrono>
-#include <map>
-#include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "core/json.h"
 #include "core/log.h"

@@ -1,11 +1,7 @@
 // machines.h: machines to plan for, by name or from a file. Each is JSON, of which a file may change some members:
 // {"like": "h100x8", "op_us": 5}.
 #pragma once
-#include <algorithm>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <string>
-#include <vector>
 
 #include "core/dtype.h"
 #include "core/json.h"

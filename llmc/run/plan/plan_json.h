@@ -1,9 +1,6 @@
 // plan_json.h: a plan as JSON, for scripts: --plan --json. run/README.md has the schema.
 #pragma once
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
 
 #include "run/plan/report_plan.h"
 #include "schedule/picture.h"

@@ -2,14 +2,6 @@
 // counted by name, work by op, and, at given rates, time. The real run's arenas have exactly this size, so the plan
 // cannot drift from the code.
 #pragma once
-#include <algorithm>
-#include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "run/checkpoints/checkpoint_share.h"
 #include "train/continuation.h"
 

@@ -1,12 +1,7 @@
 // remedy.h: how to make a run fit into memory: changes of its options, each planned before it is suggested, with its
 // costs.
 #pragma once
-#include <algorithm>
-#include <limits>
-#include <optional>
 #include <ranges>
-#include <utility>
-#include <vector>
 
 #include "core/log.h"
 #include "device/gpu.h"

@@ -1,10 +1,5 @@
 // report_plan.h: prints what a run needs: memory by name, the stages of a pipeline, work by op, traffic, time.
 #pragma once
-#include <algorithm>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "core/log.h"
 #include "run/length.h"
 #include "run/plan/copies.h"

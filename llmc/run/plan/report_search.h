@@ -1,12 +1,6 @@
 // report_search.h: what --plan-auto prints: the fastest layouts that were found, as a table or as JSON, and the command
 // of the first.
 #pragma once
-#include <algorithm>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "core/log.h"
 #include "run/length.h"
 #include "run/options/ignored.h"

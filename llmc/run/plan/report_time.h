@@ -1,11 +1,5 @@
 // report_time.h: what a plan says about time: a step on paper, what of it is lost and to what, and what a run costs.
 #pragma once
-#include <algorithm>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "core/log.h"
 #include "run/length.h"
 #include "run/plan/describe.h"

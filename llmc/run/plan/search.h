@@ -2,15 +2,7 @@
 // activations of a layer are planned once for each shape of it, state follows from ZeRO's law, communication and bubble
 // from theirs. The best are then planned in full, and only those plans are printed.
 #pragma once
-#include <algorithm>
-#include <array>
 #include <ctime>
-#include <map>
-#include <optional>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "core/log.h"
 #include "model/layout_faults.h"

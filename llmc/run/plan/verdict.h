@@ -1,9 +1,5 @@
 // verdict.h: does a run fit into memory, and if not, with which options would it, and at what cost?
 #pragma once
-#include <limits>
-#include <optional>
-#include <string>
-
 #include "run/plan/machines.h"
 #include "run/plan/remedy.h"
 #include "run/plan/search.h"

@@ -2,13 +2,7 @@
 // at which learning rate. A run whose recipe changed goes on from an origin, the state of the checkpoint where it
 // changed.
 #pragma once
-#include <algorithm>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/json.h"
 #include "data/sample_order.h"

@@ -1,12 +1,6 @@
 // print_stages.h: the stages of a run on paper: a table, curves over its tokens, and JSON for scripts/plot_stages.py.
 #pragma once
-#include <algorithm>
-#include <functional>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/log.h"
 #include "run/recipe/course.h"

@@ -1,14 +1,7 @@
 // recipe.h: the stages of a run. Without --stages there is one, which the options describe; a file of stages gives some
 // of them other values, from stage to stage. README.md in this folder describes the file.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "run/length.h"
 #include "run/options/parse.h"

@@ -1,8 +1,6 @@
 // recipe_file.h: reads a file of stages, in TOML or JSON, into JSON, and knows the line of each value of TOML.
 #pragma once
-#include <map>
 #include <nlohmann/json.hpp>
-#include <string>
 
 #include "core/files.h"
 #include "core/json.h"

@@ -1,9 +1,5 @@
 // run_data.h: the data of a run, opened and checked once: its sources, how they are ordered, and its validation sets.
 #pragma once
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "core/environment.h"
 #include "run/recipe/course.h"
 #include "run/recipe/sources.h"

@@ -1,11 +1,6 @@
 // sources.h: the sources of a run, from --train-data or --data, and its validation sets, from --val-data or --val.
 #pragma once
-#include <algorithm>
 #include <charconv>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "core/check.h"
 #include "data/dataloader.h"

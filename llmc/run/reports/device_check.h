@@ -2,13 +2,9 @@
 // the same time. A rank whose device is much slower than those of the others would keep all of them waiting in every
 // step: it is named.
 #pragma once
-#include <algorithm>
 #include <chrono>
-#include <functional>
 #include <nlohmann/json.hpp>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "core/host_name.h"
 #include "core/log.h"

@@ -2,12 +2,9 @@
 // (sm_80 and later), by the name that the driver reports. Figures marked "*with sparsity" are twice these. GeForce
 // cards accumulate in fp32 at half the rate of fp16, and advertise the latter.
 #pragma once
-#include <algorithm>
 #include <cctype>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <vector>
+
+#include "core/std.h"
 
 namespace llmc {
 

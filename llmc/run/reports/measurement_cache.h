@@ -3,11 +3,8 @@
 #pragma once
 #include <chrono>
 #include <filesystem>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <string>
 #include <system_error>
-#include <utility>
 
 #include "core/environment.h"
 #include "core/files.h"

@@ -4,9 +4,6 @@
 
 #include <cstdlib>
 #include <filesystem>
-#include <limits>
-#include <optional>
-#include <string>
 
 #include "core/files.h"
 #include "core/log.h"

@@ -1,14 +1,9 @@
 // peak.h: the device's matmul and memory peaks, measured with the kernels that training uses, and the peak that MFU
 // refers to.
 #pragma once
-#include <algorithm>
-#include <array>
 #include <chrono>
 #include <fstream>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
 
 #include "device/gpu.h"
 #include "ops/ops.h"

@@ -5,9 +5,6 @@
 #include "build_info.h"  // written by the Makefile
 #endif
 
-#include <set>
-#include <string>
-
 #include "comm/world.h"
 #include "core/files.h"
 #include "core/host_name.h"

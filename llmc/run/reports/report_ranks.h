@@ -1,8 +1,5 @@
 // report_ranks.h: the part of a run's header that says where its ranks are and how they exchange tensors.
 #pragma once
-#include <string>
-#include <vector>
-
 #include "comm/connected_processes.h"
 #include "core/log.h"
 #include "run/options/options.h"

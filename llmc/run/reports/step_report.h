@@ -1,16 +1,8 @@
 // step_report.h: what a run prints about its updates: a line for each with speed and time left, GPU readings, and the
 // summary at the end.
 #pragma once
-#include <algorithm>
-#include <array>
 #include <chrono>
-#include <cmath>
 #include <deque>
-#include <numeric>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/log.h"
 #include "device/nvml.h"

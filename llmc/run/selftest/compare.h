@@ -1,8 +1,6 @@
 // compare.h: a layout against one rank: near enough (contract 5), and bit for bit like others of its kind (contracts 3
 // and 4).
 #pragma once
-#include <string>
-
 #include "run/selftest/run_layout.h"
 
 namespace llmc::selftest {

@@ -8,13 +8,6 @@
 // a reference for that. Here every update is followed by a flush, and then it is the same: with one micro-batch in a
 // step, and without clipping, for which each stage has a norm of its own.
 #pragma once
-#include <algorithm>
-#include <set>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
-
 #include "core/rng.h"
 #include "model/layout_faults.h"
 #include "run/selftest/layouts.h"

@@ -1,14 +1,7 @@
 // layouts.h: the models and layouts that --selftest compares: tiny models with awkward sizes, and the layouts
 // of a number of ranks. A new axis of parallelism is a few more lines of layouts().
 #pragma once
-#include <algorithm>
 #include <compare>
-#include <numeric>
-#include <set>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "core/rng.h"
 #include "model/layout_faults.h"

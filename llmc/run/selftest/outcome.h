@@ -1,15 +1,6 @@
 // outcome.h: what a layout of the self-test computed, as whole tensors put together from the parts of all ranks, and
 // how far two such outcomes are from each other.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <map>
-#include <string>
-#include <string_view>
-#include <vector>
-
 #include "device/host_copy.h"
 #include "run/processes.h"
 #include "shard/zero.h"

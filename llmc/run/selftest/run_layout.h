@@ -2,10 +2,6 @@
 // comes out.
 #pragma once
 #include <mutex>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "run/processes.h"
 #include "run/ranks.h"

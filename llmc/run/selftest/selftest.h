@@ -2,12 +2,7 @@
 // models on one rank: loss, gradient norm, every gradient, the resulting weights (contracts 3 and 5). The layouts of
 // layouts.h come first; then, with --selftest-minutes, others at random (sweep.h).
 #pragma once
-#include <algorithm>
 #include <chrono>
-#include <span>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/log.h"
 #include "run/selftest/compare.h"

@@ -1,11 +1,7 @@
 // sweep.h: the random part of the self-test: draws (draws.h), one after the other, for some minutes or up to a number.
 #pragma once
 #include <chrono>
-#include <functional>
-#include <optional>
 #include <random>
-#include <string>
-#include <vector>
 
 #include "core/log.h"
 #include "run/selftest/compare.h"

@@ -1,15 +1,8 @@
 // ties.h: the experts to which a run sends its tokens. If the scores of two experts are closer than rounding,
 // a layout that rounds differently may choose the other one, and then differs from one rank by more than rounding.
 #pragma once
-#include <algorithm>
-#include <cmath>
 #include <compare>
-#include <limits>
-#include <map>
 #include <mutex>
-#include <string>
-#include <string_view>
-#include <vector>
 
 #include "device/host_copy.h"
 #include "run/processes.h"

@@ -1,13 +1,7 @@
 // clocks.h: the clocks of several machines, compared over messages (as in NTP, Mills 1991), so that the times of all
 // ranks fit into one trace.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <functional>
-#include <limits>
 #include <sstream>
-#include <string>
-#include <vector>
 
 #include "comm/host_group.h"
 #include "core/files.h"

@@ -3,13 +3,7 @@
 // when the action begins follows from the simulation of all stages (schedule/simulate.h), as in a plan's table of
 // times.
 #pragma once
-#include <algorithm>
 #include <iterator>
-#include <limits>
-#include <map>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "run/plan/report_time.h"
 #include "run/trace/rank_trace.h"

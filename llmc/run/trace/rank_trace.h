@@ -1,9 +1,6 @@
 // rank_trace.h: the traces of all streams of a rank, in a run or on paper.
 #pragma once
 #include <deque>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "comm/groups.h"
 #include "device/device.h"

@@ -1,12 +1,6 @@
 // step_trace.h: --trace in a run: records one step of every rank; rank 0 writes the file.
 #pragma once
-#include <algorithm>
 #include <chrono>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "core/json.h"
 #include "core/log.h"

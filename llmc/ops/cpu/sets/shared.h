@@ -6,21 +6,9 @@
 #endif
 #include <omp.h>
 
-#include <algorithm>
-#include <array>
 #include <atomic>
 #include <bit>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <numeric>
-#include <string>
 #include <thread>
-#include <tuple>
-#include <type_traits>
-#include <utility>
-#include <vector>
 
 #include "core/dtype.h"
 #include "core/rng.h"
