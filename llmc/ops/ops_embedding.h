@@ -24,8 +24,7 @@ inline double bytes_of_rows(const Tensor& table, int64_t N) {
 inline void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream& stream,
                               const Vocabulary& part = {}) {
   const int64_t N = out.shape[0], C = out.shape[1];
-  CHECK_TENSOR(tokens, DType::int32, N);
-  CHECK_TENSOR(positions, DType::int32, N);
+  CHECK_TENSORS((tokens, positions), DType::int32, N);
   CHECK_TENSOR(wte, out.dtype, wte.shape[0], C);
   detail::check_rows("embedding_forward", part, wte);
   if (!wpe.empty()) CHECK_TENSOR(wpe, out.dtype, wpe.shape[0], C);
@@ -40,8 +39,7 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
                                const Vocabulary& part = {}) {
   const int64_t N = dout.shape[0], C = dout.shape[1];
   const DType grad = accumulator_of(dout.dtype);
-  CHECK_TENSOR(tokens, DType::int32, N);
-  CHECK_TENSOR(positions, DType::int32, N);
+  CHECK_TENSORS((tokens, positions), DType::int32, N);
   CHECK_TENSOR(dwte, grad, dwte.shape[0], C);
   detail::check_rows("embedding_backward", part, dwte);
   if (!dwpe.empty()) CHECK_TENSOR(dwpe, grad, dwpe.shape[0], C);

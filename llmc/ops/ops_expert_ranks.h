@@ -10,9 +10,8 @@ inline void expert_counts(Tensor counts, Tensor offsets, Stream& stream) {
   const int64_t E = counts.numel();
   CHECK_TENSOR(counts, DType::int32, E);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
-  stream.run({"expert_counts", 0, detail::bytes_of({counts, offsets})}, {}, [=, &stream] {
-    CALL_OP(stream, void, expert_counts, counts.data<int32_t>(), offsets.data<int32_t>(), E);
-  });
+  RUN_UNTYPED_OP(expert_counts, detail::bytes_of({counts, offsets}), (), counts.data<int32_t>(),
+                 offsets.data<int32_t>(), E);
 }
 
 // Orders by expert the rows that have arrived from P ranks. counts (P, E): the rows that each rank has sent for each of
@@ -32,10 +31,8 @@ inline void arrival_plan(Tensor places, Tensor offsets, Tensor counts, int64_t s
   auto scope = stream.scratch().scope();
   const Tensor scratch =
       detail::scratch(stream, "order of arrivals", DType::int32, P, ON_GPU(cuda::arrival_plan_scratch(P, E)));
-  stream.run({"arrival_plan", 0, detail::bytes_of({places, counts})}, {}, [=, &stream] {
-    CALL_OP(stream, void, arrival_plan, places.data<int32_t>(), offsets.data<int32_t>(), scratch.data<int32_t>(),
-            counts.data<int32_t>(), P, E, A, stride);
-  });
+  RUN_UNTYPED_OP(arrival_plan, detail::bytes_of({places, counts}), (), places.data<int32_t>(), offsets.data<int32_t>(),
+                 scratch.data<int32_t>(), counts.data<int32_t>(), P, E, A, stride);
 }
 
 // How the segments of several ranks, at most S on each, make up B sequences. A segment's id: rank * S + segment.
@@ -81,13 +78,11 @@ inline void segment_starts(Tensor counts, Tensor starts, Tensor all_counts, cons
   const int64_t G = order.ranks(), S = order.segments(), E = counts.shape[1];
   order.check("segment_starts");
   CHECK(rank >= 0 && rank < G, "segment_starts: rank {} of {}", rank, G);
-  CHECK_TENSOR(counts, DType::int32, S, E);
-  CHECK_TENSOR(starts, DType::int32, S, E);
+  CHECK_TENSORS((counts, starts), DType::int32, S, E);
   CHECK_TENSOR(all_counts, DType::int32, G, S, E);
-  stream.run({"segment_starts", 0, detail::bytes_of({all_counts})}, {}, [=, &stream] {
-    CALL_OP(stream, void, segment_starts, counts.data<int32_t>(), starts.data<int32_t>(), all_counts.data<int32_t>(),
-            order.sequences.data<int32_t>(), order.ids.data<int32_t>(), order.begins.data<int32_t>(), rank, S, E);
-  });
+  RUN_UNTYPED_OP(segment_starts, detail::bytes_of({all_counts}), (), counts.data<int32_t>(), starts.data<int32_t>(),
+                 all_counts.data<int32_t>(), order.sequences.data<int32_t>(), order.ids.data<int32_t>(),
+                 order.begins.data<int32_t>(), rank, S, E);
 }
 
 // totals (E) fp64 += counts (B, E) int32 of sequences: whole numbers, so that ranks may add theirs in any order
@@ -95,9 +90,8 @@ inline void add_expert_counts(Tensor totals, Tensor counts, Stream& stream) {
   const int64_t B = counts.shape[0], E = counts.shape[1];
   CHECK_TENSOR(totals, DType::fp64, E);
   CHECK_TENSOR(counts, DType::int32, B, E);
-  stream.run({"add_expert_counts", 0, detail::bytes_of({counts, totals})}, {totals}, [=, &stream] {
-    CALL_OP(stream, void, add_expert_counts, totals.data<double>(), counts.data<int32_t>(), B, E);
-  });
+  RUN_UNTYPED_OP(add_expert_counts, detail::bytes_of({counts, totals}), (totals), totals.data<double>(),
+                 counts.data<int32_t>(), B, E);
 }
 
 // biases (E) fp32 += rate * sign(mean count - count), from the counts (E) fp64 of a whole step on all ranks (Wang et
@@ -107,10 +101,8 @@ inline void update_expert_biases(Tensor biases, Tensor counts, Tensor control, f
   CHECK_TENSOR(biases, DType::fp32, E);
   CHECK_TENSOR(counts, DType::fp64, E);
   CHECK_TENSOR(control, DType::fp64, 4);
-  stream.run({"update_expert_biases", 0, detail::bytes_of({biases, counts})}, {biases}, [=, &stream] {
-    CALL_OP(stream, void, update_expert_biases, biases.data<float>(), counts.data<double>(), control.data<double>(), E,
-            rate);
-  });
+  RUN_UNTYPED_OP(update_expert_biases, detail::bytes_of({biases, counts}), (biases), biases.data<float>(),
+                 counts.data<double>(), control.data<double>(), E, rate);
 }
 
 }  // namespace llmc

@@ -29,9 +29,7 @@ inline Tensor split_in_three(Tensor x, Parts parts, Stream& stream) {
   const int64_t row = wide ? 3 * E : E, part = wide ? E : N * E;
   const Tensor out = stream.scratch().alloc("scratch", "router gradients in three parts", DType::bf16,
                                             wide ? Shape{N, 3 * E} : Shape{3 * N, E});
-  stream.run({"split_in_three", 0, bytes_of({out, x})}, {out}, [=, &stream] {
-    CALL_OP(stream, void, split_in_three, out.data<bf16>(), x.data<float>(), N, E, row, part);
-  });
+  RUN_UNTYPED_OP(split_in_three, bytes_of({out, x}), (out), out.data<bf16>(), x.data<float>(), N, E, row, part);
   return out;
 }
 
@@ -102,8 +100,7 @@ inline void router_backward(Tensor dlogits, Tensor dweights, Tensor logits, Tens
   const int64_t N = logits.shape[0];
   detail::check_router("router_backward", router);
   detail::check_segments("router_backward", segments);
-  CHECK_TENSOR(logits, accumulator_of(logits.dtype), N, router.E);
-  CHECK_TENSOR(dlogits, logits.dtype, N, router.E);
+  CHECK_TENSORS((logits, dlogits), accumulator_of(logits.dtype), N, router.E);
   CHECK_TENSOR(dweights, logits.dtype, N, router.k);
   CHECK_TENSOR(choices, DType::int32, N, router.k);
   if (!counts.empty()) CHECK_TENSOR(counts, DType::int32, segments.count(N), router.E);
@@ -153,9 +150,8 @@ inline void count_dropped(Tensor dropped, int64_t choices, Tensor offsets, Strea
   const int64_t E = offsets.shape[0] - 1;
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   CHECK_TENSOR(dropped, DType::fp64, 1);
-  stream.run({"count_dropped", 0, detail::bytes_of({dropped})}, {dropped}, [=, &stream] {
-    CALL_OP(stream, void, count_dropped, dropped.data<double>(), offsets.data<int32_t>() + E, choices);
-  });
+  RUN_UNTYPED_OP(count_dropped, detail::bytes_of({dropped}), (dropped), dropped.data<double>(),
+                 offsets.data<int32_t>() + E, choices);
 }
 
 // Orders the choices by expert, and those of an expert by (row, choice). offsets (E + 1); places (N, k) = the row of
@@ -180,18 +176,15 @@ inline void dispatch_plan(Tensor places, Tensor offsets, Tensor choices, Tensor 
       std::max(N * k, rows.room) <= std::numeric_limits<int32_t>::max() && S * E < std::numeric_limits<int32_t>::max(),
       "dispatch_plan: {} rows with {} choices in {} segments are too many for 32 bits; use smaller micro-batches", N, k,
       S);
-  CHECK_TENSOR(choices, DType::int32, N, k);
-  CHECK_TENSOR(places, DType::int32, N, k);
+  CHECK_TENSORS((choices, places), DType::int32, N, k);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
   if (!starts.empty()) CHECK_TENSOR(starts, DType::int32, S, E);
   auto scope = stream.scratch().scope();
   const Tensor scratch = detail::scratch(stream, "order of rows by expert", DType::int32, (segments.most(N) + 1) * E,
                                          ON_GPU(cuda::dispatch_plan_scratch(N, E, k, segments.most(N))));
-  stream.run({"dispatch_plan", 0, detail::bytes_of({places, choices})}, {}, [=, &stream] {
-    CALL_OP(stream, void, dispatch_plan, places.data<int32_t>(), offsets.data<int32_t>(), scratch.data<int32_t>(),
-            choices.data<int32_t>(), detail::data_or_null<int32_t>(starts), N, E, k, capacity.value_or(-1), segments,
-            rows);
-  });
+  RUN_UNTYPED_OP(dispatch_plan, detail::bytes_of({places, choices}), (), places.data<int32_t>(),
+                 offsets.data<int32_t>(), scratch.data<int32_t>(), choices.data<int32_t>(),
+                 detail::data_or_null<int32_t>(starts), N, E, k, capacity.value_or(-1), segments, rows);
 }
 
 // out[places[n, j]] = x[n]; dropped choices have no row. Rows of `out` without a choice stay as they are.
@@ -232,11 +225,9 @@ inline void combine_rows(Tensor out, Tensor y, Tensor weights, Tensor places, Ac
 inline void combine_backward(Tensor dy, Tensor dweights, Tensor dout, Tensor y, Tensor weights, Tensor places,
                              Stream& stream) {
   const int64_t N = dout.shape[0], C = dout.shape[1], k = weights.shape[1];
-  CHECK_TENSOR(y, dout.dtype, y.shape[0], C);
-  CHECK_TENSOR(dy, dout.dtype, y.shape[0], C);
+  CHECK_TENSORS((y, dy), dout.dtype, y.shape[0], C);
   detail::check_places("combine_backward", places, y, N, k);
-  CHECK_TENSOR(weights, accumulator_of(dout.dtype), N, k);
-  CHECK_TENSOR(dweights, accumulator_of(dout.dtype), N, k);
+  CHECK_TENSORS((weights, dweights), accumulator_of(dout.dtype), N, k);
   RUN_OP(combine_backward, dout.dtype, detail::bytes_of({dy, dout, y}), (dweights), dy.data<X>(), dweights.data<A>(),
          dout.data<X>(), y.data<X>(), weights.data<A>(), detail::data_or_null<int32_t>(places), N, C, k);
 }
@@ -270,6 +261,28 @@ inline Tensor grouped_weight(Tensor weight, SumAlong sum, const Reading& read, S
   return (sum == SumAlong::rows ? q.rows : q.columns).values;
 }
 
+// Rows of expert e: out (R, N) = x (R, K) op(weight[e]).
+inline void grouped_linear(const char* name, Tensor out, Tensor x, Role role, Tensor weight, Transpose as,
+                           Tensor offsets, Stream& stream, const Reading& read) {
+  const int64_t R = x.shape[0], N = out.shape[1], K = x.shape[1], E = weight.shape[0];
+  [[maybe_unused]] const int64_t O = weight.shape[1], I = weight.shape[2];
+  const bool forward = as == Transpose::yes;
+  auto scope = stream.scratch().scope();
+  x = grouped_rows(x, role, offsets, read, stream);
+  weight = grouped_weight(weight, forward ? SumAlong::rows : SumAlong::columns, read, stream);
+  const Tensor scratch = grouped_scratch(stream, K, x.dtype);
+  const OpCost cost = grouped_cost(name, R, weight, x, out, {ceil_div(R, E), N, K, E});
+  run_op(stream, x.dtype, cost, {}, [=, &stream]<class X, class A>(OpTypes<X, A>) {
+    X* const to = out.data<X>();
+    const X *const rows = x.data<X>(), *const weights = weight.data<X>();
+    const int32_t* const at = offsets.data<int32_t>();
+    RUN_ON_DEVICE(stream, X,
+                  (forward ? cuda::grouped_linear_forward<X>
+                           : cuda::grouped_linear_backward_input<X>)(to, rows, weights, at, R, E, O, I, stream.cuda()),
+                  cpu::products<X>().grouped_linear(to, rows, weights, at, scratch.bytes, R, E, N, K, as));
+  });
+}
+
 }  // namespace detail
 
 // Rows of expert e: out = x weight[e]^T.   out (R, O); x (R, I); weight (E, O, I); offsets (E + 1) int32
@@ -280,21 +293,8 @@ inline void grouped_linear_forward(Tensor out, Tensor x, Tensor weight, Tensor o
   CHECK_TENSOR(x, x.dtype, R, I);
   CHECK_TENSOR(weight, x.dtype, E, O, I);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
-  auto scope = stream.scratch().scope();
-  x = detail::grouped_rows(x, detail::Role::activations, offsets, read, stream);
-  weight = detail::grouped_weight(weight, detail::SumAlong::rows, read, stream);
-  const Tensor scratch = detail::grouped_scratch(stream, I, x.dtype);
-  detail::run_op(
-      stream, x.dtype, detail::grouped_cost("grouped_linear_forward", R, weight, x, out, {ceil_div(R, E), O, I, E}), {},
-      [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-        RUN_ON_DEVICE(stream, X,
-                      cuda::grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
-                                                   offsets.data<int32_t>(), R, E, O, I, stream.cuda()),
-                      cpu::products<X>().grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
-                                                                offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
-      });
+  detail::grouped_linear(__func__, out, x, detail::Role::activations, weight, Transpose::yes, offsets, stream, read);
 }
-
 // Rows of expert e: dx = dout weight[e].
 inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Tensor offsets, Stream& stream,
                                           const Reading& read = {}) {
@@ -303,21 +303,7 @@ inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight,
   CHECK_TENSOR(dout, dout.dtype, R, O);
   CHECK_TENSOR(weight, dout.dtype, E, O, I);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
-  auto scope = stream.scratch().scope();
-  dout = detail::grouped_rows(dout, detail::Role::gradients, offsets, read, stream);
-  weight = detail::grouped_weight(weight, detail::SumAlong::columns, read, stream);
-  const Tensor scratch = detail::grouped_scratch(stream, O, dout.dtype);
-  detail::run_op(
-      stream, dout.dtype,
-      detail::grouped_cost("grouped_linear_backward_input", R, weight, dout, dx, {ceil_div(R, E), I, O, E}), {},
-      [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-        RUN_ON_DEVICE(
-            stream, X,
-            cuda::grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
-                                                R, E, O, I, stream.cuda()),
-            cpu::products<X>().grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(),
-                                                             offsets.data<int32_t>(), scratch.bytes, R, E, O, I));
-      });
+  detail::grouped_linear(__func__, dx, dout, detail::Role::gradients, weight, Transpose::no, offsets, stream, read);
 }
 
 // dweight[e] = or += (as requested) dout^T x over the rows of expert e, 0 if it has none.   dweight (E, O, I) in the

@@ -17,11 +17,7 @@ inline void check_qkv(const char* op, const char* argument, const Tensor& qkv, c
 inline void rotary_table(Tensor table, const Rotary& rotary, Stream& stream) {
   const int64_t P = table.shape[0], D = table.shape[1];
   CHECK(D % 2 == 0, "rotary embedding rotates pairs: the head size {} is odd", D);
-  detail::run_op(stream, table.dtype, {"rotary_table", 0, detail::bytes_of({table})}, {table},
-                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-                   if constexpr (!std::is_same_v<X, bf16>)
-                     CALL_OP(stream, X, rotary_table, table.data<X>(), rotary, P, D);
-                 });
+  RUN_OP(rotary_table, table.dtype, detail::bytes_of({table}), (table), table.data<A>(), rotary, P, D);
 }
 
 // The positions of rows.   table (P, D) in the accumulator dtype; of_row (B T) int32, all below P
@@ -56,18 +52,14 @@ inline void qk_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight
                             const std::optional<RotaryPositions>& positions, float eps, const AttentionShape& shape,
                             Stream& stream) {
   detail::check_qkv("qk_norm_forward", "qkv", qkv, shape);
-  detail::check_tensor("qk_norm_forward", "out", out, qkv.dtype, qkv.shape);
+  CHECK_TENSOR(out, qkv.dtype, qkv.shape);
   CHECK_TENSOR(rstd, accumulator_of(qkv.dtype), shape.B * shape.T, shape.Hq + shape.Hkv);
-  CHECK_TENSOR(q_weight, qkv.dtype, shape.D);
-  CHECK_TENSOR(k_weight, qkv.dtype, shape.D);
+  CHECK_TENSORS((q_weight, k_weight), qkv.dtype, shape.D);
   if (positions) detail::check_rotary("qk_norm_forward", qkv, *positions, shape);
-  detail::run_op(stream, qkv.dtype, {"qk_norm_forward", 0, detail::bytes_of({out, qkv})}, {out, rstd},
-                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-                   const A* table = positions ? positions->table.data<A>() : nullptr;
-                   const int32_t* of_row = positions ? positions->of_row.data<int32_t>() : nullptr;
-                   CALL_OP(stream, X, qk_norm_forward, out.data<X>(), rstd.data<A>(), qkv.data<X>(), q_weight.data<X>(),
-                           k_weight.data<X>(), table, of_row, eps, shape);
-                 });
+  const RotaryPositions rotation = positions.value_or(RotaryPositions{});
+  RUN_OP(qk_norm_forward, qkv.dtype, detail::bytes_of({out, qkv}), (out, rstd), out.data<X>(), rstd.data<A>(),
+         qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), detail::data_or_null<A>(rotation.table),
+         detail::data_or_null<int32_t>(rotation.of_row), eps, shape);
 }
 
 // dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight, dk_weight +=.
@@ -76,22 +68,18 @@ inline void qk_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_weight, Te
                              const AttentionShape& shape, Stream& stream) {
   const DType stat = accumulator_of(qkv.dtype);
   detail::check_qkv("qk_norm_backward", "qkv", qkv, shape);
-  detail::check_tensor("qk_norm_backward", "dqkv", dqkv, qkv.dtype, qkv.shape);
+  CHECK_TENSOR(dqkv, qkv.dtype, qkv.shape);
   CHECK_TENSOR(rstd, stat, shape.B * shape.T, shape.Hq + shape.Hkv);
-  CHECK_TENSOR(dq_weight, stat, shape.D);
-  CHECK_TENSOR(dk_weight, stat, shape.D);
+  CHECK_TENSORS((dq_weight, dk_weight), stat, shape.D);
   if (positions) detail::check_rotary("qk_norm_backward", qkv, *positions, shape);
   auto scope = stream.scratch().scope();
   const detail::PartsOfSums partials(stream, "query-key norm partial sums", {dq_weight, dk_weight},
                                      cpu::row_partitions * 2 * shape.D, ON_GPU(cuda::qk_norm_backward_scratch(shape)));
-  detail::run_op(stream, qkv.dtype, {"qk_norm_backward", 0, detail::bytes_of({dqkv, dqkv, qkv})},
-                 {dqkv, dq_weight, dk_weight}, [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-                   const A* table = positions ? positions->table.data<A>() : nullptr;
-                   const int32_t* of_row = positions ? positions->of_row.data<int32_t>() : nullptr;
-                   CALL_OP(stream, X, qk_norm_backward, dqkv.data<X>(), dq_weight.data<A>(), dk_weight.data<A>(),
-                           partials.template room<A>(), qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(),
-                           rstd.data<A>(), table, of_row, shape);
-                 });
+  const RotaryPositions rotation = positions.value_or(RotaryPositions{});
+  RUN_OP(qk_norm_backward, qkv.dtype, detail::bytes_of({dqkv, dqkv, qkv}), (dqkv, dq_weight, dk_weight), dqkv.data<X>(),
+         dq_weight.data<A>(), dk_weight.data<A>(), partials.template room<A>(), qkv.data<X>(), q_weight.data<X>(),
+         k_weight.data<X>(), rstd.data<A>(), detail::data_or_null<A>(rotation.table),
+         detail::data_or_null<int32_t>(rotation.of_row), shape);
 }
 
 // ---- Query-key norm of whole projections (OLMo 2, OLMoE): the heads of a row, on all of its tensor-parallel ranks
@@ -105,11 +93,9 @@ inline void projection_sums(Tensor sums, Tensor qkv, Tensor dout, Tensor q_weigh
                             const AttentionShape& shape, Stream& stream) {
   check_qkv("projection_norm_sums", "qkv", qkv, shape);
   CHECK_TENSOR(sums, accumulator_of(qkv.dtype), shape.B * shape.T, 2);
-  detail::run_op(stream, qkv.dtype, {"projection_norm_sums", 0, bytes_of({qkv, dout})}, {sums},
-                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-                   CALL_OP(stream, X, projection_sums, sums.data<A>(), qkv.data<X>(), detail::data_or_null<X>(dout),
-                           detail::data_or_null<X>(q_weight), detail::data_or_null<X>(k_weight), shape);
-                 });
+  RUN_OP_AT(projection_sums, qkv.dtype, (OpCost{"projection_norm_sums", 0, bytes_of({qkv, dout})}), (sums),
+            sums.data<A>(), qkv.data<X>(), data_or_null<X>(dout), data_or_null<X>(q_weight), data_or_null<X>(k_weight),
+            shape);
 }
 inline void check_projections(const char* op, const Tensor& rstd, const Tensor& sums, const Tensor& qkv,
                               const Tensor& q_weight, const Tensor& k_weight, DType weights,
@@ -138,7 +124,7 @@ inline void projection_norm_sums(Tensor sums, Tensor qkv, const AttentionShape& 
 inline void projection_norm_forward(Tensor out, Tensor rstd, Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor sums,
                                     float eps, const AttentionShape& shape, const HeadShares& shares, Stream& stream) {
   detail::check_projections("projection_norm_forward", rstd, sums, qkv, q_weight, k_weight, qkv.dtype, shape, shares);
-  detail::check_tensor("projection_norm_forward", "out", out, qkv.dtype, qkv.shape);
+  CHECK_TENSOR(out, qkv.dtype, qkv.shape);
   RUN_OP(projection_norm_forward, qkv.dtype, detail::bytes_of({out, qkv}), (out, rstd), out.data<X>(), rstd.data<A>(),
          qkv.data<X>(), q_weight.data<X>(), k_weight.data<X>(), sums.data<A>(), eps, shape, shares);
 }
@@ -162,7 +148,7 @@ inline void projection_norm_backward(Tensor dqkv, Tensor dq_weight, Tensor dk_we
   const DType stat = accumulator_of(qkv.dtype);
   detail::check_projections("projection_norm_backward", rstd, sums, qkv, q_weight, k_weight, qkv.dtype, shape, shares);
   detail::check_projections("projection_norm_backward", rstd, sums, qkv, dq_weight, dk_weight, stat, shape, shares);
-  detail::check_tensor("projection_norm_backward", "dqkv", dqkv, qkv.dtype, qkv.shape);
+  CHECK_TENSOR(dqkv, qkv.dtype, qkv.shape);
   auto scope = stream.scratch().scope();
   const detail::PartsOfSums partials(stream, "query-key norm partial sums", {dq_weight, dk_weight},
                                      cpu::row_partitions * (shape.Hq + shape.Hkv) * shape.D,

@@ -17,12 +17,9 @@ inline std::string matmul_library([[maybe_unused]] const Device& device) {
 inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor weight, Tensor bias, float eps,
                               Stream& stream) {
   const int64_t N = x.shape[0], C = x.shape[1];
-  const DType stat = accumulator_of(x.dtype);
   CHECK_TENSOR(out, x.dtype, N, C);
-  CHECK_TENSOR(mean, stat, N);
-  CHECK_TENSOR(rstd, stat, N);
-  CHECK_TENSOR(weight, x.dtype, C);
-  CHECK_TENSOR(bias, x.dtype, C);
+  CHECK_TENSORS((mean, rstd), accumulator_of(x.dtype), N);
+  CHECK_TENSORS((weight, bias), x.dtype, C);
   RUN_OP(layernorm_forward, x.dtype, detail::bytes_of({out, x}), (out, mean, rstd), out.data<X>(), mean.data<A>(),
          rstd.data<A>(), x.data<X>(), weight.data<X>(), bias.data<X>(), eps, N, C);
 }
@@ -31,14 +28,9 @@ inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Te
 inline void residual_layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor sum, Tensor a, Tensor b,
                                        Tensor weight, Tensor bias, float eps, Stream& stream) {
   const int64_t N = a.shape[0], C = a.shape[1];
-  const DType stat = accumulator_of(a.dtype);
-  CHECK_TENSOR(out, a.dtype, N, C);
-  CHECK_TENSOR(sum, a.dtype, N, C);
-  CHECK_TENSOR(b, a.dtype, N, C);
-  CHECK_TENSOR(mean, stat, N);
-  CHECK_TENSOR(rstd, stat, N);
-  CHECK_TENSOR(weight, a.dtype, C);
-  CHECK_TENSOR(bias, a.dtype, C);
+  CHECK_TENSORS((out, sum, b), a.dtype, N, C);
+  CHECK_TENSORS((mean, rstd), accumulator_of(a.dtype), N);
+  CHECK_TENSORS((weight, bias), a.dtype, C);
   RUN_OP(residual_layernorm_forward, a.dtype, detail::bytes_of({out, sum, a, b}), (sum, out, mean, rstd), out.data<X>(),
          mean.data<A>(), rstd.data<A>(), sum.data<X>(), a.data<X>(), b.data<X>(), weight.data<X>(), bias.data<X>(), eps,
          N, C);
@@ -58,13 +50,10 @@ inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor d
                                Tensor mean, Tensor rstd, Accumulate accumulate_dx, Stream& stream) {
   const int64_t N = x.shape[0], C = x.shape[1];
   const DType stat = accumulator_of(x.dtype);
-  CHECK_TENSOR(dx, x.dtype, N, C);
-  CHECK_TENSOR(dout, x.dtype, N, C);
-  CHECK_TENSOR(dweight, stat, C);
-  CHECK_TENSOR(dbias, stat, C);
+  CHECK_TENSORS((dx, dout), x.dtype, N, C);
+  CHECK_TENSORS((dweight, dbias), stat, C);
   CHECK_TENSOR(weight, x.dtype, C);
-  CHECK_TENSOR(mean, stat, N);
-  CHECK_TENSOR(rstd, stat, N);
+  CHECK_TENSORS((mean, rstd), stat, N);
   auto scope = stream.scratch().scope();
   const detail::PartsOfSums partials(stream, "layernorm partial sums", {dweight, dbias}, cpu::row_partitions * 2 * C,
                                      ON_GPU(cuda::layernorm_backward_scratch(N, C)));
@@ -87,9 +76,7 @@ inline void rmsnorm_forward(Tensor out, Tensor rstd, Tensor x, Tensor weight, fl
 inline void residual_rmsnorm_forward(Tensor out, Tensor rstd, Tensor sum, Tensor a, Tensor b, Tensor weight, float eps,
                                      Stream& stream) {
   const int64_t N = a.shape[0], C = a.shape[1];
-  CHECK_TENSOR(out, a.dtype, N, C);
-  CHECK_TENSOR(sum, a.dtype, N, C);
-  CHECK_TENSOR(b, a.dtype, N, C);
+  CHECK_TENSORS((out, sum, b), a.dtype, N, C);
   CHECK_TENSOR(rstd, accumulator_of(a.dtype), N);
   CHECK_TENSOR(weight, a.dtype, C);
   RUN_OP(residual_rmsnorm_forward, a.dtype, detail::bytes_of({out, sum, a, b}), (sum, out, rstd), out.data<X>(),
@@ -101,8 +88,7 @@ inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, T
                              Accumulate accumulate_dx, Stream& stream) {
   const int64_t N = x.shape[0], C = x.shape[1];
   const DType stat = accumulator_of(x.dtype);
-  CHECK_TENSOR(dx, x.dtype, N, C);
-  CHECK_TENSOR(dout, x.dtype, N, C);
+  CHECK_TENSORS((dx, dout), x.dtype, N, C);
   CHECK_TENSOR(dweight, stat, C);
   CHECK_TENSOR(weight, x.dtype, C);
   CHECK_TENSOR(rstd, stat, N);
@@ -116,8 +102,7 @@ inline void rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dout, Tensor x, T
 
 // out = a + b
 inline void residual_forward(Tensor out, Tensor a, Tensor b, Stream& stream) {
-  detail::check_tensor("residual_forward", "a", a, out.dtype, out.shape);
-  detail::check_tensor("residual_forward", "b", b, out.dtype, out.shape);
+  CHECK_TENSORS((a, b), out.dtype, out.shape);
   RUN_OP(residual_forward, out.dtype, detail::bytes_of({out, a, b}), (out), out.data<X>(), a.data<X>(), b.data<X>(),
          out.numel());
 }
@@ -230,12 +215,11 @@ inline void linear_residual_forward(Tensor out, Tensor residual, Tensor x, Tenso
 
 // GELU, tanh form, elementwise; dx may be dout.
 inline void gelu_forward(Tensor out, Tensor x, Stream& stream) {
-  detail::check_tensor("gelu_forward", "out", out, x.dtype, x.shape);
+  CHECK_TENSOR(out, x.dtype, x.shape);
   RUN_OP(gelu_forward, x.dtype, detail::bytes_of({out, x}), (out), out.data<X>(), x.data<X>(), x.numel());
 }
 inline void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream& stream) {
-  detail::check_tensor("gelu_backward", "dx", dx, x.dtype, x.shape);
-  detail::check_tensor("gelu_backward", "dout", dout, x.dtype, x.shape);
+  CHECK_TENSORS((dx, dout), x.dtype, x.shape);
   RUN_OP(gelu_backward, x.dtype, detail::bytes_of({dx, dout, x}), (dx), dx.data<X>(), dout.data<X>(), x.data<X>(),
          x.numel());
 }
@@ -267,8 +251,7 @@ inline void linear_gelu_backward_input(Tensor dz, Tensor dout, Tensor weight, Te
     return gelu_backward(dz, dz, z, stream);
   }
   const int64_t N = dout.shape[0], I = weight.shape[1], O = weight.shape[0];
-  CHECK_TENSOR(dz, dout.dtype, N, I);
-  CHECK_TENSOR(z, dout.dtype, N, I);
+  CHECK_TENSORS((dz, z), dout.dtype, N, I);
   CHECK_TENSOR(dout, weight.dtype, N, O);
   detail::matmul("linear_gelu_backward_input", dz, {dout, Transpose::no}, {weight, Transpose::no}, O, {},
                  Accumulate::no, stream, {Epilogue::gelu_backward, z});
@@ -286,8 +269,7 @@ inline PartsOfSums parts_of_columns(Tensor sums, [[maybe_unused]] int64_t N, int
 // dbias += column sums of dout.   dbias (O), dout (N, O)
 inline void linear_backward_bias(Tensor dbias, Tensor dout, Stream& stream) {
   const int64_t N = dout.shape[0], O = dout.shape[1];
-  const DType grad = accumulator_of(dout.dtype);
-  CHECK_TENSOR(dbias, grad, O);
+  CHECK_TENSOR(dbias, accumulator_of(dout.dtype), O);
   auto scope = stream.scratch().scope();
   const detail::PartsOfSums partials = detail::parts_of_columns(dbias, N, O, stream);
   RUN_OP(column_sum, dout.dtype, detail::bytes_of({dout}), (dbias), dbias.data<A>(), partials.template room<A>(),
@@ -353,10 +335,8 @@ inline void linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout
 // read dx again.
 inline void gelu_backward_with_bias(Tensor dx, Tensor dbias, Tensor dout, Tensor x, Stream& stream) {
   const int64_t N = x.shape[0], C = x.shape[1];
-  const DType grad = accumulator_of(x.dtype);
-  CHECK_TENSOR(dx, x.dtype, N, C);
-  CHECK_TENSOR(dbias, grad, C);
-  CHECK_TENSOR(dout, x.dtype, N, C);
+  CHECK_TENSORS((dx, dout), x.dtype, N, C);
+  CHECK_TENSOR(dbias, accumulator_of(x.dtype), C);
   auto scope = stream.scratch().scope();
   const detail::PartsOfSums partials = detail::parts_of_columns(dbias, N, C, stream);
   RUN_OP(gelu_backward_with_bias, x.dtype, detail::bytes_of({dx, dout, x}), (dx, dbias), dx.data<X>(), dbias.data<A>(),
@@ -380,18 +360,15 @@ inline void swiglu_forward(Tensor out, Tensor gate_up, Stream& stream, Tensor ro
   const int64_t N = out.shape[0], F = out.shape[1];
   CHECK_TENSOR(gate_up, out.dtype, N, 2 * F);
   const int32_t* count = detail::rows_on_device(rows);
-  const Tensor checked = rows.empty() ? out : Tensor{};
-  RUN_OP(swiglu_forward, out.dtype, detail::bytes_of({out, gate_up}), (checked), out.data<X>(), gate_up.data<X>(), N, F,
-         count);
+  RUN_OP(swiglu_forward, out.dtype, detail::bytes_of({out, gate_up}), (rows.empty() ? out : Tensor{}), out.data<X>(),
+         gate_up.data<X>(), N, F, count);
 }
 inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream& stream, Tensor rows = {}) {
   const int64_t N = dout.shape[0], F = dout.shape[1];
-  CHECK_TENSOR(gate_up, dout.dtype, N, 2 * F);
-  CHECK_TENSOR(dgate_up, dout.dtype, N, 2 * F);
+  CHECK_TENSORS((gate_up, dgate_up), dout.dtype, N, 2 * F);
   const int32_t* count = detail::rows_on_device(rows);
-  const Tensor checked = rows.empty() ? dgate_up : Tensor{};
-  RUN_OP(swiglu_backward, dout.dtype, detail::bytes_of({dgate_up, dout, gate_up}), (checked), dgate_up.data<X>(),
-         dout.data<X>(), gate_up.data<X>(), N, F, count);
+  RUN_OP(swiglu_backward, dout.dtype, detail::bytes_of({dgate_up, dout, gate_up}), (rows.empty() ? dgate_up : Tensor{}),
+         dgate_up.data<X>(), dout.data<X>(), gate_up.data<X>(), N, F, count);
 }
 
 // Whether SwiGLU and its gradient, of F gates and ups, can be written as products in fp8 read them, for tensor cores.
@@ -408,18 +385,8 @@ inline detail::Operand swiglu_forward_in_fp8(const detail::Operand& columns, Ten
                           stream.device(), stream.scratch(), "scratch")
           .rows;
   const double bytes = detail::bytes_of({rows.values, rows.scales, columns.values, columns.scales, gate_up});
-  stream.run({"swiglu_forward_fp8", 0, bytes}, {}, [=, &stream] {
-#ifdef TRAIN_GPT_CUDA
-    with_type(gate_up.dtype, [&]<class X>(type_tag<X>) {
-      if constexpr (std::is_same_v<X, double>) detail::refuse_fp64();
-      else
-        cuda::swiglu_forward_fp8(detail::pointers_of(rows), detail::pointers_of(columns), gate_up.data<X>(), N, F,
-                                 stream.cuda());
-    });
-#else
-    (void)stream;  // planned only
-#endif
-  });
+  RUN_OP_ON_GPU(swiglu_forward_fp8, gate_up.dtype, bytes, detail::pointers_of(rows), detail::pointers_of(columns),
+                gate_up.data<X>(), N, F);
   return rows;
 }
 // swiglu_backward() in fp8, its rows and its columns in scratch memory that the caller has opened.
@@ -430,18 +397,8 @@ inline detail::Quantised swiglu_backward_in_fp8(Tensor dout, Tensor gate_up, Ope
                                                   stream.device(), stream.scratch(), "scratch");
   const detail::Operand a = q.rows, b = q.columns;
   const double bytes = detail::bytes_of({a.values, a.scales, b.values, b.scales, dout, gate_up});
-  stream.run({"swiglu_backward_fp8", 0, bytes}, {}, [=, &stream] {
-#ifdef TRAIN_GPT_CUDA
-    with_type(dout.dtype, [&]<class X>(type_tag<X>) {
-      if constexpr (std::is_same_v<X, double>) detail::refuse_fp64();
-      else
-        cuda::swiglu_backward_fp8(detail::pointers_of(a), detail::pointers_of(b), dout.data<X>(), gate_up.data<X>(), N,
-                                  F, stream.cuda());
-    });
-#else
-    (void)stream;  // planned only
-#endif
-  });
+  RUN_OP_ON_GPU(swiglu_backward_fp8, dout.dtype, bytes, detail::pointers_of(a), detail::pointers_of(b), dout.data<X>(),
+                gate_up.data<X>(), N, F);
   return q;
 }
 

@@ -12,8 +12,23 @@ inline void check_tensor(const char* op, const char* argument, const Tensor& t, 
   CHECK(t.dtype == dtype && t.shape == shape, "{}: {} ({}) is {} {}, expected {} {}", op, argument, t.name, t.dtype,
         to_string(t.shape), dtype, to_string(shape));
 }
+// The same for several tensors, which `arguments` names: "(x, out)".
+inline void check_tensors(const char* op, std::string_view arguments, std::initializer_list<Tensor> tensors,
+                          DType dtype, const Shape& shape) {
+  for (const Tensor& t : tensors) {
+    arguments.remove_prefix(arguments.find_first_not_of("(, "));
+    const std::string argument(arguments.substr(0, arguments.find_first_of(",)")));
+    check_tensor(op, argument.c_str(), t, dtype, shape);
+    arguments.remove_prefix(argument.size());
+  }
+}
+// CHECK_TENSOR(x, dtype, shape...) and CHECK_TENSORS((x, out), dtype, shape...), under the name of the function that
+// has them.
 #define CHECK_TENSOR(tensor, dtype, ...) \
   ::llmc::detail::check_tensor(__func__, #tensor, tensor, dtype, Shape{__VA_ARGS__})
+#define CHECK_TENSORS(tensors, dtype, ...) \
+  ::llmc::detail::check_tensors(__func__, #tensors, {LIST_OF tensors}, dtype, Shape{__VA_ARGS__})
+#define LIST_OF(...) __VA_ARGS__
 
 // Scratch for the op about to run, with as many elements as its implementation on this device needs.
 inline Tensor scratch(Stream& stream, const char* name, DType dtype, int64_t on_cpu, int64_t on_gpu) {
@@ -48,16 +63,25 @@ void run_op(Stream& stream, DType dtype, const OpCost& cost, const Outputs& outp
 
 // RUN_OP(f, dtype, bytes, (outputs), arguments...): the same for CALL_OP(stream, X, f, arguments...), which costs these
 // bytes, under the name of the function that has it. The arguments may name X and A.
-#define RUN_OP(f, dtype, bytes, outputs, ...)                     \
-  ::llmc::detail::run_op(                                         \
-      stream, dtype, {__func__, 0, bytes}, {RUN_OP_LIST outputs}, \
+// RUN_OP_AT(f, dtype, cost, (outputs), arguments...): with another name or cost.
+// RUN_OP_ON_GPU(f, dtype, bytes, arguments...): an op that only GPUs have, without outputs to check, under its own
+// name. RUN_UNTYPED_OP(f, bytes, (outputs), arguments...): an op that is not written for several types.
+#define RUN_OP(f, dtype, bytes, outputs, ...) RUN_OP_AT(f, dtype, (OpCost{__func__, 0, bytes}), outputs, __VA_ARGS__)
+#define RUN_OP_AT(f, dtype, cost, outputs, ...) \
+  ::llmc::detail::run_op(                       \
+      stream, dtype, cost, {LIST_OF outputs},   \
       [=, &stream]<class X, class A>(::llmc::detail::OpTypes<X, A>) { CALL_OP(stream, X, f, __VA_ARGS__); })
-#define RUN_OP_LIST(...) __VA_ARGS__
+#define RUN_OP_ON_GPU(f, dtype, bytes, ...)                                                        \
+  ::llmc::detail::run_op(stream, dtype, {#f, 0, bytes}, {},                                        \
+                         [=, &stream]<class X, class A>(::llmc::detail::OpTypes<X, A>) {           \
+                           RUN_ON_DEVICE(stream, X, cuda::f(__VA_ARGS__, stream.cuda()), (void)0); \
+                         })
+#define RUN_UNTYPED_OP(f, bytes, outputs, ...) \
+  stream.run({__func__, 0, bytes}, {LIST_OF outputs}, [=, &stream] { CALL_OP(stream, void, f, __VA_ARGS__); })
 
 // out = 0
 inline void zero(Tensor out, Stream& stream) {
-  stream.run({"zero", 0, detail::bytes_of({out})}, {out},
-             [=, &stream] { CALL_OP(stream, void, zero, out.bytes, out.size_bytes()); });
+  RUN_UNTYPED_OP(zero, detail::bytes_of({out}), (out), out.bytes, out.size_bytes());
 }
 
 // The same for several tensors: on a GPU, one launch for many that are small.
@@ -75,9 +99,8 @@ inline void zero(const std::vector<Tensor>& all, Stream& stream) {
 
 // out = x, same dtype and shape
 inline void copy(Tensor out, Tensor x, Stream& stream) {
-  detail::check_tensor("copy", "x", x, out.dtype, out.shape);
-  stream.run({"copy", 0, detail::bytes_of({out, x})}, {out},
-             [=, &stream] { CALL_OP(stream, void, copy, out.bytes, x.bytes, x.size_bytes()); });
+  CHECK_TENSOR(x, out.dtype, out.shape);
+  RUN_UNTYPED_OP(copy, detail::bytes_of({out, x}), (out), out.bytes, x.bytes, x.size_bytes());
 }
 
 // The same between the memories of a device and of its host: over the bus, if the device is a GPU.
@@ -100,7 +123,7 @@ inline void copy_to_host(Tensor out, Tensor x, Stream& stream) {
 inline constexpr const char* host_updates = "updates by the host";
 inline void copy_updated_to_device(Tensor out, Tensor x, Tensor control, Stream& stream) {
   CHECK_TENSOR(control, DType::fp64, 4);
-  detail::check_tensor("copy_updated_to_device", "x", x, out.dtype, out.shape);
+  CHECK_TENSOR(x, out.dtype, out.shape);
   const double bytes = detail::bytes_of({x});
   stream.run({.name = "copy_to_device", .bytes = 2 * bytes, .group = host_updates, .host = {.to_device = bytes}}, {out},
              [=, &stream] {
@@ -108,18 +131,27 @@ inline void copy_updated_to_device(Tensor out, Tensor x, Tensor control, Stream&
              });
 }
 
+namespace detail {
+
+// Calls f<Out, X, Both>() with the types of two dtypes; Both is double if one of them is.
+template <class F>
+void with_types(DType out, DType x, F&& f) {
+  with_type(out, [&]<class Out>(type_tag<Out>) {
+    with_type(x, [&]<class X>(type_tag<X>) {
+      f.template operator()<Out, X, std::conditional_t<std::is_same_v<Out, double>, Out, X>>();
+    });
+  });
+}
+
+}  // namespace detail
+
 // out = x in the dtype of out, rounded to nearest even
 inline void convert(Tensor out, Tensor x, Stream& stream) {
   CHECK(out.shape == x.shape, "convert: shapes {} and {} differ", to_string(out.shape), to_string(x.shape));
   stream.run({"convert", 0, detail::bytes_of({out, x})}, {out}, [=, &stream] {
-    with_type(out.dtype, [&](auto to) {
-      with_type(x.dtype, [&](auto from) {
-        using X = typename decltype(from)::type;
-        using Out = typename decltype(to)::type;
-        using Both = std::conditional_t<std::is_same_v<Out, double>, double, X>;
-        RUN_ON_DEVICE(stream, Both, cuda::convert(out.data<Out>(), x.data<X>(), x.numel(), stream.cuda()),
-                      cpu::ops<X>().template convert<Out>()(out.data<Out>(), x.data<X>(), x.numel()));
-      });
+    detail::with_types(out.dtype, x.dtype, [&]<class Out, class X, class Both>() {
+      RUN_ON_DEVICE(stream, Both, cuda::convert(out.data<Out>(), x.data<X>(), x.numel(), stream.cuda()),
+                    cpu::ops<X>().template convert<Out>()(out.data<Out>(), x.data<X>(), x.numel()));
     });
   });
 }
@@ -137,14 +169,9 @@ inline void copy_box(Tensor out, const BoxStrides& to, Tensor x, const BoxStride
   };
   require_inside(out, to), require_inside(x, from);
   stream.run({"copy_box", 0, static_cast<double>(n * (size_of(out.dtype) + size_of(x.dtype)))}, {}, [=, &stream] {
-    with_type(out.dtype, [&](auto to_tag) {
-      with_type(x.dtype, [&](auto from_tag) {
-        using X = typename decltype(from_tag)::type;
-        using Out = typename decltype(to_tag)::type;
-        using Both = std::conditional_t<std::is_same_v<Out, double>, double, X>;
-        RUN_ON_DEVICE(stream, Both, cuda::copy_box(out.data<Out>(), to, x.data<X>(), from, sizes, stream.cuda()),
-                      cpu::ops<X>().template copy_box<Out>()(out.data<Out>(), to, x.data<X>(), from, sizes));
-      });
+    detail::with_types(out.dtype, x.dtype, [&]<class Out, class X, class Both>() {
+      RUN_ON_DEVICE(stream, Both, cuda::copy_box(out.data<Out>(), to, x.data<X>(), from, sizes, stream.cuda()),
+                    cpu::ops<X>().template copy_box<Out>()(out.data<Out>(), to, x.data<X>(), from, sizes));
     });
   });
 }
@@ -156,13 +183,12 @@ inline void fill(Tensor out, float value, Stream& stream) {
 
 // out = NaN (all bits set), so that reads of stale data show up.
 inline void poison(Tensor out, Stream& stream) {
-  stream.run({"poison", 0, detail::bytes_of({out})}, {},
-             [=, &stream] { CALL_OP(stream, void, poison, out.bytes, out.size_bytes()); });
+  RUN_UNTYPED_OP(poison, detail::bytes_of({out}), (), out.bytes, out.size_bytes());
 }
 
 // out += x   (n)
 inline void add_to(Tensor out, Tensor x, Stream& stream) {
-  detail::check_tensor("add_to", "x", x, out.dtype, out.shape);
+  CHECK_TENSOR(x, out.dtype, out.shape);
   RUN_OP(residual_forward, out.dtype, detail::bytes_of({out, out, x}), (out), out.data<X>(), out.data<X>(), x.data<X>(),
          out.numel());
 }

@@ -63,8 +63,8 @@ inline void divide_by_norm(Tensor x, Tensor square_sum, double margin, Stream& s
 
 // out = a x + b y, rounded once; out may be x.   y in the accumulator dtype
 inline void linear_combination(Tensor out, double a, Tensor x, double b, Tensor y, Stream& stream) {
-  detail::check_tensor("linear_combination", "x", x, out.dtype, out.shape);
-  detail::check_tensor("linear_combination", "y", y, accumulator_of(out.dtype), out.shape);
+  CHECK_TENSOR(x, out.dtype, out.shape);
+  CHECK_TENSOR(y, accumulator_of(out.dtype), out.shape);
   RUN_OP(linear_combination, out.dtype, detail::bytes_of({out, x, y}), (out), out.data<X>(), A(a), x.data<X>(), A(b),
          y.data<A>(), out.numel());
 }

@@ -20,9 +20,8 @@ inline void largest_of_ranks(Tensor most, Tensor gathered, Stream& stream) {
   const int64_t n = most.numel();
   CHECK_TENSOR(most, DType::fp64, n);
   CHECK_TENSOR(gathered, DType::fp64, gathered.shape[0], n);
-  stream.run({"largest_of_ranks", 0, detail::bytes_of({gathered})}, {most}, [=, &stream] {
-    CALL_OP(stream, void, largest_of_ranks, most.data<double>(), gathered.data<double>(), gathered.shape[0], n);
-  });
+  RUN_UNTYPED_OP(largest_of_ranks, detail::bytes_of({gathered}), (most), most.data<double>(), gathered.data<double>(),
+                 gathered.shape[0], n);
 }
 
 // Weights that make the queries or keys of heads shrink by the factors of their heads, after an update that control

@@ -17,7 +17,6 @@
 #pragma once
 #include "core/fp8.h"
 #include "core/precision.h"
-#include "ops/cpu/fp8_tiles.h"
 #include "ops/ops_memory.h"
 
 namespace llmc::detail {
@@ -135,17 +134,9 @@ inline void quantise(const Quantised& q, Tensor x, Role role, Operands read, Str
     if (b.values.bytes != a.values.bytes) round(b, SumAlong::columns);
     return;
   }
-  stream.run({"quantise", 0, bytes_of({x, a.values, a.scales, b.values, b.scales})}, {}, [=, &stream] {
-#ifdef TRAIN_GPT_CUDA
-    const ScaledBy by = a.scales.empty() ? b.scaled : a.scaled;
-    with_type(x.dtype, [&]<class X>(type_tag<X>) {
-      if constexpr (std::is_same_v<X, double>) refuse_fp64();
-      else cuda::quantise(pointers_of(a), pointers_of(b), x.data<X>(), x.shape[0], x.shape[1], by, stream.cuda());
-    });
-#else
-    (void)stream;  // planned only
-#endif
-  });
+  const double bytes = bytes_of({x, a.values, a.scales, b.values, b.scales});
+  RUN_OP_ON_GPU(quantise, x.dtype, bytes, pointers_of(a), pointers_of(b), x.data<X>(), x.shape[0], x.shape[1],
+                a.scales.empty() ? b.scaled : a.scaled);
 }
 // The same in scratch memory that the caller has opened.
 inline Quantised quantise(Tensor x, Role role, SumAlong sum, Operands read, Stream& stream, Tensor rows = {}) {
@@ -160,48 +151,29 @@ inline Quantised quantise(Tensor x, Role role, SumAlong sum, Operands read, Stre
 inline void tile_maxima(Tensor maxima, Tensor x, const TiledPart& part, Stream& stream) {
   CHECK_TENSOR(maxima, DType::fp32, part.tiles());
   CHECK_TENSOR(x, x.dtype, part.n);
-  stream.run({"tile_maxima", 0, bytes_of({maxima, x})}, {maxima}, [=, &stream] {
-    with_type(x.dtype, [&]<class X>(type_tag<X>) {
-      RUN_ON_DEVICE(stream, X, cuda::tile_maxima(maxima.data<float>(), x.data<X>(), part, stream.cuda()),
-                    cpu::tile_maxima(maxima.data<float>(), x.data<X>(), part));
-    });
-  });
+  RUN_OP(tile_maxima, x.dtype, bytes_of({maxima, x}), (maxima), maxima.data<float>(), x.data<X>(), part);
 }
 // scales (tiles) of E4M3, from the maxima of all ranks.   maxima (ranks, tiles)
 inline void scales_of_ranks(Tensor scales, Tensor maxima, Stream& stream) {
   const int64_t n = scales.numel(), ranks = maxima.shape[0];
   CHECK_TENSOR(scales, DType::fp32, n);
   CHECK_TENSOR(maxima, DType::fp32, ranks, n);
-  stream.run({"scales_of_ranks", 0, bytes_of({maxima, scales})}, {scales}, [=, &stream] {
-    RUN_ON_DEVICE(stream, void,
-                  cuda::scales_of_ranks(scales.data<float>(), maxima.data<float>(), ranks, n, stream.cuda()),
-                  cpu::scales_of_ranks(scales.data<float>(), maxima.data<float>(), ranks, n));
-  });
+  RUN_UNTYPED_OP(scales_of_ranks, bytes_of({maxima, scales}), (scales), scales.data<float>(), maxima.data<float>(),
+                 ranks, n);
 }
 // out (part.n) E4M3 = x (part.n) divided by the scales, and back.
 inline void tiles_to_fp8(Tensor out, Tensor x, Tensor scales, const TiledPart& part, Stream& stream) {
   CHECK_TENSOR(out, DType::e4m3, part.n);
   CHECK_TENSOR(x, x.dtype, part.n);
   CHECK_TENSOR(scales, DType::fp32, part.tiles());
-  stream.run({"tiles_to_fp8", 0, bytes_of({out, x})}, {}, [=, &stream] {
-    with_type(x.dtype, [&]<class X>(type_tag<X>) {
-      RUN_ON_DEVICE(stream, X,
-                    cuda::tiles_to_fp8(out.data<e4m3>(), x.data<X>(), scales.data<float>(), part, stream.cuda()),
-                    cpu::tiles_to_fp8(out.data<e4m3>(), x.data<X>(), scales.data<float>(), part));
-    });
-  });
+  RUN_OP(tiles_to_fp8, x.dtype, bytes_of({out, x}), (), out.data<e4m3>(), x.data<X>(), scales.data<float>(), part);
 }
 inline void tiles_from_fp8(Tensor out, Tensor x, Tensor scales, const TiledPart& part, Stream& stream) {
   CHECK_TENSOR(out, out.dtype, part.n);
   CHECK_TENSOR(x, DType::e4m3, part.n);
   CHECK_TENSOR(scales, DType::fp32, part.tiles());
-  stream.run({"tiles_from_fp8", 0, bytes_of({out, x})}, {out}, [=, &stream] {
-    with_type(out.dtype, [&]<class X>(type_tag<X>) {
-      RUN_ON_DEVICE(stream, X,
-                    cuda::tiles_from_fp8(out.data<X>(), x.data<e4m3>(), scales.data<float>(), part, stream.cuda()),
-                    cpu::tiles_from_fp8(out.data<X>(), x.data<e4m3>(), scales.data<float>(), part));
-    });
-  });
+  RUN_OP(tiles_from_fp8, out.dtype, bytes_of({out, x}), (out), out.data<X>(), x.data<e4m3>(), scales.data<float>(),
+         part);
 }
 
 // The first operand of a product, op(A) (M, K), where A is stored as `as` says, and the second, op(B) (K, N).

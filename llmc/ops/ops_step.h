@@ -50,14 +50,9 @@ inline void cross_entropy_stats(Tensor stats, Tensor logits, Tensor targets, con
   CHECK_TENSOR(stats, accumulator_of(logits.dtype), N, 3);
   CHECK_TENSOR(targets, DType::int32, N);
   detail::check_columns("cross_entropy_stats", part, V_padded);
-  stream.run({"cross_entropy_stats", 0, detail::bytes_of({logits})}, {}, [=, &stream] {  // an empty part is not finite
-    with_type(logits.dtype, [&](auto tag) {
-      using X = typename decltype(tag)::type;
-      using A = accumulator_t<X>;
-      CALL_OP(stream, X, cross_entropy_stats, stats.data<A>(), logits.data<X>(), targets.data<int32_t>(), N, V_padded,
-              part);
-    });
-  });
+  RUN_OP(cross_entropy_stats, logits.dtype, detail::bytes_of({logits}),
+         (),  // the stats of an empty part are not finite
+         stats.data<A>(), logits.data<X>(), targets.data<int32_t>(), N, V_padded, part);
 }
 
 // Then losses (N) of the whole vocabulary, from the stats (P, N, 3) of all parts, which are merged in order. With
@@ -105,10 +100,8 @@ inline void combine_scalars(Tensor losses, Tensor notices, Tensor square_sums, T
   CHECK_TENSOR(losses, DType::fp64, L);
   CHECK_TENSOR(notices, DType::fp64, N);
   CHECK_TENSOR(square_sums, DType::fp64, units * tensor_ranks * shards);
-  stream.run({"combine_scalars", 0, detail::bytes_of({gathered})}, {}, [=, &stream] {
-    CALL_OP(stream, void, combine_scalars, losses.data<double>(), notices.data<double>(), square_sums.data<double>(),
-            gathered.data<double>(), ranks, L, N, units, shards, tensor_ranks, stages);
-  });
+  RUN_UNTYPED_OP(combine_scalars, detail::bytes_of({gathered}), (), losses.data<double>(), notices.data<double>(),
+                 square_sums.data<double>(), gathered.data<double>(), ranks, L, N, units, shards, tensor_ranks, stages);
 }
 
 // Computes on the device what the update needs, so that the host does not wait: control (4) fp64 = {gradient norm,
@@ -119,10 +112,8 @@ inline void combine_scalars(Tensor losses, Tensor notices, Tensor square_sums, T
 inline void clip_control(Tensor control, Tensor square_sums, Tensor loss, const UpdateRule& rule, Stream& stream) {
   CHECK_TENSOR(control, DType::fp64, 4);
   CHECK_TENSOR(loss, DType::fp64, 1);
-  stream.run({"clip_control", 0, detail::bytes_of({square_sums})}, {}, [=, &stream] {
-    CALL_OP(stream, void, clip_control, control.data<double>(), square_sums.data<double>(), square_sums.numel(),
-            loss.data<double>(), rule);
-  });
+  RUN_UNTYPED_OP(clip_control, detail::bytes_of({square_sums}), (), control.data<double>(), square_sums.data<double>(),
+                 square_sums.numel(), loss.data<double>(), rule);
 }
 
 // The state that an optimizer keeps for a segment of weights: a tensor for each slot of its rule, empty ones after
@@ -152,38 +143,31 @@ inline void update_weights_stochastic(Optimizer optimizer, Tensor weight, const 
   CHECK_TENSOR(weight, DType::bf16, n);
   CHECK_TENSOR(control, DType::fp64, 4);
   const Philox words = rounding_words(options.seed, parameter, options.step);
-  stream.run(detail::cost_of_update(optimizer, weight, {}, slots, gradient), {weight, slots[0], slots[1]},
-             [=, &stream] {
-               CALL_OP(stream, bf16, update_weights_stochastic, optimizer, weight.data<bf16>(),
-                       detail::data_or_null<float>(slots[0]), detail::data_or_null<float>(slots[1]),
-                       gradient.data<float>(), control.data<double>(), elements, n, options, words);
-             });
+  const OpCost cost = detail::cost_of_update(optimizer, weight, {}, slots, gradient);
+  stream.run(cost, {weight, slots[0], slots[1]}, [=, &stream] {
+    CALL_OP(stream, bf16, update_weights_stochastic, optimizer, weight.data<bf16>(),
+            detail::data_or_null<float>(slots[0]), detail::data_or_null<float>(slots[1]), gradient.data<float>(),
+            control.data<double>(), elements, n, options, words);
+  });
 }
 
 // A step on one segment: weight, master and slots change in place. master is fp32 when weight is bf16, else empty (the
 // weight is its own master copy). Nothing changes where control forbids the update.
 inline void update_weights(Optimizer optimizer, Tensor weight, Tensor master, const SlotTensors& slots, Tensor gradient,
                            Tensor control, const OptimizerOptions& options, Stream& stream) {
-  const int64_t n = weight.numel();
   CHECK(master.empty() == (weight.dtype == accumulator_of(weight.dtype)),
         "update_weights: weights in {} {} a separate master copy", weight.dtype,
         master.empty() ? "need" : "must not have");
   CHECK_TENSOR(control, DType::fp64, 4);
-  stream.run(detail::cost_of_update(optimizer, weight, master, slots, gradient), {weight, master, slots[0], slots[1]},
-             [=, &stream] {
-               with_type(weight.dtype, [&](auto tag) {
-                 using W = typename decltype(tag)::type;
-                 using A = accumulator_t<W>;
-                 CALL_OP(stream, W, update_weights, optimizer, weight.data<W>(), detail::data_or_null<A>(master),
-                         detail::data_or_null<A>(slots[0]), detail::data_or_null<A>(slots[1]), gradient.data<A>(),
-                         control.data<double>(), n, options);
-               });
-             });
+  RUN_OP_AT(update_weights, weight.dtype, detail::cost_of_update(optimizer, weight, master, slots, gradient),
+            (weight, master, slots[0], slots[1]), optimizer, weight.data<X>(), detail::data_or_null<A>(master),
+            detail::data_or_null<A>(slots[0]), detail::data_or_null<A>(slots[1]), gradient.data<A>(),
+            control.data<double>(), weight.numel(), options);
 }
 
 // average += share (weight - average). Nothing changes where control forbids the update.   average, weight (n)
 inline void average_weights(Tensor average, Tensor weight, Tensor control, double share, Stream& stream) {
-  detail::check_tensor("average_weights", "weight", weight, average.dtype, average.shape);
+  CHECK_TENSOR(weight, average.dtype, average.shape);
   CHECK_TENSOR(control, DType::fp64, 4);
   RUN_OP(average_weights, average.dtype, detail::bytes_of({average, average, weight}), (average), average.data<A>(),
          weight.data<A>(), control.data<double>(), average.numel(), A(share));
@@ -191,12 +175,13 @@ inline void average_weights(Tensor average, Tensor weight, Tensor control, doubl
 
 // a = b, b = a
 inline void exchange(Tensor a, Tensor b, Stream& stream) {
-  detail::check_tensor("exchange", "b", b, a.dtype, a.shape);
+  CHECK_TENSOR(b, a.dtype, a.shape);
   RUN_OP(exchange, a.dtype, 2 * detail::bytes_of({a, b}), (a, b), a.data<A>(), b.data<A>(), a.numel());
 }
 
-// The same with state in few bits (small_state.h): slots of fp32, bf16, e4m3 or e5m3, the latter two with scales; a
-// master of fp32, of int16, or for bf16 weights none. The segment is whole blocks of a unit, from element `first` on.
+// update_weights() with state in few bits (small_state.h): slots of fp32, bf16, e4m3 or e5m3, the latter two with
+// scales; a master of fp32, of int16, or for bf16 weights none. The segment is whole blocks of a unit, from element
+// `first` on.
 inline void update_small_state(Optimizer optimizer, Tensor weight, Tensor master, const SlotTensors& slots,
                                const SlotTensors& scales, Tensor gradient, Tensor control, std::string_view unit,
                                int64_t first, const OptimizerOptions& options, Stream& stream) {
@@ -225,10 +210,8 @@ inline void update_small_state(Optimizer optimizer, Tensor weight, Tensor master
     u.slots[s] = {slots[s].dtype, slots[s].bytes, detail::data_or_null<float>(scales[s])};
   }
   const double bytes = 2 * detail::bytes_of({weight, master, slots[0], slots[1], scales[0], scales[1]});
-  stream.run({rule_of(optimizer).op, 0, bytes + detail::bytes_of({gradient})}, {weight}, [=, &stream] {
-    RUN_ON_DEVICE(stream, float, cuda::update_small_state(optimizer, u, options, stream.cuda()),
-                  cpu::state_ops().update_small_state(optimizer, u, options));
-  });
+  stream.run({rule_of(optimizer).op, 0, bytes + detail::bytes_of({gradient})}, {weight},
+             [=, &stream] { CALL_OP(stream, float, update_small_state, optimizer, u, options); });
 }
 
 }  // namespace llmc

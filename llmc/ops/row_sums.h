@@ -15,12 +15,8 @@ struct WaitingSums {
 
   void add(Stream& stream) {
     if (outputs.empty()) return;
-    stream.run({"add_row_sums", 0, bytes_of({room.slice(0, {used})})}, outputs, [this, &stream] {
-      (void)stream;
-#ifdef TRAIN_GPT_CUDA
-      cuda::add_partials(sums, stream.cuda());
-#endif
-    });
+    stream.run({"add_row_sums", 0, bytes_of({room.slice(0, {used})})}, outputs,
+               [this, &stream] { RUN_ON_DEVICE(stream, void, cuda::add_partials(sums, stream.cuda()), (void)0); });
     used = 0;
     outputs.clear(), sums.clear();
   }

@@ -2,7 +2,6 @@
 #include <cmath>
 
 #include "cuda/device_test.h"
-#include "ops/cpu/fp8_tiles.h"
 #include "ops/cpu/matmul.h"
 #include "ops/cpu/quantise.h"
 #include "ops/cuda/fp8_tiles.cuh"

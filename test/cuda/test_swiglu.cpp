@@ -1,6 +1,6 @@
 // The SwiGLU kernels against the CPU op.
 #include "cuda/device_test.h"
-#include "ops/cpu/swiglu.h"
+#include "ops/cpu/elementwise.h"
 #include "ops/cuda/swiglu.cuh"
 
 using namespace llmc;

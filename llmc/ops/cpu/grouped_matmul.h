@@ -27,37 +27,27 @@ void grouped_tile(Out* c, int64_t stride, const Lines<T>& a, const Lines<T>& b, 
                                 MatmulScratch<How>(scratch, blocks));
 }
 
-// out (rows, N) = x (rows, K) op(weight of their expert), for all experts. R: the most rows that there may be
-template <class How, class T>
-void grouped_rows(T* out, const T* x, const T* weight, const int32_t* offsets, std::byte* scratch, int64_t R, int64_t E,
-                  int64_t N, int64_t K, Transpose transpose) {
+}  // namespace detail
+
+// out (rows, N) = x (rows, K) op(weight of their expert), for all experts. R: the most rows that there may be. scratch:
+// grouped_scratch() bytes
+template <class T, class How = Multiply<accumulator_t<T>>>
+void grouped_linear(T* out, const T* x, const T* weight, const int32_t* offsets, std::byte* scratch, int64_t R,
+                    int64_t E, int64_t N, int64_t K, Transpose transpose) {
   constexpr int64_t rows = GroupedTile::rows, columns = GroupedTile::columns;
+  scratch = aligned_scratch(scratch);
   const int64_t of_thread = grouped_thread_bytes(K, dtype_of<T>());
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t t = 0; t < ceil_div(R, rows) + E; ++t)
     for (int64_t n0 = 0; n0 < N; n0 += columns) {
-      const ExpertRows taken = row_tile(offsets, E, rows, t);
+      const ExpertRows taken = detail::row_tile(offsets, E, rows, t);
       if (taken.expert < 0) continue;
       const T* w = weight + taken.expert * N * K;
       const Lines<T> b = transpose == Transpose::yes ? Lines<T>{w, K, 1} : Lines<T>{w, 1, N};
-      grouped_tile<How>(out + taken.begin * N + n0, N, Lines<T>{x + taken.begin * K, K, 1}, b.from(n0, 0),
-                        taken.end - taken.begin, std::min(columns, N - n0), K, Accumulate::no,
-                        scratch + omp_get_thread_num() * of_thread);
+      detail::grouped_tile<How>(out + taken.begin * N + n0, N, Lines<T>{x + taken.begin * K, K, 1}, b.from(n0, 0),
+                                taken.end - taken.begin, std::min(columns, N - n0), K, Accumulate::no,
+                                scratch + omp_get_thread_num() * of_thread);
     }
-}
-
-}  // namespace detail
-
-// weight (E, O, I). scratch: grouped_scratch() bytes
-template <class T, class How = Multiply<accumulator_t<T>>>
-void grouped_linear_forward(T* out, const T* x, const T* weight, const int32_t* offsets, std::byte* scratch, int64_t R,
-                            int64_t E, int64_t O, int64_t I) {
-  detail::grouped_rows<How>(out, x, weight, offsets, aligned_scratch(scratch), R, E, O, I, Transpose::yes);
-}
-template <class T, class How = Multiply<accumulator_t<T>>>
-void grouped_linear_backward_input(T* dx, const T* dout, const T* weight, const int32_t* offsets, std::byte* scratch,
-                                   int64_t R, int64_t E, int64_t O, int64_t I) {
-  detail::grouped_rows<How>(dx, dout, weight, offsets, aligned_scratch(scratch), R, E, I, O, Transpose::no);
 }
 
 template <class T, class A = accumulator_t<T>, class How = Multiply<accumulator_t<T>>>

@@ -5,7 +5,6 @@
 #include "ops/cpu/attention_backward.h"
 #include "ops/cpu/cross_entropy.h"
 #include "ops/cpu/elementwise.h"
-#include "ops/cpu/embedding.h"
 #include "ops/cpu/expert_ranks.h"
 #include "ops/cpu/experts.h"
 #include "ops/cpu/grouped_matmul.h"
@@ -13,15 +12,11 @@
 #include "ops/cpu/isa.h"
 #include "ops/cpu/layernorm.h"
 #include "ops/cpu/matmul.h"
-#include "ops/cpu/muon.h"
-#include "ops/cpu/projection_norm.h"
-#include "ops/cpu/qk_clip.h"
 #include "ops/cpu/quantise.h"
 #include "ops/cpu/rmsnorm.h"
 #include "ops/cpu/router.h"
 #include "ops/cpu/small_state.h"
 #include "ops/cpu/step.h"
-#include "ops/cpu/swiglu.h"
 #include "ops/cpu/update.h"
 
 // The ops by name: templates over the type that they compute in; templates over the type that they sum in; and ops that
@@ -35,13 +30,13 @@
   OP(projection_norm_backward) OP(projection_norm_forward) OP(projection_sums) OP(qk_norm_backward) \
   OP(qk_norm_forward) OP(residual_forward) OP(residual_layernorm_forward) OP(residual_rmsnorm_forward) \
   OP(rmsnorm_backward) OP(rmsnorm_forward) OP(rotary) OP(round_to_fp8) OP(round_whole_to_fp8) OP(scale) OP(square_sum) OP(swiglu_backward) OP(swiglu_forward) \
-  OP(update_weights)
+  OP(tile_maxima) OP(tiles_from_fp8) OP(tiles_to_fp8) OP(update_weights)
 #define CPU_OPS_OF_SUMS(OP) \
   OP(add_losses) OP(average_weights) OP(exchange) OP(join_segments) OP(largest_logits) OP(muon_direction) OP(rotary_table) OP(router_backward) OP(router_forward) OP(router_losses) \
   OP(router_statistics)
 #define CPU_OPS_OF_NO_TYPE(OP) \
   OP(add_expert_counts) OP(arrival_plan) OP(clip_control) OP(combine_scalars) OP(copy) OP(count_dropped) \
-  OP(dispatch_plan) OP(expert_counts) OP(largest_of_ranks) OP(poison) OP(segment_starts) OP(split_in_three) OP(update_expert_biases) OP(zero)
+  OP(dispatch_plan) OP(expert_counts) OP(largest_of_ranks) OP(poison) OP(scales_of_ranks) OP(segment_starts) OP(split_in_three) OP(update_expert_biases) OP(zero)
 // clang-format on
 
 namespace llmc::cpu {
@@ -55,26 +50,22 @@ struct OpsOf {
 #define CPU_OP(name) decltype(&cpu::name<Sum>) name;
   CPU_OPS_OF_SUMS(CPU_OP)
 #undef CPU_OP
+  // Of bf16 weights and of state in few bits, in every table.
   decltype(&cpu::update_weights_stochastic) update_weights_stochastic;
-  decltype(&cpu::convert<float, T>) to_fp32;
-  decltype(&cpu::convert<bf16, T>) to_bf16;
-  decltype(&cpu::convert<double, T>) to_fp64;
-  decltype(&cpu::copy_box<float, T>) box_to_fp32;
-  decltype(&cpu::copy_box<bf16, T>) box_to_bf16;
-  decltype(&cpu::copy_box<double, T>) box_to_fp64;
+  decltype(&cpu::update_small_state) update_small_state;
+  // By the type that is written.
+  std::tuple<decltype(&cpu::convert<float, T>), decltype(&cpu::convert<bf16, T>), decltype(&cpu::convert<double, T>)>
+      converts;
+  std::tuple<decltype(&cpu::copy_box<float, T>), decltype(&cpu::copy_box<bf16, T>), decltype(&cpu::copy_box<double, T>)>
+      copies;
 
-  // convert() and copy_box() to type To.
   template <class To>
   auto convert() const {
-    if constexpr (std::is_same_v<To, float>) return to_fp32;
-    else if constexpr (std::is_same_v<To, bf16>) return to_bf16;
-    else return to_fp64;
+    return std::get<decltype(&cpu::convert<To, T>)>(converts);
   }
   template <class To>
   auto copy_box() const {
-    if constexpr (std::is_same_v<To, float>) return box_to_fp32;
-    else if constexpr (std::is_same_v<To, bf16>) return box_to_bf16;
-    else return box_to_fp64;
+    return std::get<decltype(&cpu::copy_box<To, T>)>(copies);
   }
 };
 template <>
@@ -91,17 +82,11 @@ struct ProductsOf {
   using Sum = accumulator_t<T>;
   decltype(&cpu::matmul<T, T>) matmul;
   decltype(&cpu::matmul<T, Sum>) matmul_sum;
-  decltype(&cpu::grouped_linear_forward<T>) grouped_linear_forward;
-  decltype(&cpu::grouped_linear_backward_input<T>) grouped_linear_backward_input;
+  decltype(&cpu::grouped_linear<T>) grouped_linear;
   decltype(&cpu::grouped_linear_backward_weight<T>) grouped_linear_backward_weight;
   decltype(&cpu::attention_forward<T>) attention_forward;
   decltype(&cpu::attention_backward<T>) attention_backward;
   decltype(&cpu::register_peak<Multiply<Sum>>) register_peak;
-};
-
-// What works on state in few bits, which has dtypes of its own.
-struct StateOps {
-  decltype(&cpu::update_small_state) update_small_state;
 };
 
 // The tables of each set; constants, so that no code of an unused set runs. fp64 is for finite differences and other
@@ -109,7 +94,6 @@ struct StateOps {
 extern const OpsOf<double> portable_fp64;
 extern const OpsOf<float> portable_fp32, avx2_fp32, avx512_fp32;
 extern const OpsOf<bf16> portable_bf16, avx2_bf16, avx512_bf16;
-extern const StateOps portable_state, avx2_state, avx512_state;
 extern const ProductsOf<double> portable_fp64_products;
 extern const ProductsOf<float> portable_fp32_products, avx2_fp32_products, avx512_fp32_products;
 extern const ProductsOf<bf16> portable_bf16_products, avx2_bf16_products, avx512_bf16_products, avx512_pairs_products,
@@ -157,10 +141,6 @@ const ProductsOf<T>& products_of([[maybe_unused]] Isa isa) {
 #endif
     return detail::of_vectors(isa, CPU_SETS(bf16, _products));
   }
-}
-inline const StateOps& state_ops() {
-  static const StateOps& in_use = detail::of_vectors(isa_in_use(), CPU_SETS(state, ));
-  return in_use;
 }
 #undef CPU_SETS
 

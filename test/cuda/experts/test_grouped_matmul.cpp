@@ -40,8 +40,8 @@ struct Case {
     std::vector<std::byte> bytes(
         static_cast<size_t>(cpu::grouped_scratch(std::max({R, O, I}), dtype_of<T>(), omp_get_max_threads())));
     std::byte* scratch = bytes.data();
-    cpu::grouped_linear_forward(out.data(), x.data(), weight.data(), offsets.data(), scratch, R, E, O, I);
-    cpu::grouped_linear_backward_input(dx.data(), dout.data(), weight.data(), offsets.data(), scratch, R, E, O, I);
+    cpu::grouped_linear(out.data(), x.data(), weight.data(), offsets.data(), scratch, R, E, O, I, Transpose::yes);
+    cpu::grouped_linear(dx.data(), dout.data(), weight.data(), offsets.data(), scratch, R, E, I, O, Transpose::no);
     for (const auto& [to, accumulate] : {std::pair{&dw, Accumulate::yes}, {&written, Accumulate::no}})
       cpu::grouped_linear_backward_weight(to->data(), dout.data(), x.data(), offsets.data(), scratch, R, E, O, I,
                                           accumulate);

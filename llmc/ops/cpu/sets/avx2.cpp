@@ -11,7 +11,6 @@ namespace llmc::cpu {
 
 constexpr const OpsOf<float> avx2_fp32 = avx2::all_ops<float>();
 constexpr const OpsOf<bf16> avx2_bf16 = avx2::all_ops<bf16>();
-constexpr const StateOps avx2_state = {&avx2::update_small_state};
 constexpr const ProductsOf<float> avx2_fp32_products = avx2::all_products<float>();
 constexpr const ProductsOf<bf16> avx2_bf16_products = avx2::all_products<bf16>();
 

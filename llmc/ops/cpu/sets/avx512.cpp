@@ -11,7 +11,6 @@ namespace llmc::cpu {
 
 constexpr const OpsOf<float> avx512_fp32 = avx512::all_ops<float>();
 constexpr const OpsOf<bf16> avx512_bf16 = avx512::all_ops<bf16>();
-constexpr const StateOps avx512_state = {&avx512::update_small_state};
 constexpr const ProductsOf<float> avx512_fp32_products = avx512::all_products<float>();
 constexpr const ProductsOf<bf16> avx512_bf16_products = avx512::all_products<bf16>();
 

@@ -9,13 +9,9 @@ namespace llmc::cpu::CPU_ISA {
 template <class T, class How = Multiply<accumulator_t<T>>>
 constexpr ProductsOf<T> all_products() {
   using Sum = accumulator_t<T>;
-  return {&matmul<T, T, How>,
-          &matmul<T, Sum, How>,
-          &grouped_linear_forward<T, How>,
-          &grouped_linear_backward_input<T, How>,
-          &grouped_linear_backward_weight<T, Sum, How>,
-          &attention_forward<T, How>,
-          &attention_backward<T, How>,
+  return {&matmul<T, T, How>,         &matmul<T, Sum, How>,
+          &grouped_linear<T, How>,    &grouped_linear_backward_weight<T, Sum, How>,
+          &attention_forward<T, How>, &attention_backward<T, How>,
           &register_peak<How>};
 }
 template <class T>
@@ -29,12 +25,9 @@ constexpr OpsOf<T> all_ops() {
   CPU_OPS_OF_SUMS(CPU_OP)
 #undef CPU_OP
   all.update_weights_stochastic = &update_weights_stochastic;
-  all.to_fp32 = &convert<float, T>;
-  all.to_bf16 = &convert<bf16, T>;
-  all.to_fp64 = &convert<double, T>;
-  all.box_to_fp32 = &copy_box<float, T>;
-  all.box_to_bf16 = &copy_box<bf16, T>;
-  all.box_to_fp64 = &copy_box<double, T>;
+  all.update_small_state = &update_small_state;
+  all.converts = {&convert<float, T>, &convert<bf16, T>, &convert<double, T>};
+  all.copies = {&copy_box<float, T>, &copy_box<bf16, T>, &copy_box<double, T>};
   return all;
 }
 
