@@ -66,8 +66,7 @@ HeadRows<T> values_of(const Tensor& t, const AttentionBlock& b) {
 template <class T>
 AttentionInputs<T> attention_inputs(const Tensor& q, const Tensor& kv, const Tensor& positions,
                                     const AttentionBlock& b) {
-  return {queries_of<const T>(q), keys_of<const T>(kv, b), values_of<const T>(kv, b),
-          detail::data_or_null<int32_t>(positions)};
+  return {queries_of<const T>(q), keys_of<const T>(kv, b), values_of<const T>(kv, b), data_or_null<int32_t>(positions)};
 }
 
 // on_cpu: a function that returns bytes; on_gpu: accumulators
@@ -76,6 +75,30 @@ inline Tensor attention_scratch(Stream& stream, DType dtype, int64_t (*on_cpu)(c
   const DType stat = accumulator_of(dtype);
   const int64_t element = size_of(stat);
   return scratch(stream, "attention", stat, ceil_div(on_cpu(block, element, stream.device().threads), element), on_gpu);
+}
+
+// What AttentionOutputs points to; empty tensors where it points to nothing.
+struct ForwardOutputs {
+  Tensor out = {}, lse = {}, sums = {}, largest = {}, total = {};
+};
+// Our own kernels. on_gpu: accumulators of scratch
+inline void run_attention_forward(Stream& stream, const OpCost& cost, const std::vector<Tensor>& written,
+                                  const ForwardOutputs& outputs, Tensor q, Tensor kv, Tensor positions,
+                                  const AttentionBlock& block, int64_t on_gpu) {
+  const int threads = stream.device().threads;
+  auto scope = stream.scratch().scope();
+  const Tensor scratch = attention_scratch(stream, q.dtype, cpu::attention_forward_scratch, on_gpu, block);
+  run_op(stream, q.dtype, cost, written, [=, &stream]<class X, class A>(OpTypes<X, A>) {
+    const auto& [out, lse, sums, largest, total] = outputs;
+    const AttentionOutputs<X, A> to{{data_or_null<X>(out), out.shape[1]},
+                                    data_or_null<A>(lse),
+                                    {data_or_null<A>(sums), sums.shape[1]},
+                                    data_or_null<A>(largest),
+                                    data_or_null<A>(total)};
+    const AttentionInputs<X> from = attention_inputs<X>(q, kv, positions, block);
+    RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
+                  cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
+  });
 }
 
 // Checked on the null device too: a plan is refused whenever the run would be.
@@ -143,16 +166,16 @@ inline void attention_forward(Tensor out, RowStatistics rows, Tensor q, Tensor k
   if (!rows.largest.empty())
     detail::check_tensor("attention_forward", "largest", rows.largest, accumulator_of(q.dtype),
                          {block.B, block.Hq, block.queries.length});
-  detail::check_tensor("attention_forward", "out", out, q.dtype, out.shape);
+  CHECK_TENSOR(out, q.dtype, out.shape);
   CHECK(block.all_keys && block.offset >= 0, "attention_forward: every row must see a key; see attention_merge()");
   const OpCost cost{.name = "attention_forward",
                     .flops = detail::attention_flops(block),
                     .bytes = 2 * detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype),
                     .attention = detail::attention_size(block)};
-  auto scope = stream.scratch().scope();
 #ifdef TRAIN_GPT_CUDNN
   if (detail::by_cudnn(stream, q, kv, block)) {
     CHECK(rows.largest.empty(), "cuDNN's attention returns no largest scores: use --attention own");
+    auto scope = stream.scratch().scope();
     const AttentionShape shape = detail::shape_of(block);
     const Tensor work = detail::cudnn_scratch(stream, cuda::AttentionPass::forward, shape);
     return stream.run(cost, {out, rows.lse}, [=, &stream] {
@@ -163,19 +186,9 @@ inline void attention_forward(Tensor out, RowStatistics rows, Tensor q, Tensor k
   }
 #endif
   detail::check_heads_of_gpu(stream, q.dtype, block.D);
-  const int threads = stream.device().threads;
-  const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_forward_scratch,
-                                                   ON_GPU(cuda::attention_forward_scratch(block)), block);
-  detail::run_op(stream, q.dtype, cost, detail::rows_written(out, block.B, block.queries),
-                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-                   const AttentionOutputs<X, A> to{{out.data<X>(), out.shape[1]},
-                                                   detail::data_or_null<A>(rows.lse),
-                                                   {},
-                                                   detail::data_or_null<A>(rows.largest)};
-                   const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
-                   RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                                 cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
-                 });
+  detail::run_attention_forward(stream, cost, detail::rows_written(out, block.B, block.queries),
+                                {.out = out, .lse = rows.lse, .largest = rows.largest}, q, kv, positions, block,
+                                ON_GPU(cuda::attention_forward_scratch(block)));
 }
 
 // Attention over keys that come in several blocks. Exponentials are relative to the largest score so far, so that none
@@ -199,25 +212,14 @@ inline void attention_merge(const RunningAttention& running, Tensor q, Tensor kv
   detail::check_tensor("attention_merge", "total", running.total, stat, running.largest.shape);
   detail::check_heads_of_gpu(stream, q.dtype, block.D);
   if (block.pairs() == 0) return;
-  const int threads = stream.device().threads;
-  auto scope = stream.scratch().scope();
-  const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_forward_scratch, 0, block);
-  detail::run_op(stream, q.dtype,
-                 {.name = "attention_merge",
-                  .flops = detail::attention_flops(block),
-                  .bytes = detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) +
-                           2 * detail::query_bytes(block, stat),
-                  .attention = detail::attention_size(block)},
-                 {running.sums}, [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
-                   const AttentionOutputs<X, A> to{{},
-                                                   nullptr,
-                                                   {running.sums.data<A>(), running.sums.shape[1]},
-                                                   running.largest.data<A>(),
-                                                   running.total.data<A>()};
-                   const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
-                   RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                                 cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
-                 });
+  const OpCost cost{.name = "attention_merge",
+                    .flops = detail::attention_flops(block),
+                    .bytes = detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) +
+                             2 * detail::query_bytes(block, stat),
+                    .attention = detail::attention_size(block)};
+  detail::run_attention_forward(stream, cost, {running.sums},
+                                {.sums = running.sums, .largest = running.largest, .total = running.total}, q, kv,
+                                positions, block, 0);
 }
 // After the last block: out (B T, Hq D) = sums / total, rounded once; lse (B, Hq, T) = largest + log(total).
 inline void attention_finish(Tensor out, Tensor lse, const RunningAttention& running, Stream& stream) {
@@ -241,8 +243,7 @@ inline void attention_backward(Tensor dq, Tensor dkv, Tensor dout, Tensor out, T
   const DType stat = accumulator_of(q.dtype), written = add ? stat : q.dtype;
   CHECK(!lse.empty());
   detail::check_attention("attention_backward", out, lse, q, kv, positions, block);
-  detail::check_tensor("attention_backward", "out", out, q.dtype, out.shape);
-  detail::check_tensor("attention_backward", "dout", dout, q.dtype, out.shape);
+  CHECK_TENSORS((out, dout), q.dtype, out.shape);
   detail::check_rows("attention_backward", "dq", dq, written, block.B, block.queries, block.Hq * block.D);
   detail::check_rows("attention_backward", "dkv", dkv, written, block.B, block.keys, 2 * block.Hkv * block.D);
   CHECK(add || block.pairs() > 0);

@@ -75,13 +75,11 @@ inline bool multiplies_fp8(Operands read, const Device& device) {
 // or an empty tensor: all
 inline void round_to_fp8(Tensor out, Tensor x, ScaleBlock block, Fp8Format format, Stream& stream, Tensor rows = {}) {
   const int64_t C = x.shape[x.shape.rank() - 1], R = x.shape[x.shape.rank() - 2], G = x.numel() / (R * C);
-  const int32_t* const count = detail::data_or_null<int32_t>(rows);
+  const int32_t* const count = data_or_null<int32_t>(rows);
   const Tensor checked = rows.empty() ? out : Tensor{};
-  if (!block.is_whole()) {
-    RUN_OP(round_to_fp8, x.dtype, bytes_of({out, x}), (checked), out.data<X>(), x.data<X>(), G, R, C, block, format,
-           count);
-    return;
-  }
+  if (!block.is_whole())
+    return RUN_OP(round_to_fp8, x.dtype, bytes_of({out, x}), (checked), out.data<X>(), x.data<X>(), G, R, C, block,
+                  format, count);
   auto scope = stream.scratch().scope();
   const Tensor maxima = scratch(stream, "largest numbers", DType::fp32, G, ON_GPU(G * cuda::whole_parts));
   RUN_OP(round_whole_to_fp8, x.dtype, bytes_of({out, x, x}), (checked), out.data<X>(), maxima.data<float>(),
