@@ -2,7 +2,7 @@
 #include <memory>
 
 #include "cuda/ladder.h"
-#include "ops/cpu/layernorm.h"
+#include "ops/cpu/norms.h"
 #include "ops/cuda/layernorm.cuh"
 
 namespace llmc::cuda {

@@ -16,5 +16,4 @@
 #include "ops/ops_layers.h"        // norms, linear, activations, sums of parts
 #include "ops/ops_memory.h"        // zero, copy, convert, fill, add, scale, initial weights
 #include "ops/ops_muon.h"          // Muon: momentum of a matrix, Newton-Schulz iteration
-#include "ops/ops_qk_clip.h"       // QK-clip: largest logits of heads, their weights
-#include "ops/ops_step.h"          // loss, gradient norm, clipping, update
+#include "ops/ops_step.h"          // loss, gradient norm, clipping, update, QK-clip

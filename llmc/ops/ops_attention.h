@@ -110,13 +110,7 @@ inline void check_heads_of_gpu([[maybe_unused]] Stream& stream, [[maybe_unused]]
 #endif
 }
 
-}  // namespace detail
-
-// ---- Attention -----------------------------------------------------------------------------------------------------
-
 #ifdef TRAIN_GPT_CUDNN
-namespace detail {
-
 // Does cuDNN compute this attention? It takes whole sequences; our own kernels take the new rows of generated text.
 // cudnn_scratch(): its work space.
 inline bool by_cudnn(Stream& stream, const Tensor& q, const Tensor& kv, const AttentionBlock& b) {
@@ -130,9 +124,9 @@ inline Tensor cudnn_scratch(Stream& stream, cuda::AttentionPass pass, const Atte
   const int64_t bytes = stream.kept<cuda::AttentionPlans>().workspace_bytes(pass, shape);
   return stream.scratch().alloc("scratch", "cuDNN attention", DType::int32, {ceil_div(bytes, 4)});
 }
+#endif
 
 }  // namespace detail
-#endif
 
 // Notices about the kernels for heads of D channels on this GPU, for the start of a run: which of them are slower there
 // than intended, if any. Throws Error if one of them cannot run there at all.
@@ -151,7 +145,7 @@ inline std::vector<std::string> attention_notices([[maybe_unused]] const Device&
 // Statistics of attention's rows, (B, Hq, queries.length) each; empty tensors where they are not wanted.
 struct RowStatistics {
   Tensor lse;      // log of the sum of exponentials, for the backward
-  Tensor largest;  // score, for QK-clip (ops_qk_clip.h)
+  Tensor largest;  // score, for QK-clip (ops_step.h)
   RowStatistics(Tensor lse_ = {}, Tensor largest_ = {}) : lse(lse_), largest(largest_) {}
 };
 

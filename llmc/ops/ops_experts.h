@@ -20,6 +20,13 @@ inline void check_segments(const char* op, const Segments& s) {
         "{}: a first row {} of segments of {} rows; it must be one of them", op, s.first, s.length);
 }
 
+// The rows of the choices: places (N, k); or an empty tensor: in the order (row, choice), k rows for each row.
+inline void check_places(const char* op, const Tensor& places, const Tensor& y, int64_t N, int64_t k) {
+  if (!places.empty()) return check_tensor(op, "places", places, DType::int32, {N, k});
+  CHECK(y.shape[0] == N * k, "{}: {} rows of {} choices each, but there are {}: give their places", op, N, k,
+        y.shape[0]);
+}
+
 // Three bf16 matrices whose sum is exactly the fp32 matrix x (N, E), so that bf16 products do not round the router's
 // gradient. They are side by side, (N, 3, E), or one after the other, (3, N, E).
 enum class Parts : uint8_t { side_by_side, one_after_the_other };
@@ -196,17 +203,6 @@ inline void dispatch_rows(Tensor out, Tensor x, Tensor places, Stream& stream) {
   RUN_OP(dispatch_rows, x.dtype, 2 * detail::bytes_of({out}), (), out.data<X>(), x.data<X>(), places.data<int32_t>(), N,
          C, k);
 }
-
-namespace detail {
-
-// The rows of the choices: places (N, k); or an empty tensor: in the order (row, choice), k rows for each row.
-inline void check_places(const char* op, const Tensor& places, const Tensor& y, int64_t N, int64_t k) {
-  if (!places.empty()) return check_tensor(op, "places", places, DType::int32, {N, k});
-  CHECK(y.shape[0] == N * k, "{}: {} rows of {} choices each, but there are {}: give their places", op, N, k,
-        y.shape[0]);
-}
-
-}  // namespace detail
 
 // out = or += (as requested) the sum over j of weights[n, j] y[places[n, j]], in this order, rounded once; dropped
 // choices add nothing. Without weights it is the backward of dispatch_rows.   out (N, C); y (R, C); weights (N, k) in

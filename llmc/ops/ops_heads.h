@@ -5,10 +5,20 @@
 
 namespace llmc {
 
+// The positions of rows.   table (P, D) in the accumulator dtype; of_row (B T) int32, all below P
+struct RotaryPositions {
+  Tensor table, of_row;
+};
+
 namespace detail {
 
 inline void check_qkv(const char* op, const char* argument, const Tensor& qkv, const AttentionShape& s) {
   check_tensor(op, argument, qkv, qkv.dtype, {s.B * s.T, (s.Hq + 2 * s.Hkv) * s.D});
+}
+inline void check_rotary(const char* op, const Tensor& qkv, const RotaryPositions& positions, const AttentionShape& s) {
+  const auto& [table, of_row] = positions;
+  check_tensor(op, "positions", of_row, DType::int32, {s.B * s.T});
+  check_tensor(op, "the table of angles", table, accumulator_of(qkv.dtype), {table.shape[0], s.D});
 }
 
 }  // namespace detail
@@ -19,21 +29,6 @@ inline void rotary_table(Tensor table, const Rotary& rotary, Stream& stream) {
   CHECK(D % 2 == 0, "rotary embedding rotates pairs: the head size {} is odd", D);
   RUN_OP(rotary_table, table.dtype, detail::bytes_of({table}), (table), table.data<A>(), rotary, P, D);
 }
-
-// The positions of rows.   table (P, D) in the accumulator dtype; of_row (B T) int32, all below P
-struct RotaryPositions {
-  Tensor table, of_row;
-};
-
-namespace detail {
-
-inline void check_rotary(const char* op, const Tensor& qkv, const RotaryPositions& positions, const AttentionShape& s) {
-  const auto& [table, of_row] = positions;
-  check_tensor(op, "positions", of_row, DType::int32, {s.B * s.T});
-  check_tensor(op, "the table of angles", table, accumulator_of(qkv.dtype), {table.shape[0], s.D});
-}
-
-}  // namespace detail
 
 // In place: rotates every query and key head of a row by its position; Turn::backward rotates the gradient back.
 // qkv (B T, (Hq + 2 Hkv) D)

@@ -59,13 +59,23 @@ void run_op(Stream& stream, DType dtype, const OpCost& cost, const Outputs& outp
   });
 }
 
+// Calls f<Out, X, Both>() with the types of two dtypes; Both is double if one of them is.
+template <class F>
+void with_types(DType out, DType x, F&& f) {
+  with_type(out, [&]<class Out>(type_tag<Out>) {
+    with_type(x, [&]<class X>(type_tag<X>) {
+      f.template operator()<Out, X, std::conditional_t<std::is_same_v<Out, double>, Out, X>>();
+    });
+  });
+}
+
 }  // namespace detail
 
 // RUN_OP(f, dtype, bytes, (outputs), arguments...): the same for CALL_OP(stream, X, f, arguments...), which costs these
 // bytes, under the name of the function that has it. The arguments may name X and A.
 // RUN_OP_AT(f, dtype, cost, (outputs), arguments...): with another name or cost.
-// RUN_OP_ON_GPU(f, dtype, bytes, arguments...): an op that only GPUs have, without outputs to check, under its own
-// name. RUN_UNTYPED_OP(f, bytes, (outputs), arguments...): an op that is not written for several types.
+// RUN_OP_ON_GPU(f, dtype, bytes, arguments...): an op that only GPUs have, under its own name; no output is checked.
+// RUN_UNTYPED_OP(f, bytes, (outputs), arguments...): an op that is not written for several types.
 #define RUN_OP(f, dtype, bytes, outputs, ...) RUN_OP_AT(f, dtype, (OpCost{__func__, 0, bytes}), outputs, __VA_ARGS__)
 #define RUN_OP_AT(f, dtype, cost, outputs, ...) \
   ::llmc::detail::run_op(                       \
@@ -130,20 +140,6 @@ inline void copy_updated_to_device(Tensor out, Tensor x, Tensor control, Stream&
                if (control.data<double>()[2] != 0) CALL_OP(stream, void, copy, out.bytes, x.bytes, x.size_bytes());
              });
 }
-
-namespace detail {
-
-// Calls f<Out, X, Both>() with the types of two dtypes; Both is double if one of them is.
-template <class F>
-void with_types(DType out, DType x, F&& f) {
-  with_type(out, [&]<class Out>(type_tag<Out>) {
-    with_type(x, [&]<class X>(type_tag<X>) {
-      f.template operator()<Out, X, std::conditional_t<std::is_same_v<Out, double>, Out, X>>();
-    });
-  });
-}
-
-}  // namespace detail
 
 // out = x in the dtype of out, rounded to nearest even
 inline void convert(Tensor out, Tensor x, Stream& stream) {

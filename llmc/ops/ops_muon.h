@@ -19,11 +19,8 @@ struct NewtonSchulzStep {
 inline constexpr size_t newton_schulz_steps = 5;
 using NewtonSchulzSteps = std::array<NewtonSchulzStep, newton_schulz_steps>;
 
-inline constexpr NewtonSchulzSteps quintic_steps = [] {
-  NewtonSchulzSteps steps{};
-  for (NewtonSchulzStep& s : steps) s = {3.4445, -4.7750, 2.0315};
-  return steps;
-}();
+inline constexpr NewtonSchulzStep quintic = {3.4445, -4.7750, 2.0315};
+inline constexpr NewtonSchulzSteps quintic_steps = {quintic, quintic, quintic, quintic, quintic};
 // For singular values from 1e-3 on, with the margin below (the coefficients of modded-nanogpt).
 inline constexpr NewtonSchulzSteps polar_express_steps = {{
     {8.156554524902461, -22.48329292557795, 15.878769915207462},

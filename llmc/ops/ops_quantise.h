@@ -185,8 +185,6 @@ inline Operand second_operand(const Quantised& b, Transpose as) {
   o.as = o.scales.empty() ? as : Transpose::yes;
   return o;
 }
-inline SumAlong sum_of_first(Transpose as) { return as == Transpose::no ? SumAlong::rows : SumAlong::columns; }
-inline SumAlong sum_of_second(Transpose as) { return as == Transpose::yes ? SumAlong::rows : SumAlong::columns; }
 
 }  // namespace llmc::detail
 
@@ -214,13 +212,15 @@ inline Operand first_operand(Tensor a, Transpose as, Role role, const Reading& r
     quantise(q, a, role, read.operands, stream);
     return first_operand(q, as);
   }
-  return first_operand(quantise(a, role, sum_of_first(as), read.operands, stream), as);
+  const SumAlong sum = as == Transpose::no ? SumAlong::rows : SumAlong::columns;
+  return first_operand(quantise(a, role, sum, read.operands, stream), as);
 }
 inline Operand second_operand(Tensor b, Transpose as, Role role, const Reading& read, Stream& stream) {
   if (read.operands == Operands::as_stored) return {b, as};
   if (role == Role::weights && !read.weight.rows.values.empty()) return second_operand(read.weight, as);
   if (role == Role::activations && !read.kept_input.values.empty()) return second_operand({{}, read.kept_input}, as);
-  return second_operand(quantise(b, role, sum_of_second(as), read.operands, stream), as);
+  const SumAlong sum = as == Transpose::yes ? SumAlong::rows : SumAlong::columns;
+  return second_operand(quantise(b, role, sum, read.operands, stream), as);
 }
 
 }  // namespace llmc::detail

@@ -1,8 +1,8 @@
-// ops_step.h: the ops at the end of a step: loss, gradient norm, clipping, update, average. Conventions: ops.h.
+// ops_step.h: the ops at the end of a step: loss, gradient norm, clipping, update, average, QK-clip. Conventions:
+// ops.h.
 #pragma once
 #include "ops/ops_memory.h"
 #include "ops/optimizers.h"
-#include "ops/small_state.h"
 
 namespace llmc {
 
@@ -50,9 +50,9 @@ inline void cross_entropy_stats(Tensor stats, Tensor logits, Tensor targets, con
   CHECK_TENSOR(stats, accumulator_of(logits.dtype), N, 3);
   CHECK_TENSOR(targets, DType::int32, N);
   detail::check_columns("cross_entropy_stats", part, V_padded);
-  RUN_OP(cross_entropy_stats, logits.dtype, detail::bytes_of({logits}),
-         (),  // the stats of an empty part are not finite
-         stats.data<A>(), logits.data<X>(), targets.data<int32_t>(), N, V_padded, part);
+  // The stats are no output to check: those of an empty part are not finite.
+  RUN_OP(cross_entropy_stats, logits.dtype, detail::bytes_of({logits}), (), stats.data<A>(), logits.data<X>(),
+         targets.data<int32_t>(), N, V_padded, part);
 }
 
 // Then losses (N) of the whole vocabulary, from the stats (P, N, 3) of all parts, which are merged in order. With
@@ -179,7 +179,7 @@ inline void exchange(Tensor a, Tensor b, Stream& stream) {
   RUN_OP(exchange, a.dtype, 2 * detail::bytes_of({a, b}), (a, b), a.data<A>(), b.data<A>(), a.numel());
 }
 
-// update_weights() with state in few bits (small_state.h): slots of fp32, bf16, e4m3 or e5m3, the latter two with
+// update_weights() with state in few bits (optimizers.h): slots of fp32, bf16, e4m3 or e5m3, the latter two with
 // scales; a master of fp32, of int16, or for bf16 weights none. The segment is whole blocks of a unit, from element
 // `first` on.
 inline void update_small_state(Optimizer optimizer, Tensor weight, Tensor master, const SlotTensors& slots,
@@ -212,6 +212,43 @@ inline void update_small_state(Optimizer optimizer, Tensor weight, Tensor master
   const double bytes = 2 * detail::bytes_of({weight, master, slots[0], slots[1], scales[0], scales[1]});
   stream.run({rule_of(optimizer).op, 0, bytes + detail::bytes_of({gradient})}, {weight},
              [=, &stream] { CALL_OP(stream, float, update_small_state, optimizer, u, options); });
+}
+
+// ---- QK-clip (Kimi Team 2025, Kimi K2, algorithm 1): where the largest attention logit of a head, a score scaled by
+// 1 / sqrt(D), is above a limit, the weights that make its queries and keys shrink after the update.
+
+// most[h] = the larger of most[h] and the largest logit in all rows of head h.
+// most (Hq) fp64; largest (B, Hq, T) in an accumulator dtype: of each row
+inline void largest_logits(Tensor most, Tensor largest, Stream& stream) {
+  const int64_t B = largest.shape[0], Hq = largest.shape[1], T = largest.shape[2];
+  CHECK_TENSOR(most, DType::fp64, Hq);
+  RUN_OP(largest_logits, largest.dtype, detail::bytes_of({largest}), (most), most.data<double>(), largest.data<A>(), B,
+         Hq, T);
+}
+
+// most = the larger of most and the largest of all rows.   most (n) fp64; gathered (ranks, n) fp64
+inline void largest_of_ranks(Tensor most, Tensor gathered, Stream& stream) {
+  const int64_t n = most.numel();
+  CHECK_TENSOR(most, DType::fp64, n);
+  CHECK_TENSOR(gathered, DType::fp64, gathered.shape[0], n);
+  RUN_UNTYPED_OP(largest_of_ranks, detail::bytes_of({gathered}), (most), most.data<double>(), gathered.data<double>(),
+                 gathered.shape[0], n);
+}
+
+// Weights that make the queries or keys of heads shrink by the factors of their heads, after an update that control
+// allowed. The segment holds these elements of the parameter. weight, master: as in update_weights(), or bf16 without a
+// master copy, with stochastic rounding (contract 1: keyed by seed, parameter name, step and element).
+// largest (Hq) fp64: logit of each head
+inline void clip_heads(Tensor weight, Tensor master, Tensor largest, Tensor control, std::string_view parameter,
+                       const Elements& elements, const HeadClip& clip, const OptimizerOptions& options,
+                       Stream& stream) {
+  const int64_t n = weight.numel();
+  CHECK_TENSOR(largest, DType::fp64, largest.numel());
+  CHECK_TENSOR(control, DType::fp64, 4);
+  const Philox words = rounding_words(options.seed, formatted("{}, clipped", parameter), options.step);
+  // Most heads are not clipped, and their weights are not read.
+  RUN_OP(clip_heads, weight.dtype, 0, (weight, master), weight.data<X>(), detail::data_or_null<A>(master),
+         largest.data<double>(), control.data<double>(), elements, n, clip, words);
 }
 
 }  // namespace llmc

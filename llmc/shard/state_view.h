@@ -1,9 +1,9 @@
-// state_view.h: the numbers of a StateTable's entry in host memory. State in few bits (ops/small_state.h) is seen as
+// state_view.h: the numbers of a StateTable's entry in host memory. State in few bits (ops/optimizers.h) is seen as
 // the fp32 numbers that it stands for, and is set from such numbers, rounded to the nearest: so checkpoints hold fp32
 // whatever a run keeps. Numbers that were read are set again without a change.
 #pragma once
 #include "device/host_copy.h"
-#include "ops/small_state.h"
+#include "ops/optimizers.h"
 #include "shard/unit_state.h"
 
 namespace llmc {

@@ -1,6 +1,6 @@
 // The layernorm kernels against the CPU op.
 #include "cuda/device_test.h"
-#include "ops/cpu/layernorm.h"
+#include "ops/cpu/norms.h"
 #include "ops/cuda/layernorm.cuh"
 
 using namespace llmc;

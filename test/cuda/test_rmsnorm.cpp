@@ -1,6 +1,6 @@
 // The rmsnorm kernels against the CPU op; fused residual addition and norm against the two ops.
 #include "cuda/device_test.h"
-#include "ops/cpu/rmsnorm.h"
+#include "ops/cpu/norms.h"
 #include "ops/cuda/elementwise.cuh"
 #include "ops/cuda/layernorm.cuh"
 #include "ops/cuda/rmsnorm.cuh"

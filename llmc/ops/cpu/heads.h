@@ -2,7 +2,7 @@
 // where element i of a head is paired with element i + D / 2; rmsnorm of each head (Henry et al. 2020; Qwen3), or of
 // whole projections, of which other ranks may have some heads. Statistics in fp32. Contracts: ops/ops_heads.h.
 #pragma once
-#include "ops/cpu/rmsnorm.h"
+#include "ops/cpu/norms.h"
 
 namespace llmc::cpu {
 inline namespace CPU_ISA {
@@ -36,6 +36,14 @@ void rotate_row(T* row, const A* angles, const AttentionShape& s, Turn turn) {
       store(x[i + half], b * cosines[i] + sign * a * sines[i]);
     }
   }
+}
+
+// The query channels (0) and the key channels (1) of a row of qkv.
+struct Projection {
+  int64_t begin, size;
+};
+inline Projection projection(int64_t which, const AttentionShape& s) {
+  return which == 0 ? Projection{0, s.Hq * s.D} : Projection{s.Hq * s.D, s.Hkv * s.D};
 }
 
 }  // namespace detail
@@ -85,18 +93,6 @@ void qk_norm_backward(T* dqkv, A* dq_weight, A* dk_weight, A* partials, const T*
   add_partials(dq_weight, partials, 2 * s.D, s.D);
   add_partials(dk_weight, partials + s.D, 2 * s.D, s.D);
 }
-
-namespace detail {
-
-// The query channels (0) and the key channels (1) of a row of qkv.
-struct Projection {
-  int64_t begin, size;
-};
-inline Projection projection(int64_t which, const AttentionShape& s) {
-  return which == 0 ? Projection{0, s.Hq * s.D} : Projection{s.Hq * s.D, s.Hkv * s.D};
-}
-
-}  // namespace detail
 
 // dout, q_weight, k_weight: nullptr for the sums of squares
 template <class T, class A = accumulator_t<T>>

@@ -28,17 +28,6 @@ inline constexpr std::array<const char*, 7> isa_names = {
     "portable", "avx2", "avx512", "avx512-bf16", "amx", "avx512-bf16-stand-in", "amx-stand-in"};
 inline const char* name_of(Isa isa) { return isa_names[static_cast<size_t>(isa)]; }
 
-// Linux lets a process use AMX's registers only after it has asked.
-inline bool may_use_amx() {
-#ifdef __x86_64__
-  constexpr int request_permission = 0x1023, tile_data = 18;  // for arch_prctl
-  static const bool may = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-  return may;
-#else
-  return false;
-#endif
-}
-
 // The best set that this processor has, whose registers the operating system saves, and that this program has ops for.
 inline Isa processor_isa() {
 #if defined(__x86_64__) && defined(CPU_ISA_SETS)
@@ -50,20 +39,15 @@ inline Isa processor_isa() {
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
       return Isa::avx2;
     if (!__builtin_cpu_supports("avx512bf16")) return Isa::avx512;
-    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && may_use_amx() ? Isa::amx
-                                                                                                     : Isa::avx512_bf16;
+    if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-bf16")) return Isa::avx512_bf16;
+    constexpr int request_permission = 0x1023, tile_data = 18;  // Linux lets a process use AMX's registers if it asks
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0 ? Isa::amx : Isa::avx512_bf16;
   }();
   return isa;
 #else
   return Isa::portable;
 #endif
 }
-// Whether this program has more than the portable ops: some tests do not.
-#ifdef CPU_ISA_SETS
-inline constexpr bool has_isa_sets = true;
-#else
-inline constexpr bool has_isa_sets = false;
-#endif
 inline bool processor_has(Isa isa) { return isa >= Isa::pairs_stand_in || isa <= processor_isa(); }
 
 // The sets that a user may ask for.
@@ -78,8 +62,8 @@ inline Isa isa_of(const std::string& name, const char* option) {
   const auto found = std::find(isa_names.begin(), isa_names.end(), name);
   CHECK(found != isa_names.end(), "{} {}: no such instruction set; use one of {}", option, name, isa_choices());
   const Isa isa = static_cast<Isa>(found - isa_names.begin());
-#ifdef __x86_64__  // tests without the sets take any name for the ops of any processor
-  if (!has_isa_sets && isa < Isa::pairs_stand_in) return Isa::portable;
+#if defined(__x86_64__) && !defined(CPU_ISA_SETS)  // tests without the sets take any name for the portable ops
+  if (isa < Isa::pairs_stand_in) return Isa::portable;
 #endif
   CHECK(processor_has(isa), "{} {}: this processor has {} at best; leave {} out, or use that", option, name,
         name_of(processor_isa()), option);

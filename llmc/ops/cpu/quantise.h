@@ -1,11 +1,7 @@
 // quantise.h: numbers as a product in fp8 reads them, and parts of matrices in fp8 with scales for 128 x 128 numbers.
 // Contracts: ops/ops_quantise.h.
 #pragma once
-#include <bit>
-
-#include "core/fp8.h"
 #include "ops/cpu/simd.h"
-#include "ops/types.h"
 
 namespace llmc::cpu {
 inline namespace CPU_ISA {
@@ -68,10 +64,20 @@ void round_columns_to_fp8(T* out, const T* x, int64_t R, int64_t C, const ScaleB
   }
 }
 
-template <class F, class T>
-void round_to_fp8(T* out, const T* x, int64_t R, int64_t C, const ScaleBlock& block) {
-  if (block.columns > 1) round_rows_to_fp8<F>(out, x, R, C, block);
-  else round_columns_to_fp8<F>(out, x, R, C, block);
+// Calls f(tile, begin, end) for the elements [begin, end) of each row of each tile that are among those of `part`, for
+// the rows of tiles of one thread after another.
+template <class F>
+void for_each_run(const TiledPart& part, F&& f) {
+  const int64_t R = part.rows, C = part.columns, down = part.down();
+#pragma omp parallel for schedule(static)
+  for (int64_t t = 0; t < part.matrices * down; ++t)
+    for (int64_t row = t / down * R + t % down * fp8_block, last = std::min(row + fp8_block, (t / down + 1) * R);
+         row < last; ++row)
+      for (int64_t column = 0; column < C; column += fp8_block) {
+        const int64_t begin = std::max(row * C + column, part.first),
+                      end = std::min(row * C + std::min(C, column + fp8_block), part.first + part.n);
+        if (begin < end) f(part.tile_of(begin), begin, end);
+      }
 }
 
 }  // namespace detail
@@ -82,9 +88,12 @@ template <class T>
 void round_to_fp8(T* out, const T* x, int64_t G, int64_t R, int64_t C, ScaleBlock block, Fp8Format format,
                   const int32_t* count) {
   if (count != nullptr) R = *count;
-  for (int64_t at = 0; at < G * R * C; at += R * C)
-    if (format == Fp8Format::e4m3) detail::round_to_fp8<e4m3>(out + at, x + at, R, C, block);
-    else detail::round_to_fp8<e5m2>(out + at, x + at, R, C, block);
+  const auto round = [&]<class F>(F) {
+    for (int64_t at = 0; at < G * R * C; at += R * C)
+      if (block.columns > 1) detail::round_rows_to_fp8<F>(out + at, x + at, R, C, block);
+      else detail::round_columns_to_fp8<F>(out + at, x + at, R, C, block);
+  };
+  format == Fp8Format::e4m3 ? round(e4m3{}) : round(e5m2{});
 }
 
 // out (G, R, C) = x, each matrix rounded to fp8 with one scale. maxima (G): room
@@ -106,26 +115,6 @@ void round_whole_to_fp8(T* out, float* maxima, const T* x, int64_t G, int64_t R,
     if (format == Fp8Format::e4m3) round(g, e4m3{});
     else round(g, e5m2{});
 }
-
-namespace detail {
-
-// Calls f(tile, begin, end) for the elements [begin, end) of each row of each tile that are among those of `part`, for
-// the rows of tiles of one thread after another.
-template <class F>
-void for_each_run(const TiledPart& part, F&& f) {
-  const int64_t R = part.rows, C = part.columns, down = ceil_div(R, fp8_block), across = ceil_div(C, fp8_block);
-#pragma omp parallel for schedule(static)
-  for (int64_t t = 0; t < part.matrices * down; ++t)
-    for (int64_t row = t / down * R + t % down * fp8_block, last = std::min(row + fp8_block, (t / down + 1) * R);
-         row < last; ++row)
-      for (int64_t column = 0; column < C; column += fp8_block) {
-        const int64_t begin = std::max(row * C + column, part.first),
-                      end = std::min(row * C + std::min(C, column + fp8_block), part.first + part.n);
-        if (begin < end) f(t * across + column / fp8_block, begin, end);
-      }
-}
-
-}  // namespace detail
 
 template <class T>
 void tile_maxima(float* maxima, const T* x, const TiledPart& part) {

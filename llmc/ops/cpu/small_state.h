@@ -1,8 +1,6 @@
-// small_state.h: an optimizer's step on state in few bits, block by block in fp32. Contract: ops/small_state.h.
+// small_state.h: an optimizer's step on state in few bits, block by block in fp32. Contract: ops/optimizers.h.
 #pragma once
-#include "ops/cpu/simd.h"
 #include "ops/cpu/update.h"
-#include "ops/small_state.h"
 
 namespace llmc::cpu {
 inline namespace CPU_ISA {
@@ -38,11 +36,11 @@ inline void load_slot(float* out, const StateArray& slot, int64_t begin) {
 }
 
 template <class T>
-void round_block(T* out, float* scale, DType dtype, const float* x, const uint32_t* random, int shift) {
+void round_block(T* out, float* scale, const float* x, const uint32_t* random, int shift) {
   uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
   for (int64_t i = 0; i < state_block; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu);
-  *scale = state_scale(dtype, std::bit_cast<float>(largest));
+  *scale = fp8_scale<T>(std::bit_cast<float>(largest));
   const float factor = reciprocal_of_power(*scale);
 #pragma omp simd
   for (int64_t i = 0; i < state_block; ++i)
@@ -58,10 +56,8 @@ inline void store_slot(const StateArray& slot, int64_t begin, const float* x, co
       for (int64_t i = 0; i < state_block; ++i) out[i].bits = bf16::stochastic_bits(x[i], random[i] >> shift << 16);
       return;
     }
-    case DType::e4m3:
-      return round_block(at(type_tag<e4m3>{}), slot.scales + begin / state_block, slot.dtype, x, random, shift);
-    case DType::e5m3:
-      return round_block(at(type_tag<e5m3>{}), slot.scales + begin / state_block, slot.dtype, x, random, shift);
+    case DType::e4m3: return round_block(at(type_tag<e4m3>{}), slot.scales + begin / state_block, x, random, shift);
+    case DType::e5m3: return round_block(at(type_tag<e5m3>{}), slot.scales + begin / state_block, x, random, shift);
     default: std::copy_n(x, state_block, at(type_tag<float>{}));
   }
 }

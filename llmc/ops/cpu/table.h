@@ -10,10 +10,9 @@
 #include "ops/cpu/grouped_matmul.h"
 #include "ops/cpu/heads.h"
 #include "ops/cpu/isa.h"
-#include "ops/cpu/layernorm.h"
 #include "ops/cpu/matmul.h"
+#include "ops/cpu/norms.h"
 #include "ops/cpu/quantise.h"
-#include "ops/cpu/rmsnorm.h"
 #include "ops/cpu/router.h"
 #include "ops/cpu/small_state.h"
 #include "ops/cpu/step.h"
@@ -103,20 +102,15 @@ namespace detail {
 
 // The table of a set: any processor's, AVX2's or AVX-512's.
 template <class Table>
-const Table& of_vectors([[maybe_unused]] Isa isa, const Table& portable, [[maybe_unused]] const Table& avx2,
-                        [[maybe_unused]] const Table& avx512) {
-#ifdef CPU_ISA_SETS  // else this program has only those for any processor
-  if (isa == Isa::avx2) return avx2;
-  if (isa >= Isa::avx512 && isa <= Isa::amx) return avx512;
-#endif
-  return portable;
+const Table& of_vectors(Isa isa, const Table& portable, const Table& avx2, const Table& avx512) {
+  return isa == Isa::avx2 ? avx2 : isa >= Isa::avx512 && isa <= Isa::amx ? avx512 : portable;
 }
 
 }  // namespace detail
 
 #ifdef CPU_ISA_SETS
 #define CPU_SETS(type, products) portable_##type##products, avx2_##type##products, avx512_##type##products
-#else
+#else  // this program has only those for any processor
 #define CPU_SETS(type, products) portable_##type##products, portable_##type##products, portable_##type##products
 #endif
 

@@ -3,7 +3,6 @@
 #pragma once
 #include "ops/cpu/simd.h"
 #include "ops/optimizers.h"
-#include "ops/small_state.h"
 
 namespace llmc::cpu {
 inline namespace CPU_ISA {
@@ -112,11 +111,7 @@ void average_weights(A* average, const A* weight, const double* control, int64_t
 template <class A>
 void exchange(A* a, A* b, int64_t n) {
 #pragma omp parallel for simd schedule(static)
-  for (int64_t i = 0; i < n; ++i) {
-    const A before = a[i];
-    a[i] = b[i];
-    b[i] = before;
-  }
+  for (int64_t i = 0; i < n; ++i) std::swap(a[i], b[i]);
 }
 
 template <class A>

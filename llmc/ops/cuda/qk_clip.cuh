@@ -1,5 +1,5 @@
 // qk_clip.cuh: the largest logits of heads, and the weights that shrink where they are too large. Contracts:
-// ops/ops_qk_clip.h.
+// ops/ops_step.h.
 #pragma once
 #include "core/rng.h"
 #include "ops/cuda/launch.cuh"

@@ -1,10 +1,9 @@
-// small_state.cuh: an optimizer's step on state in few bits. Contract: ops/small_state.h.
+// small_state.cuh: an optimizer's step on state in few bits. Contract: ops/optimizers.h.
 #pragma once
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/quantise.cuh"
 #include "ops/cuda/vec.cuh"
 #include "ops/optimizers.h"
-#include "ops/small_state.h"
 
 namespace llmc::cuda {
 
