@@ -24,8 +24,7 @@ inline std::vector<ActionList> with_messages(const Pipeline& p, const std::vecto
       const Action& a = computes[s][i];
       const bool forward = a.kind == ActionKind::forward;
       const int to = chunk_after(a);
-      if (!forward && !is_backward(a.kind)) continue;
-      if (to < 0 || to == p.chunks() || p.stage_of(to) == static_cast<int>(s)) continue;
+      if ((!forward && !is_backward(a.kind)) || !p.elsewhere(a.chunk, to)) continue;
       messages.push_back(
           {sim.times[s][i].end,
            {forward ? ActionKind::send_activations : ActionKind::send_gradients, a.chunk, a.micro_batch, a.slice},

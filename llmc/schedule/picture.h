@@ -34,7 +34,6 @@ class Picture {
   std::string text() const { return legend() + drawing() + "\n" + table() + bubble(); }
 
  private:
-  bool is_drawn(ActionKind k) const { return !is_send(k) && !is_receive(k) && k != ActionKind::update; }
   int64_t units() const { return std::llround(sim_.makespan); }
 
   std::string legend() const {
@@ -68,7 +67,7 @@ class Picture {
     for (size_t i = 0; i < lists_[stage].size(); ++i) {
       const Action& a = lists_[stage][i];
       const int64_t from = std::llround(sim_.times[stage][i].begin), to = std::llround(sim_.times[stage][i].end);
-      if (!is_drawn(a.kind) || to <= begin || from >= end) continue;
+      if (!computes(a.kind) || to <= begin || from >= end) continue;
       idle_until(from);
       std::string box = label(a);
       box.resize(static_cast<size_t>(to - from) * cell_ - 1, to - from > 1 ? '-' : ' ');

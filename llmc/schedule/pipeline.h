@@ -1,5 +1,5 @@
 // pipeline.h: a pipeline as a value: which schedule, how many stages, chunks, micro-batches and slices; which stage has
-// which chunk; and the laws of its bubble and its memory.
+// which chunk; what its actions are called; and the laws of its bubble and its memory.
 //
 // The model is cut by layers: stage s of P holds some layers, and the micro-batches pass through the stages, forward
 // and then backward. A stage waits until the first micro-batch reaches it, and while the last one returns: the bubble.
@@ -12,6 +12,7 @@
 #pragma once
 #include "core/check.h"
 #include "core/faults.h"
+#include "core/trace.h"
 #include "schedule/actions.h"
 
 namespace llmc {
@@ -33,6 +34,10 @@ struct Pipeline {
   int chunk_of(int stage, int v) const {
     if (schedule == Schedule::zb_v && v == 1) return 2 * stages - 1 - stage;
     return v * stages + stage;
+  }
+  // Whether there is a chunk `other`, and another stage has it.
+  bool elsewhere(int chunk, int other) const {
+    return other >= 0 && other < chunks() && stage_of(other) != stage_of(chunk);
   }
   // The place of a chunk among those of its stage.
   int place_of(int chunk) const { return chunk / stages; }
@@ -69,6 +74,37 @@ inline Faults pipeline_faults(const Pipeline& p) {
                 "{} stages x {} chunks x {} micro-batches x {} slices are more than {} forwards: too many to list",
                 p.stages, p.chunks_per_stage, p.micro_batches, p.slices, most_pipeline_passes);
   return faults;
+}
+
+// ---- Names of actions -----------------------------------------------------------------------------------------------
+
+// "the forward of micro-batch 3 in chunk 1"
+inline std::string text_of(const Pipeline& p, const Action& a) {
+  return formatted("the {} of micro-batch {}{} in chunk {}", a.kind, a.micro_batch,
+                   p.slices > 1 ? formatted(", slice {},", a.slice) : std::string(), a.chunk);
+}
+
+// The span of an action in a trace: "forward 3", of micro-batch 3; "forward 3.1 of chunk 2" with slices, and where
+// stages have several chunks.
+inline TraceSpan action_span(const Action& a, const Pipeline& p) {
+  constexpr const char* names[] = {"forward",        "backward",          "input part",
+                                   "weight part",    "send activations",  "receive activations",
+                                   "send gradients", "receive gradients", "update"};
+  return {.kind = SpanKind::action,
+          .name = formatted("{} {}{}{}", names[static_cast<int>(a.kind)], a.micro_batch,
+                            p.slices > 1 ? formatted(".{}", a.slice) : std::string(),
+                            p.chunks_per_stage > 1 ? formatted(" of chunk {}", a.chunk) : std::string()),
+          .args = {{"kind", name_of(a.kind)}, {"chunk", a.chunk}, {"micro_batch", a.micro_batch}, {"slice", a.slice}}};
+}
+
+// The same of a send or a receive, with its arrow. column: which of so many equal pipelines side by side it belongs to
+inline TraceSpan message_span(const Action& a, const Pipeline& p, int column, int columns) {
+  TraceSpan span = action_span(a, p);
+  const int maker = is_send(a.kind) ? a.chunk : chunk_before(a);
+  const int64_t pass = (a.micro_batch * p.slices + a.slice) * p.chunks() + maker;
+  span.flow = {(2 * pass + (goes_forward(a.kind) ? 0 : 1)) * columns + column,
+               is_send(a.kind) ? FlowEnd::send : FlowEnd::receive};
+  return span;
 }
 
 // ---- Laws, for chunks that take equally long, and messages that take no time ----------------------------------------

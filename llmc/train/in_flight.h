@@ -229,15 +229,10 @@ class PassMemory {
   }
   static std::vector<int> sets_of_one_kind(int64_t count) { return std::vector<int>(static_cast<size_t>(count), 0); }
   // Whether a chunk's input is not the output of another chunk of this rank.
-  bool has_own_input(int chunk) const {
-    const Pipeline pipeline = config_.pipeline();
-    return chunk == 0 || pipeline.stage_of(chunk) != pipeline.stage_of(chunk - 1);
-  }
+  bool has_own_input(int chunk) const { return chunk == 0 || config_.pipeline().elsewhere(chunk, chunk - 1); }
   // Whether no backward on this rank reads a chunk's output, because another stage has the next chunk.
   bool sends_output(int chunk) const {
-    const Pipeline pipeline = config_.pipeline();
-    return purpose_ == Purpose::train && layers(chunk) > 0 && chunk + 1 < pipeline.chunks() &&
-           pipeline.stage_of(chunk) != pipeline.stage_of(chunk + 1);
+    return purpose_ == Purpose::train && layers(chunk) > 0 && config_.pipeline().elsewhere(chunk, chunk + 1);
   }
   // Sets that are held from an action of this kind to the weight part.
   PassSets parts(const std::vector<Action>& actions, ActionKind from) const {

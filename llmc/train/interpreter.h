@@ -2,7 +2,6 @@
 // every micro-batch in flight a slot of activations, uploads inputs, says which units will be needed, and launches
 // repeated work as CUDA graphs. stage.h has the computation of each action.
 #pragma once
-#include "schedule/action_span.h"
 #include "schedule/simulate.h"
 #include "shard/zero.h"
 #include "train/in_flight.h"
@@ -111,11 +110,10 @@ class Interpreter {
     int64_t turn;  // place of this pass among all forwards, then all backwards, of the micro-batch
   };
   Place place() const {
-    const bool is_forward = action_.kind == ActionKind::forward || action_.kind == ActionKind::receive_activations ||
-                            action_.kind == ActionKind::send_activations;
     const int64_t passes = config_.slices_for(Purpose::train) * config_.layout.pipeline.chunks(),
                   pass = int64_t{action_.slice} * config_.layout.pipeline.chunks() + action_.chunk;
-    return {stage_.current(), action_.micro_batch, action_.slice, is_forward ? pass : 2 * passes - 1 - pass};
+    return {stage_.current(), action_.micro_batch, action_.slice,
+            goes_forward(action_.kind) ? pass : 2 * passes - 1 - pass};
   }
 
  private:
@@ -139,15 +137,10 @@ class Interpreter {
   // ---- Messages between stages -------------------------------------------------------------------------------------
 
   int stage_of(int chunk) const { return config_.pipeline().stage_of(chunk); }
-  static MessageHeader header_of(int kind, int chunk, const Action& a) {
-    return {static_cast<double>(kind), static_cast<double>(chunk), static_cast<double>(a.micro_batch),
+  // The header of a message that an action sends, receives or has as its input: activations or gradients of `chunk`.
+  static MessageHeader header_of(int chunk, const Action& a) {
+    return {goes_forward(a.kind) ? 0.0 : 1.0, static_cast<double>(chunk), static_cast<double>(a.micro_batch),
             static_cast<double>(a.slice)};
-  }
-  static constexpr int activations = 0, gradients = 1;
-  // The header of the message from which an action gets its input, or which it receives.
-  static MessageHeader header_of_input(const Action& a) {
-    const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
-    return header_of(forward ? activations : gradients, chunk_before(a), a);
   }
 
   // Makes room for the messages of each link: two to send, and as many as arrive before they are used.
@@ -181,34 +174,26 @@ class Interpreter {
   }
   // The stage from which an action gets a message, or receives it; -1: none.
   int comes_from(const Action& a) const {
-    const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
-    if (!forward && !is_backward(a.kind) && a.kind != ActionKind::receive_gradients) return -1;
+    const bool has_input = a.kind == ActionKind::forward || is_backward(a.kind) || is_receive(a.kind);
     const int other = chunk_before(a);
-    if (other < 0 || other == config_.layout.pipeline.chunks() || stage_of(other) == stage_of(a.chunk)) return -1;
-    return stage_of(other);
+    return has_input && config_.pipeline().elsewhere(a.chunk, other) ? stage_of(other) : -1;
   }
   void pass_message(const Action& a, const PassMemory& memory) {
     StageLinks& links = state_.groups().links;
     const int64_t elements = memory.stream_shape(a.slice).numel();
-    switch (a.kind) {
-      case ActionKind::send_activations:
-        return links.to(stage_of(chunk_after(a)))
-            .send(memory.output(a), header_of(activations, a.chunk, a), context_.compute);
-      case ActionKind::send_gradients:
-        return links.to(stage_of(chunk_after(a)))
-            .send(memory.gradient(a.slice), header_of(gradients, a.chunk, a), context_.compute);
-      case ActionKind::receive_activations:
-      case ActionKind::receive_gradients: return links.from(comes_from(a)).post(header_of_input(a), elements);
-      default: throw Error(formatted("the interpreter runs no {}: pipedream.h makes updates", a.kind));
-    }
+    CHECK(is_send(a.kind) || is_receive(a.kind), "the interpreter runs no {}: pipedream.h makes updates", a.kind);
+    if (is_receive(a.kind)) return links.from(comes_from(a)).post(header_of(chunk_before(a), a), elements);
+    links.to(stage_of(chunk_after(a)))
+        .send(goes_forward(a.kind) ? memory.output(a) : memory.gradient(a.slice), header_of(a.chunk, a),
+              context_.compute);
   }
   void take_message(const Action& a, const PassMemory& memory) {
     const int from = comes_from(a);
     if (from < 0) return;
     StageLinks& links = state_.groups().links;
     if (!links.has_room_for_header()) read_headers();
-    links.take(from, a.kind == ActionKind::forward ? memory.input_of(a) : memory.gradient(a.slice), header_of_input(a),
-               context_.compute);
+    links.take(from, a.kind == ActionKind::forward ? memory.input_of(a) : memory.gradient(a.slice),
+               header_of(chunk_before(a), a), context_.compute);
   }
 
   std::vector<size_t> units_acquired(const std::vector<Action>& actions, Purpose purpose) const {
