@@ -2,11 +2,10 @@
 #pragma once
 #include <nlohmann/json.hpp>
 
-#include "model/hf_config.h"
+#include "model/presets.h"
 #include "run/checkpoints/recipe_record.h"
 #include "run/job.h"
-#include "train/detector.h"
-#include "train/noise_scale.h"
+#include "train/step_statistics.h"
 
 namespace llmc {
 
