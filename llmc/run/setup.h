@@ -14,9 +14,9 @@
 #include "run/ranks.h"
 #include "text/tokenizer.h"
 #include "train/lr_schedule.h"
-#include "train/noise_scale.h"
 #include "train/sample.h"
 #include "train/slice_times.h"
+#include "train/step_statistics.h"
 
 namespace llmc {
 

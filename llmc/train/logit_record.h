@@ -52,6 +52,11 @@ class LogitRecord {
     }
   }
 
+  LogitStatistics statistics(std::span<const double> record) const {
+    return {*std::ranges::max_element(record),
+            std::ranges::count_if(record, [&](double largest) { return largest > *config_.qk_clip; })};
+  }
+
   // After the update of a unit.
   void clip(const Units& units, size_t u, const Tensor& control, const OptimizerOptions& options) const {
     for (size_t l = 0; l < units_.size() && !empty(); ++l)

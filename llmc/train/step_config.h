@@ -62,7 +62,7 @@ struct StepConfig {
   double z_loss = 0;                   // coefficient of the output layer's own loss (ZLoss); 0: none
   std::optional<double> qk_clip = {};  // the largest logit of attention that leaves weights as they are; none: any
 
-  bool noise_scale = false;  // estimates the noise of the gradient (noise_scale.h)
+  bool noise_scale = false;  // estimates the noise of the gradient (step_statistics.h)
 
   // The sums of losses that a rank keeps: the reported loss and, if there is one, (log Z)^2.
   int64_t loss_sums() const { return z_loss > 0 ? 2 : 1; }
@@ -189,6 +189,39 @@ using NoticeSource = std::function<Notices()>;
 // have; called on the stream.
 using RowLosses = std::function<void(int64_t micro_batch, std::span<const float> losses)>;
 
+// Sequences that the ranks of a context-parallel group cannot divide are padded to T tokens at their ends, where there
+// are no targets: the batches, and a report of the losses without those of the padding.
+inline BatchSource padded(const BatchSource& batches, const BatchShape& shape, int64_t T) {
+  if (shape.T == T) return batches;
+  return [&batches, shape, T](int64_t m) {
+    const auto extended = [&](const std::vector<int32_t>& ids, auto&& padding) {
+      std::vector<int32_t> all;
+      for (int64_t b = 0; b < shape.B; ++b)
+        for (int64_t t = 0; t < T; ++t)
+          all.push_back(t < shape.T ? ids[static_cast<size_t>(b * shape.T + t)] : padding(t));
+      return all;
+    };
+    HostBatch batch = batches(m);
+    if (batch.tokens.empty()) return batch;  // on paper
+    batch.tokens = extended(batch.tokens, [](int64_t) { return 0; });
+    batch.targets = extended(batch.targets, [](int64_t) { return -1; });
+    batch.positions = extended(batch.positions, [](int64_t t) { return static_cast<int32_t>(t); });
+    return batch;
+  };
+}
+
+inline RowLosses without_padding(RowLosses report, const BatchShape& shape, int64_t T) {
+  if (!report || shape.T == T) return report;
+  return [report = std::move(report), shape, T](int64_t micro_batch, std::span<const float> losses) {
+    std::vector<float> asked;
+    for (int64_t b = 0; b < shape.B; ++b) {
+      const auto row = losses.begin() + b * T;
+      asked.insert(asked.end(), row, row + shape.T);
+    }
+    report(micro_batch, asked);
+  };
+}
+
 // The statistics of one step, over all ranks, micro-batches and layers with experts.
 struct ExpertStatistics {
   double balance_loss, z_loss;  // means over layers, and sequences (or their token slices) or rows; no coefficients
@@ -204,7 +237,7 @@ struct LogitStatistics {
   int64_t clipped;  // heads of the model that exceeded the limit
 };
 
-// Estimates of one step, without bias (noise_scale.h): the square of the true gradient's norm, and the trace of the
+// Estimates of one step, without bias (step_statistics.h): the square of the true gradient's norm, and the trace of the
 // covariance of the gradients of single tokens. Either may be negative.
 struct GradientNoise {
   double square, trace;
@@ -231,22 +264,10 @@ class PendingStep {
   void enqueued(const Tensor& losses, const Tensor& control, std::vector<ReceivedHeaders> headers, Stream& stream) {
     *results_ = {Readback(losses, stream), Readback(control, stream), std::move(headers), true};
   }
-  // record: an ExpertRecord's; statistics(values): computes the statistics from its values
-  void enqueued_experts(const Tensor& record, std::function<ExpertStatistics(std::span<const double>)> statistics,
-                        Stream& stream) {
-    results_->experts.emplace(record, stream);
-    results_->statistics = std::move(statistics);
-  }
-  // record: a LogitRecord's
-  void enqueued_logits(const Tensor& record, double limit, Stream& stream) {
-    results_->logits.emplace(record, stream);
-    results_->limit = limit;
-  }
-  // squares: those of the gradients before they were reduced; noise(squares, gradient norm): computes the estimates
-  void enqueued_noise(const Tensor& squares, std::function<GradientNoise(std::span<const double>, double)> noise,
-                      Stream& stream) {
-    results_->squares.emplace(squares, stream);
-    results_->noise = std::move(noise);
+  // A further record of the step. add(result, values): adds to the result what the record's values say
+  using Add = std::function<void(StepResult& result, std::span<const double> values)>;
+  void enqueued(const Tensor& record, Add add, Stream& stream) {
+    results_->records.emplace_back(Readback(record, stream), std::move(add));
   }
   StepResult wait() const {
     CHECK(results_->enqueued, "the caller waits for a step that has only begun: flush first");
@@ -254,16 +275,10 @@ class PendingStep {
     const std::vector<double> control = results_->control.values();
     const std::vector<double> losses = results_->losses.values();
     StepResult result{losses[0] / targets_, control[0], control[2] != 0};
-    if (results_->squares) result.noise = results_->noise(results_->squares->values(), control[0]);
     const size_t sums = losses.size() - Notices::count;
     if (sums > 1) result.z_loss = losses[1] / targets_;
     result.notices = {losses[sums], losses[sums + 1]};
-    if (results_->experts) result.experts = results_->statistics(results_->experts->values());
-    if (results_->logits) {
-      const std::vector<double> largest = results_->logits->values();
-      result.logits = {*std::max_element(largest.begin(), largest.end()),
-                       std::count_if(largest.begin(), largest.end(), [&](double x) { return x > results_->limit; })};
-    }
+    for (const auto& [record, add] : results_->records) add(result, record.values());
     return result;
   }
 
@@ -272,11 +287,7 @@ class PendingStep {
     Readback losses, control;
     std::vector<ReceivedHeaders> headers;
     bool enqueued = false;
-    std::optional<Readback> experts = {}, logits = {};
-    double limit = 0;
-    std::function<ExpertStatistics(std::span<const double>)> statistics = {};
-    std::optional<Readback> squares = {};
-    std::function<GradientNoise(std::span<const double>, double)> noise = {};
+    std::vector<std::pair<Readback, Add>> records = {};
   };
   std::shared_ptr<Results> results_ = std::make_shared<Results>();  // shared by all copies
   double targets_;

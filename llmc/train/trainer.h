@@ -8,12 +8,11 @@
 #include "device/profiler_range.h"
 #include "shard/zero.h"
 #include "train/interpreter.h"
-#include "train/noise_scale.h"
-#include "train/padding.h"
 #include "train/pipedream.h"
 #include "train/stage.h"
 #include "train/step_config.h"
 #include "train/step_scalars.h"
+#include "train/step_statistics.h"
 
 namespace llmc {
 
@@ -139,22 +138,24 @@ class Trainer {
     PendingStep pending(targets);
     pending.enqueued(scalars_.losses(), scalars_.control(), interpreter_.take_headers(), context_.compute);
     if (!squares_.empty())
-      pending.enqueued_noise(
+      pending.enqueued(
           squares_,
-          [scale = rule.scale, batches = small_batches(config_), targets](std::span<const double> squares,
-                                                                          double norm) {
-            const double unscaled = norm / scale;
-            return gradient_noise(squares[0], unscaled * unscaled - squares[1], batches, targets);
+          [scale = rule.scale, batches = small_batches(config_), targets](StepResult& result, auto squares) {
+            const double unscaled = result.grad_norm / scale;
+            result.noise = gradient_noise(squares[0], unscaled * unscaled - squares[1], batches, targets);
           },
           context_.compute);
     if (!experts_.empty())
-      pending.enqueued_experts(
+      pending.enqueued(
           experts_.record(),
-          [this, rounds = experts_.take_rounds()](std::span<const double> record) {
-            return experts_.statistics(record, rounds);
+          [this, rounds = experts_.take_rounds()](StepResult& result, auto record) {
+            result.experts = experts_.statistics(record, rounds);
           },
           context_.compute);
-    if (!logits_.empty()) pending.enqueued_logits(logits_.record(), *config_.qk_clip, context_.compute);
+    if (!logits_.empty())
+      pending.enqueued(
+          logits_.record(), [this](StepResult& result, auto record) { result.logits = logits_.statistics(record); },
+          context_.compute);
     return pending;
   }
   // A step that was not finite has made all later updates impossible: from now on they are possible again.
@@ -275,7 +276,7 @@ class Trainer {
     forward_text(padded, nullptr, n - 1);
     return logits();
   }
-  // Appends these tokens to the text in the cache; see continuation.h.
+  // Appends these tokens to the text in the cache; see sample.h.
   void continue_text(std::span<const int32_t> tokens, KeyValueCache& cache) {
     const int64_t n = static_cast<int64_t>(tokens.size());
     forward_text(tokens, &cache, n - 1);

@@ -1,8 +1,10 @@
-// noise_scale.h: the gradient noise scale (McCandlish et al. 2018, appendix A): the batch, in tokens, at which the
-// noise of the gradient is as large as the gradient. Estimated without any further pass: each step compares the
-// gradients of its small batches, before they are added up, with that of all.
+// step_statistics.h: what a run keeps of its steps: which losses and gradient norms are outliers; and the gradient
+// noise scale (McCandlish et al. 2018, appendix A), the batch, in tokens, at which the noise of the gradient is as
+// large as the gradient. Estimated without any further pass: each step compares the gradients of its small batches,
+// before they are added up, with that of all.
 #pragma once
-#include "core/check.h"
+#include <deque>
+
 #include "train/step_config.h"
 
 namespace llmc {
@@ -34,8 +36,7 @@ inline std::string noise_fault(const StepConfig& step) {
     return formatted("with --dp-sync {}, parts of gradients of --tp meet on the server", l.zero.sync);
   if (small_batches(step) > 1) return "";
   return "it compares the gradients of data-parallel ranks, and there is one: use several, or several micro-batches "
-         "with "
-         "--grad-reduce micro";
+         "with --grad-reduce micro";
 }
 
 // Averages of both over steps, whose ratio is the scale; recorded in checkpoints.
@@ -59,6 +60,40 @@ class NoiseScale {
 
  private:
   double square_ = 0, trace_ = 0;
+};
+
+// Finds outliers among losses or gradient norms by z-score: how many standard deviations a value is above the mean of
+// the last updates (as in llm.c).
+class OutlierDetector {
+ public:
+  static constexpr size_t window = 128;
+
+  OutlierDetector() = default;
+  explicit OutlierDetector(const std::vector<double>& values) : values_(values.begin(), values.end()) {
+    CHECK(values.size() <= window);
+  }
+
+  // The largest value whose z-score is at most z; infinity until the window is full.
+  double limit(double z) const {
+    if (values_.size() < window) return std::numeric_limits<double>::infinity();
+    double sum = 0, squares = 0;  // recomputed each time: the same whether or not the run was resumed
+    for (double v : values_) sum += v;
+    const double mean = sum / window;
+    for (double v : values_) squares += (v - mean) * (v - mean);
+    return mean + z * std::sqrt(squares / window);
+  }
+
+  // Non-finite values are ignored.
+  void add(double value) {
+    if (!std::isfinite(value)) return;
+    values_.push_back(value);
+    if (values_.size() > window) values_.pop_front();
+  }
+
+  std::vector<double> values() const { return {values_.begin(), values_.end()}; }  // for the checkpoint
+
+ private:
+  std::deque<double> values_;
 };
 
 }  // namespace llmc
