@@ -3,7 +3,6 @@
 #pragma once
 #include <ranges>
 
-#include "comm/context_parallel.h"
 #include "model/parametrization.h"
 #include "ops/ops_attention.h"
 #include "shard/parts.h"

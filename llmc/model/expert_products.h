@@ -3,7 +3,6 @@
 // back (parallel/expert_exchange.h), while the shared expert computes.
 #pragma once
 #include "model/routing.h"
-#include "parallel/expert_exchange.h"
 
 namespace llmc {
 

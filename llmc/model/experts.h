@@ -12,7 +12,6 @@
 // Sizes: as in layer.h and activations.h. The choice of experts for each row stays on the device.
 #pragma once
 #include "model/expert_products.h"
-#include "model/routing.h"
 
 namespace llmc {
 

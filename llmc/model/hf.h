@@ -3,7 +3,6 @@
 // separate.
 #pragma once
 #include "core/safetensors.h"
-#include "device/host_copy.h"
 #include "model/hf_config.h"
 #include "shard/zero.h"
 

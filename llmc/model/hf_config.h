@@ -2,7 +2,6 @@
 // rejected by name.
 #pragma once
 #include <charconv>
-#include <nlohmann/json.hpp>
 
 #include "core/json.h"
 #include "model/config.h"

@@ -6,11 +6,8 @@
 // slices of each sequence (parallel/context_attention.h).
 #pragma once
 #include "model/activations.h"
-#include "model/config.h"
-#include "ops/ops.h"
 #include "parallel/context_attention.h"
 #include "parallel/tensor_layers.h"
-#include "shard/unit_state.h"
 
 namespace llmc {
 

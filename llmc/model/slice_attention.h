@@ -13,7 +13,6 @@
 // rounding (contract 5).
 #pragma once
 #include "model/activations.h"
-#include "ops/ops.h"
 #include "parallel/context_attention.h"
 
 namespace llmc {

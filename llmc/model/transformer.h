@@ -7,9 +7,7 @@
 // sends: parallel/tensor_layers.h.
 #pragma once
 #include "model/experts.h"
-#include "model/layer.h"
 #include "model/slice_attention.h"
-#include "ops/ops.h"
 
 namespace llmc {
 

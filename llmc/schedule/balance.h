@@ -2,7 +2,6 @@
 // dynamic programming over the costs of the modules (Narayanan et al. 2019, section 3.1), also in its full form with
 // replicated stages. Several chunks per stage, with equal layers, need no dynamic programming.
 #pragma once
-#include "core/check.h"
 #include "schedule/stage_partition.h"
 
 namespace llmc {

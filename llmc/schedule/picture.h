@@ -2,7 +2,6 @@
 // scripts/plot_schedule.py. Every pass takes its time in PassCosts, messages take none.
 #pragma once
 #include "core/json.h"
-#include "core/shape.h"
 #include "schedule/check.h"
 #include "schedule/messages.h"
 

@@ -37,10 +37,8 @@ struct Simulation {
   std::vector<double> busy;  // the time in which each stage computes
   double bubble(size_t stage) const { return 1 - busy[stage] / makespan; }
   double bubble() const {  // of all stages
-    double sum = 0;
-    for (const double b : busy) sum += b;
     const double all = makespan * static_cast<double>(busy.size());
-    return (all - sum) / all;
+    return (all - std::accumulate(busy.begin(), busy.end(), 0.0)) / all;
   }
 };
 

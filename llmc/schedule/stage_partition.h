@@ -9,7 +9,6 @@
 #pragma once
 #include <charconv>
 
-#include "core/check.h"
 #include "core/words.h"
 #include "schedule/actions.h"
 

@@ -2,7 +2,6 @@
 // of a context that it finds most likely. File format: data/README.md.
 #pragma once
 #include <bit>
-#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "core/json.h"

@@ -2,7 +2,6 @@
 // these exist: losses, their gradients, or the logits of one row.
 #pragma once
 #include "train/in_flight.h"
-#include "train/step_config.h"
 
 namespace llmc {
 

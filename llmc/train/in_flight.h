@@ -12,8 +12,7 @@ namespace llmc {
 struct MicroBatch {
   Tensor tokens, targets, positions;  // (N) int32; with sequence parallelism padded to a multiple of the ranks
   Tensor all_positions;               // for `all_rows` rows of whole sequences; an empty tensor if 0
-  int64_t rows;                       // without the padding
-  MicroBatch(int64_t N, int64_t all_rows, const TensorParallel& tensor, Arena& arena) : rows(N) {
+  MicroBatch(int64_t N, int64_t all_rows, const TensorParallel& tensor, Arena& arena) {
     const int64_t padded = tensor.by_rows() ? tensor.padded_rows(N) : N;
     auto input = [&](const char* name, int64_t n) { return arena.alloc("inputs", name, DType::int32, {n}); };
     tokens = input("tokens", padded);
@@ -169,9 +168,12 @@ class PassMemory {
     return layers(a.chunk) == 0 ? input(a) : output(a, layers(a.chunk) - 1);
   }
   // (S, C): the input of the first block of the action's chunk.
-  Tensor input_of(Action a) const {
+  Tensor input(Action a) const {
     if (period_ > 0) a.micro_batch %= period_;
-    return input(a);
+    if (!has_own_input(a.chunk)) return output({a.kind, a.chunk - 1, a.micro_batch, a.slice});
+    Tensor input = chunk_inputs_[input_sets_.of(a.chunk, a.micro_batch, a.slice)[0]].slice(0, stream_shape(a.slice));
+    input.name = chunks_[static_cast<size_t>(a.chunk)].has_embedding ? "embedded" : "received";
+    return input;
   }
   Slot slot(Action a) const {
     if (period_ > 0) a.micro_batch %= period_;
@@ -262,12 +264,6 @@ class PassMemory {
       return inner_outputs_[static_cast<size_t>(place)].slice(0, stream_shape(a.slice));
     const auto& [tensors, sets] = sent ? std::tie(sent_, sent_sets_) : std::tie(outputs_, output_sets_);
     return tensors[set_of(sets.of(a.chunk, a.micro_batch, a.slice), layer / segment())].slice(0, stream_shape(a.slice));
-  }
-  Tensor input(const Action& a) const {
-    if (!has_own_input(a.chunk)) return output({a.kind, a.chunk - 1, a.micro_batch, a.slice});
-    Tensor input = chunk_inputs_[input_sets_.of(a.chunk, a.micro_batch, a.slice)[0]].slice(0, stream_shape(a.slice));
-    input.name = chunks_[static_cast<size_t>(a.chunk)].has_embedding ? "embedded" : "received";
-    return input;
   }
   bool sliced() const { return shapes_.size() > 1; }
   // The largest slice that uses each set.
@@ -361,28 +357,24 @@ class Uploads {
       ids->resize(padded, ids == &from.targets ? -1 : 0);  // padding has no targets
     }
     if (on_paper) all_positions.resize(static_cast<size_t>(to.all_positions.numel()));
-    const std::tuple<Tensor, Tensor MicroBatch::*, std::vector<int32_t>*> inputs[] = {
-        {to.tokens, &MicroBatch::tokens, &from.tokens},
-        {to.targets, &MicroBatch::targets, &from.targets},
-        {to.positions, &MicroBatch::positions, &from.positions},
-        {to.all_positions, &MicroBatch::all_positions, &all_positions}};
-    if (context.copies == nullptr) {
-      for (const auto& [tensor, which, ids] : inputs)
-        if (!tensor.empty()) upload(tensor, std::move(*ids), context.compute);
-      return;
-    }
-    Arriving& next = arriving_[static_cast<size_t>(uploads_++ % 2)];
-    Stream& copies = *context.copies;
-    auto arriving = [&](const Tensor& tensor, Tensor MicroBatch::*which) {
-      return (next.inputs.*which).slice(0, tensor.shape);
+    const std::pair<Tensor MicroBatch::*, std::vector<int32_t>*> inputs[] = {
+        {&MicroBatch::tokens, &from.tokens},
+        {&MicroBatch::targets, &from.targets},
+        {&MicroBatch::positions, &from.positions},
+        {&MicroBatch::all_positions, &all_positions}};
+    Arriving* next = context.copies == nullptr ? nullptr : &arriving_[static_cast<size_t>(uploads_++ % 2)];
+    Stream& stream = next == nullptr ? context.compute : *context.copies;
+    auto room = [&](Tensor MicroBatch::*which) {
+      return next == nullptr ? to.*which : (next->inputs.*which).slice(0, (to.*which).shape);
     };
-    copies.wait(next.free);
-    for (const auto& [tensor, which, ids] : inputs)
-      if (!tensor.empty()) upload(arriving(tensor, which), std::move(*ids), copies);
-    context.compute.wait(copies.record());
-    for (const auto& [tensor, which, ids] : inputs)
-      if (!tensor.empty()) copy(tensor, arriving(tensor, which), context.compute);
-    next.free = context.compute.record();
+    if (next != nullptr) stream.wait(next->free);
+    for (const auto& [which, ids] : inputs)
+      if (!(to.*which).empty()) upload(room(which), std::move(*ids), stream);
+    if (next == nullptr) return;
+    context.compute.wait(stream.record());
+    for (const auto& [which, ids] : inputs)
+      if (!(to.*which).empty()) copy(to.*which, room(which), context.compute);
+    next->free = context.compute.record();
   }
 
  private:

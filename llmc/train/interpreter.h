@@ -2,11 +2,7 @@
 // every micro-batch in flight a slot of activations, uploads inputs, says which units will be needed, and launches
 // repeated work as CUDA graphs. stage.h has the computation of each action.
 #pragma once
-#include "schedule/simulate.h"
-#include "shard/zero.h"
-#include "train/in_flight.h"
 #include "train/stage.h"
-#include "train/step_config.h"
 
 namespace llmc {
 
@@ -30,14 +26,14 @@ class Interpreter {
     std::optional<Arena::Scope> at_host;
     if (context_.host != nullptr) at_host.emplace(*context_.host);
     OpenPass open = begin(actions, pass);
-    const Tensor logits = pass.purpose == Purpose::generate ? stage_.head_pass().logits_room() : Tensor{};
+    if (pass.purpose == Purpose::generate) open.logits = stage_.head_pass().logits_room();
     if (state_.weights.sharded())
       state_.weights.start_pass(
           units_acquired(actions, pass.purpose), context_.compute,
           pass.purpose == Purpose::train ? GatheredWeights::Travel::as_trained : GatheredWeights::Travel::as_stored);
     for (const Action& action : actions) {
       const double begin = context_.compute.seconds();
-      enqueue(action, open, batches, logits);
+      enqueue(action, open, batches);
       if (action_times_ != nullptr) action_times_->push_back({begin, context_.compute.seconds()});
     }
     if (state_.groups().stages() > 1) read_headers();
@@ -45,9 +41,9 @@ class Interpreter {
     const Groups& groups = state_.groups();
     if (groups.stages() > 1) {  // broadcast from a rank that has the head
       const int head = config_.pipeline().stage_of(config_.layout.pipeline.chunks() - 1);
-      groups[GroupName::scalars].broadcast(logits, head * groups.ranks_of_stage(), context_.compute);
+      groups[GroupName::scalars].broadcast(open.logits, head * groups.ranks_of_stage(), context_.compute);
     }
-    stage_.head_pass().deliver_logits(logits);
+    stage_.head_pass().deliver_logits(open.logits);
   }
 
   // A pass whose actions are enqueued one by one.
@@ -55,6 +51,7 @@ class Interpreter {
     Pass pass;
     PassMemory memory;
     int64_t uploaded = 0;  // micro-batches
+    Tensor logits = {};    // of Purpose::generate
   };
   // Begins a pass, with room for as many micro-batches in flight as these actions have; the caller opens a scope of the
   // arena. period: after this many micro-batches the use of memory repeats; 0: it does not
@@ -65,7 +62,7 @@ class Interpreter {
     if (pass.purpose == Purpose::train) state_.weights.begin_step();
     return {pass, std::move(memory)};
   }
-  void enqueue(const Action& action, OpenPass& open, const BatchSource& batches, const Tensor& logits = {}) {
+  void enqueue(const Action& action, OpenPass& open, const BatchSource& batches) {
     const Pass& pass = open.pass;
     action_ = action;
     if (!computes(action.kind)) return pass_message(action, open.memory);
@@ -76,21 +73,15 @@ class Interpreter {
     take_message(action, open.memory);
     const StreamRange range(context_.compute, [&] { return action_span(action, config_.pipeline()); });
     const bool first = action.kind != ActionKind::forward && action.micro_batch == 0;  // writes gradients, does not add
-    const bool replays = replayable(action, pass);
-    if (replays) state_.weights.settle(context_.compute);  // a graph waits for no other stream
-    if (on_paper() && replays) {
-      context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, first, nullptr, nullptr}],
-                                [&] { dispatch(action, open.memory.slot(action), pass, logits); });
-      if (is_backward(action.kind)) stage_.gradients_written(action.chunk);
-      return;
+    if (!replayable(action, pass)) return compute(action, open);
+    state_.weights.settle(context_.compute);  // a graph waits for no other stream
+    const std::byte *tokens = nullptr, *input = nullptr;
+    if (!on_paper()) {
+      tokens = open.memory.inputs(action.micro_batch, action.slice).tokens.bytes;
+      input = open.memory.input(action).bytes;
     }
-    Slot slot = open.memory.slot(action);
-    stage_.place(slot, action.kind);
-    auto enqueue_it = [&] { dispatch(action, slot, pass, logits); };
-    if (!replays) return enqueue_it();
-    context_.compute.replayed(
-        replays_[{action.kind, action.chunk, action.slice, first, slot.inputs.tokens.bytes, slot.input.bytes}],
-        enqueue_it);
+    context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, first, tokens, input}],
+                              [&] { compute(action, open); });
     if (is_backward(action.kind)) stage_.gradients_written(action.chunk);
   }
 
@@ -128,10 +119,12 @@ class Interpreter {
                             config_.share(pass.shape, pass.purpose, k), pass.purpose, context_rank, context_);
   }
 
-  void dispatch(const Action& action, const Slot& slot, const Pass& pass, const Tensor& logits) {
-    if (action.kind == ActionKind::forward) return stage_.forward(action.chunk, slot, pass, action.micro_batch, logits);
-    if (action.kind == ActionKind::backward_weight) return stage_.backward_weight(action.chunk, slot, is_last(action));
-    stage_.backward(action.chunk, slot, pass, is_last(action));
+  void compute(const Action& a, const OpenPass& open) {
+    Slot slot = open.memory.slot(a);
+    stage_.place(slot, a.kind);
+    if (a.kind == ActionKind::forward) return stage_.forward(a.chunk, slot, open.pass, a.micro_batch, open.logits);
+    if (a.kind == ActionKind::backward_weight) return stage_.backward_weight(a.chunk, slot, is_last(a));
+    stage_.backward(a.chunk, slot, open.pass, is_last(a));
   }
 
   // ---- Messages between stages -------------------------------------------------------------------------------------
@@ -150,27 +143,24 @@ class Interpreter {
     int64_t elements = 0;  // of the largest slice
     for (int k = 0; k < config_.slices_for(pass.purpose); ++k)
       elements = std::max(elements, memory.stream_shape(k).numel());
-    struct Neighbour {
-      bool sent = false, received = false;
-      int64_t waiting = 0, most = 0;  // messages from it
+    struct Waiting {
+      int64_t now = 0, most = 0;
     };
-    std::vector<Neighbour> stages(static_cast<size_t>(groups.stages()));
-    const auto with = [&](int stage) -> Neighbour& { return stages[static_cast<size_t>(stage)]; };
+    std::set<int> to;             // stages
+    std::map<int, Waiting> from;  // messages of each stage
     for (const Action& a : actions) {
-      if (is_send(a.kind)) with(stage_of(chunk_after(a))).sent = true;
+      if (is_send(a.kind)) to.insert(stage_of(chunk_after(a)));
       const int before = comes_from(a);
       if (before < 0) continue;
-      Neighbour& n = with(before);
-      n.received = true;
-      n.waiting += is_receive(a.kind) ? 1 : -1;
-      n.most = std::max(n.most, n.waiting);
+      Waiting& waiting = from[before];
+      waiting.now += is_receive(a.kind) ? 1 : -1;
+      waiting.most = std::max(waiting.most, waiting.now);
     }
     groups.links.reserve_headers(context_.arena);
-    for (int s = 0; s < groups.stages(); ++s)
-      if (with(s).sent) groups.links.to(s).reserve(config_.precision.activations, elements, 2, context_.arena);
-    for (int s = 0; s < groups.stages(); ++s)
-      if (with(s).received)
-        groups.links.from(s).reserve(config_.precision.activations, elements, with(s).most + 1, context_.arena);
+    const DType dtype = config_.precision.activations;
+    for (const int s : to) groups.links.to(s).reserve(dtype, elements, 2, context_.arena);
+    for (const auto& [s, waiting] : from)
+      groups.links.from(s).reserve(dtype, elements, waiting.most + 1, context_.arena);
   }
   // The stage from which an action gets a message, or receives it; -1: none.
   int comes_from(const Action& a) const {
@@ -192,7 +182,7 @@ class Interpreter {
     if (from < 0) return;
     StageLinks& links = state_.groups().links;
     if (!links.has_room_for_header()) read_headers();
-    links.take(from, a.kind == ActionKind::forward ? memory.input_of(a) : memory.gradient(a.slice),
+    links.take(from, a.kind == ActionKind::forward ? memory.input(a) : memory.gradient(a.slice),
                header_of(chunk_before(a), a), context_.compute);
   }
 

@@ -1,11 +1,8 @@
 // not_finite.h: finds where the first non-finite number of a step comes from, by repeating the step with a check of
 // every tensor that is written.
 #pragma once
-#include <nlohmann/json.hpp>
-
 #include "core/json.h"
 #include "core/signals.h"
-#include "device/host_copy.h"
 #include "train/trainer.h"
 
 namespace llmc {

@@ -7,13 +7,9 @@
 // the order of the micro-batches (contract 4).
 #pragma once
 #include "device/profiler_range.h"
-#include "shard/zero.h"
-#include "train/expert_record.h"
 #include "train/head_pass.h"
 #include "train/host_activations.h"
-#include "train/in_flight.h"
-#include "train/logit_record.h"
-#include "train/step_config.h"
+#include "train/step_records.h"
 
 namespace llmc {
 

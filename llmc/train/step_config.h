@@ -1,8 +1,6 @@
 // step_config.h: the configuration of a step, its inputs and its results.
 #pragma once
-#include "device/host_copy.h"
 #include "model/transformer.h"
-#include "schedule/actions.h"
 #include "schedule/messages.h"
 #include "schedule/stage_partition.h"
 #include "shard/zero.h"

@@ -1,9 +1,6 @@
 // step_scalars.h: the numbers of a step that all ranks share: the loss, the norm of the gradients, and what the update
 // makes of them. Their order of addition is contract 10.
 #pragma once
-#include "device/host_copy.h"
-#include "ops/ops_step.h"
-#include "shard/zero.h"
 #include "train/step_config.h"
 
 namespace llmc {

@@ -5,13 +5,7 @@
 #include <bit>
 
 #include "core/signals.h"
-#include "device/profiler_range.h"
-#include "shard/zero.h"
-#include "train/interpreter.h"
 #include "train/pipedream.h"
-#include "train/stage.h"
-#include "train/step_config.h"
-#include "train/step_scalars.h"
 #include "train/step_statistics.h"
 
 namespace llmc {
