@@ -13,9 +13,8 @@ struct BatchShape {
   int64_t rows() const { return B * T; }
 };
 
-// The activations that the backward recomputes instead of keeping them from the forward (contract 11: bitwise the
-// same). Each level includes those before it. Whole blocks: Chen et al. 2016; large but cheap parts: Korthikanti et al.
-// 2022.
+// The activations that the backward recomputes instead of keeping them (contract 11: bitwise the same). Each level
+// includes those before it. Whole blocks: Chen et al. 2016; large but cheap parts: Korthikanti et al. 2022.
 enum class Recompute : uint8_t { none, activation, norm, block };
 constexpr auto names_of_values(Recompute) { return std::array{"none", "activation", "norm", "block"}; }
 // Does it compute the activation again by a kernel, without the product before it? With --gelu cublaslt, where the
@@ -32,8 +31,7 @@ struct RecomputeChoice {
   operator std::string() const { return segment > 1 ? formatted("{}:{}", what, segment) : std::string(name_of(what)); }
 };
 
-// The layers of a model that a set of activations is for. If some layers have experts and some do not, a set for any
-// layer has room for both.
+// The layers that a set of activations is for; `any` has room for both, where a model has both.
 enum class Layers : uint8_t { dense, sparse, any };
 inline Layers kind_of_layer(const ModelConfig& c, int64_t layer) {
   return c.is_sparse(layer) ? Layers::sparse : Layers::dense;
@@ -42,8 +40,7 @@ inline Layers kind_of_layer(const ModelConfig& c, int64_t layer) {
 // Whether the backward of a block is done at once, or in two parts: the second, for the weights, comes later.
 enum class Backward : uint8_t { whole, in_parts };
 
-// Where the experts of a layer are, and the rows of a rank that go to them: the ranks that share the experts, and how
-// many rows a rank has room for.
+// The ranks that share the experts of a layer, and how many rows for them a rank has room for.
 struct ExpertPlacement {
   int64_t count = 0, per_token = 0;      // as in Experts
   int64_t ranks = 1;                     // those that share the experts of a layer
@@ -123,8 +120,7 @@ struct ExpertActivations {
 };
 
 // The input of a linear layer as the gradient of its weights reads it on tensor cores that multiply fp8: the forward
-// rounds it once, along its rows for itself and along its columns for the backward, which keeps 1 byte in place of 2
-// and computes the same bits.
+// rounds it along its rows for itself and along its columns for the backward, which keeps 1 byte, not 2: the same bits.
 struct InputInFp8 {
   Tensor values, scales;  // (C, N) E4M3, (ceil(N / 128), C) fp32; or empty tensors
 };
@@ -146,8 +142,7 @@ struct BlockActivations {
   ExpertActivations experts;  // of a layer with experts, instead of up and activated
   SliceKeys slice_keys;       // empty tensors without token slices
 
-  // The tensors that blocks use in turn, one set: those that are recomputed, and those of which each block keeps
-  // another form (InputInFp8).
+  // The tensors that blocks use in turn: recomputed ones, and those that are kept in another form (InputInFp8).
   static BlockActivations recomputed(const BlockShape& shape, Recompute recompute, Arena& arena) {
     BlockActivations all(shape, {}, [&](Tensor& t, const Activation& a) {
       const bool again = a.from && *a.from <= recompute;
@@ -158,8 +153,7 @@ struct BlockActivations {
     if (recompute == Recompute::block) all.set_rounds(shape);
     return all;
   }
-  // The tensors that each block keeps, except `out`; the others are in `shared`. With a backward in parts,
-  // product_inputs() are left out.
+  // The tensors that each block keeps, except `out` and, with a backward in parts, product_inputs(). Others: `shared`.
   static BlockActivations kept(const BlockShape& shape, Recompute recompute, Backward backward,
                                const BlockActivations& shared, Arena& arena) {
     auto wanted = [=](const Activation& a) {
@@ -169,8 +163,7 @@ struct BlockActivations {
     if (recompute < Recompute::block) block.set_rounds(shape);
     return block;
   }
-  // The inputs of the products, for the weight part: those that the forward keeps for it, or those that the input part
-  // recomputes.
+  // The inputs of the products, for the weight part: those that the forward keeps, or that the input part recomputes.
   static BlockActivations product_inputs(const BlockShape& shape, Recompute recompute, ActionKind made_by,
                                          Arena& arena) {
     auto wanted = [=](const Activation& a) {

@@ -85,8 +85,7 @@ struct ModelConfig {
   Experts experts = {};
   std::optional<BaseShape> base = {};  // from which initial weights and rates follow; none: standard parametrization
   const ScalingRules* scaling = &scaling_rules;
-  // Special tokens by their names in config.json, as JSON (a number, a list, null), kept for the config.json of
-  // checkpoints; "": absent.
+  // Special tokens by their names in config.json, as JSON (a number, a list, null), for checkpoints; "": absent.
   std::map<std::string, std::string> special_tokens = {};
 
   int64_t padded_vocab() const { return TensorParallel().stored_vocab(vocab_size); }

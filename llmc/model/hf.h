@@ -1,6 +1,5 @@
 // hf.h: Hugging Face's names and layouts of the parameters, both ways. transformers' GPT-2 fuses q, k and v and stores
-// matrices as (in, out), for its Conv1D; ours, like those of the other families, are (out, in), with q, k and v
-// separate.
+// matrices as (in, out), for its Conv1D; ours, like those of other families, are (out, in), with q, k and v separate.
 #pragma once
 #include "core/safetensors.h"
 #include "model/hf_config.h"
@@ -16,9 +15,8 @@ struct HfTensor {
   std::vector<std::string> parts;
 };
 
-// How the experts of a layer are stored. separate: a tensor for each matrix of each expert, which every version of
-// transformers reads and we write; fused: as in version 5's memory, one tensor of all gates and ups and one of all
-// downs.
+// How experts are stored. separate: a tensor for each matrix of each expert, which every version of transformers reads
+// and we write; fused: as in version 5's memory, one tensor of all gates and ups and one of all downs.
 enum class ExpertTensors : uint8_t { separate, fused };
 
 namespace detail {
@@ -71,8 +69,7 @@ inline constexpr HfExpertName hf_expert_names[] = {
 
 inline bool is_gpt2(const ModelConfig& c) { return c.family.positions == Positions::learned; }
 
-// The name of the tensor that a parameter is, or is a part of. Mixtral has its own names for routers and experts, but
-// only with separate tensors.
+// The name of the tensor that a parameter is or is part of. Mixtral has names of its own, for separate tensors alone.
 inline std::string hf_name(const std::string& ours, const ModelConfig& c, ExpertTensors layout) {
   if (ours == "lm_head.weight") return ours;
   const bool fused = layout == ExpertTensors::fused;
@@ -136,8 +133,7 @@ namespace detail {
 struct HfRow {
   int64_t begin, step;
 };
-// The row from element `index` of the part on. The parts of a tensor have equal sizes: GPT-2 has as many key-value
-// heads as query heads.
+// The row from element `index` of the part on. Parts have equal sizes: GPT-2 has as many key-value as query heads.
 inline HfRow hf_row(const HfTensor& hf, size_t part, int64_t index) {
   const int64_t parts = std::ssize(hf.parts), before = static_cast<int64_t>(part);
   if (!hf.transposed) return {TensorInfo{"", DType::fp32, hf.shape}.numel() / parts * before + index, 1};
@@ -155,8 +151,7 @@ void for_each_part(const HfTensor& hf, const StateTable& table, std::initializer
 
 // Calls f(i, at, step, n) for runs of a part's elements: element i of the entry is at `at` in the Hugging Face tensor,
 // and the n - 1 after it every `step`. Where rows become columns the runs are short, and those of all rows come one
-// after the other, so that neighbours in the columns are together in the cache. Several threads then call f, each for
-// columns of its own.
+// after the other, so that neighbours in the columns are in the cache together; threads have columns of their own.
 template <class F>
 void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
   constexpr int64_t tile = 32;
@@ -179,9 +174,8 @@ void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
 
 }  // namespace detail
 
-// A Hugging Face tensor, from boxes in host memory that together are its parts; `weights` may also have boxes of other
-// tensors. Where it lies there as it is stored, the result is that; else it is put together in `room`, whose memory is
-// used again.
+// A Hugging Face tensor, from boxes in host memory that together are its parts, among others in `weights`: where it
+// lies as it is stored there, else put together in `room`, whose memory is used again.
 inline const std::byte* gather_hf(std::vector<std::byte>& room, const HfTensor& hf, const StateTable& weights) {
   const int64_t elements = TensorInfo{"", DType::fp32, hf.shape}.numel();
   int64_t gathered = 0;

@@ -1,5 +1,4 @@
-// hf_config.h: Hugging Face's config.json, both ways. Fields with values that this program does not implement are
-// rejected by name.
+// hf_config.h: Hugging Face's config.json, both ways. Fields with values that are not implemented are rejected by name.
 #pragma once
 #include <charconv>
 
@@ -124,8 +123,7 @@ inline constexpr LlamaDefaults llama_defaults[] = {
     // clang-format on
 };
 
-// The number of experts has two names. For most families transformers takes either; which one it prefers depends on the
-// family and the version.
+// The number of experts has two names. Most families take either, and prefer one of them by family and version.
 inline int64_t read_expert_count(const ModelConfig& c, const HfFields& f, int64_t fallback) {
   const std::string type = c.family.model_type;
   const char *name = type == "mixtral" ? "num_local_experts" : "num_experts",
@@ -268,8 +266,7 @@ inline std::optional<int64_t> end_of_text_of(int64_t vocab_size) {
   }
 }
 
-// Whether special tokens of this vocabulary are known, from transformers' defaults for the family or from
-// config_to_hf().
+// Whether special tokens are known, from transformers' defaults for the family or from config_to_hf().
 inline bool knows_special_tokens(const ModelConfig& c) {
   if (end_of_text_of(c.vocab_size)) return true;
   if (c.family.positions == Positions::learned) return c.vocab_size > 50256;  // GPT-2's, perhaps padded

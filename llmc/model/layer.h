@@ -49,8 +49,7 @@ struct Routing {
 
   // Rows of an expert from one sequence; none: any number (dropless).
   std::optional<int64_t> capacity() const { return training ? placement.capacity : std::nullopt; }
-  // How many rows each rank sends to every other, padding included, if a capacity bounds them; 0: only the real rows.
-  // S: rows of the residual stream
+  // How many of S rows each rank sends to every other, with padding, if a capacity bounds them; 0: only the real rows.
   int64_t padded_rows(int64_t S) const { return capacity() ? placement.stride(S) : 0; }
 };
 
@@ -101,8 +100,7 @@ struct Layer {
   GatheredRows gathered = {};
 
   bool has_experts() const { return unit.has("moe.router.weight"); }
-  // Whether the last products of attention and feed-forward add to the residual stream, in layouts that --residual
-  // cublaslt is for.
+  // Whether the last products of attention and feed-forward add to the residual stream, where --residual cublaslt can.
   bool adds_in_products() const {
     return stream().device().residual_in_products && group.size() == 1 && sequences.linear == Operands::as_stored;
   }

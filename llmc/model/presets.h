@@ -1,5 +1,4 @@
-// presets.h: --model: the published shapes, by name, or a directory that has a config.json; with changes of single
-// sizes.
+// presets.h: --model: published shapes, by name, or a directory with a config.json; with changes of single sizes.
 #pragma once
 #include <charconv>
 #include <ranges>

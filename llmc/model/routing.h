@@ -57,8 +57,7 @@ class ExpertRouter : SparseLayer {
  private:
   Tensor of_segments(const Tensor& t) const { return parallel::rows_of(t, {0, r.rows.segments.count(n)}); }
 
-  // Adds to the records of training, and keeps the counts over whole sequences that the balancing loss and the capacity
-  // need.
+  // Adds to the records of training, and keeps the counts over sequences for the balancing loss and the capacity.
   void record() const {
     auto scope = group.arena.scope();
     const ExpertTraining& training = *r.training;

@@ -9,8 +9,7 @@
 //              2     # # c
 //              3     # # # c
 //
-// Whole sequences compute the same pairs of queries and keys, and add them up in another order: the difference is
-// rounding (contract 5).
+// Whole sequences add up the same pairs of queries and keys in another order: the difference is rounding (contract 5).
 #pragma once
 #include "model/activations.h"
 #include "parallel/context_attention.h"

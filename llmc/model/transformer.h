@@ -3,8 +3,7 @@
 // A block (pre-norm):   x1 = x  + proj(attention(heads(qkv(norm1(x)))))     heads: query-key norm, rotary positions
 //                       x2 = x1 + down(activation(up(norm2(x1))))         activation: GELU; SwiGLU of gate and up
 //                 or    x2 = x1 + experts(norm2(x1))                      experts.h
-// config.h says which of these a model has. Sizes: layer.h. What --tp divides and
-// sends: parallel/tensor_layers.h.
+// config.h says which of these a model has. Sizes: layer.h. What --tp divides and sends: parallel/tensor_layers.h.
 #pragma once
 #include "model/experts.h"
 #include "model/slice_attention.h"
@@ -143,8 +142,7 @@ class FeedForward : Layer {
   bool in_fp8() const { return gated() && swiglu_writes_fp8(sequences.linear, a.up.shape[1] / 2, stream().device()); }
   // An inspector of numbers is to see what is rounded.
   bool activates_in_fp8() const { return !a.activated_in_fp8.values.empty() && in_fp8() && !stream().is_inspected(); }
-  // Whether the products of up and down compute GELU: in layouts that --gelu cublaslt is for, and not in a text that is
-  // being generated, of few rows.
+  // Whether the products of up and down compute GELU: where --gelu cublaslt can, not in generated text, of few rows.
   bool in_products() const {
     const Tensor& x = a.activated;  // which the weight part has, too
     return !gated() && stream().device().gelu_in_products && x.dtype == DType::bf16 && x.shape[1] % 8 == 0 &&
@@ -269,8 +267,7 @@ struct Logits {
   }
 };
 
-// logits = matrix(norm(x)), and their loss. The matrix is the head's own or, if tied, the token embedding, which is
-// then read from `embedding`.
+// logits = matrix(norm(x)), and their loss. The matrix is the head's own or, if tied, that of `embedding`.
 struct Head {
   const ModelConfig& config;
   const UnitState &unit, &embedding;

@@ -220,9 +220,8 @@ inline BalancedPipeline balanced_stages(const ModelCosts& costs, int stages) {
 }
 
 // The fastest pipeline that uses all `workers`, with any number of stages and of replicas of each. link: bytes/s
-// between any two workers. For 128 modules this takes milliseconds to a second with up to 256 workers, seconds to
-// minutes with thousands: then let a worker be a group of n data-parallel ranks (a level in the paper), n times as
-// fast.
+// between any two workers. For 128 modules this takes up to a second with 256 workers, seconds to minutes with
+// thousands: then let a worker be a group of n data-parallel ranks (a level in the paper), n times as fast.
 inline BalancedPipeline balanced_replicated_stages(const ModelCosts& costs, int workers, double link) {
   CHECK(workers >= 1, "{} workers, expected at least 1", workers);
   return detail::Pipedream(costs, workers, link).solve();

@@ -7,11 +7,10 @@ namespace llmc {
 
 namespace detail {
 
-// Adds the messages to the passes that each stage computes. Their places in the lists are decided for all stages at
-// once: all messages are sorted by the time at which they are made, if every pass takes its time in PassCosts, and each
-// is put into the lists of its sender and its receiver before the passes that these begin at that time or later. So no
-// stages wait in a cycle, even if every send waits until its receive begins; and two stages see the messages between
-// them in the same order.
+// Adds the messages to the passes that each stage computes, at places that are decided for all stages at once: messages
+// are sorted by the time at which they are made, if every pass takes its time in PassCosts, and each is put into the
+// lists of sender and receiver before the passes that these begin at that time or later. So no stages wait in a cycle,
+// even if sends wait for their receives; and two stages see the messages between them in the same order.
 inline std::vector<ActionList> with_messages(const Pipeline& p, const std::vector<ActionList>& computes) {
   const Simulation sim = simulate(p, computes);
   struct Message {

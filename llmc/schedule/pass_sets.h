@@ -10,8 +10,7 @@ class PassSets {
  public:
   PassSets() = default;  // none
   // needs(chunk): the kinds (vector<K>) of the sets that a pass of the chunk holds, from its action of kind `from` to
-  // its first action with until(kind). In a list without such actions, a forward-only one, all passes of a chunk use
-  // the same sets.
+  // its first with until(kind). In a list without such actions, all passes of a chunk use the same sets.
   template <class Needs, class Until>
   PassSets(const std::vector<Action>& actions, Needs&& needs, ActionKind from, Until&& until) {
     bool turns = false;

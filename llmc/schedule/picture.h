@@ -19,7 +19,6 @@ inline char letter_of(ActionKind kind) {
   return kind == ActionKind::forward ? 'F' : kind == ActionKind::backward_weight ? 'W' : 'B';
 }
 
-// Draws the passes of one pipeline.
 class Picture {
  public:
   Picture(const Pipeline& p, const PictureStyle& style)
@@ -56,7 +55,6 @@ class Picture {
                          : "micro-batch through a stage");
   }
 
-  // The row of one stage, from time `begin` to `end`.
   std::string row(size_t stage, int64_t begin, int64_t end) const {
     std::string line;
     int64_t now = begin;

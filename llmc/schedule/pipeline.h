@@ -83,8 +83,7 @@ inline std::string text_of(const Pipeline& p, const Action& a) {
                    p.slices > 1 ? formatted(", slice {},", a.slice) : std::string(), a.chunk);
 }
 
-// The span of an action in a trace: "forward 3", of micro-batch 3; "forward 3.1 of chunk 2" with slices, and where
-// stages have several chunks.
+// The span of an action in a trace: "forward 3" of micro-batch 3; with slices and chunks, "forward 3.1 of chunk 2".
 inline TraceSpan action_span(const Action& a, const Pipeline& p) {
   constexpr const char* names[] = {"forward",        "backward",          "input part",
                                    "weight part",    "send activations",  "receive activations",

@@ -1,5 +1,4 @@
-// simulate.h: the time and memory of a pipeline's lists, on paper: when each action runs, how long each stage idles,
-// and how much it keeps at most.
+// simulate.h: time and memory of a pipeline's lists, on paper: when actions run, how long stages idle, what they keep.
 #pragma once
 #include "schedule/orders.h"
 

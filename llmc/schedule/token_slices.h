@@ -3,8 +3,7 @@
 //
 // P stages that take equally long for a slice work on slices t_1 .. t_K of M micro-batches, one after the other, in
 //   M x (t_1 + ... + t_K) + (P - 1) x max t_k               (the paper's objective, which has one micro-batch)
-// The second term is the bubble: more slices make it smaller, but each slice has a minimum cost, which makes the sum
-// larger.
+// The second term is the bubble: more slices make it smaller, but each has a minimum cost, which makes the sum larger.
 #pragma once
 #include "core/check.h"
 
@@ -20,7 +19,6 @@ inline std::vector<int64_t> even_token_slices(int64_t tokens, int64_t slices) {
   return lengths;
 }
 
-// The problem that optimal_token_slices() solves.
 struct TokenCut {
   int64_t tokens = 0;         // of the sequence
   int64_t granularity = 1;    // cuts are at multiples of it

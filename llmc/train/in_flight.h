@@ -1,6 +1,5 @@
 // in_flight.h: the memory of a micro-batch in flight: its inputs, which may still be on their way to a GPU, its
-// activations, and the key-value cache of a text that is being generated; and the purpose of a pass over a list of
-// actions.
+// activations, and the key-value cache of a text that is generated; and the purpose of a pass over a list of actions.
 #pragma once
 #include "schedule/pass_sets.h"
 #include "train/step_config.h"
@@ -22,9 +21,8 @@ struct MicroBatch {
   }
 };
 
-// The tensors of an action: the inputs of the micro-batch, or of a token slice of it, its activations in the action's
-// chunk and in the one before, if that is on the same rank, and the gradient of the residual stream (S, C), which goes
-// from chunk to chunk.
+// The tensors of an action: the inputs of the micro-batch, or of a slice of it, its activations in the chunk and, on
+// the same rank, the one before, and the gradient of the residual stream (S, C), which goes from chunk to chunk.
 struct Slot {
   const MicroBatch& inputs;
   std::vector<BlockActivations> blocks;  // of the chunk
@@ -48,7 +46,6 @@ struct KeyValueCache;
 // Whether the actions of a training step may be launched as CUDA graphs that were captured before.
 enum class Launch : uint8_t { replay, enqueue };
 
-// The purpose of one pass over a list of actions.
 struct Pass {
   Purpose purpose;
   BatchShape shape;  // of a micro-batch
@@ -117,7 +114,6 @@ class PassMemory {
     auto product_inputs = [&](const PassSets& sets, size_t set, ActionKind made_by) {
       return BlockActivations::product_inputs(block_shape(shape, sets.kind_of<Layers>(set)), recompute, made_by, arena);
     };
-    // The activations that blocks use in turn.
     const BlockActivations shared = BlockActivations::recomputed(block_shape(shape, Layers::any), recompute, arena);
     for (int64_t i = 0, most = micro_batches_in_flight(actions); i < most; ++i)
       for (const BatchShape& slice : shapes_)
@@ -156,13 +152,11 @@ class PassMemory {
   const MicroBatch& inputs(int64_t micro_batch, int slice) const {
     return inputs_[(static_cast<size_t>(micro_batch) * shapes_.size() + static_cast<size_t>(slice)) % inputs_.size()];
   }
-  // The shape of the residual stream of a slice.
   Shape stream_shape(int slice) const {
     return {config_.layout.tensor.stream_rows(shapes_[static_cast<size_t>(slice)].rows()), model_.n_embd};
   }
   Tensor gradient(int slice) const { return gradient_.empty() ? gradient_ : gradient_.slice(0, stream_shape(slice)); }
-  // The output of a chunk, for a micro-batch, or slice: between its forward and its backward or, if another stage has
-  // the next chunk, until it is sent.
+  // The output of a chunk: from its forward to its backward or, if another stage has the next chunk, until it is sent.
   Tensor output(Action a) const {
     if (period_ > 0) a.micro_batch %= period_;
     return layers(a.chunk) == 0 ? input(a) : output(a, layers(a.chunk) - 1);
@@ -223,7 +217,6 @@ class PassMemory {
   }
   // The blocks that share one kept input; those within a segment write to outputs that all segments use in turn.
   int64_t segment() const { return config_.segment_for(purpose_); }
-  // The kinds of a chunk's layers.
   std::vector<Layers> kinds_of(int chunk) const {
     std::vector<Layers> kinds;
     for (const int64_t l : chunks_[static_cast<size_t>(chunk)].layers) kinds.push_back(kind_of_layer(model_, l));

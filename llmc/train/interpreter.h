@@ -19,8 +19,7 @@ class Interpreter {
       if (!stage_.is_here(static_cast<int>(c))) chunks_here_[c] = {};
   }
 
-  // Enqueues all actions on the compute stream, and messages on those of the links. `batches`: the inputs of each
-  // micro-batch.
+  // Enqueues all actions on the compute stream, and messages on those of the links. batches: the inputs.
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
     auto scope = context_.arena.scope();
     std::optional<Arena::Scope> at_host;
@@ -85,15 +84,13 @@ class Interpreter {
     if (is_backward(action.kind)) stage_.gradients_written(action.chunk);
   }
 
-  // Reads the headers of the messages taken so far, for take_headers(): the caller that waits for the results of a pass
-  // checks them.
+  // Reads the headers of the messages taken so far, for take_headers(): whoever waits for the results checks them.
   void read_headers() { headers_.push_back(state_.groups().links.read_headers(context_.compute)); }
   std::vector<ReceivedHeaders> take_headers() { return std::exchange(headers_, {}); }
 
   // On the null device: appends when the compute stream begins and ends each action (until nullptr is set).
   void time_actions(std::vector<PassTime>* times) { action_times_ = times; }
 
-  // The interpreter's place in the list.
   struct Place {
     std::string what;  // "forward of blocks.3"
     int64_t micro_batch;
@@ -108,7 +105,6 @@ class Interpreter {
   }
 
  private:
-  // Uploads all slices of a micro-batch.
   void upload(int64_t micro_batch, const PassMemory& memory, const Pass& pass, HostBatch all) {
     const int context_rank = state_.groups().me.context;
     if (config_.slices_for(pass.purpose) == 1)
@@ -222,8 +218,7 @@ class Interpreter {
   Stage& stage_;
   std::vector<Chunk> chunks_here_;  // of the model; those of other stages have no layers
   Uploads uploads_;
-  // By kind, chunk, slice, whether it is a backward of the first micro-batch and, but for paper, the addresses of its
-  // inputs.
+  // By kind, chunk, slice, whether it is the first micro-batch's backward and, but for paper, the addresses of inputs.
   std::map<std::tuple<ActionKind, int, int, bool, const std::byte*, const std::byte*>, Replay> replays_;
   std::vector<ReceivedHeaders> headers_;  // not yet taken
   std::vector<PassTime>* action_times_ = nullptr;

@@ -1,5 +1,4 @@
-// not_finite.h: finds where the first non-finite number of a step comes from, by repeating the step with a check of
-// every tensor that is written.
+// not_finite.h: finds the origin of a step's first non-finite number: repeats it with a check of every tensor written.
 #pragma once
 #include "core/json.h"
 #include "core/signals.h"

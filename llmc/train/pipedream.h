@@ -9,8 +9,7 @@
 // P - 1 - s updates old, and P - s versions of its weights are kept (shard/weight_versions.h).
 //
 // A flush runs the backwards and updates that are left. Afterwards all stages have made the same updates and no old
-// version is needed: a checkpoint then has the whole state, and a run that resumes from it continues bit for bit like
-// one that flushed there.
+// version is needed: a checkpoint then has the whole state, and a run resumes from it bit for bit.
 //
 // Gradients are clipped stage by stage, by the norm of the stage's own gradients. The loss and the norm of the whole
 // model are only for the report: they are exchanged on a stream of their own, so that no stage waits for them.
@@ -24,8 +23,7 @@ namespace llmc {
 
 class Pipedream {
  public:
-  // row (losses + notices + units) fp64: this rank's losses, to which the stage adds, notices and square sums. control:
-  // of the update.
+  // row (losses + notices + units) fp64: this rank's losses, to which the stage adds, notices and square sums.
   Pipedream(const StepConfig& config, const Context& context, ModelState& state, Interpreter& interpreter,
             const Tensor& row, const Tensor& control)
       : config_(config),

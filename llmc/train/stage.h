@@ -46,8 +46,7 @@ class HeldLayer {
 
 class Stage {
  public:
-  // loss_sums (StepConfig::loss_sums()) fp64: the losses of every micro-batch are added to them. experts, logits: what
-  // a step records
+  // loss_sums (StepConfig::loss_sums()) fp64 += the losses of every micro-batch; experts, logits: what a step records
   Stage(const StepConfig& config, const Context& context, ModelState& state, const Tensor& loss_sums,
         const ExpertRecord& experts, const LogitRecord& logits)
       : config_(config),
@@ -101,8 +100,7 @@ class Stage {
     return units;
   }
 
-  // On paper: from here on only memory counts. Equal layers need equal memory, so forwards without backwards enqueue
-  // one of each kind in a pass.
+  // On paper: from here on only memory counts, and forwards without backwards enqueue one of equal layers in a pass.
   void count_memory_alone() { memory_alone_ = true; }
   void begin_pass() { counted_ = {}; }
 
@@ -161,7 +159,6 @@ class Stage {
  private:
   static constexpr size_t embedding_unit = 0;
   const LayerUnits& units_of(int64_t layer) const { return layer_units_[static_cast<size_t>(layer)]; }
-  // Calls f(unit) for the units of a layer.
   template <class F>
   static void for_units(const LayerUnits& units, F&& f) {
     f(units.block);
@@ -263,7 +260,6 @@ class Stage {
 
   // ---- Backward ----------------------------------------------------------------------------------------------------
 
-  // Final norm, logits and loss of x (S, C), forward and backward; slot.gradient = the gradient of x.
   void backward_head(const Tensor& x, const Slot& slot, bool last_micro_batch) {
     const LayerRange range = set_current("backward of the head");
     const Head head = acquire_head();

@@ -17,8 +17,7 @@ struct Context {
   Arena* file = nullptr;     // that has what is in a file instead; none: nothing is
 };
 
-// The purpose of running a list of actions.
-enum class Purpose { train, evaluate, generate };
+enum class Purpose { train, evaluate, generate };  // of a pass over a list of actions
 
 // The settings of experts in a run; a model without experts has the defaults.
 struct ExpertOptions {
@@ -67,7 +66,6 @@ struct StepConfig {
   Pipeline pipeline() const { return layout.pipeline.pipeline(micro_batches); }
   // A rank's row of scalars: its losses, its notices (Notices), then a square sum for each unit.
   int64_t scalars_before_squares() const { return loss_sums() + Notices::count; }
-  // The chunks of the whole model, in its order.
   std::vector<Chunk> model_chunks() const {
     if (!layout.pipeline.layers.empty()) return chunks_of(layout.pipeline.layers);
     return chunks_of(even_layers(model.n_layer, stages_of_chunks()));
@@ -107,7 +105,6 @@ struct StepConfig {
   ContextParallel context_for(Purpose purpose) const {
     return purpose == Purpose::generate ? ContextParallel{} : layout.context;
   }
-  // Which stage has which units.
   StageUnits stage_units() const {
     StageUnits units;
     if (layout.pipeline.stages == 1) return units;
@@ -131,7 +128,6 @@ struct StepConfig {
                ? static_cast<int64_t>(layout.pipeline.slices.size())
                : 1;
   }
-  // The tokens of slice k.
   SequenceRows slice_rows(int k) const {
     const auto begin = layout.pipeline.slices.begin(), end = begin + k;
     return {batch.T, std::accumulate(begin, end, int64_t{0}), *end};
@@ -183,8 +179,7 @@ struct HostBatch {
 using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
 using NoticeSource = std::function<Notices()>;
 
-// Receives the loss of every row (B T) of a micro-batch of this rank, 0 for rows that other context-parallel ranks
-// have; called on the stream.
+// Receives the loss of every row (B T) of a micro-batch, 0 for rows of other context-parallel ranks; on the stream.
 using RowLosses = std::function<void(int64_t micro_batch, std::span<const float> losses)>;
 
 // Sequences that the ranks of a context-parallel group cannot divide are padded to T tokens at their ends, where there

@@ -6,8 +6,7 @@
 
 namespace llmc {
 
-// Of experts: the losses and the entropy of their routers, how often each was chosen, how many choices were dropped;
-// and the biases that balance them.
+// Of experts: losses and entropy of routers, how often each was chosen, dropped choices; and biases that balance them.
 class ExpertRecord {
  public:
   ExpertRecord(const StepConfig& config, const Context& context) : config_(config) {
@@ -79,8 +78,7 @@ class ExpertRecord {
   }
 
  private:
-  // Sets how the segments of the context- and tensor-parallel ranks make up the sequences of a micro-batch, or their
-  // slices of one length.
+  // Sets how the segments of context- and tensor-parallel ranks make up sequences, or their slices of one length.
   void order_segments(const BatchShape& share, const Context& context) {
     if (orders_.contains(share.T)) return;
     const int cp = config_.layout.context.ranks, tp = config_.layout.tensor.by_rows() ? config_.layout.tensor.ranks : 1;
@@ -133,8 +131,8 @@ class ExpertRecord {
 };
 
 // QK-clip in a step: the largest logit of each head of the model, over all micro-batches and ranks, and the weights
-// that shrink after the update where it is too large. A maximum has no order: all layouts find the same one, but for
-// rounding in the logits themselves.
+// that shrink after the update where it is too large. All layouts find the same maximum, but for rounding in the
+// logits.
 //
 //   forward   each rank   its layers and heads, over the rows that it has    a recomputation finds the same
 //   gather    all ranks   8 L Hq bytes each, in one ring or two (Groups::scalar_tiers)

@@ -16,8 +16,7 @@ inline int64_t small_batches(const StepConfig& step) {
   return step.layout.readers() * (each ? step.micro_batches : 1);
 }
 
-// local: the sum, over the small batches, of |gradient|^2, where their gradients add up to that of the step, whose
-// square is `square`.
+// local: the sum of |gradient|^2 of the small batches, whose gradients add up to the step's, of square `square`.
 inline GradientNoise gradient_noise(double local, double square, int64_t batches, double tokens) {
   const double K = static_cast<double>(batches);
   return {.square = K * (square - local) / (K - 1), .trace = tokens * (K * local - square) / (K - 1)};
@@ -62,8 +61,7 @@ class NoiseScale {
   double square_ = 0, trace_ = 0;
 };
 
-// Finds outliers among losses or gradient norms by z-score: how many standard deviations a value is above the mean of
-// the last updates (as in llm.c).
+// Finds outliers by z-score: how many standard deviations above the mean of the last updates (as in llm.c).
 class OutlierDetector {
  public:
   static constexpr size_t window = 128;

@@ -1,6 +1,5 @@
 // trainer.h: one rank's trainer. A training step is a list of forwards and backwards that accumulates gradients, then
-// their norm over all ranks, then the update; evaluation and generation are lists of forwards. interpreter.h runs the
-// lists.
+// their norm over all ranks, then the update; evaluation and generation are lists of forwards (interpreter.h).
 #pragma once
 #include <bit>
 
@@ -12,8 +11,7 @@ namespace llmc {
 
 namespace detail {
 
-// The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is
-// counted where the embedding is.
+// The parameters that this rank has of the model; a copy of the embedding is counted where the embedding is.
 inline ParamTable table_of_rank(const StepConfig& config, const Groups& groups) {
   const StageUnits stages = config.stage_units();
   const std::vector<LayerUnits> units = layer_units(config.model);
@@ -161,8 +159,7 @@ class Trainer {
     state_.settle(context_.compute);
     return computed;
   }
-  // On paper: what precedes a step is the update of another one, whose weights are still being gathered, copied to host
-  // memory or updated by the host.
+  // On paper: as if another step's update preceded, whose weights are still gathered, copied or updated by the host.
   void follow_another_step() {
     if (config_.layout.zero.updates() != ZeroConfig::Updates::everyone || config_.layout.zero.offload.any()) update({});
   }
@@ -218,9 +215,8 @@ class Trainer {
 
   // ---- Evaluation --------------------------------------------------------------------------------------------------
 
-  // Mean loss over `targets` tokens, forward only. `micro_batches`: of each rank, the same number on all. Rows whose
-  // target is -1 do not count. `T`: tokens in a sequence, at most the step's; none: the step's. Context-parallel ranks
-  // pad sequences.
+  // Mean loss over `targets` tokens, forward only. micro_batches: of each rank, the same on all. Rows whose target is
+  // -1 do not count. T: tokens in a sequence; none: the step's, the most. Context-parallel ranks pad sequences.
   double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
                   std::optional<int64_t> T = std::nullopt) {
     require_flushed();                          // first, so that its error does not end the whole job
@@ -260,8 +256,7 @@ class Trainer {
 
   // ---- Generation --------------------------------------------------------------------------------------------------
 
-  // The logits (V) after the last of these tokens. The sequence is padded to a power of two: causal attention does not
-  // see the padding.
+  // The logits (V) after the last of these tokens, padded to a power of two, which causal attention does not see.
   std::vector<float> next_token_logits(std::span<const int32_t> tokens) {
     const int64_t n = static_cast<int64_t>(tokens.size());
     CHECK(n >= 1 && n <= config_.batch.T);
@@ -290,7 +285,6 @@ class Trainer {
     return all;
   }
 
-  // The forwards of this rank, with their messages.
   std::vector<Action> forwards(int64_t micro_batches) const {
     Pipeline pipeline = config_.pipeline();
     pipeline.micro_batches = micro_batches;
