@@ -3,9 +3,7 @@
 //   router     logits in fp32; the k experts with the largest scores, and their weights
 //   dispatch   rows in the order of their experts; with a capacity, rows that come too late in their sequence are
 //              dropped
-//   experts    down(SwiGLU of gate and up), each for its own rows: grouped products. If ranks share the experts of a
-//              layer (--ep), the rows go to the ranks that have their experts and come back
-//              (parallel/expert_exchange.h), while the shared expert computes
+//   experts    down(SwiGLU of gate and up), each for its own rows (expert_products.h)
 //   combine    the sum of a row's k outputs with their weights, in the order of its choices
 //   shared     one more expert for all rows, perhaps times the sigmoid of a gate of its own
 //

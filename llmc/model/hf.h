@@ -201,7 +201,6 @@ inline const std::byte* gather_hf(std::vector<std::byte>& room, const HfTensor& 
   return whole != nullptr ? whole : room.data();
 }
 
-// Where a tensor of the model is stored.
 struct HfPlace {
   const SafetensorsReader* file;
   std::string name;  // with or without "transformer." or "model."

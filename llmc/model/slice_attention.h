@@ -16,7 +16,6 @@
 
 namespace llmc {
 
-// Attention of one slice.
 class SliceAttention {
  public:
   // shape: of the slice; slice: which tokens of each sequence

@@ -217,7 +217,6 @@ class Block : Layer {
   NormLayer norm1() const { return {config, {unit, "ln1"}, a.norm1_mean, a.norm1_rstd, stream()}; }
   NormLayer norm2() const { return {config, {unit, "ln2"}, a.norm2_mean, a.norm2_rstd, stream()}; }
   Attention attention() const { return Attention(*this); }
-  // Calls use() with the feed-forward of this layer.
   template <class Use>
   void feed_forward(Use&& use) const {
     if (has_experts()) use(ExpertLayer(*this));

@@ -115,20 +115,19 @@ struct Law {
 };
 inline std::optional<Law> bubble_law(const Pipeline& p) {
   const double P = p.stages, M = static_cast<double>(p.micro_batches), V = p.chunks_per_stage, K = p.slices;
+  // fewest: micro-batches from which on it holds; parts: of work, each as long as one that fills the pipeline
+  const auto law = [&](int64_t fewest, double parts, const char* formula) -> std::optional<Law> {
+    if (p.micro_batches < fewest) return std::nullopt;
+    return Law{(P - 1) / (parts + P - 1), formula};
+  };
   switch (p.schedule) {
     case Schedule::gpipe:
     case Schedule::one_f_one_b:
-      return Law{(P - 1) / (M * K + P - 1), p.slices == 1 ? "(P - 1) / (M + P - 1)" : "(P - 1) / (K M + P - 1)"};
-    case Schedule::interleaved:
-      if (p.micro_batches < p.stages) return std::nullopt;
-      return Law{(P - 1) / (V * M + P - 1), "(P - 1) / (V M + P - 1)"};
-    case Schedule::zb_h1:
-      if (p.micro_batches < p.stages) return std::nullopt;
-      return Law{(P - 1) / (3 * M + P - 1), "(P - 1) / (3 M + P - 1)"};
-    case Schedule::zb_v:
-      if (p.micro_batches < 2 * p.stages - 1) return std::nullopt;
-      return Law{(P - 1) / (6 * M + P - 1), "(P - 1) / (6 M + P - 1)"};
-    case Schedule::pipedream: return Law{(P - 1) / (M + P - 1), "(P - 1) / (M + P - 1)"};
+      return law(1, M * K, p.slices == 1 ? "(P - 1) / (M + P - 1)" : "(P - 1) / (K M + P - 1)");
+    case Schedule::interleaved: return law(p.stages, V * M, "(P - 1) / (V M + P - 1)");
+    case Schedule::zb_h1: return law(p.stages, 3 * M, "(P - 1) / (3 M + P - 1)");
+    case Schedule::zb_v: return law(2 * p.stages - 1, 6 * M, "(P - 1) / (6 M + P - 1)");
+    case Schedule::pipedream: return law(1, M, "(P - 1) / (M + P - 1)");
   }
   return std::nullopt;
 }

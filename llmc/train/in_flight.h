@@ -87,7 +87,7 @@ class PassMemory {
               if (pass.purpose != Purpose::train) return sets_of_one_kind(std::min<int64_t>(all, 2));
               std::vector<int> kinds = sets_of_one_kind(ceil_div(all, segment()) - sends_output(c));
               if (config.keeps_at_host(pass.purpose)) std::ranges::fill(kinds, at_host);
-              if (has_head(c) && !kinds.empty()) kinds.back() = 0;
+              if (chunks_[static_cast<size_t>(c)].has_head && !kinds.empty()) kinds.back() = 0;
               return kinds;
             },
             ActionKind::forward, is_backward),
@@ -238,7 +238,6 @@ class PassMemory {
         actions, [&](int c) { return kinds_of(c); }, from, is_weight_part);
   }
   static constexpr int at_host = 1;  // the kind of sets of outputs in host memory
-  bool has_head(int chunk) const { return chunks_[static_cast<size_t>(chunk)].has_head; }
   // Is the output of a block of the action's chunk kept, and in host memory?
   bool is_at_host(const Action& a, int64_t layer) const {
     if (!config_.keeps_at_host(purpose_)) return false;

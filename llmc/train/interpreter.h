@@ -201,15 +201,14 @@ class Interpreter {
   // which are actions of their own, do not matter.
   bool replayable(const Action& action, const Pass& pass) const {
     if (pass.purpose != Purpose::train || pass.launch == Launch::enqueue) return false;
-    if (config_.keeps_at_host(pass.purpose)) return false;
-    if (config_.layout.zero.stage == 3 || config_.layout.zero.grad_reduce == GradReduce::micro) return false;
-    if (config_.layout.tensor.ranks > 1 || config_.layout.context.ranks > 1 || config_.layout.expert.ranks > 1)
+    const Layout& l = config_.layout;
+    if (config_.keeps_at_host(pass.purpose) || l.zero.stage == 3 || l.zero.grad_reduce == GradReduce::micro)
       return false;
+    if (l.tensor.ranks > 1 || l.context.ranks > 1 || l.expert.ranks > 1) return false;
     // The first forward after an update waits for the weights of each unit as it comes to it.
     if (action.kind == ActionKind::forward && action.micro_batch == 0 && state_.weights.arriving()) return false;
-    if (config_.layout.pipeline.stages > 1) return on_paper() && !is_last(action);
-    const bool reduces = action.kind == ActionKind::backward && is_last(action) && config_.layout.zero.ranks() > 1;
-    return !reduces;
+    if (l.pipeline.stages > 1) return on_paper() && !is_last(action);
+    return action.kind != ActionKind::backward || !is_last(action) || l.zero.ranks() == 1;  // it reduces nothing
   }
 
   const StepConfig& config_;

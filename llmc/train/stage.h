@@ -81,22 +81,20 @@ class Stage {
     const Chunk& c = chunk(action.chunk);
     const bool is_forward = action.kind == ActionKind::forward;
     std::vector<size_t> units;
-    auto head = [&] {
-      if (!c.has_head || (is_forward && purpose == Purpose::train)) return;
-      units.push_back(head_unit());
-      if (config_.model.tied) units.push_back(embedding_unit);
+    const auto add = [&](size_t u) { units.push_back(u); };
+    const auto block = [&](size_t l) { for_units(units_of(c.layers[l]), add); };
+    const auto head = [&] {
+      add(head_unit());
+      if (config_.model.tied) add(embedding_unit);
     };
-    if (!is_forward) head();
-    if (is_forward && c.has_embedding) units.push_back(embedding_unit);
-    const auto block = [&](size_t l) {
-      const LayerUnits& layer = units_of(c.layers[l]);
-      units.push_back(layer.block);
-      if (layer.experts) units.push_back(*layer.experts);
-    };
-    if (is_forward)
+    if (is_forward) {
+      if (c.has_embedding) add(embedding_unit);
       for (size_t l = 0; l < c.layers.size(); ++l) block(l);
-    else for_blocks_back(c, block, block);
-    if (is_forward) head();
+      if (c.has_head && purpose != Purpose::train) head();
+    } else {
+      if (c.has_head) head();
+      for_blocks_back(c, block, block);
+    }
     return units;
   }
 

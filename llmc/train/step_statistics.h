@@ -39,26 +39,19 @@ inline std::string noise_fault(const StepConfig& step) {
 }
 
 // Averages of both over steps, whose ratio is the scale; recorded in checkpoints.
-class NoiseScale {
- public:
+struct NoiseScale {
   static constexpr double decay = 0.99;
+  double square = 0, trace = 0;
 
-  NoiseScale() = default;
-  NoiseScale(double square, double trace) : square_(square), trace_(trace) {}
   void add(const GradientNoise& step) {
     if (!std::isfinite(step.square) || !std::isfinite(step.trace)) return;
-    square_ = decay * square_ + (1 - decay) * step.square;
-    trace_ = decay * trace_ + (1 - decay) * step.trace;
+    square = decay * square + (1 - decay) * step.square;
+    trace = decay * trace + (1 - decay) * step.trace;
   }
-  double square() const { return square_; }
-  double trace() const { return trace_; }
   // Tokens; none: the noise still hides the gradient.
   std::optional<double> tokens() const {
-    return square_ > 0 && trace_ > 0 ? std::optional(trace_ / square_) : std::nullopt;
+    return square > 0 && trace > 0 ? std::optional(trace / square) : std::nullopt;
   }
-
- private:
-  double square_ = 0, trace_ = 0;
 };
 
 // Finds outliers by z-score: how many standard deviations above the mean of the last updates (as in llm.c).

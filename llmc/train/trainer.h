@@ -27,21 +27,18 @@ inline ParamTable table_of_rank(const StepConfig& config, const Groups& groups) 
 }
 
 inline void check_layout(const StepConfig& config, const Groups& groups) {
-  CHECK(groups.ranks() == config.layout.ranks() && groups.layout.tensor.ranks == config.layout.tensor.ranks &&
-        groups.stages() == config.layout.pipeline.stages);
-  CHECK(config.layout.zero.stage >= 0 && config.layout.zero.stage <= 3);
-  CHECK(config.precision.uniform());
-  CHECK(groups.layout.context.ranks == config.layout.context.ranks &&
-        config.batch.T % config.layout.context.slices() == 0);
-  CHECK(config.layout.pipeline.slices.empty() ||
-        (config.layout.context.ranks == 1 &&
-         std::accumulate(config.layout.pipeline.slices.begin(), config.layout.pipeline.slices.end(), int64_t{0}) ==
-             config.batch.T));
-  CHECK(groups.layout.expert.ranks == config.layout.expert.ranks);
-  CHECK(config.layout.tensor.head_copies == tensor_parallel(config.model, config.layout.tensor.ranks).head_copies);
-  CHECK(config.layout.zero.sync == DpSync::all_reduce ||
-        (config.layout.zero.stage == 0 && config.layout.zero.replicas == 1 &&
-         config.layout.ranks() == config.layout.zero.ranks() && config.layout.context.ranks == 1));
+  const Layout &l = config.layout, &of_groups = groups.layout;
+  const std::vector<int64_t>& slices = l.pipeline.slices;
+  CHECK(groups.ranks() == l.ranks() && groups.stages() == l.pipeline.stages &&
+        of_groups.tensor.ranks == l.tensor.ranks && of_groups.context.ranks == l.context.ranks &&
+        of_groups.expert.ranks == l.expert.ranks);
+  CHECK(l.zero.stage >= 0 && l.zero.stage <= 3 && config.precision.uniform());
+  CHECK(config.batch.T % l.context.slices() == 0);
+  CHECK(slices.empty() ||
+        (l.context.ranks == 1 && std::accumulate(slices.begin(), slices.end(), int64_t{0}) == config.batch.T));
+  CHECK(l.tensor.head_copies == tensor_parallel(config.model, l.tensor.ranks).head_copies);
+  CHECK(l.zero.sync == DpSync::all_reduce ||
+        (l.zero.stage == 0 && l.zero.replicas == 1 && l.ranks() == l.zero.ranks() && l.context.ranks == 1));
 }
 
 }  // namespace detail
@@ -66,7 +63,8 @@ class Trainer {
         logits_(config_, context_, groups_),
         stage_(config_, context_, state_, scalars_.my_losses(), experts_, logits_),
         interpreter_(config_, context_, state_, stage_),
-        drain_(groups_, streams_of(context_)) {
+        drain_(groups_, context_.copies == nullptr ? std::vector{&context_.compute}
+                                                   : std::vector{&context_.compute, context_.copies}) {
     if (config.layout.pipeline.asynchronous())
       pipedream_.emplace(config_, context_, state_, interpreter_, scalars_.mine(), scalars_.control());
     if (config.noise_scale) {
@@ -279,12 +277,6 @@ class Trainer {
   }
 
  private:
-  static std::vector<Stream*> streams_of(const Context& context) {
-    std::vector<Stream*> all = {&context.compute};
-    if (context.copies != nullptr) all.push_back(context.copies);
-    return all;
-  }
-
   std::vector<Action> forwards(int64_t micro_batches) const {
     Pipeline pipeline = config_.pipeline();
     pipeline.micro_batches = micro_batches;
