@@ -1,5 +1,4 @@
-// config.h: the architecture, and the parameter table that everything derives from. Published shapes: presets.h;
-// Hugging Face's config.json: hf_config.h.
+// config.h: the architecture, and the parameter table that everything derives from. Published shapes: presets.h.
 #pragma once
 #include <ranges>
 
@@ -15,12 +14,10 @@ enum class Mlp : uint8_t { gelu, swiglu };
 enum class Biases : uint8_t { all, qkv, none };
 // Which channels of queries, and of keys, share one root mean square: those of a head, or of all heads together.
 enum class QkNorm : uint8_t { none, by_head, by_projection };
-// Whether layers have experts, and which fields of config.json have the widths: one field for the feed-forward of all
-// layers, or a second one for the experts.
+// Whether layers have experts, and whether config.json has one width for all feed-forwards or another one for experts.
 enum class ExpertFields : uint8_t { none, one_width, two_widths };
 
-// The traits that the models of a family share. A new family that needs no new op is a line here, its names in hf.h,
-// its fields in hf_config.h and its shapes in presets.h.
+// The traits that the models of a family share. How to add a family: README.md.
 struct Family {
   const char* model_type;    // in Hugging Face's config.json
   const char* architecture;  // transformers' class

@@ -94,8 +94,7 @@ struct Layer {
   const BlockActivations& a;
   const Sequences& sequences;
   const parallel::Group& group;
-  // With `later` the backward comes in two parts: the input part sets these gradients, and the weight part, which needs
-  // no weights, reads them. The bits are the same.
+  // With `later`, the input part sets these gradients, and the weight part, without weights, reads them: the same bits.
   const OutputGradients* later = nullptr;
   GatheredRows gathered = {};
 

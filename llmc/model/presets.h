@@ -99,8 +99,7 @@ inline int64_t dial_number(const std::string& digits) {
 
 }  // namespace detail
 
-// The possible meanings of a name that is not a preset: "the nearest is llama3:8B" for llama3:9B; the sizes of a
-// family, if the name has none; or all presets.
+// What an unknown name may mean: "the nearest is llama3:8B" for llama3:9B; a family's sizes, if it has none; or all.
 inline std::string presets_like(const std::string& name) {
   const size_t colon = std::min(name.find_first_of(":-_"), name.size());
   const std::optional<double> size = detail::size_from_text(name.substr(std::min(colon + 1, name.size())));

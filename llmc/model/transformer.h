@@ -191,8 +191,8 @@ class Block : Layer {
     feed_forward([&](const auto& f) { f.recompute(recompute); });
   }
 
-  // dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ..., or with `later` only
-  // those of layers that are not linear.
+  // dx: the gradient of a.out, then that of x; the unit's gradients += ..., with `later` only those not of linear
+  // layers.
   void backward(Tensor dx, Tensor x) const {
     auto scope = group.arena.scope();
     RowSumsTogether sums(stream());
@@ -204,8 +204,8 @@ class Block : Layer {
     norm1().backward(dx, dbranch, x, Accumulate::yes);
     sums.add();
   }
-  // The weight part: the gradients of the linear layers += ..., from the inputs of their products in `a` and the
-  // gradients of their outputs in `later`.
+  // The weight part: gradients of linear layers += ..., from their inputs in `a` and their outputs' gradients in
+  // `later`.
   void backward_weight() const {
     RowSumsTogether sums(stream());
     feed_forward([](const auto& f) { f.backward_weight(); });

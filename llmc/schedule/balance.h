@@ -209,8 +209,7 @@ class Pipedream {
 
 }  // namespace detail
 
-// The pipeline of exactly `stages` stages, none replicated, whose slowest stage is the fastest. The first and the last
-// stage may have no layers, only the embedding or the head.
+// Exactly `stages` stages, none replicated, whose slowest is the fastest. The first and the last may have no layers.
 inline BalancedPipeline balanced_stages(const ModelCosts& costs, int stages) {
   const int64_t modules = static_cast<int64_t>(costs.blocks.size()) + 2;
   CHECK(stages >= 1 && stages <= modules,

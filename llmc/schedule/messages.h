@@ -1,5 +1,4 @@
-// messages.h: the complete action lists of a pipeline's stages: what each computes, sends and receives, in order. Those
-// of pipedream are also made turn by turn.
+// messages.h: the complete lists of stages: what each computes, sends and receives. Those of pipedream also by turns.
 #pragma once
 #include "schedule/simulate.h"
 

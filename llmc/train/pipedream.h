@@ -38,8 +38,7 @@ class Pipedream {
         report_control_(GroupScalars::room(context, "report", {4})) {
     CHECK(config.micro_batches == 1 && config.layout.zero.stage == 0 && config.layout.zero.sync == DpSync::all_reduce &&
           !config.model.tied);
-    // A step is reported when the first stage, P - 1 steps behind, has finished it: with room for more steps than that,
-    // no stage waits to make its next row.
+    // The first stage, P - 1 steps behind, completes a report: with room for more, no stage waits to make its next row.
     for (int i = 0; i < 2 * config.layout.pipeline.stages; ++i) {
       reports_.push_back({GroupScalars::room(context, "scalars of a step", row.shape), {}, {}});
       reports_.back().free.signal();

@@ -13,8 +13,7 @@
 
 namespace llmc {
 
-// A layer's units while it computes. The experts, the larger unit, are acquired only when they are needed, and so are
-// gathered while the layer computes what comes before them.
+// A layer's units while it computes. Experts, the larger unit, are acquired when needed, and gathered until then.
 class HeldLayer {
  public:
   HeldLayer(const LayerUnits& units, ModelState& state, Stream& stream)

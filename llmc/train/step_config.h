@@ -34,8 +34,7 @@ struct ExpertOptions {
   }
 };
 
-// What a rank tells all others with the reduction of its scalars; the largest of all ranks comes back with the step's
-// result. Numbers from 0 on; 0: nothing.
+// What a rank tells all others with its scalars; the largest of all ranks comes back. Numbers from 0 on; 0: nothing.
 struct Notices {
   static constexpr int64_t count = 2;
   double urgency = 0;  // of its reason not to go on as before
@@ -162,8 +161,7 @@ struct StepConfig {
   int64_t tokens() const { return batch.rows() * micro_batches * layout.readers(); }  // of one step, over all ranks
 };
 
-// The recomputation that needs about the least memory: of segments of N blocks. Where p passes of a chunk of n blocks
-// are in flight, they keep p n / N + N inputs.
+// The recomputation that needs about the least memory: p passes of n blocks in segments of N keep p n / N + N inputs.
 inline RecomputeChoice square_root_recomputation(const StepConfig& step) {
   const Pipeline p = step.pipeline();
   const int64_t n = step.largest_chunk(),
@@ -248,8 +246,7 @@ struct StepResult {
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
-// A step that has begun. The host may begin the next one before it waits for this one; with an asynchronous pipeline it
-// has to begin P - 1 further ones first, or flush.
+// A step that has begun. The next may begin before its end; an asynchronous pipeline must begin P - 1 more, or flush.
 class PendingStep {
  public:
   explicit PendingStep(double targets) : targets_(targets) {}

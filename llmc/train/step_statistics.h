@@ -9,8 +9,7 @@
 
 namespace llmc {
 
-// How many small batches a step has: the samples of each data-parallel rank, which add up before they are reduced; or,
-// where every micro-batch is reduced, each of them.
+// How many small batches a step has: one of each data-parallel rank or, where every micro-batch is reduced, each.
 inline int64_t small_batches(const StepConfig& step) {
   const bool each = step.layout.zero.grad_reduce == GradReduce::micro;
   return step.layout.readers() * (each ? step.micro_batches : 1);
