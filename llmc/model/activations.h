@@ -93,7 +93,7 @@ struct BlockShape {
   bool has_sparse() const { return layers != Layers::dense && config.experts.count > 0; }
 };
 
-// The tensors that the token slices of a micro-batch share in a block (slice_attention.h).
+// The tensors that the token slices of a micro-batch share in a block (SliceAttention).
 struct SliceKeys {
   Tensor keys_values;  // (B T, 2 Hkv D) of whole sequences, as far as their slices have gone forward
   Tensor gradient;     // its gradient, in fp32, as far as the slices have gone backward

@@ -2,7 +2,7 @@
 // sent to them. If ranks share the experts of a layer (--ep), rows go to the ranks that have their experts and come
 // back (parallel/expert_exchange.h), while the shared expert computes.
 #pragma once
-#include "model/routing.h"
+#include "model/layer.h"
 
 namespace llmc {
 

@@ -158,4 +158,23 @@ struct NormLayer {
   }
 };
 
+// The common base of the parts of a layer with experts.
+struct SparseLayer : Layer {
+  const ExpertActivations& e;
+  const Routing& r;
+  int64_t n;  // rows of this rank, without padding
+  explicit SparseLayer(const Layer& layer)
+      : Layer(layer), e(layer.a.experts), r(layer.sequences.routing), n(r.rows.count) {}
+
+ protected:
+  bool exchanged() const { return r.placement.exchanged(); }
+  // The first n rows, those that are not padding.
+  Tensor rows(const Tensor& t) const { return parallel::rows_of(t, {0, n}); }
+  void zero_padding(const Tensor& t) const {
+    if (const int64_t S = t.shape[0]; n < S) zero(parallel::rows_of(t, {n, S - n}), stream());
+  }
+  // out = the rows of norm2 (S, C), in the order of their experts.
+  void rows_by_expert(Tensor out) const { dispatch_rows(out, rows(a.norm2), rows(e.places), stream()); }
+};
+
 }  // namespace llmc

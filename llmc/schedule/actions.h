@@ -113,6 +113,10 @@ struct Chunk {
   bool has_embedding = false, has_head = false;
 };
 
+inline int64_t largest_chunk(const std::vector<Chunk>& chunks) {  // its layers
+  return std::ssize(std::ranges::max_element(chunks, {}, [](const Chunk& c) { return c.layers.size(); })->layers);
+}
+
 // The most blocks whose gradients are open at the same time, that is, between the first and the last part of a
 // micro-batch's backward: all blocks of a chunk, if its backward has several parts; otherwise one block after another.
 inline int64_t blocks_open(const std::vector<Action>& actions, const std::vector<Chunk>& chunks) {

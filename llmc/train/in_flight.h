@@ -104,7 +104,8 @@ class PassMemory {
       if (shapes_.back().T > shape.T) shape = shapes_.back();
     }
     const Shape stream_shape{config.layout.tensor.stream_rows(shape.rows()), model_.n_embd};
-    const Recompute recompute = config.recompute_for(pass.purpose);
+    // A forward without a backward keeps as little as if all of it were recomputed.
+    const Recompute recompute = pass.purpose == Purpose::train ? config.recompute : Recompute::block;
     const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
     // Where all blocks can.
     inputs_in_fp8_ = pass.purpose == Purpose::train && block_sets_.count() > 0 && backward == Backward::whole &&
@@ -132,7 +133,7 @@ class PassMemory {
     };
     outputs_ = outputs(output_sets_);
     sent_ = outputs(sent_sets_);
-    for (int64_t i = 1; i < std::min(segment(), most_layers()); ++i)
+    for (int64_t i = 1; i < std::min(segment(), largest_chunk(chunks_)); ++i)
       inner_outputs_.push_back(
           arena.alloc("recomputed", "outputs within a segment", config.precision.activations, stream_shape));
     for (const BatchShape& room : rooms(block_sets_, actions))
@@ -210,11 +211,6 @@ class PassMemory {
     return {model_, batch, layers, config_.layout.tensor, config_.precision.activations, placement_, inputs_in_fp8_};
   }
   int64_t layers(int chunk) const { return static_cast<int64_t>(chunks_[static_cast<size_t>(chunk)].layers.size()); }
-  int64_t most_layers() const {
-    int64_t most = 0;
-    for (size_t c = 0; c < chunks_.size(); ++c) most = std::max(most, layers(static_cast<int>(c)));
-    return most;
-  }
   // The blocks that share one kept input; those within a segment write to outputs that all segments use in turn.
   int64_t segment() const { return config_.segment_for(purpose_); }
   std::vector<Layers> kinds_of(int chunk) const {

@@ -92,10 +92,10 @@ class Interpreter {
   void time_actions(std::vector<PassTime>* times) { action_times_ = times; }
 
   struct Place {
-    std::string what;  // "forward of blocks.3"
-    int64_t micro_batch;
-    int slice;
-    int64_t turn;  // place of this pass among all forwards, then all backwards, of the micro-batch
+    std::string what;          // "forward of blocks.3"
+    int64_t micro_batch = -1;  // -1: none
+    int slice = 0;
+    int64_t turn = -1;  // place of this pass among all forwards, then all backwards, of the micro-batch
   };
   Place place() const {
     const int64_t passes = config_.slices_for(Purpose::train) * config_.layout.pipeline.chunks(),

@@ -226,8 +226,6 @@ class Stage {
     return s;
   }
 
-  // ---- Forward -----------------------------------------------------------------------------------------------------
-
   // out (S, C)
   void forward_embedding(const Tensor& out, const Slot& slot) {
     Stream& stream = context_.compute;
@@ -254,8 +252,6 @@ class Stage {
     held.release();
     state_.gradients.enqueue_waiting();  // of the micro-batch before
   }
-
-  // ---- Backward ----------------------------------------------------------------------------------------------------
 
   void backward_head(const Tensor& x, const Slot& slot, bool last_micro_batch) {
     const LayerRange range = set_current("backward of the head");

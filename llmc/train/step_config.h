@@ -146,17 +146,9 @@ struct StepConfig {
   bool keeps_at_host(Purpose purpose) const {
     return purpose == Purpose::train && layout.zero.offload.has(Offloaded::activations);
   }
-  // A forward without a backward keeps as little as if all of it were recomputed.
-  Recompute recompute_for(Purpose purpose) const { return purpose == Purpose::train ? recompute : Recompute::block; }
   RecomputeChoice recomputation() const { return {recompute, segment}; }
   int64_t segment_for(Purpose purpose) const {
     return purpose == Purpose::train && recompute == Recompute::block ? segment : 1;
-  }
-  // The most blocks of a chunk.
-  int64_t largest_chunk() const {
-    size_t most = 0;
-    for (const Chunk& chunk : model_chunks()) most = std::max(most, chunk.layers.size());
-    return static_cast<int64_t>(most);
   }
   int64_t tokens() const { return batch.rows() * micro_batches * layout.readers(); }  // of one step, over all ranks
 };
@@ -164,7 +156,7 @@ struct StepConfig {
 // The recomputation that needs about the least memory: p passes of n blocks in segments of N keep p n / N + N inputs.
 inline RecomputeChoice square_root_recomputation(const StepConfig& step) {
   const Pipeline p = step.pipeline();
-  const int64_t n = step.largest_chunk(),
+  const int64_t n = largest_chunk(step.model_chunks()),
                 passes = p.schedule == Schedule::gpipe ? p.micro_batches : std::min<int64_t>(p.micro_batches, p.stages);
   return {Recompute::block, std::clamp<int64_t>(std::llround(std::sqrt(static_cast<double>(passes * n))), 1, n)};
 }

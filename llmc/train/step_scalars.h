@@ -61,8 +61,7 @@ class StepScalars {
     all_.combine(config_, config_.layout.pipeline.stages, stream_);
   }
 
-  // control() from loss and gradient norm of all ranks. A parameter server alone has gradients: it decides, and tells
-  // all.
+  // control() from loss and norm of all ranks. Only a parameter server has gradients: it decides, and tells the others.
   void decide(ModelState& state, const UpdateRule& rule) {
     const int64_t units = static_cast<int64_t>(state.size()), shards = config_.layout.zero.shards;
     combine();

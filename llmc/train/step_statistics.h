@@ -66,9 +66,8 @@ class OutlierDetector {
   // The largest value whose z-score is at most z; infinity until the window is full.
   double limit(double z) const {
     if (values_.size() < window) return std::numeric_limits<double>::infinity();
-    double sum = 0, squares = 0;  // recomputed each time: the same whether or not the run was resumed
-    for (double v : values_) sum += v;
-    const double mean = sum / window;
+    double squares = 0;  // recomputed each time: the same whether or not the run was resumed
+    const double mean = std::accumulate(values_.begin(), values_.end(), 0.0) / window;
     for (double v : values_) squares += (v - mean) * (v - mean);
     return mean + z * std::sqrt(squares / window);
   }
