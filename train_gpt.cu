@@ -4,8 +4,6 @@
 #include <cerrno>  // program_invocation_name, from glibc
 #include <cstdio>
 #include <deque>
-#include <optional>
-#include <utility>
 
 #include "comm/group_check.h"
 #include "comm/world.h"

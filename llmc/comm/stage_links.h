@@ -15,7 +15,7 @@
 #include "comm/layout.h"
 #include "device/host_copy.h"
 #include "ops/ops_memory.h"
-#include "schedule/action_span.h"
+#include "schedule/pipeline.h"
 
 namespace llmc {
 

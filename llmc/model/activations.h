@@ -1,13 +1,10 @@
 // activations.h: the tensors that a block keeps between its forward and its backward, and between the parts of its
 // backward; which of them are recomputed. Sizes: as in layer.h.
 #pragma once
-#include "core/enum_names.h"
 #include "core/fp8.h"
 #include "device/arena.h"
 #include "model/config.h"
 #include "parallel/expert_exchange.h"
-#include "schedule/actions.h"
-#include "shard/parts.h"
 
 namespace llmc {
 
@@ -16,9 +13,8 @@ struct BatchShape {
   int64_t rows() const { return B * T; }
 };
 
-// The activations that the backward recomputes instead of keeping them from the forward (contract 11: bitwise the
-// same). Each level includes those before it. Whole blocks: Chen et al. 2016; large but cheap parts: Korthikanti et al.
-// 2022.
+// The activations that the backward recomputes instead of keeping them (contract 11: bitwise the same). Each level
+// includes those before it. Whole blocks: Chen et al. 2016; large but cheap parts: Korthikanti et al. 2022.
 enum class Recompute : uint8_t { none, activation, norm, block };
 constexpr auto names_of_values(Recompute) { return std::array{"none", "activation", "norm", "block"}; }
 // Does it compute the activation again by a kernel, without the product before it? With --gelu cublaslt, where the
@@ -35,8 +31,7 @@ struct RecomputeChoice {
   operator std::string() const { return segment > 1 ? formatted("{}:{}", what, segment) : std::string(name_of(what)); }
 };
 
-// The layers of a model that a set of activations is for. If some layers have experts and some do not, a set for any
-// layer has room for both.
+// The layers that a set of activations is for; `any` has room for both, where a model has both.
 enum class Layers : uint8_t { dense, sparse, any };
 inline Layers kind_of_layer(const ModelConfig& c, int64_t layer) {
   return c.is_sparse(layer) ? Layers::sparse : Layers::dense;
@@ -44,6 +39,43 @@ inline Layers kind_of_layer(const ModelConfig& c, int64_t layer) {
 
 // Whether the backward of a block is done at once, or in two parts: the second, for the weights, comes later.
 enum class Backward : uint8_t { whole, in_parts };
+
+// The ranks that share the experts of a layer, and how many rows for them a rank has room for.
+struct ExpertPlacement {
+  int64_t count = 0, per_token = 0;      // as in Experts
+  int64_t ranks = 1;                     // those that share the experts of a layer
+  double imbalance = 1;                  // rows that a rank has room for, divided by an equal share of all choices
+  int64_t sequence = 1, segment = 1;     // rows of a training sequence, and of a contiguous part that a rank has
+  bool spread = false;                   // a sequence may be spread over ranks
+  bool cut = false;                      // a rank's rows may begin within a segment
+  std::optional<int64_t> capacity = {};  // rows of an expert from one training sequence; none: any number (dropless)
+
+  bool exchanged() const { return ranks > 1; }  // rows go to experts of other ranks
+  int64_t own() const { return count / ranks; }
+
+  // If every rank has S rows: the most rows that the capacity lets through from any rank to any other.
+  int64_t most_to_each(int64_t S) const {
+    const int64_t segments = cut ? Segments{segment}.most(S) : ceil_div(S, segment);
+    return std::min(std::min(per_token, own()) * S, segments * own() * std::min(*capacity, segment));
+  }
+  // The same, if a rank has room for that many rows from every rank, by the capacities of all experts or by
+  // `imbalance`. 0: it has no such room, or there is no capacity.
+  int64_t stride(int64_t S) const {
+    if (ranks == 1 || !capacity) return 0;
+    const int64_t most = most_to_each(S), all = ranks * most;
+    const bool of_capacities = all * sequence <= count * *capacity * S,
+               of_imbalance = static_cast<double>(all) <= imbalance * static_cast<double>(per_token * S) + 0.5;
+    return of_capacities || of_imbalance ? most : 0;
+  }
+  // How many rows a rank has room for, for its experts.
+  int64_t room(int64_t S) const {
+    const int64_t share = per_token * S, padded = ranks * stride(S);
+    if (padded > 0) return padded;
+    return ranks == 1 ? share : static_cast<int64_t>(std::ceil(imbalance * static_cast<double>(share)));
+  }
+  // How many rows, in the order of experts, a rank sends.
+  int64_t sent(int64_t S) const { return std::max(per_token * S, ranks * stride(S)); }
+};
 
 // The rows and the layers of a model that activations are for.
 struct BlockShape {
@@ -61,7 +93,7 @@ struct BlockShape {
   bool has_sparse() const { return layers != Layers::dense && config.experts.count > 0; }
 };
 
-// The tensors that the token slices of a micro-batch share in a block (slice_attention.h).
+// The tensors that the token slices of a micro-batch share in a block (SliceAttention).
 struct SliceKeys {
   Tensor keys_values;  // (B T, 2 Hkv D) of whole sequences, as far as their slices have gone forward
   Tensor gradient;     // its gradient, in fp32, as far as the slices have gone backward
@@ -88,8 +120,7 @@ struct ExpertActivations {
 };
 
 // The input of a linear layer as the gradient of its weights reads it on tensor cores that multiply fp8: the forward
-// rounds it once, along its rows for itself and along its columns for the backward, which keeps 1 byte in place of 2
-// and computes the same bits.
+// rounds it along its rows for itself and along its columns for the backward, which keeps 1 byte, not 2: the same bits.
 struct InputInFp8 {
   Tensor values, scales;  // (C, N) E4M3, (ceil(N / 128), C) fp32; or empty tensors
 };
@@ -111,8 +142,7 @@ struct BlockActivations {
   ExpertActivations experts;  // of a layer with experts, instead of up and activated
   SliceKeys slice_keys;       // empty tensors without token slices
 
-  // The tensors that blocks use in turn, one set: those that are recomputed, and those of which each block keeps
-  // another form (InputInFp8).
+  // The tensors that blocks use in turn: recomputed ones, and those that are kept in another form (InputInFp8).
   static BlockActivations recomputed(const BlockShape& shape, Recompute recompute, Arena& arena) {
     BlockActivations all(shape, {}, [&](Tensor& t, const Activation& a) {
       const bool again = a.from && *a.from <= recompute;
@@ -123,8 +153,7 @@ struct BlockActivations {
     if (recompute == Recompute::block) all.set_rounds(shape);
     return all;
   }
-  // The tensors that each block keeps, except `out`; the others are in `shared`. With a backward in parts,
-  // product_inputs() are left out.
+  // The tensors that each block keeps, except `out` and, with a backward in parts, product_inputs(). Others: `shared`.
   static BlockActivations kept(const BlockShape& shape, Recompute recompute, Backward backward,
                                const BlockActivations& shared, Arena& arena) {
     auto wanted = [=](const Activation& a) {
@@ -134,8 +163,7 @@ struct BlockActivations {
     if (recompute < Recompute::block) block.set_rounds(shape);
     return block;
   }
-  // The inputs of the products, for the weight part: those that the forward keeps for it, or those that the input part
-  // recomputes.
+  // The inputs of the products, for the weight part: those that the forward keeps, or that the input part recomputes.
   static BlockActivations product_inputs(const BlockShape& shape, Recompute recompute, ActionKind made_by,
                                          Arena& arena) {
     auto wanted = [=](const Activation& a) {

@@ -1,8 +1,7 @@
-// config.h: the architecture, and the parameter table that everything derives from. Published shapes: presets.h;
-// Hugging Face's config.json: hf_config.h.
+// config.h: the architecture, and the parameter table that everything derives from. Published shapes: presets.h.
 #pragma once
-#include "comm/context_parallel.h"
-#include "model/expert_config.h"
+#include <ranges>
+
 #include "model/parametrization.h"
 #include "ops/ops_attention.h"
 #include "shard/parts.h"
@@ -15,12 +14,10 @@ enum class Mlp : uint8_t { gelu, swiglu };
 enum class Biases : uint8_t { all, qkv, none };
 // Which channels of queries, and of keys, share one root mean square: those of a head, or of all heads together.
 enum class QkNorm : uint8_t { none, by_head, by_projection };
-// Whether layers have experts, and which fields of config.json have the widths: one field for the feed-forward of all
-// layers, or a second one for the experts.
+// Whether layers have experts, and whether config.json has one width for all feed-forwards or another one for experts.
 enum class ExpertFields : uint8_t { none, one_width, two_widths };
 
-// The traits that the models of a family share. A new family that needs no new op is a line here, its names in hf.h,
-// its fields in hf_config.h and its shapes in presets.h.
+// The traits that the models of a family share. How to add a family: README.md.
 struct Family {
   const char* model_type;    // in Hugging Face's config.json
   const char* architecture;  // transformers' class
@@ -49,11 +46,24 @@ inline std::optional<Family> find_family(std::string_view model_type) {
     if (model_type == f.model_type) return f;
   return std::nullopt;
 }
-inline std::string family_names() {
-  std::string names;
-  for (const Family& f : families) names += (names.empty() ? "" : ", ") + std::string(f.model_type);
-  return names;
-}
+inline std::string family_names() { return formatted("{}", std::views::transform(families, &Family::model_type)); }
+
+// The experts of sparse layers (Shazeer et al. 2017): for each token the router chooses some experts, and their outputs
+// are added with weights: their scores, normalised or not, times the scaling.
+struct Experts {
+  int64_t count = 0;         // E; 0: a dense model
+  int64_t per_token = 0;     // k
+  int64_t width = 0;         // of the feed-forward of each expert
+  int64_t shared = 0;        // width of the expert that every token passes through; 0: none
+  bool shared_gate = false;  // its output is multiplied by the sigmoid of a product of the token and a vector
+  RouterScores scores = RouterScores::softmax;
+  bool normalised = false;  // the scores of the chosen experts are divided by their sum
+  float scaling = 1;
+  int64_t every = 1;                       // layers l with (l + 1) % every == 0 are sparse
+  std::vector<int64_t> dense_layers = {};  // except these
+  double aux_loss = 0;                     // the coefficient of the balancing loss, as config.json has it
+  bool adds_aux_loss = false;              // whether transformers adds that loss ("output_router_logits")
+};
 
 struct ModelConfig {
   Family family = families[0];
@@ -72,8 +82,7 @@ struct ModelConfig {
   Experts experts = {};
   std::optional<BaseShape> base = {};  // from which initial weights and rates follow; none: standard parametrization
   const ScalingRules* scaling = &scaling_rules;
-  // Special tokens by their names in config.json, as JSON (a number, a list, null), kept for the config.json of
-  // checkpoints; "": absent.
+  // Special tokens by their names in config.json, as JSON (a number, a list, null), for checkpoints; "": absent.
   std::map<std::string, std::string> special_tokens = {};
 
   int64_t padded_vocab() const { return TensorParallel().stored_vocab(vocab_size); }

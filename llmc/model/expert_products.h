@@ -2,8 +2,7 @@
 // sent to them. If ranks share the experts of a layer (--ep), rows go to the ranks that have their experts and come
 // back (parallel/expert_exchange.h), while the shared expert computes.
 #pragma once
-#include "model/routing.h"
-#include "parallel/expert_exchange.h"
+#include "model/layer.h"
 
 namespace llmc {
 
@@ -111,9 +110,8 @@ class ExpertExchange : SparseLayer {
   }
 
   // drows = the gradients of the rows of norm2, in the order of the experts, from doutputs, the gradients of their
-  // outputs; both have the shape of e.outputs. The gradients of the experts' matrices += ... The rows of further rounds
-  // are sent and computed again, so the weight part of the experts is done here as well: later the rows are no longer
-  // there.
+  // outputs; both have the shape of e.outputs. The gradients of the experts' matrices += ..., here and not in a weight
+  // part: the rows of further rounds, which are sent and computed again, are no longer there later.
   template <class Meanwhile>
   void backward(Tensor drows, Tensor doutputs, Meanwhile&& meanwhile) const {
     auto scope = group.arena.scope();

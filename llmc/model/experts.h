@@ -3,18 +3,89 @@
 //   router     logits in fp32; the k experts with the largest scores, and their weights
 //   dispatch   rows in the order of their experts; with a capacity, rows that come too late in their sequence are
 //              dropped
-//   experts    down(SwiGLU of gate and up), each for its own rows: grouped products. If ranks share the experts of a
-//              layer (--ep), the rows go to the ranks that have their experts and come back
-//              (parallel/expert_exchange.h), while the shared expert computes
+//   experts    down(SwiGLU of gate and up), each for its own rows (expert_products.h)
 //   combine    the sum of a row's k outputs with their weights, in the order of its choices
 //   shared     one more expert for all rows, perhaps times the sigmoid of a gate of its own
 //
 // Sizes: as in layer.h and activations.h. The choice of experts for each row stays on the device.
 #pragma once
 #include "model/expert_products.h"
-#include "model/routing.h"
 
 namespace llmc {
+
+// Which experts the rows of a layer go to, and what a training step records about it.
+class ExpertRouter : SparseLayer {
+ public:
+  explicit ExpertRouter(const SparseLayer& layer) : SparseLayer(layer) {}
+
+  // Computes the choices of the rows of norm2 (S, C), their weights and their order by expert.
+  void forward() const {
+    const Tensor logits = rows(e.logits), choices = rows(e.choices);
+    router_logits(logits, rows(a.norm2), unit.weight("moe.router.weight"), stream());
+    router_forward(choices, rows(e.weights), logits, r.bias, config.router(), stream());
+    const bool records = r.training && r.training->records;
+    if (records) record();
+    const auto capacity = r.capacity();
+    const Tensor starts = capacity && r.training->sequences ? of_segments(e.starts) : Tensor{};
+    const int64_t ranks = r.placement.ranks, stride = r.padded_rows(a.norm2.shape[0]);
+    dispatch_plan(rows(e.places), e.offsets, choices, starts, capacity, r.rows.segments,
+                  stride > 0 ? ExpertRoom{ranks * stride, ranks} : ExpertRoom{e.outputs.shape[0]}, stream());
+    if (records) count_dropped(r.training->totals.slice(3, {1}), n * config.experts.per_token, e.offsets, stream());
+  }
+  // dlogits (S, E) = ..., from the gradients of the weights (n, k) and from the router's own losses; dx (n, C) += ...
+  void backward_input(Tensor dx, Tensor dlogits, Tensor dweights) const {
+    const RouterLosses losses = r.training ? r.training->losses : RouterLosses{};
+    const Tensor counts = losses.balance == 0 ? Tensor{} : of_segments(e.counts);
+    router_backward(rows(dlogits), dweights, rows(e.logits), rows(e.choices), counts, config.router(), losses,
+                    r.rows.segments, stream());
+    router_backward_input(dx, rows(dlogits), unit.weight("moe.router.weight"), Accumulate::yes, stream());
+  }
+  void backward_weight(Tensor dlogits) const {
+    const Tensor dweight = unit.gradient("moe.router.weight");
+    router_backward_weight(dweight, rows(dlogits), rows(a.norm2), unit.accumulate(dweight), stream());
+  }
+
+ private:
+  Tensor of_segments(const Tensor& t) const { return parallel::rows_of(t, {0, r.rows.segments.count(n)}); }
+
+  // Adds to the records of training, and keeps the counts over sequences for the balancing loss and the capacity.
+  void record() const {
+    auto scope = group.arena.scope();
+    const ExpertTraining& training = *r.training;
+    const auto& order = training.sequences;
+    const int64_t most = e.counts.shape[0], E = config.experts.count;
+    const int64_t ranks = order ? order->ranks() : 1, me = group.ranks[GroupName::sequences].rank();
+    auto table = [&](const char* name, DType dtype, int64_t columns) {
+      return group.temporary(name, dtype, {ranks, most, columns});
+    };
+    const Tensor counts = order ? table("choices of all ranks", DType::int32, E) : e.counts,
+                 probabilities = table("router probabilities", e.logits.dtype, E),
+                 sums = table("router sums", e.logits.dtype, 2);
+    auto mine = [&](const Tensor& t) {
+      const int64_t columns = t.shape[t.shape.rank() - 1];
+      return t.slice(order ? me * most * columns : 0, {most, columns});
+    };
+    auto my_segments = [&](const Tensor& t) { return of_segments(mine(t)); };
+    for (const Tensor& t : {counts, probabilities, sums}) zero(mine(t), stream());
+    if (n > 0)
+      router_statistics(my_segments(counts), my_segments(probabilities), my_segments(sums), rows(e.logits),
+                        rows(e.choices), config.router(), r.rows.segments, stream());
+    add_expert_counts(training.chosen, mine(counts), stream());
+    const Tensor losses = training.totals.slice(0, {3});
+    if (!order)
+      return router_losses(losses, my_segments(counts), my_segments(probabilities), my_segments(sums), config.router(),
+                           r.rows.sequence, stream());
+    for (const Tensor& t : {counts, probabilities, sums}) group.ranks[GroupName::sequences].all_gather(t, stream());
+    segment_starts(e.counts, e.starts, counts, *order, me, stream());
+    if (me > 0) return;  // the first of the ranks counts the losses of their sequences
+    const int64_t B = order->count();
+    const Tensor of_all = group.temporary("choices in sequences", DType::int32, {B, E}),
+                 probabilities_of_all = group.temporary("router probabilities of sequences", e.logits.dtype, {B, E}),
+                 sums_of_all = group.temporary("router sums of sequences", e.logits.dtype, {B, 2});
+    join_segments(of_all, probabilities_of_all, sums_of_all, counts, probabilities, sums, *order, stream());
+    router_losses(losses, of_all, probabilities_of_all, sums_of_all, config.router(), r.rows.sequence, stream());
+  }
+};
 
 // The expert that every row passes through; its output may be multiplied by the sigmoid of a gate.
 class SharedExpert : SparseLayer {
@@ -118,8 +189,7 @@ class ExpertLayer : SparseLayer {
     shared().activation();
   }
 
-  // dx = the gradient of norm2 (S, C), from dout, the gradient of the sum; the gradients of the units += ... It may
-  // overwrite the outputs of the experts with their gradients.
+  // dx = the gradient of norm2 (S, C), from dout, that of the sum; gradients += ... May overwrite the experts' outputs.
   void backward(Tensor dx, Tensor dout) const {
     auto scope = group.arena.scope();
     const OutputGradients::OfExperts d = later != nullptr ? later->experts : gradients(dout);

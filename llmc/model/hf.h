@@ -1,11 +1,7 @@
 // hf.h: Hugging Face's names and layouts of the parameters, both ways. transformers' GPT-2 fuses q, k and v and stores
-// matrices as (in, out), for its Conv1D; ours, like those of the other families, are (out, in), with q, k and v
-// separate.
+// matrices as (in, out), for its Conv1D; ours, like those of other families, are (out, in), with q, k and v separate.
 #pragma once
-#include <iterator>
-
 #include "core/safetensors.h"
-#include "device/host_copy.h"
 #include "model/hf_config.h"
 #include "shard/zero.h"
 
@@ -19,127 +15,108 @@ struct HfTensor {
   std::vector<std::string> parts;
 };
 
-// How the experts of a layer are stored. separate: a tensor for each matrix of each expert, which every version of
-// transformers reads and we write; fused: as in version 5's memory, one tensor of all gates and ups and one of all
-// downs.
+// How experts are stored. separate: a tensor for each matrix of each expert, which every version of transformers reads
+// and we write; fused: as in version 5's memory, one tensor of all gates and ups and one of all downs.
 enum class ExpertTensors : uint8_t { separate, fused };
 
 namespace detail {
 
-inline std::vector<HfTensor> gpt2_tensors(const ModelConfig& c) {
-  const int64_t C = c.n_embd, F = c.n_ffn;
-  std::vector<HfTensor> all = {{"transformer.wte.weight", {c.vocab_size, C}, false, {"wte.weight"}},
-                               {"transformer.wpe.weight", {c.n_positions, C}, false, {"wpe.weight"}}};
-  for (int64_t l = 0; l < c.n_layer; ++l) {
-    const std::string hf = formatted("transformer.h.{}", l), ours = formatted("blocks.{}", l);
-    auto vector = [&](const char* name, int64_t n, std::vector<std::string> parts) {
-      for (std::string& part : parts) part = ours + part;
-      all.push_back({hf + name, {n}, false, parts});
-    };
-    auto matrix = [&](const char* name, int64_t in, int64_t out, std::vector<std::string> parts) {
-      for (std::string& part : parts) part = ours + part;
-      all.push_back({hf + name, {in, out}, true, parts});
-    };
-    vector(".ln_1.weight", C, {".ln1.weight"});
-    vector(".ln_1.bias", C, {".ln1.bias"});
-    matrix(".attn.c_attn.weight", C, 3 * C, {".attn.q.weight", ".attn.k.weight", ".attn.v.weight"});
-    vector(".attn.c_attn.bias", 3 * C, {".attn.q.bias", ".attn.k.bias", ".attn.v.bias"});
-    matrix(".attn.c_proj.weight", C, C, {".attn.proj.weight"});
-    vector(".attn.c_proj.bias", C, {".attn.proj.bias"});
-    vector(".ln_2.weight", C, {".ln2.weight"});
-    vector(".ln_2.bias", C, {".ln2.bias"});
-    matrix(".mlp.c_fc.weight", C, F, {".mlp.up.weight"});
-    vector(".mlp.c_fc.bias", F, {".mlp.up.bias"});
-    matrix(".mlp.c_proj.weight", F, C, {".mlp.down.weight"});
-    vector(".mlp.c_proj.bias", C, {".mlp.down.bias"});
-  }
-  all.push_back({"transformer.ln_f.weight", {C}, false, {"ln_f.weight"}});
-  all.push_back({"transformer.ln_f.bias", {C}, false, {"ln_f.bias"}});
-  if (!c.tied) all.push_back({"lm_head.weight", {c.vocab_size, C}, false, {"lm_head.weight"}});
-  return all;
-}
+// The names in transformers, within a layer or the model: in GPT-2, which fuses q, k and v, and in all other families.
+struct HfName {
+  const char *ours, *gpt2, *llama;
+};
+inline constexpr HfName hf_names[] = {
+    // clang-format off
+    {"wte.weight",             "wte.weight",         "embed_tokens.weight"},
+    {"wpe.weight",             "wpe.weight",         nullptr},
+    {"ln_f.weight",            "ln_f.weight",        "norm.weight"},
+    {"ln_f.bias",              "ln_f.bias",          nullptr},
+    {"ln1.weight",             "ln_1.weight",        "input_layernorm.weight"},
+    {"ln1.bias",               "ln_1.bias",          nullptr},
+    {"attn.q.weight",          "attn.c_attn.weight", "self_attn.q_proj.weight"},
+    {"attn.k.weight",          "attn.c_attn.weight", "self_attn.k_proj.weight"},
+    {"attn.v.weight",          "attn.c_attn.weight", "self_attn.v_proj.weight"},
+    {"attn.q.bias",            "attn.c_attn.bias",   "self_attn.q_proj.bias"},
+    {"attn.k.bias",            "attn.c_attn.bias",   "self_attn.k_proj.bias"},
+    {"attn.v.bias",            "attn.c_attn.bias",   "self_attn.v_proj.bias"},
+    {"attn.q_norm.weight",     nullptr,              "self_attn.q_norm.weight"},
+    {"attn.k_norm.weight",     nullptr,              "self_attn.k_norm.weight"},
+    {"attn.proj.weight",       "attn.c_proj.weight", "self_attn.o_proj.weight"},
+    {"attn.proj.bias",         "attn.c_proj.bias",   nullptr},
+    {"ln2.weight",             "ln_2.weight",        "post_attention_layernorm.weight"},
+    {"ln2.bias",               "ln_2.bias",          nullptr},
+    {"mlp.gate.weight",        nullptr,              "mlp.gate_proj.weight"},
+    {"mlp.up.weight",          "mlp.c_fc.weight",    "mlp.up_proj.weight"},
+    {"mlp.up.bias",            "mlp.c_fc.bias",      nullptr},
+    {"mlp.down.weight",        "mlp.c_proj.weight",  "mlp.down_proj.weight"},
+    {"mlp.down.bias",          "mlp.c_proj.bias",    nullptr},
+    {"moe.shared.gate.weight", nullptr,              "mlp.shared_expert.gate_proj.weight"},
+    {"moe.shared.up.weight",   nullptr,              "mlp.shared_expert.up_proj.weight"},
+    {"moe.shared.down.weight", nullptr,              "mlp.shared_expert.down_proj.weight"},
+    {"moe.shared_gate.weight", nullptr,              "mlp.shared_expert_gate.weight"},
+    // clang-format on
+};
 
-// The names in all families but GPT-2: one tensor per parameter. mixtral: with Mixtral's own names for routers and
-// experts, which it uses only with separate tensors.
-inline std::string llama_name(const std::string& ours, bool mixtral) {
-  static constexpr std::pair<const char*, const char*> names[] = {
-      {"wte.weight", "model.embed_tokens.weight"},
-      {"ln_f.weight", "model.norm.weight"},
-      {"lm_head.weight", "lm_head.weight"},
-      {"ln1.weight", "input_layernorm.weight"},
-      {"attn.q.weight", "self_attn.q_proj.weight"},
-      {"attn.k.weight", "self_attn.k_proj.weight"},
-      {"attn.v.weight", "self_attn.v_proj.weight"},
-      {"attn.q.bias", "self_attn.q_proj.bias"},
-      {"attn.k.bias", "self_attn.k_proj.bias"},
-      {"attn.v.bias", "self_attn.v_proj.bias"},
-      {"attn.q_norm.weight", "self_attn.q_norm.weight"},
-      {"attn.k_norm.weight", "self_attn.k_norm.weight"},
-      {"attn.proj.weight", "self_attn.o_proj.weight"},
-      {"ln2.weight", "post_attention_layernorm.weight"},
-      {"mlp.gate.weight", "mlp.gate_proj.weight"},
-      {"mlp.up.weight", "mlp.up_proj.weight"},
-      {"mlp.down.weight", "mlp.down_proj.weight"},
-      {"moe.shared.gate.weight", "mlp.shared_expert.gate_proj.weight"},
-      {"moe.shared.up.weight", "mlp.shared_expert.up_proj.weight"},
-      {"moe.shared.down.weight", "mlp.shared_expert.down_proj.weight"},
-      {"moe.shared_gate.weight", "mlp.shared_expert_gate.weight"},
-  };
-  static constexpr std::pair<const char*, std::array<const char*, 2>> of_experts[] = {
-      // the second name: Mixtral's
-      {"gate.weight", {"gate_proj.weight", "w1.weight"}},
-      {"up.weight", {"up_proj.weight", "w3.weight"}},
-      {"down.weight", {"down_proj.weight", "w2.weight"}},
-  };
-  constexpr std::string_view blocks = "blocks.";
-  std::string prefix, suffix = ours;
-  if (ours.starts_with(blocks)) {
-    const size_t dot = ours.find('.', blocks.size());
-    prefix = "model.layers." + ours.substr(blocks.size(), dot + 1 - blocks.size());
-    suffix = ours.substr(dot + 1);
-  }
-  for (const auto& [from, to] : names)
-    if (suffix == from) return prefix + to;
-  const std::string module = prefix + (mixtral ? "block_sparse_moe." : "mlp.");
-  if (suffix == "moe.router.weight") return module + "gate.weight";
-  if (const std::string_view experts = "experts."; suffix.starts_with(experts)) {
-    const size_t dot = suffix.find('.', experts.size());
-    for (const auto& [from, to] : of_experts)
-      if (suffix.substr(dot + 1) == from) return module + suffix.substr(0, dot + 1) + to[mixtral ? 1 : 0];
-  }
-  throw Error(formatted("parameter {} has no name in transformers' models of this family", ours));
-}
+// The matrices of an expert: in all families but Mixtral, in Mixtral, and where those of all experts are one tensor.
+struct HfExpertName {
+  const char *ours, *separate, *mixtral, *fused;
+};
+inline constexpr HfExpertName hf_expert_names[] = {
+    {"gate.weight", "gate_proj.weight", "w1.weight", "gate_up_proj"},
+    {"up.weight", "up_proj.weight", "w3.weight", "gate_up_proj"},
+    {"down.weight", "down_proj.weight", "w2.weight", "down_proj"},
+};
 
-inline std::vector<HfTensor> llama_tensors(const ModelConfig& c, ExpertTensors layout) {
+inline bool is_gpt2(const ModelConfig& c) { return c.family.positions == Positions::learned; }
+
+// The name of the tensor that a parameter is or is part of. Mixtral has names of its own, for separate tensors alone.
+inline std::string hf_name(const std::string& ours, const ModelConfig& c, ExpertTensors layout) {
+  if (ours == "lm_head.weight") return ours;
   const bool fused = layout == ExpertTensors::fused;
   const bool mixtral = !fused && c.family.model_type == std::string_view("mixtral");
-  std::vector<HfTensor> all;
-  for (const UnitSpec& unit : parameter_table(c)) {
-    if (fused && unit.sharing == Sharing::experts) {
-      const int64_t E = c.experts.count, F = c.experts.width, C = c.n_embd;
-      const std::string first = llama_name(unit.params[0].name, false);
-      const std::string experts = first.substr(0, first.rfind(".0."));
-      HfTensor gate_up{experts + ".gate_up_proj", {E, 2 * F, C}, false, {}},
-          down{experts + ".down_proj", {E, C, F}, false, {}};
-      for (const ParamSpec& p : unit.params)
-        (p.name.ends_with(".down.weight") ? down : gate_up).parts.push_back(p.name);
-      all.insert(all.end(), {gate_up, down});
-      continue;
-    }
-    for (const ParamSpec& p : unit.params) {
-      std::vector<int64_t> shape;
-      for (int64_t d : p.shape) shape.push_back(d);
-      all.push_back({llama_name(p.name, mixtral), shape, false, {p.name}});
-    }
+  std::string prefix = is_gpt2(c) ? "transformer." : "model.", suffix = ours;
+  if (const std::string_view blocks = "blocks"; ours.starts_with(blocks)) {  // "blocks.3.ln1.weight"
+    const size_t end = ours.find('.', blocks.size() + 1) + 1;
+    prefix += (is_gpt2(c) ? "h" : "layers") + ours.substr(blocks.size(), end - blocks.size());
+    suffix = ours.substr(end);
   }
-  return all;
+  for (const HfName& name : hf_names)
+    if (const char* theirs = is_gpt2(c) ? name.gpt2 : name.llama; suffix == name.ours && theirs != nullptr)
+      return prefix + theirs;
+  const std::string module = prefix + (mixtral ? "block_sparse_moe." : "mlp.");
+  if (suffix == "moe.router.weight") return module + "gate.weight";
+  if (const std::string_view experts = "experts."; suffix.starts_with(experts)) {  // "experts.7.gate.weight"
+    const size_t end = suffix.find('.', experts.size()) + 1;
+    for (const HfExpertName& name : hf_expert_names)
+      if (suffix.substr(end) == name.ours)
+        return module + (fused ? "experts." + std::string(name.fused)
+                               : suffix.substr(0, end) + (mixtral ? name.mixtral : name.separate));
+  }
+  throw Error(formatted("parameter {} has no name in transformers' models of this family", ours));
 }
 
 }  // namespace detail
 
 // All tensors of a model, in the order of the forward pass. A tied head is not stored.
 inline std::vector<HfTensor> hf_tensors(const ModelConfig& c, ExpertTensors layout = ExpertTensors::separate) {
-  return c.family.positions == Positions::learned ? detail::gpt2_tensors(c) : detail::llama_tensors(c, layout);
+  std::vector<HfTensor> all;
+  for (const UnitSpec& unit : parameter_table(c))
+    for (const ParamSpec& p : unit.params) {
+      const std::string name = detail::hf_name(p.name, c, layout);
+      const bool of_experts = unit.sharing == Sharing::experts && layout == ExpertTensors::fused;
+      if (!all.empty() && all.back().name == name) {
+        all.back().parts.push_back(p.name);
+        if (!of_experts) all.back().shape.back() += p.shape[0];  // the outputs of q, k and v
+        continue;
+      }
+      HfTensor tensor{name, {p.shape.begin(), p.shape.end()}, false, {p.name}};
+      tensor.transposed = detail::is_gpt2(c) && p.shape.rank() == 2 && p.name.starts_with("blocks.");
+      if (tensor.transposed) std::swap(tensor.shape[0], tensor.shape[1]);
+      if (of_experts)
+        tensor.shape = {c.experts.count, p.shape[0] * (name.ends_with("gate_up_proj") ? 2 : 1), p.shape[1]};
+      all.push_back(tensor);
+    }
+  return all;
 }
 
 // The same, with experts stored as in these files.
@@ -156,8 +133,7 @@ namespace detail {
 struct HfRow {
   int64_t begin, step;
 };
-// The row from element `index` of the part on. The parts of a tensor have equal sizes: GPT-2 has as many key-value
-// heads as query heads.
+// The row from element `index` of the part on. Parts have equal sizes: GPT-2 has as many key-value as query heads.
 inline HfRow hf_row(const HfTensor& hf, size_t part, int64_t index) {
   const int64_t parts = std::ssize(hf.parts), before = static_cast<int64_t>(part);
   if (!hf.transposed) return {TensorInfo{"", DType::fp32, hf.shape}.numel() / parts * before + index, 1};
@@ -175,8 +151,7 @@ void for_each_part(const HfTensor& hf, const StateTable& table, std::initializer
 
 // Calls f(i, at, step, n) for runs of a part's elements: element i of the entry is at `at` in the Hugging Face tensor,
 // and the n - 1 after it every `step`. Where rows become columns the runs are short, and those of all rows come one
-// after the other, so that neighbours in the columns are together in the cache. Several threads then call f, each for
-// columns of its own.
+// after the other, so that neighbours in the columns are in the cache together; threads have columns of their own.
 template <class F>
 void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
   constexpr int64_t tile = 32;
@@ -199,9 +174,8 @@ void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
 
 }  // namespace detail
 
-// A Hugging Face tensor, from boxes in host memory that together are its parts; `weights` may also have boxes of other
-// tensors. Where it lies there as it is stored, the result is that; else it is put together in `room`, whose memory is
-// used again.
+// A Hugging Face tensor, from boxes in host memory that together are its parts, among others in `weights`: where it
+// lies as it is stored there, else put together in `room`, whose memory is used again.
 inline const std::byte* gather_hf(std::vector<std::byte>& room, const HfTensor& hf, const StateTable& weights) {
   const int64_t elements = TensorInfo{"", DType::fp32, hf.shape}.numel();
   int64_t gathered = 0;
@@ -227,7 +201,6 @@ inline const std::byte* gather_hf(std::vector<std::byte>& room, const HfTensor& 
   return whole != nullptr ? whole : room.data();
 }
 
-// Where a tensor of the model is stored.
 struct HfPlace {
   const SafetensorsReader* file;
   std::string name;  // with or without "transformer." or "model."

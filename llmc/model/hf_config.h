@@ -1,17 +1,45 @@
-// hf_config.h: Hugging Face's config.json, both ways, and --model: a preset or a directory that has one. Fields with
-// values that this program does not implement are rejected by name.
+// hf_config.h: Hugging Face's config.json, both ways. Fields with values that are not implemented are rejected by name.
 #pragma once
 #include <charconv>
-#include <nlohmann/json.hpp>
-#include <ranges>
 
-#include "core/files.h"
-#include "model/hf_experts.h"
-#include "model/presets.h"
+#include "core/json.h"
+#include "model/config.h"
 
 namespace llmc {
 
 namespace detail {
+
+// Reads fields of one config.json; a missing or null field has transformers' default.
+struct HfFields {
+  const nlohmann::json& json;
+  const std::string& file;
+
+  nlohmann::json get(const char* field, const nlohmann::json& fallback) const {
+    return json.contains(field) && !json[field].is_null() ? json[field] : fallback;
+  }
+  void expect(const char* field, const nlohmann::json& supported) const {
+    const nlohmann::json found = get(field, supported);
+    CHECK(found == supported, "{}: \"{}\" is {}, but only {} is supported", file, field, found, supported);
+  }
+  int64_t integer(const char* field, const nlohmann::json& fallback, int64_t most = 1 << 24) const {
+    const nlohmann::json found = get(field, fallback);
+    const int64_t value = whole_number(found).value_or(0);
+    CHECK(value > 0 && value <= most, "{}: \"{}\" is {}, expected a whole number from 1 to {}", file, field, found,
+          most);
+    return value;
+  }
+  double real(const char* field, const nlohmann::json& fallback, double most = 1e12) const {
+    const nlohmann::json found = get(field, fallback);
+    CHECK(found.is_number() && found >= 0 && found <= most, "{}: \"{}\" is {}, expected a number from 0 to {}", file,
+          field, found, most);
+    return found.get<double>();
+  }
+  bool flag(const char* field, bool fallback) const {
+    const nlohmann::json found = get(field, fallback);
+    CHECK(found.is_boolean(), "{}: \"{}\" is {}, expected true or false", file, field, found);
+    return found.get<bool>();
+  }
+};
 
 inline void read_gpt2(ModelConfig& c, const HfFields& f) {
   f.expect("activation_function", "gelu_new");
@@ -95,6 +123,70 @@ inline constexpr LlamaDefaults llama_defaults[] = {
     // clang-format on
 };
 
+// The number of experts has two names. Most families take either, and prefer one of them by family and version.
+inline int64_t read_expert_count(const ModelConfig& c, const HfFields& f, int64_t fallback) {
+  const std::string type = c.family.model_type;
+  const char *name = type == "mixtral" ? "num_local_experts" : "num_experts",
+             *other = type == "mixtral" ? "num_experts" : "num_local_experts";
+  const bool has_other = type != "qwen2_moe" && !f.get(other, nullptr).is_null();
+  CHECK(!has_other || f.get(name, f.json[other]) == f.json[other],
+        "{}: \"{}\" is {} and \"{}\" is {}: keep one of them", f.file, name, f.json[name], other, f.json[other]);
+  return f.integer(has_other ? other : name, fallback, most_experts_in(c));
+}
+
+// c must already have its layers and its feed-forward width.
+inline Experts read_experts(const ModelConfig& c, const HfFields& f) {
+  const std::string type = c.family.model_type;
+  Experts e;
+  auto read = [&](int64_t count, int64_t per_token, double aux_loss) {
+    e.count = read_expert_count(c, f, count);
+    e.per_token = f.integer("num_experts_per_tok", per_token, e.count);
+    e.aux_loss = f.real("router_aux_loss_coef", aux_loss);
+    e.adds_aux_loss = f.flag("output_router_logits", false);
+  };
+  e.width = c.n_ffn;
+  if (type == "mixtral") {
+    read(8, 2, 0.001);
+    e.normalised = true;
+    f.expect("router_jitter_noise", 0.0);
+    return e;
+  }
+  if (type == "olmoe") read(64, 8, 0.01);
+  if (type == "qwen2_moe") read(60, 4, 0.001);
+  if (type == "qwen3_moe") read(128, 8, 0.001);
+  e.normalised = f.flag("norm_topk_prob", false);
+  if (c.family.experts == ExpertFields::one_width) return e;
+  e.width = f.integer("moe_intermediate_size", type == "qwen2_moe" ? 1408 : 768);
+  e.shared_gate = type == "qwen2_moe";
+  if (e.shared_gate) e.shared = f.integer("shared_expert_intermediate_size", 5632);
+  e.every = f.integer("decoder_sparse_step", 1, most_layers);
+  const nlohmann::json dense = f.get("mlp_only_layers", nlohmann::json::array());
+  CHECK(dense.is_array() && std::ssize(dense) <= most_layers,
+        "{}: \"mlp_only_layers\" is {}, expected a list of layers", f.file, dense);
+  for (const nlohmann::json& layer : dense) {
+    const int64_t l = whole_number(layer).value_or(-1);
+    CHECK(l >= 0 && l < most_layers, "{}: \"mlp_only_layers\" has {}, expected whole numbers from 0 to {}", f.file,
+          layer, most_layers - 1);
+    e.dense_layers.push_back(l);
+  }
+  return e;
+}
+
+inline nlohmann::ordered_json experts_to_hf(const ModelConfig& c) {
+  const std::string type = c.family.model_type;
+  const Experts& e = c.experts;
+  nlohmann::ordered_json json = {{type == "mixtral" ? "num_local_experts" : "num_experts", e.count},
+                                 {"num_experts_per_tok", e.per_token},
+                                 {"output_router_logits", e.adds_aux_loss},
+                                 {"router_aux_loss_coef", e.aux_loss}};
+  if (type != "mixtral") json["norm_topk_prob"] = e.normalised;
+  if (c.family.experts == ExpertFields::one_width) return json;
+  json.update(
+      {{"decoder_sparse_step", e.every}, {"mlp_only_layers", e.dense_layers}, {"moe_intermediate_size", e.width}});
+  if (e.shared_gate) json["shared_expert_intermediate_size"] = e.shared;
+  return json;
+}
+
 // All families but GPT-2 use the same fields.
 inline void read_llama_like(ModelConfig& c, const HfFields& f) {
   const std::string type = c.family.model_type;
@@ -174,8 +266,7 @@ inline std::optional<int64_t> end_of_text_of(int64_t vocab_size) {
   }
 }
 
-// Whether special tokens of this vocabulary are known, from transformers' defaults for the family or from
-// config_to_hf().
+// Whether special tokens are known, from transformers' defaults for the family or from config_to_hf().
 inline bool knows_special_tokens(const ModelConfig& c) {
   if (end_of_text_of(c.vocab_size)) return true;
   if (c.family.positions == Positions::learned) return c.vocab_size > 50256;  // GPT-2's, perhaps padded
@@ -245,94 +336,6 @@ inline nlohmann::ordered_json config_to_hf(const ModelConfig& c, DType dtype) {
         {"high_freq_factor", c.rotary.scaling.high_freq_factor},
         {"original_max_position_embeddings", static_cast<int64_t>(c.rotary.scaling.original_positions)}};
   return json;
-}
-
-// Overrides of single numbers, from --n-layer and similar options.
-struct ModelOverrides {
-  std::optional<int64_t> n_layer, n_head, n_kv_head, n_embd, n_ffn, vocab_size;
-};
-
-namespace detail {
-
-// Whether the name looks like a repository on a hub, OWNER/NAME, and OWNER is not a directory here.
-inline bool may_be_on_a_hub(const std::string& name) {
-  constexpr auto allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/";
-  const size_t slash = name.find('/');
-  std::error_code none;
-  return slash != 0 && slash != std::string::npos && slash + 1 < name.size() &&
-         name.find('/', slash + 1) == std::string::npos && name.find_first_not_of(allowed) == std::string::npos &&
-         name[0] != '.' && !std::filesystem::exists(name.substr(0, slash), none);
-}
-
-// Says what is wrong with a --model that is neither a preset nor a directory with a config.json.
-inline std::string why_no_model(const std::string& model) {
-  if (is_directory(model)) {
-    const std::vector<std::string> names = names_in(model);
-    for (const std::string& name : names | std::views::reverse)  // the newest checkpoint has the last name
-      if (const std::string inside = model + "/" + name; is_directory(inside) && path_exists(inside + "/config.json"))
-        return "this directory has no config.json; did you mean " + inside + "?";
-    return "this directory has no config.json: it is not a model";
-  }
-  if (may_be_on_a_hub(model)) {
-    const std::string directory = model.substr(model.find('/') + 1);
-    return formatted(
-        "no such directory; if this is a repository of huggingface.co, download it first: `hf download {} "
-        "--local-dir {}` (pip install huggingface_hub), then --model {}",
-        model, directory, directory);
-  }
-  if (model.find('/') != std::string::npos) return "no such directory";
-  if (model.ends_with(".bin"))
-    return "llm.c's checkpoints are not read: give the Hugging Face directory of the same weights, such as that of `hf "
-           "download openai-community/gpt2 --local-dir gpt2`";
-  return formatted("neither a preset ({}) nor a directory with a config.json", presets_like(model));
-}
-
-}  // namespace detail
-
-// Throws if `model` is a preset, or looks like the name of one: `option`, such as "--generate", needs weights.
-inline void require_trained_model(const char* option, const std::string& model) {
-  const bool is_word = model.find('/') == std::string::npos && !model.ends_with(".bin") && !is_directory(model);
-  CHECK(!model_preset(model) && !is_word,
-        "{} needs a trained model: --model {} is {}; name a checkpoint's directory, such as out/step-001000", option,
-        model, model_preset(model) ? "a preset" : "no directory");
-}
-
-// The model of a preset or of a directory with config.json, with the overrides. Sizes that are not given scale with
-// those that are: the feed-forward widths with the channels, rounded down; key-value heads with the heads, if that is a
-// whole number; the heads divide the channels.
-inline ModelConfig resolve_model(const std::string& model, const ModelOverrides& o) {
-  const std::optional<ModelConfig> preset = model_preset(model);
-  ModelConfig c;
-  if (preset) {
-    c = *preset;
-  } else {
-    const std::string file = model + "/config.json";
-    CHECK(path_exists(file), "--model {}: {}", model, detail::why_no_model(model));
-    c = config_from_hf(read_json(file), file);
-  }
-  if (o.n_layer) c.n_layer = *o.n_layer;
-  if (o.n_head && *o.n_head * c.n_kv_head % c.n_head == 0) c.n_kv_head = *o.n_head * c.n_kv_head / c.n_head;
-  if (o.n_kv_head) c.n_kv_head = *o.n_kv_head;
-  if (o.n_head) c.n_head = *o.n_head;
-  if (o.n_embd) {
-    for (int64_t* width : {&c.n_ffn, &c.experts.width, &c.experts.shared})
-      if (*width > 0) *width = std::max<int64_t>(1, *width * *o.n_embd / c.n_embd);
-    c.n_embd = *o.n_embd;
-  }
-  if (o.n_ffn) c.n_ffn = *o.n_ffn;
-  if (o.n_ffn && c.family.experts == ExpertFields::one_width) c.experts.width = c.n_ffn;
-  if (o.vocab_size) c.vocab_size = *o.vocab_size;
-  if ((o.n_head || o.n_embd) && !c.family.own_head_size) {
-    CHECK(c.n_embd % c.n_head == 0, "--n-head {} does not divide --n-embd {}: use one of {}", c.n_head, c.n_embd,
-          divisors(c.n_embd));
-    c.head_size = c.n_embd / c.n_head;
-  }
-  try {
-    validate_model(c);
-  } catch (const Error& error) {
-    throw preset ? error : Error(formatted("--model {}: {}", model, error.what()));
-  }
-  return c;
 }
 
 }  // namespace llmc

@@ -6,11 +6,8 @@
 // slices of each sequence (parallel/context_attention.h).
 #pragma once
 #include "model/activations.h"
-#include "model/config.h"
-#include "ops/ops.h"
 #include "parallel/context_attention.h"
 #include "parallel/tensor_layers.h"
-#include "shard/unit_state.h"
 
 namespace llmc {
 
@@ -52,8 +49,7 @@ struct Routing {
 
   // Rows of an expert from one sequence; none: any number (dropless).
   std::optional<int64_t> capacity() const { return training ? placement.capacity : std::nullopt; }
-  // How many rows each rank sends to every other, padding included, if a capacity bounds them; 0: only the real rows.
-  // S: rows of the residual stream
+  // How many of S rows each rank sends to every other, with padding, if a capacity bounds them; 0: only the real rows.
   int64_t padded_rows(int64_t S) const { return capacity() ? placement.stride(S) : 0; }
 };
 
@@ -98,14 +94,12 @@ struct Layer {
   const BlockActivations& a;
   const Sequences& sequences;
   const parallel::Group& group;
-  // With `later` the backward comes in two parts: the input part sets these gradients, and the weight part, which needs
-  // no weights, reads them. The bits are the same.
+  // With `later`, the input part sets these gradients, and the weight part, without weights, reads them: the same bits.
   const OutputGradients* later = nullptr;
   GatheredRows gathered = {};
 
   bool has_experts() const { return unit.has("moe.router.weight"); }
-  // Whether the last products of attention and feed-forward add to the residual stream, in layouts that --residual
-  // cublaslt is for.
+  // Whether the last products of attention and feed-forward add to the residual stream, where --residual cublaslt can.
   bool adds_in_products() const {
     return stream().device().residual_in_products && group.size() == 1 && sequences.linear == Operands::as_stored;
   }
@@ -162,6 +156,25 @@ struct NormLayer {
     if (is_rmsnorm()) rmsnorm_backward(dx, p.dweight(), dout, x, p.weight(), rstd, accumulate_dx, stream);
     else layernorm_backward(dx, p.dweight(), p.dbias(), dout, x, p.weight(), mean, rstd, accumulate_dx, stream);
   }
+};
+
+// The common base of the parts of a layer with experts.
+struct SparseLayer : Layer {
+  const ExpertActivations& e;
+  const Routing& r;
+  int64_t n;  // rows of this rank, without padding
+  explicit SparseLayer(const Layer& layer)
+      : Layer(layer), e(layer.a.experts), r(layer.sequences.routing), n(r.rows.count) {}
+
+ protected:
+  bool exchanged() const { return r.placement.exchanged(); }
+  // The first n rows, those that are not padding.
+  Tensor rows(const Tensor& t) const { return parallel::rows_of(t, {0, n}); }
+  void zero_padding(const Tensor& t) const {
+    if (const int64_t S = t.shape[0]; n < S) zero(parallel::rows_of(t, {n, S - n}), stream());
+  }
+  // out = the rows of norm2 (S, C), in the order of their experts.
+  void rows_by_expert(Tensor out) const { dispatch_rows(out, rows(a.norm2), rows(e.places), stream()); }
 };
 
 }  // namespace llmc

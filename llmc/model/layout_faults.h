@@ -77,9 +77,8 @@ inline void offload_faults(Faults& faults, const Layout& l) {
 }
 
 inline void tensor_faults(Faults& faults, const Layout& l, const ModelConfig& c) {
-  std::vector<int64_t> would_do;
-  for (const int64_t n : divisors(c.n_head))
-    if (can_share_out(c, n)) would_do.push_back(n);
+  std::vector<int64_t> would_do = divisors(c.n_head);
+  std::erase_if(would_do, [&](int64_t n) { return !can_share_out(c, n); });
   faults.unless(can_share_out(c, l.tensor.ranks),
                 "--tp {}: it must divide the {} query heads and the feed-forward width {}{}, and divide the {} "
                 "key-value heads or be a multiple of them: use one of {}",
@@ -108,9 +107,8 @@ inline void expert_faults(Faults& faults, const Layout& l, const ModelConfig& c)
                 "--sequence-parallel off with --tp {} and {} experts per layer: all ranks of the group would send them "
                 "the same tokens: use --sequence-parallel on",
                 l.tensor.ranks, E);
-  std::vector<int64_t> would_do;
-  for (const int64_t n : divisors(E))
-    if (all % n == 0) would_do.push_back(n);
+  std::vector<int64_t> would_do = divisors(E);
+  std::erase_if(would_do, [&](int64_t n) { return all % n != 0; });
   faults.unless(E % ranks == 0 && all % ranks == 0,
                 "--ep {}: it must divide the {} experts of a layer, and the {} ranks of --tp x --cp x shards: use one "
                 "of {}",

@@ -1,9 +1,11 @@
-// presets.h: the published shapes, by name.
+// presets.h: --model: published shapes, by name, or a directory with a config.json; with changes of single sizes.
 #pragma once
 #include <charconv>
+#include <ranges>
 
+#include "core/files.h"
 #include "core/words.h"
-#include "model/config.h"
+#include "model/hf_config.h"
 
 namespace llmc {
 
@@ -17,7 +19,7 @@ struct PresetExperts {
 struct Preset {
   const char* name;
   const char* family;
-  int64_t n_layer, n_head, n_kv_head, head_size, n_embd, n_ffn, vocab_size, n_positions;
+  int64_t n_layer, n_head, n_kv_head, head_size, n_embd, n_ffn, vocab_size, n_positions;  // as in ModelConfig
   bool tied;
   float norm_eps;
   double theta;          // of rotary positions; 0: learned positions
@@ -89,10 +91,15 @@ inline std::optional<double> size_from_text(const std::string& text) {
   return number * (unit == "b" ? 1e9 : 1e6);
 }
 
+// "12" -> 12; -1: not a number of up to three digits.
+inline int64_t dial_number(const std::string& digits) {
+  const bool number = !digits.empty() && digits.size() <= 3 && digits.find_first_not_of("0123456789") == digits.npos;
+  return number ? std::stoll(digits) : -1;
+}
+
 }  // namespace detail
 
-// The possible meanings of a name that is not a preset: "the nearest is llama3:8B" for llama3:9B; the sizes of a
-// family, if the name has none; or all presets.
+// What an unknown name may mean: "the nearest is llama3:8B" for llama3:9B; a family's sizes, if it has none; or all.
 inline std::string presets_like(const std::string& name) {
   const size_t colon = std::min(name.find_first_of(":-_"), name.size());
   const std::optional<double> size = detail::size_from_text(name.substr(std::min(colon + 1, name.size())));
@@ -120,18 +127,8 @@ inline std::string presets_like(const std::string& name) {
 }
 
 inline ModelConfig config_of(const Preset& p) {
-  ModelConfig c;
-  c.family = *find_family(p.family);
-  c.n_layer = p.n_layer;
-  c.n_head = p.n_head;
-  c.n_kv_head = p.n_kv_head;
-  c.head_size = p.head_size;
-  c.n_embd = p.n_embd;
-  c.n_ffn = p.n_ffn;
-  c.vocab_size = p.vocab_size;
-  c.n_positions = p.n_positions;
-  c.tied = p.tied;
-  c.norm_eps = p.norm_eps;
+  ModelConfig c{*find_family(p.family), p.n_layer,     p.n_head, p.n_kv_head, p.head_size, p.n_embd, p.n_ffn,
+                p.vocab_size,           p.n_positions, p.tied,   p.norm_eps};
   if (p.theta > 0) c.rotary.theta = p.theta;
   c.experts = {.count = p.experts.count,
                .per_token = p.experts.per_token,
@@ -142,16 +139,6 @@ inline ModelConfig config_of(const Preset& p) {
   if (c.rotary.scaled) c.rotary.scaling.factor = p.rotary_factor;
   return c;
 }
-
-namespace detail {
-
-// "12" -> 12; -1: not a number of up to three digits.
-inline int64_t dial_number(const std::string& digits) {
-  const bool number = !digits.empty() && digits.size() <= 3 && digits.find_first_not_of("0123456789") == digits.npos;
-  return number ? std::stoll(digits) : -1;
-}
-
-}  // namespace detail
 
 // A published shape, or "d<N>": GPT-2 with N layers, N heads, C = 64 N; or "d<N>-e<E>": Mixtral with the same sizes and
 // E experts, two for each token. The experts' width F gives a token as many multiplications as in d<N>: 3 matrices of
@@ -175,6 +162,94 @@ inline std::optional<ModelConfig> model_preset(const std::string& name) {
   c.family = *find_family("mixtral");
   c.n_ffn = 4 * c.n_embd / 3 / 8 * 8;
   c.experts = {.count = experts, .per_token = 2, .width = c.n_ffn, .normalised = true, .aux_loss = 0.01};
+  return c;
+}
+
+// Overrides of single numbers, from --n-layer and similar options.
+struct ModelOverrides {
+  std::optional<int64_t> n_layer, n_head, n_kv_head, n_embd, n_ffn, vocab_size;
+};
+
+namespace detail {
+
+// Whether the name looks like a repository on a hub, OWNER/NAME, and OWNER is not a directory here.
+inline bool may_be_on_a_hub(const std::string& name) {
+  constexpr auto allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-/";
+  const size_t slash = name.find('/');
+  std::error_code none;
+  return slash != 0 && slash != std::string::npos && slash + 1 < name.size() &&
+         name.find('/', slash + 1) == std::string::npos && name.find_first_not_of(allowed) == std::string::npos &&
+         name[0] != '.' && !std::filesystem::exists(name.substr(0, slash), none);
+}
+
+// Says what is wrong with a --model that is neither a preset nor a directory with a config.json.
+inline std::string why_no_model(const std::string& model) {
+  if (is_directory(model)) {
+    const std::vector<std::string> names = names_in(model);
+    for (const std::string& name : names | std::views::reverse)  // the newest checkpoint has the last name
+      if (const std::string inside = model + "/" + name; is_directory(inside) && path_exists(inside + "/config.json"))
+        return "this directory has no config.json; did you mean " + inside + "?";
+    return "this directory has no config.json: it is not a model";
+  }
+  if (may_be_on_a_hub(model)) {
+    const std::string directory = model.substr(model.find('/') + 1);
+    return formatted(
+        "no such directory; if this is a repository of huggingface.co, download it first: `hf download {} "
+        "--local-dir {}` (pip install huggingface_hub), then --model {}",
+        model, directory, directory);
+  }
+  if (model.find('/') != std::string::npos) return "no such directory";
+  if (model.ends_with(".bin"))
+    return "llm.c's checkpoints are not read: give the Hugging Face directory of the same weights, such as that of `hf "
+           "download openai-community/gpt2 --local-dir gpt2`";
+  return formatted("neither a preset ({}) nor a directory with a config.json", presets_like(model));
+}
+
+}  // namespace detail
+
+// Throws if `model` is a preset, or looks like the name of one: `option`, such as "--generate", needs weights.
+inline void require_trained_model(const char* option, const std::string& model) {
+  const bool is_word = model.find('/') == std::string::npos && !model.ends_with(".bin") && !is_directory(model);
+  CHECK(!model_preset(model) && !is_word,
+        "{} needs a trained model: --model {} is {}; name a checkpoint's directory, such as out/step-001000", option,
+        model, model_preset(model) ? "a preset" : "no directory");
+}
+
+// The model of a preset or of a directory with config.json, with the overrides. Sizes that are not given scale with
+// those that are: the feed-forward widths with the channels, rounded down; key-value heads with the heads, if that is a
+// whole number; the heads divide the channels.
+inline ModelConfig resolve_model(const std::string& model, const ModelOverrides& o) {
+  const std::optional<ModelConfig> preset = model_preset(model);
+  ModelConfig c;
+  if (preset) {
+    c = *preset;
+  } else {
+    const std::string file = model + "/config.json";
+    CHECK(path_exists(file), "--model {}: {}", model, detail::why_no_model(model));
+    c = config_from_hf(read_json(file), file);
+  }
+  if (o.n_layer) c.n_layer = *o.n_layer;
+  if (o.n_head && *o.n_head * c.n_kv_head % c.n_head == 0) c.n_kv_head = *o.n_head * c.n_kv_head / c.n_head;
+  if (o.n_kv_head) c.n_kv_head = *o.n_kv_head;
+  if (o.n_head) c.n_head = *o.n_head;
+  if (o.n_embd) {
+    for (int64_t* width : {&c.n_ffn, &c.experts.width, &c.experts.shared})
+      if (*width > 0) *width = std::max<int64_t>(1, *width * *o.n_embd / c.n_embd);
+    c.n_embd = *o.n_embd;
+  }
+  if (o.n_ffn) c.n_ffn = *o.n_ffn;
+  if (o.n_ffn && c.family.experts == ExpertFields::one_width) c.experts.width = c.n_ffn;
+  if (o.vocab_size) c.vocab_size = *o.vocab_size;
+  if ((o.n_head || o.n_embd) && !c.family.own_head_size) {
+    CHECK(c.n_embd % c.n_head == 0, "--n-head {} does not divide --n-embd {}: use one of {}", c.n_head, c.n_embd,
+          divisors(c.n_embd));
+    c.head_size = c.n_embd / c.n_head;
+  }
+  try {
+    validate_model(c);
+  } catch (const Error& error) {
+    throw preset ? error : Error(formatted("--model {}: {}", model, error.what()));
+  }
   return c;
 }
 

@@ -14,9 +14,9 @@
 #include "run/ranks.h"
 #include "text/tokenizer.h"
 #include "train/lr_schedule.h"
-#include "train/noise_scale.h"
 #include "train/sample.h"
 #include "train/slice_times.h"
+#include "train/step_statistics.h"
 
 namespace llmc {
 
@@ -339,9 +339,10 @@ inline StepConfig choose_step(const Options& o) {
         o.recompute, o.token_slices);
   require_countable(step);
   step.layout.pipeline.layers = choose_layers(o, step);
-  CHECK(step.segment <= step.largest_chunk(),
+  const int64_t blocks = largest_chunk(step.model_chunks());
+  CHECK(step.segment <= blocks,
         "--recompute {} with {} block{} in {}: a segment must not be longer; the square-root rule gives {}",
-        o.recompute, step.largest_chunk(), step.largest_chunk() == 1 ? "" : "s",
+        o.recompute, blocks, blocks == 1 ? "" : "s",
         step.layout.pipeline.stages == 1 ? "the model" : "the largest chunk of a stage",
         std::string(square_root_recomputation(step)));
   return step;

@@ -46,9 +46,7 @@ enum class Schedule : uint8_t { gpipe, one_f_one_b, interleaved, zb_h1, zb_v, pi
 constexpr auto names_of_values(Schedule) {
   return std::array{"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"};
 }
-// Do its stages have several chunks each?
 inline bool has_chunks(Schedule s) { return s == Schedule::interleaved || s == Schedule::zb_v; }
-// Can it take a micro-batch in token slices?
 inline bool has_slices(Schedule s) { return s == Schedule::gpipe || s == Schedule::one_f_one_b; }
 // The list for one rank that holds all chunks.
 // gpipe: all forwards, then all backwards, in the order of the micro-batches (Huang et al. 2019).
@@ -79,35 +77,34 @@ inline std::vector<Action> training_actions(Schedule schedule, int chunks, int64
 // A backward, or the input part of one, for which the stage before waits.
 inline bool is_backward(ActionKind k) { return k == ActionKind::backward || k == ActionKind::backward_input; }
 
-// The largest number of micro-batches that are in flight in a chunk at the same time: from the first forward to the
-// last backward or input part, or to the last forward in a list without backwards; chunk -1: in any chunk. That many
-// sets of activations, or inputs, are needed.
-inline int64_t passes_in_flight(const std::vector<Action>& actions, int chunk) {
-  auto counts = [&](const Action& a) { return chunk < 0 || a.chunk == chunk; };
-  const bool backwards =
-      std::any_of(actions.begin(), actions.end(), [&](const Action& a) { return counts(a) && is_backward(a.kind); });
-  auto ends = [&](const Action& a) {
-    return counts(a) && (backwards ? is_backward(a.kind) : a.kind == ActionKind::forward);
-  };
-  size_t micro_batches = 0;
-  for (const Action& a : actions) micro_batches = std::max(micro_batches, static_cast<size_t>(a.micro_batch) + 1);
-  std::vector<int> left(micro_batches);  // backwards (or forwards) each micro-batch still has to do
-  std::vector<char> live(micro_batches);
-  for (const Action& a : actions)
-    if (ends(a)) ++left[static_cast<size_t>(a.micro_batch)];
-  int64_t now = 0, most = 0;
-  for (const Action& a : actions) {
-    const auto m = static_cast<size_t>(a.micro_batch);
-    if (counts(a) && a.kind == ActionKind::forward && !std::exchange(live[m], true)) most = std::max(most, ++now);
-    if (ends(a) && --left[m] == 0) now -= std::exchange(live[m], false);
-  }
-  return most;
+inline bool is_send(ActionKind k) { return k == ActionKind::send_activations || k == ActionKind::send_gradients; }
+inline bool is_receive(ActionKind k) {
+  return k == ActionKind::receive_activations || k == ActionKind::receive_gradients;
 }
-inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) { return passes_in_flight(actions, -1); }
+inline bool computes(ActionKind k) { return !is_send(k) && !is_receive(k) && k != ActionKind::update; }
+// A forward, or a message with activations.
+inline bool goes_forward(ActionKind k) {
+  return k == ActionKind::forward || k == ActionKind::send_activations || k == ActionKind::receive_activations;
+}
+// The chunk from which a pass gets its input, or to which it gives its result; none if outside [0, chunks).
+inline int chunk_before(const Action& a) { return goes_forward(a.kind) ? a.chunk - 1 : a.chunk + 1; }
+inline int chunk_after(const Action& a) { return goes_forward(a.kind) ? a.chunk + 1 : a.chunk - 1; }
 
-inline bool computes(ActionKind kind) {
-  return kind == ActionKind::forward || kind == ActionKind::backward || kind == ActionKind::backward_input ||
-         kind == ActionKind::backward_weight;
+// The largest number of micro-batches that are in flight at the same time: from the first forward to the last backward
+// or input part, or to the last forward in a list without backwards. That many sets of inputs are needed.
+inline int64_t micro_batches_in_flight(const std::vector<Action>& actions) {
+  const bool backwards = std::ranges::any_of(actions, is_backward, &Action::kind);
+  std::map<int64_t, const Action*> last;  // of each micro-batch
+  for (const Action& a : actions)
+    if (backwards ? is_backward(a.kind) : a.kind == ActionKind::forward) last[a.micro_batch] = &a;
+  std::set<int64_t> live;
+  size_t most = 0;
+  for (const Action& a : actions) {
+    if (a.kind == ActionKind::forward) live.insert(a.micro_batch);
+    most = std::max(most, live.size());
+    if (last[a.micro_batch] == &a) live.erase(a.micro_batch);
+  }
+  return static_cast<int64_t>(most);
 }
 
 // A run of layers; the first chunk has the embedding, the last the head.
@@ -116,24 +113,31 @@ struct Chunk {
   bool has_embedding = false, has_head = false;
 };
 
+inline int64_t largest_chunk(const std::vector<Chunk>& chunks) {  // its layers
+  return std::ssize(std::ranges::max_element(chunks, {}, [](const Chunk& c) { return c.layers.size(); })->layers);
+}
+
 // The most blocks whose gradients are open at the same time, that is, between the first and the last part of a
 // micro-batch's backward: all blocks of a chunk, if its backward has several parts; otherwise one block after another.
 inline int64_t blocks_open(const std::vector<Action>& actions, const std::vector<Chunk>& chunks) {
   const auto in_parts = [](const Action& a) { return a.kind == ActionKind::backward_weight || a.slice > 0; };
   if (std::none_of(actions.begin(), actions.end(), in_parts)) return 1;
-  std::map<std::pair<int, int64_t>, int64_t> parts;  // still to come, by chunk and micro-batch
-  auto key = [](const Action& a) { return std::pair(a.chunk, a.micro_batch); };
+  struct Backward {
+    int64_t left = 0;  // parts still to come
+    bool open = false;
+  };
+  std::map<std::pair<int, int64_t>, Backward> backwards;  // by chunk and micro-batch
+  auto of = [&](const Action& a) -> Backward& { return backwards[{a.chunk, a.micro_batch}]; };
   auto is_part = [](const Action& a) { return computes(a.kind) && a.kind != ActionKind::forward; };
-  for (const Action& a : actions) parts[key(a)] += is_part(a);
-  std::map<std::pair<int, int64_t>, int64_t> open;  // blocks
+  for (const Action& a : actions) of(a).left += is_part(a);
   int64_t now = 0, most = 1;
   for (const Action& a : actions) {
     if (!is_part(a)) continue;
-    const int64_t left = parts[key(a)]--;
-    if (left > 1 && !open.contains(key(a)))
-      now += open[key(a)] = static_cast<int64_t>(chunks[static_cast<size_t>(a.chunk)].layers.size());
-    most = std::max(most, now + !open.contains(key(a)));
-    if (left == 1 && open.contains(key(a))) now -= open[key(a)], open.erase(key(a));
+    Backward& backward = of(a);
+    const int64_t blocks = std::ssize(chunks[static_cast<size_t>(a.chunk)].layers);
+    if (backward.left > 1 && !std::exchange(backward.open, true)) now += blocks;
+    most = std::max(most, now + !backward.open);
+    if (--backward.left == 0 && backward.open) now -= blocks;
   }
   return most;
 }

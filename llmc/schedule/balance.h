@@ -2,7 +2,6 @@
 // dynamic programming over the costs of the modules (Narayanan et al. 2019, section 3.1), also in its full form with
 // replicated stages. Several chunks per stage, with equal layers, need no dynamic programming.
 #pragma once
-#include "core/check.h"
 #include "schedule/stage_partition.h"
 
 namespace llmc {
@@ -34,19 +33,17 @@ struct BalancedPipeline {
 
 namespace detail {
 
-enum class Replicate : uint8_t { no, yes };
-
 // PipeDream's dynamic programming: A(j, m) is the pipeline of the first j modules on exactly m workers whose slowest
 // stage or link is the fastest. It is one stage, or the best pipeline of the first s modules with a last stage added:
 //   A(j, m) = min over s < j and m' < m of max(A(s, m - m'), sends(s), T(s -> j, m'))
 //   sends(s) = (activation_bytes + gradient_bytes of module s - 1) / link
 //   T(i -> j, m) = max(sum of seconds, ring all-reduce of the weights = 2 (m - 1) / m x weight_bytes / link) / m
 // since compute and exchanges overlap, and m replicas do m micro-batches for one all-reduce. Without replication
-// m' = 1, and m is the number of stages.
+// m' = 1, m is the number of stages, and messages do not count.
 //
 // Many pipelines have the same slowest stage or link; which of them is the best?
-// - Not replicated: the one with the faster second slowest stage or link, and so on: the descending lists of times are
-//   compared lexicographically. Adding the same stage to two lists keeps their order, so the recurrence stays exact.
+// - Not replicated: the one with the faster second slowest stage, and so on: the descending lists of times are compared
+//   lexicographically. Adding the same stage to two lists keeps their order, so the recurrence stays exact.
 // - Replicated: the one with the fewest stages. A last pass finds it by counting all times up to the answer as the
 //   answer.
 // - Still equal: the one with the longest last stage (see even_layers), then the one whose last stage has the fewest
@@ -58,16 +55,15 @@ enum class Replicate : uint8_t { no, yes };
 // begins just above perfect balance and rises until there is a pipeline, which is then the best without a limit, too.
 class Pipedream {
  public:
-  // links: bytes/s of the link after each stage, or one for all.
-  Pipedream(const ModelCosts& costs, int workers, std::vector<double> links, Replicate replicate)
-      : workers_(workers), links_(std::move(links)), replicate_(replicate) {
+  // link: bytes/s between any two workers; none: stages are not replicated
+  Pipedream(const ModelCosts& costs, int workers, std::optional<double> link) : workers_(workers), link_(link) {
     modules_.push_back(costs.embedding);
     modules_.insert(modules_.end(), costs.blocks.begin(), costs.blocks.end());
     modules_.push_back(costs.head);
     for (const ModuleCost& c : modules_)
       for (const double x : {c.seconds, c.weight_bytes, c.activation_bytes, c.gradient_bytes})
         CHECK(x >= 0 && std::isfinite(x), "the costs of a layer must be finite and not negative, found {}", x);
-    for (const double link : links_) CHECK(link > 0, "a link of {} bytes/s: expected more than 0", link);
+    CHECK(!link || *link > 0, "a link of {} bytes/s: expected more than 0", *link);
     const size_t n = modules_.size();
     seconds_.resize(n * (n + 1));
     weight_bytes_.resize(n * (n + 1));
@@ -81,20 +77,20 @@ class Pipedream {
   BalancedPipeline solve() {
     const double balance = seconds_[at(0, modules_.size())] / workers_;
     double least = balance;  // that the slowest stage can take; a stage that is not replicated has a module at least
-    if (replicate_ == Replicate::no)
+    if (!link_)
       for (const ModuleCost& m : modules_) least = std::max(least, m.seconds);
     if (balance < std::numeric_limits<double>::min()) pass(infinity);
     else
       for (double above = 1.0 / 64; best_.empty() || best_.back().back().replicas == 0; above *= 2)
         pass(least * (1 + above));
-    if (replicate_ == Replicate::yes) pass(floor_ = best_.back().back().slowest);
+    if (link_) pass(floor_ = best_.back().back().slowest);
     return pipeline(workers_);
   }
 
  private:
   static constexpr double infinity = std::numeric_limits<double>::infinity();
 
-  // Descending times, each with how many stages and links take it. Lists of equally many are compared as if each were
+  // Descending times, each with how many stages take it. Lists of equally many are compared as if each were
   // listed singly: where one of them has a time less often, a smaller one follows it.
   using Times = std::vector<std::pair<double, int>>;
   // Smaller is better: the slowest time, then the other times or, where stages are replicated, the number of stages.
@@ -109,13 +105,12 @@ class Pipedream {
   size_t at(size_t i, size_t j) const { return i * (modules_.size() + 1) + j; }
 
   double stage_seconds(size_t i, size_t j, int m) const {
-    const double all_reduce = m == 1 ? 0 : 2.0 * (m - 1) / m * weight_bytes_[at(i, j)] / links_[0];
+    const double all_reduce = m == 1 ? 0 : 2.0 * (m - 1) / m * weight_bytes_[at(i, j)] / *link_;
     return std::max(seconds_[at(i, j)], all_reduce) / m;
   }
-  // The link before module s, after `stage`.
-  double link_seconds(size_t s, int stage) const {
-    const double link = links_.size() == 1 ? links_[0] : links_[static_cast<size_t>(stage)];
-    return (modules_[s - 1].activation_bytes + modules_[s - 1].gradient_bytes) / link;
+  // The messages before module s.
+  double link_seconds(size_t s) const {
+    return (modules_[s - 1].activation_bytes + modules_[s - 1].gradient_bytes) / *link_;
   }
 
   static void add(Times& times, double t) {
@@ -151,27 +146,26 @@ class Pipedream {
     }
     Best best;
     for (size_t s = j; s-- > 1;) {
-      const double stage = stage_seconds(s, j, 1), link = link_seconds(s, m - 2);
+      const double stage = stage_seconds(s, j, 1);
       if (stage > (best.replicas > 0 ? best.slowest : limit_)) break;
-      if (link > limit_) continue;
       const Best& before = best_[s][static_cast<size_t>(m - 1)];
-      if (before.replicas == 0 || (best.replicas > 0 && std::max(before.slowest, link) > best.slowest)) continue;
+      if (before.replicas == 0 || (best.replicas > 0 && before.slowest > best.slowest)) continue;
       Times times = before.times;
-      add(times, link), add(times, stage);
+      add(times, stage);
       if (best.replicas == 0 || times <= best.times) best = {times[0].first, m, std::move(times), s, 1};
     }
     return best;
   }
 
   Best best_of(int m, size_t j) const {
-    if (replicate_ == Replicate::no) return best_of_single(m, j);
+    if (!link_) return best_of_single(m, j);
     Best best;
     if (const double stage = std::max(floor_, stage_seconds(0, j, m)); stage <= limit_) best = {stage, 1, {}, 0, m};
     for (size_t s = 1; s < j; ++s) {
       const int first = std::max({1, needed(s, j), m - most_[s]});
       const int last = std::min(m - fewest_[s], m - 1);
       if (first > last) continue;
-      const double link = link_seconds(s, m - 2);
+      const double link = link_seconds(s);
       for (int replicas = first; replicas <= last; ++replicas) {
         const Best& before = best_[s][static_cast<size_t>(m - replicas)];
         const double most = best.replicas == 0 ? limit_ : best.slowest, others = std::max(before.slowest, link);
@@ -205,8 +199,7 @@ class Pipedream {
   }
 
   int workers_;
-  std::vector<double> links_;
-  Replicate replicate_;
+  std::optional<double> link_;
   double limit_ = 0, floor_ = 0;    // slower times are left out; faster ones count as floor_
   std::vector<int> fewest_, most_;  // workers that the first j modules can have in a pipeline within the limit
   std::vector<ModuleCost> modules_;
@@ -216,27 +209,21 @@ class Pipedream {
 
 }  // namespace detail
 
-// The pipeline of exactly `stages` stages, none replicated, whose slowest stage or link is the fastest. The first and
-// the last stage may have no layers, only the embedding or the head. links: bytes/s of the link after each stage but
-// the last, or one for all.
-inline BalancedPipeline balanced_stages(const ModelCosts& costs, int stages, const std::vector<double>& links) {
+// Exactly `stages` stages, none replicated, whose slowest is the fastest. The first and the last may have no layers.
+inline BalancedPipeline balanced_stages(const ModelCosts& costs, int stages) {
   const int64_t modules = static_cast<int64_t>(costs.blocks.size()) + 2;
   CHECK(stages >= 1 && stages <= modules,
         "--pp-layout balanced: the embedding, {} layers and the head cannot be divided into {} stages; use at most {}",
         costs.blocks.size(), stages, modules);
-  CHECK(links.size() == 1 || links.size() + 1 == static_cast<size_t>(stages),
-        "{} link speeds, expected one, or one for each of the {} links between {} stages", links.size(), stages - 1,
-        stages);
-  return detail::Pipedream(costs, stages, links, detail::Replicate::no).solve();
+  return detail::Pipedream(costs, stages, std::nullopt).solve();
 }
 
 // The fastest pipeline that uses all `workers`, with any number of stages and of replicas of each. link: bytes/s
-// between any two workers. For 128 modules this takes milliseconds to a second with up to 256 workers, seconds to
-// minutes with thousands: then let a worker be a group of n data-parallel ranks (a level in the paper), n times as
-// fast.
+// between any two workers. For 128 modules this takes up to a second with 256 workers, seconds to minutes with
+// thousands: then let a worker be a group of n data-parallel ranks (a level in the paper), n times as fast.
 inline BalancedPipeline balanced_replicated_stages(const ModelCosts& costs, int workers, double link) {
   CHECK(workers >= 1, "{} workers, expected at least 1", workers);
-  return detail::Pipedream(costs, workers, {link}, detail::Replicate::yes).solve();
+  return detail::Pipedream(costs, workers, link).solve();
 }
 
 // The number of layers of each chunk, for any placement of chunks on stages: stage stage_of[c] runs chunk c, and all
@@ -248,8 +235,7 @@ inline std::vector<int64_t> balanced_layers(const ModelCosts& costs, const std::
   const size_t chunks = stage_of.size(), stages = static_cast<size_t>(*std::ranges::max_element(stage_of)) + 1;
   std::vector<int64_t> layers(chunks);
   if (chunks == stages) {
-    const BalancedPipeline found =
-        balanced_stages(costs, static_cast<int>(stages), {std::numeric_limits<double>::infinity()});
+    const BalancedPipeline found = balanced_stages(costs, static_cast<int>(stages));
     for (size_t s = 0; s < stages; ++s) layers[s] = static_cast<int64_t>(found.stages[s].chunk.layers.size());
     return layers;
   }

@@ -6,13 +6,14 @@
 
 namespace llmc {
 
+enum class ListsOf : uint8_t { steps, forwards };
+
 namespace detail {
 
 // Checks one stage after another, then the messages between them.
 class ListCheck {
  public:
-  enum class Lists : uint8_t { of_steps, of_forwards };
-  ListCheck(const Pipeline& p, const std::vector<ActionList>& lists, Lists what)
+  ListCheck(const Pipeline& p, const std::vector<ActionList>& lists, ListsOf what)
       : p_(p),
         lists_(lists),
         what_(what),
@@ -33,11 +34,8 @@ class ListCheck {
  private:
   static constexpr size_t kinds = static_cast<size_t>(ActionKind::update) + 1;  // the last of the enum
 
-  uint8_t& done(ActionKind kind, const Action& a) { return done_[static_cast<size_t>(kind)][a]; }
-  uint8_t& done(ActionKind kind, int c, int64_t m, int k) { return done_[static_cast<size_t>(kind)](c, m, k); }
-  bool is_done(ActionKind kind, const Action& a) { return done(kind, a) > 0; }
+  uint8_t& done(const Action& a) { return done_[static_cast<size_t>(a.kind)][a]; }
   bool exists(int chunk) const { return chunk >= 0 && chunk < p_.chunks(); }
-  bool elsewhere(int chunk, int other) const { return exists(other) && p_.stage_of(chunk) != p_.stage_of(other); }
   std::string text(const Action& a) const { return text_of(p_, a); }
 
   void check_action(int stage, const Action& a) {
@@ -45,24 +43,24 @@ class ListCheck {
               a.slice < p_.slices,
           "stage {}: {}: there is no such chunk, micro-batch or slice", stage, text(a));
     CHECK(p_.stage_of(a.chunk) == stage, "stage {}: {}, which is on stage {}", stage, text(a), p_.stage_of(a.chunk));
-    CHECK(!is_done(a.kind, a), "stage {}: {} comes twice", stage, text(a));
+    CHECK(!done(a), "stage {}: {} comes twice", stage, text(a));
     check_needs(stage, a);
     check_order(stage, a);
-    done(a.kind, a) = 1;
+    done(a) = 1;
   }
 
   // Every action that this one needs from its own stage must come before it.
   void check_needs(int stage, const Action& a) {
     auto need = [&](ActionKind kind, int chunk) {
       const Action needed{kind, chunk, a.micro_batch, a.slice};
-      CHECK(is_done(kind, needed), "stage {}: {} comes before {}", stage, text(a), text(needed));
+      CHECK(done(needed), "stage {}: {} comes before {}", stage, text(a), text(needed));
     };
     const int before = chunk_before(a), after = chunk_after(a);
     const bool whole = !p_.splits_backward();
     using enum ActionKind;
     switch (a.kind) {
       case forward:
-        if (elsewhere(a.chunk, before)) need(receive_activations, a.chunk);
+        if (p_.elsewhere(a.chunk, before)) need(receive_activations, a.chunk);
         else if (exists(before)) need(forward, before);
         return;
       case backward:
@@ -70,17 +68,17 @@ class ListCheck {
         CHECK((a.kind == backward) == whole, "stage {}: {}: {} {} the backward", stage, text(a), p_.schedule,
               whole ? "does not split" : "splits");
         need(forward, a.chunk);
-        if (elsewhere(a.chunk, before)) need(receive_gradients, a.chunk);
+        if (p_.elsewhere(a.chunk, before)) need(receive_gradients, a.chunk);
         else if (exists(before)) need(a.kind, before);
         return;
       case backward_weight: return need(backward_input, a.chunk);
       case send_activations:
       case send_gradients:
-        CHECK(elsewhere(a.chunk, after), "stage {}: {}: there is no other stage to send to", stage, text(a));
+        CHECK(p_.elsewhere(a.chunk, after), "stage {}: {}: there is no other stage to send to", stage, text(a));
         return need(a.kind == send_activations ? forward : whole ? backward : backward_input, a.chunk);
       case receive_activations:
       case receive_gradients:
-        CHECK(elsewhere(a.chunk, before), "stage {}: {}: there is no other stage to receive from", stage, text(a));
+        CHECK(p_.elsewhere(a.chunk, before), "stage {}: {}: there is no other stage to receive from", stage, text(a));
         return;
       case update:
         CHECK(p_.schedule == Schedule::pipedream, "stage {}: {}: only pipedream updates within a list", stage, text(a));
@@ -101,32 +99,31 @@ class ListCheck {
     last = now;
     if (p_.schedule != Schedule::pipedream || a.kind != ActionKind::backward || a.micro_batch == 0) return;
     const Action before{ActionKind::update, a.chunk, a.micro_batch - 1};
-    CHECK(is_done(before.kind, before), "stage {}: {} comes before {}", stage, text(a), text(before));
+    CHECK(done(before), "stage {}: {} comes before {}", stage, text(a), text(before));
   }
 
   void check_complete(int c, int64_t m, int k) {
     using enum ActionKind;
     auto require = [&](ActionKind kind, bool needed) {
       const Action a{kind, c, m, k};
-      CHECK(!needed || is_done(kind, a), "stage {}: {} is missing", p_.stage_of(c), text(a));
+      CHECK(!needed || done(a), "stage {}: {} is missing", p_.stage_of(c), text(a));
     };
     require(forward, true);
-    require(send_activations, elsewhere(c, c + 1));
-    require(receive_activations, elsewhere(c, c - 1));
-    if (what_ == Lists::of_forwards) return;
+    require(send_activations, p_.elsewhere(c, c + 1));
+    require(receive_activations, p_.elsewhere(c, c - 1));
+    if (what_ == ListsOf::forwards) return;
     require(backward, !p_.splits_backward());
     require(backward_input, p_.splits_backward());
     require(backward_weight, p_.splits_backward());
     require(update, p_.schedule == Schedule::pipedream);
-    require(send_gradients, elsewhere(c, c - 1));
-    require(receive_gradients, elsewhere(c, c + 1));
+    require(send_gradients, p_.elsewhere(c, c - 1));
+    require(receive_gradients, p_.elsewhere(c, c + 1));
   }
 
   // The receive that belongs to a send: the same message as its receiver lists it.
   static Action as_received(const Action& send) {
-    const bool down = send.kind == ActionKind::send_activations;
-    return {down ? ActionKind::receive_activations : ActionKind::receive_gradients, chunk_after(send), send.micro_batch,
-            send.slice};
+    return {goes_forward(send.kind) ? ActionKind::receive_activations : ActionKind::receive_gradients,
+            chunk_after(send), send.micro_batch, send.slice};
   }
   int peer_of(const Action& a) const { return p_.stage_of(is_send(a.kind) ? chunk_after(a) : chunk_before(a)); }
 
@@ -191,22 +188,17 @@ class ListCheck {
 
   const Pipeline& p_;
   const std::vector<ActionList>& lists_;
-  Lists what_;
+  ListsOf what_;
   std::vector<PerPass<uint8_t>> done_;      // by kind
   std::vector<std::vector<int64_t>> last_;  // by kind and chunk: the last pass so far
 };
 
 }  // namespace detail
 
-// Throw an Error that names the stage and the action. check_actions() is for lists of whole steps, check_forwards() for
-// lists of forwards alone.
-inline void check_actions(const Pipeline& p, const std::vector<ActionList>& lists) {
+// Throws an Error that names the stage and the action. what: lists of whole steps, or of forwards alone
+inline void check_actions(const Pipeline& p, const std::vector<ActionList>& lists, ListsOf what = ListsOf::steps) {
   pipeline_faults(p).refuse();
-  detail::ListCheck(p, lists, detail::ListCheck::Lists::of_steps).run();
-}
-inline void check_forwards(const Pipeline& p, const std::vector<ActionList>& lists) {
-  pipeline_faults(p).refuse();
-  detail::ListCheck(p, lists, detail::ListCheck::Lists::of_forwards).run();
+  detail::ListCheck(p, lists, what).run();
 }
 
 }  // namespace llmc

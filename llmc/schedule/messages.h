@@ -1,5 +1,4 @@
-// messages.h: the complete action lists of a pipeline's stages: what each computes, sends and receives, in order. Those
-// of pipedream are also made turn by turn.
+// messages.h: the complete lists of stages: what each computes, sends and receives. Those of pipedream also by turns.
 #pragma once
 #include "schedule/simulate.h"
 
@@ -7,11 +6,10 @@ namespace llmc {
 
 namespace detail {
 
-// Adds the messages to the passes that each stage computes. Their places in the lists are decided for all stages at
-// once: all messages are sorted by the time at which they are made, if every pass takes its time in PassCosts, and each
-// is put into the lists of its sender and its receiver before the passes that these begin at that time or later. So no
-// stages wait in a cycle, even if every send waits until its receive begins; and two stages see the messages between
-// them in the same order.
+// Adds the messages to the passes that each stage computes, at places that are decided for all stages at once: messages
+// are sorted by the time at which they are made, if every pass takes its time in PassCosts, and each is put into the
+// lists of sender and receiver before the passes that these begin at that time or later. So no stages wait in a cycle,
+// even if sends wait for their receives; and two stages see the messages between them in the same order.
 inline std::vector<ActionList> with_messages(const Pipeline& p, const std::vector<ActionList>& computes) {
   const Simulation sim = simulate(p, computes);
   struct Message {
@@ -24,8 +22,7 @@ inline std::vector<ActionList> with_messages(const Pipeline& p, const std::vecto
       const Action& a = computes[s][i];
       const bool forward = a.kind == ActionKind::forward;
       const int to = chunk_after(a);
-      if (!forward && !is_backward(a.kind)) continue;
-      if (to < 0 || to == p.chunks() || p.stage_of(to) == static_cast<int>(s)) continue;
+      if ((!forward && !is_backward(a.kind)) || !p.elsewhere(a.chunk, to)) continue;
       messages.push_back(
           {sim.times[s][i].end,
            {forward ? ActionKind::send_activations : ActionKind::send_gradients, a.chunk, a.micro_batch, a.slice},

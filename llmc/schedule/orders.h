@@ -78,8 +78,7 @@ inline ActionList zb_h1_order(const Pipeline& p, int stage) {
 
 // The V schedule of Qi et al. 2023, section 6, in the form for parts that take equally long: every stage enters the
 // steady phase with 2 P forwards that wait for their backward, and then runs forward, input part and weight part of one
-// chunk, then of the other. The rule is for at least 2 P - 1 micro-batches; with fewer, the passes of those that do not
-// exist are left out.
+// chunk, then of the other. With fewer than 2 P - 1 micro-batches, the passes of those that do not exist are left out.
 inline ActionList zb_v_order(const Pipeline& p, int stage) {
   const int P = p.stages;
   const int64_t M = std::max<int64_t>(p.micro_batches, 2 * P - 1);
@@ -124,9 +123,8 @@ inline std::vector<ActionList> compute_orders(const Pipeline& p) {
   return orders;
 }
 
-// Only the forwards of p.micro_batches whole micro-batches, for evaluation and generation. As on a conveyor belt, a
-// micro-batch enters chunk c at begins_at(m) + c, so that no stage has two at a time, and none waits once the pipeline
-// is full.
+// Only the forwards of p.micro_batches whole micro-batches. As on a conveyor belt, a micro-batch enters chunk c at
+// begins_at(m) + c, so that no stage has two at a time, and none waits once the pipeline is full.
 inline std::vector<ActionList> forward_orders(const Pipeline& p) {
   const int64_t P = p.stages, V = p.chunks_per_stage;
   auto begins_at = [&](int64_t m) {

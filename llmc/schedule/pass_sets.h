@@ -2,8 +2,6 @@
 // micro-batch, or on a slice of it) holds some sets from one of its actions to another; then the next pass may use
 // them. The chunks of a rank share the sets: there are only as many of each kind as are in use at the same time.
 #pragma once
-#include <queue>
-
 #include "schedule/actions.h"
 
 namespace llmc {
@@ -12,8 +10,7 @@ class PassSets {
  public:
   PassSets() = default;  // none
   // needs(chunk): the kinds (vector<K>) of the sets that a pass of the chunk holds, from its action of kind `from` to
-  // its first action with until(kind). In a list without such actions, a forward-only one, all passes of a chunk use
-  // the same sets.
+  // its first with until(kind). In a list without such actions, all passes of a chunk use the same sets.
   template <class Needs, class Until>
   PassSets(const std::vector<Action>& actions, Needs&& needs, ActionKind from, Until&& until) {
     bool turns = false;
@@ -33,7 +30,7 @@ class PassSets {
     }
     if (!turns) micro_batches_ = slices_ = 1;
     held_.resize(kinds_needed.size() * static_cast<size_t>(micro_batches_ * slices_));
-    std::map<int, std::priority_queue<size_t, std::vector<size_t>, std::greater<>>> free;  // by kind, the lowest first
+    std::map<int, std::set<size_t>> free;  // by kind
     for (const Action& a : actions) {
       if (a.kind != from && !until(a.kind)) continue;
       const size_t i = index_of(a.chunk, a.micro_batch, a.slice);
@@ -43,16 +40,15 @@ class PassSets {
         for (const int kind : kinds) {  // takes the lowest free set, so that equal lists use equal sets
           auto& sets = free[kind];
           if (sets.empty()) {
-            sets.push(kinds_.size());
+            sets.insert(kinds_.size());
             kinds_.push_back(kind);
           }
-          sets_.push_back(sets.top());
-          sets.pop();
+          sets_.push_back(sets.extract(sets.begin()).value());
         }
       } else if (until(a.kind)) {
         CHECK(i != none && held_[i].begun, "the {} of micro-batch {} in chunk {} comes before the {}", a.kind,
               a.micro_batch, a.chunk, from);
-        for (const size_t set : sets_of(held_[i])) free[kinds_[set]].push(set);
+        for (const size_t set : sets_of(held_[i])) free[kinds_[set]].insert(set);
       }
     }
   }

@@ -2,7 +2,6 @@
 // scripts/plot_schedule.py. Every pass takes its time in PassCosts, messages take none.
 #pragma once
 #include "core/json.h"
-#include "core/shape.h"
 #include "schedule/check.h"
 #include "schedule/messages.h"
 
@@ -20,7 +19,6 @@ inline char letter_of(ActionKind kind) {
   return kind == ActionKind::forward ? 'F' : kind == ActionKind::backward_weight ? 'W' : 'B';
 }
 
-// Draws the passes of one pipeline.
 class Picture {
  public:
   Picture(const Pipeline& p, const PictureStyle& style)
@@ -34,7 +32,6 @@ class Picture {
   std::string text() const { return legend() + drawing() + "\n" + table() + bubble(); }
 
  private:
-  bool is_drawn(ActionKind k) const { return !is_send(k) && !is_receive(k) && k != ActionKind::update; }
   int64_t units() const { return std::llround(sim_.makespan); }
 
   std::string legend() const {
@@ -58,7 +55,6 @@ class Picture {
                          : "micro-batch through a stage");
   }
 
-  // The row of one stage, from time `begin` to `end`.
   std::string row(size_t stage, int64_t begin, int64_t end) const {
     std::string line;
     int64_t now = begin;
@@ -68,7 +64,7 @@ class Picture {
     for (size_t i = 0; i < lists_[stage].size(); ++i) {
       const Action& a = lists_[stage][i];
       const int64_t from = std::llround(sim_.times[stage][i].begin), to = std::llround(sim_.times[stage][i].end);
-      if (!is_drawn(a.kind) || to <= begin || from >= end) continue;
+      if (!computes(a.kind) || to <= begin || from >= end) continue;
       idle_until(from);
       std::string box = label(a);
       box.resize(static_cast<size_t>(to - from) * cell_ - 1, to - from > 1 ? '-' : ' ');

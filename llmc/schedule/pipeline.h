@@ -1,5 +1,5 @@
 // pipeline.h: a pipeline as a value: which schedule, how many stages, chunks, micro-batches and slices; which stage has
-// which chunk; and the laws of its bubble and its memory.
+// which chunk; what its actions are called; and the laws of its bubble and its memory.
 //
 // The model is cut by layers: stage s of P holds some layers, and the micro-batches pass through the stages, forward
 // and then backward. A stage waits until the first micro-batch reaches it, and while the last one returns: the bubble.
@@ -10,8 +10,8 @@
 //   zb-v         the same with two chunks per stage, placed down and up again: the last chunk is on the first stage
 //   pipedream    1f1b that updates after every micro-batch, without waiting for the others (Narayanan et al. 2019)
 #pragma once
-#include "core/check.h"
 #include "core/faults.h"
+#include "core/trace.h"
 #include "schedule/actions.h"
 
 namespace llmc {
@@ -33,6 +33,10 @@ struct Pipeline {
   int chunk_of(int stage, int v) const {
     if (schedule == Schedule::zb_v && v == 1) return 2 * stages - 1 - stage;
     return v * stages + stage;
+  }
+  // Whether there is a chunk `other`, and another stage has it.
+  bool elsewhere(int chunk, int other) const {
+    return other >= 0 && other < chunks() && stage_of(other) != stage_of(chunk);
   }
   // The place of a chunk among those of its stage.
   int place_of(int chunk) const { return chunk / stages; }
@@ -71,6 +75,36 @@ inline Faults pipeline_faults(const Pipeline& p) {
   return faults;
 }
 
+// ---- Names of actions -----------------------------------------------------------------------------------------------
+
+// "the forward of micro-batch 3 in chunk 1"
+inline std::string text_of(const Pipeline& p, const Action& a) {
+  return formatted("the {} of micro-batch {}{} in chunk {}", a.kind, a.micro_batch,
+                   p.slices > 1 ? formatted(", slice {},", a.slice) : std::string(), a.chunk);
+}
+
+// The span of an action in a trace: "forward 3" of micro-batch 3; with slices and chunks, "forward 3.1 of chunk 2".
+inline TraceSpan action_span(const Action& a, const Pipeline& p) {
+  constexpr const char* names[] = {"forward",        "backward",          "input part",
+                                   "weight part",    "send activations",  "receive activations",
+                                   "send gradients", "receive gradients", "update"};
+  return {.kind = SpanKind::action,
+          .name = formatted("{} {}{}{}", names[static_cast<int>(a.kind)], a.micro_batch,
+                            p.slices > 1 ? formatted(".{}", a.slice) : std::string(),
+                            p.chunks_per_stage > 1 ? formatted(" of chunk {}", a.chunk) : std::string()),
+          .args = {{"kind", name_of(a.kind)}, {"chunk", a.chunk}, {"micro_batch", a.micro_batch}, {"slice", a.slice}}};
+}
+
+// The same of a send or a receive, with its arrow. column: which of so many equal pipelines side by side it belongs to
+inline TraceSpan message_span(const Action& a, const Pipeline& p, int column, int columns) {
+  TraceSpan span = action_span(a, p);
+  const int maker = is_send(a.kind) ? a.chunk : chunk_before(a);
+  const int64_t pass = (a.micro_batch * p.slices + a.slice) * p.chunks() + maker;
+  span.flow = {(2 * pass + (goes_forward(a.kind) ? 0 : 1)) * columns + column,
+               is_send(a.kind) ? FlowEnd::send : FlowEnd::receive};
+  return span;
+}
+
 // ---- Laws, for chunks that take equally long, and messages that take no time ----------------------------------------
 
 // The bubble: the fraction of a step's time in which a stage idles. None: there is no law for these numbers, only the
@@ -81,20 +115,19 @@ struct Law {
 };
 inline std::optional<Law> bubble_law(const Pipeline& p) {
   const double P = p.stages, M = static_cast<double>(p.micro_batches), V = p.chunks_per_stage, K = p.slices;
+  // fewest: micro-batches from which on it holds; parts: of work, each as long as one that fills the pipeline
+  const auto law = [&](int64_t fewest, double parts, const char* formula) -> std::optional<Law> {
+    if (p.micro_batches < fewest) return std::nullopt;
+    return Law{(P - 1) / (parts + P - 1), formula};
+  };
   switch (p.schedule) {
     case Schedule::gpipe:
     case Schedule::one_f_one_b:
-      return Law{(P - 1) / (M * K + P - 1), p.slices == 1 ? "(P - 1) / (M + P - 1)" : "(P - 1) / (K M + P - 1)"};
-    case Schedule::interleaved:
-      if (p.micro_batches < p.stages) return std::nullopt;
-      return Law{(P - 1) / (V * M + P - 1), "(P - 1) / (V M + P - 1)"};
-    case Schedule::zb_h1:
-      if (p.micro_batches < p.stages) return std::nullopt;
-      return Law{(P - 1) / (3 * M + P - 1), "(P - 1) / (3 M + P - 1)"};
-    case Schedule::zb_v:
-      if (p.micro_batches < 2 * p.stages - 1) return std::nullopt;
-      return Law{(P - 1) / (6 * M + P - 1), "(P - 1) / (6 M + P - 1)"};
-    case Schedule::pipedream: return Law{(P - 1) / (M + P - 1), "(P - 1) / (M + P - 1)"};
+      return law(1, M * K, p.slices == 1 ? "(P - 1) / (M + P - 1)" : "(P - 1) / (K M + P - 1)");
+    case Schedule::interleaved: return law(p.stages, V * M, "(P - 1) / (V M + P - 1)");
+    case Schedule::zb_h1: return law(p.stages, 3 * M, "(P - 1) / (3 M + P - 1)");
+    case Schedule::zb_v: return law(2 * p.stages - 1, 6 * M, "(P - 1) / (6 M + P - 1)");
+    case Schedule::pipedream: return law(1, M, "(P - 1) / (M + P - 1)");
   }
   return std::nullopt;
 }

@@ -1,5 +1,4 @@
-// simulate.h: the time and memory of a pipeline's lists, on paper: when each action runs, how long each stage idles,
-// and how much it keeps at most.
+// simulate.h: time and memory of a pipeline's lists, on paper: when actions run, how long stages idle, what they keep.
 #pragma once
 #include "schedule/orders.h"
 
@@ -37,33 +36,10 @@ struct Simulation {
   std::vector<double> busy;  // the time in which each stage computes
   double bubble(size_t stage) const { return 1 - busy[stage] / makespan; }
   double bubble() const {  // of all stages
-    double sum = 0;
-    for (const double b : busy) sum += b;
     const double all = makespan * static_cast<double>(busy.size());
-    return (all - sum) / all;
+    return (all - std::accumulate(busy.begin(), busy.end(), 0.0)) / all;
   }
 };
-
-// "the forward of micro-batch 3 in chunk 1"
-inline std::string text_of(const Pipeline& p, const Action& a) {
-  return formatted("the {} of micro-batch {}{} in chunk {}", a.kind, a.micro_batch,
-                   p.slices > 1 ? formatted(", slice {},", a.slice) : std::string(), a.chunk);
-}
-
-inline bool is_send(ActionKind k) { return k == ActionKind::send_activations || k == ActionKind::send_gradients; }
-inline bool is_receive(ActionKind k) {
-  return k == ActionKind::receive_activations || k == ActionKind::receive_gradients;
-}
-
-// The chunk from which a pass gets its input, or to which it gives its result; none if outside [0, chunks).
-inline int chunk_before(const Action& a) {
-  const bool down = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
-  return down ? a.chunk - 1 : a.chunk + 1;
-}
-inline int chunk_after(const Action& a) {
-  const bool down = a.kind == ActionKind::forward || a.kind == ActionKind::send_activations;
-  return down ? a.chunk + 1 : a.chunk - 1;
-}
 
 // A value for each pass of each chunk.
 template <class T>
@@ -149,10 +125,6 @@ inline Simulation simulate(const Pipeline& p, const std::vector<ActionList>& lis
 // Follows from the list alone: a stage keeps the data that earlier actions have made and later actions need.
 inline Kept most_kept(const Pipeline& p, const ActionList& list) {
   Kept now, most;
-  auto received = [&](const Action& a) {
-    const int before = chunk_before(a);
-    return before >= 0 && before < p.chunks() && p.stage_of(before) != p.stage_of(a.chunk);
-  };
   for (const Action& a : list) {
     if (a.kind == ActionKind::forward) ++now.activations;
     if (a.kind == ActionKind::forward && a.slice == 0) ++now.micro_batches;
@@ -162,7 +134,7 @@ inline Kept most_kept(const Pipeline& p, const ActionList& list) {
     if (a.kind == ActionKind::backward_input) ++now.for_weights;
     for (auto n : {&Kept::activations, &Kept::for_weights, &Kept::together, &Kept::received, &Kept::micro_batches})
       most.*n = std::max(most.*n, now.*n);
-    if ((a.kind == ActionKind::forward || is_backward(a.kind)) && received(a)) --now.received;
+    if ((a.kind == ActionKind::forward || is_backward(a.kind)) && p.elsewhere(a.chunk, chunk_before(a))) --now.received;
     if (is_backward(a.kind)) --now.activations;
     if (is_backward(a.kind) && a.slice == 0) --now.micro_batches;
     if (a.kind == ActionKind::backward_weight) --now.for_weights;

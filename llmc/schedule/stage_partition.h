@@ -9,13 +9,10 @@
 #pragma once
 #include <charconv>
 
-#include "core/check.h"
 #include "core/words.h"
 #include "schedule/actions.h"
 
 namespace llmc {
-
-// ---- --pp-layout ----------------------------------------------------------------------------------------------------
 
 enum class LayoutKind : uint8_t { even, balanced, list };
 
@@ -51,8 +48,7 @@ inline PipelineLayout pipeline_layout_from_name(const std::string& name) {
 }
 
 // The number of layers of each chunk, from a list, if it fits: one number for each chunk, which add up to the model's
-// layers. A chunk without layers is useful only with the embedding or the head: so only the first and the last may be
-// 0.
+// layers. A chunk may be without layers, 0, only if it has the embedding or the head.
 inline std::vector<int64_t> listed_layers(const std::vector<int64_t>& layers, int64_t n_layer, int stages,
                                           int chunks_per_stage = 1) {
   const std::string option = "--pp-layout " + name_of(PipelineLayout{LayoutKind::list, layers});
@@ -76,11 +72,8 @@ inline std::vector<int64_t> listed_layers(const std::vector<int64_t>& layers, in
   return layers;
 }
 
-// ---- even -----------------------------------------------------------------------------------------------------------
-
-// The number of layers of each chunk, spread as evenly as possible over chunks and over stages: the chunks differ by at
-// most one layer, and so do the sums of the stages. stage_of[c]: the stage that runs chunk c; all stages run equally
-// many chunks.
+// The number of layers of each chunk, spread evenly over chunks and over stages: the chunks differ by at most one
+// layer, and so do the sums of the stages. stage_of[c]: the stage that runs chunk c; all stages run equally many.
 //
 // One layer more goes first to stages with neither embedding nor head, then to the stage with the embedding, whose
 // lookup is cheap, last to the stage with the head. Among equals the later stage comes first: in 1F1B stage s of P
@@ -117,8 +110,6 @@ inline std::vector<int64_t> even_layers(int64_t n_layer, const std::vector<int>&
     ++layers[static_cast<size_t>(std::get<3>(turns[i]))];
   return layers;
 }
-
-// ---- Chunks ---------------------------------------------------------------------------------------------------------
 
 inline std::vector<Chunk> chunks_of(const std::vector<int64_t>& layers) {
   std::vector<Chunk> chunks(layers.size());

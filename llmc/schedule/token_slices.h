@@ -3,8 +3,7 @@
 //
 // P stages that take equally long for a slice work on slices t_1 .. t_K of M micro-batches, one after the other, in
 //   M x (t_1 + ... + t_K) + (P - 1) x max t_k               (the paper's objective, which has one micro-batch)
-// The second term is the bubble: more slices make it smaller, but each slice has a minimum cost, which makes the sum
-// larger.
+// The second term is the bubble: more slices make it smaller, but each has a minimum cost, which makes the sum larger.
 #pragma once
 #include "core/check.h"
 
@@ -20,13 +19,11 @@ inline std::vector<int64_t> even_token_slices(int64_t tokens, int64_t slices) {
   return lengths;
 }
 
-// The problem that optimal_token_slices() solves.
 struct TokenCut {
-  int64_t tokens = 0;                  // of the sequence
-  int64_t granularity = 1;             // cuts are at multiples of it
-  int stages = 1;                      // P
-  int64_t micro_batches = 1;           // M
-  std::optional<int64_t> slices = {};  // K; none: the best number
+  int64_t tokens = 0;         // of the sequence
+  int64_t granularity = 1;    // cuts are at multiples of it
+  int stages = 1;             // P
+  int64_t micro_batches = 1;  // M
 };
 
 struct TokenSlices {
@@ -59,9 +56,8 @@ class Terapipe {
         fastest_.push_back(s == 0 ? t : std::min(t, fastest_.back()));
         seconds_.push_back(t);
       }
-    bounds_ = seconds_;
-    std::sort(bounds_.begin(), bounds_.end());
-    bounds_.erase(std::unique(bounds_.begin(), bounds_.end()), bounds_.end());
+    const std::set<double> distinct(seconds_.begin(), seconds_.end());
+    bounds_.assign(distinct.begin(), distinct.end());
   }
 
   TokenSlices solve() {
@@ -101,30 +97,25 @@ class Terapipe {
   }
   double seconds_of(const Cut& cut) const { return seconds_of(cut.sum, cut.slowest); }
 
-  // S(tokens; bound) and its cut. With K slices, S has one row for each number of slices; otherwise a single row.
+  // S(tokens; bound) and its cut.
   Cut smallest_sum(double bound) {
     const size_t n = points_.size();
-    const size_t rows = cut_.slices ? static_cast<size_t>(*cut_.slices) : 1, step = cut_.slices ? 1 : 0;
-    sums_.assign((rows + 1) * n, infinity);
-    starts_.resize(sums_.size());
-    sums_[0] = sums_[(1 - step) * n] = 0;  // no tokens
-    for (size_t row = 1; row <= rows; ++row) {
-      const double* before = &sums_[(row - step) * n];
-      for (size_t i = 1; i < n; ++i) {
-        const size_t to_i = i * (i - 1) / 2;  // the times of the slices that end at point i, by their first point
-        double& sum = sums_[row * n + i];
-        for (size_t s = i; s-- > 0 && fastest_[to_i + s] <= bound;) {
-          const double t = seconds_[to_i + s];
-          if (t > bound || before[s] + t >= sum) continue;
-          sum = before[s] + t;
-          starts_[row * n + i] = s;
-        }
+    sums_.assign(n, infinity);
+    starts_.resize(n);
+    sums_[0] = 0;  // no tokens
+    for (size_t i = 1; i < n; ++i) {
+      const size_t to_i = i * (i - 1) / 2;  // the times of the slices that end at point i, by their first point
+      for (size_t s = i; s-- > 0 && fastest_[to_i + s] <= bound;) {
+        const double t = seconds_[to_i + s];
+        if (t > bound || sums_[s] + t >= sums_[i]) continue;
+        sums_[i] = sums_[s] + t;
+        starts_[i] = s;
       }
     }
     Cut cut{sums_.back(), 0, {}};
     if (cut.sum == infinity) return cut;
-    for (size_t row = rows, i = n - 1; i > 0; row -= step) {
-      const size_t s = starts_[row * n + i];
+    for (size_t i = n - 1; i > 0;) {
+      const size_t s = starts_[i];
       cut.lengths.insert(cut.lengths.begin(), points_[i] - points_[s]);
       cut.slowest = std::max(cut.slowest, seconds_[i * (i - 1) / 2 + s]);
       i = s;
@@ -137,7 +128,7 @@ class Terapipe {
   std::vector<double> seconds_;  // of the slice from point s to point i, at i (i - 1) / 2 + s
   std::vector<double> fastest_;  // the fastest of the slices to i that are as long or longer
   std::vector<double> bounds_;   // all distinct times, ascending
-  std::vector<double> sums_;     // S, by rows of points
+  std::vector<double> sums_;     // S, by point
   std::vector<size_t> starts_;   // the start of the last slice, for each sum
 };
 
@@ -147,10 +138,6 @@ class Terapipe {
 // pair of points at which the sequence may be cut, its ends included.
 inline TokenSlices optimal_token_slices(const TokenCut& cut, const SliceSeconds& slice_seconds) {
   CHECK(cut.tokens >= 1 && cut.granularity >= 1 && cut.stages >= 1 && cut.micro_batches >= 1);
-  const int64_t pieces = (cut.tokens + cut.granularity - 1) / cut.granularity;
-  CHECK(!cut.slices || (*cut.slices >= 1 && *cut.slices <= pieces),
-        "--token-slices {}: a sequence of {} tokens, cut at multiples of {}, has 1 to {} slices",
-        cut.slices.value_or(0), cut.tokens, cut.granularity, pieces);
   return detail::Terapipe(cut, slice_seconds).solve();
 }
 

@@ -2,7 +2,6 @@
 // of a context that it finds most likely. File format: data/README.md.
 #pragma once
 #include <bit>
-#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "core/json.h"
@@ -64,8 +63,7 @@ class ChoiceSet {
     return std::min(T, static_cast<int64_t>(std::bit_ceil(longest)));
   }
 
-  // Rows [first, first + B) as a batch of B x T. Only tokens of the choice are targets; rows after the last one have
-  // none.
+  // Rows [first, first + B) as a batch of B x T. Only tokens of the choice are targets; rows after the last have none.
   HostBatch batch(int64_t first, int64_t B, int64_t T) const {
     HostBatch host;
     for (int64_t b = 0; b < B; ++b) {

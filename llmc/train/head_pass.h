@@ -2,7 +2,6 @@
 // these exist: losses, their gradients, or the logits of one row.
 #pragma once
 #include "train/in_flight.h"
-#include "train/step_config.h"
 
 namespace llmc {
 
@@ -138,8 +137,7 @@ class HeadPass {
       values = alloc("losses");
       if (gradient == Gradient::yes && pass.config_.z_loss > 0) z_squares = alloc("squares of log Z");
     }
-    // With Gradient::yes the logits become the gradient of the step's mean loss (contract 9: divided by the tokens of
-    // all ranks).
+    // With Gradient::yes the logits become the gradient of the mean loss (contract 9: over the tokens of all ranks).
     void of(const Part& part, const Head& head) const {
       const Shape n{part.logits.values.shape[0]};
       HeadZLoss z;

@@ -10,7 +10,6 @@
 // A chunk's own input, and the output that the head reads, stay on the device. With A bytes of rows of the residual
 // stream and n outputs of a chunk on the host, one of each segment but the last, a micro-batch copies n A each way.
 #pragma once
-#include "shard/zero.h"
 #include "train/in_flight.h"
 
 namespace llmc {

@@ -1,6 +1,5 @@
 // in_flight.h: the memory of a micro-batch in flight: its inputs, which may still be on their way to a GPU, its
-// activations, and the key-value cache of a text that is being generated; and the purpose of a pass over a list of
-// actions.
+// activations, and the key-value cache of a text that is generated; and the purpose of a pass over a list of actions.
 #pragma once
 #include "schedule/pass_sets.h"
 #include "train/step_config.h"
@@ -12,8 +11,7 @@ namespace llmc {
 struct MicroBatch {
   Tensor tokens, targets, positions;  // (N) int32; with sequence parallelism padded to a multiple of the ranks
   Tensor all_positions;               // for `all_rows` rows of whole sequences; an empty tensor if 0
-  int64_t rows;                       // without the padding
-  MicroBatch(int64_t N, int64_t all_rows, const TensorParallel& tensor, Arena& arena) : rows(N) {
+  MicroBatch(int64_t N, int64_t all_rows, const TensorParallel& tensor, Arena& arena) {
     const int64_t padded = tensor.by_rows() ? tensor.padded_rows(N) : N;
     auto input = [&](const char* name, int64_t n) { return arena.alloc("inputs", name, DType::int32, {n}); };
     tokens = input("tokens", padded);
@@ -23,9 +21,8 @@ struct MicroBatch {
   }
 };
 
-// The tensors of an action: the inputs of the micro-batch, or of a token slice of it, its activations in the action's
-// chunk and in the one before, if that is on the same rank, and the gradient of the residual stream (S, C), which goes
-// from chunk to chunk.
+// The tensors of an action: the inputs of the micro-batch, or of a slice of it, its activations in the chunk and, on
+// the same rank, the one before, and the gradient of the residual stream (S, C), which goes from chunk to chunk.
 struct Slot {
   const MicroBatch& inputs;
   std::vector<BlockActivations> blocks;  // of the chunk
@@ -49,7 +46,6 @@ struct KeyValueCache;
 // Whether the actions of a training step may be launched as CUDA graphs that were captured before.
 enum class Launch : uint8_t { replay, enqueue };
 
-// The purpose of one pass over a list of actions.
 struct Pass {
   Purpose purpose;
   BatchShape shape;  // of a micro-batch
@@ -91,7 +87,7 @@ class PassMemory {
               if (pass.purpose != Purpose::train) return sets_of_one_kind(std::min<int64_t>(all, 2));
               std::vector<int> kinds = sets_of_one_kind(ceil_div(all, segment()) - sends_output(c));
               if (config.keeps_at_host(pass.purpose)) std::ranges::fill(kinds, at_host);
-              if (has_head(c) && !kinds.empty()) kinds.back() = 0;
+              if (chunks_[static_cast<size_t>(c)].has_head && !kinds.empty()) kinds.back() = 0;
               return kinds;
             },
             ActionKind::forward, is_backward),
@@ -108,7 +104,8 @@ class PassMemory {
       if (shapes_.back().T > shape.T) shape = shapes_.back();
     }
     const Shape stream_shape{config.layout.tensor.stream_rows(shape.rows()), model_.n_embd};
-    const Recompute recompute = config.recompute_for(pass.purpose);
+    // A forward without a backward keeps as little as if all of it were recomputed.
+    const Recompute recompute = pass.purpose == Purpose::train ? config.recompute : Recompute::block;
     const Backward backward = gradient_sets_.count() > 0 ? Backward::in_parts : Backward::whole;
     // Where all blocks can.
     inputs_in_fp8_ = pass.purpose == Purpose::train && block_sets_.count() > 0 && backward == Backward::whole &&
@@ -118,7 +115,6 @@ class PassMemory {
     auto product_inputs = [&](const PassSets& sets, size_t set, ActionKind made_by) {
       return BlockActivations::product_inputs(block_shape(shape, sets.kind_of<Layers>(set)), recompute, made_by, arena);
     };
-    // The activations that blocks use in turn.
     const BlockActivations shared = BlockActivations::recomputed(block_shape(shape, Layers::any), recompute, arena);
     for (int64_t i = 0, most = micro_batches_in_flight(actions); i < most; ++i)
       for (const BatchShape& slice : shapes_)
@@ -137,7 +133,7 @@ class PassMemory {
     };
     outputs_ = outputs(output_sets_);
     sent_ = outputs(sent_sets_);
-    for (int64_t i = 1; i < std::min(segment(), most_layers()); ++i)
+    for (int64_t i = 1; i < std::min(segment(), largest_chunk(chunks_)); ++i)
       inner_outputs_.push_back(
           arena.alloc("recomputed", "outputs within a segment", config.precision.activations, stream_shape));
     for (const BatchShape& room : rooms(block_sets_, actions))
@@ -157,21 +153,22 @@ class PassMemory {
   const MicroBatch& inputs(int64_t micro_batch, int slice) const {
     return inputs_[(static_cast<size_t>(micro_batch) * shapes_.size() + static_cast<size_t>(slice)) % inputs_.size()];
   }
-  // The shape of the residual stream of a slice.
   Shape stream_shape(int slice) const {
     return {config_.layout.tensor.stream_rows(shapes_[static_cast<size_t>(slice)].rows()), model_.n_embd};
   }
   Tensor gradient(int slice) const { return gradient_.empty() ? gradient_ : gradient_.slice(0, stream_shape(slice)); }
-  // The output of a chunk, for a micro-batch, or slice: between its forward and its backward or, if another stage has
-  // the next chunk, until it is sent.
+  // The output of a chunk: from its forward to its backward or, if another stage has the next chunk, until it is sent.
   Tensor output(Action a) const {
     if (period_ > 0) a.micro_batch %= period_;
     return layers(a.chunk) == 0 ? input(a) : output(a, layers(a.chunk) - 1);
   }
   // (S, C): the input of the first block of the action's chunk.
-  Tensor input_of(Action a) const {
+  Tensor input(Action a) const {
     if (period_ > 0) a.micro_batch %= period_;
-    return input(a);
+    if (!has_own_input(a.chunk)) return output({a.kind, a.chunk - 1, a.micro_batch, a.slice});
+    Tensor input = chunk_inputs_[input_sets_.of(a.chunk, a.micro_batch, a.slice)[0]].slice(0, stream_shape(a.slice));
+    input.name = chunks_[static_cast<size_t>(a.chunk)].has_embedding ? "embedded" : "received";
+    return input;
   }
   Slot slot(Action a) const {
     if (period_ > 0) a.micro_batch %= period_;
@@ -214,14 +211,8 @@ class PassMemory {
     return {model_, batch, layers, config_.layout.tensor, config_.precision.activations, placement_, inputs_in_fp8_};
   }
   int64_t layers(int chunk) const { return static_cast<int64_t>(chunks_[static_cast<size_t>(chunk)].layers.size()); }
-  int64_t most_layers() const {
-    int64_t most = 0;
-    for (size_t c = 0; c < chunks_.size(); ++c) most = std::max(most, layers(static_cast<int>(c)));
-    return most;
-  }
   // The blocks that share one kept input; those within a segment write to outputs that all segments use in turn.
   int64_t segment() const { return config_.segment_for(purpose_); }
-  // The kinds of a chunk's layers.
   std::vector<Layers> kinds_of(int chunk) const {
     std::vector<Layers> kinds;
     for (const int64_t l : chunks_[static_cast<size_t>(chunk)].layers) kinds.push_back(kind_of_layer(model_, l));
@@ -229,15 +220,10 @@ class PassMemory {
   }
   static std::vector<int> sets_of_one_kind(int64_t count) { return std::vector<int>(static_cast<size_t>(count), 0); }
   // Whether a chunk's input is not the output of another chunk of this rank.
-  bool has_own_input(int chunk) const {
-    const Pipeline pipeline = config_.pipeline();
-    return chunk == 0 || pipeline.stage_of(chunk) != pipeline.stage_of(chunk - 1);
-  }
+  bool has_own_input(int chunk) const { return chunk == 0 || config_.pipeline().elsewhere(chunk, chunk - 1); }
   // Whether no backward on this rank reads a chunk's output, because another stage has the next chunk.
   bool sends_output(int chunk) const {
-    const Pipeline pipeline = config_.pipeline();
-    return purpose_ == Purpose::train && layers(chunk) > 0 && chunk + 1 < pipeline.chunks() &&
-           pipeline.stage_of(chunk) != pipeline.stage_of(chunk + 1);
+    return purpose_ == Purpose::train && layers(chunk) > 0 && config_.pipeline().elsewhere(chunk, chunk + 1);
   }
   // Sets that are held from an action of this kind to the weight part.
   PassSets parts(const std::vector<Action>& actions, ActionKind from) const {
@@ -248,7 +234,6 @@ class PassMemory {
         actions, [&](int c) { return kinds_of(c); }, from, is_weight_part);
   }
   static constexpr int at_host = 1;  // the kind of sets of outputs in host memory
-  bool has_head(int chunk) const { return chunks_[static_cast<size_t>(chunk)].has_head; }
   // Is the output of a block of the action's chunk kept, and in host memory?
   bool is_at_host(const Action& a, int64_t layer) const {
     if (!config_.keeps_at_host(purpose_)) return false;
@@ -267,12 +252,6 @@ class PassMemory {
       return inner_outputs_[static_cast<size_t>(place)].slice(0, stream_shape(a.slice));
     const auto& [tensors, sets] = sent ? std::tie(sent_, sent_sets_) : std::tie(outputs_, output_sets_);
     return tensors[set_of(sets.of(a.chunk, a.micro_batch, a.slice), layer / segment())].slice(0, stream_shape(a.slice));
-  }
-  Tensor input(const Action& a) const {
-    if (!has_own_input(a.chunk)) return output({a.kind, a.chunk - 1, a.micro_batch, a.slice});
-    Tensor input = chunk_inputs_[input_sets_.of(a.chunk, a.micro_batch, a.slice)[0]].slice(0, stream_shape(a.slice));
-    input.name = chunks_[static_cast<size_t>(a.chunk)].has_embedding ? "embedded" : "received";
-    return input;
   }
   bool sliced() const { return shapes_.size() > 1; }
   // The largest slice that uses each set.
@@ -366,28 +345,24 @@ class Uploads {
       ids->resize(padded, ids == &from.targets ? -1 : 0);  // padding has no targets
     }
     if (on_paper) all_positions.resize(static_cast<size_t>(to.all_positions.numel()));
-    const std::tuple<Tensor, Tensor MicroBatch::*, std::vector<int32_t>*> inputs[] = {
-        {to.tokens, &MicroBatch::tokens, &from.tokens},
-        {to.targets, &MicroBatch::targets, &from.targets},
-        {to.positions, &MicroBatch::positions, &from.positions},
-        {to.all_positions, &MicroBatch::all_positions, &all_positions}};
-    if (context.copies == nullptr) {
-      for (const auto& [tensor, which, ids] : inputs)
-        if (!tensor.empty()) upload(tensor, std::move(*ids), context.compute);
-      return;
-    }
-    Arriving& next = arriving_[static_cast<size_t>(uploads_++ % 2)];
-    Stream& copies = *context.copies;
-    auto arriving = [&](const Tensor& tensor, Tensor MicroBatch::*which) {
-      return (next.inputs.*which).slice(0, tensor.shape);
+    const std::pair<Tensor MicroBatch::*, std::vector<int32_t>*> inputs[] = {
+        {&MicroBatch::tokens, &from.tokens},
+        {&MicroBatch::targets, &from.targets},
+        {&MicroBatch::positions, &from.positions},
+        {&MicroBatch::all_positions, &all_positions}};
+    Arriving* next = context.copies == nullptr ? nullptr : &arriving_[static_cast<size_t>(uploads_++ % 2)];
+    Stream& stream = next == nullptr ? context.compute : *context.copies;
+    auto room = [&](Tensor MicroBatch::*which) {
+      return next == nullptr ? to.*which : (next->inputs.*which).slice(0, (to.*which).shape);
     };
-    copies.wait(next.free);
-    for (const auto& [tensor, which, ids] : inputs)
-      if (!tensor.empty()) upload(arriving(tensor, which), std::move(*ids), copies);
-    context.compute.wait(copies.record());
-    for (const auto& [tensor, which, ids] : inputs)
-      if (!tensor.empty()) copy(tensor, arriving(tensor, which), context.compute);
-    next.free = context.compute.record();
+    if (next != nullptr) stream.wait(next->free);
+    for (const auto& [which, ids] : inputs)
+      if (!(to.*which).empty()) upload(room(which), std::move(*ids), stream);
+    if (next == nullptr) return;
+    context.compute.wait(stream.record());
+    for (const auto& [which, ids] : inputs)
+      if (!(to.*which).empty()) copy(to.*which, room(which), context.compute);
+    next->free = context.compute.record();
   }
 
  private:

@@ -2,12 +2,7 @@
 // every micro-batch in flight a slot of activations, uploads inputs, says which units will be needed, and launches
 // repeated work as CUDA graphs. stage.h has the computation of each action.
 #pragma once
-#include "schedule/action_span.h"
-#include "schedule/simulate.h"
-#include "shard/zero.h"
-#include "train/in_flight.h"
 #include "train/stage.h"
-#include "train/step_config.h"
 
 namespace llmc {
 
@@ -24,21 +19,20 @@ class Interpreter {
       if (!stage_.is_here(static_cast<int>(c))) chunks_here_[c] = {};
   }
 
-  // Enqueues all actions on the compute stream, and messages on those of the links. `batches`: the inputs of each
-  // micro-batch.
+  // Enqueues all actions on the compute stream, and messages on those of the links. batches: the inputs.
   void run(const std::vector<Action>& actions, const Pass& pass, const BatchSource& batches) {
     auto scope = context_.arena.scope();
     std::optional<Arena::Scope> at_host;
     if (context_.host != nullptr) at_host.emplace(*context_.host);
     OpenPass open = begin(actions, pass);
-    const Tensor logits = pass.purpose == Purpose::generate ? stage_.head_pass().logits_room() : Tensor{};
+    if (pass.purpose == Purpose::generate) open.logits = stage_.head_pass().logits_room();
     if (state_.weights.sharded())
       state_.weights.start_pass(
           units_acquired(actions, pass.purpose), context_.compute,
           pass.purpose == Purpose::train ? GatheredWeights::Travel::as_trained : GatheredWeights::Travel::as_stored);
     for (const Action& action : actions) {
       const double begin = context_.compute.seconds();
-      enqueue(action, open, batches, logits);
+      enqueue(action, open, batches);
       if (action_times_ != nullptr) action_times_->push_back({begin, context_.compute.seconds()});
     }
     if (state_.groups().stages() > 1) read_headers();
@@ -46,9 +40,9 @@ class Interpreter {
     const Groups& groups = state_.groups();
     if (groups.stages() > 1) {  // broadcast from a rank that has the head
       const int head = config_.pipeline().stage_of(config_.layout.pipeline.chunks() - 1);
-      groups[GroupName::scalars].broadcast(logits, head * groups.ranks_of_stage(), context_.compute);
+      groups[GroupName::scalars].broadcast(open.logits, head * groups.ranks_of_stage(), context_.compute);
     }
-    stage_.head_pass().deliver_logits(logits);
+    stage_.head_pass().deliver_logits(open.logits);
   }
 
   // A pass whose actions are enqueued one by one.
@@ -56,6 +50,7 @@ class Interpreter {
     Pass pass;
     PassMemory memory;
     int64_t uploaded = 0;  // micro-batches
+    Tensor logits = {};    // of Purpose::generate
   };
   // Begins a pass, with room for as many micro-batches in flight as these actions have; the caller opens a scope of the
   // arena. period: after this many micro-batches the use of memory repeats; 0: it does not
@@ -66,7 +61,7 @@ class Interpreter {
     if (pass.purpose == Purpose::train) state_.weights.begin_step();
     return {pass, std::move(memory)};
   }
-  void enqueue(const Action& action, OpenPass& open, const BatchSource& batches, const Tensor& logits = {}) {
+  void enqueue(const Action& action, OpenPass& open, const BatchSource& batches) {
     const Pass& pass = open.pass;
     action_ = action;
     if (!computes(action.kind)) return pass_message(action, open.memory);
@@ -77,49 +72,39 @@ class Interpreter {
     take_message(action, open.memory);
     const StreamRange range(context_.compute, [&] { return action_span(action, config_.pipeline()); });
     const bool first = action.kind != ActionKind::forward && action.micro_batch == 0;  // writes gradients, does not add
-    const bool replays = replayable(action, pass);
-    if (replays) state_.weights.settle(context_.compute);  // a graph waits for no other stream
-    if (on_paper() && replays) {
-      context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, first, nullptr, nullptr}],
-                                [&] { dispatch(action, open.memory.slot(action), pass, logits); });
-      if (is_backward(action.kind)) stage_.gradients_written(action.chunk);
-      return;
+    if (!replayable(action, pass)) return compute(action, open);
+    state_.weights.settle(context_.compute);  // a graph waits for no other stream
+    const std::byte *tokens = nullptr, *input = nullptr;
+    if (!on_paper()) {
+      tokens = open.memory.inputs(action.micro_batch, action.slice).tokens.bytes;
+      input = open.memory.input(action).bytes;
     }
-    Slot slot = open.memory.slot(action);
-    stage_.place(slot, action.kind);
-    auto enqueue_it = [&] { dispatch(action, slot, pass, logits); };
-    if (!replays) return enqueue_it();
-    context_.compute.replayed(
-        replays_[{action.kind, action.chunk, action.slice, first, slot.inputs.tokens.bytes, slot.input.bytes}],
-        enqueue_it);
+    context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, first, tokens, input}],
+                              [&] { compute(action, open); });
     if (is_backward(action.kind)) stage_.gradients_written(action.chunk);
   }
 
-  // Reads the headers of the messages taken so far, for take_headers(): the caller that waits for the results of a pass
-  // checks them.
+  // Reads the headers of the messages taken so far, for take_headers(): whoever waits for the results checks them.
   void read_headers() { headers_.push_back(state_.groups().links.read_headers(context_.compute)); }
   std::vector<ReceivedHeaders> take_headers() { return std::exchange(headers_, {}); }
 
   // On the null device: appends when the compute stream begins and ends each action (until nullptr is set).
   void time_actions(std::vector<PassTime>* times) { action_times_ = times; }
 
-  // The interpreter's place in the list.
   struct Place {
-    std::string what;  // "forward of blocks.3"
-    int64_t micro_batch;
-    int slice;
-    int64_t turn;  // place of this pass among all forwards, then all backwards, of the micro-batch
+    std::string what;          // "forward of blocks.3"
+    int64_t micro_batch = -1;  // -1: none
+    int slice = 0;
+    int64_t turn = -1;  // place of this pass among all forwards, then all backwards, of the micro-batch
   };
   Place place() const {
-    const bool is_forward = action_.kind == ActionKind::forward || action_.kind == ActionKind::receive_activations ||
-                            action_.kind == ActionKind::send_activations;
     const int64_t passes = config_.slices_for(Purpose::train) * config_.layout.pipeline.chunks(),
                   pass = int64_t{action_.slice} * config_.layout.pipeline.chunks() + action_.chunk;
-    return {stage_.current(), action_.micro_batch, action_.slice, is_forward ? pass : 2 * passes - 1 - pass};
+    return {stage_.current(), action_.micro_batch, action_.slice,
+            goes_forward(action_.kind) ? pass : 2 * passes - 1 - pass};
   }
 
  private:
-  // Uploads all slices of a micro-batch.
   void upload(int64_t micro_batch, const PassMemory& memory, const Pass& pass, HostBatch all) {
     const int context_rank = state_.groups().me.context;
     if (config_.slices_for(pass.purpose) == 1)
@@ -130,24 +115,21 @@ class Interpreter {
                             config_.share(pass.shape, pass.purpose, k), pass.purpose, context_rank, context_);
   }
 
-  void dispatch(const Action& action, const Slot& slot, const Pass& pass, const Tensor& logits) {
-    if (action.kind == ActionKind::forward) return stage_.forward(action.chunk, slot, pass, action.micro_batch, logits);
-    if (action.kind == ActionKind::backward_weight) return stage_.backward_weight(action.chunk, slot, is_last(action));
-    stage_.backward(action.chunk, slot, pass, is_last(action));
+  void compute(const Action& a, const OpenPass& open) {
+    Slot slot = open.memory.slot(a);
+    stage_.place(slot, a.kind);
+    if (a.kind == ActionKind::forward) return stage_.forward(a.chunk, slot, open.pass, a.micro_batch, open.logits);
+    if (a.kind == ActionKind::backward_weight) return stage_.backward_weight(a.chunk, slot, is_last(a));
+    stage_.backward(a.chunk, slot, open.pass, is_last(a));
   }
 
   // ---- Messages between stages -------------------------------------------------------------------------------------
 
   int stage_of(int chunk) const { return config_.pipeline().stage_of(chunk); }
-  static MessageHeader header_of(int kind, int chunk, const Action& a) {
-    return {static_cast<double>(kind), static_cast<double>(chunk), static_cast<double>(a.micro_batch),
+  // The header of a message that an action sends, receives or has as its input: activations or gradients of `chunk`.
+  static MessageHeader header_of(int chunk, const Action& a) {
+    return {goes_forward(a.kind) ? 0.0 : 1.0, static_cast<double>(chunk), static_cast<double>(a.micro_batch),
             static_cast<double>(a.slice)};
-  }
-  static constexpr int activations = 0, gradients = 1;
-  // The header of the message from which an action gets its input, or which it receives.
-  static MessageHeader header_of_input(const Action& a) {
-    const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
-    return header_of(forward ? activations : gradients, chunk_before(a), a);
   }
 
   // Makes room for the messages of each link: two to send, and as many as arrive before they are used.
@@ -157,58 +139,47 @@ class Interpreter {
     int64_t elements = 0;  // of the largest slice
     for (int k = 0; k < config_.slices_for(pass.purpose); ++k)
       elements = std::max(elements, memory.stream_shape(k).numel());
-    struct Neighbour {
-      bool sent = false, received = false;
-      int64_t waiting = 0, most = 0;  // messages from it
+    struct Waiting {
+      int64_t now = 0, most = 0;
     };
-    std::vector<Neighbour> stages(static_cast<size_t>(groups.stages()));
-    const auto with = [&](int stage) -> Neighbour& { return stages[static_cast<size_t>(stage)]; };
+    std::set<int> to;             // stages
+    std::map<int, Waiting> from;  // messages of each stage
     for (const Action& a : actions) {
-      if (is_send(a.kind)) with(stage_of(chunk_after(a))).sent = true;
+      if (is_send(a.kind)) to.insert(stage_of(chunk_after(a)));
       const int before = comes_from(a);
       if (before < 0) continue;
-      Neighbour& n = with(before);
-      n.received = true;
-      n.waiting += is_receive(a.kind) ? 1 : -1;
-      n.most = std::max(n.most, n.waiting);
+      Waiting& waiting = from[before];
+      waiting.now += is_receive(a.kind) ? 1 : -1;
+      waiting.most = std::max(waiting.most, waiting.now);
     }
     groups.links.reserve_headers(context_.arena);
-    for (int s = 0; s < groups.stages(); ++s)
-      if (with(s).sent) groups.links.to(s).reserve(config_.precision.activations, elements, 2, context_.arena);
-    for (int s = 0; s < groups.stages(); ++s)
-      if (with(s).received)
-        groups.links.from(s).reserve(config_.precision.activations, elements, with(s).most + 1, context_.arena);
+    const DType dtype = config_.precision.activations;
+    for (const int s : to) groups.links.to(s).reserve(dtype, elements, 2, context_.arena);
+    for (const auto& [s, waiting] : from)
+      groups.links.from(s).reserve(dtype, elements, waiting.most + 1, context_.arena);
   }
   // The stage from which an action gets a message, or receives it; -1: none.
   int comes_from(const Action& a) const {
-    const bool forward = a.kind == ActionKind::forward || a.kind == ActionKind::receive_activations;
-    if (!forward && !is_backward(a.kind) && a.kind != ActionKind::receive_gradients) return -1;
+    const bool has_input = a.kind == ActionKind::forward || is_backward(a.kind) || is_receive(a.kind);
     const int other = chunk_before(a);
-    if (other < 0 || other == config_.layout.pipeline.chunks() || stage_of(other) == stage_of(a.chunk)) return -1;
-    return stage_of(other);
+    return has_input && config_.pipeline().elsewhere(a.chunk, other) ? stage_of(other) : -1;
   }
   void pass_message(const Action& a, const PassMemory& memory) {
     StageLinks& links = state_.groups().links;
     const int64_t elements = memory.stream_shape(a.slice).numel();
-    switch (a.kind) {
-      case ActionKind::send_activations:
-        return links.to(stage_of(chunk_after(a)))
-            .send(memory.output(a), header_of(activations, a.chunk, a), context_.compute);
-      case ActionKind::send_gradients:
-        return links.to(stage_of(chunk_after(a)))
-            .send(memory.gradient(a.slice), header_of(gradients, a.chunk, a), context_.compute);
-      case ActionKind::receive_activations:
-      case ActionKind::receive_gradients: return links.from(comes_from(a)).post(header_of_input(a), elements);
-      default: throw Error(formatted("the interpreter runs no {}: pipedream.h makes updates", a.kind));
-    }
+    CHECK(is_send(a.kind) || is_receive(a.kind), "the interpreter runs no {}: pipedream.h makes updates", a.kind);
+    if (is_receive(a.kind)) return links.from(comes_from(a)).post(header_of(chunk_before(a), a), elements);
+    links.to(stage_of(chunk_after(a)))
+        .send(goes_forward(a.kind) ? memory.output(a) : memory.gradient(a.slice), header_of(a.chunk, a),
+              context_.compute);
   }
   void take_message(const Action& a, const PassMemory& memory) {
     const int from = comes_from(a);
     if (from < 0) return;
     StageLinks& links = state_.groups().links;
     if (!links.has_room_for_header()) read_headers();
-    links.take(from, a.kind == ActionKind::forward ? memory.input_of(a) : memory.gradient(a.slice), header_of_input(a),
-               context_.compute);
+    links.take(from, a.kind == ActionKind::forward ? memory.input(a) : memory.gradient(a.slice),
+               header_of(chunk_before(a), a), context_.compute);
   }
 
   std::vector<size_t> units_acquired(const std::vector<Action>& actions, Purpose purpose) const {
@@ -230,15 +201,14 @@ class Interpreter {
   // which are actions of their own, do not matter.
   bool replayable(const Action& action, const Pass& pass) const {
     if (pass.purpose != Purpose::train || pass.launch == Launch::enqueue) return false;
-    if (config_.keeps_at_host(pass.purpose)) return false;
-    if (config_.layout.zero.stage == 3 || config_.layout.zero.grad_reduce == GradReduce::micro) return false;
-    if (config_.layout.tensor.ranks > 1 || config_.layout.context.ranks > 1 || config_.layout.expert.ranks > 1)
+    const Layout& l = config_.layout;
+    if (config_.keeps_at_host(pass.purpose) || l.zero.stage == 3 || l.zero.grad_reduce == GradReduce::micro)
       return false;
+    if (l.tensor.ranks > 1 || l.context.ranks > 1 || l.expert.ranks > 1) return false;
     // The first forward after an update waits for the weights of each unit as it comes to it.
     if (action.kind == ActionKind::forward && action.micro_batch == 0 && state_.weights.arriving()) return false;
-    if (config_.layout.pipeline.stages > 1) return on_paper() && !is_last(action);
-    const bool reduces = action.kind == ActionKind::backward && is_last(action) && config_.layout.zero.ranks() > 1;
-    return !reduces;
+    if (l.pipeline.stages > 1) return on_paper() && !is_last(action);
+    return action.kind != ActionKind::backward || !is_last(action) || l.zero.ranks() == 1;  // it reduces nothing
   }
 
   const StepConfig& config_;
@@ -247,8 +217,7 @@ class Interpreter {
   Stage& stage_;
   std::vector<Chunk> chunks_here_;  // of the model; those of other stages have no layers
   Uploads uploads_;
-  // By kind, chunk, slice, whether it is a backward of the first micro-batch and, but for paper, the addresses of its
-  // inputs.
+  // By kind, chunk, slice, whether it is the first micro-batch's backward and, but for paper, the addresses of inputs.
   std::map<std::tuple<ActionKind, int, int, bool, const std::byte*, const std::byte*>, Replay> replays_;
   std::vector<ReceivedHeaders> headers_;  // not yet taken
   std::vector<PassTime>* action_times_ = nullptr;

@@ -1,11 +1,7 @@
-// not_finite.h: finds where the first non-finite number of a step comes from, by repeating the step with a check of
-// every tensor that is written.
+// not_finite.h: finds the origin of a step's first non-finite number: repeats it with a check of every tensor written.
 #pragma once
-#include <nlohmann/json.hpp>
-
 #include "core/json.h"
 #include "core/signals.h"
-#include "device/host_copy.h"
 #include "train/trainer.h"
 
 namespace llmc {
@@ -13,12 +9,10 @@ namespace llmc {
 // The first tensor of a step that contains a non-finite number.
 struct NotFinite {
   std::string tensor, op;
-  std::string place;               // "forward of blocks.3"
-  int64_t micro_batch = -1;        // -1: none, the number was there before the step
-  int64_t turn = -1;               // place of its pass among all forwards, then all backwards, of the micro-batch
-  int64_t writes = -1;             // tensors written in the step before it
-  std::vector<int64_t> sequences;  // those of the micro-batch that contain one; empty: the tensor has no sequence axis
-  int slice = 0;                   // of the micro-batch's sequences
+  Interpreter::Place place = {};  // without a micro-batch: the number was there before the step
+  int64_t writes = -1;            // tensors written in the step before it
+  std::vector<int64_t> sequences =
+      {};  // of the micro-batch, with such a number; empty: the tensor has no sequence axis
 };
 
 inline bool all_finite(const Tensor& tensor, Stream& stream) {
@@ -49,7 +43,7 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   std::optional<NotFinite> found;
   for (const StateEntry& e : trainer.state().state_table())
     if (!found && !(e.small() ? all_finite(StateView(e, stream).tensor()) : all_finite(e.tensor, stream)))
-      found = NotFinite{e.param->name, formatted("{}, before the step", e.name()), "", -1, -1, -1, {}};
+      found = NotFinite{e.param->name, formatted("{}, before the step", e.name())};
   // If the state of one rank is bad already, no rank repeats the step.
   for (const std::string& bad :
        trainer.state().groups()[GroupName::control].all_gather_text("bad state", found ? "yes" : ""))
@@ -63,9 +57,9 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
     if (std::string_view(op) != "zero") ++writes;         // padding is zeroed at different places on different ranks
     if (found || std::string_view(op) == "fill") return;  // a constant, such as -infinity where no score was seen yet
     if (all_finite(t, stream)) return;
-    const Interpreter::Place place = trainer.place();
-    const std::string what = place.what + (detail::is_of_experts(op) ? ".experts" : "");
-    found = NotFinite{t.name, op, what, place.micro_batch, place.turn, writes, {}, place.slice};
+    Interpreter::Place place = trainer.place();
+    if (detail::is_of_experts(op)) place.what += ".experts";
+    found = NotFinite{t.name, op, place, writes};
     const int64_t B = config.batch.B, rows = config.share(config.batch, Purpose::train, place.slice).rows();
     const int64_t each = t.numel() / B;  // elements per sequence, if it has all rows or sequences
     if (detail::is_gradient(trainer.state(), t) || (t.shape[0] != rows && t.shape[0] != B)) return;
@@ -81,21 +75,20 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
 template <class SampleOf>
 std::string describe(const NotFinite& first, const Trainer& trainer, SampleOf&& sample_of) {
   const Groups& groups = trainer.state().groups();
-  if (first.micro_batch < 0)
+  if (first.place.micro_batch < 0)
     return formatted(
         "{} ({}) contains a non-finite number{}", first.tensor, first.op,
         groups.layout.tensor.ranks > 1 || groups.stages() > 1 ? formatted(" on rank {}", groups.rank()) : "");
   std::vector<std::string> samples;
   for (int64_t b = 0; b < trainer.config().batch.B; ++b)
-    if (first.sequences.empty() ||
-        std::find(first.sequences.begin(), first.sequences.end(), b) != first.sequences.end())
-      samples.push_back(formatted("{}", sample_of(first.micro_batch, b)));
-  return formatted(
-      "the first non-finite number is in {}, written by {} in the {}, {}micro-batch {}{}, {} {}", first.tensor,
-      first.op, first.place, groups.ranks() > 1 ? formatted("rank {}, ", groups.rank()) : std::string(),
-      first.micro_batch,
-      trainer.config().layout.pipeline.slices.size() > 1 ? formatted(", token slice {}", first.slice) : std::string(),
-      samples.size() == 1 ? "sample" : "samples", samples);
+    if (first.sequences.empty() || std::ranges::count(first.sequences, b) > 0)
+      samples.push_back(formatted("{}", sample_of(first.place.micro_batch, b)));
+  return formatted("the first non-finite number is in {}, written by {} in the {}, {}micro-batch {}{}, {} {}",
+                   first.tensor, first.op, first.place.what,
+                   groups.ranks() > 1 ? formatted("rank {}, ", groups.rank()) : std::string(), first.place.micro_batch,
+                   trainer.config().layout.pipeline.slices.size() > 1 ? formatted(", token slice {}", first.place.slice)
+                                                                      : std::string(),
+                   samples.size() == 1 ? "sample" : "samples", samples);
 }
 
 // The same, from the rank where it comes first: the others may have got it from there. The ranks of a stage go through
@@ -109,7 +102,7 @@ std::string where_not_finite(Trainer& trainer, const BatchSource& batches, Sampl
   try {
     if (const std::optional<NotFinite> found = find_not_finite(trainer, batches)) {
       mine = describe(*found, trainer, sample_of);
-      first = {found->micro_batch, found->turn, found->writes};
+      first = {found->place.micro_batch, found->place.turn, found->writes};
     }
   } catch (const Interrupted& stop) {  // thrown on all ranks
     mine = formatted("the search for its origin was interrupted by {}", stop.reason);

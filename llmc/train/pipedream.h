@@ -9,8 +9,7 @@
 // P - 1 - s updates old, and P - s versions of its weights are kept (shard/weight_versions.h).
 //
 // A flush runs the backwards and updates that are left. Afterwards all stages have made the same updates and no old
-// version is needed: a checkpoint then has the whole state, and a run that resumes from it continues bit for bit like
-// one that flushed there.
+// version is needed: a checkpoint then has the whole state, and a run resumes from it bit for bit.
 //
 // Gradients are clipped stage by stage, by the norm of the stage's own gradients. The loss and the norm of the whole
 // model are only for the report: they are exchanged on a stream of their own, so that no stage waits for them.
@@ -18,13 +17,13 @@
 #include <deque>
 
 #include "train/interpreter.h"
+#include "train/step_scalars.h"
 
 namespace llmc {
 
 class Pipedream {
  public:
-  // row (losses + notices + units) fp64: this rank's losses, to which the stage adds, notices and square sums. control:
-  // of the update.
+  // row (losses + notices + units) fp64: this rank's losses, to which the stage adds, notices and square sums.
   Pipedream(const StepConfig& config, const Context& context, ModelState& state, Interpreter& interpreter,
             const Tensor& row, const Tensor& control)
       : config_(config),
@@ -34,16 +33,14 @@ class Pipedream {
         groups_(state.groups()),
         row_(row),
         control_(control),
-        of_stage_(*this, groups_[GroupName::stage_scalars], groups_.rank() % groups_.ranks_of_stage(),
-                  groups_.ranks_of_stage(), 1),
-        of_all_(*this, groups_[GroupName::scalars], groups_.rank(), groups_.ranks(), config.layout.pipeline.stages),
-        report_control_(scalar("report", {4})) {
+        of_stage_(config, context, groups_.ranks_of_stage(), static_cast<int64_t>(state.size())),
+        of_all_(config, context, groups_.ranks(), static_cast<int64_t>(state.size())),
+        report_control_(GroupScalars::room(context, "report", {4})) {
     CHECK(config.micro_batches == 1 && config.layout.zero.stage == 0 && config.layout.zero.sync == DpSync::all_reduce &&
           !config.model.tied);
-    // A step is reported when the first stage, P - 1 steps behind, has finished it: with room for more steps than that,
-    // no stage waits to make its next row.
+    // The first stage, P - 1 steps behind, completes a report: with room for more, no stage waits to make its next row.
     for (int i = 0; i < 2 * config.layout.pipeline.stages; ++i) {
-      reports_.push_back({scalar("scalars of a step", row.shape), {}, {}});
+      reports_.push_back({GroupScalars::room(context, "scalars of a step", row.shape), {}, {}});
       reports_.back().free.signal();
     }
     zero(report_control_, groups_.gather_stream());
@@ -94,33 +91,14 @@ class Pipedream {
     Event ready, free;
   };
 
-  Tensor scalar(const char* name, const Shape& shape) const {
-    return context_.arena.alloc("step scalars", name, DType::fp64, shape);
-  }
-
-  // The exchange by which a group of ranks finds its loss and its gradient norm. index: this rank's place in the group.
-  struct Exchange {
-    Comm& group;
-    int index, stages;
-    Tensor rows, losses, square_sums;
-    Exchange(const Pipedream& p, Comm& of, int at, int ranks, int stages_of_group)
-        : group(of),
-          index(at),
-          stages(stages_of_group),
-          rows(p.scalar("scalars of all ranks", {int64_t{ranks}, p.row_.numel()})),
-          losses(p.scalar("loss", {p.config_.scalars_before_squares()})),
-          square_sums(p.scalar("square sums", {static_cast<int64_t>(p.state_.size()) * p.config_.layout.zero.shards *
-                                               p.config_.layout.tensor.ranks})) {}
-  };
-  // control = the result of clip_control() for the rows of all ranks of a group.
-  void combine(const Exchange& e, const Tensor& row, const Tensor& control, const UpdateRule& rule, Stream& stream) {
+  // scalars, control = those of the ranks of a group, which has so many stages, from the row of each.
+  void combine(const GroupScalars& scalars, const Tensor& control, const Tensor& row, Comm& group, int stages,
+               const UpdateRule& rule, Stream& stream) {
     const int64_t n = row.numel();
-    copy(e.rows.slice(e.index * n, {n}), row, stream);
-    e.group.all_gather(e.rows, stream);
-    const int64_t L = config_.loss_sums();
-    combine_scalars(e.losses.slice(0, {L}), e.losses.slice(L, {Notices::count}), e.square_sums, e.rows,
-                    config_.layout.zero.shards, config_.layout.tensor.ranks, e.stages, stream);
-    clip_control(control, e.square_sums, e.losses.slice(0, {1}), rule, stream);
+    copy(scalars.rows.slice(group.rank() * n, {n}), row, stream);
+    group.all_gather(scalars.rows, stream);
+    scalars.combine(config_, stages, stream);
+    scalars.decide(control, rule, stream);
   }
 
   // The memory of the steps until the next flush.
@@ -170,7 +148,7 @@ class Pipedream {
     compute.wait(report.free);
     copy(report.row, row_, compute);
     report.ready = compute.record();
-    combine(of_stage_, row_, control_, step(k).rule, compute);
+    combine(of_stage_, control_, row_, groups_[GroupName::stage_scalars], 1, step(k).rule, compute);
     state_.versions.begin_version(compute);
     state_.update(control_, step(k).optimizer, compute);
   }
@@ -180,7 +158,8 @@ class Pipedream {
     Stream& stream = groups_.gather_stream();
     Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
     stream.wait(report.ready);
-    combine(of_all_, report.row, report_control_, {}, stream);
+    combine(of_all_, report_control_, report.row, groups_[GroupName::scalars], config_.layout.pipeline.stages, {},
+            stream);
     report.free = stream.record();
     under_way_.front().result.enqueued(of_all_.losses, report_control_, interpreter_.take_headers(), stream);
     under_way_.pop_front();
@@ -192,7 +171,7 @@ class Pipedream {
   Interpreter& interpreter_;
   Groups& groups_;
   Tensor row_, control_;
-  Exchange of_stage_, of_all_;
+  GroupScalars of_stage_, of_all_;
   Tensor report_control_;
   std::vector<Report> reports_;  // used by the steps in turn
   std::deque<Step> under_way_;

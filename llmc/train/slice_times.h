@@ -27,7 +27,7 @@ class SliceTimes {
       : config_(config),
         model_(config.part()),
         rates_(slice_rates(kind, config.precision.products)),
-        device_(device_of(kind, rates_.machine)),
+        device_(Device{.kind = kind, .machine = rates_.machine}.on_paper()),
         arena_(device_),
         scratch_(device_),
         stream_(device_, scratch_),
@@ -101,11 +101,6 @@ class SliceTimes {
       if (!first) first = l;
     }
     return first.value_or(0);
-  }
-  static Device device_of(DeviceKind kind, std::shared_ptr<const Machine> machine) {
-    Device device = Device{.kind = kind}.on_paper();
-    device.machine = std::move(machine);
-    return device;
   }
 
   const StepConfig& config_;

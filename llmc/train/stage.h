@@ -7,18 +7,13 @@
 // the order of the micro-batches (contract 4).
 #pragma once
 #include "device/profiler_range.h"
-#include "shard/zero.h"
-#include "train/expert_record.h"
 #include "train/head_pass.h"
 #include "train/host_activations.h"
-#include "train/in_flight.h"
-#include "train/logit_record.h"
-#include "train/step_config.h"
+#include "train/step_records.h"
 
 namespace llmc {
 
-// A layer's units while it computes. The experts, the larger unit, are acquired only when they are needed, and so are
-// gathered while the layer computes what comes before them.
+// A layer's units while it computes. Experts, the larger unit, are acquired when needed, and gathered until then.
 class HeldLayer {
  public:
   HeldLayer(const LayerUnits& units, ModelState& state, Stream& stream)
@@ -50,8 +45,7 @@ class HeldLayer {
 
 class Stage {
  public:
-  // loss_sums (StepConfig::loss_sums()) fp64: the losses of every micro-batch are added to them. experts, logits: what
-  // a step records
+  // loss_sums (StepConfig::loss_sums()) fp64 += the losses of every micro-batch; experts, logits: what a step records
   Stage(const StepConfig& config, const Context& context, ModelState& state, const Tensor& loss_sums,
         const ExpertRecord& experts, const LogitRecord& logits)
       : config_(config),
@@ -86,27 +80,24 @@ class Stage {
     const Chunk& c = chunk(action.chunk);
     const bool is_forward = action.kind == ActionKind::forward;
     std::vector<size_t> units;
-    auto head = [&] {
-      if (!c.has_head || (is_forward && purpose == Purpose::train)) return;
-      units.push_back(head_unit());
-      if (config_.model.tied) units.push_back(embedding_unit);
+    const auto add = [&](size_t u) { units.push_back(u); };
+    const auto block = [&](size_t l) { for_units(units_of(c.layers[l]), add); };
+    const auto head = [&] {
+      add(head_unit());
+      if (config_.model.tied) add(embedding_unit);
     };
-    if (!is_forward) head();
-    if (is_forward && c.has_embedding) units.push_back(embedding_unit);
-    const auto block = [&](size_t l) {
-      const LayerUnits& layer = units_of(c.layers[l]);
-      units.push_back(layer.block);
-      if (layer.experts) units.push_back(*layer.experts);
-    };
-    if (is_forward)
+    if (is_forward) {
+      if (c.has_embedding) add(embedding_unit);
       for (size_t l = 0; l < c.layers.size(); ++l) block(l);
-    else for_blocks_back(c, block, block);
-    if (is_forward) head();
+      if (c.has_head && purpose != Purpose::train) head();
+    } else {
+      if (c.has_head) head();
+      for_blocks_back(c, block, block);
+    }
     return units;
   }
 
-  // On paper: from here on only memory counts. Equal layers need equal memory, so forwards without backwards enqueue
-  // one of each kind in a pass.
+  // On paper: from here on only memory counts, and forwards without backwards enqueue one of equal layers in a pass.
   void count_memory_alone() { memory_alone_ = true; }
   void begin_pass() { counted_ = {}; }
 
@@ -165,7 +156,6 @@ class Stage {
  private:
   static constexpr size_t embedding_unit = 0;
   const LayerUnits& units_of(int64_t layer) const { return layer_units_[static_cast<size_t>(layer)]; }
-  // Calls f(unit) for the units of a layer.
   template <class F>
   static void for_units(const LayerUnits& units, F&& f) {
     f(units.block);
@@ -236,8 +226,6 @@ class Stage {
     return s;
   }
 
-  // ---- Forward -----------------------------------------------------------------------------------------------------
-
   // out (S, C)
   void forward_embedding(const Tensor& out, const Slot& slot) {
     Stream& stream = context_.compute;
@@ -265,9 +253,6 @@ class Stage {
     state_.gradients.enqueue_waiting();  // of the micro-batch before
   }
 
-  // ---- Backward ----------------------------------------------------------------------------------------------------
-
-  // Final norm, logits and loss of x (S, C), forward and backward; slot.gradient = the gradient of x.
   void backward_head(const Tensor& x, const Slot& slot, bool last_micro_batch) {
     const LayerRange range = set_current("backward of the head");
     const Head head = acquire_head();

@@ -1,8 +1,6 @@
 // step_config.h: the configuration of a step, its inputs and its results.
 #pragma once
-#include "device/host_copy.h"
 #include "model/transformer.h"
-#include "schedule/actions.h"
 #include "schedule/messages.h"
 #include "schedule/stage_partition.h"
 #include "shard/zero.h"
@@ -19,8 +17,7 @@ struct Context {
   Arena* file = nullptr;     // that has what is in a file instead; none: nothing is
 };
 
-// The purpose of running a list of actions.
-enum class Purpose { train, evaluate, generate };
+enum class Purpose { train, evaluate, generate };  // of a pass over a list of actions
 
 // The settings of experts in a run; a model without experts has the defaults.
 struct ExpertOptions {
@@ -37,8 +34,7 @@ struct ExpertOptions {
   }
 };
 
-// What a rank tells all others with the reduction of its scalars; the largest of all ranks comes back with the step's
-// result. Numbers from 0 on; 0: nothing.
+// What a rank tells all others with its scalars; the largest of all ranks comes back. Numbers from 0 on; 0: nothing.
 struct Notices {
   static constexpr int64_t count = 2;
   double urgency = 0;  // of its reason not to go on as before
@@ -62,14 +58,13 @@ struct StepConfig {
   double z_loss = 0;                   // coefficient of the output layer's own loss (ZLoss); 0: none
   std::optional<double> qk_clip = {};  // the largest logit of attention that leaves weights as they are; none: any
 
-  bool noise_scale = false;  // estimates the noise of the gradient (noise_scale.h)
+  bool noise_scale = false;  // estimates the noise of the gradient (step_statistics.h)
 
   // The sums of losses that a rank keeps: the reported loss and, if there is one, (log Z)^2.
   int64_t loss_sums() const { return z_loss > 0 ? 2 : 1; }
   Pipeline pipeline() const { return layout.pipeline.pipeline(micro_batches); }
   // A rank's row of scalars: its losses, its notices (Notices), then a square sum for each unit.
   int64_t scalars_before_squares() const { return loss_sums() + Notices::count; }
-  // The chunks of the whole model, in its order.
   std::vector<Chunk> model_chunks() const {
     if (!layout.pipeline.layers.empty()) return chunks_of(layout.pipeline.layers);
     return chunks_of(even_layers(model.n_layer, stages_of_chunks()));
@@ -109,7 +104,6 @@ struct StepConfig {
   ContextParallel context_for(Purpose purpose) const {
     return purpose == Purpose::generate ? ContextParallel{} : layout.context;
   }
-  // Which stage has which units.
   StageUnits stage_units() const {
     StageUnits units;
     if (layout.pipeline.stages == 1) return units;
@@ -133,7 +127,6 @@ struct StepConfig {
                ? static_cast<int64_t>(layout.pipeline.slices.size())
                : 1;
   }
-  // The tokens of slice k.
   SequenceRows slice_rows(int k) const {
     const auto begin = layout.pipeline.slices.begin(), end = begin + k;
     return {batch.T, std::accumulate(begin, end, int64_t{0}), *end};
@@ -153,26 +146,17 @@ struct StepConfig {
   bool keeps_at_host(Purpose purpose) const {
     return purpose == Purpose::train && layout.zero.offload.has(Offloaded::activations);
   }
-  // A forward without a backward keeps as little as if all of it were recomputed.
-  Recompute recompute_for(Purpose purpose) const { return purpose == Purpose::train ? recompute : Recompute::block; }
   RecomputeChoice recomputation() const { return {recompute, segment}; }
   int64_t segment_for(Purpose purpose) const {
     return purpose == Purpose::train && recompute == Recompute::block ? segment : 1;
   }
-  // The most blocks of a chunk.
-  int64_t largest_chunk() const {
-    size_t most = 0;
-    for (const Chunk& chunk : model_chunks()) most = std::max(most, chunk.layers.size());
-    return static_cast<int64_t>(most);
-  }
   int64_t tokens() const { return batch.rows() * micro_batches * layout.readers(); }  // of one step, over all ranks
 };
 
-// The recomputation that needs about the least memory: of segments of N blocks. Where p passes of a chunk of n blocks
-// are in flight, they keep p n / N + N inputs.
+// The recomputation that needs about the least memory: p passes of n blocks in segments of N keep p n / N + N inputs.
 inline RecomputeChoice square_root_recomputation(const StepConfig& step) {
   const Pipeline p = step.pipeline();
-  const int64_t n = step.largest_chunk(),
+  const int64_t n = largest_chunk(step.model_chunks()),
                 passes = p.schedule == Schedule::gpipe ? p.micro_batches : std::min<int64_t>(p.micro_batches, p.stages);
   return {Recompute::block, std::clamp<int64_t>(std::llround(std::sqrt(static_cast<double>(passes * n))), 1, n)};
 }
@@ -185,9 +169,41 @@ struct HostBatch {
 using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
 using NoticeSource = std::function<Notices()>;
 
-// Receives the loss of every row (B T) of a micro-batch of this rank, 0 for rows that other context-parallel ranks
-// have; called on the stream.
+// Receives the loss of every row (B T) of a micro-batch, 0 for rows of other context-parallel ranks; on the stream.
 using RowLosses = std::function<void(int64_t micro_batch, std::span<const float> losses)>;
+
+// Sequences that the ranks of a context-parallel group cannot divide are padded to T tokens at their ends, where there
+// are no targets: the batches, and a report of the losses without those of the padding.
+inline BatchSource padded(const BatchSource& batches, const BatchShape& shape, int64_t T) {
+  if (shape.T == T) return batches;
+  return [&batches, shape, T](int64_t m) {
+    const auto extended = [&](const std::vector<int32_t>& ids, auto&& padding) {
+      std::vector<int32_t> all;
+      for (int64_t b = 0; b < shape.B; ++b)
+        for (int64_t t = 0; t < T; ++t)
+          all.push_back(t < shape.T ? ids[static_cast<size_t>(b * shape.T + t)] : padding(t));
+      return all;
+    };
+    HostBatch batch = batches(m);
+    if (batch.tokens.empty()) return batch;  // on paper
+    batch.tokens = extended(batch.tokens, [](int64_t) { return 0; });
+    batch.targets = extended(batch.targets, [](int64_t) { return -1; });
+    batch.positions = extended(batch.positions, [](int64_t t) { return static_cast<int32_t>(t); });
+    return batch;
+  };
+}
+
+inline RowLosses without_padding(RowLosses report, const BatchShape& shape, int64_t T) {
+  if (!report || shape.T == T) return report;
+  return [report = std::move(report), shape, T](int64_t micro_batch, std::span<const float> losses) {
+    std::vector<float> asked;
+    for (int64_t b = 0; b < shape.B; ++b) {
+      const auto row = losses.begin() + b * T;
+      asked.insert(asked.end(), row, row + shape.T);
+    }
+    report(micro_batch, asked);
+  };
+}
 
 // The statistics of one step, over all ranks, micro-batches and layers with experts.
 struct ExpertStatistics {
@@ -204,7 +220,7 @@ struct LogitStatistics {
   int64_t clipped;  // heads of the model that exceeded the limit
 };
 
-// Estimates of one step, without bias (noise_scale.h): the square of the true gradient's norm, and the trace of the
+// Estimates of one step, without bias (step_statistics.h): the square of the true gradient's norm, and the trace of the
 // covariance of the gradients of single tokens. Either may be negative.
 struct GradientNoise {
   double square, trace;
@@ -222,8 +238,7 @@ struct StepResult {
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
-// A step that has begun. The host may begin the next one before it waits for this one; with an asynchronous pipeline it
-// has to begin P - 1 further ones first, or flush.
+// A step that has begun. The next may begin before its end; an asynchronous pipeline must begin P - 1 more, or flush.
 class PendingStep {
  public:
   explicit PendingStep(double targets) : targets_(targets) {}
@@ -231,22 +246,10 @@ class PendingStep {
   void enqueued(const Tensor& losses, const Tensor& control, std::vector<ReceivedHeaders> headers, Stream& stream) {
     *results_ = {Readback(losses, stream), Readback(control, stream), std::move(headers), true};
   }
-  // record: an ExpertRecord's; statistics(values): computes the statistics from its values
-  void enqueued_experts(const Tensor& record, std::function<ExpertStatistics(std::span<const double>)> statistics,
-                        Stream& stream) {
-    results_->experts.emplace(record, stream);
-    results_->statistics = std::move(statistics);
-  }
-  // record: a LogitRecord's
-  void enqueued_logits(const Tensor& record, double limit, Stream& stream) {
-    results_->logits.emplace(record, stream);
-    results_->limit = limit;
-  }
-  // squares: those of the gradients before they were reduced; noise(squares, gradient norm): computes the estimates
-  void enqueued_noise(const Tensor& squares, std::function<GradientNoise(std::span<const double>, double)> noise,
-                      Stream& stream) {
-    results_->squares.emplace(squares, stream);
-    results_->noise = std::move(noise);
+  // A further record of the step. add(result, values): adds to the result what the record's values say
+  using Add = std::function<void(StepResult& result, std::span<const double> values)>;
+  void enqueued(const Tensor& record, Add add, Stream& stream) {
+    results_->records.emplace_back(Readback(record, stream), std::move(add));
   }
   StepResult wait() const {
     CHECK(results_->enqueued, "the caller waits for a step that has only begun: flush first");
@@ -254,16 +257,10 @@ class PendingStep {
     const std::vector<double> control = results_->control.values();
     const std::vector<double> losses = results_->losses.values();
     StepResult result{losses[0] / targets_, control[0], control[2] != 0};
-    if (results_->squares) result.noise = results_->noise(results_->squares->values(), control[0]);
     const size_t sums = losses.size() - Notices::count;
     if (sums > 1) result.z_loss = losses[1] / targets_;
     result.notices = {losses[sums], losses[sums + 1]};
-    if (results_->experts) result.experts = results_->statistics(results_->experts->values());
-    if (results_->logits) {
-      const std::vector<double> largest = results_->logits->values();
-      result.logits = {*std::max_element(largest.begin(), largest.end()),
-                       std::count_if(largest.begin(), largest.end(), [&](double x) { return x > results_->limit; })};
-    }
+    for (const auto& [record, add] : results_->records) add(result, record.values());
     return result;
   }
 
@@ -272,11 +269,7 @@ class PendingStep {
     Readback losses, control;
     std::vector<ReceivedHeaders> headers;
     bool enqueued = false;
-    std::optional<Readback> experts = {}, logits = {};
-    double limit = 0;
-    std::function<ExpertStatistics(std::span<const double>)> statistics = {};
-    std::optional<Readback> squares = {};
-    std::function<GradientNoise(std::span<const double>, double)> noise = {};
+    std::vector<std::pair<Readback, Add>> records = {};
   };
   std::shared_ptr<Results> results_ = std::make_shared<Results>();  // shared by all copies
   double targets_;

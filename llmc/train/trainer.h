@@ -1,26 +1,17 @@
 // trainer.h: one rank's trainer. A training step is a list of forwards and backwards that accumulates gradients, then
-// their norm over all ranks, then the update; evaluation and generation are lists of forwards. interpreter.h runs the
-// lists.
+// their norm over all ranks, then the update; evaluation and generation are lists of forwards (interpreter.h).
 #pragma once
 #include <bit>
 
 #include "core/signals.h"
-#include "device/profiler_range.h"
-#include "shard/zero.h"
-#include "train/interpreter.h"
-#include "train/noise_scale.h"
-#include "train/padding.h"
 #include "train/pipedream.h"
-#include "train/stage.h"
-#include "train/step_config.h"
-#include "train/step_scalars.h"
+#include "train/step_statistics.h"
 
 namespace llmc {
 
 namespace detail {
 
-// The parameters of this rank's tensor-parallel part, with the experts that it has; a copy of the embedding is
-// counted where the embedding is.
+// The parameters that this rank has of the model; a copy of the embedding is counted where the embedding is.
 inline ParamTable table_of_rank(const StepConfig& config, const Groups& groups) {
   const StageUnits stages = config.stage_units();
   const std::vector<LayerUnits> units = layer_units(config.model);
@@ -36,21 +27,18 @@ inline ParamTable table_of_rank(const StepConfig& config, const Groups& groups) 
 }
 
 inline void check_layout(const StepConfig& config, const Groups& groups) {
-  CHECK(groups.ranks() == config.layout.ranks() && groups.layout.tensor.ranks == config.layout.tensor.ranks &&
-        groups.stages() == config.layout.pipeline.stages);
-  CHECK(config.layout.zero.stage >= 0 && config.layout.zero.stage <= 3);
-  CHECK(config.precision.uniform());
-  CHECK(groups.layout.context.ranks == config.layout.context.ranks &&
-        config.batch.T % config.layout.context.slices() == 0);
-  CHECK(config.layout.pipeline.slices.empty() ||
-        (config.layout.context.ranks == 1 &&
-         std::accumulate(config.layout.pipeline.slices.begin(), config.layout.pipeline.slices.end(), int64_t{0}) ==
-             config.batch.T));
-  CHECK(groups.layout.expert.ranks == config.layout.expert.ranks);
-  CHECK(config.layout.tensor.head_copies == tensor_parallel(config.model, config.layout.tensor.ranks).head_copies);
-  CHECK(config.layout.zero.sync == DpSync::all_reduce ||
-        (config.layout.zero.stage == 0 && config.layout.zero.replicas == 1 &&
-         config.layout.ranks() == config.layout.zero.ranks() && config.layout.context.ranks == 1));
+  const Layout &l = config.layout, &of_groups = groups.layout;
+  const std::vector<int64_t>& slices = l.pipeline.slices;
+  CHECK(groups.ranks() == l.ranks() && groups.stages() == l.pipeline.stages &&
+        of_groups.tensor.ranks == l.tensor.ranks && of_groups.context.ranks == l.context.ranks &&
+        of_groups.expert.ranks == l.expert.ranks);
+  CHECK(l.zero.stage >= 0 && l.zero.stage <= 3 && config.precision.uniform());
+  CHECK(config.batch.T % l.context.slices() == 0);
+  CHECK(slices.empty() ||
+        (l.context.ranks == 1 && std::accumulate(slices.begin(), slices.end(), int64_t{0}) == config.batch.T));
+  CHECK(l.tensor.head_copies == tensor_parallel(config.model, l.tensor.ranks).head_copies);
+  CHECK(l.zero.sync == DpSync::all_reduce ||
+        (l.zero.stage == 0 && l.zero.replicas == 1 && l.ranks() == l.zero.ranks() && l.context.ranks == 1));
 }
 
 }  // namespace detail
@@ -75,7 +63,8 @@ class Trainer {
         logits_(config_, context_, groups_),
         stage_(config_, context_, state_, scalars_.my_losses(), experts_, logits_),
         interpreter_(config_, context_, state_, stage_),
-        drain_(groups_, streams_of(context_)) {
+        drain_(groups_, context_.copies == nullptr ? std::vector{&context_.compute}
+                                                   : std::vector{&context_.compute, context_.copies}) {
     if (config.layout.pipeline.asynchronous())
       pipedream_.emplace(config_, context_, state_, interpreter_, scalars_.mine(), scalars_.control());
     if (config.noise_scale) {
@@ -139,22 +128,24 @@ class Trainer {
     PendingStep pending(targets);
     pending.enqueued(scalars_.losses(), scalars_.control(), interpreter_.take_headers(), context_.compute);
     if (!squares_.empty())
-      pending.enqueued_noise(
+      pending.enqueued(
           squares_,
-          [scale = rule.scale, batches = small_batches(config_), targets](std::span<const double> squares,
-                                                                          double norm) {
-            const double unscaled = norm / scale;
-            return gradient_noise(squares[0], unscaled * unscaled - squares[1], batches, targets);
+          [scale = rule.scale, batches = small_batches(config_), targets](StepResult& result, auto squares) {
+            const double unscaled = result.grad_norm / scale;
+            result.noise = gradient_noise(squares[0], unscaled * unscaled - squares[1], batches, targets);
           },
           context_.compute);
     if (!experts_.empty())
-      pending.enqueued_experts(
+      pending.enqueued(
           experts_.record(),
-          [this, rounds = experts_.take_rounds()](std::span<const double> record) {
-            return experts_.statistics(record, rounds);
+          [this, rounds = experts_.take_rounds()](StepResult& result, auto record) {
+            result.experts = experts_.statistics(record, rounds);
           },
           context_.compute);
-    if (!logits_.empty()) pending.enqueued_logits(logits_.record(), *config_.qk_clip, context_.compute);
+    if (!logits_.empty())
+      pending.enqueued(
+          logits_.record(), [this](StepResult& result, auto record) { result.logits = logits_.statistics(record); },
+          context_.compute);
     return pending;
   }
   // A step that was not finite has made all later updates impossible: from now on they are possible again.
@@ -166,8 +157,7 @@ class Trainer {
     state_.settle(context_.compute);
     return computed;
   }
-  // On paper: what precedes a step is the update of another one, whose weights are still being gathered, copied to host
-  // memory or updated by the host.
+  // On paper: as if another step's update preceded, whose weights are still gathered, copied or updated by the host.
   void follow_another_step() {
     if (config_.layout.zero.updates() != ZeroConfig::Updates::everyone || config_.layout.zero.offload.any()) update({});
   }
@@ -223,9 +213,8 @@ class Trainer {
 
   // ---- Evaluation --------------------------------------------------------------------------------------------------
 
-  // Mean loss over `targets` tokens, forward only. `micro_batches`: of each rank, the same number on all. Rows whose
-  // target is -1 do not count. `T`: tokens in a sequence, at most the step's; none: the step's. Context-parallel ranks
-  // pad sequences.
+  // Mean loss over `targets` tokens, forward only. micro_batches: of each rank, the same on all. Rows whose target is
+  // -1 do not count. T: tokens in a sequence; none: the step's, the most. Context-parallel ranks pad sequences.
   double evaluate(int64_t micro_batches, int64_t targets, const BatchSource& batches, const RowLosses& row_losses = {},
                   std::optional<int64_t> T = std::nullopt) {
     require_flushed();                          // first, so that its error does not end the whole job
@@ -265,8 +254,7 @@ class Trainer {
 
   // ---- Generation --------------------------------------------------------------------------------------------------
 
-  // The logits (V) after the last of these tokens. The sequence is padded to a power of two: causal attention does not
-  // see the padding.
+  // The logits (V) after the last of these tokens, padded to a power of two, which causal attention does not see.
   std::vector<float> next_token_logits(std::span<const int32_t> tokens) {
     const int64_t n = static_cast<int64_t>(tokens.size());
     CHECK(n >= 1 && n <= config_.batch.T);
@@ -275,7 +263,7 @@ class Trainer {
     forward_text(padded, nullptr, n - 1);
     return logits();
   }
-  // Appends these tokens to the text in the cache; see continuation.h.
+  // Appends these tokens to the text in the cache; see sample.h.
   void continue_text(std::span<const int32_t> tokens, KeyValueCache& cache) {
     const int64_t n = static_cast<int64_t>(tokens.size());
     forward_text(tokens, &cache, n - 1);
@@ -289,13 +277,6 @@ class Trainer {
   }
 
  private:
-  static std::vector<Stream*> streams_of(const Context& context) {
-    std::vector<Stream*> all = {&context.compute};
-    if (context.copies != nullptr) all.push_back(context.copies);
-    return all;
-  }
-
-  // The forwards of this rank, with their messages.
   std::vector<Action> forwards(int64_t micro_batches) const {
     Pipeline pipeline = config_.pipeline();
     pipeline.micro_batches = micro_batches;

@@ -5,8 +5,8 @@
 #include "helpers.h"
 #include "parallel/context_layouts.h"
 #include "train/choices.h"
-#include "train/continuation.h"
 #include "train/not_finite.h"
+#include "train/sample.h"
 
 using namespace context_layouts;
 using llmc::name_of, context_layouts::name_of;

@@ -4,7 +4,7 @@
 
 #include "run/selftest/run_layout.h"
 #include "tiny_run.h"
-#include "train/noise_scale.h"
+#include "train/step_statistics.h"
 
 using namespace llmc;
 

@@ -9,7 +9,7 @@
 #include "run/ranks.h"
 #include "run/selftest/draws.h"
 #include "run/selftest/run_layout.h"
-#include "train/continuation.h"
+#include "train/sample.h"
 
 using namespace llmc;
 

@@ -7,8 +7,8 @@
 #include "parallel/on_ranks.h"
 #include "run/selftest/selftest.h"
 #include "train/choices.h"
-#include "train/continuation.h"
 #include "train/not_finite.h"
+#include "train/sample.h"
 
 using namespace llmc;
 

@@ -1,6 +1,7 @@
 // Checkpoints: reading and writing Hugging Face directories atomically; the parameter table behind them.
 #include "catch2.h"
 #include "helpers.h"
+#include "model/presets.h"
 #include "run/checkpoints/checkpoint_write.h"
 #include "run/plan/planner.h"
 

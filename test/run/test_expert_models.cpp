@@ -5,6 +5,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
+#include "model/presets.h"
 #include "run/checkpoints/checkpoint_write.h"
 #include "run/ranks.h"
 #include "run/selftest/layouts.h"

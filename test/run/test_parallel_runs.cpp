@@ -5,7 +5,7 @@
 #include "catch2.h"
 #include "core/files.h"
 #include "helpers.h"
-#include "model/hf_config.h"
+#include "model/presets.h"
 #include "run/plan/planner.h"
 
 using namespace llmc;

@@ -4,7 +4,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
-#include "model/hf_config.h"
+#include "model/presets.h"
 #include "run/reports/report.h"
 #include "run/selftest/selftest.h"
 

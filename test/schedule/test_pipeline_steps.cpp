@@ -7,8 +7,8 @@
 #include "helpers.h"
 #include "schedule/pipeline_layouts.h"
 #include "train/choices.h"
-#include "train/continuation.h"
 #include "train/not_finite.h"
+#include "train/sample.h"
 
 using namespace pipeline_layouts;
 using llmc::name_of;

@@ -170,7 +170,7 @@ TEST_CASE("a pipeline of one stage computes in the order of one rank", "[pp]") {
 TEST_CASE("forwards alone fill the stages of every schedule, and cannot hang", "[pp]") {
   for_all(schedules, 16, 32, [](const Pipeline& p, const Lists&) {
     const Lists lists = forward_actions(p);
-    REQUIRE_NOTHROW(check_forwards(p, lists));
+    REQUIRE_NOTHROW(check_actions(p, lists, ListsOf::forwards));
     // The last micro-batch begins as soon as the first stage may take it, and then waits for nothing.
     const int64_t P = p.stages, V = p.chunks_per_stage, M = p.micro_batches, full = (M - 1) / P * P * V;
     const int64_t begins = p.schedule == Schedule::zb_v ? 2 * (M - 1) : full + (M - 1) % P;

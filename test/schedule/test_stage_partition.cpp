@@ -40,7 +40,7 @@ std::vector<ModuleCost> modules_of(const ModelCosts& costs) {
 
 // The times of stages of these numbers of modules, and of the links between them, from the slowest to the fastest.
 std::vector<double> times_of(const ModelCosts& costs, const Sizes& modules_per_stage, const Sizes& replicas,
-                             const std::vector<double>& links) {
+                             double link) {
   const std::vector<ModuleCost> modules = modules_of(costs);
   std::vector<double> times;
   size_t next = 0;
@@ -52,11 +52,10 @@ std::vector<double> times_of(const ModelCosts& costs, const Sizes& modules_per_s
     }
     const auto m = static_cast<double>(replicas[s]);
     // Reduce-scatter and all-gather, each m - 1 times the m-th part, once for m micro-batches.
-    const double all_reduce = m > 1 ? ((m - 1) * (bytes / m) + (m - 1) * (bytes / m)) / links.at(0) : 0;
+    const double all_reduce = m > 1 ? ((m - 1) * (bytes / m) + (m - 1) * (bytes / m)) / link : 0;
     times.push_back(std::max(seconds / m, all_reduce / m));
     if (s + 1 < modules_per_stage.size())
-      times.push_back((modules[next - 1].activation_bytes + modules[next - 1].gradient_bytes) /
-                      links.at(links.size() == 1 ? 0 : s));
+      times.push_back((modules[next - 1].activation_bytes + modules[next - 1].gradient_bytes) / link);
   }
   std::sort(times.rbegin(), times.rend());
   return times;
@@ -138,7 +137,7 @@ TEST_CASE("more stages than layers are refused by name", "[pp]") {
                       ContainsSubstring("use at most 4") && !ContainsSubstring("list"));
   REQUIRE_THROWS_WITH(even_layers(7, interleaved(4, 2)),
                       ContainsSubstring("--pp 4 x --pp-chunks 2: 7 layers cannot be spread over 8 chunks"));
-  REQUIRE_THROWS_WITH(balanced_stages(unit_costs(4, 1, 1), 7, {1}),
+  REQUIRE_THROWS_WITH(balanced_stages(unit_costs(4, 1, 1), 7),
                       ContainsSubstring("4 layers") && ContainsSubstring("into 7 stages; use at most 6"));
 }
 
@@ -199,21 +198,20 @@ TEST_CASE("balanced stages are the best of all partitions, in all their times", 
     const ModelCosts costs = random.model(random.below(7), whole, 6);
     const auto modules = static_cast<int64_t>(costs.blocks.size()) + 2;
     const int64_t stages = 1 + random.below(modules);
-    std::vector<double> links(round % 3 == 0 ? static_cast<size_t>(stages - 1) : 1);
-    for (double& link : links) link = 1 + random.value(whole, 2);
+    const double link = std::numeric_limits<double>::infinity();  // messages do not count
     const Sizes alone(static_cast<size_t>(stages), 1);
 
     std::vector<double> best;
     for (const Sizes& sizes : compositions(modules))
       if (static_cast<int64_t>(sizes.size()) == stages) {
-        const std::vector<double> times = times_of(costs, sizes, alone, links);
+        const std::vector<double> times = times_of(costs, sizes, alone, link);
         if (best.empty() || times < best) best = times;
       }
-    const BalancedPipeline found = balanced_stages(costs, static_cast<int>(stages), links);
+    const BalancedPipeline found = balanced_stages(costs, static_cast<int>(stages));
     INFO("round " << round << ": " << name_of(found));
     REQUIRE(replicas(found) == alone);
     check_every_layer_once(chunks(found), modules - 2);
-    const std::vector<double> times = times_of(costs, modules_per_stage(found), alone, links);
+    const std::vector<double> times = times_of(costs, modules_per_stage(found), alone, link);
     REQUIRE(found.slowest == times[0]);
     for (size_t i = 0; i < times.size(); ++i) REQUIRE(times[i] == Catch::Approx(best[i]).epsilon(1e-12).margin(1e-12));
   }
@@ -235,7 +233,7 @@ TEST_CASE("balanced replicated stages are the fastest of all partitions and repl
     for (const Sizes& sizes : compositions(modules))
       for (const Sizes& replicas : compositions(workers)) {
         if (sizes.size() != replicas.size()) continue;
-        const double slowest = times_of(costs, sizes, replicas, {link})[0];
+        const double slowest = times_of(costs, sizes, replicas, link)[0];
         if (slowest < fastest * (1 - 1e-12)) fastest = slowest, fewest = sizes.size();
         else if (slowest <= fastest * (1 + 1e-12)) fewest = std::min(fewest, sizes.size());
       }
@@ -244,7 +242,7 @@ TEST_CASE("balanced replicated stages are the fastest of all partitions and repl
     REQUIRE(sum(replicas(found)) == workers);
     check_every_layer_once(chunks(found), modules - 2);
     REQUIRE(found.slowest == Catch::Approx(fastest).epsilon(1e-12));
-    REQUIRE(times_of(costs, modules_per_stage(found), replicas(found), {link})[0] ==
+    REQUIRE(times_of(costs, modules_per_stage(found), replicas(found), link)[0] ==
             Catch::Approx(fastest).epsilon(1e-12));
     REQUIRE(found.stages.size() == fewest);
     several_stages += found.stages.size() > 1;
@@ -255,9 +253,7 @@ TEST_CASE("balanced replicated stages are the fastest of all partitions and repl
 }
 
 TEST_CASE("balanced stages on models whose answer is known", "[pp]") {
-  const auto balanced = [](const ModelCosts& costs, int stages, const std::vector<double>& links = {1}) {
-    return name_of(balanced_stages(costs, stages, links));
-  };
+  const auto balanced = [](const ModelCosts& costs, int stages) { return name_of(balanced_stages(costs, stages)); };
   REQUIRE(balanced(unit_costs(8, 0, 0), 4) == "2,2,2,2");
   REQUIRE(balanced(unit_costs(10, 0, 2), 4) == "3,3,3,1");  // a head as slow as two layers
   REQUIRE(balanced(unit_costs(9, 0, 0), 4) == "2,2,2,3");   // of equal ones, the later stage
@@ -265,16 +261,8 @@ TEST_CASE("balanced stages on models whose answer is known", "[pp]") {
   REQUIRE(balanced(unit_costs(2, 1, 1), 4) == "0,1,1,0");
   REQUIRE(balanced(unit_costs(5, 1, 1), 1) == "5");
 
-  ModelCosts costs = unit_costs(4, 0, 0);  // a cut after layer 0 sends one byte, elsewhere ten
-  for (ModuleCost& c : costs.blocks) c.activation_bytes = c.gradient_bytes = 5;
-  costs.embedding.activation_bytes = 10;
-  costs.blocks[0].activation_bytes = 1, costs.blocks[0].gradient_bytes = 0;
-  REQUIRE(balanced(costs, 2) == "1,3");
-  REQUIRE(balanced(costs, 2, {100}) == "2,2");
-  REQUIRE(balanced(costs, 3, {1, 100}) == "1,1,2");  // only the first link is slow
-  REQUIRE_THROWS_WITH(balanced(costs, 3, {1, 1, 1}),
-                      ContainsSubstring("3 link speeds, expected one, or one for each of"));
-  REQUIRE_THROWS_WITH(balanced(costs, 2, {0}), ContainsSubstring("a link of 0 bytes/s"));
+  ModelCosts costs = unit_costs(4, 0, 0);
+  REQUIRE_THROWS_WITH(balanced_replicated_stages(costs, 2, 0), ContainsSubstring("a link of 0 bytes/s"));
   costs.head.seconds = -1;
   REQUIRE_THROWS_WITH(balanced(costs, 2), ContainsSubstring("not negative, found -1"));
 

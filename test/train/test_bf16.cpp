@@ -6,6 +6,7 @@
 #include "core/safetensors.h"
 #include "helpers.h"
 #include "model/hf.h"
+#include "model/presets.h"
 
 using namespace llmc;
 using nlohmann::json;

@@ -4,7 +4,7 @@
 
 #include "catch2.h"
 #include "tiny_run.h"
-#include "train/detector.h"
+#include "train/step_statistics.h"
 
 using namespace llmc;
 using nlohmann::json;

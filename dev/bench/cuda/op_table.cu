@@ -5,7 +5,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "model/hf_config.h"
+#include "model/presets.h"
 #include "op_timer.h"
 #include "run/plan/planner.h"
 

@@ -2,11 +2,10 @@
 #pragma once
 #include <nlohmann/json.hpp>
 
-#include "model/hf_config.h"
+#include "model/presets.h"
 #include "run/checkpoints/recipe_record.h"
 #include "run/job.h"
-#include "train/detector.h"
-#include "train/noise_scale.h"
+#include "train/step_statistics.h"
 
 namespace llmc {
 
@@ -62,7 +61,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"layout", detail::layout_text(job.step)},
       {"options", options_json(job.asked)}};
   if (job.step.noise_scale)
-    trainer["noise_scale"] = {{"square", progress.noise.square()}, {"trace", progress.noise.trace()}};
+    trainer["noise_scale"] = {{"square", progress.noise.square}, {"trace", progress.noise.trace}};
   if (!job.parent.is_null()) trainer["parent"] = job.parent;
   return trainer;
 }
@@ -241,7 +240,7 @@ inline Progress progress_at(const ResumePoint& from) {
     CHECK(member(noise, "square").is_number() && member(noise, "trace").is_number(),
           "{}/trainer.json: \"noise_scale\" is {}, expected a square and a trace; the file is damaged", from.path,
           noise);
-    progress.noise = NoiseScale(noise["square"], noise["trace"]);
+    progress.noise = {noise["square"], noise["trace"]};
   }
   if (!best.is_null()) {
     const std::optional<int64_t> step = whole_number(member(best, "step"));

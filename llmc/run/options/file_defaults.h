@@ -3,7 +3,7 @@
 #pragma once
 #include <nlohmann/json.hpp>
 
-#include "model/hf_config.h"
+#include "model/presets.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/options/options.h"
 #include "text/tokenizer.h"

@@ -2,8 +2,8 @@
 // machines' constants are fitted on the first table alone.
 #pragma once
 #include "core/json.h"
-#include "model/hf_config.h"
 #include "model/layout_faults.h"
+#include "model/presets.h"
 #include "run/plan/machines.h"
 #include "run/plan/report_time.h"
 

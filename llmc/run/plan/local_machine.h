@@ -8,7 +8,7 @@
 
 #include "core/json.h"
 #include "core/log.h"
-#include "model/hf_config.h"
+#include "model/presets.h"
 #include "run/options/options.h"
 #include "run/plan/planner.h"
 #include "run/ranks.h"

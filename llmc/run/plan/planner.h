@@ -3,7 +3,7 @@
 // cannot drift from the code.
 #pragma once
 #include "run/checkpoints/checkpoint_share.h"
-#include "train/continuation.h"
+#include "train/sample.h"
 
 namespace llmc {
 

@@ -9,7 +9,7 @@
 #include "core/files.h"
 #include "core/host_name.h"
 #include "core/log.h"
-#include "model/hf_config.h"
+#include "model/presets.h"
 #include "ops/ops_attention.h"
 #include "run/job.h"
 #include "run/length.h"

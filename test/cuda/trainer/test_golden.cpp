@@ -6,6 +6,7 @@
 #include "cuda/device_test.h"
 #include "data/dataloader.h"
 #include "helpers.h"
+#include "model/presets.h"
 #include "run/checkpoints/checkpoint_write.h"
 #include "run/ranks.h"
 #include "train/lr_schedule.h"
