@@ -283,7 +283,7 @@ class Tokenization {
 
   // What each thread does.
   void work() {
-    std::unique_ptr<DocumentEncoder> encoder;
+    DocumentEncoder encoder;
     std::vector<int32_t> ids;
     for (;;) {
       int64_t number = 0;
@@ -292,7 +292,7 @@ class Tokenization {
         std::optional<TextChunk> chunk = take(number, encoded);
         if (!chunk) return;
         if (!encoder) encoder = tokenizer_.document_encoder();
-        encode(*chunk, *encoder, ids, encoded);
+        encode(*chunk, encoder, ids, encoded);
       } catch (...) {
         encoded.fault = std::current_exception();
       }
@@ -323,7 +323,8 @@ class Tokenization {
   }
 
   // ids: a buffer.
-  void encode(const TextChunk& chunk, DocumentEncoder& encoder, std::vector<int32_t>& ids, Encoded& encoded) const {
+  void encode(const TextChunk& chunk, const DocumentEncoder& encoder, std::vector<int32_t>& ids,
+              Encoded& encoded) const {
     ids.clear();
     for_each_document(chunk, job_.field, [&](std::string_view text, int64_t line, bool begins) {
       if (tokenizer_.needs_utf8() && chunk.format == TextFormat::text)
@@ -335,7 +336,7 @@ class Tokenization {
       if (begins) ids.push_back(tokenizer_.end_of_text());
       encoded.documents += begins;
       encoded.text_bytes += std::ssize(text);
-      encoder.append(text, begins ? TextPart::beginning : TextPart::continuation, ids);
+      encoder(text, begins ? TextPart::beginning : TextPart::continuation, ids);
     });
     encoded.end = chunk.end;
     encoded.packed.resize(ids.size() * static_cast<size_t>(width_));
