@@ -3,14 +3,8 @@
 // (Radford et al. 2019), or characters, where those that are no tokens are written as their bytes (SentencePiece's
 // byte_fallback).
 #pragma once
-#include <nlohmann/json.hpp>
-#include <unordered_map>
-
-#include "core/check.h"
 #include "core/json.h"
-#include "core/shape.h"
-#include "text/merge_table.h"
-#include "text/token_table.h"
+#include "text/token_tables.h"
 #include "text/unicode.h"
 
 namespace llmc {
@@ -64,6 +58,8 @@ class BpeVocabulary {
   // `model`: "model" of a tokenizer.json; errors begin with `where`.
   BpeVocabulary(const nlohmann::json& model, const std::string& where) : where_(where) {
     check_kind(model);
+    id_of_ascii_.fill(-1);
+    id_of_byte_.fill(-1);
     const auto is_true = [&](const char* field) {
       const nlohmann::json value = model.value(field, nlohmann::json());
       return !value.is_null() && value.get<bool>();
@@ -250,17 +246,12 @@ class BpeVocabulary {
           static_cast<int>(static_cast<unsigned char>(byte)));
     return id;
   }
-  static std::array<int32_t, 256> no_ids() {
-    std::array<int32_t, 256> none;
-    none.fill(-1);
-    return none;
-  }
 
   std::string where_;
   Symbols symbols_ = Symbols::bytes;
   std::vector<std::string> tokens_;
   TokenTable id_of_;
-  std::array<int32_t, 256> id_of_ascii_ = no_ids(), id_of_byte_ = no_ids();  // of symbols of one byte, of bytes
+  std::array<int32_t, 256> id_of_ascii_, id_of_byte_;  // of symbols of one byte, of bytes; -1: none
   MergeTable merges_;
   std::vector<int32_t> rank_of_bytes_;  // 256 x 256
   bool whole_pieces_first_ = false;
