@@ -3,13 +3,8 @@
 // between them is normalised, split into pieces, and encoded piece by piece. Unknown kinds of these steps are refused
 // by name. "truncation" and "padding" apply to batches and are ignored.
 #pragma once
-#include <nlohmann/json.hpp>
-
-#include "core/check.h"
 #include "text/added_tokens.h"
 #include "text/bpe_encoder.h"
-#include "text/bpe_vocabulary.h"
-#include "text/normalizer.h"
 #include "text/pre_tokenizer.h"
 
 namespace llmc {
@@ -135,7 +130,7 @@ class Bpe {
   std::string decoded(std::string token, int32_t id) const {
     if (of_bytes()) return token;
     if (const std::optional<char> byte = vocabulary_.byte_of(id)) return std::string(1, *byte);
-    for (const auto& [from, to] : replaced_) replace_all(token, from, to);
+    for (const auto& [from, to] : replaced_) token = replaced(token, from, to);
     return token;
   }
 

@@ -15,13 +15,13 @@ inline std::string type_of(const nlohmann::json& step) {
   return step.is_null() ? "null" : shown(step.at("type").get<std::string>());
 }
 
-// text = text with all of `from` replaced by `to`
-inline void replace_all(std::string& text, std::string_view from, std::string_view to) {
+// The text with all of `from` replaced by `to`.
+inline std::string replaced(std::string_view text, std::string_view from, std::string_view to) {
   std::string out;
   size_t at = 0;
   for (size_t found; (found = text.find(from, at)) != text.npos; at = found + from.size())
     out.append(text, at, found - at).append(to);
-  text = out.append(text, at);
+  return out.append(text, at);
 }
 
 class Normalizer {
@@ -51,10 +51,7 @@ class Normalizer {
       if (step.kind == Kind::nfc) {
         if (!is_nfc(text)) text = buffer = nfc(text);
       } else if (step.kind == Kind::replace) {
-        if (text.find(step.from) == text.npos) continue;
-        std::string replaced(text);
-        replace_all(replaced, step.from, step.to);
-        text = buffer = std::move(replaced);
+        if (text.find(step.from) != text.npos) text = buffer = replaced(text, step.from, step.to);
       } else if (!text.empty() && part == TextPart::beginning) {
         text = buffer = step.to + std::string(text);
       }

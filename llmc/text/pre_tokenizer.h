@@ -1,8 +1,5 @@
 // pre_tokenizer.h: "pre_tokenizer" of a tokenizer.json: how a text is split into the pieces that merges do not cross.
 #pragma once
-#include <nlohmann/json.hpp>
-
-#include "core/check.h"
 #include "text/normalizer.h"
 #include "text/split_automaton.h"
 
@@ -53,7 +50,7 @@ class PreTokenizer {
     if (steps_.size() == 1 && steps_[0].splitter && steps_[0].prefix == Prefix::none)
       return steps_[0].splitter->split(text, on_pieces);
     auto on_piece = [&](std::string_view piece) { on_pieces(Pieces(&piece, 1)); };
-    split_by(0, text, {part, first}, on_piece);
+    split_by(0, text, part, first, on_piece);
   }
 
   // Whether pieces on either side of the border of two characters are independent, or even always separate. a and b
@@ -91,10 +88,6 @@ class PreTokenizer {
       return (cut_before && b == only.code) || (cut_after && a == only.code) ? boundary : independent;
     }
   };
-  struct Context {
-    TextPart part;
-    bool first;
-  };
 
   template <class Refuse>
   static void read_split(Step& step, const nlohmann::json& json, const std::string& where, Refuse&& refuse) {
@@ -126,24 +119,19 @@ class PreTokenizer {
 
   // Passes on the pieces into which step `s` and the later steps split a text.
   template <class F>
-  void split_by(size_t s, std::string_view text, Context context, F& on_piece) const {
+  void split_by(size_t s, std::string_view text, TextPart part, bool first, F& on_piece) const {
     if (s == steps_.size()) return on_piece(text);
     const Step& step = steps_[s];
     std::string changed;
-    if (!step.space.empty() && text.find(' ') != text.npos) {
-      changed = text;
-      replace_all(changed, " ", step.space);
-      text = changed;
-    }
+    if (!step.space.empty() && text.find(' ') != text.npos) text = changed = replaced(text, " ", step.space);
     const std::string_view prefix = step.space.empty() ? std::string_view(" ") : std::string_view(step.space);
     // A continuation's first piece is not the first of a text; before step 0 it is not even a piece of its own.
-    const bool continues = context.first && context.part == TextPart::continuation;
-    const bool here = step.prefix == Prefix::every_piece
-                          ? !(continues && s == 0)
-                          : step.prefix == Prefix::first_piece && context.first && !continues;
+    const bool continues = first && part == TextPart::continuation;
+    const bool here = step.prefix == Prefix::every_piece ? !(continues && s == 0)
+                                                         : step.prefix == Prefix::first_piece && first && !continues;
     if (here && !text.starts_with(prefix)) text = changed = std::string(prefix) + std::string(text);
     auto next = [&](std::string_view piece) {
-      split_by(s + 1, piece, {context.part, context.first && piece.data() == text.data()}, on_piece);
+      split_by(s + 1, piece, part, first && piece.data() == text.data(), on_piece);
     };
     auto each = [&](Pieces pieces) {
       for (const std::string_view piece : pieces) next(piece);

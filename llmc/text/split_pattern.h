@@ -1,8 +1,8 @@
 // split_pattern.h: the regular expressions with which tokenizers split text, matched by backtracking where
-// split_automaton.h cannot. Supported:
-// characters, classes [...], \p{L}, \s, \S, \d, \D, groups, (?i:...), alternatives, * + ? {n,m}, possessive *+ ++ ?+,
-// and lookahead (?=...) (?!...). Anything else is refused by name. Semantics: Oniguruma with Ruby's syntax, as in
-// Hugging Face's tokenizers.
+// split_automaton.h cannot. Supported: characters, classes [...], \p{L}, \s, \S, \d, \D, groups, (?i:...),
+// alternatives,
+// * + ? {n,m}, possessive *+ ++ ?+, and lookahead (?=...) (?!...). Anything else is refused by name. Semantics:
+// Oniguruma with Ruby's syntax, as in Hugging Face's tokenizers.
 #pragma once
 #include <bitset>
 
@@ -98,12 +98,8 @@ class SplitPattern {
   struct Item;
   using Sequence = std::vector<Item>;
   using Alternatives = std::vector<Sequence>;
-  struct Item {
-    Kind kind;
-    CharacterSet set;
-    Alternatives inside;  // the contents of a group or a lookahead
-    size_t min = 1, max = 1;
-    bool possessive = false;
+  struct Item : Node {         // not linked yet
+    Alternatives inside = {};  // the contents of a group or a lookahead
   };
 
   // ---- Matching ----
@@ -163,12 +159,8 @@ class SplitPattern {
     return nodes_.size() - 1;
   }
   size_t link(const Item& item, size_t next) {
-    Node node{.kind = item.kind,
-              .next = next,
-              .set = item.set,
-              .min = item.min,
-              .max = item.max,
-              .possessive = item.possessive};
+    Node node = item;
+    node.next = next;
     if (item.kind == Kind::branch) {
       node.ways = {link(item.inside, next)};
       if (item.min == 0) node.ways.push_back(next);
@@ -221,7 +213,7 @@ class SplitPattern {
 
   Item parse_item(IgnoreCase ignore_case) {
     const size_t begin = at_;
-    Item item{.kind = Kind::characters, .set = {}, .inside = {}};
+    Item item;
     if (take("(")) {
       item.kind = Kind::branch;
       if (++depth_ > most_depth) refuse(formatted("a group {} deep", depth_), begin);
@@ -234,6 +226,7 @@ class SplitPattern {
       --depth_;
       if (ignore_case == IgnoreCase::yes) refuse_pairs(begin);
     } else {
+      item.kind = Kind::characters;
       item.set = parse_set(ignore_case);
       item.set.finish();
     }

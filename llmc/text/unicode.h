@@ -117,16 +117,17 @@ inline uint8_t combining_class(char32_t c) {
   return found == unicode_tables().combining_class.end() ? 0 : found->second;
 }
 
-inline void decompose(char32_t c, std::vector<char32_t>& out) {
+// out += what a character decomposes to, with combining classes.
+inline void decompose(char32_t c, std::vector<std::pair<char32_t, uint8_t>>& out) {
   if (c - hangul < hangul_count) {
     const char32_t s = c - hangul, t = s % hangul_t;
-    out.push_back(jamo_l + s / hangul_t / hangul_v);
-    out.push_back(jamo_v + s / hangul_t % hangul_v);
-    if (t > 0) out.push_back(jamo_t + t);
+    out.emplace_back(jamo_l + s / hangul_t / hangul_v, 0);
+    out.emplace_back(jamo_v + s / hangul_t % hangul_v, 0);
+    if (t > 0) out.emplace_back(jamo_t + t, 0);
     return;
   }
   const auto found = unicode_tables().parts.find(c);
-  if (found == unicode_tables().parts.end()) return out.push_back(c);
+  if (found == unicode_tables().parts.end()) return void(out.emplace_back(c, combining_class(c)));
   for (const char32_t part : found->second)
     if (part != 0) decompose(part, out);
 }
@@ -143,14 +144,12 @@ inline char32_t compose(char32_t a, char32_t b) {
 
 // Decomposes, orders the marks, and composes: UAX #15, The Unicode Standard, 3.11.
 inline void append_normalised(std::string& out, std::string_view text) {
-  std::vector<char32_t> all;
+  std::vector<std::pair<char32_t, uint8_t>> marked;
   for (size_t at = 0; at < text.size();) {
     const Utf8Character c = utf8_at(text, at);
-    decompose(c.code, all);
+    decompose(c.code, marked);
     at += c.width;
   }
-  std::vector<std::pair<char32_t, uint8_t>> marked;
-  for (const char32_t c : all) marked.emplace_back(c, combining_class(c));
   for (auto begin = marked.begin(); begin != marked.end(); ++begin) {
     if (begin->second == 0) continue;
     const auto end = std::find_if(begin, marked.end(), [](const auto& c) { return c.second == 0; });
