@@ -30,7 +30,7 @@ inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
 // The job from the run's beginning on.
 inline Job job_from_beginning(const Job& first) {
   Job job(first.asked, first.begin, first.data,
-          Course(first.course.recipe(), first.data->epoch_tokens(), {},
+          Course(first.course.recipe(), first.data->train.epoch_tokens(), {},
                  skips_of(first.rollbacks, recipe_checksum(first.course.recipe()))),
           0);
   job.rollbacks = first.rollbacks;

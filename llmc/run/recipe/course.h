@@ -2,21 +2,9 @@
 // at which learning rate. A run whose recipe changed goes on from an origin, the state of the checkpoint where it
 // changed.
 #pragma once
-#include <nlohmann/json.hpp>
-
-#include "core/json.h"
-#include "data/sample_order.h"
 #include "run/recipe/recipe.h"
-#include "train/lr_schedule.h"
 
 namespace llmc {
-
-// The tokens of an epoch of each source.
-inline std::vector<int64_t> epoch_tokens_of(const Sources& sources) {
-  std::vector<int64_t> all;
-  for (const Sources::Source& source : sources.all()) all.push_back(source.epoch_tokens());
-  return all;
-}
 
 // How far a run is, and has read its sources.
 struct Origin {

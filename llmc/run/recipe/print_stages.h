@@ -1,7 +1,5 @@
 // print_stages.h: the stages of a run on paper: a table, curves over its tokens, and JSON for scripts/plot_stages.py.
 #pragma once
-#include <nlohmann/json.hpp>
-
 #include "core/log.h"
 #include "run/recipe/course.h"
 
@@ -10,8 +8,7 @@ namespace llmc {
 namespace detail {
 
 inline double share_of_source(const Stretch& stretch, size_t source) {
-  double all = 0;
-  for (const int64_t weight : stretch.weights) all += static_cast<double>(weight);
+  const double all = std::accumulate(stretch.weights.begin(), stretch.weights.end(), 0.0);
   return static_cast<double>(stretch.weights[source]) / all;
 }
 
