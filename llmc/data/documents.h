@@ -2,8 +2,6 @@
 // chunk. Chunks depend on the files alone, never on the number of threads, and reading can resume at any chunk
 // boundary.
 #pragma once
-#include "core/check.h"
-#include "core/escape.h"
 #include "data/json_line.h"
 #include "data/text_file.h"
 

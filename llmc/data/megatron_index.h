@@ -7,6 +7,8 @@
 // The sequences follow each other in FILE.bin without gaps. Source: _IndexWriter in Megatron-LM's
 // megatron/core/datasets/indexed_dataset.py.
 #pragma once
+#include <ranges>
+
 #include "core/files.h"
 #include "data/token_format.h"
 
@@ -58,15 +60,11 @@ class MegatronIndex {
   // The tokens in [begin, end) at which documents begin. file: the index, opened again.
   std::vector<int64_t> document_starts(const File& file, int64_t begin, int64_t end) const {
     CHECK(file.size() == bytes_, "{}: its size has changed since the run began; restart the run", file.path());
-    int64_t d = 0;
-    for (int64_t after = documents(); d < after;) {
-      const int64_t middle = d + (after - d) / 2;
-      if (start_of(file, middle) < begin) d = middle + 1;
-      else after = middle;
-    }
+    const auto all = std::views::iota(int64_t{0}, documents());
+    const auto before = [&](int64_t d) { return start_of(file, d) < begin; };
     std::vector<int64_t> starts;
-    for (; d < documents(); ++d) {
-      const int64_t start = start_of(file, d);
+    for (auto d = std::ranges::partition_point(all, before); d != all.end(); ++d) {
+      const int64_t start = start_of(file, *d);
       if (start >= end) break;
       if (starts.empty() || start != starts.back()) starts.push_back(start);
     }

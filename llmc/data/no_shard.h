@@ -2,8 +2,6 @@
 #pragma once
 #include <filesystem>
 
-#include "core/files.h"
-#include "core/utf8.h"
 #include "data/megatron_index.h"
 
 namespace llmc::detail {

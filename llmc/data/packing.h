@@ -226,6 +226,11 @@ inline PackedRows pack_in_order(Packing packing, std::span<const Range> document
 
 }  // namespace detail
 
+inline int64_t places_in(std::span<const Range> pieces) {
+  return std::accumulate(pieces.begin(), pieces.end(), int64_t{0},
+                         [](int64_t n, const Range& r) { return n + r.size; });
+}
+
 // documents: each from where the one before it ends, none empty
 inline PackedRows pack_rows(Packing packing, std::span<const Range> documents, int64_t T) {
   return packing == Packing::best_fit ? detail::pack_best_fit(documents, T)
@@ -247,19 +252,14 @@ struct PackingCounts {
 };
 
 inline PackingCounts counts_of(const PackedRows& packed, std::span<const Range> documents, int64_t T) {
-  const auto places = [](std::span<const Range> ranges) {
-    return std::accumulate(ranges.begin(), ranges.end(), int64_t{0},
-                           [](int64_t n, const Range& r) { return n + r.size; });
-  };
-  const int64_t tokens = places(documents), held = places(packed.pieces);
+  const int64_t tokens = places_in(documents), held = places_in(packed.pieces);
   PackingCounts counts{.rows = packed.count(),
                        .padded = packed.count() * T - held,
                        .tokens = tokens,
                        .dropped = tokens - held,
                        .documents = static_cast<int64_t>(documents.size())};
   for (const Range& piece : packed.pieces) {  // each cut document has one piece that begins where it does
-    const auto document = std::prev(std::upper_bound(documents.begin(), documents.end(), piece.begin,
-                                                     [](int64_t begin, const Range& d) { return begin < d.begin; }));
+    const auto document = std::prev(std::ranges::upper_bound(documents, piece.begin, {}, &Range::begin));
     counts.cut += piece.begin == document->begin && piece.size < document->size;
   }
   return counts;

@@ -3,7 +3,6 @@
 #pragma once
 #include <filesystem>
 
-#include "core/files.h"
 #include "data/token_file.h"
 
 namespace llmc {
