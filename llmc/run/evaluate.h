@@ -1,19 +1,15 @@
 // evaluate.h: --evaluate: the validation of training (validation.h) alone, on a model that is only read, in any layout.
 #pragma once
 #include <chrono>
-#include <cstdio>
-#include <nlohmann/json.hpp>
 #include <numbers>
 
 #include "comm/group_check.h"
-#include "core/log.h"
 #include "run/checkpoints/shared_check.h"
 #include "run/plan/describe.h"
 #include "run/plan/report_plan.h"
 #include "run/processes.h"
 #include "run/recipe/run_data.h"
 #include "run/requirements.h"
-#include "run/setup.h"
 #include "run/start.h"
 #include "run/validation.h"
 #include "shard/whole_check.h"
@@ -112,19 +108,16 @@ struct Evaluation {
   }
   Evaluation(const Evaluation&) = delete;
 
-  int64_t all_samples() const {
-    int64_t all = 0;
-    for (const ValidationSet& set : data) all += set.shards.samples();
-    return all;
-  }
+  int64_t targets() const { return inputs.samples() * options.seq_len; }
 
   // Options whose values, in the run that wrote the checkpoint, made its own validations give other numbers.
   std::vector<std::string> differences() const {
     std::vector<std::string> found;
-    if (!trained.options.is_object()) return found;
+    int64_t all = 0;
+    for (const ValidationSet& set : data) all += set.shards.samples();
     for (const OptionText& now : option_texts(options)) {
       const bool matters = now.name == "--seq-len" || now.name == "--mask-documents" || now.name == "--dtype" ||
-                           (now.name == "--shuffle" && inputs.samples() < all_samples());
+                           (now.name == "--shuffle" && inputs.samples() < all);
       const nlohmann::json then = member(trained.options, now.name);
       const auto value = [&](const std::string& text) {
         return now.name == "--shuffle" && text.empty() ? "true" : text;
@@ -164,7 +157,7 @@ struct Evaluated {
   std::optional<int64_t> bytes;  // bytes of the targets
   double seconds = 0;
 
-  // The total loss of the targets, in bits, over the bytes of their text.
+  // The total loss of so many targets, in bits, over the bytes of their text.
   std::optional<double> bits_per_byte(int64_t targets) const {
     if (!loss || bytes.value_or(0) == 0) return std::nullopt;
     return *loss / std::numbers::ln2 * static_cast<double>(targets) / static_cast<double>(*bytes);
@@ -200,7 +193,6 @@ inline void report_evaluation_header(Log& log, const Evaluation& job) {
 }
 
 inline void report_evaluated(Log& log, const Evaluation& job, const Evaluated& found) {
-  const int64_t targets = job.inputs.samples() * job.options.seq_len;
   Rows rows;
   if (found.loss) {
     rows.emplace_back("loss", formatted("{:.4f} nats per token", *found.loss));
@@ -208,9 +200,9 @@ inline void report_evaluated(Log& log, const Evaluation& job, const Evaluated& f
       if (!job.data[i].name.empty())
         rows.emplace_back("loss of " + job.data[i].name, formatted("{:.4f} nats per token", found.of_sets[i]));
     rows.emplace_back("perplexity", formatted("{:.3f}", std::exp(*found.loss)));
-    const auto bits = found.bits_per_byte(targets);
+    const auto bits = found.bits_per_byte(job.targets());
     rows.emplace_back("bits per byte", bits ? formatted("{:.4f}, of {} bytes that {} targets decode to", *bits,
-                                                        human_count(*found.bytes), human_count(targets))
+                                                        human_count(*found.bytes), human_count(job.targets()))
                                             : std::string("n/a: no tokenizer is known for these tokens; name it with "
                                                           "--tokenizer"));
   }
@@ -227,15 +219,15 @@ inline std::string to_json(const Evaluation& job, const Evaluated& found) {
   if (job.trained.step) json["step"] = *job.trained.step;
   if (job.trained.mean_of > 0) json["mean_of"] = job.trained.mean_of;
   if (found.loss) {
-    const int64_t targets = job.inputs.samples() * job.options.seq_len;
     json.update({{"loss", *found.loss},
                  {"perplexity", std::exp(*found.loss)},
                  {"samples", job.inputs.samples()},
                  {"seq_len", job.options.seq_len},
-                 {"targets", targets}});
+                 {"targets", job.targets()}});
     for (size_t i = 0; i < job.data.size(); ++i)
       if (!job.data[i].name.empty()) json["losses"][job.data[i].name] = found.of_sets[i];
-    if (const auto bits = found.bits_per_byte(targets)) json["bits_per_byte"] = *bits, json["bytes"] = *found.bytes;
+    if (const auto bits = found.bits_per_byte(job.targets()))
+      json["bits_per_byte"] = *bits, json["bytes"] = *found.bytes;
   }
   if (found.choices) json["questions"] = job.choices->questions(), json["choices_acc"] = found.choices->accuracy;
   if (found.choices && found.choices->normalized_accuracy)
