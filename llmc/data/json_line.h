@@ -18,7 +18,9 @@ class LineReader {
   // text = the string that the field holds.
   bool read(std::string& text) {
     text_ = &text;
-    return !utf8_fault(line_) && take('{') && object(1) && found_ && at_end();
+    if (utf8_fault(line_) || !take('{') || !object(1) || !found_) return false;
+    skip_blanks();
+    return at_ == end_;
   }
 
  private:
@@ -119,10 +121,6 @@ class LineReader {
   bool take(char c) {
     skip_blanks();
     return next_is(c);
-  }
-  bool at_end() {
-    skip_blanks();
-    return at_ == end_;
   }
   void skip_blanks() {
     while (at_ < end_ && (*at_ == ' ' || *at_ == '\t' || *at_ == '\r' || *at_ == '\n')) ++at_;

@@ -15,8 +15,7 @@
 
 namespace llmc {
 
-// Whether positions go on from one document to the next of a row, or begin at 0 in each, which keeps them apart in
-// attention.
+// Whether positions go on through a row, or begin at 0 in each document, which keeps documents apart in attention.
 enum class PositionsIn : uint8_t { row, document };
 
 class PackedShards {
@@ -106,8 +105,7 @@ class PackedShards {
     return mark == DocumentMark::index || token[0] == config_.end_of_text;
   }
 
-  // Several files at once. Each process starts at a random one, so that several share the work through the directory of
-  // indexes.
+  // Several files at once. Each process starts at a random one: so several share the work, through the index directory.
   void index_documents(const Notice& notice) {
     const int64_t n = files_.count(), start = std::random_device()() % static_cast<uint64_t>(n);
     indexes_.resize(static_cast<size_t>(n));

@@ -34,8 +34,7 @@ struct PackedRows {
 
 namespace detail {
 
-// A set of numbers below `size` that finds neighbours in O(log size). Bit x of a level says that word x of the level
-// before it is not empty.
+// A set of numbers below `size` with neighbours in O(log size). Bit x of a level: word x of the one before is not 0.
 class NumberSet {
  public:
   explicit NumberSet(int64_t size) {
@@ -153,9 +152,8 @@ inline PackedRows in_stream_order(std::vector<Placed> placed, int64_t rows) {
   return packed;
 }
 
-// Divides full rows of long documents, the last ones first, among the gaps of at least T / 16 places that other rows
-// have, the largest first.
-// full: in placed; gaps: {places, row}
+// Divides full rows of long documents, the last first, among gaps of at least T / 16 places, the largest first. full:
+// in placed; gaps: {places, row}
 inline void fill_gaps(std::vector<Placed>& placed, std::vector<size_t> full,
                       std::vector<std::pair<int64_t, int64_t>> gaps, int64_t T) {
   std::erase_if(gaps, [T](const auto& gap) { return gap.first * 16 < T; });
@@ -208,8 +206,7 @@ inline PackedRows pack_best_fit(std::span<const Range> documents, int64_t T) {
   return in_stream_order(std::move(placed), rows);
 }
 
-// Full rows of T places in the order of the stream: one after another, or with document_start each from the next
-// beginning of a document on.
+// Full rows of T places in the order of the stream, one after another; document_start: each from the next document on.
 inline PackedRows pack_in_order(Packing packing, std::span<const Range> documents, int64_t T) {
   PackedRows packed;
   auto document = documents.begin();  // the first one that ends after `begin`

@@ -2,10 +2,9 @@
 // of each one. Everything is a pure function of the sources' positions where a stretch of the run begins, of the seeds
 // and of the sample's number; nothing is stored and no file is read.
 //
-// A source is cut into blocks of the run's longest sequence, which are permuted in every epoch. Samples of that length
-// are blocks; shorter ones are the parts of a block, one after the other. Where a longer length takes over in the
-// middle of one of its parts, the first sample of each source is only the rest of it: nothing is repeated, nothing
-// skipped.
+// A source is cut into blocks of the run's longest sequence, permuted in every epoch. Samples of that length are
+// blocks; shorter ones are parts of a block, in order. Where a longer length takes over in the middle of one of its
+// parts, the first sample of each source is only the rest of it: nothing is repeated or skipped.
 #pragma once
 #include "core/rng.h"
 #include "core/shape.h"
@@ -22,8 +21,7 @@ struct Reseed {
 // The order of the blocks of one source, epoch after epoch.
 class BlockOrder {
  public:
-  // name: of the source; empty: the run's only one. reseeds: in ascending order; each permutes the rest of its epoch
-  // anew.
+  // name: empty for a run's only source. reseeds: in ascending order; each permutes the rest of its epoch anew.
   BlockOrder(int64_t blocks, bool shuffle, uint64_t seed, std::string name, std::vector<Reseed> reseeds)
       : blocks_(blocks), shuffle_(shuffle), seed_(seed), name_(std::move(name)), reseeds_(std::move(reseeds)) {
     CHECK(blocks > 0);
@@ -98,8 +96,7 @@ class Mixture {
 
   // Weights such as 0.7 in trillionths of the largest one, so that equal proportions are equal mixtures.
   static std::vector<int64_t> shares(const std::vector<double>& weights) {
-    double largest = 0;
-    for (const double weight : weights) largest = std::max(largest, weight);
+    const double largest = std::ranges::max(weights);
     std::vector<int64_t> all;
     for (const double weight : weights)
       all.push_back(static_cast<int64_t>(weight / largest * static_cast<double>(whole) + 0.5));
@@ -153,8 +150,7 @@ class SampleOrder {
     int64_t epoch_tokens;  // a whole number of blocks
     SourcePosition begin;  // where this order begins
   };
-  // weights: of the sources, see Mixture. T divides the length of the blocks. mixed: so many samples of this mix came
-  // before.
+  // weights: see Mixture. T divides the length of the blocks. mixed: how many samples of this mix came before.
   SampleOrder(std::vector<Source> sources, std::vector<int64_t> weights, int64_t T, int64_t mixed = 0)
       : sources_(std::move(sources)),
         mixture_(std::move(weights)),
@@ -202,8 +198,7 @@ class SampleOrder {
     for (size_t s = 0; s < counts.size(); ++s) counts[s] -= counted_[s];
     return counts;
   }
-  // The first token of a source's sample k here, counted through epochs: the first sample goes up to the next multiple
-  // of T.
+  // The first token of a source's sample k here, counted through epochs; sample 0 ends at the next multiple of T.
   int64_t begin_of(const Source& source, int64_t k) const {
     const int64_t begin = source.begin.tokens;
     return k == 0 ? begin : begin / T_ * T_ + k * T_;

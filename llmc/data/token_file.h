@@ -83,8 +83,7 @@ inline TokenFile open_token_file(const std::string& path, DataFormat format = Da
   return detail::open_without_header(std::move(file), format);
 }
 
-// Whether tokens look like bytes (data/tokenize_text.py: 0 to 255, and 256 for the end of text) in a far larger
-// vocabulary.
+// Do tokens look like bytes (data/tokenize_text.py: 0 to 255, 256 for the end of text) in a far larger vocabulary?
 inline bool look_like_bytes(int64_t largest_token, int64_t vocab_size) {
   return largest_token <= 256 && vocab_size > 2 * 257;
 }

@@ -35,8 +35,7 @@ inline int64_t width_of(TokenType type) {
   return with_type(type, [&]<class T>() { return static_cast<int64_t>(sizeof(T)); });
 }
 
-// What says where a document begins: the end of text is its first token, or the last of the document before it, or an
-// index lists the documents.
+// What says where a document begins: an end of text as its first token, or as the last of the one before; or an index.
 enum class DocumentMark : uint8_t { end_of_text_before, end_of_text_after, index };
 
 inline std::string mark_text(DocumentMark mark, int64_t end_of_text) {
@@ -60,10 +59,9 @@ inline constexpr FormatRow format_rows[] = {
     {DataFormat::megatron, "FILE.idx beside FILE.bin, magic MMIDIDX", "none", "as the index says", DocumentMark::index},
     {DataFormat::olmo, "never: it must be named", "none", "uint32", DocumentMark::end_of_text_after},
 };
+// Of a format that files have: not automatic.
 inline const FormatRow& row_of(DataFormat format) {
-  for (const FormatRow& row : format_rows)
-    if (row.format == format) return row;
-  throw Error(formatted("no file has the format {}", name_of(format)));
+  return *std::ranges::find(format_rows, format, &FormatRow::format);
 }
 
 }  // namespace llmc

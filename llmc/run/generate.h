@@ -1,16 +1,9 @@
 // generate.h: --generate: prompts from the command line, a file, stdin or a dialogue, and how a model continues them.
 #pragma once
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstdio>
 #include <iostream>
 #include <sstream>
 
-#include "core/escape.h"
-#include "core/files.h"
 #include "run/reports/report.h"
-#include "run/setup.h"
 #include "train/sample.h"
 
 namespace llmc {

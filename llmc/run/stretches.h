@@ -1,8 +1,5 @@
-// stretches.h: how a run goes from a checkpoint, from the end of a stretch of equal steps, or from a spike, to the next
-// steps.
+// stretches.h: how a run goes from a checkpoint, the end of a stretch of equal steps, or a spike, to the next steps.
 #pragma once
-#include <nlohmann/json.hpp>
-
 #include "run/checkpoints/progress.h"
 #include "run/checkpoints/rollback.h"
 #include "run/checkpoints/run_dir.h"

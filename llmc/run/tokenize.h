@@ -2,10 +2,6 @@
 // encodes it, and hands the tokens over in the order of the chunks, so that the shards do not depend on the number of
 // threads. PREFIX.tokenized.json records how far they have come; the same command goes on from there.
 #pragma once
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -14,8 +10,6 @@
 
 #include "core/checksum.h"
 #include "core/file_lock.h"
-#include "core/files.h"
-#include "core/json.h"
 #include "core/log.h"
 #include "core/signals.h"
 #include "data/documents.h"

@@ -2,7 +2,6 @@
 #pragma once
 #include <iterator>
 
-#include "core/std.h"
 #include "text/unicode.h"
 
 namespace llmc {
@@ -25,15 +24,13 @@ class AddedTokens {
     const auto place = std::ranges::lower_bound(bucket, token.text, {}, &Token::text);
     if (place == bucket.end() || place->text != token.text) bucket.insert(place, token);
     all_special_ &= token.special;
-    empty_ = false;
   }
 
-  // Splits the text at its tokens, leftmost first, then longest; passes their ids to on_token and the text between them
-  // to on_text.
+  // Splits the text at its tokens, leftmost first, then longest: passes on their ids and the text between them.
   template <class OnToken, class OnText>
   void split(std::string_view text, Specials specials, OnToken&& on_token, OnText&& on_text) const {
     size_t cut = 0;
-    for (size_t at = finds_none(specials) ? text.size() : 0; at < text.size();) {
+    for (size_t at = specials == Specials::as_text && all_special_ ? text.size() : 0; at < text.size();) {
       const auto& bucket = by_first_byte_[static_cast<unsigned char>(text[at])];
       const Token* token = bucket.empty() ? nullptr : find(bucket, text.substr(at));
       if (!token || (token->special && specials == Specials::as_text)) {
@@ -55,7 +52,7 @@ class AddedTokens {
   // May a token, or the white space that belongs to it, be on both sides of the border of these two characters of a
   // document, or end there, so that a text begins?
   bool cross(std::string_view a, std::string_view b) const {
-    if (finds_none(Specials::as_text)) return false;
+    if (all_special_) return false;
     const std::string both = std::string(a) + std::string(b);
     for (const auto& bucket : by_first_byte_)
       for (const Token& token : bucket)
@@ -66,7 +63,6 @@ class AddedTokens {
   }
 
  private:
-  bool finds_none(Specials specials) const { return empty_ || (all_special_ && specials == Specials::as_text); }
   static bool is_space(std::string_view text, size_t at) {
     return (traits_of(utf8_at(text, at).code) & white_space_trait) != 0;
   }
@@ -82,7 +78,7 @@ class AddedTokens {
     }
   }
   std::array<std::vector<Token>, 256> by_first_byte_;  // in lexicographic order
-  bool empty_ = true, all_special_ = true;
+  bool all_special_ = true;                            // in documents, these are text
 };
 
 }  // namespace llmc

@@ -145,8 +145,7 @@ class BpeEncoder {
     return to;
   }
 
-  // Merges with a heap of candidates over a linked list of symbols; stale candidates are skipped. O(n log n) for pieces
-  // of any length.
+  // Merges by a heap of candidates over a linked list of symbols, skipping stale ones: O(n log n) for any length.
   int32_t* merge_many(int32_t* symbols, const int32_t* end) {
     const int32_t n = narrow<int32_t>(end - symbols);
     links_.clear();

@@ -1,7 +1,6 @@
 // bpe_vocabulary.h: the tokens and merges of byte pair encoding (Sennrich et al. 2016): a piece of text starts as its
-// smallest symbols, and adjacent pairs are merged in the order in which training found them. The symbols are bytes
-// (Radford et al. 2019), or characters, where those that are no tokens are written as their bytes (SentencePiece's
-// byte_fallback).
+// smallest symbols; adjacent pairs merge in the order in which training found them. The symbols are bytes (Radford et
+// al. 2019), or characters, of which those that are no tokens are written as bytes (SentencePiece's byte_fallback).
 #pragma once
 #include "core/json.h"
 #include "text/token_tables.h"
@@ -95,8 +94,7 @@ class BpeVocabulary {
     return narrow<int32_t>(*id);
   }
 
-  // The text of each id: bytes, or for a vocabulary of characters the text before a tokenizer's decoder. Empty: no such
-  // token.
+  // The text of each id: bytes, or with characters as symbols the text before the decoder. Empty: no such token.
   const std::vector<std::string>& tokens() const { return tokens_; }
   Symbols symbols() const { return symbols_; }
   // The byte that a token <0x00> of a vocabulary of characters stands for.
@@ -211,8 +209,7 @@ class BpeVocabulary {
     merges_ = MergeTable(std::move(all));
   }
 
-  // What a merge joins is known as far as it is in the two characters at the border: a token may also be the last bytes
-  // of one, or the first bytes of the other.
+  // Notes the two characters that a merge joins; tokens may also be the last bytes of one, or the first of the other.
   void note_join(int32_t left, int32_t right) {
     if (byte_of(left) || byte_of(right)) joins_all_ = true;
     const std::string_view a = tokens_[static_cast<size_t>(left)], b = tokens_[static_cast<size_t>(right)];

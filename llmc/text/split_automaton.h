@@ -174,8 +174,7 @@ class SplitAutomaton {
     return true;
   }
 
-  // next += where a place leads with a character of class c. Whether a match ends before the character; none: the
-  // pattern cannot be built.
+  // next += where a place leads with a character of class c. Does a match end before it? None: it cannot be built.
   std::optional<bool> advance(const Thread& thread, size_t c, Threads& next, std::set<Thread>& tried) const {
     if (!tried.insert(thread).second) return false;  // a more preferred way led here, too
     const auto& [n, count] = thread;

@@ -1,8 +1,7 @@
 // split_pattern.h: the regular expressions with which tokenizers split text, matched by backtracking where
 // split_automaton.h cannot. Supported: characters, classes [...], \p{L}, \s, \S, \d, \D, groups, (?i:...),
-// alternatives,
-// * + ? {n,m}, possessive *+ ++ ?+, and lookahead (?=...) (?!...). Anything else is refused by name. Semantics:
-// Oniguruma with Ruby's syntax, as in Hugging Face's tokenizers.
+// alternatives, * + ? {n,m}, possessive *+ ++ ?+, and lookahead (?=...) (?!...). Anything else is refused by name.
+// Semantics: Oniguruma with Ruby's syntax, as in Hugging Face's tokenizers.
 #pragma once
 #include <bitset>
 
@@ -104,8 +103,7 @@ class SplitPattern {
 
   // ---- Matching ----
 
-  // The end of the match that begins at `at`. The depth of recursion depends on the pattern, never on the text: a run
-  // of characters is a loop.
+  // The end of the match that begins at `at`. Recursion is as deep as the pattern, never the text: a run is a loop.
   size_t match(size_t n, std::string_view text, size_t at, size_t& steps) const {
     for (;;) {
       CHECK(++steps < most_steps, "{}: pattern '{}': a match takes more than {} steps near '{}': {}", where_,

@@ -6,8 +6,7 @@
 
 namespace llmc {
 
-// With open addressing. For most texts that are not tokens, one memory access says so, because places hold some bits of
-// the hash, too.
+// With open addressing. For most texts that are no tokens one memory access says so: places hold bits of the hash, too.
 class TokenTable {
  public:
   // most: how many tokens it can hold
@@ -60,9 +59,8 @@ class TokenTable {
 };
 
 // Encoding mostly asks about pairs that do not merge, so a lookup is one access to a small table without collisions:
-// each pair has a place, and its place has the rank of its merge beside ten bits by which other pairs are told apart.
-// Pairs are in buckets, and each bucket has a number that sends its pairs to places of their own (Belazzougui et al.
-// 2009, "Hash, displace, and compress").
+// each pair has its own place, with the rank of its merge beside ten bits by which other pairs are told apart. A number
+// for each bucket of pairs sends them to their places (Belazzougui et al. 2009, "Hash, displace, and compress").
 class MergeTable {
  public:
   struct Merge {
@@ -84,8 +82,7 @@ class MergeTable {
     while (!build(ranks, bits)) ++bits;
   }
 
-  // The rank of the merge of two tokens, no_rank if they do not merge, and seldom any other if they do not merge: see
-  // is().
+  // The rank of the merge of two tokens; if they do not merge: no_rank, seldom any other (see is()).
   int32_t rank_of(int32_t left, int32_t right) const {
     const uint64_t hash = hash_of(left, right);
     const uint32_t entry = entries_[place_of(hash, displacements_[hash >> bucket_shift_])];

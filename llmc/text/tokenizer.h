@@ -12,8 +12,7 @@ inline constexpr std::array tokenizer_file_names = {"tokenizer.json", "tokenizer
                                                     "special_tokens_map.json", "generation_config.json",
                                                     "chat_template.jinja"};
 
-// ids += the tokens of a document, or of a part of one; for one thread. The names of special tokens in them are text
-// like any other.
+// ids += the tokens of a document or a part of one, in which special tokens' names are plain text; for one thread.
 using DocumentEncoder = std::function<void(std::string_view text, TextPart part, std::vector<int32_t>& ids)>;
 
 class Tokenizer {
@@ -41,8 +40,7 @@ class Tokenizer {
   virtual int64_t size() const = 0;  // ids are below it
   // Does decoding drop one leading space of a document?
   virtual bool strips_first_space() const { return false; }
-  // The number of bytes of text that a token stands for, 0 for special tokens; none: there is no such token. `part`:
-  // whether a document begins with it.
+  // The bytes of text that a token stands for, 0 if special; none: no such token. `part`: whether it begins a document.
   std::optional<int64_t> bytes_of(int32_t token, TextPart part) const {
     const std::optional<std::string> text = text_of(token);
     if (!text) return std::nullopt;
@@ -55,8 +53,7 @@ class Tokenizer {
   virtual std::map<std::string, std::string> files() const { return {}; }
 };
 
-// Ids 0 to 255 are bytes, 256 is the end of text. Its files describe the same tokenizer to transformers: byte-level BPE
-// without merges.
+// Ids 0 to 255 are bytes, 256 is the end of text. To transformers, its files describe byte-level BPE without merges.
 class ByteTokenizer final : public Tokenizer {
  public:
   static constexpr int64_t vocab_size = 257;

@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <unordered_map>
 
-#include "core/std.h"
 #include "core/utf8.h"
 #include "text/unicode_tables.h"
 

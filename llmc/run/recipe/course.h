@@ -1,6 +1,5 @@
 // course.h: a recipe unrolled into stretches of equal steps: how many, of how many tokens, from where in each source,
-// at which learning rate. A run whose recipe changed goes on from an origin, the state of the checkpoint where it
-// changed.
+// at which rate. A run whose recipe changed goes on from an origin: the state of the checkpoint where it changed.
 #pragma once
 #include "run/recipe/recipe.h"
 
