@@ -77,10 +77,7 @@ class Bpe {
   }
 
   // The bytes of a token; empty: no such token. One character's bytes may be spread over several tokens.
-  const std::string& text_of(int32_t id) const {
-    static const std::string none;
-    return id >= 0 && static_cast<size_t>(id) < tokens_.size() ? tokens_[static_cast<size_t>(id)] : none;
-  }
+  std::string text_of(int32_t id) const { return id >= 0 && id < vocab_size() ? tokens_[static_cast<size_t>(id)] : ""; }
   // Is the token for programs rather than part of a text?
   bool is_special(int32_t id) const { return std::ranges::binary_search(special_, id); }
   int32_t vocab_size() const { return narrow<int32_t>(static_cast<int64_t>(tokens_.size())); }

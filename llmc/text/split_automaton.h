@@ -246,8 +246,7 @@ class SplitAutomaton {
   std::array<uint32_t, 0x1100> page_{};  // where the classes of 256 characters are
   std::vector<uint8_t> class_in_page_;
   std::vector<Step> steps_;  // (states, classes)
-  // The same, of a text rather than of one match: the next state's place, and what the character does: it begins a
-  // piece, or the match must be sought the slow way.
+  // The same of a text: the next state's place, and whether the character begins a piece, or needs the slow way.
   static constexpr uint32_t cuts_here = 1, stops = 2;
   std::vector<uint32_t> steps_on_;
   std::vector<Place> places_;

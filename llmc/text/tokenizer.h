@@ -169,7 +169,7 @@ class HuggingFaceTokenizer final : public Tokenizer {
   std::optional<size_t> last_cut(std::string_view text) const override { return bpe_.last_cut(text); }
   bool needs_utf8() const override { return true; }
   std::optional<std::string> text_of(int32_t token) const override {
-    const std::string& text = bpe_.text_of(token);
+    const std::string text = bpe_.text_of(token);
     return text.empty() ? std::nullopt : std::optional(text);
   }
   int32_t end_of_text() const override { return end_of_text_; }
@@ -235,8 +235,7 @@ inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) {
   return std::make_unique<HuggingFaceTokenizer>(name);
 }
 
-// "auto": the tokenizer.json in the model's directory (none: the model is a preset), if it exists and the model's
-// vocabulary has all its tokens; otherwise bytes.
+// "auto": a tokenizer.json in the model's directory (none: a preset) whose tokens the vocabulary has; otherwise bytes.
 inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, const std::optional<std::string>& directory,
                                                  int64_t vocab_size) {
   if (name != "auto") return make_tokenizer(name);
