@@ -103,7 +103,7 @@ inline void run_verify_data(const Options& o) {
   for (const SourceText& source : source_texts(o))
     bad += verify_data(log, train_option(source.name).c_str(), source.pattern, o.data_format, model.vocab_size,
                        end_of_text);
-  for (const ValidationText& set : validation_texts(o))
+  for (const SourceText& set : validation_texts(o))
     bad += verify_data(log, val_option(set.name).c_str(), set.pattern, o.data_format, model.vocab_size, end_of_text);
   CHECK(bad.empty(), "--verify-data found bad shards:{}", bad);
 }

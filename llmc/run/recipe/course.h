@@ -100,8 +100,7 @@ class Course {
     only.steps = std::max<int64_t>(0, all - origin_.step);
     only.schedule = choose_lr_schedule(o, all, only.tokens_per_step);
     only.counted = origin_.step;
-    take_skips(only);
-    stretches_.push_back(std::move(only));
+    append(std::move(only));
   }
 
   Stretch stretch(size_t stage, int64_t tokens_per_step) const {

@@ -68,19 +68,16 @@ struct Recipe {
   bool staged = false;  // by a file
   nlohmann::json text;  // what the file and the options say of stages and sources, as recorded; null: no file
   int64_t longest() const {
-    int64_t T = 1;
-    for (const RecipeStage& stage : stages) T = std::max(T, stage.options.seq_len);
-    return T;
+    const auto length = [](const RecipeStage& stage) { return stage.options.seq_len; };
+    return std::ranges::max(stages | std::views::transform(length));
   }
 };
 
 namespace detail {
 
-// The ranks that take micro-batches of their own.
-inline int64_t readers_of(const Options& o) { return std::max<int64_t>(1, o.ranks / (o.tp * o.cp * o.pp)); }
-
 inline std::vector<RampPiece> one_size(const Options& o) {
-  return {{0, o.total_batch_size.value_or(micro_batch_tokens(o, readers_of(o)))}};
+  const int64_t readers = std::max<int64_t>(1, o.ranks / (o.tp * o.cp * o.pp));  // which take other micro-batches
+  return {{0, o.total_batch_size.value_or(micro_batch_tokens(o, readers))}};
 }
 
 inline std::vector<int64_t> weights_of(const std::vector<SourceText>& sources) {

@@ -14,8 +14,8 @@ struct ValidationSet {
 
 inline std::vector<ValidationSet> open_validation_sets(const Options& o, int64_t seq_len) {
   std::vector<ValidationSet> all;
-  for (const ValidationText& text : validation_texts(o)) {
-    all.push_back({text.name, {text.pattern, seq_len, val_option(text.name).c_str(), o.data_format}, {}});
+  for (const SourceText& text : validation_texts(o)) {
+    all.push_back({text.name, {text.pattern, seq_len, val_option(text.name).c_str(), text.format}, {}});
     all.back().checksums = all.back().shards.checksums();
   }
   return all;

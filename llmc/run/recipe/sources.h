@@ -8,7 +8,7 @@
 
 namespace llmc {
 
-// A source as its option describes it. name: empty for --train-data, the only source.
+// A source, or a validation set, as its option describes it. name: empty for --train-data and --val-data.
 struct SourceText {
   std::string name, pattern;
   DataFormat format = DataFormat::automatic;
@@ -23,10 +23,8 @@ inline std::pair<std::string, std::string> split_name(const char* option, const 
                                                       const char* expected) {
   const size_t equals = item.find('=');
   const std::string name = item.substr(0, std::min(equals, item.size()));
-  const bool plain = !name.empty() && std::ranges::all_of(name, [](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-' ||
-           c == '.';
-  });
+  constexpr const char* allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.";
+  const bool plain = !name.empty() && name.find_first_not_of(allowed) == name.npos;
   CHECK(equals != item.npos && plain && equals + 1 < item.size(),
         "{} '{}': expected {}, with a name of letters, digits, -, _ and .{}", option, shown(item), expected,
         equals == item.npos ? formatted("; {} takes files without a name",
@@ -47,8 +45,7 @@ inline std::optional<double> take_number(std::string& text) {
   return value;
 }
 
-template <class Named>
-void refuse_double_names(const char* option, const std::vector<Named>& all) {
+inline void refuse_double_names(const char* option, const std::vector<SourceText>& all) {
   for (size_t i = 0; i < all.size(); ++i)
     for (size_t j = 0; j < i; ++j)
       CHECK(all[i].name != all[j].name, "{} {}={} and {}={}: two of the same name; give each its own", option,
@@ -89,17 +86,14 @@ inline std::vector<SourceText> source_texts(const Options& o) {
   return all;
 }
 
-struct ValidationText {
-  std::string name, pattern;
-};
-inline std::vector<ValidationText> validation_texts(const Options& o) {
+inline std::vector<SourceText> validation_texts(const Options& o) {
   CHECK(o.val.empty() || o.val_data.empty(),
         "--val with --val-data, for which it stands: leave out --val-data, or give it as one more --val");
-  std::vector<ValidationText> all;
-  if (!o.val_data.empty()) all.push_back({"", o.val_data});
+  std::vector<SourceText> all;
+  if (!o.val_data.empty()) all.push_back({"", o.val_data, o.data_format});
   for (const std::string& item : o.val.items) {
-    auto [name, pattern] = detail::split_name("--val", item, "NAME=PATTERN");
-    all.push_back({name, pattern});
+    const auto [name, pattern] = detail::split_name("--val", item, "NAME=PATTERN");
+    all.push_back({name, pattern, o.data_format});
   }
   detail::refuse_double_names("--val", all);
   return all;
