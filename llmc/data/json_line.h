@@ -1,6 +1,7 @@
 // json_line.h: the text in a line of JSON. Lines as most writers make them are read here, several times as fast as by
 // the library; the library reads all others and says what is wrong with them.
 #pragma once
+#include <charconv>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
@@ -105,14 +106,9 @@ class LineReader {
     return append_utf8(out, 0x10000 + ((*first - 0xd800) << 10) + (*second - 0xdc00)), true;
   }
   std::optional<char32_t> unit() {
-    if (end_ - at_ < 4) return std::nullopt;
-    char32_t code = 0;
-    for (int i = 0; i < 4; ++i) {
-      const char c = *at_++, letter = static_cast<char>(c | 0x20);
-      if (c >= '0' && c <= '9') code = code << 4 | static_cast<char32_t>(c - '0');
-      else if (letter >= 'a' && letter <= 'f') code = code << 4 | static_cast<char32_t>(letter - 'a' + 10);
-      else return std::nullopt;
-    }
+    uint32_t code = 0;
+    if (end_ - at_ < 4 || std::from_chars(at_, at_ + 4, code, 16).ptr != at_ + 4) return std::nullopt;
+    at_ += 4;
     return code;
   }
 
@@ -154,8 +150,8 @@ class FieldReader {
   bool binary(nlohmann::json::binary_t&) { return false; }  // does not occur in text
   bool start_object(size_t) { return (depth_ == 0 || other("an object")) && open(); }
   bool start_array(size_t) { return other("a list") && open(); }
-  bool end_object() { return close(); }
-  bool end_array() { return close(); }
+  bool end_object() { return --depth_, true; }
+  bool end_array() { return --depth_, true; }
   bool key(const std::string& name) {
     if (depth_ != 1) return true;
     if (names.size() < 100) names += (names.empty() ? "" : ", ") + shown(name, 40);
@@ -175,10 +171,6 @@ class FieldReader {
     return !wanted() || fail(formatted("field '{}' holds {}, expected a string", shown(field_), kind));
   }
   bool open() { return ++depth_ <= 512 || fail("nested more than 512 deep"); }
-  bool close() {
-    --depth_;
-    return true;
-  }
   bool fail(std::string why) {
     if (fault.empty()) fault = std::move(why);
     return false;

@@ -85,9 +85,8 @@ class Mixture {
   static constexpr int64_t whole = 1'000'000'000'000;  // a share of 1, as shares() gives it
 
   // weights: at least one above 0; their sum fits into 64 bits. Sources of weight 0 get no samples.
-  explicit Mixture(std::vector<int64_t> weights) : weights_(std::move(weights)) {
-    sums_.push_back(0);
-    for (const int64_t weight : weights_) {
+  explicit Mixture(const std::vector<int64_t>& weights) {
+    for (const int64_t weight : weights) {
       CHECK(weight >= 0);
       sums_.push_back(sums_.back() + weight);
     }
@@ -109,7 +108,7 @@ class Mixture {
   };
   // The source of sample n, which counts from 0.
   Place at(int64_t n) const {
-    size_t begin = 0, end = weights_.size();
+    size_t begin = 0, end = sums_.size() - 1;
     while (end - begin > 1) {
       const size_t middle = begin + (end - begin + 1) / 2;
       const int64_t left = left_of(begin, middle, end, n);
@@ -121,8 +120,8 @@ class Mixture {
 
   // How many of the first n samples each source has.
   std::vector<int64_t> counts(int64_t n) const {
-    std::vector<int64_t> all(weights_.size());
-    count(0, weights_.size(), n, all);
+    std::vector<int64_t> all(sums_.size() - 1);
+    count(0, all.size(), n, all);
     return all;
   }
 
@@ -140,7 +139,7 @@ class Mixture {
     count(begin, middle, left, all), count(middle, end, n - left, all);
   }
 
-  std::vector<int64_t> weights_, sums_;  // sums_[i]: of the weights before source i
+  std::vector<int64_t> sums_ = {0};  // of the weights before each source, and of all
 };
 
 // What a run takes from its sources while the mix and the length of the samples stay the same.
@@ -151,12 +150,8 @@ class SampleOrder {
     SourcePosition begin;  // where this order begins
   };
   // weights: see Mixture. T divides the length of the blocks. mixed: how many samples of this mix came before.
-  SampleOrder(std::vector<Source> sources, std::vector<int64_t> weights, int64_t T, int64_t mixed = 0)
-      : sources_(std::move(sources)),
-        mixture_(std::move(weights)),
-        T_(T),
-        mixed_(mixed),
-        counted_(mixture_.counts(mixed)) {
+  SampleOrder(std::vector<Source> sources, const std::vector<int64_t>& weights, int64_t T, int64_t mixed = 0)
+      : sources_(std::move(sources)), mixture_(weights), T_(T), mixed_(mixed), counted_(mixture_.counts(mixed)) {
     for (const Source& source : sources_) CHECK(T > 0 && source.epoch_tokens > 0 && source.epoch_tokens % T == 0);
   }
 
