@@ -111,16 +111,16 @@ class Bpe {
                            first = normalizer_.apply(right, TextPart::continuation, after);
     if (last.empty() || first.empty()) return false;
     const std::string_view a = last.substr(utf8_before(last, last.size())), b = first.substr(0, utf8_width(first[0]));
-    return pieces_independent(utf8_at(a, 0).code, utf8_at(b, 0).code) && !added_.cross(left, right) &&
-           !added_normalised_.cross(a, b);
-  }
-  bool pieces_independent(char32_t a, char32_t b) const {
-    const SplitAutomaton::Place place = pre_tokenizer_.between(a, b);
-    if (place != SplitAutomaton::Place::independent) return place == SplitAutomaton::Place::boundary;
-    std::string last, first;
-    append_utf8(last, a);
-    append_utf8(first, b);
-    return !vocabulary_.joins(last, first);
+    char32_t end = utf8_at(a, 0).code, begin = utf8_at(b, 0).code;
+    const SplitAutomaton::Place place = pre_tokenizer_.between(end, begin);
+    if (place == SplitAutomaton::Place::anything) return false;
+    if (place == SplitAutomaton::Place::independent) {
+      std::string end_text, begin_text;
+      append_utf8(end_text, end);
+      append_utf8(begin_text, begin);
+      if (vocabulary_.joins(end_text, begin_text)) return false;
+    }
+    return !added_.cross(left, right) && !added_normalised_.cross(a, b);
   }
 
   // The text that a token of the vocabulary stands for.

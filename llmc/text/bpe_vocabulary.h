@@ -31,17 +31,13 @@ inline std::string byte_level_text(std::string_view bytes) {
 
 // The bytes that a token of a byte-level vocabulary stands for. None: the token holds another character.
 inline std::optional<std::string> bytes_of_byte_level(std::string_view token) {
-  static const std::unordered_map<char32_t, char> byte_of = [] {
-    std::unordered_map<char32_t, char> map;
-    for (size_t byte = 0; byte < 256; ++byte) map[byte_level_characters()[byte]] = static_cast<char>(byte);
-    return map;
-  }();
+  const std::array<char32_t, 256>& characters = byte_level_characters();
   std::string bytes;
   for (size_t at = 0; at < token.size();) {
     const Utf8Character c = utf8_at(token, at);
-    const auto found = byte_of.find(c.code);
-    if (found == byte_of.end()) return std::nullopt;
-    bytes += found->second;
+    const auto byte = std::ranges::find(characters, c.code);
+    if (byte == characters.end()) return std::nullopt;
+    bytes += static_cast<char>(byte - characters.begin());
     at += c.width;
   }
   return bytes;

@@ -49,7 +49,7 @@ class Normalizer {
   std::string_view apply(std::string_view text, TextPart part, std::string& buffer) const {
     for (const Step& step : steps_) {
       if (step.kind == Kind::nfc) {
-        if (!is_nfc(text)) text = buffer = nfc(text);
+        if (find_unstable(text) < text.size()) text = buffer = nfc(text);
       } else if (step.kind == Kind::replace) {
         if (text.find(step.from) != text.npos) text = buffer = replaced(text, step.from, step.to);
       } else if (!text.empty() && part == TextPart::beginning) {

@@ -86,30 +86,7 @@ inline const UnicodeTables& unicode_tables() {
   return tables;
 }
 
-}  // namespace detail
-
-// Bit i: the i-th general category; the last two: white space, and everything else.
-using CharacterTraits = uint32_t;
-inline constexpr CharacterTraits white_space_trait = 1u << 30, visible_trait = 1u << 31;
-
-inline CharacterTraits traits_of(char32_t c) {
-  const uint8_t traits = detail::unicode_tables().traits[c];
-  return 1u << (traits & detail::UnicodeTables::category_bits) |
-         (traits & detail::UnicodeTables::white_space ? white_space_trait : visible_trait);
-}
-
-// The categories that a name stands for: "Lu" for one, "L" for all that begin with L; 0: no such name.
-inline CharacterTraits category_traits(std::string_view name) {
-  CharacterTraits traits = 0;
-  const std::string_view names = detail::category_names;
-  for (size_t i = 0; 3 * i < names.size(); ++i)
-    if (!name.empty() && names.substr(3 * i, 2).starts_with(name)) traits |= 1u << i;
-  return traits;
-}
-
 // ---- NFC ------------------------------------------------------------------------------------------------------------
-
-namespace detail {
 
 inline uint8_t combining_class(char32_t c) {
   const auto found = unicode_tables().combining_class.find(c);
@@ -173,40 +150,46 @@ inline void append_normalised(std::string& out, std::string_view text) {
 
 }  // namespace detail
 
+// Bit i: the i-th general category; the last two: white space, and everything else.
+using CharacterTraits = uint32_t;
+inline constexpr CharacterTraits white_space_trait = 1u << 30, visible_trait = 1u << 31;
+
+inline CharacterTraits traits_of(char32_t c) {
+  const uint8_t traits = detail::unicode_tables().traits[c];
+  return 1u << (traits & detail::UnicodeTables::category_bits) |
+         (traits & detail::UnicodeTables::white_space ? white_space_trait : visible_trait);
+}
+
+// The categories that a name stands for: "Lu" for one, "L" for all that begin with L; 0: no such name.
+inline CharacterTraits category_traits(std::string_view name) {
+  CharacterTraits traits = 0;
+  const std::string_view names = detail::category_names;
+  for (size_t i = 0; 3 * i < names.size(); ++i)
+    if (!name.empty() && names.substr(3 * i, 2).starts_with(name)) traits |= 1u << i;
+  return traits;
+}
+
 // May NFC change this character, or the one before it?
 inline bool nfc_may_change(char32_t c) {
   return (detail::unicode_tables().traits[c] & detail::UnicodeTables::unstable) != 0;
 }
 
-// Is the text certainly in NFC? Valid UTF-8.
-inline bool is_nfc(std::string_view text) {
-  for (size_t at = 0; at < text.size();) {
-    if (static_cast<unsigned char>(text[at]) < 0x80) {
-      ++at;
-      continue;
-    }
-    const Utf8Character c = utf8_at(text, at);
-    if (nfc_may_change(c.code)) return false;
-    at += c.width;
-  }
-  return true;
+// The first character from `at` on of valid UTF-8 that NFC may change; the text's size: there is none.
+inline size_t find_unstable(std::string_view text, size_t at = 0) {
+  for (; at < text.size(); at += utf8_width(text[at]))
+    if (static_cast<unsigned char>(text[at]) >= 0x80 && nfc_may_change(utf8_at(text, at).code)) break;
+  return at;
 }
 
 // NFC of valid UTF-8. Text that NFC cannot change is copied.
 inline std::string nfc(std::string_view text) {
   std::string out;
-  size_t copied = 0, before = 0;  // `before`: where the character before `at` begins
-  for (size_t at = 0; at < text.size();) {
-    const Utf8Character c = utf8_at(text, at);
-    if (!nfc_may_change(c.code)) {
-      before = at;
-      at += c.width;
-      continue;
-    }
-    while (at < text.size() && nfc_may_change(utf8_at(text, at).code)) at += utf8_at(text, at).width;
+  size_t copied = 0;
+  for (size_t at = 0; (at = find_unstable(text, at)) < text.size(); copied = at) {
+    const size_t before = at == 0 ? 0 : utf8_before(text, at);  // the character before may change, too
+    while (at < text.size() && nfc_may_change(utf8_at(text, at).code)) at += utf8_width(text[at]);
     out += text.substr(copied, before - copied);
     detail::append_normalised(out, text.substr(before, at - before));
-    copied = before = at;
   }
   return out += text.substr(copied);
 }
