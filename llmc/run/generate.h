@@ -14,11 +14,7 @@ inline constexpr int64_t most_prompt_bytes = 1 << 26;
 // they could do anything but display.
 class TextOut {
  public:
-  TextOut() : terminal_(isatty(STDOUT_FILENO) == 1) {}
-  void add(std::string_view bytes) {
-    if (terminal_) put(characters_.add(bytes));
-    else put(bytes);
-  }
+  void add(std::string_view bytes) { put(terminal_ ? characters_.add(bytes) : std::string(bytes)); }
   // The text that follows does not continue a character.
   void end(std::string_view after) {
     put(characters_.rest());
@@ -30,7 +26,7 @@ class TextOut {
     const bool good = std::fwrite(bytes.data(), 1, bytes.size(), stdout) == bytes.size() && std::fflush(stdout) == 0;
     CHECK(good, "cannot write to stdout: {}", std::strerror(errno));
   }
-  bool terminal_;
+  bool terminal_ = isatty(STDOUT_FILENO) == 1;
   PrintableStream characters_;
 };
 

@@ -100,20 +100,17 @@ struct TokenizeRecord {
 class TokenizeProgress {
  public:
   TokenizeProgress(Log& log, int64_t all_bytes, int64_t bytes_before)
-      : log_(log), all_bytes_(all_bytes), bytes_before_(bytes_before) {}
+      : log_(log), all_bytes_(static_cast<double>(all_bytes)), bytes_before_(static_cast<double>(bytes_before)) {}
 
   double seconds() const { return std::chrono::duration<double>(Clock::now() - began_).count(); }
-  void show(int64_t bytes, int64_t text_bytes, int64_t tokens) {
+  void show(double bytes, double text_bytes, int64_t tokens) {
     const auto now = Clock::now();
     if (now < next_) return;
     next_ = now + (log_.live() ? std::chrono::milliseconds(200) : std::chrono::seconds(10));
-    const double share =
-        static_cast<double>(bytes_before_ + bytes) / static_cast<double>(std::max<int64_t>(1, all_bytes_));
-    const double left = static_cast<double>(all_bytes_ - bytes_before_ - bytes) * seconds() /
-                        static_cast<double>(std::max<int64_t>(1, bytes));
-    const std::string line = formatted("{:3.0f}%  {:.0f} MB  {} tokens  {:.1f} MB/s  {} left", 100 * share,
-                                       static_cast<double>(text_bytes) * 1e-6, human_count(tokens),
-                                       static_cast<double>(text_bytes) * 1e-6 / seconds(), human_duration(left));
+    const double done = bytes_before_ + bytes, left = (all_bytes_ - done) * seconds() / std::max(1.0, bytes);
+    const std::string line =
+        formatted("{:3.0f}%  {:.0f} MB  {} tokens  {:.1f} MB/s  {} left", 100 * (done / std::max(1.0, all_bytes_)),
+                  text_bytes * 1e-6, human_count(tokens), text_bytes * 1e-6 / seconds(), human_duration(left));
     if (log_.live()) log_.progress(line);
     else log_.line(line);
   }
@@ -121,7 +118,7 @@ class TokenizeProgress {
  private:
   using Clock = std::chrono::steady_clock;
   Log& log_;
-  int64_t all_bytes_, bytes_before_;  // of the inputs as they are
+  double all_bytes_, bytes_before_;  // of the inputs as they are
   Clock::time_point began_ = Clock::now(), next_ = began_ + std::chrono::seconds(log_.live() ? 0 : 5);
 };
 
@@ -304,15 +301,10 @@ class Tokenization {
       if (fault_ || !stopped_.empty() || ended_) return std::nullopt;
       number = taken_++;
     }
-    std::optional<TextChunk> chunk;
-    try {
-      chunk = reader_->next();
-      encoded.bytes_read = reader_->bytes_read();
-    } catch (...) {
-      ended_ = true;  // nothing can be read after it
-      throw;
-    }
-    if (!chunk) ended_ = true;
+    ended_ = true;  // unless next() returns a chunk: after an error nothing can be read
+    std::optional<TextChunk> chunk = reader_->next();
+    ended_ = !chunk;
+    encoded.bytes_read = reader_->bytes_read();
     return chunk;
   }
 
@@ -365,7 +357,8 @@ class Tokenization {
     record_.documents += encoded.documents;
     record_.text_bytes += encoded.text_bytes;
     record_.position = encoded.end;
-    progress_->show(encoded.bytes_read, record_.text_bytes - text_bytes_before_, record_.tokens);
+    progress_->show(static_cast<double>(encoded.bytes_read),
+                    static_cast<double>(record_.text_bytes - text_bytes_before_), record_.tokens);
     const auto now = std::chrono::steady_clock::now();
     if (std::chrono::duration<double>(now - last_record_).count() < job_.record_seconds) return;
     write_record();
