@@ -2,7 +2,7 @@
 #pragma once
 #include <filesystem>
 
-#include "data/megatron_index.h"
+#include "data/token_format.h"
 
 namespace llmc::detail {
 
