@@ -89,8 +89,7 @@ inline void run_generate(const Options& o) {
   const auto tokens_of = [&](const detail::Prompt& prompt) {
     return prompt_tokens(*tokenizer, prompt.text, config.model, prompt.where);
   };
-  std::vector<detail::Prompt> prompts;
-  if (!o.interactive) prompts = detail::given_prompts(o);
+  const auto prompts = o.interactive ? std::vector<detail::Prompt>() : detail::given_prompts(o);
   for (const detail::Prompt& prompt : prompts) tokens_of(prompt);  // rejects a bad one before the first is continued
   const Plan plan = make_plan(config, device);
   require_memory(o, config, plan, device);

@@ -25,11 +25,7 @@ struct RecipeFile {
 inline RecipeFile read_recipe_file(const std::string& path) {
   constexpr int64_t most_bytes = 1 << 20;
   CHECK(path_exists(path), "--stages {}: there is no such file", path);
-  RecipeFile file{.path = path, .root = {}, .lines = {}};
-  if (path.ends_with(".json")) {
-    file.root = read_json(path);
-    return file;
-  }
+  if (path.ends_with(".json")) return {path, read_json(path), {}};
   CHECK(path.ends_with(".toml"), "--stages {}: expected a file that ends with .toml or .json", path);
   const std::string text = read_text(path, most_bytes);
   const auto fault = utf8_fault(text);
@@ -41,9 +37,7 @@ inline RecipeFile read_recipe_file(const std::string& path) {
   }
   const TomlFile toml = read_toml(text);
   CHECK(toml.fault_line == 0, "{}:{}: {}", path, toml.fault_line, shown(toml.fault, 300));
-  file.root = parse_json(toml.json, path);
-  file.lines = toml.lines;
-  return file;
+  return {path, parse_json(toml.json, path), toml.lines};
 }
 
 // From this token of its stage on, the steps have so many tokens.
