@@ -125,11 +125,7 @@ class TokenizeProgress {
 class Tokenization {
  public:
   Tokenization(const TokenizeJob& job, const Tokenizer& tokenizer, Log& log)
-      : job_(job),
-        tokenizer_(tokenizer),
-        log_(log),
-        width_(token_width(tokenizer.size())),
-        record_path_(job.prefix + ".tokenized.json") {
+      : job_(job), tokenizer_(tokenizer), log_(log) {
     CHECK(tokenizer.document_encoder() != nullptr,
           "--tokenizer {} can decode tokens but not encode text: name a tokenizer.json", job.tokenizer_name);
   }
@@ -375,8 +371,9 @@ class Tokenization {
   const TokenizeJob& job_;
   const Tokenizer& tokenizer_;
   Log& log_;
-  int64_t width_, all_bytes_ = 0, text_bytes_before_ = 0;
-  std::string record_path_;
+  const int64_t width_ = token_width(tokenizer_.size());
+  const std::string record_path_ = job_.prefix + ".tokenized.json";
+  int64_t all_bytes_ = 0, text_bytes_before_ = 0;
   FileLock lock_;
   std::vector<std::string> made_;  // folders, the outermost first
   TokenizeRecord record_;
