@@ -10,16 +10,16 @@ namespace llmc {
 
 namespace detail {
 
-// Reads a line of UTF-8 as the library would, or gives up: at any fault, and at what is rare.
+// Reads a line as the library would, or gives up: at any fault, and at what is rare.
 class LineReader {
  public:
   LineReader(std::string_view line, const std::string& field)
-      : at_(line.data()), end_(at_ + line.size()), field_(field) {}
+      : line_(line), at_(line.data()), end_(at_ + line.size()), field_(field) {}
 
   // text = the string that the field holds.
   bool read(std::string& text) {
     text_ = &text;
-    if (!take('{') || !object(1) || !found_) return false;
+    if (utf8_fault(line_) || !take('{') || !object(1) || !found_) return false;
     skip_blanks();
     return at_ == end_;
   }
@@ -122,6 +122,7 @@ class LineReader {
     while (at_ < end_ && (*at_ == ' ' || *at_ == '\t' || *at_ == '\r' || *at_ == '\n')) ++at_;
   }
 
+  std::string_view line_;
   const char *at_, *end_;
   const std::string& field_;
   std::string* text_ = nullptr;
@@ -185,7 +186,7 @@ class FieldReader {
 // text = the text in a line of JSON, valid UTF-8; errors begin with `where`.
 inline void text_in_line(std::string& text, std::string_view line, const std::string& field, const std::string& where) {
   if (line.starts_with(utf8_mark)) line.remove_prefix(utf8_mark.size());
-  if (!utf8_fault(line) && detail::LineReader(line, field).read(text)) return;
+  if (detail::LineReader(line, field).read(text)) return;
   detail::FieldReader reader(field);
   if (line.find('\0') != line.npos) reader.fault = "not JSON: it has a NUL";  // the library takes it for the end
   else if (!nlohmann::json::sax_parse(line.begin(), line.end(), &reader) && reader.fault.empty())

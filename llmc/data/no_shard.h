@@ -59,11 +59,10 @@ inline bool has_index_of_megatron(const File& file) {
 
 // "; it seems to be ..." by the first bytes of a file, or by the index beside it, or nothing.
 inline std::string hint_of_magic(const File& file, const std::string& sample) {
+  if (has_magic_of_llmc(file)) return "; it seems to be a token shard of llm.c, which --data-format auto reads";
   int32_t magic = 0;
   std::memcpy(&magic, sample.data(), std::min(sample.size(), sizeof magic));
   constexpr std::pair<int32_t, const char*> numbers[] = {
-      {20240520, "a token shard of llm.c, which --data-format auto reads"},
-      {20240801, "a token shard of llm.c, which --data-format auto reads"},
       {20240522, "llm.c's multiple-choice questions: let data/hellaswag.py write them for --eval-choices"},
       {20240326, "a model of llm.c; --model takes the Hugging Face directory of the same weights"},
       {20240328, "a tokenizer of llm.c, for --tokenizer"}};

@@ -3,7 +3,6 @@
 // tokens: uint16 (20240520, 1) or uint32 (20240801, 7).
 #pragma once
 #include <mutex>
-#include <ranges>
 
 #include "core/checksum.h"
 #include "data/no_shard.h"
@@ -200,8 +199,9 @@ class TokenFiles {
 
   template <class T, class Of>
   std::vector<T> of_all(T Of::*field) const {
-    const auto values = files_ | std::views::transform(field);
-    return {values.begin(), values.end()};
+    std::vector<T> all;
+    for (const Described& file : files_) all.push_back(file.*field);
+    return all;
   }
   static void require_unchanged(const Described& described, const File& file) {
     FirstSeen& first = *described.first_seen;

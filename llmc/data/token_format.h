@@ -1,7 +1,5 @@
 // token_format.h: the formats that files of tokens may have, the numbers that tokens are stored as, Megatron's index.
 #pragma once
-#include <ranges>
-
 #include "core/enum_names.h"
 #include "core/files.h"
 
@@ -107,11 +105,15 @@ class MegatronIndex {
   // The tokens in [begin, end) at which documents begin. file: the index, opened again.
   std::vector<int64_t> document_starts(const File& file, int64_t begin, int64_t end) const {
     CHECK(file.size() == bytes_, "{}: its size has changed since the run began; restart the run", file.path());
-    const auto all = std::views::iota(int64_t{0}, documents());
-    const auto before = [&](int64_t d) { return start_of(file, d) < begin; };
+    int64_t d = 0;
+    for (int64_t after = documents(); d < after;) {
+      const int64_t middle = d + (after - d) / 2;
+      if (start_of(file, middle) < begin) d = middle + 1;
+      else after = middle;
+    }
     std::vector<int64_t> starts;
-    for (auto d = std::ranges::partition_point(all, before); d != all.end(); ++d) {
-      const int64_t start = start_of(file, *d);
+    for (; d < documents(); ++d) {
+      const int64_t start = start_of(file, d);
       if (start >= end) break;
       if (starts.empty() || start != starts.back()) starts.push_back(start);
     }

@@ -143,7 +143,7 @@ class Bpe {
     for (size_t at = text.size() - std::min<size_t>(text.size(), 8), before; at > middle; at = before) {
       for (before = at - 1; before > middle && utf8_continues(text[before]);) --before;
       const Utf8Character a = utf8_at(text, before), b = utf8_at(text, at), next = utf8_at(text, at + b.width);
-      if (utf8_continues(text[at]) || a.width != at - before || std::max({a.code, b.code, next.code}) > last_character)
+      if (utf8_continues(text[at]) || a.width != at - before || std::max({a.code, b.code, next.code}) > 0x10ffff)
         continue;
       // nor does what follows b change b
       if (normalizer_.independent(a.code, b.code) && normalizer_.independent(b.code, next.code) &&
@@ -171,7 +171,6 @@ class Bpe {
   bool strips_first_space() const { return strips_first_space_; }
 
  private:
-  static constexpr char32_t last_character = 0x10ffff;
   bool of_bytes() const { return vocabulary_.symbols() == BpeVocabulary::Symbols::bytes; }
 
   [[noreturn]] void refuse(const std::string& what) const {

@@ -5,10 +5,10 @@
 
 namespace llmc {
 
-// The tokens of words that were encoded before, because a text has few distinct words. A word has two
-// places beside each other: new words take the second one, and those that come again move to the first, so that words
-// that come once displace no others. The cache never grows. Where a word would be is known before it is looked up, so
-// that its cache lines can be fetched while other words are encoded.
+// The tokens of words that were encoded before: a text has few distinct words. A word has two places side by side: new
+// words take the second, those that come again move to the first, so that words that come once displace no others. The
+// cache never grows. A word's place is known before it is looked up, so that its cache lines can be fetched while
+// others are encoded.
 template <size_t Words>
 class WordCache {
  public:

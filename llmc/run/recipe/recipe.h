@@ -23,11 +23,10 @@ struct RecipeFile {
 };
 
 inline RecipeFile read_recipe_file(const std::string& path) {
-  constexpr int64_t most_bytes = 1 << 20;
   CHECK(path_exists(path), "--stages {}: there is no such file", path);
   if (path.ends_with(".json")) return {path, read_json(path), {}};
   CHECK(path.ends_with(".toml"), "--stages {}: expected a file that ends with .toml or .json", path);
-  const std::string text = read_text(path, most_bytes);
+  const std::string text = read_text(path, 1 << 20);
   const auto fault = utf8_fault(text);
   CHECK(!fault, "--stages {}: byte {} is not UTF-8", path, fault.value_or(0) + 1);
   int dots = 0;  // a.b.c: tables in tables, which the parser builds and frees by recursion
@@ -62,8 +61,9 @@ struct Recipe {
   bool staged = false;  // by a file
   nlohmann::json text;  // what the file and the options say of stages and sources, as recorded; null: no file
   int64_t longest() const {
-    const auto length = [](const RecipeStage& stage) { return stage.options.seq_len; };
-    return std::ranges::max(stages | std::views::transform(length));
+    int64_t T = 1;
+    for (const RecipeStage& stage : stages) T = std::max(T, stage.options.seq_len);
+    return T;
   }
 };
 
