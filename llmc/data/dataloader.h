@@ -3,7 +3,6 @@
 #pragma once
 #include "data/packed_shards.h"
 #include "data/sample_order.h"
-#include "data/token_file.h"
 
 namespace llmc {
 

@@ -7,16 +7,6 @@
 // An index of another file of tokens, or of another state of this one, and a damaged index are made again. Numbers are
 // little-endian.
 #pragma once
-#include <sys/stat.h>
-#include <unistd.h>
-#include <xxhash.h>
-
-#include <cerrno>
-#include <cstdio>
-#include <filesystem>
-
-#include "core/checksum.h"
-#include "core/files.h"
 #include "core/host_name.h"
 #include "data/token_file.h"
 

@@ -1,9 +1,6 @@
-// documents.h: files of text or JSON lines, cut into chunks of bounded size for several threads, and the documents in a
-// chunk. Chunks depend on the files alone, never on the number of threads, and reading can resume at any chunk
-// boundary.
+// documents.h: files of text or JSON lines, cut into chunks of bounded size for several threads, and the documents in
+// them. Chunks depend on the files alone, never on the number of threads; reading can resume between any two.
 #pragma once
-#include "core/check.h"
-#include "core/escape.h"
 #include "data/json_line.h"
 #include "data/text_file.h"
 
@@ -38,8 +35,7 @@ struct TextChunk {
 
 class ChunkReader {
  public:
-  // Where the text of a document may be cut: the last such place, none if there is none. Called with at least
-  // chunk_bytes.
+  // The last place where the text of a document may be cut; none: there is none. Called with at least chunk_bytes.
   using Cut = std::function<std::optional<size_t>(std::string_view)>;
 
   static constexpr size_t chunk_bytes = 1 << 20;

@@ -1,11 +1,10 @@
 // json_line.h: the text in a line of JSON. Lines as most writers make them are read here, several times as fast as by
 // the library; the library reads all others and says what is wrong with them.
 #pragma once
+#include <charconv>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
-#include "core/escape.h"
-#include "core/utf8.h"
 
 namespace llmc {
 
@@ -20,7 +19,9 @@ class LineReader {
   // text = the string that the field holds.
   bool read(std::string& text) {
     text_ = &text;
-    return !utf8_fault(line_) && take('{') && object(1) && found_ && at_end();
+    if (utf8_fault(line_) || !take('{') || !object(1) || !found_) return false;
+    skip_blanks();
+    return at_ == end_;
   }
 
  private:
@@ -105,14 +106,9 @@ class LineReader {
     return append_utf8(out, 0x10000 + ((*first - 0xd800) << 10) + (*second - 0xdc00)), true;
   }
   std::optional<char32_t> unit() {
-    if (end_ - at_ < 4) return std::nullopt;
-    char32_t code = 0;
-    for (int i = 0; i < 4; ++i) {
-      const char c = *at_++, letter = static_cast<char>(c | 0x20);
-      if (c >= '0' && c <= '9') code = code << 4 | static_cast<char32_t>(c - '0');
-      else if (letter >= 'a' && letter <= 'f') code = code << 4 | static_cast<char32_t>(letter - 'a' + 10);
-      else return std::nullopt;
-    }
+    uint32_t code = 0;
+    if (end_ - at_ < 4 || std::from_chars(at_, at_ + 4, code, 16).ptr != at_ + 4) return std::nullopt;
+    at_ += 4;
     return code;
   }
 
@@ -121,10 +117,6 @@ class LineReader {
   bool take(char c) {
     skip_blanks();
     return next_is(c);
-  }
-  bool at_end() {
-    skip_blanks();
-    return at_ == end_;
   }
   void skip_blanks() {
     while (at_ < end_ && (*at_ == ' ' || *at_ == '\t' || *at_ == '\r' || *at_ == '\n')) ++at_;
@@ -143,26 +135,26 @@ class FieldReader {
  public:
   explicit FieldReader(const std::string& field) : field_(field) {}
   std::optional<std::string> text;
-  std::string fault;
+  std::string fault, names;  // names: of the object's first members
 
-  bool null() { return scalar("null"); }
-  bool boolean(bool) { return scalar("true or false"); }
-  bool number_integer(int64_t) { return scalar("a number"); }
-  bool number_unsigned(uint64_t) { return scalar("a number"); }
-  bool number_float(double, const std::string&) { return scalar("a number"); }
+  bool null() { return other("null"); }
+  bool boolean(bool) { return other("true or false"); }
+  bool number_integer(int64_t) { return other("a number"); }
+  bool number_unsigned(uint64_t) { return other("a number"); }
+  bool number_float(double, const std::string&) { return other("a number"); }
   bool string(std::string& value) {
     if (depth_ == 0) return fail("not a JSON object");
     if (wanted()) text = std::move(value);
     return true;
   }
   bool binary(nlohmann::json::binary_t&) { return false; }  // does not occur in text
-  bool start_object(size_t) { return open("an object"); }
-  bool start_array(size_t) { return depth_ == 0 ? fail("not a JSON object") : open("a list"); }
-  bool end_object() { return close(); }
-  bool end_array() { return close(); }
+  bool start_object(size_t) { return (depth_ == 0 || other("an object")) && open(); }
+  bool start_array(size_t) { return other("a list") && open(); }
+  bool end_object() { return --depth_, true; }
+  bool end_array() { return --depth_, true; }
   bool key(const std::string& name) {
     if (depth_ != 1) return true;
-    if (names_.size() < 100) names_ += (names_.empty() ? "" : ", ") + shown(name, 40);
+    if (names.size() < 100) names += (names.empty() ? "" : ", ") + shown(name, 40);
     here_ = name == field_;
     return !here_ || !text || fail(formatted("names {} twice", shown(name)));
   }
@@ -170,29 +162,21 @@ class FieldReader {
     const std::string why = error.what();  // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
     return fail("not JSON: " + shown(why.substr(why.find("] ") + 2), 200));
   }
-  const std::string& names() const { return names_; }
 
  private:
   bool wanted() const { return depth_ == 1 && here_; }
-  bool scalar(const char* kind) {
+  // A value that is no string, within the object.
+  bool other(const char* kind) {
     if (depth_ == 0) return fail("not a JSON object");
     return !wanted() || fail(formatted("field '{}' holds {}, expected a string", shown(field_), kind));
   }
-  bool open(const char* kind) {
-    if (wanted()) return fail(formatted("field '{}' holds {}, expected a string", shown(field_), kind));
-    return ++depth_ <= 512 || fail("nested more than 512 deep");
-  }
-  bool close() {
-    --depth_;
-    return true;
-  }
+  bool open() { return ++depth_ <= 512 || fail("nested more than 512 deep"); }
   bool fail(std::string why) {
     if (fault.empty()) fault = std::move(why);
     return false;
   }
 
   const std::string& field_;
-  std::string names_;
   int depth_ = 0;
   bool here_ = false;  // the key just read is the field's
 };
@@ -210,7 +194,7 @@ inline void text_in_line(std::string& text, std::string_view line, const std::st
   CHECK(reader.fault.empty(), "{}: {}; expected an object with a \"{}\" on each line, found {}", where, reader.fault,
         shown(field), shown(line, 60));
   CHECK(reader.text, "{}: no field '{}', only {}: name the text's with --tokenize-field", where, shown(field),
-        reader.names().empty() ? "none" : reader.names());
+        reader.names.empty() ? "none" : reader.names);
   text = std::move(*reader.text);
 }
 

@@ -2,9 +2,7 @@
 #pragma once
 #include <filesystem>
 
-#include "core/files.h"
-#include "core/utf8.h"
-#include "data/megatron_index.h"
+#include "data/token_format.h"
 
 namespace llmc::detail {
 
@@ -61,11 +59,10 @@ inline bool has_index_of_megatron(const File& file) {
 
 // "; it seems to be ..." by the first bytes of a file, or by the index beside it, or nothing.
 inline std::string hint_of_magic(const File& file, const std::string& sample) {
+  if (has_magic_of_llmc(file)) return "; it seems to be a token shard of llm.c, which --data-format auto reads";
   int32_t magic = 0;
   std::memcpy(&magic, sample.data(), std::min(sample.size(), sizeof magic));
   constexpr std::pair<int32_t, const char*> numbers[] = {
-      {20240520, "a token shard of llm.c, which --data-format auto reads"},
-      {20240801, "a token shard of llm.c, which --data-format auto reads"},
       {20240522, "llm.c's multiple-choice questions: let data/hellaswag.py write them for --eval-choices"},
       {20240326, "a model of llm.c; --model takes the Hugging Face directory of the same weights"},
       {20240328, "a tokenizer of llm.c, for --tokenizer"}};
@@ -110,8 +107,7 @@ inline std::string hint_of_no_shard(const File& file) {
     return "; it seems to be text: data/tokenize_text.py makes shards of it";
   std::string end(sample.size(), '\0');
   file.read_at(end.data(), std::ssize(end), (size - std::ssize(end)) / 4 * 4);
-  // GPT-2's tokens are below 50257; those of Llama and Qwen, which do not fit into 16 bits, are below 2^18. Almost any
-  // other contents would have a larger number.
+  // GPT-2's tokens are below 50257; Llama's and Qwen's, too large for 16 bits, below 2^18; few other contents are.
   if (size % 4 == 0 && all_below<uint32_t>(sample, 1 << 18) && all_below<uint32_t>(end, 1 << 18))
     return "; it seems to be uint32 tokens without a header, as OLMo's tools write them: --data-format olmo";
   if (size % 2 == 0 && !seems_weights(sample) && all_below<uint16_t>(sample, 50304) && all_below<uint16_t>(end, 50304))
@@ -119,9 +115,8 @@ inline std::string hint_of_no_shard(const File& file) {
   return "";
 }
 
-// What a file is that was said to be tokens of this many bytes without a header, and is clearly something else;
-// nothing: it may be. If the upper halves of 32-bit tokens are read as tokens, they are tiny; if pairs of 16-bit tokens
-// are read as one, most are huge.
+// What a file is that was said to be tokens of this many bytes without a header, but clearly is not; nothing: it may
+// be. Upper halves of 32-bit tokens, read as tokens, are tiny; most pairs of 16-bit tokens, read as one, are huge.
 inline std::string hint_of_header(const File& file, int64_t width) {
   constexpr size_t enough = 128;  // bytes; fewer may look like anything
   const std::string sample = beginning_of(file);

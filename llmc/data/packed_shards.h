@@ -10,15 +10,12 @@
 #include <mutex>
 #include <random>
 
-#include "core/threads.h"
 #include "data/document_index.h"
 #include "data/packing.h"
-#include "data/token_file.h"
 
 namespace llmc {
 
-// Whether positions go on from one document to the next of a row, or begin at 0 in each, which keeps them apart in
-// attention.
+// Whether positions go on through a row, or begin at 0 in each document, which keeps documents apart in attention.
 enum class PositionsIn : uint8_t { row, document };
 
 class PackedShards {
@@ -61,7 +58,7 @@ class PackedShards {
     const uint8_t padding = padding_.at(static_cast<size_t>(index));
     if (padding < much_padding) return config_.seq_len - padding;
     int64_t n = 0;
-    with_row(index, [&](int64_t, std::span<const Range> row) { n = targets_in(row); });
+    with_row(index, [&](int64_t, std::span<const Range> row) { n = places_in(row); });
     return n;
   }
 
@@ -108,8 +105,7 @@ class PackedShards {
     return mark == DocumentMark::index || token[0] == config_.end_of_text;
   }
 
-  // Several files at once. Each process starts at a random one, so that several share the work through the directory of
-  // indexes.
+  // Several files at once. Each process starts at a random one: so several share the work, through the index directory.
   void index_documents(const Notice& notice) {
     const int64_t n = files_.count(), start = std::random_device()() % static_cast<uint64_t>(n);
     indexes_.resize(static_cast<size_t>(n));
@@ -135,12 +131,6 @@ class PackedShards {
     if (!faults.empty()) std::rethrow_exception(faults.begin()->second);
   }
 
-  static int64_t targets_in(std::span<const Range> row) {
-    int64_t n = 0;
-    for (const Range& piece : row) n += piece.size;
-    return n;
-  }
-
   void divide_into_windows(int64_t file) {
     constexpr int64_t block = int64_t{1} << 16;
     const DocumentIndex& index = *indexes_[static_cast<size_t>(file)];
@@ -154,7 +144,7 @@ class PackedShards {
       if (rows.count() > 0) windows_.push_back({file, first, n, end, samples()});
       for (int64_t row = 0; row < rows.count(); ++row)
         padding_.push_back(
-            static_cast<uint8_t>(std::min<int64_t>(config_.seq_len - targets_in(rows[row]), much_padding)));
+            static_cast<uint8_t>(std::min<int64_t>(config_.seq_len - places_in(rows[row]), much_padding)));
       counts_ += counts_of(rows, documents, config_.seq_len);
       first += n;
       begins.clear();
@@ -180,14 +170,12 @@ class PackedShards {
   template <class F>
   void with_row(int64_t index, F&& f) const {
     CHECK(index >= 0 && index < samples());
-    const auto after = std::upper_bound(windows_.begin(), windows_.end(), index,
-                                        [](int64_t i, const Window& window) { return i < window.first_sample; });
-    const Window& window = *std::prev(after);
-    const std::shared_ptr<const PackedRows> rows = packed(static_cast<size_t>(after - windows_.begin()) - 1);
-    const int64_t row = index - window.first_sample;
+    const auto window = std::prev(std::ranges::upper_bound(windows_, index, {}, &Window::first_sample));
+    const std::shared_ptr<const PackedRows> rows = packed(static_cast<size_t>(window - windows_.begin()));
+    const int64_t row = index - window->first_sample;
     CHECK(row < rows->count(), "{}: the index of its documents has changed since the run began; restart the run",
-          files_.path(window.file));
-    f(window.file, (*rows)[row]);
+          files_.path(window->file));
+    f(window->file, (*rows)[row]);
   }
 
   // The rows of window w. Those packed last stay in memory.

@@ -34,8 +34,7 @@ struct PackedRows {
 
 namespace detail {
 
-// A set of numbers below `size` that finds neighbours in O(log size). Bit x of a level says that word x of the level
-// before it is not empty.
+// A set of numbers below `size` with neighbours in O(log size). Bit x of a level: word x of the one before is not 0.
 class NumberSet {
  public:
   explicit NumberSet(int64_t size) {
@@ -153,9 +152,8 @@ inline PackedRows in_stream_order(std::vector<Placed> placed, int64_t rows) {
   return packed;
 }
 
-// Divides full rows of long documents, the last ones first, among the gaps of at least T / 16 places that other rows
-// have, the largest first.
-// full: in placed; gaps: {places, row}
+// Divides full rows of long documents, the last first, among gaps of at least T / 16 places, the largest first. full:
+// in placed; gaps: {places, row}
 inline void fill_gaps(std::vector<Placed>& placed, std::vector<size_t> full,
                       std::vector<std::pair<int64_t, int64_t>> gaps, int64_t T) {
   std::erase_if(gaps, [T](const auto& gap) { return gap.first * 16 < T; });
@@ -208,8 +206,7 @@ inline PackedRows pack_best_fit(std::span<const Range> documents, int64_t T) {
   return in_stream_order(std::move(placed), rows);
 }
 
-// Full rows of T places in the order of the stream: one after another, or with document_start each from the next
-// beginning of a document on.
+// Full rows of T places in the order of the stream, one after another; document_start: each from the next document on.
 inline PackedRows pack_in_order(Packing packing, std::span<const Range> documents, int64_t T) {
   PackedRows packed;
   auto document = documents.begin();  // the first one that ends after `begin`
@@ -225,6 +222,11 @@ inline PackedRows pack_in_order(Packing packing, std::span<const Range> document
 }
 
 }  // namespace detail
+
+inline int64_t places_in(std::span<const Range> pieces) {
+  return std::accumulate(pieces.begin(), pieces.end(), int64_t{0},
+                         [](int64_t n, const Range& r) { return n + r.size; });
+}
 
 // documents: each from where the one before it ends, none empty
 inline PackedRows pack_rows(Packing packing, std::span<const Range> documents, int64_t T) {
@@ -247,19 +249,14 @@ struct PackingCounts {
 };
 
 inline PackingCounts counts_of(const PackedRows& packed, std::span<const Range> documents, int64_t T) {
-  const auto places = [](std::span<const Range> ranges) {
-    return std::accumulate(ranges.begin(), ranges.end(), int64_t{0},
-                           [](int64_t n, const Range& r) { return n + r.size; });
-  };
-  const int64_t tokens = places(documents), held = places(packed.pieces);
+  const int64_t tokens = places_in(documents), held = places_in(packed.pieces);
   PackingCounts counts{.rows = packed.count(),
                        .padded = packed.count() * T - held,
                        .tokens = tokens,
                        .dropped = tokens - held,
                        .documents = static_cast<int64_t>(documents.size())};
   for (const Range& piece : packed.pieces) {  // each cut document has one piece that begins where it does
-    const auto document = std::prev(std::upper_bound(documents.begin(), documents.end(), piece.begin,
-                                                     [](int64_t begin, const Range& d) { return begin < d.begin; }));
+    const auto document = std::prev(std::ranges::upper_bound(documents, piece.begin, {}, &Range::begin));
     counts.cut += piece.begin == document->begin && piece.size < document->size;
   }
   return counts;

@@ -2,14 +2,12 @@
 // of each one. Everything is a pure function of the sources' positions where a stretch of the run begins, of the seeds
 // and of the sample's number; nothing is stored and no file is read.
 //
-// A source is cut into blocks of the run's longest sequence, which are permuted in every epoch. Samples of that length
-// are blocks; shorter ones are the parts of a block, one after the other. Where a longer length takes over in the
-// middle of one of its parts, the first sample of each source is only the rest of it: nothing is repeated, nothing
-// skipped.
+// A source is cut into blocks of the run's longest sequence, permuted in every epoch. Samples of that length are
+// blocks; shorter ones are parts of a block, in order. Where a longer length takes over in the middle of one of its
+// parts, the first sample of each source is only the rest of it: nothing is repeated or skipped.
 #pragma once
 #include "core/rng.h"
 #include "core/shape.h"
-#include "data/mixture.h"
 
 namespace llmc {
 
@@ -23,8 +21,7 @@ struct Reseed {
 // The order of the blocks of one source, epoch after epoch.
 class BlockOrder {
  public:
-  // name: of the source; empty: the run's only one. reseeds: in ascending order; each permutes the rest of its epoch
-  // anew.
+  // name: empty for a run's only source. reseeds: in ascending order; each permutes the rest of its epoch anew.
   BlockOrder(int64_t blocks, bool shuffle, uint64_t seed, std::string name, std::vector<Reseed> reseeds)
       : blocks_(blocks), shuffle_(shuffle), seed_(seed), name_(std::move(name)), reseeds_(std::move(reseeds)) {
     CHECK(blocks > 0);
@@ -78,6 +75,73 @@ struct SourcePosition {
   bool operator==(const SourcePosition&) const = default;
 };
 
+// Which source each sample of a mixed stream comes from, computed from the weights and the sample's number in 64 bits.
+//
+// Two sources: of the first n samples, the first source has n w0 / (w0 + w1), rounded. Several: two halves of the list
+// share the samples like two sources, and so on down a balanced tree. Each level rounds once, so that after any number
+// of samples the count of each of S sources is within ceil(log2 S) / 2 of its share.
+class Mixture {
+ public:
+  static constexpr int64_t whole = 1'000'000'000'000;  // a share of 1, as shares() gives it
+
+  // weights: at least one above 0; their sum fits into 64 bits. Sources of weight 0 get no samples.
+  explicit Mixture(const std::vector<int64_t>& weights) {
+    for (const int64_t weight : weights) {
+      CHECK(weight >= 0);
+      sums_.push_back(sums_.back() + weight);
+    }
+    CHECK(sums_.back() > 0, "a mixture of no sources");
+  }
+
+  // Weights such as 0.7 in trillionths of the largest one, so that equal proportions are equal mixtures.
+  static std::vector<int64_t> shares(const std::vector<double>& weights) {
+    const double largest = std::ranges::max(weights);
+    std::vector<int64_t> all;
+    for (const double weight : weights)
+      all.push_back(static_cast<int64_t>(weight / largest * static_cast<double>(whole) + 0.5));
+    return all;
+  }
+
+  struct Place {
+    size_t source;
+    int64_t before;  // how many of the samples in front of this one are this source's
+  };
+  // The source of sample n, which counts from 0.
+  Place at(int64_t n) const {
+    size_t begin = 0, end = sums_.size() - 1;
+    while (end - begin > 1) {
+      const size_t middle = begin + (end - begin + 1) / 2;
+      const int64_t left = left_of(begin, middle, end, n);
+      if (left_of(begin, middle, end, n + 1) > left) end = middle, n = left;
+      else begin = middle, n -= left;
+    }
+    return {begin, n};
+  }
+
+  // How many of the first n samples each source has.
+  std::vector<int64_t> counts(int64_t n) const {
+    std::vector<int64_t> all(sums_.size() - 1);
+    count(0, all.size(), n, all);
+    return all;
+  }
+
+ private:
+  // round(n * left / all), a half up, of the sources [begin, end), split at middle.
+  int64_t left_of(size_t begin, size_t middle, size_t end, int64_t n) const {
+    using wide = __int128;  // 10^15 samples times weights of 10^12 fit
+    const wide left = sums_[middle] - sums_[begin], all = sums_[end] - sums_[begin];
+    return all == 0 ? 0 : static_cast<int64_t>((2 * n * left + all) / (2 * all));
+  }
+  void count(size_t begin, size_t end, int64_t n, std::vector<int64_t>& all) const {
+    if (end - begin == 1) return void(all[begin] = n);
+    const size_t middle = begin + (end - begin + 1) / 2;
+    const int64_t left = left_of(begin, middle, end, n);
+    count(begin, middle, left, all), count(middle, end, n - left, all);
+  }
+
+  std::vector<int64_t> sums_ = {0};  // of the weights before each source, and of all
+};
+
 // What a run takes from its sources while the mix and the length of the samples stay the same.
 class SampleOrder {
  public:
@@ -85,14 +149,9 @@ class SampleOrder {
     int64_t epoch_tokens;  // a whole number of blocks
     SourcePosition begin;  // where this order begins
   };
-  // weights: of the sources, see Mixture. T divides the length of the blocks. mixed: so many samples of this mix came
-  // before.
-  SampleOrder(std::vector<Source> sources, std::vector<int64_t> weights, int64_t T, int64_t mixed = 0)
-      : sources_(std::move(sources)),
-        mixture_(std::move(weights)),
-        T_(T),
-        mixed_(mixed),
-        counted_(mixture_.counts(mixed)) {
+  // weights: see Mixture. T divides the length of the blocks. mixed: how many samples of this mix came before.
+  SampleOrder(std::vector<Source> sources, const std::vector<int64_t>& weights, int64_t T, int64_t mixed = 0)
+      : sources_(std::move(sources)), mixture_(weights), T_(T), mixed_(mixed), counted_(mixture_.counts(mixed)) {
     for (const Source& source : sources_) CHECK(T > 0 && source.epoch_tokens > 0 && source.epoch_tokens % T == 0);
   }
 
@@ -134,8 +193,7 @@ class SampleOrder {
     for (size_t s = 0; s < counts.size(); ++s) counts[s] -= counted_[s];
     return counts;
   }
-  // The first token of a source's sample k here, counted through epochs: the first sample goes up to the next multiple
-  // of T.
+  // The first token of a source's sample k here, counted through epochs; sample 0 ends at the next multiple of T.
   int64_t begin_of(const Source& source, int64_t k) const {
     const int64_t begin = source.begin.tokens;
     return k == 0 ? begin : begin / T_ * T_ + k * T_;

@@ -3,7 +3,6 @@
 #pragma once
 #include <filesystem>
 
-#include "core/files.h"
 #include "data/token_file.h"
 
 namespace llmc {
@@ -54,7 +53,7 @@ class ShardWriter {
   // Makes what was written durable.
   void sync() {
     if (file_) file_->sync();
-    fsync_directory(folder());
+    fsync_directory(folder_of(prefix_));
   }
 
   // Writes the headers.
@@ -69,15 +68,14 @@ class ShardWriter {
     }
   }
 
-  // Gives the finished shards their names; those that have them already keep them. Shards of the same prefix beyond
-  // them are removed.
+  // Gives the finished shards their names, unless they have them, and removes shards of the same prefix beyond them.
   void publish() const {
     const std::vector<std::string> old = existing(prefix_);
     for (int64_t i = 0; i < shards(); ++i)
       if (path_exists(partial_path(i))) std::filesystem::rename(partial_path(i), path(i));
     for (const std::string& one : old)
       if (one > path(shards() - 1)) std::filesystem::remove(one);
-    fsync_directory(folder());
+    fsync_directory(folder_of(prefix_));
   }
 
   // The first published shard that is not as it was written; none: all are.
@@ -111,7 +109,6 @@ class ShardWriter {
     const std::filesystem::path folder = std::filesystem::path(prefix).parent_path();
     return folder.empty() ? "." : folder.string();
   }
-  std::string folder() const { return folder_of(prefix_); }
 
   void open(int64_t shard) {
     CHECK(shard < most_shards, "{}: more than {} shards of {} tokens: raise --shard-size", prefix_, most_shards,

@@ -53,10 +53,7 @@ class TextFile {
     std::string_view magic;
     const char *kind, *remedy;
   };
-  static constexpr Other others[] = {{{"\xfd"
-                                       "7zXZ"},
-                                      "xz",
-                                      "decompress it: xz -d"},
+  static constexpr Other others[] = {{"\xfd\x37zXZ", "xz", "decompress it: xz -d"},
                                      {"BZh", "bzip2", "decompress it: bunzip2"},
                                      {"PK\x03\x04", "zip", "decompress it: unzip"},
                                      {"PAR1", "Parquet", "data/tokenize_text.py makes shards of it"}};

@@ -5,16 +5,12 @@
 #include <mutex>
 
 #include "core/checksum.h"
-#include "core/files.h"
-#include "data/megatron_index.h"
 #include "data/no_shard.h"
-#include "data/token_format.h"
 
 namespace llmc {
 
-// One file of tokens.
-struct TokenFile {
-  File file;
+// How a file of tokens stores them.
+struct TokenStorage {
   DataFormat format;
   TokenType type;
   int64_t begin;   // the byte of the first token
@@ -22,6 +18,9 @@ struct TokenFile {
   std::optional<MegatronIndex> index = std::nullopt;
 
   int64_t byte_of(int64_t token) const { return begin + token * width_of(type); }
+};
+struct TokenFile : TokenStorage {
+  File file;
 };
 
 namespace detail {
@@ -44,7 +43,7 @@ inline TokenFile open_llmc(File file) {
         "{}: the header says {} tokens, but {} bytes follow it ({} per token); truncated or damaged: create it again",
         path, static_cast<uint32_t>(header[2]), payload, width);
   CHECK(tokens > 0, "{}: holds no tokens", path);
-  return {std::move(file), DataFormat::llmc, is_uint16 ? TokenType::uint16 : TokenType::uint32, header_bytes, tokens};
+  return {{DataFormat::llmc, is_uint16 ? TokenType::uint16 : TokenType::uint32, header_bytes, tokens}, std::move(file)};
 }
 
 inline TokenFile open_without_header(File file, DataFormat format) {
@@ -57,7 +56,7 @@ inline TokenFile open_without_header(File file, DataFormat format) {
         name_of(type), hint);
   CHECK(size % width == 0, "{}: {} bytes are no whole number of {} tokens, as --data-format {} has them; truncated?",
         path, size, name_of(type), name_of(format));
-  return {std::move(file), format, type, 0, size / width};
+  return {{format, type, 0, size / width}, std::move(file)};
 }
 
 inline TokenFile open_megatron(File file) {
@@ -67,7 +66,7 @@ inline TokenFile open_megatron(File file) {
         path);
   const MegatronIndex index(File::open_read(path), file);
   CHECK(index.tokens() > 0, "{}: holds no tokens", file.path());
-  return {std::move(file), DataFormat::megatron, index.type(), 0, index.tokens(), index};
+  return {{DataFormat::megatron, index.type(), 0, index.tokens(), index}, std::move(file)};
 }
 
 }  // namespace detail
@@ -83,8 +82,7 @@ inline TokenFile open_token_file(const std::string& path, DataFormat format = Da
   return detail::open_without_header(std::move(file), format);
 }
 
-// Whether tokens look like bytes (data/tokenize_text.py: 0 to 255, and 256 for the end of text) in a far larger
-// vocabulary.
+// Do tokens look like bytes (data/tokenize_text.py: 0 to 255, 256 for the end of text) in a far larger vocabulary?
 inline bool look_like_bytes(int64_t largest_token, int64_t vocab_size) {
   return largest_token <= 256 && vocab_size > 2 * 257;
 }
@@ -105,7 +103,7 @@ class TokenFiles {
   TokenFiles(const std::string& pattern, const char* option, DataFormat format = DataFormat::automatic) {
     for (const std::string& path : expand_glob(pattern, option)) {
       const TokenFile file = open_token_file(path, format);
-      files_.push_back({path, file.format, file.type, file.begin, file.tokens, file.index});
+      files_.push_back({file, path});
       files_.back().first_seen->modified = file.file.modified();
       tokens_ += file.tokens;
     }
@@ -114,26 +112,18 @@ class TokenFiles {
   int64_t count() const { return static_cast<int64_t>(files_.size()); }
   int64_t tokens() const { return tokens_; }
   DataFormat format(int64_t i) const { return files_[static_cast<size_t>(i)].format; }
-  DocumentMark document_mark(int64_t i) const { return row_of(format(i)).documents; }
+  DocumentMark document_mark(int64_t i) const { return document_mark_of(format(i)); }
   const std::string& path(int64_t i) const { return files_[static_cast<size_t>(i)].path; }
   int64_t tokens_of(int64_t i) const { return files_[static_cast<size_t>(i)].tokens; }
-  std::vector<std::string> paths() const {
-    std::vector<std::string> all;
-    for (const Described& file : files_) all.push_back(file.path);
-    return all;
-  }
-  std::vector<int64_t> tokens_of_files() const {
-    std::vector<int64_t> all;
-    for (const Described& file : files_) all.push_back(file.tokens);
-    return all;
-  }
+  std::vector<std::string> paths() const { return of_all(&Described::path); }
+  std::vector<int64_t> tokens_of_files() const { return of_all(&Described::tokens); }
   // A checksum of each file and its index, to notice that data have changed between a run and its resume: of all bytes
   // if the files have at most 256 MiB together, otherwise of samples, the same fraction of each file.
   std::vector<std::string> checksums() const {
     constexpr double most = 256 << 20;
     double bytes = 0;
     for (const Described& file : files_)
-      bytes += static_cast<double>(file.bytes() + (file.index ? file.index->bytes() : 0));
+      bytes += static_cast<double>(file.byte_of(file.tokens) + (file.index ? file.index->bytes() : 0));
     const double share = std::min(1.0, most / bytes);
     std::vector<std::string> all;
     for (const Described& file : files_) {
@@ -151,13 +141,12 @@ class TokenFiles {
     const Described& described = files_[static_cast<size_t>(i)];
     CHECK(first >= 0 && n >= 0 && first <= described.tokens - n);
     const std::shared_ptr<const File> file = open_->open_read(described.path);
-    CHECK(file->size() == described.bytes(), "{}: its size has changed since the run began; restart the run",
-          described.path);
+    CHECK(file->size() == described.byte_of(described.tokens),
+          "{}: its size has changed since the run began; restart the run", described.path);
     out.resize(static_cast<size_t>(n));
     with_type(described.type, [&]<class T>() {
       std::vector<T> stored(static_cast<size_t>(n));
-      file->read_at(stored.data(), n * static_cast<int64_t>(sizeof(T)),
-                    described.begin + first * static_cast<int64_t>(sizeof(T)));
+      file->read_at(stored.data(), n * static_cast<int64_t>(sizeof(T)), described.byte_of(first));
       for (int64_t t = 0; t < n; ++t) {
         const int64_t token = stored[static_cast<size_t>(t)];
         CHECK(token >= 0 && token < vocab_size,
@@ -203,16 +192,17 @@ class TokenFiles {
     std::string checksum = {};  // empty: nobody has asked for it
     double share = 1;           // of the file, in the checksum
   };
-  struct Described {
+  struct Described : TokenStorage {
     std::string path;
-    DataFormat format;
-    TokenType type;
-    int64_t begin, tokens;
-    std::optional<MegatronIndex> index;
     std::shared_ptr<FirstSeen> first_seen = std::make_shared<FirstSeen>();
-    int64_t bytes() const { return begin + tokens * width_of(type); }
   };
 
+  template <class T, class Of>
+  std::vector<T> of_all(T Of::*field) const {
+    std::vector<T> all;
+    for (const Described& file : files_) all.push_back(file.*field);
+    return all;
+  }
   static void require_unchanged(const Described& described, const File& file) {
     FirstSeen& first = *described.first_seen;
     const std::lock_guard lock(first.mutex);

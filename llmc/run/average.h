@@ -1,10 +1,7 @@
 // average.h: --average: the mean of the weights of several models of one shape, as a new Hugging Face directory (model
-// soups, Wortsman et al. 2022; checkpoints of a run, Izmailov et al. 2018). Weights are added in fp64, in the order of
-// the command line, and rounded once.
+// soups, Wortsman et al. 2022; checkpoints of a run, Izmailov et al. 2018); added in fp64, as ordered, rounded once.
 #pragma once
-#include <cstdio>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 
 #include "net/meeting/secret.h"
 #include "run/checkpoints/checkpoint.h"
@@ -25,7 +22,8 @@ void with_stored_type(DType dtype, F&& f) {
 // A model that is averaged.
 struct Averaged {
   std::string directory;
-  nlohmann::json config;  // in our words
+  ModelConfig model;
+  nlohmann::json config;  // the same in Hugging Face's words
   SafetensorsFiles files;
   std::vector<HfTensor> tensors;
   std::vector<HfPlace> places;  // of each tensor
@@ -33,18 +31,14 @@ struct Averaged {
   explicit Averaged(const std::string& d) : directory(d) {
     if (path_exists(d + "/manifest.json"))
       if (const auto fault = checkpoint_fault(d, Part::model)) throw Error(formatted("--average {}: {}", d, *fault));
-    const ModelConfig model = shape();
+    const std::string file = d + "/config.json";
+    CHECK(path_exists(file), "--average {}: has no config.json: name checkpoints or Hugging Face directories", d);
+    model = config_from_hf(read_json(file), file);
     files = open_all(model_files(d));
     tensors = hf_tensors(model, files);
     places = match_hf_names(files, tensors);
     if (model.tied) require_same_head(files, places[0]);
     config = config_to_hf(model, dtype(0));
-  }
-  ModelConfig shape() const {
-    const std::string file = directory + "/config.json";
-    CHECK(path_exists(file), "--average {}: has no config.json: name checkpoints or Hugging Face directories",
-          directory);
-    return config_from_hf(read_json(file), file);
   }
   DType dtype(size_t tensor) const { return places[tensor].file->info(places[tensor].name).dtype; }
 };
@@ -71,8 +65,7 @@ inline void require_alike(const Averaged& a, const Averaged& b) {
           tokens_a, tokens_b, part);
 }
 
-// trainer.json of the mean, which says what the models were trained with; null: not all of them are our checkpoints, or
-// their lengths differ.
+// trainer.json of the mean: what its models were trained with; null: some are not our checkpoints, or lengths differ.
 inline nlohmann::ordered_json trainer_of_average(const std::vector<Averaged>& models) {
   nlohmann::ordered_json average;
   std::vector<double> biases;
@@ -156,7 +149,7 @@ inline void write_average(const std::string& directory, const std::vector<Averag
   if (files.size() > 1)
     write_text("model.safetensors.index.json",
                nlohmann::ordered_json{{"metadata", {{"total_size", bytes}}}, {"weight_map", places}}.dump(2) + "\n");
-  write_text("config.json", config_to_hf(first.shape(), tensors[0].dtype).dump(2) + "\n");
+  write_text("config.json", config_to_hf(first.model, tensors[0].dtype).dump(2) + "\n");
   for (const char* name : tokenizer_file_names)
     for (const Averaged& m : models)
       if (const std::string file = m.directory + "/" + name; !records.contains(name) && path_exists(file))
@@ -203,7 +196,7 @@ inline void run_average(const Options& o) {
   }
   fsync_directory(parent);
   std::printf("%s: the mean of %zu models of %s parameters; use it with --model\n", out.c_str(), models.size(),
-              formatted("{}", count_parameters(parameter_table(models[0].shape()))).c_str());
+              formatted("{}", count_parameters(parameter_table(models[0].model))).c_str());
 }
 
 }  // namespace llmc

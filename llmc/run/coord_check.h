@@ -3,10 +3,7 @@
 // Every model trains for a few steps, from several seeds, on the same made-up text; then the slope of each size over
 // the widths is fitted, log against log.
 #pragma once
-#include <cstdio>
-
 #include "run/requirements.h"
-#include "run/setup.h"
 
 namespace llmc::coord {
 
@@ -62,8 +59,7 @@ inline std::vector<float> values_of(const Tensor& t, Stream& stream) {
 // The scores of a head in all sequences.
 inline constexpr int64_t scores_of_head = batch_shape.B * batch_shape.T;
 
-// Appends q k / sqrt(D) of the last row of each sequence with all of its rows, head by head. heads (N, (Hq +
-// 2 Hkv) D)
+// Appends q k / sqrt(D) of the last row of each sequence with all its rows, by heads. heads (N, (Hq + 2 Hkv) D)
 inline void append_scores(std::vector<float>& scores, const std::vector<float>& heads, const ModelConfig& c) {
   const int64_t D = c.head_size, width = c.qkv_size(), T = batch_shape.T;
   for (int64_t h = 0; h < c.n_head; ++h)
@@ -109,11 +105,13 @@ inline Activations activations_of(Trainer& trainer, const HostBatch& batch) {
   return all;
 }
 
-// The logarithm of the root mean square of values, or of their change; the mean of those of parts of `count`.
-inline double log_size(std::span<const float> values, std::span<const float> before, int64_t count) {
+// The logarithm of the root mean square of values, or of their change; of scores, the mean of those of the heads.
+// Scores are sums of products whose sizes differ much between heads: in a mean of their squares few heads count, in a
+// narrow model by chance one of the few, and a slope would be that of the number of heads.
+inline double log_size(Kind kind, const std::vector<float>& values, const std::vector<float>& before = {}) {
   if (values.empty()) return -std::numeric_limits<double>::infinity();
   double logs = 0;
-  const size_t n = static_cast<size_t>(count);
+  const size_t n = kind == Kind::scores ? static_cast<size_t>(scores_of_head) : values.size();
   for (size_t begin = 0; begin < values.size(); begin += n) {
     double sum = 0;
     for (size_t i = begin; i < begin + n; ++i) {
@@ -123,11 +121,6 @@ inline double log_size(std::span<const float> values, std::span<const float> bef
     logs += std::log(sum / static_cast<double>(n)) / 2;
   }
   return logs * static_cast<double>(n) / static_cast<double>(values.size());
-}
-// Scores are sums of products whose sizes differ much between heads: in a mean of their squares few heads count, in a
-// narrow model by chance one of the few, and a slope would be that of the number of heads.
-inline double log_size(Kind kind, const std::vector<float>& values, const std::vector<float>& before = {}) {
-  return log_size(values, before, kind == Kind::scores ? scores_of_head : std::ssize(values));
 }
 
 // Logarithms of sizes after the steps; the change is that since the beginning.
@@ -235,8 +228,7 @@ Axis check_axis(const char* name, const std::vector<int64_t>& values, const Opti
   return axis;
 }
 
-// The model of --model with this width, whose heads keep their size, unless --n-head says how many there are, and with
-// this depth.
+// The model of --model with this width and depth. Its heads keep their size, unless --n-head says how many there are.
 inline ModelConfig model_of(Options o, std::optional<int64_t> width, std::optional<int64_t> depth) {
   if (!o.vocab_size) o.vocab_size = vocabulary;
   if (depth) o.n_layer = depth;

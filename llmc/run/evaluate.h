@@ -1,19 +1,15 @@
 // evaluate.h: --evaluate: the validation of training (validation.h) alone, on a model that is only read, in any layout.
 #pragma once
 #include <chrono>
-#include <cstdio>
-#include <nlohmann/json.hpp>
 #include <numbers>
 
 #include "comm/group_check.h"
-#include "core/log.h"
 #include "run/checkpoints/shared_check.h"
 #include "run/plan/describe.h"
 #include "run/plan/report_plan.h"
 #include "run/processes.h"
 #include "run/recipe/run_data.h"
 #include "run/requirements.h"
-#include "run/setup.h"
 #include "run/start.h"
 #include "run/validation.h"
 #include "shard/whole_check.h"
@@ -112,19 +108,16 @@ struct Evaluation {
   }
   Evaluation(const Evaluation&) = delete;
 
-  int64_t all_samples() const {
-    int64_t all = 0;
-    for (const ValidationSet& set : data) all += set.shards.samples();
-    return all;
-  }
+  int64_t targets() const { return inputs.samples() * options.seq_len; }
 
   // Options whose values, in the run that wrote the checkpoint, made its own validations give other numbers.
   std::vector<std::string> differences() const {
     std::vector<std::string> found;
-    if (!trained.options.is_object()) return found;
+    int64_t all = 0;
+    for (const ValidationSet& set : data) all += set.shards.samples();
     for (const OptionText& now : option_texts(options)) {
       const bool matters = now.name == "--seq-len" || now.name == "--mask-documents" || now.name == "--dtype" ||
-                           (now.name == "--shuffle" && inputs.samples() < all_samples());
+                           (now.name == "--shuffle" && inputs.samples() < all);
       const nlohmann::json then = member(trained.options, now.name);
       const auto value = [&](const std::string& text) {
         return now.name == "--shuffle" && text.empty() ? "true" : text;
@@ -158,16 +151,14 @@ struct Evaluation {
 
 // The results of an evaluation.
 struct Evaluated {
-  std::optional<double> loss;
-  std::vector<double> of_sets;
-  std::optional<ChoiceScore> choices;
-  std::optional<int64_t> bytes;  // bytes of the targets
+  ValLine line = {};                  // its losses: NaN without data
+  std::optional<int64_t> bytes = {};  // of the targets
   double seconds = 0;
 
-  // The total loss of the targets, in bits, over the bytes of their text.
+  // The total loss of so many targets, in bits, over the bytes of their text.
   std::optional<double> bits_per_byte(int64_t targets) const {
-    if (!loss || bytes.value_or(0) == 0) return std::nullopt;
-    return *loss / std::numbers::ln2 * static_cast<double>(targets) / static_cast<double>(*bytes);
+    if (bytes.value_or(0) == 0) return std::nullopt;
+    return line.loss / std::numbers::ln2 * static_cast<double>(targets) / static_cast<double>(*bytes);
   }
 };
 
@@ -200,23 +191,21 @@ inline void report_evaluation_header(Log& log, const Evaluation& job) {
 }
 
 inline void report_evaluated(Log& log, const Evaluation& job, const Evaluated& found) {
-  const int64_t targets = job.inputs.samples() * job.options.seq_len;
   Rows rows;
-  if (found.loss) {
-    rows.emplace_back("loss", formatted("{:.4f} nats per token", *found.loss));
-    for (size_t i = 0; i < job.data.size(); ++i)
-      if (!job.data[i].name.empty())
-        rows.emplace_back("loss of " + job.data[i].name, formatted("{:.4f} nats per token", found.of_sets[i]));
-    rows.emplace_back("perplexity", formatted("{:.3f}", std::exp(*found.loss)));
-    const auto bits = found.bits_per_byte(targets);
+  if (!job.data.empty()) {
+    rows.emplace_back("loss", formatted("{:.4f} nats per token", found.line.loss));
+    for (const auto& [name, loss] : found.line.sets)
+      rows.emplace_back("loss of " + name, formatted("{:.4f} nats per token", loss));
+    rows.emplace_back("perplexity", formatted("{:.3f}", std::exp(found.line.loss)));
+    const auto bits = found.bits_per_byte(job.targets());
     rows.emplace_back("bits per byte", bits ? formatted("{:.4f}, of {} bytes that {} targets decode to", *bits,
-                                                        human_count(*found.bytes), human_count(targets))
+                                                        human_count(*found.bytes), human_count(job.targets()))
                                             : std::string("n/a: no tokenizer is known for these tokens; name it with "
                                                           "--tokenizer"));
   }
-  if (found.choices) rows.emplace_back("choices_acc", formatted("{:.2f}%", 100 * found.choices->accuracy));
-  if (found.choices && found.choices->normalized_accuracy)
-    rows.emplace_back("choices_acc_norm", formatted("{:.2f}%", 100 * *found.choices->normalized_accuracy));
+  if (found.line.choices) rows.emplace_back("choices_acc", formatted("{:.2f}%", 100 * *found.line.choices));
+  if (found.line.choices_normalized)
+    rows.emplace_back("choices_acc_norm", formatted("{:.2f}%", 100 * *found.line.choices_normalized));
   rows.emplace_back("time", human_duration(found.seconds));
   log.table("evaluated", rows);
 }
@@ -226,20 +215,18 @@ inline std::string to_json(const Evaluation& job, const Evaluated& found) {
   nlohmann::ordered_json json = {{"model", job.options.model}};
   if (job.trained.step) json["step"] = *job.trained.step;
   if (job.trained.mean_of > 0) json["mean_of"] = job.trained.mean_of;
-  if (found.loss) {
-    const int64_t targets = job.inputs.samples() * job.options.seq_len;
-    json.update({{"loss", *found.loss},
-                 {"perplexity", std::exp(*found.loss)},
+  if (!job.data.empty()) {
+    json.update({{"loss", found.line.loss},
+                 {"perplexity", std::exp(found.line.loss)},
                  {"samples", job.inputs.samples()},
                  {"seq_len", job.options.seq_len},
-                 {"targets", targets}});
-    for (size_t i = 0; i < job.data.size(); ++i)
-      if (!job.data[i].name.empty()) json["losses"][job.data[i].name] = found.of_sets[i];
-    if (const auto bits = found.bits_per_byte(targets)) json["bits_per_byte"] = *bits, json["bytes"] = *found.bytes;
+                 {"targets", job.targets()}});
+    for (const auto& [name, loss] : found.line.sets) json["losses"][name] = loss;
+    if (const auto bits = found.bits_per_byte(job.targets()))
+      json["bits_per_byte"] = *bits, json["bytes"] = *found.bytes;
   }
-  if (found.choices) json["questions"] = job.choices->questions(), json["choices_acc"] = found.choices->accuracy;
-  if (found.choices && found.choices->normalized_accuracy)
-    json["choices_acc_norm"] = *found.choices->normalized_accuracy;
+  if (found.line.choices) json["questions"] = job.choices->questions(), json["choices_acc"] = *found.line.choices;
+  if (found.line.choices_normalized) json["choices_acc_norm"] = *found.line.choices_normalized;
   json["seconds"] = found.seconds;
   return json.dump();
 }
@@ -283,9 +270,7 @@ inline Evaluated evaluate_on_rank(const Evaluation& job, World& world, int rank,
   const ValidationHooks hooks{[] {}, [&](const char* what, int64_t m, int64_t count) { progress(what, m, count); }};
   Validation validation(run.trainer, run.groups, job.inputs);
   const auto begin = std::chrono::steady_clock::now();
-  Evaluated found;
-  if (!job.data.empty()) found.of_sets = validation.losses(hooks), found.loss = validation.mean(found.of_sets);
-  if (job.choices) found.choices = validation.answers(hooks);
+  Evaluated found{.line = validation.line(0, hooks)};
   found.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return found;
 }
@@ -320,9 +305,10 @@ inline void run_evaluate(const Options& o, const Processes& processes) {
   require_same_evaluation(processes, job);
   detail::report_evaluation_header(log, job);
   Evaluated found;
+  std::optional<int64_t> bytes;
   together(processes, "validation data", [&] {
     if (first && !job.data.empty() && knows_tokens(o, *job.tokenizer, job.step.model))
-      found.bytes = target_bytes(job.inputs, *job.tokenizer, job.step.model.vocab_size);
+      bytes = target_bytes(job.inputs, *job.tokenizer, job.step.model.vocab_size);
   });
   World world(job.step.layout.mesh(), job.backend, no_hooks, processes.local_ranks());
   world.limit_init(o.init_timeout);
@@ -330,13 +316,13 @@ inline void run_evaluate(const Options& o, const Processes& processes) {
     Log silent = Log::silent();
     const bool reports = rank == o.place.first_rank();
     const Evaluated mine = detail::evaluate_on_rank(job, world, rank, reports ? log : silent);
-    if (reports)
-      found.loss = mine.loss, found.of_sets = mine.of_sets, found.choices = mine.choices, found.seconds = mine.seconds;
+    if (reports) found = mine;
   });
+  found.bytes = bytes;
   if (first && o.json) std::printf("%s\n", detail::to_json(job, found).c_str());
   else if (first) detail::report_evaluated(log, job, found);
-  if (found.loss && !std::isfinite(*found.loss))
-    throw SharedError(formatted("--evaluate: the loss of {} is not finite: {}", o.model, *found.loss),
+  if (!job.data.empty() && !std::isfinite(found.line.loss))
+    throw SharedError(formatted("--evaluate: the loss of {} is not finite: {}", o.model, found.line.loss),
                       ExitStatus::diverged);
 }
 

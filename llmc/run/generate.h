@@ -1,16 +1,9 @@
 // generate.h: --generate: prompts from the command line, a file, stdin or a dialogue, and how a model continues them.
 #pragma once
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstdio>
 #include <iostream>
 #include <sstream>
 
-#include "core/escape.h"
-#include "core/files.h"
 #include "run/reports/report.h"
-#include "run/setup.h"
 #include "train/sample.h"
 
 namespace llmc {
@@ -21,11 +14,7 @@ inline constexpr int64_t most_prompt_bytes = 1 << 26;
 // they could do anything but display.
 class TextOut {
  public:
-  TextOut() : terminal_(isatty(STDOUT_FILENO) == 1) {}
-  void add(std::string_view bytes) {
-    if (terminal_) put(characters_.add(bytes));
-    else put(bytes);
-  }
+  void add(std::string_view bytes) { put(terminal_ ? characters_.add(bytes) : std::string(bytes)); }
   // The text that follows does not continue a character.
   void end(std::string_view after) {
     put(characters_.rest());
@@ -37,7 +26,7 @@ class TextOut {
     const bool good = std::fwrite(bytes.data(), 1, bytes.size(), stdout) == bytes.size() && std::fflush(stdout) == 0;
     CHECK(good, "cannot write to stdout: {}", std::strerror(errno));
   }
-  bool terminal_;
+  bool terminal_ = isatty(STDOUT_FILENO) == 1;
   PrintableStream characters_;
 };
 
@@ -100,8 +89,7 @@ inline void run_generate(const Options& o) {
   const auto tokens_of = [&](const detail::Prompt& prompt) {
     return prompt_tokens(*tokenizer, prompt.text, config.model, prompt.where);
   };
-  std::vector<detail::Prompt> prompts;
-  if (!o.interactive) prompts = detail::given_prompts(o);
+  const auto prompts = o.interactive ? std::vector<detail::Prompt>() : detail::given_prompts(o);
   for (const detail::Prompt& prompt : prompts) tokens_of(prompt);  // rejects a bad one before the first is continued
   const Plan plan = make_plan(config, device);
   require_memory(o, config, plan, device);

@@ -191,7 +191,7 @@ struct Job {
       : Job(o, process_begin, recipe, std::make_shared<RunData>(o, recipe)) {}
   Job(const Options& o, StopCondition::Clock::time_point process_begin, const Recipe& recipe,
       const std::shared_ptr<RunData>& run_data)
-      : Job(o, process_begin, run_data, Course(recipe, run_data->epoch_tokens()), 0) {
+      : Job(o, process_begin, run_data, Course(recipe, run_data->train.epoch_tokens()), 0) {
     require_memory_of_new_run();
   }
 };

@@ -103,7 +103,7 @@ inline void run_verify_data(const Options& o) {
   for (const SourceText& source : source_texts(o))
     bad += verify_data(log, train_option(source.name).c_str(), source.pattern, o.data_format, model.vocab_size,
                        end_of_text);
-  for (const ValidationText& set : validation_texts(o))
+  for (const SourceText& set : validation_texts(o))
     bad += verify_data(log, val_option(set.name).c_str(), set.pattern, o.data_format, model.vocab_size, end_of_text);
   CHECK(bad.empty(), "--verify-data found bad shards:{}", bad);
 }
@@ -113,7 +113,7 @@ namespace detail {
 inline std::vector<int64_t> epoch_tokens_of(const Options& o, const Recipe& recipe) {
   Sources sources(recipe.sources, recipe.longest());
   pack(sources, o, [](const std::string&) {});
-  return llmc::epoch_tokens_of(sources);
+  return sources.epoch_tokens();
 }
 
 // For runs in epochs.
@@ -345,7 +345,7 @@ inline void run_print_samples(const Options& o) {
   Sources sources(recipe.sources, recipe.longest());
   pack(sources, o, [](const std::string&) {});
   const std::vector<std::vector<Reseed>> seeds(sources.size(), {{0, 0, static_cast<uint64_t>(o.seed)}});
-  const Course course(recipe, epoch_tokens_of(sources), {},
+  const Course course(recipe, sources.epoch_tokens(), {},
                       skips_of(detail::recorded_rollbacks(o), recipe_checksum(recipe)));
   const NumberRange steps = number_range("--print-samples", o.print_samples, "the number of a step");
   const int64_t first = static_cast<int64_t>(steps.first),

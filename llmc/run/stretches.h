@@ -1,8 +1,5 @@
-// stretches.h: how a run goes from a checkpoint, from the end of a stretch of equal steps, or from a spike, to the next
-// steps.
+// stretches.h: how a run goes from a checkpoint, the end of a stretch of equal steps, or a spike, to the next steps.
 #pragma once
-#include <nlohmann/json.hpp>
-
 #include "run/checkpoints/progress.h"
 #include "run/checkpoints/rollback.h"
 #include "run/checkpoints/run_dir.h"
@@ -30,7 +27,7 @@ inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
 // The job from the run's beginning on.
 inline Job job_from_beginning(const Job& first) {
   Job job(first.asked, first.begin, first.data,
-          Course(first.course.recipe(), first.data->epoch_tokens(), {},
+          Course(first.course.recipe(), first.data->train.epoch_tokens(), {},
                  skips_of(first.rollbacks, recipe_checksum(first.course.recipe()))),
           0);
   job.rollbacks = first.rollbacks;

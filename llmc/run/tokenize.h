@@ -2,10 +2,6 @@
 // encodes it, and hands the tokens over in the order of the chunks, so that the shards do not depend on the number of
 // threads. PREFIX.tokenized.json records how far they have come; the same command goes on from there.
 #pragma once
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -14,8 +10,6 @@
 
 #include "core/checksum.h"
 #include "core/file_lock.h"
-#include "core/files.h"
-#include "core/json.h"
 #include "core/log.h"
 #include "core/signals.h"
 #include "data/documents.h"
@@ -106,20 +100,17 @@ struct TokenizeRecord {
 class TokenizeProgress {
  public:
   TokenizeProgress(Log& log, int64_t all_bytes, int64_t bytes_before)
-      : log_(log), all_bytes_(all_bytes), bytes_before_(bytes_before) {}
+      : log_(log), all_bytes_(static_cast<double>(all_bytes)), bytes_before_(static_cast<double>(bytes_before)) {}
 
   double seconds() const { return std::chrono::duration<double>(Clock::now() - began_).count(); }
-  void show(int64_t bytes, int64_t text_bytes, int64_t tokens) {
+  void show(double bytes, double text_bytes, int64_t tokens) {
     const auto now = Clock::now();
     if (now < next_) return;
     next_ = now + (log_.live() ? std::chrono::milliseconds(200) : std::chrono::seconds(10));
-    const double share =
-        static_cast<double>(bytes_before_ + bytes) / static_cast<double>(std::max<int64_t>(1, all_bytes_));
-    const double left = static_cast<double>(all_bytes_ - bytes_before_ - bytes) * seconds() /
-                        static_cast<double>(std::max<int64_t>(1, bytes));
-    const std::string line = formatted("{:3.0f}%  {:.0f} MB  {} tokens  {:.1f} MB/s  {} left", 100 * share,
-                                       static_cast<double>(text_bytes) * 1e-6, human_count(tokens),
-                                       static_cast<double>(text_bytes) * 1e-6 / seconds(), human_duration(left));
+    const double done = bytes_before_ + bytes, left = (all_bytes_ - done) * seconds() / std::max(1.0, bytes);
+    const std::string line =
+        formatted("{:3.0f}%  {:.0f} MB  {} tokens  {:.1f} MB/s  {} left", 100 * (done / std::max(1.0, all_bytes_)),
+                  text_bytes * 1e-6, human_count(tokens), text_bytes * 1e-6 / seconds(), human_duration(left));
     if (log_.live()) log_.progress(line);
     else log_.line(line);
   }
@@ -127,18 +118,14 @@ class TokenizeProgress {
  private:
   using Clock = std::chrono::steady_clock;
   Log& log_;
-  int64_t all_bytes_, bytes_before_;  // of the inputs as they are
+  double all_bytes_, bytes_before_;  // of the inputs as they are
   Clock::time_point began_ = Clock::now(), next_ = began_ + std::chrono::seconds(log_.live() ? 0 : 5);
 };
 
 class Tokenization {
  public:
   Tokenization(const TokenizeJob& job, const Tokenizer& tokenizer, Log& log)
-      : job_(job),
-        tokenizer_(tokenizer),
-        log_(log),
-        width_(token_width(tokenizer.size())),
-        record_path_(job.prefix + ".tokenized.json") {
+      : job_(job), tokenizer_(tokenizer), log_(log) {
     CHECK(tokenizer.document_encoder() != nullptr,
           "--tokenizer {} can decode tokens but not encode text: name a tokenizer.json", job.tokenizer_name);
   }
@@ -283,7 +270,7 @@ class Tokenization {
 
   // What each thread does.
   void work() {
-    std::unique_ptr<DocumentEncoder> encoder;
+    DocumentEncoder encoder;
     std::vector<int32_t> ids;
     for (;;) {
       int64_t number = 0;
@@ -292,7 +279,7 @@ class Tokenization {
         std::optional<TextChunk> chunk = take(number, encoded);
         if (!chunk) return;
         if (!encoder) encoder = tokenizer_.document_encoder();
-        encode(*chunk, *encoder, ids, encoded);
+        encode(*chunk, encoder, ids, encoded);
       } catch (...) {
         encoded.fault = std::current_exception();
       }
@@ -310,20 +297,16 @@ class Tokenization {
       if (fault_ || !stopped_.empty() || ended_) return std::nullopt;
       number = taken_++;
     }
-    std::optional<TextChunk> chunk;
-    try {
-      chunk = reader_->next();
-      encoded.bytes_read = reader_->bytes_read();
-    } catch (...) {
-      ended_ = true;  // nothing can be read after it
-      throw;
-    }
-    if (!chunk) ended_ = true;
+    ended_ = true;  // unless next() returns a chunk: after an error nothing can be read
+    std::optional<TextChunk> chunk = reader_->next();
+    ended_ = !chunk;
+    encoded.bytes_read = reader_->bytes_read();
     return chunk;
   }
 
   // ids: a buffer.
-  void encode(const TextChunk& chunk, DocumentEncoder& encoder, std::vector<int32_t>& ids, Encoded& encoded) const {
+  void encode(const TextChunk& chunk, const DocumentEncoder& encoder, std::vector<int32_t>& ids,
+              Encoded& encoded) const {
     ids.clear();
     for_each_document(chunk, job_.field, [&](std::string_view text, int64_t line, bool begins) {
       if (tokenizer_.needs_utf8() && chunk.format == TextFormat::text)
@@ -335,7 +318,7 @@ class Tokenization {
       if (begins) ids.push_back(tokenizer_.end_of_text());
       encoded.documents += begins;
       encoded.text_bytes += std::ssize(text);
-      encoder.append(text, begins ? TextPart::beginning : TextPart::continuation, ids);
+      encoder(text, begins ? TextPart::beginning : TextPart::continuation, ids);
     });
     encoded.end = chunk.end;
     encoded.packed.resize(ids.size() * static_cast<size_t>(width_));
@@ -370,7 +353,8 @@ class Tokenization {
     record_.documents += encoded.documents;
     record_.text_bytes += encoded.text_bytes;
     record_.position = encoded.end;
-    progress_->show(encoded.bytes_read, record_.text_bytes - text_bytes_before_, record_.tokens);
+    progress_->show(static_cast<double>(encoded.bytes_read),
+                    static_cast<double>(record_.text_bytes - text_bytes_before_), record_.tokens);
     const auto now = std::chrono::steady_clock::now();
     if (std::chrono::duration<double>(now - last_record_).count() < job_.record_seconds) return;
     write_record();
@@ -387,8 +371,9 @@ class Tokenization {
   const TokenizeJob& job_;
   const Tokenizer& tokenizer_;
   Log& log_;
-  int64_t width_, all_bytes_ = 0, text_bytes_before_ = 0;
-  std::string record_path_;
+  const int64_t width_ = token_width(tokenizer_.size());
+  const std::string record_path_ = job_.prefix + ".tokenized.json";
+  int64_t all_bytes_ = 0, text_bytes_before_ = 0;
   FileLock lock_;
   std::vector<std::string> made_;  // folders, the outermost first
   TokenizeRecord record_;

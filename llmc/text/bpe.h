@@ -3,16 +3,88 @@
 // between them is normalised, split into pieces, and encoded piece by piece. Unknown kinds of these steps are refused
 // by name. "truncation" and "padding" apply to batches and are ignored.
 #pragma once
-#include <nlohmann/json.hpp>
+#include <iterator>
 
-#include "core/check.h"
-#include "text/added_tokens.h"
 #include "text/bpe_encoder.h"
-#include "text/bpe_vocabulary.h"
-#include "text/normalizer.h"
 #include "text/pre_tokenizer.h"
 
 namespace llmc {
+
+// Whether the names of special tokens in a text stand for these tokens, as in a prompt, or are text like any other, as
+// in a document: none can forge an end of text.
+enum class Specials : uint8_t { as_tokens, as_text };
+
+// Tokens that are matched literally in a text, before anything else.
+class AddedTokens {
+ public:
+  struct Token {
+    std::string text;
+    int32_t id;
+    bool strip_left, strip_right;  // adjacent white space belongs to the token
+    bool special;
+  };
+  void add(const Token& token) {
+    if (token.text.empty()) return;
+    auto& bucket = by_first_byte_[static_cast<unsigned char>(token.text[0])];
+    const auto place = std::ranges::lower_bound(bucket, token.text, {}, &Token::text);
+    if (place == bucket.end() || place->text != token.text) bucket.insert(place, token);
+    all_special_ &= token.special;
+  }
+
+  // Splits the text at its tokens, leftmost first, then longest: passes on their ids and the text between them.
+  template <class OnToken, class OnText>
+  void split(std::string_view text, Specials specials, OnToken&& on_token, OnText&& on_text) const {
+    size_t cut = 0;
+    for (size_t at = specials == Specials::as_text && all_special_ ? text.size() : 0; at < text.size();) {
+      const auto& bucket = by_first_byte_[static_cast<unsigned char>(text[at])];
+      const Token* token = bucket.empty() ? nullptr : find(bucket, text.substr(at));
+      if (!token || (token->special && specials == Specials::as_text)) {
+        at += token ? token->text.size() : 1;
+        continue;
+      }
+      size_t begin = at, end = at += token->text.size();
+      if (token->strip_left)
+        while (begin > cut && is_space(text, utf8_before(text, begin))) begin = utf8_before(text, begin);
+      if (token->strip_right)
+        while (end < text.size() && is_space(text, end)) end += utf8_at(text, end).width;
+      if (cut < begin) on_text(text.substr(cut, begin - cut));
+      on_token(token->id);
+      cut = end;
+    }
+    if (cut < text.size()) on_text(text.substr(cut));
+  }
+
+  // May a token, or the white space that belongs to it, be on both sides of the border of these two characters of a
+  // document, or end there, so that a text begins?
+  bool cross(std::string_view a, std::string_view b) const {
+    if (all_special_) return false;
+    const std::string both = std::string(a) + std::string(b);
+    for (const auto& bucket : by_first_byte_)
+      for (const Token& token : bucket)
+        if (token.text.find(both) != token.text.npos || token.text.ends_with(a) ||
+            ((token.strip_left || token.strip_right) && is_space(a, 0)) || (token.strip_right && is_space(b, 0)))
+          return true;
+    return false;
+  }
+
+ private:
+  static bool is_space(std::string_view text, size_t at) {
+    return (traits_of(utf8_at(text, at).code) & white_space_trait) != 0;
+  }
+  // The longest token that the text begins with: in lexicographic order the last one that is not after the text, or
+  // else one that what these two have in common begins with.
+  static const Token* find(const std::vector<Token>& bucket, std::string_view text) {
+    for (;;) {
+      const auto after = std::ranges::upper_bound(bucket, text, {}, [](auto& t) { return std::string_view(t.text); });
+      if (after == bucket.begin()) return nullptr;
+      const Token& token = *std::prev(after);
+      if (text.starts_with(token.text)) return &token;
+      text = {text.begin(), std::ranges::mismatch(text, token.text).in1};
+    }
+  }
+  std::array<std::vector<Token>, 256> by_first_byte_;  // in lexicographic order
+  bool all_special_ = true;                            // in documents, these are text
+};
 
 class Bpe {
  public:
@@ -71,7 +143,7 @@ class Bpe {
     for (size_t at = text.size() - std::min<size_t>(text.size(), 8), before; at > middle; at = before) {
       for (before = at - 1; before > middle && utf8_continues(text[before]);) --before;
       const Utf8Character a = utf8_at(text, before), b = utf8_at(text, at), next = utf8_at(text, at + b.width);
-      if (utf8_continues(text[at]) || a.width != at - before || std::max({a.code, b.code, next.code}) > last_character)
+      if (utf8_continues(text[at]) || a.width != at - before || std::max({a.code, b.code, next.code}) > 0x10ffff)
         continue;
       // nor does what follows b change b
       if (normalizer_.independent(a.code, b.code) && normalizer_.independent(b.code, next.code) &&
@@ -82,10 +154,7 @@ class Bpe {
   }
 
   // The bytes of a token; empty: no such token. One character's bytes may be spread over several tokens.
-  const std::string& text_of(int32_t id) const {
-    static const std::string none;
-    return id >= 0 && static_cast<size_t>(id) < tokens_.size() ? tokens_[static_cast<size_t>(id)] : none;
-  }
+  std::string text_of(int32_t id) const { return id >= 0 && id < vocab_size() ? tokens_[static_cast<size_t>(id)] : ""; }
   // Is the token for programs rather than part of a text?
   bool is_special(int32_t id) const { return std::ranges::binary_search(special_, id); }
   int32_t vocab_size() const { return narrow<int32_t>(static_cast<int64_t>(tokens_.size())); }
@@ -102,7 +171,6 @@ class Bpe {
   bool strips_first_space() const { return strips_first_space_; }
 
  private:
-  static constexpr char32_t last_character = 0x10ffff;
   bool of_bytes() const { return vocabulary_.symbols() == BpeVocabulary::Symbols::bytes; }
 
   [[noreturn]] void refuse(const std::string& what) const {
@@ -119,23 +187,23 @@ class Bpe {
                            first = normalizer_.apply(right, TextPart::continuation, after);
     if (last.empty() || first.empty()) return false;
     const std::string_view a = last.substr(utf8_before(last, last.size())), b = first.substr(0, utf8_width(first[0]));
-    return pieces_independent(utf8_at(a, 0).code, utf8_at(b, 0).code) && !added_.cross(left, right) &&
-           !added_normalised_.cross(a, b);
-  }
-  bool pieces_independent(char32_t a, char32_t b) const {
-    const SplitAutomaton::Place place = pre_tokenizer_.between(a, b);
-    if (place != SplitAutomaton::Place::independent) return place == SplitAutomaton::Place::boundary;
-    std::string last, first;
-    append_utf8(last, a);
-    append_utf8(first, b);
-    return !vocabulary_.joins(last, first);
+    char32_t end = utf8_at(a, 0).code, begin = utf8_at(b, 0).code;
+    const SplitAutomaton::Place place = pre_tokenizer_.between(end, begin);
+    if (place == SplitAutomaton::Place::anything) return false;
+    if (place == SplitAutomaton::Place::independent) {
+      std::string end_text, begin_text;
+      append_utf8(end_text, end);
+      append_utf8(begin_text, begin);
+      if (vocabulary_.joins(end_text, begin_text)) return false;
+    }
+    return !added_.cross(left, right) && !added_normalised_.cross(a, b);
   }
 
   // The text that a token of the vocabulary stands for.
   std::string decoded(std::string token, int32_t id) const {
     if (of_bytes()) return token;
     if (const std::optional<char> byte = vocabulary_.byte_of(id)) return std::string(1, *byte);
-    for (const auto& [from, to] : replaced_) replace_all(token, from, to);
+    for (const auto& [from, to] : replaced_) token = replaced(token, from, to);
     return token;
   }
 

@@ -1,16 +1,9 @@
 // bpe_vocabulary.h: the tokens and merges of byte pair encoding (Sennrich et al. 2016): a piece of text starts as its
-// smallest symbols, and adjacent pairs are merged in the order in which training found them. The symbols are bytes
-// (Radford et al. 2019), or characters, where those that are no tokens are written as their bytes (SentencePiece's
-// byte_fallback).
+// smallest symbols; adjacent pairs merge in the order in which training found them. The symbols are bytes (Radford et
+// al. 2019), or characters, of which those that are no tokens are written as bytes (SentencePiece's byte_fallback).
 #pragma once
-#include <nlohmann/json.hpp>
-#include <unordered_map>
-
-#include "core/check.h"
 #include "core/json.h"
-#include "core/shape.h"
-#include "text/merge_table.h"
-#include "text/token_table.h"
+#include "text/token_tables.h"
 #include "text/unicode.h"
 
 namespace llmc {
@@ -38,17 +31,13 @@ inline std::string byte_level_text(std::string_view bytes) {
 
 // The bytes that a token of a byte-level vocabulary stands for. None: the token holds another character.
 inline std::optional<std::string> bytes_of_byte_level(std::string_view token) {
-  static const std::unordered_map<char32_t, char> byte_of = [] {
-    std::unordered_map<char32_t, char> map;
-    for (size_t byte = 0; byte < 256; ++byte) map[byte_level_characters()[byte]] = static_cast<char>(byte);
-    return map;
-  }();
+  const std::array<char32_t, 256>& characters = byte_level_characters();
   std::string bytes;
   for (size_t at = 0; at < token.size();) {
     const Utf8Character c = utf8_at(token, at);
-    const auto found = byte_of.find(c.code);
-    if (found == byte_of.end()) return std::nullopt;
-    bytes += found->second;
+    const auto byte = std::ranges::find(characters, c.code);
+    if (byte == characters.end()) return std::nullopt;
+    bytes += static_cast<char>(byte - characters.begin());
     at += c.width;
   }
   return bytes;
@@ -64,6 +53,8 @@ class BpeVocabulary {
   // `model`: "model" of a tokenizer.json; errors begin with `where`.
   BpeVocabulary(const nlohmann::json& model, const std::string& where) : where_(where) {
     check_kind(model);
+    id_of_ascii_.fill(-1);
+    id_of_byte_.fill(-1);
     const auto is_true = [&](const char* field) {
       const nlohmann::json value = model.value(field, nlohmann::json());
       return !value.is_null() && value.get<bool>();
@@ -99,8 +90,7 @@ class BpeVocabulary {
     return narrow<int32_t>(*id);
   }
 
-  // The text of each id: bytes, or for a vocabulary of characters the text before a tokenizer's decoder. Empty: no such
-  // token.
+  // The text of each id: bytes, or with characters as symbols the text before the decoder. Empty: no such token.
   const std::vector<std::string>& tokens() const { return tokens_; }
   Symbols symbols() const { return symbols_; }
   // The byte that a token <0x00> of a vocabulary of characters stands for.
@@ -215,8 +205,7 @@ class BpeVocabulary {
     merges_ = MergeTable(std::move(all));
   }
 
-  // What a merge joins is known as far as it is in the two characters at the border: a token may also be the last bytes
-  // of one, or the first bytes of the other.
+  // Notes the two characters that a merge joins; tokens may also be the last bytes of one, or the first of the other.
   void note_join(int32_t left, int32_t right) {
     if (byte_of(left) || byte_of(right)) joins_all_ = true;
     const std::string_view a = tokens_[static_cast<size_t>(left)], b = tokens_[static_cast<size_t>(right)];
@@ -250,17 +239,12 @@ class BpeVocabulary {
           static_cast<int>(static_cast<unsigned char>(byte)));
     return id;
   }
-  static std::array<int32_t, 256> no_ids() {
-    std::array<int32_t, 256> none;
-    none.fill(-1);
-    return none;
-  }
 
   std::string where_;
   Symbols symbols_ = Symbols::bytes;
   std::vector<std::string> tokens_;
   TokenTable id_of_;
-  std::array<int32_t, 256> id_of_ascii_ = no_ids(), id_of_byte_ = no_ids();  // of symbols of one byte, of bytes
+  std::array<int32_t, 256> id_of_ascii_, id_of_byte_;  // of symbols of one byte, of bytes; -1: none
   MergeTable merges_;
   std::vector<int32_t> rank_of_bytes_;  // 256 x 256
   bool whole_pieces_first_ = false;

@@ -18,7 +18,11 @@ class SplitAutomaton {
   // None: the pattern has lookahead over more than one character, or too many states.
   static std::optional<SplitAutomaton> compile(const SplitPattern& pattern) {
     SplitAutomaton made;
-    if (!made.build(pattern)) return std::nullopt;
+    made.nodes_ = &pattern.nodes();
+    if (!made.classify() || !made.number_states(pattern.start())) return std::nullopt;
+    made.find_places();
+    made.make_steps_on();
+    made.nodes_ = nullptr;
     return made;
   }
 
@@ -33,7 +37,7 @@ class SplitAutomaton {
     auto last = cuts.begin();
     *last = begin;
     const unsigned char* here = begin;
-    for (uint32_t state = start * narrow_classes(); *last < end;) {
+    for (uint32_t state = start * classes_; *last < end;) {
       while (here < end && last < full) {
         size_t width = 1;
         const uint32_t step = steps_on_[state + class_at(here, width)];
@@ -48,7 +52,7 @@ class SplitAutomaton {
         if (*last < from) *++last = from;
         if (from < to) *++last = to;
         here = to;
-        state = start * narrow_classes();
+        state = start * classes_;
       }
       if (last < full && *last < end) continue;
       const size_t n = static_cast<size_t>(last - cuts.begin());
@@ -77,7 +81,6 @@ class SplitAutomaton {
   using Kind = SplitPattern::Kind;
 
   Step step_at(uint32_t state, size_t c) const { return steps_[state * classes_ + c]; }
-  uint32_t narrow_classes() const { return static_cast<uint32_t>(classes_); }
 
   // The first match that begins at `at` or later; nothing at the end: there is none.
   std::pair<const unsigned char*, const unsigned char*> next_match(const unsigned char* at,
@@ -105,15 +108,6 @@ class SplitAutomaton {
     const Utf8Character c = utf8_at({reinterpret_cast<const char*>(at), 4}, 0);
     width = c.width;
     return class_of(c.code);
-  }
-
-  bool build(const SplitPattern& pattern) {
-    nodes_ = &pattern.nodes();
-    if (!classify() || !number_states(pattern.start())) return false;
-    find_places();
-    make_steps_on();
-    nodes_ = nullptr;
-    return true;
   }
 
   // Characters that are in the same sets of the pattern are one class.
@@ -146,7 +140,7 @@ class SplitAutomaton {
       }
       all[c] = found->second;
     }
-    classes_ = members_.size();
+    classes_ = static_cast<uint32_t>(members_.size());
     std::map<std::string, uint32_t> pages;
     for (size_t page = 0; page < page_.size(); ++page) {
       const auto first = all.begin() + static_cast<std::ptrdiff_t>(page << 8);
@@ -180,8 +174,7 @@ class SplitAutomaton {
     return true;
   }
 
-  // next += where a place leads with a character of class c. Whether a match ends before the character; none: the
-  // pattern cannot be built.
+  // next += where a place leads with a character of class c. Does a match end before it? None: it cannot be built.
   std::optional<bool> advance(const Thread& thread, size_t c, Threads& next, std::set<Thread>& tried) const {
     if (!tried.insert(thread).second) return false;  // a more preferred way led here, too
     const auto& [n, count] = thread;
@@ -224,7 +217,7 @@ class SplitAutomaton {
         const Step step = step_at(s, c);
         const bool ends = step.next == dead && step.match;
         const uint32_t next = ends ? step_at(start, c).next : step.next;
-        steps_on_.push_back(next == dead ? stops : next * narrow_classes() << 2 | (ends ? cuts_here : 0));
+        steps_on_.push_back(next == dead ? stops : next * classes_ << 2 | (ends ? cuts_here : 0));
       }
   }
 
@@ -248,13 +241,12 @@ class SplitAutomaton {
 
   const std::vector<SplitPattern::Node>* nodes_ = nullptr;  // while it is built
   std::vector<char32_t> members_ = {0};  // one character of each class; class 0 is the end of the text
-  size_t classes_ = 0;
+  uint32_t classes_ = 0;
   std::array<uint8_t, 128> ascii_{};
   std::array<uint32_t, 0x1100> page_{};  // where the classes of 256 characters are
   std::vector<uint8_t> class_in_page_;
   std::vector<Step> steps_;  // (states, classes)
-  // The same, of a text rather than of one match: the next state's place, and what the character does: it begins a
-  // piece, or the match must be sought the slow way.
+  // The same of a text: the next state's place, and whether the character begins a piece, or needs the slow way.
   static constexpr uint32_t cuts_here = 1, stops = 2;
   std::vector<uint32_t> steps_on_;
   std::vector<Place> places_;

@@ -1,11 +1,8 @@
 // split_pattern.h: the regular expressions with which tokenizers split text, matched by backtracking where
-// split_automaton.h cannot. Supported:
-// characters, classes [...], \p{L}, \s, \S, \d, \D, groups, (?i:...), alternatives, * + ? {n,m}, possessive *+ ++ ?+,
-// and lookahead (?=...) (?!...). Anything else is refused by name. Semantics: Oniguruma with Ruby's syntax, as in
-// Hugging Face's tokenizers.
+// split_automaton.h cannot. Supported: characters, classes [...], \p{L}, \s, \S, \d, \D, groups, (?i:...),
+// alternatives, * + ? {n,m}, possessive *+ ++ ?+, and lookahead (?=...) (?!...). Anything else is refused by name.
+// Semantics: Oniguruma with Ruby's syntax, as in Hugging Face's tokenizers.
 #pragma once
-#include <bitset>
-
 #include "core/check.h"
 #include "text/unicode.h"
 
@@ -17,27 +14,21 @@ class CharacterSet {
   void add(CharacterTraits traits) { traits_ |= traits; }
   void add(char32_t first, char32_t last) { ranges_.emplace_back(first, last); }
   void invert() { inverted_ = !inverted_; }
-  // Call after the last add(): precomputes the answers for ASCII.
-  void finish() {
-    for (char32_t c = 0; c < 128; ++c) ascii_[c] = look_up(c);
+  bool contains(char32_t c) const {
+    const bool in = (traits_of(c) & traits_) != 0 || std::ranges::any_of(ranges_, [&](const auto& range) {
+                      return range.first <= c && c <= range.second;
+                    });
+    return in != inverted_;
   }
-  bool contains(char32_t c) const { return c < 128 ? ascii_[c] : look_up(c); }
   // Where whether a character is in the set may change for other reasons than its traits.
   void add_bounds(std::set<char32_t>& bounds) const {
     for (const auto& [first, last] : ranges_) bounds.insert({first, last + 1});
   }
 
  private:
-  bool look_up(char32_t c) const {
-    const bool in = (traits_of(c) & traits_) != 0 ||
-                    std::any_of(ranges_.begin(), ranges_.end(),
-                                [&](const auto& range) { return range.first <= c && c <= range.second; });
-    return in != inverted_;
-  }
   CharacterTraits traits_ = 0;  // any of these
   std::vector<std::pair<char32_t, char32_t>> ranges_;
   bool inverted_ = false;
-  std::bitset<128> ascii_;
 };
 
 class SplitPattern {
@@ -98,18 +89,13 @@ class SplitPattern {
   struct Item;
   using Sequence = std::vector<Item>;
   using Alternatives = std::vector<Sequence>;
-  struct Item {
-    Kind kind;
-    CharacterSet set;
-    Alternatives inside;  // the contents of a group or a lookahead
-    size_t min = 1, max = 1;
-    bool possessive = false;
+  struct Item : Node {         // not linked yet
+    Alternatives inside = {};  // the contents of a group or a lookahead
   };
 
   // ---- Matching ----
 
-  // The end of the match that begins at `at`. The depth of recursion depends on the pattern, never on the text: a run
-  // of characters is a loop.
+  // The end of the match that begins at `at`. Recursion is as deep as the pattern, never the text: a run is a loop.
   size_t match(size_t n, std::string_view text, size_t at, size_t& steps) const {
     for (;;) {
       CHECK(++steps < most_steps, "{}: pattern '{}': a match takes more than {} steps near '{}': {}", where_,
@@ -163,12 +149,8 @@ class SplitPattern {
     return nodes_.size() - 1;
   }
   size_t link(const Item& item, size_t next) {
-    Node node{.kind = item.kind,
-              .next = next,
-              .set = item.set,
-              .min = item.min,
-              .max = item.max,
-              .possessive = item.possessive};
+    Node node = item;
+    node.next = next;
     if (item.kind == Kind::branch) {
       node.ways = {link(item.inside, next)};
       if (item.min == 0) node.ways.push_back(next);
@@ -221,7 +203,7 @@ class SplitPattern {
 
   Item parse_item(IgnoreCase ignore_case) {
     const size_t begin = at_;
-    Item item{.kind = Kind::characters, .set = {}, .inside = {}};
+    Item item;
     if (take("(")) {
       item.kind = Kind::branch;
       if (++depth_ > most_depth) refuse(formatted("a group {} deep", depth_), begin);
@@ -234,8 +216,8 @@ class SplitPattern {
       --depth_;
       if (ignore_case == IgnoreCase::yes) refuse_pairs(begin);
     } else {
+      item.kind = Kind::characters;
       item.set = parse_set(ignore_case);
-      item.set.finish();
     }
     parse_quantifier(item);
     return item;

@@ -2,11 +2,7 @@
 // documents where they are packed and masked.
 #pragma once
 #include <filesystem>
-#include <nlohmann/json.hpp>
 
-#include "core/files.h"
-#include "core/json.h"
-#include "core/shape.h"
 #include "text/bpe.h"
 
 namespace llmc {
@@ -16,38 +12,48 @@ inline constexpr std::array tokenizer_file_names = {"tokenizer.json", "tokenizer
                                                     "special_tokens_map.json", "generation_config.json",
                                                     "chat_template.jinja"};
 
-// Turns documents into tokens, for one thread. The names of special tokens in them are text like any other.
-class DocumentEncoder {
- public:
-  virtual ~DocumentEncoder() = default;
-  // ids += the tokens of a document, or of a part of one
-  virtual void append(std::string_view text, TextPart part, std::vector<int32_t>& ids) = 0;
-};
+// ids += the tokens of a document or a part of one, in which special tokens' names are plain text; for one thread.
+using DocumentEncoder = std::function<void(std::string_view text, TextPart part, std::vector<int32_t>& ids)>;
 
 class Tokenizer {
  public:
   virtual ~Tokenizer() = default;
   // where: how errors about the text begin
   virtual std::vector<int32_t> encode(const std::string& text, const std::string& where = "--prompt") const = 0;
-  virtual std::string decode(std::span<const int32_t> tokens) const = 0;
-  // Null: this tokenizer only decodes.
-  virtual std::unique_ptr<DocumentEncoder> document_encoder() const { return nullptr; }
+  // What a token is decoded to, and is in a text; none: there is no such token.
+  virtual std::optional<std::string> text_of(int32_t token) const = 0;
+  std::string decode(std::span<const int32_t> tokens) const {
+    std::string all;
+    for (const int32_t token : tokens) {
+      const std::optional<std::string> text = text_of(token);
+      all += text ? *text : formatted("<{}>", token);
+    }
+    return all;
+  }
+  // Empty: this tokenizer only decodes.
+  virtual DocumentEncoder document_encoder() const { return {}; }
   // The last place where a long document may be cut without a change to its tokens; none: there is none.
   virtual std::optional<size_t> last_cut(std::string_view text) const { return text.size(); }
   virtual bool needs_utf8() const { return false; }
   virtual int32_t end_of_text() const = 0;
+  virtual bool is_special(int32_t token) const { return token == end_of_text(); }
   virtual int64_t size() const = 0;  // ids are below it
-  // The number of bytes of text that a token stands for, 0 for special tokens; none: there is no such token. `part`:
-  // whether a document begins with it, and so perhaps with a space that is not in its text.
-  virtual std::optional<int64_t> bytes_of(int32_t token, TextPart part) const = 0;
+  // Does decoding drop one leading space of a document?
+  virtual bool strips_first_space() const { return false; }
+  // The bytes of text that a token stands for, 0 if special; none: no such token. `part`: whether it begins a document.
+  std::optional<int64_t> bytes_of(int32_t token, TextPart part) const {
+    const std::optional<std::string> text = text_of(token);
+    if (!text) return std::nullopt;
+    if (is_special(token)) return 0;
+    return std::ssize(*text) - (part == TextPart::beginning && strips_first_space() && text->starts_with(' '));
+  }
   // Tokens that precede the text of a prompt.
   virtual std::vector<int32_t> prefix() const { return {end_of_text()}; }
   // Names and contents of the tokenizer's files, for a checkpoint to keep.
   virtual std::map<std::string, std::string> files() const { return {}; }
 };
 
-// Ids 0 to 255 are bytes, 256 is the end of text. Its files describe the same tokenizer to transformers: byte-level BPE
-// without merges.
+// Ids 0 to 255 are bytes, 256 is the end of text. To transformers, its files describe byte-level BPE without merges.
 class ByteTokenizer final : public Tokenizer {
  public:
   static constexpr int64_t vocab_size = 257;
@@ -56,63 +62,35 @@ class ByteTokenizer final : public Tokenizer {
     for (unsigned char byte : text) tokens.push_back(byte);
     return tokens;
   }
-  std::unique_ptr<DocumentEncoder> document_encoder() const override {
-    struct Bytes final : DocumentEncoder {
-      void append(std::string_view text, TextPart, std::vector<int32_t>& ids) override {
-        for (const unsigned char byte : text) ids.push_back(byte);
-      }
+  DocumentEncoder document_encoder() const override {
+    return [](std::string_view text, TextPart, std::vector<int32_t>& ids) {
+      for (const unsigned char byte : text) ids.push_back(byte);
     };
-    return std::make_unique<Bytes>();
   }
-  std::string decode(std::span<const int32_t> tokens) const override {
-    std::string text;
-    for (int32_t token : tokens) {
-      if (token >= 0 && token < 256) text += static_cast<char>(token);
-      else text += token == 256 ? "<|endoftext|>" : formatted("<{}>", token);
-    }
-    return text;
+  std::optional<std::string> text_of(int32_t token) const override {
+    if (token < 0 || token > end_of_text()) return std::nullopt;
+    return token == end_of_text() ? "<|endoftext|>" : std::string(1, static_cast<char>(token));
   }
   int32_t end_of_text() const override { return 256; }
   int64_t size() const override { return vocab_size; }
-  std::optional<int64_t> bytes_of(int32_t token, TextPart) const override {
-    if (token < 0 || token > end_of_text()) return std::nullopt;
-    return token == end_of_text() ? 0 : 1;
-  }
   std::map<std::string, std::string> files() const override {
-    using Json = nlohmann::ordered_json;
-    const char* end = "<|endoftext|>";
-    Json vocab = Json::object();
-    for (int byte = 0; byte < 256; ++byte) vocab[byte_level_text(std::string(1, static_cast<char>(byte)))] = byte;
-    const Json byte_level = {
-        {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", false}, {"use_regex", false}};
-    const Json tokenizer = {{"version", "1.0"},
-                            {"truncation", nullptr},
-                            {"padding", nullptr},
-                            {"added_tokens", Json::array({{{"id", 256},
-                                                           {"content", end},
-                                                           {"single_word", false},
-                                                           {"lstrip", false},
-                                                           {"rstrip", false},
-                                                           {"normalized", false},
-                                                           {"special", true}}})},
-                            {"normalizer", nullptr},
-                            {"pre_tokenizer", byte_level},
-                            {"post_processor", nullptr},
-                            {"decoder", byte_level},
-                            {"model",
-                             {{"type", "BPE"},
-                              {"dropout", nullptr},
-                              {"unk_token", nullptr},
-                              {"continuing_subword_prefix", nullptr},
-                              {"end_of_word_suffix", nullptr},
-                              {"fuse_unk", false},
-                              {"byte_fallback", false},
-                              {"vocab", vocab},
-                              {"merges", Json::array()}}}};
-    const Json config = {{"tokenizer_class", "PreTrainedTokenizerFast"},
-                         {"bos_token", end},
-                         {"eos_token", end},
-                         {"clean_up_tokenization_spaces", false}};
+    auto tokenizer = parse_json<nlohmann::ordered_json>(R"({
+      "version": "1.0", "truncation": null, "padding": null,
+      "added_tokens": [{"id": 256, "content": "<|endoftext|>", "single_word": false, "lstrip": false, "rstrip": false,
+                        "normalized": false, "special": true}],
+      "normalizer": null,
+      "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
+      "post_processor": null,
+      "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
+      "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": {}, "merges": []}})",
+                                                        "tokenizer.json of bytes");
+    for (int byte = 0; byte < 256; ++byte)
+      tokenizer["model"]["vocab"][byte_level_text(std::string(1, static_cast<char>(byte)))] = byte;
+    const nlohmann::ordered_json config = {{"tokenizer_class", "PreTrainedTokenizerFast"},
+                                           {"bos_token", "<|endoftext|>"},
+                                           {"eos_token", "<|endoftext|>"},
+                                           {"clean_up_tokenization_spaces", false}};
     return {{"tokenizer.json", tokenizer.dump(1) + "\n"}, {"tokenizer_config.json", config.dump(1) + "\n"}};
   }
 };
@@ -150,19 +128,11 @@ class TableTokenizer final : public Tokenizer {
     CHECK(text.empty(), "{}: --tokenizer {} can decode tokens but not encode text: leave out the prompt", where, path_);
     return {};
   }
-  std::string decode(std::span<const int32_t> tokens) const override {
-    std::string text;
-    for (int32_t token : tokens)
-      text += token >= 0 && static_cast<size_t>(token) < tokens_.size() ? tokens_[static_cast<size_t>(token)]
-                                                                        : formatted("<{}>", token);
-    return text;
+  std::optional<std::string> text_of(int32_t token) const override {
+    return token < 0 || token >= size() ? std::nullopt : std::optional(tokens_[static_cast<size_t>(token)]);
   }
   int32_t end_of_text() const override { return end_of_text_; }
   int64_t size() const override { return std::ssize(tokens_); }
-  std::optional<int64_t> bytes_of(int32_t token, TextPart) const override {
-    if (token < 0 || token >= std::ssize(tokens_)) return std::nullopt;
-    return token == end_of_text_ ? 0 : std::ssize(tokens_[static_cast<size_t>(token)]);
-  }
 
  private:
   std::string path_;
@@ -190,32 +160,22 @@ class HuggingFaceTokenizer final : public Tokenizer {
           where, *fault + 1, path_);
     return bpe_.encode(text);
   }
-  std::unique_ptr<DocumentEncoder> document_encoder() const override {
-    struct Documents final : DocumentEncoder {
-      explicit Documents(const Bpe& bpe) : encoder(bpe, Specials::as_text, 18) {}  // 12 MiB
-      void append(std::string_view text, TextPart part, std::vector<int32_t>& ids) override {
-        encoder.append(text, part, ids);
-      }
-      Bpe::Encoder encoder;
+  DocumentEncoder document_encoder() const override {
+    return [encoder = Bpe::Encoder(bpe_, Specials::as_text, 18)](  // of 12 MiB
+               std::string_view text, TextPart part, std::vector<int32_t>& ids) mutable {
+      encoder.append(text, part, ids);
     };
-    return std::make_unique<Documents>(bpe_);
   }
   std::optional<size_t> last_cut(std::string_view text) const override { return bpe_.last_cut(text); }
   bool needs_utf8() const override { return true; }
-  std::string decode(std::span<const int32_t> tokens) const override {
-    std::string text;
-    for (int32_t token : tokens) text += bpe_.text_of(token).empty() ? formatted("<{}>", token) : bpe_.text_of(token);
-    return text;
+  std::optional<std::string> text_of(int32_t token) const override {
+    const std::string text = bpe_.text_of(token);
+    return text.empty() ? std::nullopt : std::optional(text);
   }
   int32_t end_of_text() const override { return end_of_text_; }
+  bool is_special(int32_t token) const override { return token == end_of_text_ || bpe_.is_special(token); }
   int64_t size() const override { return bpe_.vocab_size(); }
-  std::optional<int64_t> bytes_of(int32_t token, TextPart part) const override {
-    const std::string& text = bpe_.text_of(token);
-    if (text.empty()) return std::nullopt;
-    if (token == end_of_text_ || bpe_.is_special(token)) return 0;
-    const bool strips = part == TextPart::beginning && bpe_.strips_first_space() && text.starts_with(' ');
-    return std::ssize(text) - strips;
-  }
+  bool strips_first_space() const override { return bpe_.strips_first_space(); }
   std::vector<int32_t> prefix() const override {
     return bpe_.prefix().empty() ? std::vector<int32_t>{end_of_text_} : bpe_.prefix();
   }
@@ -275,8 +235,7 @@ inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) {
   return std::make_unique<HuggingFaceTokenizer>(name);
 }
 
-// "auto": the tokenizer.json in the model's directory (none: the model is a preset), if it exists and the model's
-// vocabulary has all its tokens; otherwise bytes.
+// "auto": a tokenizer.json in the model's directory (none: a preset) whose tokens the vocabulary has; otherwise bytes.
 inline std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, const std::optional<std::string>& directory,
                                                  int64_t vocab_size) {
   if (name != "auto") return make_tokenizer(name);

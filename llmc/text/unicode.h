@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <unordered_map>
 
-#include "core/std.h"
 #include "core/utf8.h"
 #include "text/unicode_tables.h"
 
@@ -87,46 +86,24 @@ inline const UnicodeTables& unicode_tables() {
   return tables;
 }
 
-}  // namespace detail
-
-// Bit i: the i-th general category; the last two: white space, and everything else.
-using CharacterTraits = uint32_t;
-inline constexpr CharacterTraits white_space_trait = 1u << 30, visible_trait = 1u << 31;
-
-inline CharacterTraits traits_of(char32_t c) {
-  const uint8_t traits = detail::unicode_tables().traits[c];
-  return 1u << (traits & detail::UnicodeTables::category_bits) |
-         (traits & detail::UnicodeTables::white_space ? white_space_trait : visible_trait);
-}
-
-// The categories that a name stands for: "Lu" for one, "L" for all that begin with L; 0: no such name.
-inline CharacterTraits category_traits(std::string_view name) {
-  CharacterTraits traits = 0;
-  const std::string_view names = detail::category_names;
-  for (size_t i = 0; 3 * i < names.size(); ++i)
-    if (!name.empty() && names.substr(3 * i, 2).starts_with(name)) traits |= 1u << i;
-  return traits;
-}
-
 // ---- NFC ------------------------------------------------------------------------------------------------------------
-
-namespace detail {
 
 inline uint8_t combining_class(char32_t c) {
   const auto found = unicode_tables().combining_class.find(c);
   return found == unicode_tables().combining_class.end() ? 0 : found->second;
 }
 
-inline void decompose(char32_t c, std::vector<char32_t>& out) {
+// out += what a character decomposes to, with combining classes.
+inline void decompose(char32_t c, std::vector<std::pair<char32_t, uint8_t>>& out) {
   if (c - hangul < hangul_count) {
     const char32_t s = c - hangul, t = s % hangul_t;
-    out.push_back(jamo_l + s / hangul_t / hangul_v);
-    out.push_back(jamo_v + s / hangul_t % hangul_v);
-    if (t > 0) out.push_back(jamo_t + t);
+    out.emplace_back(jamo_l + s / hangul_t / hangul_v, 0);
+    out.emplace_back(jamo_v + s / hangul_t % hangul_v, 0);
+    if (t > 0) out.emplace_back(jamo_t + t, 0);
     return;
   }
   const auto found = unicode_tables().parts.find(c);
-  if (found == unicode_tables().parts.end()) return out.push_back(c);
+  if (found == unicode_tables().parts.end()) return void(out.emplace_back(c, combining_class(c)));
   for (const char32_t part : found->second)
     if (part != 0) decompose(part, out);
 }
@@ -143,14 +120,12 @@ inline char32_t compose(char32_t a, char32_t b) {
 
 // Decomposes, orders the marks, and composes: UAX #15, The Unicode Standard, 3.11.
 inline void append_normalised(std::string& out, std::string_view text) {
-  std::vector<char32_t> all;
+  std::vector<std::pair<char32_t, uint8_t>> marked;
   for (size_t at = 0; at < text.size();) {
     const Utf8Character c = utf8_at(text, at);
-    decompose(c.code, all);
+    decompose(c.code, marked);
     at += c.width;
   }
-  std::vector<std::pair<char32_t, uint8_t>> marked;
-  for (const char32_t c : all) marked.emplace_back(c, combining_class(c));
   for (auto begin = marked.begin(); begin != marked.end(); ++begin) {
     if (begin->second == 0) continue;
     const auto end = std::find_if(begin, marked.end(), [](const auto& c) { return c.second == 0; });
@@ -175,40 +150,46 @@ inline void append_normalised(std::string& out, std::string_view text) {
 
 }  // namespace detail
 
+// Bit i: the i-th general category; the last two: white space, and everything else.
+using CharacterTraits = uint32_t;
+inline constexpr CharacterTraits white_space_trait = 1u << 30, visible_trait = 1u << 31;
+
+inline CharacterTraits traits_of(char32_t c) {
+  const uint8_t traits = detail::unicode_tables().traits[c];
+  return 1u << (traits & detail::UnicodeTables::category_bits) |
+         (traits & detail::UnicodeTables::white_space ? white_space_trait : visible_trait);
+}
+
+// The categories that a name stands for: "Lu" for one, "L" for all that begin with L; 0: no such name.
+inline CharacterTraits category_traits(std::string_view name) {
+  CharacterTraits traits = 0;
+  const std::string_view names = detail::category_names;
+  for (size_t i = 0; 3 * i < names.size(); ++i)
+    if (!name.empty() && names.substr(3 * i, 2).starts_with(name)) traits |= 1u << i;
+  return traits;
+}
+
 // May NFC change this character, or the one before it?
 inline bool nfc_may_change(char32_t c) {
   return (detail::unicode_tables().traits[c] & detail::UnicodeTables::unstable) != 0;
 }
 
-// Is the text certainly in NFC? Valid UTF-8.
-inline bool is_nfc(std::string_view text) {
-  for (size_t at = 0; at < text.size();) {
-    if (static_cast<unsigned char>(text[at]) < 0x80) {
-      ++at;
-      continue;
-    }
-    const Utf8Character c = utf8_at(text, at);
-    if (nfc_may_change(c.code)) return false;
-    at += c.width;
-  }
-  return true;
+// The first character from `at` on of valid UTF-8 that NFC may change; the text's size: there is none.
+inline size_t find_unstable(std::string_view text, size_t at = 0) {
+  for (; at < text.size(); at += utf8_width(text[at]))
+    if (static_cast<unsigned char>(text[at]) >= 0x80 && nfc_may_change(utf8_at(text, at).code)) break;
+  return at;
 }
 
 // NFC of valid UTF-8. Text that NFC cannot change is copied.
 inline std::string nfc(std::string_view text) {
   std::string out;
-  size_t copied = 0, before = 0;  // `before`: where the character before `at` begins
-  for (size_t at = 0; at < text.size();) {
-    const Utf8Character c = utf8_at(text, at);
-    if (!nfc_may_change(c.code)) {
-      before = at;
-      at += c.width;
-      continue;
-    }
-    while (at < text.size() && nfc_may_change(utf8_at(text, at).code)) at += utf8_at(text, at).width;
+  size_t copied = 0;
+  for (size_t at = 0; (at = find_unstable(text, at)) < text.size(); copied = at) {
+    const size_t before = at == 0 ? 0 : utf8_before(text, at);  // the character before may change, too
+    while (at < text.size() && nfc_may_change(utf8_at(text, at).code)) at += utf8_width(text[at]);
     out += text.substr(copied, before - copied);
     detail::append_normalised(out, text.substr(before, at - before));
-    copied = before = at;
   }
   return out += text.substr(copied);
 }

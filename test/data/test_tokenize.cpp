@@ -331,14 +331,13 @@ TEST_CASE("shards are the documents in order, whatever the number of threads", "
 TEST_CASE("a thread that has no encoder ends the command with its error", "[tokenize]") {
   struct OneEncoder final : Tokenizer {
     std::vector<int32_t> encode(const std::string&, const std::string&) const override { return {}; }
-    std::string decode(std::span<const int32_t>) const override { return ""; }
-    std::unique_ptr<DocumentEncoder> document_encoder() const override {
+    std::optional<std::string> text_of(int32_t) const override { return ""; }
+    DocumentEncoder document_encoder() const override {
       CHECK(!given_.exchange(true), "no memory for another encoder");
       return ByteTokenizer().document_encoder();
     }
     int32_t end_of_text() const override { return 256; }
     int64_t size() const override { return 257; }
-    std::optional<int64_t> bytes_of(int32_t, TextPart) const override { return 1; }
     std::map<std::string, std::string> files() const override { return ByteTokenizer().files(); }
     mutable std::atomic<bool> given_ = false;
   };

@@ -263,7 +263,7 @@ class RecipeReader {
 
   std::vector<int64_t> epoch_tokens(int64_t block) const {
     data_.train.cut(block);
-    return data_.epoch_tokens();
+    return data_.train.epoch_tokens();
   }
 
   // Another --seed orders the rest of each source's epoch, from its next block on.

@@ -36,7 +36,7 @@ inline bool move_aside(const Options& o, Log& log) {
       {"--tokenizer", o.tokenizer},
       {"--eval-choices", o.eval_choices}};
   for (const SourceText& source : source_texts(o)) inputs.emplace_back("--train-data", source.pattern);
-  for (const ValidationText& set : validation_texts(o)) inputs.emplace_back("--val-data", set.pattern);
+  for (const SourceText& set : validation_texts(o)) inputs.emplace_back("--val-data", set.pattern);
   for (const auto& [option, input] : inputs) {
     const std::filesystem::path path = std::filesystem::weakly_canonical(input, none);
     const bool names_files = input.find('/') != std::string::npos || std::filesystem::exists(input, none);

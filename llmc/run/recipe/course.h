@@ -1,22 +1,9 @@
 // course.h: a recipe unrolled into stretches of equal steps: how many, of how many tokens, from where in each source,
-// at which learning rate. A run whose recipe changed goes on from an origin, the state of the checkpoint where it
-// changed.
+// at which rate. A run whose recipe changed goes on from an origin: the state of the checkpoint where it changed.
 #pragma once
-#include <nlohmann/json.hpp>
-
-#include "core/json.h"
-#include "data/sample_order.h"
 #include "run/recipe/recipe.h"
-#include "train/lr_schedule.h"
 
 namespace llmc {
-
-// The tokens of an epoch of each source.
-inline std::vector<int64_t> epoch_tokens_of(const Sources& sources) {
-  std::vector<int64_t> all;
-  for (const Sources::Source& source : sources.all()) all.push_back(source.epoch_tokens());
-  return all;
-}
 
 // How far a run is, and has read its sources.
 struct Origin {
@@ -113,8 +100,7 @@ class Course {
     only.steps = std::max<int64_t>(0, all - origin_.step);
     only.schedule = choose_lr_schedule(o, all, only.tokens_per_step);
     only.counted = origin_.step;
-    take_skips(only);
-    stretches_.push_back(std::move(only));
+    append(std::move(only));
   }
 
   Stretch stretch(size_t stage, int64_t tokens_per_step) const {

@@ -1,7 +1,5 @@
 // print_stages.h: the stages of a run on paper: a table, curves over its tokens, and JSON for scripts/plot_stages.py.
 #pragma once
-#include <nlohmann/json.hpp>
-
 #include "core/log.h"
 #include "run/recipe/course.h"
 
@@ -10,8 +8,7 @@ namespace llmc {
 namespace detail {
 
 inline double share_of_source(const Stretch& stretch, size_t source) {
-  double all = 0;
-  for (const int64_t weight : stretch.weights) all += static_cast<double>(weight);
+  const double all = std::accumulate(stretch.weights.begin(), stretch.weights.end(), 0.0);
   return static_cast<double>(stretch.weights[source]) / all;
 }
 
@@ -30,6 +27,28 @@ inline std::string rate_text(const Stretch& s) {
   if (s.steps == 0) return "-";
   const double first = s.learning_rate(s.first_step + 1), last = s.learning_rate(s.last_step());
   return first == last ? formatted("{:.2e}", first) : formatted("{:.2e} to {:.2e}", first, last);
+}
+
+// A curve of a value over the tokens of the run, in characters of eight heights.
+inline std::string curve(const Course& course, const std::function<double(const Stretch&, int64_t)>& at) {
+  constexpr int64_t columns = 60;
+  static constexpr const char* heights[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
+  std::vector<double> values;
+  const double tokens = static_cast<double>(course.tokens());
+  size_t stretch = 0;
+  for (int64_t c = 0; c < columns; ++c) {
+    const int64_t token = static_cast<int64_t>((static_cast<double>(c) + 0.5) / static_cast<double>(columns) * tokens);
+    while (stretch + 1 < course.stretches().size() && token >= course.stretches()[stretch + 1].tokens) ++stretch;
+    const Stretch& s = course.stretches()[stretch];
+    const int64_t step = s.first_step + 1 + std::clamp<int64_t>((token - s.tokens) / s.tokens_per_step, 0, s.steps - 1);
+    values.push_back(at(s, step));
+  }
+  const auto [smallest, largest] = std::ranges::minmax(values);
+  std::string text;
+  for (const double value : values)
+    text += heights[largest > 0 ? std::clamp<int>(static_cast<int>(value / largest * 8), 0, 7) : 0];
+  return smallest == largest ? formatted("{} {:.4g}", text, largest)
+                             : formatted("{} {:.4g} to {:.4g}", text, smallest, largest);
 }
 
 }  // namespace detail
@@ -53,35 +72,7 @@ inline std::pair<std::string, nlohmann::ordered_json> stage_text(const Course& c
           json};
 }
 
-namespace detail {
-
-// A curve of a value over the tokens of the run, in characters of eight heights.
-inline std::string curve(const Course& course, int64_t columns,
-                         const std::function<double(const Stretch&, int64_t)>& at) {
-  static constexpr const char* heights[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
-  std::vector<double> values;
-  double largest = 0, smallest = std::numeric_limits<double>::infinity();
-  const double tokens = static_cast<double>(course.tokens());
-  size_t stretch = 0;
-  for (int64_t c = 0; c < columns; ++c) {
-    const int64_t token = static_cast<int64_t>((static_cast<double>(c) + 0.5) / static_cast<double>(columns) * tokens);
-    while (stretch + 1 < course.stretches().size() && token >= course.stretches()[stretch + 1].tokens) ++stretch;
-    const Stretch& s = course.stretches()[stretch];
-    const int64_t step = s.first_step + 1 + std::clamp<int64_t>((token - s.tokens) / s.tokens_per_step, 0, s.steps - 1);
-    values.push_back(at(s, step));
-    largest = std::max(largest, values.back()), smallest = std::min(smallest, values.back());
-  }
-  std::string text;
-  for (const double value : values)
-    text += heights[largest > 0 ? std::clamp<int>(static_cast<int>(value / largest * 8), 0, 7) : 0];
-  return smallest == largest ? formatted("{} {:.4g}", text, largest)
-                             : formatted("{} {:.4g} to {:.4g}", text, smallest, largest);
-}
-
-}  // namespace detail
-
 inline std::string stages_text(const Course& course) {
-  constexpr int64_t columns = 60;
   const Recipe& recipe = course.recipe();
   const std::string row = "{:5}  {:-14} {:9} {:8} {:7} {:10}  {:-20}  {}\n";
   std::string text = formatted(row, "stage", "name", "tokens", "steps", "length", "a step", "learning rate", "mix");
@@ -90,7 +81,7 @@ inline std::string stages_text(const Course& course) {
                       s.seq_len, human_count(s.tokens_per_step), detail::rate_text(s), detail::mix_text(recipe, s));
   text += formatted("all    {} tokens in {} steps\n\n", human_count(course.tokens()), course.steps());
   const auto curve = [&](const std::string& name, const std::function<double(const Stretch&, int64_t)>& at) {
-    text += formatted("{:-14} {}\n", name, detail::curve(course, columns, at));
+    text += formatted("{:-14} {}\n", name, detail::curve(course, at));
   };
   curve("learning rate", [](const Stretch& s, int64_t step) { return s.learning_rate(step); });
   curve("tokens a step", [](const Stretch& s, int64_t) { return static_cast<double>(s.tokens_per_step); });

@@ -1,14 +1,43 @@
 // recipe.h: the stages of a run. Without --stages there is one, which the options describe; a file of stages gives some
 // of them other values, from stage to stage. README.md in this folder describes the file.
 #pragma once
-#include <nlohmann/json.hpp>
-
+#include "core/toml.h"
 #include "run/length.h"
 #include "run/options/parse.h"
-#include "run/recipe/recipe_file.h"
 #include "run/recipe/sources.h"
 
 namespace llmc {
+
+// A file of stages as JSON, and the line of each value of TOML.
+struct RecipeFile {
+  std::string path;
+  nlohmann::json root;
+  std::map<std::string, int> lines;  // by JSON pointer; of TOML
+
+  // "recipe.toml:12" where the file has lines, otherwise "recipe.json: /stage/0/tokens".
+  std::string place(const std::string& pointer) const {
+    const auto line = lines.find(pointer);
+    if (line != lines.end()) return formatted("{}:{}", path, line->second);
+    return lines.empty() && !pointer.empty() ? path + ": " + shown(pointer) : path;
+  }
+};
+
+inline RecipeFile read_recipe_file(const std::string& path) {
+  CHECK(path_exists(path), "--stages {}: there is no such file", path);
+  if (path.ends_with(".json")) return {path, read_json(path), {}};
+  CHECK(path.ends_with(".toml"), "--stages {}: expected a file that ends with .toml or .json", path);
+  const std::string text = read_text(path, 1 << 20);
+  const auto fault = utf8_fault(text);
+  CHECK(!fault, "--stages {}: byte {} is not UTF-8", path, fault.value_or(0) + 1);
+  int dots = 0;  // a.b.c: tables in tables, which the parser builds and frees by recursion
+  for (const char c : text) {
+    dots = c == '\n' ? 0 : dots + (c == '.');
+    CHECK(dots <= 256, "--stages {}: a line with more than 256 dots, which no setting of a stage has", path);
+  }
+  const TomlFile toml = read_toml(text);
+  CHECK(toml.fault_line == 0, "{}:{}: {}", path, toml.fault_line, shown(toml.fault, 300));
+  return {path, parse_json(toml.json, path), toml.lines};
+}
 
 // From this token of its stage on, the steps have so many tokens.
 struct RampPiece {
@@ -40,11 +69,9 @@ struct Recipe {
 
 namespace detail {
 
-// The ranks that take micro-batches of their own.
-inline int64_t readers_of(const Options& o) { return std::max<int64_t>(1, o.ranks / (o.tp * o.cp * o.pp)); }
-
 inline std::vector<RampPiece> one_size(const Options& o) {
-  return {{0, o.total_batch_size.value_or(micro_batch_tokens(o, readers_of(o)))}};
+  const int64_t readers = std::max<int64_t>(1, o.ranks / (o.tp * o.cp * o.pp));  // which take other micro-batches
+  return {{0, o.total_batch_size.value_or(micro_batch_tokens(o, readers))}};
 }
 
 inline std::vector<int64_t> weights_of(const std::vector<SourceText>& sources) {
@@ -134,28 +161,16 @@ class StageReader {
   using Take = void (StageReader::*)(const std::string& key, const nlohmann::json& value);
   static const std::map<std::string, Take>& settings() {
     using R = StageReader;
-    static const std::map<std::string, Take> all = {{"name", &R::take_name},
-                                                    {"tokens", &R::take_length},
-                                                    {"steps", &R::take_length},
-                                                    {"epochs", &R::take_epochs},
-                                                    {"share", &R::take_later},
-                                                    {"data", &R::take_mix},
-                                                    {"batch-ramp", &R::take_ramp},
-                                                    {"batch-doubling", &R::take_later},
-                                                    {"warmup", &R::take_length},
-                                                    {"decay", &R::take_length},
-                                                    {"seq-len", &R::take_option},
-                                                    {"batch-size", &R::take_option},
-                                                    {"total-batch-size", &R::take_option},
-                                                    {"lr", &R::take_option},
-                                                    {"lr-schedule", &R::take_option},
-                                                    {"final-lr-frac", &R::take_option},
-                                                    {"mask-documents", &R::take_option},
-                                                    {"grad-clip", &R::take_option},
-                                                    {"rope-theta", &R::take_option},
-                                                    {"rope-factor", &R::take_option},
-                                                    {"recompute", &R::take_option},
-                                                    {"head-chunks", &R::take_option}};
+    static const std::map<std::string, Take> all = [] {
+      std::map<std::string, Take> made = {
+          {"name", &R::take_name}, {"epochs", &R::take_epochs}, {"data", &R::take_mix}, {"batch-ramp", &R::take_ramp}};
+      for (const char* key : {"tokens", "steps", "warmup", "decay"}) made[key] = &R::take_length;
+      for (const char* key : {"share", "batch-doubling"}) made[key] = &R::take_later;
+      for (const char* key : {"seq-len", "batch-size", "total-batch-size", "lr", "lr-schedule", "final-lr-frac",
+                              "mask-documents", "grad-clip", "rope-theta", "rope-factor", "recompute", "head-chunks"})
+        made[key] = &R::take_option;
+      return made;
+    }();
     return all;
   }
   void take(const std::string& key, const nlohmann::json& value) {

@@ -2,7 +2,6 @@
 #pragma once
 #include "core/environment.h"
 #include "run/recipe/course.h"
-#include "run/recipe/sources.h"
 #include "run/setup.h"
 
 namespace llmc {
@@ -15,10 +14,9 @@ struct ValidationSet {
 
 inline std::vector<ValidationSet> open_validation_sets(const Options& o, int64_t seq_len) {
   std::vector<ValidationSet> all;
-  for (const ValidationText& text : validation_texts(o)) {
-    TokenShards shards(text.pattern, seq_len, val_option(text.name).c_str(), o.data_format);
-    std::vector<std::string> sums = shards.checksums();
-    all.push_back({text.name, std::move(shards), std::move(sums)});
+  for (const SourceText& text : validation_texts(o)) {
+    all.push_back({text.name, {text.pattern, seq_len, val_option(text.name).c_str(), text.format}, {}});
+    all.back().checksums = all.back().shards.checksums();
   }
   return all;
 }
@@ -51,8 +49,8 @@ inline std::vector<DataLoader::Source> loader_sources(const Sources& sources,
 struct RunData {
   Sources train;
   std::vector<std::string> checksums;  // of the training files
-  std::vector<std::vector<Reseed>>
-      seeds;  // of each source; the first orders its first epoch, the others came by branches
+  // Of each source: the first orders its first epoch, the others came by branches.
+  std::vector<std::vector<Reseed>> seeds;
   std::vector<ValidationSet> val;
   std::vector<std::string> notices;
 
@@ -64,7 +62,6 @@ struct RunData {
     pack(train, o, [this](const std::string& notice) { notices.push_back(notice); });
   }
 
-  std::vector<int64_t> epoch_tokens() const { return epoch_tokens_of(train); }
   std::vector<std::string> val_checksums() const {
     std::vector<std::string> all;
     for (const ValidationSet& set : val) all.insert(all.end(), set.checksums.begin(), set.checksums.end());

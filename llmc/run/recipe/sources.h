@@ -1,19 +1,19 @@
 // sources.h: the sources of a run, from --train-data or --data, and its validation sets, from --val-data or --val.
 #pragma once
 #include <charconv>
+#include <iterator>
 
-#include "core/check.h"
 #include "data/dataloader.h"
 #include "run/options/options.h"
 
 namespace llmc {
 
-// A source as its option describes it. name: empty for --train-data, the only source.
+// A source, or a validation set, as its option describes it. name: empty for --train-data and --val-data.
 struct SourceText {
   std::string name, pattern;
   DataFormat format = DataFormat::automatic;
-  double weight = 1;                 // its proportion of the samples
-  std::optional<double> max_epochs;  // none: as often as the run needs it
+  double weight = 1;                      // its proportion of the samples
+  std::optional<double> max_epochs = {};  // none: as often as the run needs it
 };
 
 namespace detail {
@@ -23,10 +23,8 @@ inline std::pair<std::string, std::string> split_name(const char* option, const 
                                                       const char* expected) {
   const size_t equals = item.find('=');
   const std::string name = item.substr(0, std::min(equals, item.size()));
-  const bool plain = !name.empty() && std::ranges::all_of(name, [](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-' ||
-           c == '.';
-  });
+  constexpr const char* allowed = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.";
+  const bool plain = !name.empty() && name.find_first_not_of(allowed) == name.npos;
   CHECK(equals != item.npos && plain && equals + 1 < item.size(),
         "{} '{}': expected {}, with a name of letters, digits, -, _ and .{}", option, shown(item), expected,
         equals == item.npos ? formatted("; {} takes files without a name",
@@ -35,19 +33,19 @@ inline std::pair<std::string, std::string> split_name(const char* option, const 
   return {name, item.substr(equals + 1)};
 }
 
-inline std::optional<double> number_at_end(std::string& text) {
+// Takes ":0.7" from the end of a text.
+inline std::optional<double> take_number(std::string& text) {
   const size_t colon = text.rfind(':');
+  if (colon == text.npos) return std::nullopt;
   double value = 0;
-  const char* end = text.data() + text.size();
-  if (colon == text.npos || colon + 1 == text.size()) return std::nullopt;
+  const char* const end = text.data() + text.size();
   const auto [read, error] = std::from_chars(text.data() + colon + 1, end, value);
   if (error != std::errc() || read != end) return std::nullopt;
   text.resize(colon);
   return value;
 }
 
-template <class Named>
-void refuse_double_names(const char* option, const std::vector<Named>& all) {
+inline void refuse_double_names(const char* option, const std::vector<SourceText>& all) {
   for (size_t i = 0; i < all.size(); ++i)
     for (size_t j = 0; j < i; ++j)
       CHECK(all[i].name != all[j].name, "{} {}={} and {}={}: two of the same name; give each its own", option,
@@ -61,17 +59,14 @@ inline constexpr double smallest_weight = 1e-9;  // of the largest one
 inline std::vector<SourceText> source_texts(const Options& o) {
   CHECK(o.data.empty() || o.train_data.empty(),
         "--data with --train-data, for which it stands: leave out --train-data, or give it as one more --data");
-  if (o.data.empty())
-    return {{.name = "", .pattern = o.train_data, .format = o.data_format, .weight = 1, .max_epochs = {}}};
+  if (o.data.empty()) return {{"", o.train_data, o.data_format}};
   std::vector<SourceText> all;
   double largest = 0;
   for (const std::string& item : o.data.items) {
-    SourceText source;
-    source.format = o.data_format;
-    std::tie(source.name, source.pattern) =
-        detail::split_name("--data", item, "NAME=PATTERN:WEIGHT or NAME=PATTERN:WEIGHT:EPOCHS");
-    if (const auto last = detail::number_at_end(source.pattern)) {
-      const auto weight = detail::number_at_end(source.pattern);
+    const auto [name, rest] = detail::split_name("--data", item, "NAME=PATTERN:WEIGHT or NAME=PATTERN:WEIGHT:EPOCHS");
+    SourceText source{name, rest, o.data_format};
+    if (const auto last = detail::take_number(source.pattern)) {
+      const auto weight = detail::take_number(source.pattern);
       if (weight) source.weight = *weight, source.max_epochs = *last;
       else source.weight = *last;
     }
@@ -91,17 +86,14 @@ inline std::vector<SourceText> source_texts(const Options& o) {
   return all;
 }
 
-struct ValidationText {
-  std::string name, pattern;
-};
-inline std::vector<ValidationText> validation_texts(const Options& o) {
+inline std::vector<SourceText> validation_texts(const Options& o) {
   CHECK(o.val.empty() || o.val_data.empty(),
         "--val with --val-data, for which it stands: leave out --val-data, or give it as one more --val");
-  std::vector<ValidationText> all;
-  if (!o.val_data.empty()) all.push_back({"", o.val_data});
+  std::vector<SourceText> all;
+  if (!o.val_data.empty()) all.push_back({"", o.val_data, o.data_format});
   for (const std::string& item : o.val.items) {
     const auto [name, pattern] = detail::split_name("--val", item, "NAME=PATTERN");
-    all.push_back({name, pattern});
+    all.push_back({name, pattern, o.data_format});
   }
   detail::refuse_double_names("--val", all);
   return all;
@@ -121,16 +113,6 @@ class Sources {
     int64_t epoch_tokens() const { return blocks() * shards.seq_len(); }
   };
 
- private:
-  template <class F>
-  auto joined(F&& of) const -> decltype(of(std::declval<const Source&>())) {
-    auto joined = of(all_.front());
-    for (size_t i = 1; i < all_.size(); ++i)
-      for (auto& one : of(all_[i])) joined.push_back(one);
-    return joined;
-  }
-
- public:
   // block: the run's longest sequence.
   Sources(const std::vector<SourceText>& texts, int64_t block) : block_(block) {
     all_.reserve(texts.size());  // packed shards refer to theirs
@@ -165,17 +147,25 @@ class Sources {
     for (const Source& source : all_) all += source.blocks();
     return all;
   }
-  std::vector<std::string> paths() const {
-    return joined([](const Source& s) { return s.shards.paths(); });
+  // Of each source.
+  std::vector<int64_t> epoch_tokens() const {
+    std::vector<int64_t> all;
+    for (const Source& source : all_) all.push_back(source.epoch_tokens());
+    return all;
   }
-  std::vector<int64_t> tokens_of_files() const {
-    return joined([](const Source& s) { return s.shards.tokens_of_files(); });
-  }
-  std::vector<std::string> checksums() const {
-    return joined([](const Source& s) { return s.shards.checksums(); });
-  }
+  // Of each file.
+  std::vector<std::string> paths() const { return joined(&TokenFiles::paths); }
+  std::vector<int64_t> tokens_of_files() const { return joined(&TokenFiles::tokens_of_files); }
+  std::vector<std::string> checksums() const { return joined(&TokenFiles::checksums); }
 
  private:
+  template <class T>
+  std::vector<T> joined(std::vector<T> (TokenFiles::*of)() const) const {
+    std::vector<T> all;
+    for (const Source& source : all_) std::ranges::move((source.shards.*of)(), std::back_inserter(all));
+    return all;
+  }
+
   int64_t block_;
   std::vector<Source> all_;
 };
