@@ -5,7 +5,6 @@
 #include "core/log.h"
 #include "core/signals.h"
 #include "run/checkpoints/checkpoint.h"
-#include "run/checkpoints/rollback.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/length.h"
 #include "run/options/options.h"

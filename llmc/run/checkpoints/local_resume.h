@@ -4,13 +4,6 @@
 // on it is a checkpoint like any other. A file is only copied if it has the checksums of the manifest; if not, another
 // process may have it, or an older checkpoint is taken.
 #pragma once
-#include <unistd.h>
-
-#include <cerrno>
-#include <chrono>
-#include <filesystem>
-#include <nlohmann/json.hpp>
-
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/checkpoints/shared_check.h"
@@ -187,6 +180,14 @@ inline bool has_as_new(const std::string& out_dir, int64_t step, const Checkpoin
   return false;
 }
 
+// What process 0's run.json says of the run's local checkpoints.
+inline LocalHistory history_of(const Processes& processes, const RunDirectory* directory) {
+  const bool some = directory != nullptr && !directory->local().run.empty();
+  const std::string mine = some ? directory->local().to_json().dump() : "null";
+  return LocalHistory::from_json(parse_json(processes.all_gather("local checkpoints", mine)[0], "process 0"),
+                                 "run.json");
+}
+
 }  // namespace detail
 
 // Called by all processes before they look for the checkpoint to resume from; directory: process 0's.
@@ -203,13 +204,7 @@ inline void adopt_local_checkpoint(const Processes& processes, const Options& o,
   });
   const bool resumes = o.resume == "auto" || requeued();  // by process 0's environment, as in RunDirectory
   if (processes.all_gather("--resume", resumes ? "yes" : "")[0].empty()) return;
-  const LocalHistory history = LocalHistory::from_json(
-      parse_json(processes.all_gather("local checkpoints", first && !directory->local().run.empty()
-                                                               ? directory->local().to_json().dump()
-                                                               : "null")[0],
-                 "process 0"),
-      "run.json");
-
+  const LocalHistory history = detail::history_of(processes, directory);
   if (first) detail::report_other_runs(o.checkpoint_local, history.run, log);
   std::vector<FoundPart> parts;
   std::map<std::string, std::string> manifests;
@@ -296,6 +291,13 @@ inline void adopt_local_checkpoint(const Processes& processes, const Options& o,
     });
     return;
   }
+}
+
+// Deletes the local checkpoints of a run that is complete. Called by all processes; directory: process 0's.
+inline void delete_local_checkpoints(const Processes& processes, const RunDirectory* directory, const Options& o) {
+  if (o.checkpoint_local.empty()) return;
+  const LocalHistory history = detail::history_of(processes, directory);
+  if (!history.run.empty()) LocalParts(o.checkpoint_local, history, o.place.process, o.checkpoint_local_keep).clear();
 }
 
 }  // namespace llmc

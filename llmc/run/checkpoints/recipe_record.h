@@ -6,7 +6,6 @@
 #include "core/checksum.h"
 #include "core/log.h"
 #include "run/checkpoints/resume_point.h"
-#include "run/checkpoints/rollback.h"
 #include "run/job.h"
 
 namespace llmc {

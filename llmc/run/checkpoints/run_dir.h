@@ -1,20 +1,48 @@
 // run_dir.h: the directory of one run: the run's options (run.json), its one writer (a lock), the checkpoint to resume
 // from, and where metrics.jsonl is truncated.
 #pragma once
-#include <filesystem>
+#include <climits>
 #include <nlohmann/json.hpp>
 
+#include "core/file_lock.h"
 #include "core/log.h"
 #include "run/checkpoints/checkpoint.h"
-#include "run/checkpoints/dir_lock.h"
 #include "run/checkpoints/kept_metrics.h"
 #include "run/checkpoints/restart.h"
 #include "run/checkpoints/resume_point.h"
 #include "run/checkpoints/retention.h"
 #include "run/checkpoints/run_record.h"
-#include "run/recipe/sources.h"
+#include "run/news.h"
 
 namespace llmc {
+
+// The lock of an out directory. The process that holds OUT/.lock is its only writer, provided that the lock is still
+// the file of that name: a directory may be moved or deleted while a run is using it.
+class DirectoryLock {
+ public:
+  // False: another process holds it.
+  bool take(const std::string& directory) {
+    const std::string file = directory + "/.lock";
+    const int error = lock_.take(file);  // again if a --restart has moved the directory meanwhile
+    CHECK(error != ELOOP, "--out-dir {}: {} is a symbolic link, expected a file: remove it", directory, file);
+    CHECK(error == 0 || error == EWOULDBLOCK, "--out-dir {}: cannot write there: {}", directory, std::strerror(error));
+    return error == 0;
+  }
+  // A warning that the lock, although taken, keeps no second run out. "": it does.
+  std::string warning() const { return lock_.warning("run"); }
+  bool in_place() const { return lock_.in_place(); }
+
+  // The directory where the held lock is now, for example after a move; empty: none, or the system does not say.
+  std::string directory() const {
+    std::array<char, PATH_MAX> text;
+    const ssize_t n = ::readlink(formatted("/proc/self/fd/{}", lock_.fd()).c_str(), text.data(), text.size());
+    const std::string name(text.data(), static_cast<size_t>(std::max<ssize_t>(n, 0)));
+    return n > 0 && same_file(lock_.fd(), name) ? std::filesystem::path(name).parent_path().string() : "";
+  }
+
+ private:
+  FileLock lock_;
+};
 
 // Files that a start makes before it is sure to begin. They are removed unless it keeps them, so that a rejected start
 // leaves nothing behind.
@@ -177,31 +205,26 @@ class RunDirectory {
     if (!path_exists(run_file())) write_run_file(o);
   }
 
-  // The fate of the directory during the run: it may have been moved or deleted.
-  enum class Fate : uint8_t { in_place, made_anew, lost };
-  struct Found {
-    Fate fate = Fate::in_place;
-    std::string text = {};  // for the user
-  };
-  // Compares the held lock with the file of that name. If they differ and nobody holds the other one, the directory is
-  // taken again; if another run is or was there, it is lost: no directory has two writers.
-  Found look_again(const Options& o) try {
+  // The fate of the directory during the run, with a text for the user: compares the held lock with the file of that
+  // name. If they differ and nobody holds the other one, the directory is taken again; if another run is or was there,
+  // it is lost: no directory has two writers. NewsKind::save: it is made anew.
+  News look_again(const Options& o) try {
     if (lock_.in_place()) return {};
     const std::string now = moved_to(), what = formatted("--out-dir {} was {} while the run was in it", path_,
                                                          now.empty() ? "deleted" : "moved to " + now);
     std::filesystem::create_directories(path_);
     DirectoryLock again;
-    if (!again.take(path_)) return {Fate::lost, what + ", and another run is writing to it now"};
+    if (!again.take(path_)) return {NewsKind::lost, what + ", and another run is writing to it now"};
     if (path_exists(run_file())) {
-      if (!claimed_ || !claimed_->in_place()) return {Fate::lost, what + ", and another run has begun there"};
+      if (!claimed_ || !claimed_->in_place()) return {NewsKind::lost, what + ", and another run has begun there"};
       lock_ = std::move(again);
-      return {Fate::in_place, formatted("WARNING: {}/.lock was deleted; it is made again", path_)};
+      return {NewsKind::none, formatted("WARNING: {}/.lock was deleted; it is made again", path_)};
     }
     write_run_file(o);
     lock_ = std::move(again);
     retention_.forget();
-    return {Fate::made_anew, formatted("WARNING: {}; it is made again, and the run goes on there{}", what,
-                                       now.empty() ? "" : formatted(": its checkpoints so far are in {}", now))};
+    return {NewsKind::save, formatted("WARNING: {}; it is made again, and the run goes on there{}", what,
+                                      now.empty() ? "" : formatted(": its checkpoints so far are in {}", now))};
   } catch (const std::exception&) {  // someone may still be deleting it: retried at the next look
     return {};
   }
