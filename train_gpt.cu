@@ -433,7 +433,7 @@ class Training {
     progress_ = resumed_progress(from, job_);
     changed_data_ = accept_changed_data(from, job_, progress_);
     load_checkpoint(from.path, job_.step.model, r_.run.trainer.state(), r_.run.stream,
-                    recorded_optimizer(from.path + "/trainer.json", member(from.trainer, "options")));
+                    options_from_record(from.path + "/trainer.json", member(from.trainer, "options")).optimizer);
     r_.run.trainer.set_expert_biases(progress_.expert_biases);
     r_.run.stream.synchronize();
     if (from.path == checkpoint_path(o_.out_dir, from.step)) r_.checkpoints.resumed_from(from.path);

@@ -9,15 +9,11 @@
 #include "comm/connected_processes.h"
 #include "core/environment.h"
 #include "core/failure_text.h"
-#include "core/json.h"
-#include "core/log.h"
-#include "device/gpu.h"
 #include "device/host.h"
 #include "net/meeting/spare.h"
 #include "run/options/parse.h"
 #include "run/options/print.h"
 #include "run/reports/report.h"
-#include "run/setup.h"
 
 namespace llmc {
 
@@ -105,27 +101,18 @@ class SpareFiles {
   using Say = std::function<void(const std::string&)>;
 
   SpareFiles(std::string out_dir, Say say)
-      : out_dir_(std::move(out_dir)), say_(std::move(say)), thread_([this] { run(); }) {}
-  // What is being read is read to its end: a resume would need it next.
-  ~SpareFiles() {
-    {
-      const std::lock_guard lock(mutex_);
-      ending_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-  SpareFiles(const SpareFiles&) = delete;
-  SpareFiles& operator=(const SpareFiles&) = delete;
+      : out_dir_(std::move(out_dir)),
+        say_(std::move(say)),
+        thread_([this](const std::stop_token& stop) { run(stop); }) {}
 
  private:
-  void run() {
-    std::unique_lock lock(mutex_);
-    while (!ending_) {
-      lock.unlock();
+  // At the end, what is being read is read to its end: a resume would need it next.
+  void run(const std::stop_token& stop) {
+    std::mutex mutex;
+    std::condition_variable_any stopped;
+    for (std::unique_lock lock(mutex); !stop.stop_requested();) {
       look();
-      lock.lock();
-      changed_.wait_for(lock, std::chrono::seconds(1), [this] { return ending_; });
+      stopped.wait_for(lock, stop, std::chrono::seconds(1), [] { return false; });
     }
   }
   // Reads the newest checkpoint, if it is another one than the last time.
@@ -146,10 +133,7 @@ class SpareFiles {
   std::string out_dir_;
   Say say_;
   std::string last_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool ending_ = false;
-  std::thread thread_;  // last: it uses all of them
+  std::jthread thread_;  // last: it uses all of them
 };
 
 // Meets the other processes of the job, and completes this process's place. None: a spare that was not needed.
@@ -270,8 +254,8 @@ void together(const Processes& processes, const char* what, F&& f) {
     fault = error.what();
   }
   const std::vector<std::string> all = processes.all_gather(what, fault);
-  const bool same = std::all_of(all.begin(), all.end(), [&](const std::string& text) { return text == all[0]; });
-  const auto first = std::find_if(all.begin(), all.end(), [](const std::string& text) { return !text.empty(); });
+  const bool same = std::ranges::count(all, all[0]) == std::ssize(all);
+  const auto first = std::ranges::find_if(all, [](const std::string& text) { return !text.empty(); });
   if (first == all.end()) return;
   const int rank = static_cast<int>(first - all.begin()) * processes.control()->local_ranks();
   throw SharedError((same ? "" : processes.control()->name_of_rank(rank) + ": ") + *first);

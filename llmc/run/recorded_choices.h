@@ -13,10 +13,9 @@ namespace llmc {
 inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& log) {
   const std::string here = matmul_choices(run.stream);  // nothing is chosen yet, so only the header
   const bool fits = !recorded.empty() && recorded.starts_with(here);
-  bool all_fit = true;
-  for (const std::string& other :
-       run.groups[GroupName::control].all_gather_text("matmul algorithms fit", fits ? "yes" : "no"))
-    all_fit &= other == "yes";
+  const std::vector<std::string> all =
+      run.groups[GroupName::control].all_gather_text("matmul algorithms fit", fits ? "yes" : "no");
+  const bool all_fit = std::ranges::find(all, "no") == all.end();
   if (all_fit) set_matmul_choices(recorded, run.stream);
   else if (!recorded.empty())
     log.line(

@@ -1,10 +1,7 @@
 // setup.h: the options translated into the trainer's terms: the device and each rank's part of it, the model, the
 // layout, the step, the schedule, the tokenizer, the first weights.
 #pragma once
-#include "core/json.h"
-#include "core/log.h"
 #include "data/dataloader.h"
-#include "device/gpu.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/length.h"
 #include "run/options/parse.h"
@@ -13,7 +10,6 @@
 #include "run/rank_device.h"
 #include "run/ranks.h"
 #include "text/tokenizer.h"
-#include "train/lr_schedule.h"
 #include "train/noise_scale.h"
 #include "train/sample.h"
 #include "train/slice_times.h"
@@ -448,17 +444,14 @@ inline std::map<std::string, std::string> choose_special_tokens(const Options& o
   const bool known = knows_tokens(o, tokenizer, model) && end < model.vocab_size;
   const bool same_end = o.tokenizer == "auto" || !known || std::ranges::find(ends, end) != ends.end();
   if (!ends.empty() && in_vocabulary(begins) && in_vocabulary(ends) && same_end) return own;
-  std::map<std::string, std::string> chosen = own;
   if (known) {
     const std::vector<int32_t> prefix = tokenizer.prefix();
-    chosen["bos_token_id"] = formatted("{}", prefix[0] < model.vocab_size ? prefix[0] : end);
-    chosen["eos_token_id"] = formatted("{}", end);
-  } else if (in_vocabulary(ends) && knows_special_tokens(model)) {
-    return own;
-  } else {
-    chosen["bos_token_id"] = chosen["eos_token_id"] = "null";
+    own["bos_token_id"] = formatted("{}", prefix[0] < model.vocab_size ? prefix[0] : end);
+    own["eos_token_id"] = formatted("{}", end);
+  } else if (!in_vocabulary(ends) || !knows_special_tokens(model)) {
+    own["bos_token_id"] = own["eos_token_id"] = "null";
   }
-  return chosen;
+  return own;
 }
 
 // If no tokenizer gives the end of text, it is that of a known vocabulary of this size.

@@ -3,10 +3,6 @@
 #pragma once
 #include "run/checkpoints/local_resume.h"
 #include "run/checkpoints/recipe_record.h"
-#include "run/checkpoints/run_dir.h"
-#include "run/checkpoints/shared_check.h"
-#include "run/job.h"
-#include "run/processes.h"
 
 namespace llmc {
 

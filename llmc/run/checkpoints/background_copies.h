@@ -26,8 +26,6 @@ class BackgroundCopies {
         // Two pieces at least, so that one is used while the next one is copied.
         piece_(std::clamp(std::ssize(memory_) / 2 / alignment * alignment, alignment, most_at_once)),
         thread_([this] { use_all(); }) {}
-  BackgroundCopies(const BackgroundCopies&) = delete;
-  BackgroundCopies& operator=(const BackgroundCopies&) = delete;
   // Copies that have not been used yet are dropped.
   ~BackgroundCopies() {
     {
@@ -61,10 +59,8 @@ class BackgroundCopies {
       cpu_seconds_ = static_cast<double>(cpu.tv_sec) + 1e-9 * static_cast<double>(cpu.tv_nsec);
       seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
     });
-    {
-      std::lock_guard lock(mutex_);
-      ended_ = true;
-    }
+    std::lock_guard lock(mutex_);
+    ended_ = true;
     changed_.notify_all();
   }
   // After end(): whether all has been used; and waiting for that.
@@ -97,10 +93,8 @@ class BackgroundCopies {
     return memory_.subspan(static_cast<size_t>(at), static_cast<size_t>(n));
   }
   void push(Task task) {
-    {
-      std::lock_guard lock(mutex_);
-      tasks_.push_back(std::move(task));
-    }
+    std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
     changed_.notify_all();
   }
   void use_all() {

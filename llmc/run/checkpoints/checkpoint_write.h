@@ -7,11 +7,7 @@
 //   publish   all ranks: are all files there? then rank 0 writes the manifest and renames
 #pragma once
 #include <chrono>
-#include <filesystem>
-#include <nlohmann/json.hpp>
-#include <system_error>
 
-#include "core/failure_text.h"
 #include "run/checkpoints/background_copies.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/checkpoint_share.h"
@@ -87,23 +83,6 @@ class TensorFile {
   std::optional<SafetensorsWriter> writer_;
 };
 
-// The first error of a thread, which goes on: a rank that cannot write still takes part in every exchange.
-struct FirstFault {
-  std::string text;  // empty: none
-  ExitStatus status = ExitStatus::refused;
-
-  template <class F>
-  void attempt(F&& work) {
-    if (text.empty()) try {
-        work();
-      } catch (const Error& error) {
-        text = error.what(), status = error.status();
-      } catch (const std::exception& error) {  // memory
-        text = failure_text(error);
-      }
-  }
-};
-
 }  // namespace detail
 
 // Thrown by all ranks if one of them could not write its part of a checkpoint. Earlier checkpoints are untouched. The
@@ -153,7 +132,7 @@ class CheckpointWrite {
       : out_dir_(out_dir),
         path_(contents.own                 ? out_dir + "/" + contents.own->name
               : contents.part == Part::all ? checkpoint_path(out_dir, step)
-                                           : weights_path(out_dir, step)),
+                                           : formatted("{}/weights-only-step-{:06}", out_dir, step)),
         temporary_(contents.own ? out_dir + "/.tmp-" + contents.own->name
                                 : formatted("{}/.tmp-step-{:06}", out_dir, step)),
         step_(step),
@@ -189,8 +168,6 @@ class CheckpointWrite {
     if (copies_) copies_->end();
     else seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
-  CheckpointWrite(const CheckpointWrite&) = delete;
-  CheckpointWrite& operator=(const CheckpointWrite&) = delete;
 
   int64_t step() const { return step_; }
   int64_t bytes() const { return bytes_; }  // that this rank writes

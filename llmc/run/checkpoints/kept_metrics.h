@@ -1,10 +1,8 @@
 // kept_metrics.h: what a resumed run keeps of metrics.jsonl, and what it reports about damaged lines. No number in that
 // file affects how a run goes on: trainer.json has those.
 #pragma once
-#include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "core/check.h"
 #include "core/json.h"
 
 namespace llmc {

@@ -1,10 +1,6 @@
 // recipe_record.h: what trainer.json records of a run's recipe and of how far it has read its sources, and the course
 // that a resumed run or a branch takes from there.
 #pragma once
-#include <nlohmann/json.hpp>
-
-#include "core/checksum.h"
-#include "core/log.h"
 #include "run/checkpoints/resume_point.h"
 #include "run/job.h"
 
@@ -108,15 +104,15 @@ class RecipeReader {
                                        from_.step + 1, count("tokens_per_step")));
     take_sources(next);
     if (next.changed) take_block(next);
-    Origin origin = origin_;
-    if (next.changed) origin = {from_.step, count("tokens"), samples_, positions_};
-    if (!next.changed && origin.step == 0) origin.sources.clear();
+    if (next.changed) origin_ = {from_.step, count("tokens"), samples_, positions_};
+    else if (origin_.step == 0) origin_.sources.clear();
     // What the checkpoint's run had left out before it, and what this run has left out after it.
     if (next.changed) skips_.clear();  // they are places in the former recipe
     std::erase_if(skips_, [&](const Skip& skip) { return skip.step >= from_.step; });
     for (const Skip& skip : skips_of(rollbacks_, recipe_checksum(recipe_)))
       if (skip.step >= from_.step) skips_.push_back(skip);
-    const Course course(recipe_, epoch_tokens(next.block), std::move(origin), skips_);
+    data_.train.cut(next.block);
+    const Course course(recipe_, data_.epoch_tokens(), std::move(origin_), skips_);
     if (!next.changed && !resized && count("data_samples") == data_.train.samples())
       CHECK(course.sources_after(from_.step) == positions_ || from_.step > course.steps(),
             "{}: the positions in the data are not those of step {}: the file is damaged", file_, from_.step);
@@ -258,11 +254,6 @@ class RecipeReader {
                                         : formatted("sequences of {} tokens were not foreseen when the data were cut "
                                                     "into blocks of {}: a new epoch begins here",
                                                     next.block, block_));
-  }
-
-  std::vector<int64_t> epoch_tokens(int64_t block) const {
-    data_.train.cut(block);
-    return data_.epoch_tokens();
   }
 
   // Another --seed orders the rest of each source's epoch, from its next block on.

@@ -1,7 +1,6 @@
 // restart.h: --restart moves a run's directory aside; what a command leaves out when it is run again.
 #pragma once
 #include <cstdlib>
-#include <filesystem>
 
 #include "core/files.h"
 #include "core/log.h"

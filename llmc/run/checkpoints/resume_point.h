@@ -1,8 +1,5 @@
 // resume_point.h: the checkpoint at which a run resumes or branches, and what a branch records of its parent.
 #pragma once
-#include <filesystem>
-#include <nlohmann/json.hpp>
-
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/run_record.h"
 #include "text/unicode.h"

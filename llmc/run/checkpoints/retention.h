@@ -1,8 +1,5 @@
 // retention.h: which checkpoints of an out directory stay.
 #pragma once
-#include <filesystem>
-#include <nlohmann/json.hpp>
-
 #include "run/checkpoints/checkpoint.h"
 
 namespace llmc {

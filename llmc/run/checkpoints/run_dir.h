@@ -2,16 +2,12 @@
 // from, and where metrics.jsonl is truncated.
 #pragma once
 #include <climits>
-#include <nlohmann/json.hpp>
 
 #include "core/file_lock.h"
-#include "core/log.h"
-#include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/kept_metrics.h"
 #include "run/checkpoints/restart.h"
 #include "run/checkpoints/resume_point.h"
 #include "run/checkpoints/retention.h"
-#include "run/checkpoints/run_record.h"
 #include "run/news.h"
 
 namespace llmc {
@@ -107,8 +103,6 @@ class RunDirectory {
     for (const std::string& name : names_in(path_))  // left by a killed run; we hold the lock
       if (name.starts_with(".tmp-")) std::filesystem::remove_all(path_ + "/" + name, error);
   }
-  RunDirectory(const RunDirectory&) = delete;
-  RunDirectory& operator=(const RunDirectory&) = delete;
 
   // The checkpoint that --resume asks for; none: a new run.
   std::optional<ResumePoint> resume_point(Log& log, const Options& o, const CheckpointCheck& check) {

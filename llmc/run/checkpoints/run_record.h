@@ -1,8 +1,6 @@
 // run_record.h: what run.json records: the options of a run, which the trainer.json of each checkpoint has too, and
 // which of them may differ when it is resumed; its parent, its rollbacks (--on-spike rollback), its local checkpoints.
 #pragma once
-#include <iterator>
-
 #include "core/checksum.h"
 #include "core/log.h"
 #include "run/checkpoints/local_parts.h"
@@ -69,10 +67,9 @@ inline std::vector<Skip> skips_of(const std::vector<Rollback>& rollbacks, const 
 }
 
 // The rollbacks since the checkpoint of this step: those that led to no later one.
-inline std::vector<Rollback> rollbacks_since(const std::vector<Rollback>& rollbacks, int64_t step) {
-  std::vector<Rollback> since;
-  std::ranges::copy_if(rollbacks, std::back_inserter(since), [&](const Rollback& r) { return r.step >= step; });
-  return since;
+inline std::vector<Rollback> rollbacks_since(std::vector<Rollback> rollbacks, int64_t step) {
+  std::erase_if(rollbacks, [&](const Rollback& r) { return r.step < step; });
+  return rollbacks;
 }
 
 // The options of a run, with its defaults resolved: --local-ranks on this machine, --shuffle, those of the optimizer
@@ -169,11 +166,6 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
     }
   }
   return changes;
-}
-
-// The optimizer that wrote a checkpoint.
-inline Optimizer recorded_optimizer(const std::string& file, const nlohmann::json& recorded) {
-  return options_from_record(file, recorded).optimizer;
 }
 
 // Rejects changes to options that must match. Returns notices about the others.
