@@ -16,13 +16,10 @@
 
 namespace llmc {
 
-// This process's share of the processors.
-inline int processors_of_process(const Options& o) {
-  return std::max(1, available_processors() / static_cast<int>(o.place.sharers));
-}
-
+// --threads, or this process's share of the processors.
 inline int threads_of_process(const Options& o) {
-  return o.threads > 0 ? static_cast<int>(o.threads) : processors_of_process(o);
+  if (o.threads > 0) return static_cast<int>(o.threads);
+  return std::max(1, available_processors() / static_cast<int>(o.place.sharers));
 }
 
 inline Device choose_device(const Options& o) {

@@ -4,7 +4,6 @@
 #include <climits>
 
 #include "core/file_lock.h"
-#include "run/checkpoints/kept_metrics.h"
 #include "run/checkpoints/restart.h"
 #include "run/checkpoints/resume_point.h"
 #include "run/checkpoints/retention.h"
@@ -90,10 +89,8 @@ class RunDirectory {
             path_);
       if (path_exists(run_file())) {
         record_ = read_run_record(run_file());
-        rollbacks_ = record_->rollbacks;
-        local_ = record_->local;
-        require_parent(run_file(), record_->parent, o.branch_from, path_);  // before its options, which may differ
-        require_same_options(run_file(), record_->options, o);
+        require_parent(run_file(), record_.parent, o.branch_from, path_);  // before its options, which may differ
+        require_same_options(run_file(), record_.options, o);
       }
     } else if (path_exists(run_file())) {  // if the options are the same otherwise, so is the order of the samples
       const nlohmann::json options = read_run_record(run_file()).options;
@@ -112,10 +109,10 @@ class RunDirectory {
       for (const int64_t step : checkpoint_steps(path_))
         if (newest && step > newest->step) log.line("WARNING: " + set_aside(step, "damaged"));
       if (newest) require_parent(newest->path + "/trainer.json", parent_of(*newest), o.branch_from, path_);
-      else if (record_) require_parent(run_file(), record_->parent, o.branch_from, path_);
+      else if (recorded()) require_parent(run_file(), record_.parent, o.branch_from, path_);
       if (newest) take_options(log, *newest, o);
-      else if (!o.branch_from.empty() || (record_ && !record_->parent.is_null())) return branch_point(log, o, check);
-      else if (record_) take_options(log, *record_, o);
+      else if (!o.branch_from.empty() || !record_.parent.is_null()) return branch_point(log, o, check);
+      else if (recorded()) take_recorded_options(log, o);
       return newest;
     }
     const auto [asked, step] =
@@ -145,16 +142,16 @@ class RunDirectory {
   // its results.
   MetricsKept claim(Log& log, const Options& o, const std::optional<ResumePoint>& resume) {
     traces_.keep();
-    const bool ours = (resume || !rollbacks_.empty()) && has_steps();
+    const bool ours = (resume || !rollbacks().empty()) && has_steps();
     const MetricsKept kept = ours ? truncate_metrics(log, resume) : MetricsKept();
-    if (!ours) replace(metrics_file(), ""), local_ = {};
-    local_.begin(resume && resume->begin == Begin::resume ? resume->step : 0, !o.checkpoint_local.empty());
+    if (!ours) replace(metrics_file(), ""), record_.local = {};
+    record_.local.begin(resume && resume->begin == Begin::resume ? resume->step : 0, !o.checkpoint_local.empty());
     write_run_file(o);
     return kept;
   }
 
-  const std::vector<Rollback>& rollbacks() const { return rollbacks_; }
-  const LocalHistory& local() const { return local_; }
+  const std::vector<Rollback>& rollbacks() const { return record_.rollbacks; }
+  const LocalHistory& local() const { return record_.local; }
 
   // Makes a directory in which all files of a checkpoint lie one of this step, in the place of a damaged one.
   void adopt(Log& log, int64_t step, const std::string& temporary, const std::string& manifest) const {
@@ -191,7 +188,7 @@ class RunDirectory {
       if (later > step) log.line("notice: " + set_aside(later, "rolled-back"));
     fsync_directory(path_);
     retention_.forget();
-    rollbacks_ = rollbacks;
+    record_.rollbacks = rollbacks;
   }
 
   // The directory may have been removed during the run: its checkpoint then needs a new run.json.
@@ -241,7 +238,7 @@ class RunDirectory {
   std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
 
   void write_run_file(const Options& o) const {
-    replace(run_file(), run_record_text(o, parent_, rollbacks_, local_));
+    replace(run_file(), run_record_text(o, record_.parent, record_.rollbacks, record_.local));
     claimed_ = std::make_unique<const File>(File::open_read(run_file()));
   }
 
@@ -273,10 +270,9 @@ class RunDirectory {
       file.write(kept.damaged.data(), std::ssize(kept.damaged));
       file.sync_and_close();
     }
-    const nlohmann::json parent = parent_.is_object() ? member(parent_, "step") : parent_;
+    const std::optional<int64_t> begin = whole_number(member(record_.parent, "step"));
     if (resume && resume->path == checkpoint_path(path_, resume->step))
-      if (const auto fault = metrics_fault(kept, resume->step, metrics_file(), copy, whole_number(parent));
-          !fault.empty())
+      if (const auto fault = metrics_fault(kept, resume->step, metrics_file(), copy, begin); !fault.empty())
         log.line("WARNING: " + fault);
     replace(metrics_file(), kept.lines);
     return kept;
@@ -287,32 +283,32 @@ class RunDirectory {
     const nlohmann::json options = member(from.trainer, "options");
     check_resumed_options(log, from.path + "/trainer.json", options, o, from.begin);
     shuffled_before_ = shuffled(options);
-    parent_ = parent_of(from);
+    record_.parent = parent_of(from);
   }
-  void take_options(Log& log, const RunRecord& record, const Options& o) {
-    CHECK(o.shuffle || record.options.contains("--shuffle"),
+  void take_recorded_options(Log& log, const Options& o) {
+    CHECK(o.shuffle || record_.options.contains("--shuffle"),
           "{} does not say whether the run shuffles: give --shuffle, or --no-shuffle", run_file());
-    check_resumed_options(log, run_file(), record.options, o);
-    shuffled_before_ = shuffled(record.options);
+    check_resumed_options(log, run_file(), record_.options, o);
+    shuffled_before_ = shuffled(record_.options);
   }
 
   // The checkpoint of another run at which this one begins: the one that --branch-from names, or, before the branch has
   // a checkpoint of its own, the one that it began with.
   ResumePoint branch_point(Log& log, const Options& o, const CheckpointCheck& check) {
-    const nlohmann::json recorded = record_ ? record_->parent : nlohmann::json();
-    const nlohmann::json path = recorded.is_object() ? member(recorded, "path") : recorded;
-    CHECK(!o.branch_from.empty() || path.is_string(),
-          "{}: \"parent\" is {}, expected a checkpoint; the file is damaged", run_file(), recorded);
+    const nlohmann::json parent = record_.parent, path = parent.is_object() ? member(parent, "path") : parent;
     const bool given = !o.branch_from.empty();
+    CHECK(given || path.is_string(), "{}: \"parent\" is {}, expected a checkpoint; the file is damaged", run_file(),
+          parent);
     const auto [asked, step] =
         named_checkpoint(given ? "--branch-from" : "the parent in " + run_file() + ",",
                          given ? o.branch_from : path.get<std::string>(), "a checkpoint's directory", check);
     ResumePoint point{asked, step, read_json(asked + "/trainer.json"), Begin::branch};
-    if (record_) require_parent(run_file(), recorded, asked, path_);
+    if (recorded()) require_parent(run_file(), parent, asked, path_);
     take_options(log, point, o);
     return point;
   }
 
+  bool recorded() const { return !record_.options.is_null(); }
   // Whether the run has done anything worth keeping.
   bool has_steps() const {
     return !checkpoint_steps(path_).empty() || metrics_until(std::numeric_limits<int64_t>::max()).train_lines > 0 ||
@@ -346,10 +342,8 @@ class RunDirectory {
 
   std::string path_;
   Retention retention_{path_};
-  std::optional<RunRecord> record_;  // run.json, if the run has completed a step
-  nlohmann::json parent_;            // a branch's parent
-  std::vector<Rollback> rollbacks_;  // of the run so far
-  LocalHistory local_;               // of the run, with this start once it has claimed the directory
+  // run.json, if the run has completed a step; of this start once it has claimed the directory, but for the options
+  RunRecord record_;
   bool shuffled_before_ = true;
   DirectoryLock lock_;
   NewFiles traces_;                              // removed before the lock is released
