@@ -1,5 +1,4 @@
-// process_start.h: what comes first in a process: before options are read, and before the libraries that it is linked
-// with begin.
+// process_start.h: what comes first in a process: before options are read, and before its libraries begin.
 #pragma once
 #include <fcntl.h>
 #include <sys/prctl.h>

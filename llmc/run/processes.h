@@ -29,9 +29,8 @@ inline bool person_reads(const Options& o) {
          !launcher_has_output({o.rank, o.world_size, o.rendezvous}, environment_variable);
 }
 
-// The options that must be the same for all processes: all but those that say where a process is. On another processor
-// --cpu-isa auto takes other instructions, which round differently. A node's own disk may
-// have another name than those of others.
+// The options that must be the same for all processes: all but those that say where a process is. --cpu-isa auto takes
+// other instructions on another processor, which round differently; a node's own disk may have a name of its own.
 inline NamedValues options_to_agree_on(const Options& o) {
   NamedValues all;
   for (const OptionText& t : option_texts(o))

@@ -62,8 +62,7 @@ inline int64_t gpus_here(const Options& o) {
   return o.device == DeviceChoice::cpu || !o.machine.empty() ? 0 : visible_gpus().count;
 }
 
-// One rank per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; in modes that are not about ranks,
-// one.
+// One per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; one in modes that are not about ranks.
 inline int64_t default_ranks(const Options& o) {
   if (!has_ranks(o)) return 1;
   return std::max(o.pp * std::lcm(o.tp * o.cp, o.ep), gpus_here(o));
@@ -198,8 +197,7 @@ inline double devices_in_use(const Device& device, const Options& o, int process
   return static_cast<double>(o.place.processes) * std::min(1.0, std::max(processors, device.threads) / threads);
 }
 
-// The device of this process's first rank, and who moves its tensors: NCCL on a GPU of its own, even in a plan for a
-// GPU that is not here.
+// The device of this process's first rank, and who moves its tensors.
 inline Device first_rank_device(const Device& device, const Options& o) {
   Device rank = rank_device(device, o.place);
   rank.collectives = collectives_of(rank, o.ranks, o.comm);

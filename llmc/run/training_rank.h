@@ -1,5 +1,4 @@
-// training_rank.h: a rank at work on a stretch of a run: what the parts of its loop share, and how ranks agree to go
-// on.
+// training_rank.h: a rank at work on a stretch of a run: what its parts share, and how ranks agree to go on.
 #pragma once
 #include "run/checkpoints/checkpoint_saver.h"
 #include "run/reports/peak.h"
@@ -70,9 +69,8 @@ struct TrainingRank {
   std::string saved_to() const { return progress.done > 0 ? ", saved to " + checkpoints.last() : ""; }
 };
 
-// How the ranks of a run agree, before a step and within a long one, to go on, to save or to end: all at the same
-// point. What they have to say travels with the reduction of every step, and is known with its result; if it ends the
-// run, they exchange texts.
+// How the ranks of a run agree, before a step and within a long one, to go on, to save or to end, all at the same
+// point. What they have to say (news.h) is known with the result of a step.
 class GoOn {
  public:
   explicit GoOn(TrainingRank& rank) : r_(rank) {}

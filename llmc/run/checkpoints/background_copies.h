@@ -28,13 +28,10 @@ class BackgroundCopies {
         thread_([this] { use_all(); }) {}
   // Copies that have not been used yet are dropped.
   ~BackgroundCopies() {
-    {
-      std::lock_guard lock(mutex_);
-      tasks_.clear();
-      ended_ = true;
-    }
+    std::lock_guard lock(mutex_);
+    tasks_.clear();
+    ended_ = true;
     changed_.notify_all();
-    if (thread_.joinable()) thread_.join();
   }
 
   // Copies `bytes` bytes piece by piece: copy(to, from, n) makes bytes [from, from + n) at `to`, now. use(piece) is
@@ -125,7 +122,7 @@ class BackgroundCopies {
   int64_t freed_ = 0;   // of them, those that have been used
   bool waits_ = false;  // the first thread has waited for room
   bool ended_ = false, done_ = false;
-  std::thread thread_;  // last: it uses all of them
+  std::jthread thread_;  // last: it uses all of them
 };
 
 }  // namespace llmc

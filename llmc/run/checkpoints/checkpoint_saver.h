@@ -110,7 +110,7 @@ class CheckpointSaver {
     report_.timed(Task::checkpoint, [&] { require_equal_copies(step, run, only); });
   }
 
-  // The same of one unit alone, another one each time: all ranks that hold its copies have made its update.
+  // One unit, another one each time: all ranks that hold its copies have made its update.
   void verify_update(int64_t step, Run& run) const {
     compare_copies(step, run, static_cast<size_t>(step / o_.verify_updates) % run.trainer.state().size());
   }
@@ -224,7 +224,6 @@ class CheckpointSaver {
         ExitStatus::diverged);
   }
 
-  // Each process's part is copied to another process's disk.
   void copy_locally(const Groups& groups, World& world) {
     std::error_code none;
     const std::string directory = std::filesystem::canonical(o_.checkpoint_local, none);

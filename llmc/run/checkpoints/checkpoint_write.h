@@ -123,12 +123,11 @@ struct WriteTimes {
   std::string no_thread = {};  // why a rank got no thread for it, and wrote before training went on; empty: all got one
 };
 
-// A checkpoint of `step` that is being written. All ranks construct it together, and call publish() together; each
-// writes some of the weights and the optimizer slices that it owns, and rank 0 the rest.
+// A checkpoint of `step` that is being written. All ranks construct it together, and call publish() together.
 class CheckpointWrite {
  public:
   CheckpointWrite(const std::string& out_dir, int64_t step, const ModelConfig& config, ModelState& state,
-                  Stream& stream, CheckpointContents contents, const CopyMemory& memory = {})
+                  Stream& stream, CheckpointContents contents = {}, const CopyMemory& memory = {})
       : out_dir_(out_dir),
         path_(contents.own                 ? out_dir + "/" + contents.own->name
               : contents.part == Part::all ? checkpoint_path(out_dir, step)
@@ -405,11 +404,5 @@ class CheckpointWrite {
   detail::FirstFault writing_;
   std::optional<BackgroundCopies> copies_;  // last: its thread uses the others
 };
-
-// Writes the checkpoint of `step` and returns its path; called by all ranks.
-inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
-                                    ModelState& state, Stream& stream, CheckpointContents contents = {}) {
-  return CheckpointWrite(out_dir, step, config, state, stream, std::move(contents)).publish();
-}
 
 }  // namespace llmc

@@ -50,12 +50,9 @@ class LocalCopies {
       : ring_(ring), directory_(std::move(directory)), thread_([this] { run(); }) {}
   // All that was begun is finished, unless another process has gone.
   ~LocalCopies() {
-    {
-      std::lock_guard lock(mutex_);
-      ended_ = true;
-    }
+    std::lock_guard lock(mutex_);
+    ended_ = true;
     changed_.notify_all();
-    thread_.join();
   }
 
   // Begins to copy a part of the directory; all processes do so for the same step.
@@ -206,7 +203,7 @@ class LocalCopies {
   std::deque<std::string> names_;  // to copy; the first is being copied
   std::string fault_;
   bool ended_ = false;
-  std::thread thread_;  // last: it uses all of them
+  std::jthread thread_;  // last: it uses all of them
 };
 
 }  // namespace llmc
