@@ -56,6 +56,21 @@ inline void require_shared_directory(const Processes& processes, const std::stri
   });
 }
 
+// A checksum of the files that this run reads of a --model directory. Our manifests have checksums of the weights,
+// which were verified; for other weights, a sample is enough to tell two models apart.
+inline std::string model_checksum(const Options& o, bool weights) {
+  constexpr double most = 64 << 20;  // bytes
+  std::string text = read_text(o.model + "/config.json");
+  if (!weights) return checksum(text);
+  if (path_exists(o.model + "/manifest.json")) return checksum(text + read_text(o.model + "/manifest.json"));
+  double bytes = 1;
+  const std::vector<std::string> files = model_files(o.model);
+  for (const std::string& file : files) bytes += static_cast<double>(std::filesystem::file_size(file));
+  for (const std::string& file : files)
+    text += std::filesystem::path(file).filename().string() + sampled_checksum(file, std::min(1.0, most / bytes));
+  return checksum(text);
+}
+
 }  // namespace detail
 
 // Called by all processes; process 0 opens the directory.
@@ -87,25 +102,6 @@ inline Start find_start(const Processes& processes, const Job& job, Log& log) {
   if (!path.empty()) start.resume = ResumePoint{path, first[1], {}, first[4] ? Begin::branch : Begin::resume};
   return start;
 }
-
-namespace detail {
-
-// A checksum of the files that this run reads of a --model directory. Our manifests have checksums of the weights,
-// which were verified; for other weights, a sample is enough to tell two models apart.
-inline std::string model_checksum(const Options& o, bool weights) {
-  constexpr double most = 64 << 20;  // bytes
-  std::string text = read_text(o.model + "/config.json");
-  if (!weights) return checksum(text);
-  if (path_exists(o.model + "/manifest.json")) return checksum(text + read_text(o.model + "/manifest.json"));
-  double bytes = 1;
-  const std::vector<std::string> files = model_files(o.model);
-  for (const std::string& file : files) bytes += static_cast<double>(std::filesystem::file_size(file));
-  for (const std::string& file : files)
-    text += std::filesystem::path(file).filename().string() + sampled_checksum(file, std::min(1.0, most / bytes));
-  return checksum(text);
-}
-
-}  // namespace detail
 
 // Called by all processes: each has made its choices on its own host and read its own files.
 inline void require_same_everywhere(const Processes& processes, const Job& job,

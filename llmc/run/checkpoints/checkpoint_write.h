@@ -324,11 +324,10 @@ class CheckpointWrite {
             held.push_back(experts ? part_of(all, groups_.layout.expert, rank)[0]
                                    : part_of(all, groups_.layout.tensor, rank)[0]);
           }
-          for (size_t i = 0; i < plan_.tensors.size(); ++i) {
-            if (plan_.unit[i] != u) continue;
-            detail::gather_boxes(room, plan_.tensors[i], unit.whole_weights(whole.tensor()), held, dtype_, writer % n,
-                                 group, [&](const std::byte* bytes) { add(*file, bytes); });
-          }
+          for (size_t i = 0; i < plan_.tensors.size(); ++i)
+            if (plan_.unit[i] == u)
+              detail::gather_boxes(room, plan_.tensors[i], unit.whole_weights(whole.tensor()), held, dtype_, writer % n,
+                                   group, [&](const std::byte* bytes) { add(*file, bytes); });
         });
     if (file != nullptr) end_file(*file);
   }

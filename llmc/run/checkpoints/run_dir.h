@@ -4,7 +4,6 @@
 #include <climits>
 
 #include "core/file_lock.h"
-#include "run/checkpoints/restart.h"
 #include "run/checkpoints/resume_point.h"
 #include "run/checkpoints/retention.h"
 #include "run/news.h"
@@ -238,7 +237,7 @@ class RunDirectory {
   std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
 
   void write_run_file(const Options& o) const {
-    replace(run_file(), run_record_text(o, record_.parent, record_.rollbacks, record_.local));
+    replace(run_file(), run_record_text(o, record_));
     claimed_ = std::make_unique<const File>(File::open_read(run_file()));
   }
 

@@ -74,15 +74,14 @@ inline std::vector<Rollback> rollbacks_since(std::vector<Rollback> rollbacks, in
 
 // The options of a run, with its defaults resolved: --local-ranks on this machine, --shuffle, those of the optimizer
 // and of experts.
-inline Options with_recorded_defaults(Options o) {
+inline std::vector<OptionText> recorded_options(Options o) {
   o.local_ranks = o.ranks;
   o.shuffle = o.shuffled();
   o.beta2 = o.beta2_in_use();
   if (o.moe_dispatch == Dispatch::capacity) o.moe_capacity_factor = o.capacity_factor();
   o.moe_aux_loss = o.moe_aux_loss.value_or(o.usual_aux_loss);
-  return o;
+  return option_texts(o);
 }
-inline std::vector<OptionText> recorded_options(const Options& o) { return option_texts(with_recorded_defaults(o)); }
 
 inline nlohmann::ordered_json options_json(const Options& o) {
   nlohmann::ordered_json json;
@@ -202,12 +201,12 @@ struct RunRecord {
   LocalHistory local = {};
 };
 
-inline std::string run_record_text(const Options& o, const nlohmann::json& parent = {},
-                                   const std::vector<Rollback>& rollbacks = {}, const LocalHistory& local = {}) {
+// The text of one with these options; of `run` all but the options.
+inline std::string run_record_text(const Options& o, const RunRecord& run = {}) {
   nlohmann::ordered_json record = {{"format", 2}, {"options", options_json(o)}};
-  if (!parent.is_null()) record["parent"] = parent;
-  if (!rollbacks.empty()) record["rollbacks"] = to_json_object(rollbacks);
-  if (!local.run.empty()) record["local"] = local.to_json();
+  if (!run.parent.is_null()) record["parent"] = run.parent;
+  if (!run.rollbacks.empty()) record["rollbacks"] = to_json_object(run.rollbacks);
+  if (!run.local.run.empty()) record["local"] = run.local.to_json();
   record["checksum"] = checksum(nlohmann::json(record).dump());
   return record.dump(1) + "\n";
 }
