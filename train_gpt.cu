@@ -13,13 +13,10 @@
 #include "run/batch_reader.h"
 #include "run/checkpoints/progress.h"
 #include "run/checkpoints/run_dir.h"
-#include "run/checkpoints/seen_samples.h"
 #include "run/coord_check.h"
 #include "run/evaluate.h"
 #include "run/generate.h"
-#include "run/go_on.h"
 #include "run/job.h"
-#include "run/local_checkpoints.h"
 #include "run/milestones.h"
 #include "run/modes.h"
 #include "run/news.h"
@@ -288,7 +285,7 @@ class Training {
     if (beginning.after == After::stretch)
       progress_.validated = resume->trainer.value("validated", nlohmann::json()) == true;
     else take_directory(beginning);
-    if (!o_.checkpoint_local.empty()) save_locally(r_, world, beginning.directory);
+    if (!o_.checkpoint_local.empty()) r_.checkpoints.save_locally(r_.run.groups, world);
     if (job.course.recipe().staged) {
       const auto [text, facts] = stage_text(job.course, job.number);
       if (progress_.done == job.stretch().first_step) log_.stage(progress_.done + 1, text, facts);
@@ -434,7 +431,7 @@ class Training {
     progress_ = resumed_progress(from, job_);
     changed_data_ = accept_changed_data(from, job_, progress_);
     load_checkpoint(from.path, job_.step.model, r_.run.trainer.state(), r_.run.stream,
-                    recorded_optimizer(from.path + "/trainer.json", member(from.trainer, "options")));
+                    options_from_record(from.path + "/trainer.json", member(from.trainer, "options")).optimizer);
     r_.run.trainer.set_expert_biases(progress_.expert_biases);
     r_.run.stream.synchronize();
     if (from.path == checkpoint_path(o_.out_dir, from.step)) r_.checkpoints.resumed_from(from.path);

@@ -1,21 +1,13 @@
 // job.h: a training run with every choice made: all is chosen, read and validated here, before anything is created.
 #pragma once
-#include <nlohmann/json.hpp>
-
-#include "core/log.h"
 #include "core/signals.h"
-#include "run/checkpoints/checkpoint.h"
-#include "run/checkpoints/rollback.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/length.h"
-#include "run/options/options.h"
 #include "run/plan/copies.h"
 #include "run/plan/report_plan.h"
 #include "run/recipe/run_data.h"
 #include "run/requirements.h"
-#include "run/setup.h"
 #include "run/validation.h"
-#include "train/choices.h"
 
 namespace llmc {
 
@@ -155,27 +147,25 @@ struct Job {
   // With --grad-reduce auto, a resumed run reduces gradients as before, because the other way rounds differently; if
   // that does not fit into memory, it follows the ZeRO stage.
   void resume(const ResumePoint& from, Log& log) {
-    const nlohmann::json choices = from.trainer.value("choices", nlohmann::json::object());
-    const nlohmann::json recorded = member(choices, "grad_reduce");
-    CHECK(recorded.is_null() || recorded == name_of(GradReduce::step) || recorded == name_of(GradReduce::micro),
+    const nlohmann::json recorded = member(member(from.trainer, "choices"), "grad_reduce");
+    const auto before = recorded.is_string() ? from_name<GradReduce>(recorded.get<std::string>()) : std::nullopt;
+    CHECK(recorded.is_null() || before,
           "{}/trainer.json: \"grad_reduce\" of \"choices\" is {}, expected \"step\" or \"micro\"; the file is damaged",
           from.path, recorded);
-    if (!recorded.is_null() && step.layout.zero.reduce_by_stage) {
+    if (before && step.layout.zero.reduce_by_stage && *before != step.layout.zero.grad_reduce) {
+      CHECK(!step.layout.zero.offload.has(Offloaded::gradients),
+            "--offload gradients adds them after every micro-batch, and this run began with --grad-reduce {}, which "
+            "rounds differently: leave out gradients, or give --grad-reduce micro",
+            *before);
       StepConfig as_before = step;
-      as_before.layout.zero.grad_reduce = *from_name<GradReduce>(recorded.get<std::string>());
-      if (as_before.layout.zero.grad_reduce != step.layout.zero.grad_reduce) {
-        CHECK(!step.layout.zero.offload.has(Offloaded::gradients),
-              "--offload gradients adds them after every micro-batch, and this run began with --grad-reduce {}, which "
-              "rounds differently: leave out gradients, or give --grad-reduce micro",
-              as_before.layout.zero.grad_reduce);
-        const Plan planned = plan_run(options, as_before, rank_device, free_memory_of_rank(options));
-        if (fits(planned, memory_limit(options, rank_device))) step = as_before, plan = planned;
-        else
-          log.line(formatted(
-              "notice: --grad-reduce {}, with which the run began, needs {}, which does not fit: "
-              "it is now {}, which rounds differently",
-              as_before.layout.zero.grad_reduce, human_bytes(planned.total_bytes()), step.layout.zero.grad_reduce));
-      }
+      as_before.layout.zero.grad_reduce = *before;
+      const Plan planned = plan_run(options, as_before, rank_device, free_memory_of_rank(options));
+      if (fits(planned, memory_limit(options, rank_device))) step = as_before, plan = planned;
+      else
+        log.line(
+            formatted("notice: --grad-reduce {}, with which the run began, needs {}, which does not fit: it is now {}, "
+                      "which rounds differently",
+                      *before, human_bytes(planned.total_bytes()), step.layout.zero.grad_reduce));
     }
     require_memory(options, step, plan, rank_device, Begun::yes);
     parent = parent_of(from);

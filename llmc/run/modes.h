@@ -7,12 +7,8 @@
 #include <cstdio>
 
 #include "core/environment.h"
-#include "core/log.h"
 #include "data/verify_data.h"
 #include "run/checkpoints/recipe_record.h"
-#include "run/checkpoints/run_record.h"
-#include "run/length.h"
-#include "run/options/parse.h"
 #include "run/plan/examples.h"
 #include "run/plan/local_machine.h"
 #include "run/plan/plan_json.h"
@@ -24,7 +20,6 @@
 #include "run/requirements.h"
 #include "run/selftest/selftest.h"
 #include "run/selftest/sweep.h"
-#include "run/setup.h"
 #include "run/trace/plan_trace.h"
 #include "schedule/picture.h"
 

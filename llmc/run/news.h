@@ -25,10 +25,6 @@ struct News {
   }
 };
 
-// A kind as a notice of a step.
-inline double urgency(NewsKind kind) { return static_cast<double>(kind); }
-inline NewsKind kind_of_urgency(double urgency) { return static_cast<NewsKind>(urgency); }
-
 // The most urgent of all ranks' messages; among equals, that of the lowest rank.
 inline News most_urgent(const std::vector<std::string>& messages) {
   News first;

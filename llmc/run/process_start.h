@@ -1,5 +1,4 @@
-// process_start.h: what comes first in a process: before options are read, and before the libraries that it is linked
-// with begin.
+// process_start.h: what comes first in a process: before options are read, and before its libraries begin.
 #pragma once
 #include <fcntl.h>
 #include <sys/prctl.h>
@@ -17,10 +16,6 @@
 namespace llmc {
 
 namespace detail {
-inline void look_for_nohup() {
-  struct sigaction now {};
-  hangup_ignored = ::sigaction(SIGHUP, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;
-}
 // A standard stream that is closed is /dev/null from here on. Otherwise the next file or connection that is opened
 // would get its number, and with it what is printed.
 inline void open_standard_streams() {
@@ -28,7 +23,8 @@ inline void open_standard_streams() {
     if (::fcntl(fd, F_GETFD) < 0) (void)!::open("/dev/null", O_RDWR);  // gets the lowest number that is free: fd
 }
 inline void before_libraries(int, char**, char**) {
-  look_for_nohup();
+  struct sigaction now {};
+  hangup_ignored = ::sigaction(SIGHUP, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;  // by nohup
   open_standard_streams();
 }
 // The loader calls it before the constructors of libraries: that of UCX, which Open MPI 5 is linked with, takes SIGHUP.

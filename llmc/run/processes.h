@@ -1,24 +1,19 @@
-// processes.h: a job of several processes: which one this is, what they must agree on, and what they do together.
+// processes.h: a job of several processes: which one this is, what they must agree on, what they do together, and what
+// a spare reads while it waits.
 #pragma once
-#include <unistd.h>
-
 #include <chrono>
-#include <nlohmann/json.hpp>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 
 #include "comm/connected_processes.h"
 #include "core/environment.h"
 #include "core/failure_text.h"
-#include "core/json.h"
-#include "core/log.h"
-#include "device/gpu.h"
 #include "device/host.h"
 #include "net/meeting/spare.h"
 #include "run/options/parse.h"
 #include "run/options/print.h"
 #include "run/reports/report.h"
-#include "run/setup.h"
-#include "run/spare_files.h"
 
 namespace llmc {
 
@@ -34,9 +29,8 @@ inline bool person_reads(const Options& o) {
          !launcher_has_output({o.rank, o.world_size, o.rendezvous}, environment_variable);
 }
 
-// The options that must be the same for all processes: all but those that say where a process is. On another processor
-// --cpu-isa auto takes other instructions, which round differently. A node's own disk may
-// have another name than those of others.
+// The options that must be the same for all processes: all but those that say where a process is. --cpu-isa auto takes
+// other instructions on another processor, which round differently; a node's own disk may have a name of its own.
 inline NamedValues options_to_agree_on(const Options& o) {
   NamedValues all;
   for (const OptionText& t : option_texts(o))
@@ -98,6 +92,48 @@ inline void take_place(Options& o) {
   place.ranks_on_host = place.local_ranks;
   if (o.plan || o.plan_auto) plan_hosts(place, gpus_here(o));
 }
+
+// While a process waits as a spare, it reads what it would have to read first: so the files are known to be intact, and
+// their pages are in the memory of this machine.
+class SpareFiles {
+ public:
+  using Say = std::function<void(const std::string&)>;
+
+  SpareFiles(std::string out_dir, Say say)
+      : out_dir_(std::move(out_dir)),
+        say_(std::move(say)),
+        thread_([this](const std::stop_token& stop) { run(stop); }) {}
+
+ private:
+  // At the end, what is being read is read to its end: a resume would need it next.
+  void run(const std::stop_token& stop) {
+    std::mutex mutex;
+    std::condition_variable_any stopped;
+    for (std::unique_lock lock(mutex); !stop.stop_requested();) {
+      look();
+      stopped.wait_for(lock, stop, std::chrono::seconds(1), [] { return false; });
+    }
+  }
+  // Reads the newest checkpoint, if it is another one than the last time.
+  void look() try {
+    const std::vector<int64_t> steps = checkpoint_steps(out_dir_);
+    const std::string path = steps.empty() ? "" : checkpoint_path(out_dir_, steps.back());
+    if (path == last_) return;
+    last_ = path;
+    const auto begin = std::chrono::steady_clock::now();
+    const std::optional<std::string> fault = checkpoint_fault(path);
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    if (!fault) say_(formatted("{} is read, and intact ({:.1f} s)", path, seconds));
+    else if (path_exists(path)) say_(formatted("WARNING: {} is damaged: {}", path, *fault));  // not pruned meanwhile
+  } catch (const std::exception& error) {
+    say_(formatted("WARNING: cannot look at {}: {}", out_dir_, error.what()));
+  }
+
+  std::string out_dir_;
+  Say say_;
+  std::string last_;
+  std::jthread thread_;  // last: it uses all of them
+};
 
 // Meets the other processes of the job, and completes this process's place. None: a spare that was not needed.
 inline std::unique_ptr<Processes> meet(Options& o) {
@@ -217,8 +253,8 @@ void together(const Processes& processes, const char* what, F&& f) {
     fault = error.what();
   }
   const std::vector<std::string> all = processes.all_gather(what, fault);
-  const bool same = std::all_of(all.begin(), all.end(), [&](const std::string& text) { return text == all[0]; });
-  const auto first = std::find_if(all.begin(), all.end(), [](const std::string& text) { return !text.empty(); });
+  const bool same = std::ranges::count(all, all[0]) == std::ssize(all);
+  const auto first = std::ranges::find_if(all, [](const std::string& text) { return !text.empty(); });
   if (first == all.end()) return;
   const int rank = static_cast<int>(first - all.begin()) * processes.control()->local_ranks();
   throw SharedError((same ? "" : processes.control()->name_of_rank(rank) + ": ") + *first);

@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "comm/world.h"
-#include "core/escape.h"
 #include "core/failure_text.h"
 #include "core/host_name.h"
 #include "core/log.h"
@@ -87,10 +86,6 @@ struct Run {
   }
 
   static bool has_own_gpu(const Device& device) { return device.kind == DeviceKind::cuda && device.sharers == 1; }
-  // Whether its groups take some of its memory.
-  static bool has_nccl(const Device& device) {
-    return has_own_gpu(device) && device.collectives == Collectives::library;
-  }
 
   // The memory that NCCL takes is planned from its sources; another version, or other links, may take more.
   void require_room_beside_nccl(const Plan& plan, const Device& device) const {
@@ -120,7 +115,7 @@ struct Run {
   // Called after the groups were made, which take what they need of a GPU. If too little is left, the error lists what
   // the memory was for.
   void take_memory(const Plan& plan, const Device& device, const Hooks& hooks) {
-    if (has_nccl(device)) require_room_beside_nccl(plan, device);
+    if (has_own_gpu(device) && device.collectives == Collectives::library) require_room_beside_nccl(plan, device);
     try {
       arena.reserve(plan.arena_bytes);
       scratch.reserve(plan.scratch_bytes);
@@ -131,10 +126,7 @@ struct Run {
       throw Error(message);
     }
     if (plan.file_bytes > 0) file.reserve(file_of_moments(plan.file_bytes));
-    hooks.arena_created(arena);
-    hooks.arena_created(scratch);
-    hooks.arena_created(host);
-    hooks.arena_created(file);
+    for (Arena* made : {&arena, &scratch, &host, &file}) hooks.arena_created(*made);
   }
 };
 
@@ -144,11 +136,12 @@ template <class F>
 void run_ranks(World& world, F&& rank_main) {
   std::mutex mutex;
   std::exception_ptr first, other;  // the cause, and errors that followed from it
-  auto stop_all = [&](std::exception_ptr reason) {
-    {
-      std::lock_guard lock(mutex);
-      if (!first) first = reason;
-    }
+  const auto keep = [&](std::exception_ptr& kept, const std::exception_ptr& error) {
+    std::lock_guard lock(mutex);
+    if (!kept) kept = error;
+  };
+  const auto stop_all = [&](const std::exception_ptr& reason) {
+    keep(first, reason);
     world.abort();
   };
   Watchdog* const watchdog = world.local().watchdog;
@@ -167,11 +160,9 @@ void run_ranks(World& world, F&& rank_main) {
     try {
       rank_main(rank);
     } catch (const PeerError&) {
-      std::lock_guard lock(mutex);
-      if (!other) other = std::current_exception();
+      keep(other, std::current_exception());
     } catch (const SharedError&) {  // all ranks end here, by themselves
-      std::lock_guard lock(mutex);
-      if (!first) first = std::current_exception();
+      keep(first, std::current_exception());
     } catch (const Error& error) {  // with several ranks, name the rank
       if (follows(error)) return world.abort();
       const bool many = world.mesh().size() > 1 && error.status() != ExitStatus::diverged;

@@ -13,10 +13,9 @@ namespace llmc {
 inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& log) {
   const std::string here = matmul_choices(run.stream);  // nothing is chosen yet, so only the header
   const bool fits = !recorded.empty() && recorded.starts_with(here);
-  bool all_fit = true;
-  for (const std::string& other :
-       run.groups[GroupName::control].all_gather_text("matmul algorithms fit", fits ? "yes" : "no"))
-    all_fit &= other == "yes";
+  const std::vector<std::string> all =
+      run.groups[GroupName::control].all_gather_text("matmul algorithms fit", fits ? "yes" : "no");
+  const bool all_fit = std::ranges::find(all, "no") == all.end();
   if (all_fit) set_matmul_choices(recorded, run.stream);
   else if (!recorded.empty())
     log.line(
@@ -28,9 +27,9 @@ inline bool take_recorded_matmuls(Run& run, const std::string& recorded, Log& lo
 // that cannot be read is as good as none.
 inline std::string matmul_choices_before(const std::string& title, const MeasurementCache& cache, Run& run, Log& log) {
   constexpr double a_month = 30.0 * 24 * 3600;  // then the GPU, or what else ran on it, may have been another
-  const nlohmann::json entry = cache.find(title, a_month);
-  if (!entry.contains("choices") || !entry["choices"].is_string()) return title;
-  std::string before = title + entry["choices"].get<std::string>();
+  const nlohmann::json choices = member(cache.find(title, a_month), "choices");
+  if (!choices.is_string()) return title;
+  std::string before = title + choices.get<std::string>();
   try {
     set_matmul_choices(before, run.stream);
   } catch (const Error& error) {

@@ -1,5 +1,4 @@
-// requirements.h: options that need a GPU, or a step that a library or kernel can compute: refused before anything
-// starts.
+// requirements.h: options that need a GPU, or a step that a library or kernel can compute: refused before a run starts.
 #pragma once
 #include "run/setup.h"
 

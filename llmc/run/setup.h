@@ -1,10 +1,7 @@
 // setup.h: the options translated into the trainer's terms: the device and each rank's part of it, the model, the
 // layout, the step, the schedule, the tokenizer, the first weights.
 #pragma once
-#include "core/json.h"
-#include "core/log.h"
 #include "data/dataloader.h"
-#include "device/gpu.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/length.h"
 #include "run/options/parse.h"
@@ -13,20 +10,16 @@
 #include "run/rank_device.h"
 #include "run/ranks.h"
 #include "text/tokenizer.h"
-#include "train/lr_schedule.h"
 #include "train/sample.h"
 #include "train/slice_times.h"
 #include "train/step_statistics.h"
 
 namespace llmc {
 
-// This process's share of the processors.
-inline int processors_of_process(const Options& o) {
-  return std::max(1, available_processors() / static_cast<int>(o.place.sharers));
-}
-
+// --threads, or this process's share of the processors.
 inline int threads_of_process(const Options& o) {
-  return o.threads > 0 ? static_cast<int>(o.threads) : processors_of_process(o);
+  if (o.threads > 0) return static_cast<int>(o.threads);
+  return std::max(1, available_processors() / static_cast<int>(o.place.sharers));
 }
 
 inline Device choose_device(const Options& o) {
@@ -69,8 +62,7 @@ inline int64_t gpus_here(const Options& o) {
   return o.device == DeviceChoice::cpu || !o.machine.empty() ? 0 : visible_gpus().count;
 }
 
-// One rank per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; in modes that are not about ranks,
-// one.
+// One per visible GPU; on a CPU, as few as --pp, --tp, --cp and --ep allow; one in modes that are not about ranks.
 inline int64_t default_ranks(const Options& o) {
   if (!has_ranks(o)) return 1;
   return std::max(o.pp * std::lcm(o.tp * o.cp, o.ep), gpus_here(o));
@@ -205,8 +197,7 @@ inline double devices_in_use(const Device& device, const Options& o, int process
   return static_cast<double>(o.place.processes) * std::min(1.0, std::max(processors, device.threads) / threads);
 }
 
-// The device of this process's first rank, and who moves its tensors: NCCL on a GPU of its own, even in a plan for a
-// GPU that is not here.
+// The device of this process's first rank, and who moves its tensors.
 inline Device first_rank_device(const Device& device, const Options& o) {
   Device rank = rank_device(device, o.place);
   rank.collectives = collectives_of(rank, o.ranks, o.comm);
@@ -449,17 +440,14 @@ inline std::map<std::string, std::string> choose_special_tokens(const Options& o
   const bool known = knows_tokens(o, tokenizer, model) && end < model.vocab_size;
   const bool same_end = o.tokenizer == "auto" || !known || std::ranges::find(ends, end) != ends.end();
   if (!ends.empty() && in_vocabulary(begins) && in_vocabulary(ends) && same_end) return own;
-  std::map<std::string, std::string> chosen = own;
   if (known) {
     const std::vector<int32_t> prefix = tokenizer.prefix();
-    chosen["bos_token_id"] = formatted("{}", prefix[0] < model.vocab_size ? prefix[0] : end);
-    chosen["eos_token_id"] = formatted("{}", end);
-  } else if (in_vocabulary(ends) && knows_special_tokens(model)) {
-    return own;
-  } else {
-    chosen["bos_token_id"] = chosen["eos_token_id"] = "null";
+    own["bos_token_id"] = formatted("{}", prefix[0] < model.vocab_size ? prefix[0] : end);
+    own["eos_token_id"] = formatted("{}", end);
+  } else if (!in_vocabulary(ends) || !knows_special_tokens(model)) {
+    own["bos_token_id"] = own["eos_token_id"] = "null";
   }
-  return chosen;
+  return own;
 }
 
 // If no tokenizer gives the end of text, it is that of a known vocabulary of this size.

@@ -1,13 +1,8 @@
 // spikes.h: updates whose loss or gradient norm is above its limit or not finite, which no rank makes; and those after
-// which the loss is not finite. All ranks see
-// the same, because loss and norm have one value on all (step_scalars.h), and so do the limits, which follow from
-// earlier values alone.
+// which the loss is not finite. All ranks see the same, because loss and norm have one value on all (step_scalars.h),
+// and so do the limits, which follow from earlier values alone.
 #pragma once
-#include "comm/comm.h"
 #include "run/checkpoints/progress.h"
-#include "run/checkpoints/rollback.h"
-#include "run/options/options.h"
-#include "train/step_config.h"
 
 namespace llmc {
 

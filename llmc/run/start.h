@@ -1,16 +1,8 @@
 // start.h: where a run begins: process 0 looks in the out directory and tells the others; what each process finds by
-// itself must be the same on all.
+// itself must be the same on all. A notice says if weights were trained on the very samples that come next.
 #pragma once
-#include <filesystem>
-#include <nlohmann/json.hpp>
-
-#include "core/checksum.h"
 #include "run/checkpoints/local_resume.h"
 #include "run/checkpoints/recipe_record.h"
-#include "run/checkpoints/run_dir.h"
-#include "run/checkpoints/shared_check.h"
-#include "run/job.h"
-#include "run/processes.h"
 
 namespace llmc {
 
@@ -46,28 +38,37 @@ inline void find_start(Start& start, const Job& job, const CheckpointCheck& chec
 // Rejects an out directory that is not the same for all processes: process 0 writes a file with an unguessable name,
 // and the others look for it.
 inline void require_shared_directory(const Processes& processes, const std::string& out_dir) {
-  const bool first = processes.process() == 0;
+  NewFiles made;  // on process 0
   std::string name;
   together(processes, "--out-dir is shared", [&] {
-    if (!first) return;
+    if (processes.process() != 0) return;
     name = ".tmp-" + random_token();
+    made.note(out_dir + "/" + name);
     write_text_durably(out_dir + "/" + name, "");
   });
-  name = processes.all_gather("a file in --out-dir", name)[0];
-  const std::string file = out_dir + "/" + name;
-  try {
-    together(processes, "--out-dir is seen", [&] {
-      wait_for_path(file);
-      CHECK(path_exists(file),
-            "--out-dir {}: {} does not see what process 0 has written there: name a directory on a file system that "
-            "all hosts share",
-            out_dir, host_name());
-    });
-  } catch (...) {
-    if (first) ::unlink(file.c_str());
-    throw;
-  }
-  if (first) ::unlink(file.c_str());
+  const std::string file = out_dir + "/" + processes.all_gather("a file in --out-dir", name)[0];
+  together(processes, "--out-dir is seen", [&] {
+    wait_for_path(file);
+    CHECK(path_exists(file),
+          "--out-dir {}: {} does not see what process 0 has written there: name a directory on a file system that all "
+          "hosts share",
+          out_dir, host_name());
+  });
+}
+
+// A checksum of the files that this run reads of a --model directory. Our manifests have checksums of the weights,
+// which were verified; for other weights, a sample is enough to tell two models apart.
+inline std::string model_checksum(const Options& o, bool weights) {
+  constexpr double most = 64 << 20;  // bytes
+  std::string text = read_text(o.model + "/config.json");
+  if (!weights) return checksum(text);
+  if (path_exists(o.model + "/manifest.json")) return checksum(text + read_text(o.model + "/manifest.json"));
+  double bytes = 1;
+  const std::vector<std::string> files = model_files(o.model);
+  for (const std::string& file : files) bytes += static_cast<double>(std::filesystem::file_size(file));
+  for (const std::string& file : files)
+    text += std::filesystem::path(file).filename().string() + sampled_checksum(file, std::min(1.0, most / bytes));
+  return checksum(text);
 }
 
 }  // namespace detail
@@ -102,25 +103,6 @@ inline Start find_start(const Processes& processes, const Job& job, Log& log) {
   return start;
 }
 
-namespace detail {
-
-// A checksum of the files that this run reads of a --model directory. Our manifests have checksums of the weights,
-// which were verified; for other weights, a sample is enough to tell two models apart.
-inline std::string model_checksum(const Options& o, bool weights) {
-  constexpr double most = 64 << 20;  // bytes
-  std::string text = read_text(o.model + "/config.json");
-  if (!weights) return checksum(text);
-  if (path_exists(o.model + "/manifest.json")) return checksum(text + read_text(o.model + "/manifest.json"));
-  double bytes = 1;
-  const std::vector<std::string> files = model_files(o.model);
-  for (const std::string& file : files) bytes += static_cast<double>(std::filesystem::file_size(file));
-  for (const std::string& file : files)
-    text += std::filesystem::path(file).filename().string() + sampled_checksum(file, std::min(1.0, most / bytes));
-  return checksum(text);
-}
-
-}  // namespace detail
-
 // Called by all processes: each has made its choices on its own host and read its own files.
 inline void require_same_everywhere(const Processes& processes, const Job& job,
                                     const std::optional<ResumePoint>& resume) {
@@ -148,6 +130,43 @@ inline void require_same_everywhere(const Processes& processes, const Job& job,
                          checksum(read_text(resume->path + "/manifest.json")));
   });
   require_same(processes, "what was found", found);
+}
+
+// Whether a run mixed sources, had stages, or was a branch with another order.
+inline bool with_several_orders(const nlohmann::json& recipe) {
+  if (!recipe.is_object()) return false;
+  const nlohmann::json sources = member(recipe, "sources"), facts = member(recipe, "facts");
+  return recipe.contains("origin") || !facts.is_object() || facts.contains("file") || !sources.is_array() ||
+         sources.size() != 1 || member(sources[0], "seeds").size() != 1;
+}
+
+// A notice if the run that wrote this trainer.json took the same samples in the same order as this run will; empty:
+// they are others, or come in another order.
+inline std::string seen_samples(const nlohmann::json& trainer, const Options& o,
+                                const std::vector<std::string>& data_checksums) {
+  auto field = [&](const char* name) { return member(trainer, name); };
+  const std::optional<int64_t> seen = whole_number(field("data_cursor")), all = whole_number(field("data_samples"));
+  const nlohmann::json options = field("options");
+  if (!seen || !all || *seen == 0 || *all == 0 || o.overfit_batch || !options.is_object()) return "";
+  if (field("data_checksums") != nlohmann::json(data_checksums) || field("seq_len") != o.seq_len) return "";
+  if (!field("seeds").is_null() || with_several_orders(field("recipe"))) return "";
+  if (shuffled(options) != o.shuffled() || (o.shuffled() && field("seed") != o.seed)) return "";
+  return formatted(
+      "was trained on the same data in the same order, {}: this run begins with the same samples, {:.2f} "
+      "epochs of them; {} takes them in another order",
+      o.shuffled() ? formatted("--seed {}", o.seed) : std::string("that of the files"),
+      static_cast<double>(*seen) / static_cast<double>(*all), o.shuffled() ? "another --seed" : "--shuffle");
+}
+
+// For a run that begins with the weights of --model.
+inline void report_seen_samples(Log& log, const Job& job) {
+  const Options& o = job.asked;
+  const std::string file = o.model + "/trainer.json";
+  if (job.course.recipe().staged || job.data->train.size() > 1 || model_preset(o.model) || o.from_scratch ||
+      !path_exists(file))
+    return;
+  const std::string seen = seen_samples(read_json(file), o, job.data->checksums);
+  if (!seen.empty()) log.line(formatted("notice: --model {} {}", o.model, seen));
 }
 
 }  // namespace llmc

@@ -1,7 +1,6 @@
 // stretches.h: how a run goes from a checkpoint, the end of a stretch of equal steps, or a spike, to the next steps.
 #pragma once
 #include "run/checkpoints/progress.h"
-#include "run/checkpoints/rollback.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/job.h"
 #include "run/processes.h"
@@ -60,8 +59,8 @@ struct RollbackTarget {
 inline RollbackTarget rollback_target(const Start& start, const Job& job, const Spike& spike,
                                       const CheckpointCheck& check, Log& log) {
   const Options& o = job.asked;
-  const RunDirectory::Found found = start.directory->look_again(o);
-  if (found.fate == RunDirectory::Fate::lost) return {.fault = found.text};
+  const News found = start.directory->look_again(o);
+  if (found.kind == NewsKind::lost) return {.fault = found.text};
   if (!found.text.empty()) log.line(found.text);
   if (auto own = start.directory->rollback_point(log, spike.rollback_point, check))
     return {.checkpoint = std::move(own)};

@@ -15,7 +15,7 @@
 #include "data/documents.h"
 #include "data/shard_writer.h"
 #include "device/host.h"
-#include "run/checkpoints/restart.h"
+#include "run/checkpoints/resume_point.h"
 #include "run/options/options.h"
 #include "text/tokenizer.h"
 

@@ -53,7 +53,8 @@ class Checkpoints {
   }
   std::string write(const std::string& out, const nlohmann::ordered_json& trainer) {
     std::filesystem::create_directories(out);
-    const std::string path = write_checkpoint(out, 3, config().model, state(), run_.stream, {.trainer = trainer}),
+    const std::string path =
+                          CheckpointWrite(out, 3, config().model, state(), run_.stream, {.trainer = trainer}).publish(),
                       file = "optimizer-00001-of-00001.safetensors";
     divide_columns(path + "/" + file);
     nlohmann::json all = nlohmann::json::parse(read_whole(path + "/manifest.json"));

@@ -268,7 +268,7 @@ WholeState pass_through(const StepConfig& config, const std::string& from, const
         });
       }
     }
-    write_checkpoint(out, step, config.model, run.trainer.state(), run.stream, {.trainer = {{"seq_len", 19}}});
+    CheckpointWrite(out, step, config.model, run.trainer.state(), run.stream, {.trainer = {{"seq_len", 19}}}).publish();
   });
   return whole;
 }
@@ -377,8 +377,9 @@ TEST_CASE("a step that is interrupted in the middle can be saved, in every stage
         });
       } catch (const Interrupted&) {
       }
-      write_checkpoint(dir.path(), stage + 1, config.model, run.trainer.state(), run.stream,
-                       {.trainer = {{"seq_len", 19}}});
+      CheckpointWrite(dir.path(), stage + 1, config.model, run.trainer.state(), run.stream,
+                      {.trainer = {{"seq_len", 19}}})
+          .publish();
     });
     REQUIRE_FALSE(checkpoint_fault(checkpoint_path(dir.path(), stage + 1)));
   }

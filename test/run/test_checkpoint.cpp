@@ -39,7 +39,7 @@ struct Model {
   }
   std::string save(const std::string& out, int64_t step = 1) {
     std::filesystem::create_directories(out);
-    return write_checkpoint(out, step, config, state, stream, {.trainer = {{"seq_len", 7}}});
+    return CheckpointWrite(out, step, config, state, stream, {.trainer = {{"seq_len", 7}}}).publish();
   }
   void load(const std::string& path) { load_model(path, config, state, stream); }
   std::string bytes() {
@@ -233,7 +233,7 @@ TEST_CASE("a checkpoint that cannot be written leaves no trace and older ones in
   REQUIRE(read_whole(first + "/model.safetensors") == before);
   REQUIRE(std::distance(std::filesystem::directory_iterator(dir / "out"), {}) == 1);
   std::ofstream(dir / "file") << "x";
-  REQUIRE_ERROR(write_checkpoint(dir / "file", 2, m.config, m.state, m.stream), "file");
+  REQUIRE_ERROR(CheckpointWrite(dir / "file", 2, m.config, m.state, m.stream).publish(), "file");
 }
 
 TEST_CASE("a checkpoint is read by its manifest, wherever it is and whatever other files are there",

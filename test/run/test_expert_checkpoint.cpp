@@ -18,7 +18,7 @@ void write_known(const StepConfig& step, const std::string& out, int64_t number)
   on_holders(step, [&](Holder& h) {
     for (const StateEntry& e : h.state.state_table())
       for_each_value(e, [&]<class T>(T& element, T value) { element = e.param->first_copy ? value : T(-1.0f); });
-    write_checkpoint(out, number, step.model, h.state, h.stream, {.trainer = {{"seq_len", 7}}});
+    CheckpointWrite(out, number, step.model, h.state, h.stream, {.trainer = {{"seq_len", 7}}}).publish();
   });
 }
 

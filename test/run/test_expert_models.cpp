@@ -121,7 +121,7 @@ TEST_CASE("weights in either layout are written back as transformers wrote them,
         }
         on_shards(model, shards, shards == 1 ? 0 : 3, [&](ModelState& state, Stream& stream) {
           load_model(fused ? dir.path() : folder_of(name), model, state, stream);
-          write_checkpoint(dir / "out", 1, model, state, stream, {.trainer = {{"seq_len", 8}}});
+          CheckpointWrite(dir / "out", 1, model, state, stream, {.trainer = {{"seq_len", 8}}}).publish();
         });
         const std::string path = checkpoint_path(dir / "out", 1);
         REQUIRE(tensors_of(model_files(path)) == tensors_of(model_files(folder_of(name))));

@@ -1,8 +1,8 @@
 // The commands that a run suggests: other samples than before, for as many processes as it had.
 #include "catch2.h"
-#include "run/checkpoints/seen_samples.h"
 #include "run/job.h"
 #include "run/reports/next_steps.h"
+#include "run/start.h"
 #include "tiny_run.h"
 
 using namespace llmc;

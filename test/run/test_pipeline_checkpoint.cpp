@@ -26,7 +26,7 @@ void write_known(const StepConfig& step, const std::string& out, int64_t number)
     run.stream.synchronize();
     for (const StateEntry& e : run.trainer.state().state_table())
       for_each_value(e, [&]<class T>(T& element, T value) { element = e.param->first_copy ? value : T(-1.0f); });
-    write_checkpoint(out, number, step.model, run.trainer.state(), run.stream, {.trainer = {{"seq_len", 7}}});
+    CheckpointWrite(out, number, step.model, run.trainer.state(), run.stream, {.trainer = {{"seq_len", 7}}}).publish();
   });
 }
 // Reads it; returns what is wrong.

@@ -69,7 +69,7 @@ void write_known(const ModelConfig& model, DType dtype, const LayoutCase& layout
   on_ranks(model, dtype, layout, [&](ModelState& state, Stream& stream) {
     for (const StateEntry& e : state.state_table())
       for_each_value(e, [&]<class T>(T& element, T value) { element = e.param->first_copy ? value : T(-1.0f); });
-    write_checkpoint(out, step, model, state, stream, {.trainer = {{"seq_len", 7}}});
+    CheckpointWrite(out, step, model, state, stream, {.trainer = {{"seq_len", 7}}}).publish();
   });
 }
 

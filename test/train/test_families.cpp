@@ -216,7 +216,8 @@ TEST_CASE("files written by transformers are rewritten bit for bit, from any lay
       run_ranks(world, [&](int rank) {
         Run run(config, plan, {DeviceKind::cpu, 1}, world, rank);
         load_model(folder, config.model, run.trainer.state(), run.stream);
-        write_checkpoint(dir.path(), 1, config.model, run.trainer.state(), run.stream, {.trainer = {{"seq_len", 8}}});
+        CheckpointWrite(dir.path(), 1, config.model, run.trainer.state(), run.stream, {.trainer = {{"seq_len", 8}}})
+            .publish();
       });
       std::map<std::string, std::vector<float>> ours;
       for (const std::string& file : model_files(dir / "step-000001"))

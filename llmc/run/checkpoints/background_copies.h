@@ -26,17 +26,12 @@ class BackgroundCopies {
         // Two pieces at least, so that one is used while the next one is copied.
         piece_(std::clamp(std::ssize(memory_) / 2 / alignment * alignment, alignment, most_at_once)),
         thread_([this] { use_all(); }) {}
-  BackgroundCopies(const BackgroundCopies&) = delete;
-  BackgroundCopies& operator=(const BackgroundCopies&) = delete;
   // Copies that have not been used yet are dropped.
   ~BackgroundCopies() {
-    {
-      std::lock_guard lock(mutex_);
-      tasks_.clear();
-      ended_ = true;
-    }
+    std::lock_guard lock(mutex_);
+    tasks_.clear();
+    ended_ = true;
     changed_.notify_all();
-    if (thread_.joinable()) thread_.join();
   }
 
   // Copies `bytes` bytes piece by piece: copy(to, from, n) makes bytes [from, from + n) at `to`, now. use(piece) is
@@ -61,10 +56,8 @@ class BackgroundCopies {
       cpu_seconds_ = static_cast<double>(cpu.tv_sec) + 1e-9 * static_cast<double>(cpu.tv_nsec);
       seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
     });
-    {
-      std::lock_guard lock(mutex_);
-      ended_ = true;
-    }
+    std::lock_guard lock(mutex_);
+    ended_ = true;
     changed_.notify_all();
   }
   // After end(): whether all has been used; and waiting for that.
@@ -97,10 +90,8 @@ class BackgroundCopies {
     return memory_.subspan(static_cast<size_t>(at), static_cast<size_t>(n));
   }
   void push(Task task) {
-    {
-      std::lock_guard lock(mutex_);
-      tasks_.push_back(std::move(task));
-    }
+    std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
     changed_.notify_all();
   }
   void use_all() {
@@ -131,7 +122,7 @@ class BackgroundCopies {
   int64_t freed_ = 0;   // of them, those that have been used
   bool waits_ = false;  // the first thread has waited for room
   bool ended_ = false, done_ = false;
-  std::thread thread_;  // last: it uses all of them
+  std::jthread thread_;  // last: it uses all of them
 };
 
 }  // namespace llmc

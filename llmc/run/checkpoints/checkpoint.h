@@ -7,11 +7,8 @@
 #pragma once
 #include <sys/statvfs.h>
 
-#include <filesystem>
-#include <iterator>
-#include <nlohmann/json.hpp>
-
 #include "core/checksum.h"
+#include "core/failure_text.h"
 #include "core/safetensors.h"
 #include "model/hf.h"
 
@@ -19,11 +16,6 @@ namespace llmc {
 
 inline std::string checkpoint_path(const std::string& out_dir, int64_t step) {
   return formatted("{}/step-{:06}", out_dir, step);
-}
-
-// Where the weights alone are saved when a run ends and a whole checkpoint does not fit: a model, not a checkpoint.
-inline std::string weights_path(const std::string& out_dir, int64_t step) {
-  return formatted("{}/weights-only-step-{:06}", out_dir, step);
 }
 
 // The step in the name of a checkpoint's directory; none: not such a name.
@@ -107,6 +99,23 @@ inline std::optional<int64_t> trained_seq_len(const std::string& checkpoint) {
 }
 
 namespace detail {
+
+// The first error of a thread, which goes on: a rank that cannot write still takes part in every exchange.
+struct FirstFault {
+  std::string text;  // empty: none
+  ExitStatus status = ExitStatus::refused;
+
+  template <class F>
+  void attempt(F&& work) {
+    if (text.empty()) try {
+        work();
+      } catch (const Error& error) {
+        text = error.what(), status = error.status();
+      } catch (const std::exception& error) {  // memory
+        text = failure_text(error);
+      }
+  }
+};
 
 // The elements of a parameter that a tensor of optimizer-*.safetensors holds: [begin, end) of its flat contents, or of
 // some of its columns, row by row.
@@ -248,9 +257,9 @@ inline std::map<std::string, std::vector<Slice>> find_slices(const SafetensorsFi
       slices[what].push_back(slice);
     }
   for (auto& [what, all] : slices)
-    std::sort(all.begin(), all.end(), [](const Slice& a, const Slice& b) {
-      const Range x = a.columns.value_or(Range{}), y = b.columns.value_or(Range{});
-      return std::tuple(x.begin, x.size, a.begin) < std::tuple(y.begin, y.size, b.begin);
+    std::ranges::sort(all, {}, [](const Slice& s) {
+      const Range columns = s.columns.value_or(Range{});
+      return std::tuple(columns.begin, columns.size, s.begin);
     });
   return slices;
 }

@@ -1,18 +1,15 @@
-// checkpoint_saver.h: saves a run's checkpoints, retries those that could not be written, deletes old ones.
+// checkpoint_saver.h: saves a run's checkpoints, retries those that could not be written, deletes old ones; ends a run
+// whose replicas have diverged, because nobody knows what it trains.
 #pragma once
-#include <chrono>
-
-#include "core/json.h"
+#include "core/host_name.h"
 #include "run/checkpoints/checkpoint_write.h"
 #include "run/checkpoints/local_copies.h"
-#include "run/checkpoints/local_parts.h"
 #include "run/checkpoints/progress.h"
-#include "run/checkpoints/replicas.h"
 #include "run/checkpoints/run_dir.h"
-#include "run/job.h"
 #include "run/news.h"
 #include "run/reports/next_steps.h"
 #include "run/reports/step_report.h"
+#include "shard/replica_check.h"
 
 namespace llmc {
 
@@ -75,12 +72,16 @@ class CheckpointSaver {
     return minutes > 0 && retry_.at == 0 && !pending_ && seconds_since(saved_at_) >= 60 * minutes;
   }
 
-  // From now on, this process's part of local checkpoints is in `parts`; leads: its first rank makes it, and has it
-  // copied to another disk. copies: none: to no other
-  void save_locally(LocalParts parts, bool leads, std::unique_ptr<LocalCopies> copies) {
-    local_ = std::move(parts);
-    leads_ = leads;
-    copies_ = std::move(copies);
+  // From now on saves local checkpoints too (--checkpoint-local), as the start that rank 0's run.json names last. A
+  // process's first rank makes its part, and has it copied to another process's disk.
+  void save_locally(const Groups& groups, World& world) {
+    const std::string mine = directory_ != nullptr ? directory_->local().to_json().dump() : "";
+    const LocalHistory history = LocalHistory::from_json(
+        parse_json(groups[GroupName::control].all_gather_text("local checkpoints", mine)[0], "rank 0"), "run.json");
+    leads_ = groups.rank() == o_.place.first_rank();
+    local_.emplace(o_.checkpoint_local, history, o_.place.process, o_.checkpoint_local_keep);
+    if (leads_) local_->remove_unfinished();
+    if (o_.checkpoint_local_copies == OnOff::on) copy_locally(groups, world);
   }
   // Is a local checkpoint due after this step? After one that could not be written, 1, 2, 4 ... are left out.
   bool local_due(int64_t step) const {
@@ -90,11 +91,11 @@ class CheckpointSaver {
   // Rank 0 checks whether the out directory is still the run's.
   News look_at_directory() {
     if (directory_ == nullptr || out_dir_ != o_.out_dir) return {};
-    const RunDirectory::Found found = directory_->look_again(job_.asked);
-    if (found.fate == RunDirectory::Fate::lost) return {NewsKind::lost, found.text};
+    const News found = directory_->look_again(job_.asked);
+    if (found.kind == NewsKind::lost) return found;
     if (!found.text.empty()) log_.line(found.text);
     log_.ensure_in_place();
-    return {found.fate == RunDirectory::Fate::made_anew ? NewsKind::save : NewsKind::none};
+    return {found.kind};
   }
   // From now on, saves checkpoints to where the lost directory is now. Returns whether it still exists.
   bool follow_directory(const Run& run) {
@@ -103,17 +104,15 @@ class CheckpointSaver {
     return !out_dir_.empty();
   }
 
-  // Ends the run if ranks' copies of the same state differ after this step.
-  void compare_copies(int64_t step, Run& run) const {
-    report_.timed(Task::checkpoint, [&] { require_equal_copies(run, o_.place, step, last_); });
+  // Ends the run on all ranks if their copies of the model's state differ after this step; called by all, between two
+  // updates. only: of this unit alone; none: of all
+  void compare_copies(int64_t step, Run& run, std::optional<size_t> only = {}) const {
+    report_.timed(Task::checkpoint, [&] { require_equal_copies(step, run, only); });
   }
 
-  // The same of one unit alone, another one each time: all ranks that hold its copies have made its update.
+  // One unit, another one each time: all ranks that hold its copies have made its update.
   void verify_update(int64_t step, Run& run) const {
-    const auto units = static_cast<int64_t>(run.trainer.state().size());
-    report_.timed(Task::checkpoint, [&] {
-      require_equal_copies(run, o_.place, step, last_, static_cast<size_t>(step / o_.verify_updates % units));
-    });
+    compare_copies(step, run, static_cast<size_t>(step / o_.verify_updates) % run.trainer.state().size());
   }
 
   // Saves the checkpoint of step progress.done, unless it exists already. With --checkpoint-mode async it is written
@@ -205,6 +204,48 @@ class CheckpointSaver {
   }
 
  private:
+  void require_equal_copies(int64_t step, Run& run, std::optional<size_t> only) const {
+    const Place& place = o_.place;
+    const std::string process = place.processes > 1 ? formatted(" of process {}", place.process) : "",
+                      me = formatted("rank {}{} on {}", run.groups.rank(), process, host_name());
+    std::vector<SharedByAll> shared;
+    const std::vector<float> biases = run.trainer.expert_biases();
+    if (!biases.empty() && !only) shared.push_back({"the biases of the experts", biases});
+    const std::optional<std::string> differ =
+        diverged_copies(run.trainer.state(), me, run.trainer.stream(), shared, only);
+    if (!differ) return;
+    throw SharedError(
+        formatted(
+            "the replicas have diverged by step {}: {}. They began alike and were updated alike, so a bit has flipped "
+            "in the memory of one of them, or a processor computes incorrectly. No checkpoint of it is written; {}",
+            step, *differ,
+            last_.empty() ? "there is none to go back to: test these machines, then begin again"
+                          : formatted("the last good one is {}: test these machines, then resume from there", last_)),
+        ExitStatus::diverged);
+  }
+
+  void copy_locally(const Groups& groups, World& world) {
+    std::error_code none;
+    const std::string directory = std::filesystem::canonical(o_.checkpoint_local, none);
+    const std::vector<std::string> all =
+        groups[GroupName::control].all_gather_text("local disks", nlohmann::json{host_name(), shown(directory)}.dump());
+    const int ranks = static_cast<int>(o_.place.local_ranks), n = static_cast<int>(o_.place.processes);
+    std::vector<NodeDisk> disks;
+    for (int p = 0; p < n; ++p) {
+      const nlohmann::json disk = parse_json(all[static_cast<size_t>(p * ranks)], "a process");
+      disks.push_back({disk.at(0), disk.at(1)});
+    }
+    const int distance = copy_distance(disks), me = static_cast<int>(o_.place.process),
+              group = world.channel(groups.rank(), "local copies");
+    if (n > 1 && distance == 0)
+      log_.line("notice: all processes have their local checkpoints in the same directory: there is no second copy");
+    if (distance == 0 || !leads_) return;
+    copies_ =
+        std::make_unique<LocalCopies>(LocalCopies::Ring{world.local().links, group, groups.rank(),
+                                                        (me + distance) % n * ranks, (me + n - distance) % n * ranks},
+                                      local_->directory());
+  }
+
   // Where this stage and later ones set lr: "recipe.toml:5".
   std::vector<std::string> own_rates_of_stages() const {
     const auto place_of_lr = [](const Options& o) {

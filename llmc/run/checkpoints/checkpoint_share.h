@@ -1,9 +1,6 @@
 // checkpoint_share.h: which part of a checkpoint each rank writes: some of the weights, and the optimizer's slices that
 // it owns.
 #pragma once
-#include <iterator>
-#include <nlohmann/json.hpp>
-
 #include "core/safetensors.h"
 #include "model/hf.h"
 #include "shard/zero.h"

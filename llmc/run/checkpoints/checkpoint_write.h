@@ -7,11 +7,7 @@
 //   publish   all ranks: are all files there? then rank 0 writes the manifest and renames
 #pragma once
 #include <chrono>
-#include <filesystem>
-#include <nlohmann/json.hpp>
-#include <system_error>
 
-#include "core/failure_text.h"
 #include "run/checkpoints/background_copies.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/checkpoint_share.h"
@@ -87,23 +83,6 @@ class TensorFile {
   std::optional<SafetensorsWriter> writer_;
 };
 
-// The first error of a thread, which goes on: a rank that cannot write still takes part in every exchange.
-struct FirstFault {
-  std::string text;  // empty: none
-  ExitStatus status = ExitStatus::refused;
-
-  template <class F>
-  void attempt(F&& work) {
-    if (text.empty()) try {
-        work();
-      } catch (const Error& error) {
-        text = error.what(), status = error.status();
-      } catch (const std::exception& error) {  // memory
-        text = failure_text(error);
-      }
-  }
-};
-
 }  // namespace detail
 
 // Thrown by all ranks if one of them could not write its part of a checkpoint. Earlier checkpoints are untouched. The
@@ -144,16 +123,15 @@ struct WriteTimes {
   std::string no_thread = {};  // why a rank got no thread for it, and wrote before training went on; empty: all got one
 };
 
-// A checkpoint of `step` that is being written. All ranks construct it together, and call publish() together; each
-// writes some of the weights and the optimizer slices that it owns, and rank 0 the rest.
+// A checkpoint of `step` that is being written. All ranks construct it together, and call publish() together.
 class CheckpointWrite {
  public:
   CheckpointWrite(const std::string& out_dir, int64_t step, const ModelConfig& config, ModelState& state,
-                  Stream& stream, CheckpointContents contents, const CopyMemory& memory = {})
+                  Stream& stream, CheckpointContents contents = {}, const CopyMemory& memory = {})
       : out_dir_(out_dir),
         path_(contents.own                 ? out_dir + "/" + contents.own->name
               : contents.part == Part::all ? checkpoint_path(out_dir, step)
-                                           : weights_path(out_dir, step)),
+                                           : formatted("{}/weights-only-step-{:06}", out_dir, step)),
         temporary_(contents.own ? out_dir + "/.tmp-" + contents.own->name
                                 : formatted("{}/.tmp-step-{:06}", out_dir, step)),
         step_(step),
@@ -189,8 +167,6 @@ class CheckpointWrite {
     if (copies_) copies_->end();
     else seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
-  CheckpointWrite(const CheckpointWrite&) = delete;
-  CheckpointWrite& operator=(const CheckpointWrite&) = delete;
 
   int64_t step() const { return step_; }
   int64_t bytes() const { return bytes_; }  // that this rank writes
@@ -348,11 +324,10 @@ class CheckpointWrite {
             held.push_back(experts ? part_of(all, groups_.layout.expert, rank)[0]
                                    : part_of(all, groups_.layout.tensor, rank)[0]);
           }
-          for (size_t i = 0; i < plan_.tensors.size(); ++i) {
-            if (plan_.unit[i] != u) continue;
-            detail::gather_boxes(room, plan_.tensors[i], unit.whole_weights(whole.tensor()), held, dtype_, writer % n,
-                                 group, [&](const std::byte* bytes) { add(*file, bytes); });
-          }
+          for (size_t i = 0; i < plan_.tensors.size(); ++i)
+            if (plan_.unit[i] == u)
+              detail::gather_boxes(room, plan_.tensors[i], unit.whole_weights(whole.tensor()), held, dtype_, writer % n,
+                                   group, [&](const std::byte* bytes) { add(*file, bytes); });
         });
     if (file != nullptr) end_file(*file);
   }
@@ -428,11 +403,5 @@ class CheckpointWrite {
   detail::FirstFault writing_;
   std::optional<BackgroundCopies> copies_;  // last: its thread uses the others
 };
-
-// Writes the checkpoint of `step` and returns its path; called by all ranks.
-inline std::string write_checkpoint(const std::string& out_dir, int64_t step, const ModelConfig& config,
-                                    ModelState& state, Stream& stream, CheckpointContents contents = {}) {
-  return CheckpointWrite(out_dir, step, config, state, stream, std::move(contents)).publish();
-}
 
 }  // namespace llmc

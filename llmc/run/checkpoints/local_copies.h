@@ -10,15 +10,9 @@
 #pragma once
 #include <condition_variable>
 #include <deque>
-#include <filesystem>
 #include <mutex>
-#include <nlohmann/json.hpp>
-#include <system_error>
 #include <thread>
 
-#include "core/failure_text.h"
-#include "core/files.h"
-#include "core/json.h"
 #include "net/links.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/local_parts.h"
@@ -56,22 +50,15 @@ class LocalCopies {
       : ring_(ring), directory_(std::move(directory)), thread_([this] { run(); }) {}
   // All that was begun is finished, unless another process has gone.
   ~LocalCopies() {
-    {
-      std::lock_guard lock(mutex_);
-      ended_ = true;
-    }
+    std::lock_guard lock(mutex_);
+    ended_ = true;
     changed_.notify_all();
-    thread_.join();
   }
-  LocalCopies(const LocalCopies&) = delete;
-  LocalCopies& operator=(const LocalCopies&) = delete;
 
   // Begins to copy a part of the directory; all processes do so for the same step.
   void begin(const std::string& name) {
-    {
-      std::lock_guard lock(mutex_);
-      if (!ended_) names_.push_back(name);
-    }
+    std::lock_guard lock(mutex_);
+    if (!ended_) names_.push_back(name);
     changed_.notify_all();
   }
   // Waits for what was begun. Returns why some of it was not copied; empty: all was.
@@ -119,19 +106,16 @@ class LocalCopies {
       const std::string name = names_.front();
       lock.unlock();
       std::string fault;
+      bool gone = false;  // another process: the job ends
       try {
         fault = copy(name);
-      } catch (const std::exception& error) {  // another process has gone: the job ends
-        lock.lock();
-        fault_ = failure_text(error);
-        names_.clear();
-        ended_ = true;
-        changed_.notify_all();
-        return;
+      } catch (const std::exception& error) {
+        fault = failure_text(error), gone = true;
       }
       lock.lock();
-      if (fault_.empty()) fault_ = std::move(fault);
-      names_.pop_front();
+      if (gone || fault_.empty()) fault_ = std::move(fault);
+      if (gone) names_.clear(), ended_ = true;
+      else names_.pop_front();
       changed_.notify_all();
     }
   }
@@ -143,26 +127,19 @@ class LocalCopies {
 
   // Sends one part, and writes another one. Returns why it could not do either.
   std::string copy(const std::string& name) const {
-    std::string fault;
-    const auto attempt = [&](auto&& work) {
-      if (fault.empty()) try {
-          work();
-        } catch (const std::exception& error) {
-          fault = failure_text(error);
-        }
-    };
+    detail::FirstFault fault;
     Listed mine{name, {}};
-    attempt([&] {
+    fault.attempt([&] {
       for (const std::string& file : names_in(directory_ + "/" + name))
         mine.files.emplace_back(file, File::open_read(directory_ + "/" + name + "/" + file).size());
     });
-    if (!fault.empty()) mine.files.clear();
+    if (!fault.text.empty()) mine.files.clear();
     const Listed theirs = exchange_lists(mine);
     const std::string temporary = directory_ + "/.tmp-copy-" + theirs.name, path = directory_ + "/" + theirs.name;
     std::error_code none;
     std::filesystem::remove_all(temporary, none);
     const bool wanted = !path_exists(path);  // else both have the same disk
-    attempt([&] {
+    fault.attempt([&] {
       if (!wanted) return;
       detail::require_space(directory_, theirs.bytes());
       std::filesystem::create_directories(temporary);
@@ -173,7 +150,7 @@ class LocalCopies {
     for (int64_t sent = 0, received = 0; sent < mine.bytes() || received < theirs.bytes();) {
       const int64_t send = std::min(block, mine.bytes() - sent), receive = std::min(block, theirs.bytes() - received);
       sending.pass(out.data(), send, [&](const std::string& file, int64_t at, int64_t, char* bytes, int64_t n) {
-        attempt([&] {
+        fault.attempt([&] {
           if (at == 0 || !from) from = File::open_read(directory_ + "/" + name + "/" + file);
           from->read_at(bytes, n, at);
         });
@@ -181,7 +158,7 @@ class LocalCopies {
       exchange(out.data(), send, in.data(), receive);
       receiving.pass(in.data(), receive,
                      [&](const std::string& file, int64_t at, int64_t size, char* bytes, int64_t n) {
-                       attempt([&] {
+                       fault.attempt([&] {
                          if (!wanted) return;
                          if (at == 0) to = File::create(temporary + "/" + file);
                          to->write(bytes, n);
@@ -190,17 +167,17 @@ class LocalCopies {
                      });
       sent += send, received += receive;
     }
-    const char good = fault.empty() ? 1 : 0;
+    const char good = fault.text.empty() ? 1 : 0;
     char theirs_good = 0;
     exchange(&good, 1, &theirs_good, 1);
     if (wanted && theirs_good == 1)
-      attempt([&] {
+      fault.attempt([&] {
         fsync_directory(temporary);
         std::filesystem::rename(temporary, path);
         fsync_directory(directory_);
       });
-    if (!fault.empty() || theirs_good != 1) std::filesystem::remove_all(temporary, none);
-    return fault;
+    if (!fault.text.empty() || theirs_good != 1) std::filesystem::remove_all(temporary, none);
+    return fault.text;
   }
 
   Listed exchange_lists(const Listed& mine) const {
@@ -226,7 +203,7 @@ class LocalCopies {
   std::deque<std::string> names_;  // to copy; the first is being copied
   std::string fault_;
   bool ended_ = false;
-  std::thread thread_;  // last: it uses all of them
+  std::jthread thread_;  // last: it uses all of them
 };
 
 }  // namespace llmc

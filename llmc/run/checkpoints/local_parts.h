@@ -9,11 +9,7 @@
 #include <compare>
 #include <cstdio>
 #include <deque>
-#include <filesystem>
-#include <nlohmann/json.hpp>
-#include <system_error>
 
-#include "core/files.h"
 #include "core/json.h"
 #include "net/meeting/secret.h"
 

@@ -4,17 +4,8 @@
 // on it is a checkpoint like any other. A file is only copied if it has the checksums of the manifest; if not, another
 // process may have it, or an older checkpoint is taken.
 #pragma once
-#include <unistd.h>
-
-#include <cerrno>
-#include <chrono>
-#include <filesystem>
-#include <nlohmann/json.hpp>
-
-#include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/checkpoints/shared_check.h"
-#include "run/processes.h"
 
 namespace llmc {
 
@@ -60,15 +51,16 @@ inline LocalSearch newest_local(std::vector<FoundPart> parts, const std::map<std
     return std::tuple(-p.name.step, -p.name.start, p.name.process, p.holder != p.name.process, p.holder);
   });
   LocalSearch found;
-  for (size_t begin = 0, end; begin < parts.size(); begin = end) {
-    const LocalName& of = parts[begin].name;
-    for (end = begin; end < parts.size() && parts[end].name.step == of.step && parts[end].name.start == of.start;)
-      ++end;
+  for (auto begin = parts.begin(), end = begin; begin != parts.end(); begin = end) {
+    const LocalName of = begin->name;
+    end = std::find_if(begin, parts.end(),
+                       [&](const FoundPart& p) { return p.name.step != of.step || p.name.start != of.start; });
+    const std::span<const FoundPart> parts_of_it(begin, end);
     std::set<std::string> tried;
     std::string fault = "no part of it has an intact manifest.json";
-    for (size_t i = begin; i < end; ++i) {
-      if (parts[i].manifest.empty() || !tried.insert(parts[i].manifest).second) continue;
-      const std::string file = parts[i].path + "/manifest.json", &text = manifests.at(parts[i].manifest);
+    for (const FoundPart& part : parts_of_it) {
+      if (part.manifest.empty() || !tried.insert(part.manifest).second) continue;
+      const std::string file = part.path + "/manifest.json", &text = manifests.at(part.manifest);
       LocalChoice choice{of, text, {}};
       std::vector<std::string> missing;
       const nlohmann::json manifest = parse_json(text, file);
@@ -77,24 +69,22 @@ inline LocalSearch newest_local(std::vector<FoundPart> parts, const std::map<std
           const auto it = p.files.find(name);
           return it != p.files.end() && it->second == record.size && !bad.contains({p.holder, p.path + "/" + name});
         };
-        const auto at = std::find_if(parts.begin() + static_cast<ptrdiff_t>(begin),
-                                     parts.begin() + static_cast<ptrdiff_t>(end), has);
-        if (at == parts.begin() + static_cast<ptrdiff_t>(end)) missing.push_back(name);
+        const auto at = std::ranges::find_if(parts_of_it, has);
+        if (at == parts_of_it.end()) missing.push_back(name);
         else choice.files.push_back({name, record, at->holder, at->path + "/" + name});
       }
       if (missing.empty()) {
         found.choice = std::move(choice);
         return found;
       }
-      std::set<int64_t> here, away;
-      for (size_t p = begin; p < end; ++p) here.insert(parts[p].name.process);
+      std::set<int64_t> here;
+      std::vector<int64_t> away;
+      for (const FoundPart& p : parts_of_it) here.insert(p.name.process);
       for (int64_t p = 0; p < whole_number(member(manifest, "processes")).value_or(0); ++p)
-        if (!here.contains(p)) away.insert(p);
+        if (!here.contains(p)) away.push_back(p);
       fault = formatted("{} of its {} files are not there or damaged, {} the first{}", missing.size(),
                         missing.size() + choice.files.size(), missing[0],
-                        away.empty() ? ""
-                                     : formatted("; nothing is there of what process(es) {} had",
-                                                 std::vector<int64_t>(away.begin(), away.end())));
+                        away.empty() ? "" : formatted("; nothing is there of what process(es) {} had", away));
     }
     found.faults.push_back(formatted("the local checkpoint of step {} is incomplete: {}", of.step, fault));
   }
@@ -135,11 +125,9 @@ inline std::string message_of(const std::vector<FoundPart>& parts) {
     all.push_back({p.name.step, p.name.start, p.name.process, p.path, p.manifest, p.files});
   return all.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
-inline std::vector<FoundPart> parts_from(const std::string& message, int holder) {
-  std::vector<FoundPart> parts;
+inline void add_parts(std::vector<FoundPart>& parts, const std::string& message, int holder) {
   for (const nlohmann::json& p : parse_json(message, formatted("process {}", holder)))
     parts.push_back({{p.at(0), p.at(1), p.at(2)}, holder, p.at(3), p.at(4), p.at(5)});
-  return parts;
 }
 
 // Copies a file that has these checksums. Returns why it cannot be read, or has not; throws if it cannot be written.
@@ -187,6 +175,14 @@ inline bool has_as_new(const std::string& out_dir, int64_t step, const Checkpoin
   return false;
 }
 
+// What process 0's run.json says of the run's local checkpoints.
+inline LocalHistory history_of(const Processes& processes, const RunDirectory* directory) {
+  const bool some = directory != nullptr && !directory->local().run.empty();
+  const std::string mine = some ? directory->local().to_json().dump() : "null";
+  return LocalHistory::from_json(parse_json(processes.all_gather("local checkpoints", mine)[0], "process 0"),
+                                 "run.json");
+}
+
 }  // namespace detail
 
 // Called by all processes before they look for the checkpoint to resume from; directory: process 0's.
@@ -203,13 +199,7 @@ inline void adopt_local_checkpoint(const Processes& processes, const Options& o,
   });
   const bool resumes = o.resume == "auto" || requeued();  // by process 0's environment, as in RunDirectory
   if (processes.all_gather("--resume", resumes ? "yes" : "")[0].empty()) return;
-  const LocalHistory history = LocalHistory::from_json(
-      parse_json(processes.all_gather("local checkpoints", first && !directory->local().run.empty()
-                                                               ? directory->local().to_json().dump()
-                                                               : "null")[0],
-                 "process 0"),
-      "run.json");
-
+  const LocalHistory history = detail::history_of(processes, directory);
   if (first) detail::report_other_runs(o.checkpoint_local, history.run, log);
   std::vector<FoundPart> parts;
   std::map<std::string, std::string> manifests;
@@ -218,8 +208,7 @@ inline void adopt_local_checkpoint(const Processes& processes, const Options& o,
   });
   std::vector<std::string> all = gather_large("local parts", detail::message_of(parts), processes);
   parts.clear();
-  for (int p = 0; p < processes.count(); ++p)
-    for (FoundPart& part : detail::parts_from(all[static_cast<size_t>(p)], p)) parts.push_back(std::move(part));
+  for (int p = 0; p < processes.count(); ++p) detail::add_parts(parts, all[static_cast<size_t>(p)], p);
   nlohmann::json mine = nlohmann::json::object();
   for (std::set<std::string> seen = {""}; const FoundPart& part : parts)  // the first process that has one sends it
     if (seen.insert(part.manifest).second && part.holder == processes.process()) try {
@@ -296,6 +285,13 @@ inline void adopt_local_checkpoint(const Processes& processes, const Options& o,
     });
     return;
   }
+}
+
+// Deletes the local checkpoints of a run that is complete. Called by all processes; directory: process 0's.
+inline void delete_local_checkpoints(const Processes& processes, const RunDirectory* directory, const Options& o) {
+  if (o.checkpoint_local.empty()) return;
+  const LocalHistory history = detail::history_of(processes, directory);
+  if (!history.run.empty()) LocalParts(o.checkpoint_local, history, o.place.process, o.checkpoint_local_keep).clear();
 }
 
 }  // namespace llmc

@@ -1,10 +1,7 @@
 // progress.h: a run's progress apart from its tensors: trainer.json, written to each checkpoint and read on resume.
 #pragma once
-#include <nlohmann/json.hpp>
-
 #include "model/presets.h"
 #include "run/checkpoints/recipe_record.h"
-#include "run/job.h"
 #include "train/step_statistics.h"
 
 namespace llmc {
@@ -148,29 +145,22 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
   if (job.document_begin && !member(from.trainer, "document_begin").is_null())
     expect("document_begin", *job.document_begin,
            "--mask-documents needs the same end of text: give the same --tokenizer");
-  const nlohmann::json before = config_to_hf(
-                           config_from_hf(read_json(from.path + "/config.json"), from.path + "/config.json"),
-                           job.step.precision.weights),
-                       now = config_to_hf(job.step.model, job.step.precision.weights);
+  const std::string config = from.path + "/config.json";
+  const DType dtype = job.step.precision.weights;
+  const nlohmann::json before = config_to_hf(config_from_hf(read_json(config), config), dtype),
+                       now = config_to_hf(job.step.model, dtype);
   for (const auto& [field, value] : before.items())
     CHECK(std::ranges::find(special_tokens, field) != std::end(special_tokens) ||
               (changes_positions(job) && std::ranges::find(of_positions, field) != std::end(of_positions)) ||
               member(now, field) == value,
-          "{}/config.json: \"{}\" is {}, but {} in --model {} now: {}", from.path, field, value, member(now, field),
-          job.options.model, "the model's directory has changed; --resume never and another --out-dir start a new run");
+          "{}: \"{}\" is {}, but {} in --model {} now: {}", config, field, value, member(now, field), job.options.model,
+          "the model's directory has changed; --resume never and another --out-dir start a new run");
   if (!other_files(from, job) && job.course.origin().step != from.step)
     expect("data_samples", job.data->train.samples(),
            "--train-data has changed: use the former shards, or another --out-dir");
   changed_data(from, job);  // throws if the data changed
   expect("data_cursor", job.course.samples_after(from.step),
          "the checkpoint is damaged, or was written by another program");
-}
-
-// Reports that validation losses before and after the checkpoint are of different data.
-inline void report_changed_validation(Log& log, const ResumePoint& from, const Job& job) {
-  const nlohmann::json then = member(from.trainer, "val_checksums");
-  if (then.is_array() && !then.empty() && !job.data->val.empty() && then != nlohmann::json(job.data->val_checksums()))
-    log.line("notice: --val-data has changed: its losses cannot be compared with the earlier ones");
 }
 
 // How many steps were planned for the run when it wrote the checkpoint.
@@ -207,8 +197,11 @@ inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job
                 job.course.learning_rate(job.max_steps), job.options.lr_schedule));
 }
 
+// The same, and that validation losses before and after the checkpoint are of different data.
 inline void report_changes(Log& log, const ResumePoint& from, const Job& job) {
-  report_changed_validation(log, from, job);
+  const nlohmann::json then = member(from.trainer, "val_checksums");
+  if (then.is_array() && !then.empty() && !job.data->val.empty() && then != nlohmann::json(job.data->val_checksums()))
+    log.line("notice: --val-data has changed: its losses cannot be compared with the earlier ones");
   report_changed_schedule(log, from, job);
 }
 

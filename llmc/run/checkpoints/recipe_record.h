@@ -1,12 +1,7 @@
 // recipe_record.h: what trainer.json records of a run's recipe and of how far it has read its sources, and the course
 // that a resumed run or a branch takes from there.
 #pragma once
-#include <nlohmann/json.hpp>
-
-#include "core/checksum.h"
-#include "core/log.h"
 #include "run/checkpoints/resume_point.h"
-#include "run/checkpoints/rollback.h"
 #include "run/job.h"
 
 namespace llmc {
@@ -82,17 +77,15 @@ class RecipeReader {
  public:
   RecipeReader(const ResumePoint& from, const Job& job)
       : from_(from),
-        o_(job.asked),
+        job_(job),
         recipe_(job.course.recipe()),
-        data_(*job.data),
-        rollbacks_(job.rollbacks),
         file_(from.path + "/trainer.json"),
         json_(member(from.trainer, "recipe")) {}
 
   ResumedCourse read() {
     if (json_.is_null()) read_old();
     else read_recorded();
-    const bool allowed = from_.begin == Begin::branch || o_.data_changed == DataChanged::accept;
+    const bool allowed = from_.begin == Begin::branch || job_.asked.data_changed == DataChanged::accept;
     const bool others = !facts_.is_null() && facts_ != recipe_facts(recipe_);
     const int64_t tokens_per_step = recipe_.stages[0].ramp[0].tokens_per_step;
     const bool resized = !recipe_.staged && count("tokens_per_step") != tokens_per_step;
@@ -102,23 +95,23 @@ class RecipeReader {
         "skips no sample that was seen, add --data-changed accept; otherwise resume with the former --stages, --data, "
         "--seq-len and --total-batch-size",
         file_, difference(), from_.step);
-    Changes next{.block = block_, .seeds = data_.seeds};
+    Changes next{.block = block_, .seeds = job_.data->seeds};
     next.changed = others || (resized && allowed);
     if (next.changed && resized)
       next.notices.push_back(formatted("a step has {} tokens from step {} on, and had {}", tokens_per_step,
                                        from_.step + 1, count("tokens_per_step")));
     take_sources(next);
     if (next.changed) take_block(next);
-    Origin origin = origin_;
-    if (next.changed) origin = {from_.step, count("tokens"), samples_, positions_};
-    if (!next.changed && origin.step == 0) origin.sources.clear();
+    if (next.changed) origin_ = {from_.step, count("tokens"), samples_, positions_};
+    else if (origin_.step == 0) origin_.sources.clear();
     // What the checkpoint's run had left out before it, and what this run has left out after it.
     if (next.changed) skips_.clear();  // they are places in the former recipe
     std::erase_if(skips_, [&](const Skip& skip) { return skip.step >= from_.step; });
-    for (const Skip& skip : skips_of(rollbacks_, recipe_checksum(recipe_)))
+    for (const Skip& skip : skips_of(job_.rollbacks, recipe_checksum(recipe_)))
       if (skip.step >= from_.step) skips_.push_back(skip);
-    const Course course(recipe_, epoch_tokens(next.block), std::move(origin), skips_);
-    if (!next.changed && !resized && count("data_samples") == data_.train.samples())
+    job_.data->train.cut(next.block);
+    const Course course(recipe_, job_.data->train.epoch_tokens(), std::move(origin_), skips_);
+    if (!next.changed && !resized && count("data_samples") == job_.data->train.samples())
       CHECK(course.sources_after(from_.step) == positions_ || from_.step > course.steps(),
             "{}: the positions in the data are not those of step {}: the file is damaged", file_, from_.step);
     reseed(next, course);
@@ -166,7 +159,7 @@ class RecipeReader {
     const nlohmann::json seeds = member(from_.trainer, "seeds");
     if (seeds.is_null()) {  // one seed from the beginning
       const auto first = whole_number(member(from_.trainer, "seed"));
-      seeds_[0].push_back({0, 0, static_cast<uint64_t>(first.value_or(o_.seed))});
+      seeds_[0].push_back({0, 0, static_cast<uint64_t>(first.value_or(job_.asked.seed))});
     } else {
       const auto is_seed = [](const nlohmann::json& seed) {
         return seed.is_array() && seed.size() == 2 && whole_number(seed[0]) && whole_number(seed[1]);
@@ -261,23 +254,18 @@ class RecipeReader {
                                                     next.block, block_));
   }
 
-  std::vector<int64_t> epoch_tokens(int64_t block) const {
-    data_.train.cut(block);
-    return data_.train.epoch_tokens();
-  }
-
   // Another --seed orders the rest of each source's epoch, from its next block on.
   void reseed(Changes& next, const Course& course) const {
-    const uint64_t seed = static_cast<uint64_t>(o_.seed);
+    const uint64_t seed = static_cast<uint64_t>(job_.asked.seed);
     const std::vector<SourcePosition> at = next.changed ? positions_ : course.sources_after(from_.step);
     for (size_t s = 0; s < next.seeds.size(); ++s) {
       const uint64_t before = next.seeds[s].back().seed;
       CHECK(before == seed || from_.begin == Begin::branch,
             "{}: the last seed is {}, but --seed {}; the file is damaged", file_, before, seed);
       if (before == seed) continue;
-      const int64_t block = ceil_div(at[s].tokens, next.block), blocks = data_.train[s].blocks();
+      const int64_t block = ceil_div(at[s].tokens, next.block), blocks = job_.data->train[s].blocks();
       next.seeds[s].push_back({at[s].epoch + block / blocks, block % blocks, seed});
-      if (s == 0 && o_.shuffled())
+      if (s == 0 && job_.asked.shuffled())
         next.notices.push_back(
             formatted("--seed {} orders the samples from step {} on: the rest of this epoch, then the "
                       "next ones",
@@ -306,10 +294,8 @@ class RecipeReader {
   }
 
   const ResumePoint& from_;
-  const Options& o_;
+  const Job& job_;
   const Recipe& recipe_;
-  RunData& data_;
-  const std::vector<Rollback>& rollbacks_;
   std::string file_;
   nlohmann::json json_, facts_;
   int64_t block_ = 0, samples_ = 0;

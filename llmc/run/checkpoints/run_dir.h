@@ -1,20 +1,42 @@
 // run_dir.h: the directory of one run: the run's options (run.json), its one writer (a lock), the checkpoint to resume
 // from, and where metrics.jsonl is truncated.
 #pragma once
-#include <filesystem>
-#include <nlohmann/json.hpp>
+#include <climits>
 
-#include "core/log.h"
-#include "run/checkpoints/checkpoint.h"
-#include "run/checkpoints/dir_lock.h"
-#include "run/checkpoints/kept_metrics.h"
-#include "run/checkpoints/restart.h"
+#include "core/file_lock.h"
 #include "run/checkpoints/resume_point.h"
 #include "run/checkpoints/retention.h"
-#include "run/checkpoints/run_record.h"
-#include "run/recipe/sources.h"
+#include "run/news.h"
 
 namespace llmc {
+
+// The lock of an out directory. The process that holds OUT/.lock is its only writer, provided that the lock is still
+// the file of that name: a directory may be moved or deleted while a run is using it.
+class DirectoryLock {
+ public:
+  // False: another process holds it.
+  bool take(const std::string& directory) {
+    const std::string file = directory + "/.lock";
+    const int error = lock_.take(file);  // again if a --restart has moved the directory meanwhile
+    CHECK(error != ELOOP, "--out-dir {}: {} is a symbolic link, expected a file: remove it", directory, file);
+    CHECK(error == 0 || error == EWOULDBLOCK, "--out-dir {}: cannot write there: {}", directory, std::strerror(error));
+    return error == 0;
+  }
+  // A warning that the lock, although taken, keeps no second run out. "": it does.
+  std::string warning() const { return lock_.warning("run"); }
+  bool in_place() const { return lock_.in_place(); }
+
+  // The directory where the held lock is now, for example after a move; empty: none, or the system does not say.
+  std::string directory() const {
+    std::array<char, PATH_MAX> text;
+    const ssize_t n = ::readlink(formatted("/proc/self/fd/{}", lock_.fd()).c_str(), text.data(), text.size());
+    const std::string name(text.data(), static_cast<size_t>(std::max<ssize_t>(n, 0)));
+    return n > 0 && same_file(lock_.fd(), name) ? std::filesystem::path(name).parent_path().string() : "";
+  }
+
+ private:
+  FileLock lock_;
+};
 
 // Files that a start makes before it is sure to begin. They are removed unless it keeps them, so that a rejected start
 // leaves nothing behind.
@@ -66,10 +88,8 @@ class RunDirectory {
             path_);
       if (path_exists(run_file())) {
         record_ = read_run_record(run_file());
-        rollbacks_ = record_->rollbacks;
-        local_ = record_->local;
-        require_parent(run_file(), record_->parent, o.branch_from, path_);  // before its options, which may differ
-        require_same_options(run_file(), record_->options, o);
+        require_parent(run_file(), record_.parent, o.branch_from, path_);  // before its options, which may differ
+        require_same_options(run_file(), record_.options, o);
       }
     } else if (path_exists(run_file())) {  // if the options are the same otherwise, so is the order of the samples
       const nlohmann::json options = read_run_record(run_file()).options;
@@ -79,8 +99,6 @@ class RunDirectory {
     for (const std::string& name : names_in(path_))  // left by a killed run; we hold the lock
       if (name.starts_with(".tmp-")) std::filesystem::remove_all(path_ + "/" + name, error);
   }
-  RunDirectory(const RunDirectory&) = delete;
-  RunDirectory& operator=(const RunDirectory&) = delete;
 
   // The checkpoint that --resume asks for; none: a new run.
   std::optional<ResumePoint> resume_point(Log& log, const Options& o, const CheckpointCheck& check) {
@@ -90,10 +108,10 @@ class RunDirectory {
       for (const int64_t step : checkpoint_steps(path_))
         if (newest && step > newest->step) log.line("WARNING: " + set_aside(step, "damaged"));
       if (newest) require_parent(newest->path + "/trainer.json", parent_of(*newest), o.branch_from, path_);
-      else if (record_) require_parent(run_file(), record_->parent, o.branch_from, path_);
+      else if (recorded()) require_parent(run_file(), record_.parent, o.branch_from, path_);
       if (newest) take_options(log, *newest, o);
-      else if (!o.branch_from.empty() || (record_ && !record_->parent.is_null())) return branch_point(log, o, check);
-      else if (record_) take_options(log, *record_, o);
+      else if (!o.branch_from.empty() || !record_.parent.is_null()) return branch_point(log, o, check);
+      else if (recorded()) take_recorded_options(log, o);
       return newest;
     }
     const auto [asked, step] =
@@ -123,16 +141,16 @@ class RunDirectory {
   // its results.
   MetricsKept claim(Log& log, const Options& o, const std::optional<ResumePoint>& resume) {
     traces_.keep();
-    const bool ours = (resume || !rollbacks_.empty()) && has_steps();
+    const bool ours = (resume || !rollbacks().empty()) && has_steps();
     const MetricsKept kept = ours ? truncate_metrics(log, resume) : MetricsKept();
-    if (!ours) replace(metrics_file(), ""), local_ = {};
-    local_.begin(resume && resume->begin == Begin::resume ? resume->step : 0, !o.checkpoint_local.empty());
+    if (!ours) replace(metrics_file(), ""), record_.local = {};
+    record_.local.begin(resume && resume->begin == Begin::resume ? resume->step : 0, !o.checkpoint_local.empty());
     write_run_file(o);
     return kept;
   }
 
-  const std::vector<Rollback>& rollbacks() const { return rollbacks_; }
-  const LocalHistory& local() const { return local_; }
+  const std::vector<Rollback>& rollbacks() const { return record_.rollbacks; }
+  const LocalHistory& local() const { return record_.local; }
 
   // Makes a directory in which all files of a checkpoint lie one of this step, in the place of a damaged one.
   void adopt(Log& log, int64_t step, const std::string& temporary, const std::string& manifest) const {
@@ -169,7 +187,7 @@ class RunDirectory {
       if (later > step) log.line("notice: " + set_aside(later, "rolled-back"));
     fsync_directory(path_);
     retention_.forget();
-    rollbacks_ = rollbacks;
+    record_.rollbacks = rollbacks;
   }
 
   // The directory may have been removed during the run: its checkpoint then needs a new run.json.
@@ -177,31 +195,26 @@ class RunDirectory {
     if (!path_exists(run_file())) write_run_file(o);
   }
 
-  // The fate of the directory during the run: it may have been moved or deleted.
-  enum class Fate : uint8_t { in_place, made_anew, lost };
-  struct Found {
-    Fate fate = Fate::in_place;
-    std::string text = {};  // for the user
-  };
-  // Compares the held lock with the file of that name. If they differ and nobody holds the other one, the directory is
-  // taken again; if another run is or was there, it is lost: no directory has two writers.
-  Found look_again(const Options& o) try {
+  // The fate of the directory during the run, with a text for the user: compares the held lock with the file of that
+  // name. If they differ and nobody holds the other one, the directory is taken again; if another run is or was there,
+  // it is lost: no directory has two writers. NewsKind::save: it is made anew.
+  News look_again(const Options& o) try {
     if (lock_.in_place()) return {};
     const std::string now = moved_to(), what = formatted("--out-dir {} was {} while the run was in it", path_,
                                                          now.empty() ? "deleted" : "moved to " + now);
     std::filesystem::create_directories(path_);
     DirectoryLock again;
-    if (!again.take(path_)) return {Fate::lost, what + ", and another run is writing to it now"};
+    if (!again.take(path_)) return {NewsKind::lost, what + ", and another run is writing to it now"};
     if (path_exists(run_file())) {
-      if (!claimed_ || !claimed_->in_place()) return {Fate::lost, what + ", and another run has begun there"};
+      if (!claimed_ || !claimed_->in_place()) return {NewsKind::lost, what + ", and another run has begun there"};
       lock_ = std::move(again);
-      return {Fate::in_place, formatted("WARNING: {}/.lock was deleted; it is made again", path_)};
+      return {NewsKind::none, formatted("WARNING: {}/.lock was deleted; it is made again", path_)};
     }
     write_run_file(o);
     lock_ = std::move(again);
     retention_.forget();
-    return {Fate::made_anew, formatted("WARNING: {}; it is made again, and the run goes on there{}", what,
-                                       now.empty() ? "" : formatted(": its checkpoints so far are in {}", now))};
+    return {NewsKind::save, formatted("WARNING: {}; it is made again, and the run goes on there{}", what,
+                                      now.empty() ? "" : formatted(": its checkpoints so far are in {}", now))};
   } catch (const std::exception&) {  // someone may still be deleting it: retried at the next look
     return {};
   }
@@ -224,7 +237,7 @@ class RunDirectory {
   std::string metrics_file() const { return path_ + "/metrics.jsonl"; }
 
   void write_run_file(const Options& o) const {
-    replace(run_file(), run_record_text(o, parent_, rollbacks_, local_));
+    replace(run_file(), run_record_text(o, record_));
     claimed_ = std::make_unique<const File>(File::open_read(run_file()));
   }
 
@@ -256,10 +269,9 @@ class RunDirectory {
       file.write(kept.damaged.data(), std::ssize(kept.damaged));
       file.sync_and_close();
     }
-    const nlohmann::json parent = parent_.is_object() ? member(parent_, "step") : parent_;
+    const std::optional<int64_t> begin = whole_number(member(record_.parent, "step"));
     if (resume && resume->path == checkpoint_path(path_, resume->step))
-      if (const auto fault = metrics_fault(kept, resume->step, metrics_file(), copy, whole_number(parent));
-          !fault.empty())
+      if (const auto fault = metrics_fault(kept, resume->step, metrics_file(), copy, begin); !fault.empty())
         log.line("WARNING: " + fault);
     replace(metrics_file(), kept.lines);
     return kept;
@@ -270,32 +282,32 @@ class RunDirectory {
     const nlohmann::json options = member(from.trainer, "options");
     check_resumed_options(log, from.path + "/trainer.json", options, o, from.begin);
     shuffled_before_ = shuffled(options);
-    parent_ = parent_of(from);
+    record_.parent = parent_of(from);
   }
-  void take_options(Log& log, const RunRecord& record, const Options& o) {
-    CHECK(o.shuffle || record.options.contains("--shuffle"),
+  void take_recorded_options(Log& log, const Options& o) {
+    CHECK(o.shuffle || record_.options.contains("--shuffle"),
           "{} does not say whether the run shuffles: give --shuffle, or --no-shuffle", run_file());
-    check_resumed_options(log, run_file(), record.options, o);
-    shuffled_before_ = shuffled(record.options);
+    check_resumed_options(log, run_file(), record_.options, o);
+    shuffled_before_ = shuffled(record_.options);
   }
 
   // The checkpoint of another run at which this one begins: the one that --branch-from names, or, before the branch has
   // a checkpoint of its own, the one that it began with.
   ResumePoint branch_point(Log& log, const Options& o, const CheckpointCheck& check) {
-    const nlohmann::json recorded = record_ ? record_->parent : nlohmann::json();
-    const nlohmann::json path = recorded.is_object() ? member(recorded, "path") : recorded;
-    CHECK(!o.branch_from.empty() || path.is_string(),
-          "{}: \"parent\" is {}, expected a checkpoint; the file is damaged", run_file(), recorded);
+    const nlohmann::json parent = record_.parent, path = parent.is_object() ? member(parent, "path") : parent;
     const bool given = !o.branch_from.empty();
+    CHECK(given || path.is_string(), "{}: \"parent\" is {}, expected a checkpoint; the file is damaged", run_file(),
+          parent);
     const auto [asked, step] =
         named_checkpoint(given ? "--branch-from" : "the parent in " + run_file() + ",",
                          given ? o.branch_from : path.get<std::string>(), "a checkpoint's directory", check);
     ResumePoint point{asked, step, read_json(asked + "/trainer.json"), Begin::branch};
-    if (record_) require_parent(run_file(), recorded, asked, path_);
+    if (recorded()) require_parent(run_file(), parent, asked, path_);
     take_options(log, point, o);
     return point;
   }
 
+  bool recorded() const { return !record_.options.is_null(); }
   // Whether the run has done anything worth keeping.
   bool has_steps() const {
     return !checkpoint_steps(path_).empty() || metrics_until(std::numeric_limits<int64_t>::max()).train_lines > 0 ||
@@ -329,10 +341,8 @@ class RunDirectory {
 
   std::string path_;
   Retention retention_{path_};
-  std::optional<RunRecord> record_;  // run.json, if the run has completed a step
-  nlohmann::json parent_;            // a branch's parent
-  std::vector<Rollback> rollbacks_;  // of the run so far
-  LocalHistory local_;               // of the run, with this start once it has claimed the directory
+  // run.json, if the run has completed a step; of this start once it has claimed the directory, but for the options
+  RunRecord record_;
   bool shuffled_before_ = true;
   DirectoryLock lock_;
   NewFiles traces_;                              // removed before the lock is released

@@ -1,27 +1,87 @@
-// run_record.h: the options that a run records, in run.json and in the trainer.json of each checkpoint, and which of
-// them may differ when it is resumed.
+// run_record.h: what run.json records: the options of a run, which the trainer.json of each checkpoint has too, and
+// which of them may differ when it is resumed; its parent, its rollbacks (--on-spike rollback), its local checkpoints.
 #pragma once
-#include <nlohmann/json.hpp>
-
 #include "core/checksum.h"
 #include "core/log.h"
 #include "run/checkpoints/local_parts.h"
-#include "run/checkpoints/rollback.h"
 #include "run/options/parse.h"
+#include "run/recipe/course.h"
 
 namespace llmc {
 
+// A rollback returns to the state of a checkpoint, but not to its place in the data: the samples from there to those of
+// the spike are passed over. run.json records it before training goes on, because the next checkpoint, whose
+// trainer.json records the samples left out before it, may never be written.
+struct Rollback {
+  int64_t step;            // the last whose samples stay: usually the checkpoint's
+  int64_t spike;           // the step that was a spike
+  double loss, grad_norm;  // of the spike
+  int64_t samples;         // left out after `step`, also by the rollbacks before this one
+  std::string recipe;      // recipe_checksum(), of the recipe whose samples they are
+};
+
+inline nlohmann::ordered_json to_json_object(const std::vector<Rollback>& rollbacks) {
+  nlohmann::ordered_json all = nlohmann::ordered_json::array();
+  for (const Rollback& r : rollbacks)
+    all.push_back({{"step", r.step},
+                   {"spike", r.spike},
+                   {"loss", r.loss},
+                   {"grad_norm", r.grad_norm},
+                   {"samples", r.samples},
+                   {"recipe", r.recipe}});
+  return all;
+}
+
+// file: for messages
+inline std::vector<Rollback> rollbacks_from_json(const nlohmann::json& json, const std::string& file) {
+  const auto damaged = [&](const nlohmann::json& found) {
+    return Error(formatted("{}: \"rollbacks\" has {}; the file is damaged", file, found));
+  };
+  if (!json.is_array()) throw damaged(json);
+  std::vector<Rollback> all;
+  for (const nlohmann::json& one : json) {
+    const auto step = whole_number(member(one, "step")), spike = whole_number(member(one, "spike")),
+               samples = whole_number(member(one, "samples"));
+    const auto value = [&](const char* name) {  // null: not finite
+      const nlohmann::json number = member(one, name);
+      if (!number.is_number() && !number.is_null()) throw damaged(one);
+      return number.is_null() ? std::numeric_limits<double>::quiet_NaN() : number.get<double>();
+    };
+    const nlohmann::json recipe = member(one, "recipe");
+    if (!step || !spike || !samples || *spike <= *step || *samples == 0 || !recipe.is_string()) throw damaged(one);
+    all.push_back({*step, *spike, value("loss"), value("grad_norm"), *samples, recipe});
+  }
+  return all;
+}
+
+// What a run of this recipe leaves out after these rollbacks. A later one that returns to the same step, or to one
+// before it, has counted what an earlier one left out there.
+inline std::vector<Skip> skips_of(const std::vector<Rollback>& rollbacks, const std::string& recipe) {
+  std::vector<Skip> skips;
+  for (const Rollback& r : rollbacks) {
+    if (r.recipe != recipe) continue;
+    std::erase_if(skips, [&](const Skip& skip) { return skip.step >= r.step; });
+    skips.push_back({r.step, r.samples});
+  }
+  return skips;
+}
+
+// The rollbacks since the checkpoint of this step: those that led to no later one.
+inline std::vector<Rollback> rollbacks_since(std::vector<Rollback> rollbacks, int64_t step) {
+  std::erase_if(rollbacks, [&](const Rollback& r) { return r.step < step; });
+  return rollbacks;
+}
+
 // The options of a run, with its defaults resolved: --local-ranks on this machine, --shuffle, those of the optimizer
 // and of experts.
-inline Options with_recorded_defaults(Options o) {
+inline std::vector<OptionText> recorded_options(Options o) {
   o.local_ranks = o.ranks;
   o.shuffle = o.shuffled();
   o.beta2 = o.beta2_in_use();
   if (o.moe_dispatch == Dispatch::capacity) o.moe_capacity_factor = o.capacity_factor();
   o.moe_aux_loss = o.moe_aux_loss.value_or(o.usual_aux_loss);
-  return o;
+  return option_texts(o);
 }
-inline std::vector<OptionText> recorded_options(const Options& o) { return option_texts(with_recorded_defaults(o)); }
 
 inline nlohmann::ordered_json options_json(const Options& o) {
   nlohmann::ordered_json json;
@@ -107,11 +167,6 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
   return changes;
 }
 
-// The optimizer that wrote a checkpoint.
-inline Optimizer recorded_optimizer(const std::string& file, const nlohmann::json& recorded) {
-  return options_from_record(file, recorded).optimizer;
-}
-
 // Rejects changes to options that must match. Returns notices about the others.
 inline std::vector<std::string> require_same_options(const std::string& file, const nlohmann::json& recorded,
                                                      const Options& now, Begin begin = Begin::resume) {
@@ -146,12 +201,12 @@ struct RunRecord {
   LocalHistory local = {};
 };
 
-inline std::string run_record_text(const Options& o, const nlohmann::json& parent = {},
-                                   const std::vector<Rollback>& rollbacks = {}, const LocalHistory& local = {}) {
+// The text of one with these options; of `run` all but the options.
+inline std::string run_record_text(const Options& o, const RunRecord& run = {}) {
   nlohmann::ordered_json record = {{"format", 2}, {"options", options_json(o)}};
-  if (!parent.is_null()) record["parent"] = parent;
-  if (!rollbacks.empty()) record["rollbacks"] = to_json_object(rollbacks);
-  if (!local.run.empty()) record["local"] = local.to_json();
+  if (!run.parent.is_null()) record["parent"] = run.parent;
+  if (!run.rollbacks.empty()) record["rollbacks"] = to_json_object(run.rollbacks);
+  if (!run.local.run.empty()) record["local"] = run.local.to_json();
   record["checksum"] = checksum(nlohmann::json(record).dump());
   return record.dump(1) + "\n";
 }

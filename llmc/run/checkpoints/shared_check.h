@@ -3,7 +3,6 @@
 // outside of the --out-dir, as far as anyone knows; the processes of the host share that.
 #pragma once
 #include "run/checkpoints/checkpoint.h"
-#include "run/checkpoints/resume_point.h"
 #include "run/processes.h"
 
 namespace llmc {

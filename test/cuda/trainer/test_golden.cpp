@@ -66,7 +66,8 @@ TEST_CASE("twenty steps on a GPU follow PyTorch's AdamW in loss, norm and every 
   const TempDir dir;
   std::filesystem::create_directories(dir / "out");
   const std::string ours =
-      write_checkpoint(dir / "out", steps, config.model, run.trainer.state(), run.stream) + "/model.safetensors";
+      CheckpointWrite(dir / "out", steps, config.model, run.trainer.state(), run.stream).publish() +
+      "/model.safetensors";
   const std::string theirs = folder + "/final.safetensors";
   REQUIRE(SafetensorsReader(ours).names() == SafetensorsReader(theirs).names());
   for (const std::string& name : SafetensorsReader(theirs).names()) {

@@ -72,8 +72,9 @@ TEST_CASE("a CPU reads what a GPU wrote, and vice versa, bit for bit", "[cuda][t
       to(small_step(dtype), from_gpu ? cpu_device : gpu_device, 2);
   from.train(1);
   std::filesystem::create_directories(dir / "out");
-  const std::string path = write_checkpoint(dir / "out", 1, from.config.model, from.run.trainer.state(),
-                                            from.run.stream, {.trainer = {{"seq_len", 19}}});
+  const std::string path = CheckpointWrite(dir / "out", 1, from.config.model, from.run.trainer.state(), from.run.stream,
+                                           {.trainer = {{"seq_len", 19}}})
+                               .publish();
   REQUIRE(from.bytes() != to.bytes());
   load_checkpoint(path, to.config.model, to.run.trainer.state(), to.run.stream);
   REQUIRE(from.bytes() == to.bytes());
