@@ -23,14 +23,14 @@ std::string limit_text(auto resource, const char* name, rlim_t unit, const char*
 }  // namespace detail
 
 inline std::string failure_text(const std::exception& error) {
-  if (dynamic_cast<const Error*>(&error) != nullptr) return error.what();
-  if (dynamic_cast<const std::filesystem::filesystem_error*>(&error) != nullptr) return error.what();
+  if (dynamic_cast<const Error*>(&error) != nullptr ||
+      dynamic_cast<const std::filesystem::filesystem_error*>(&error) != nullptr)
+    return error.what();
   const bool wrong_size = dynamic_cast<const std::bad_array_new_length*>(&error) != nullptr;  // a bug in the program
   if (!wrong_size && dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
     return formatted(
         "the system gave no more memory{}: end other programs, raise a limit (ulimit -v, or a container's), or make "
-        "the "
-        "run smaller (--plan says what it needs)",
+        "the run smaller (--plan says what it needs)",
         detail::limit_text(RLIMIT_AS, "-v", 1024, " KiB"));
   const auto* const system = dynamic_cast<const std::system_error*>(&error);
   if (system != nullptr && system->code() == std::errc::resource_unavailable_try_again)

@@ -16,8 +16,8 @@
 #include <filesystem>
 
 #include "core/checksum.h"
+#include "core/environment.h"
 #include "core/files.h"
-#include "core/host_name.h"
 #include "data/token_file.h"
 
 namespace llmc {

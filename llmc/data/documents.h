@@ -3,7 +3,6 @@
 // boundary.
 #pragma once
 #include "core/check.h"
-#include "core/escape.h"
 #include "data/json_line.h"
 #include "data/text_file.h"
 

@@ -4,8 +4,6 @@
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
-#include "core/escape.h"
-#include "core/utf8.h"
 
 namespace llmc {
 

@@ -1,7 +1,6 @@
 // token_format.h: the formats that files of tokens may have, as one table, and the numbers that tokens are stored as.
 #pragma once
 #include "core/check.h"
-#include "core/enum_names.h"
 
 namespace llmc {
 

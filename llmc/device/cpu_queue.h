@@ -10,8 +10,7 @@
 #include <mutex>
 #include <thread>
 
-#include "core/pulse.h"
-#include "device/work.h"
+#include "core/threads.h"
 #ifdef TRAIN_GPT_CUDA
 #include "device/cuda_api.cuh"
 #endif
@@ -107,8 +106,6 @@ class CpuQueue {
     changed_.notify_all();
     worker_.join();
   }
-  CpuQueue(const CpuQueue&) = delete;
-  CpuQueue& operator=(const CpuQueue&) = delete;
 
   // Runs `task` after everything enqueued before; blocks while the host is far ahead, to keep the queue short. A task
   // that throws stops the queue; synchronize() rethrows.

@@ -4,7 +4,6 @@
 // in waves: a last wave that is not full, edges of tiles outside the matrix, and the time to fill a tile's pipeline are
 // lost (NVIDIA, "Matrix Multiplication Background User's Guide"). A transfer is bound by the slowest link on its way.
 #pragma once
-#include "core/check.h"
 #include "core/shape.h"
 
 namespace llmc {

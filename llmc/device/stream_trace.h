@@ -1,4 +1,5 @@
-// stream_trace.h: records what a stream did when, while a step is traced: one track of a trace (core/trace.h).
+// stream_trace.h: records what a stream did when, while a step is traced: one track of a trace (core/trace.h); and
+// named ranges for NVIDIA's profilers (NVTX), no-ops in other builds.
 #pragma once
 #include <chrono>
 #include <deque>
@@ -6,9 +7,26 @@
 #include "core/trace.h"
 #ifdef TRAIN_GPT_CUDA
 #include "device/cuda_api.cuh"
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define TRAIN_GPT_CUDA_NVTX
+#endif
 #endif
 
 namespace llmc {
+
+class [[nodiscard]] ProfilerRange {
+ public:
+#ifdef TRAIN_GPT_CUDA_NVTX
+  explicit ProfilerRange(const char* name) { nvtxRangePushA(name); }
+  ~ProfilerRange() { nvtxRangePop(); }
+#else
+  explicit ProfilerRange(const char*) {}
+  ~ProfilerRange() {}
+#endif
+  ProfilerRange(const ProfilerRange&) = delete;
+  ProfilerRange& operator=(const ProfilerRange&) = delete;
+};
 
 // Time 0 of the traces of a rank.
 struct TraceZero {

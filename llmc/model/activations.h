@@ -1,7 +1,6 @@
 // activations.h: the tensors that a block keeps between its forward and its backward, and between the parts of its
 // backward; which of them are recomputed. Sizes: as in layer.h.
 #pragma once
-#include "core/enum_names.h"
 #include "core/fp8.h"
 #include "device/arena.h"
 #include "model/config.h"

@@ -7,7 +7,6 @@
 #include <iostream>
 #include <sstream>
 
-#include "core/escape.h"
 #include "core/files.h"
 #include "run/reports/report.h"
 #include "run/setup.h"

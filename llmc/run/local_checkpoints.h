@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
-#include "core/host_name.h"
+#include "core/environment.h"
 #include "run/checkpoints/local_copies.h"
 #include "run/checkpoints/local_parts.h"
 #include "run/checkpoints/run_dir.h"

@@ -8,12 +8,11 @@
 #include <thread>
 
 #include "comm/world.h"
-#include "core/escape.h"
+#include "core/environment.h"
 #include "core/failure_text.h"
-#include "core/host_name.h"
 #include "core/log.h"
 #include "device/gpu.h"
-#include "device/host_buffer.h"
+#include "device/host_copy.h"
 #include "run/plan/planner.h"
 
 namespace llmc {

@@ -13,7 +13,6 @@
 #include <mutex>
 
 #include "core/checksum.h"
-#include "core/file_lock.h"
 #include "core/files.h"
 #include "core/json.h"
 #include "core/log.h"

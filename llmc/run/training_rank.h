@@ -1,6 +1,5 @@
 // training_rank.h: a rank at work on a stretch of a run: what the parts of its loop share.
 #pragma once
-#include "core/host_name.h"
 #include "core/log.h"
 #include "core/signals.h"
 #include "run/checkpoints/checkpoint_saver.h"

@@ -5,7 +5,7 @@
 #include <bit>
 
 #include "core/signals.h"
-#include "device/profiler_range.h"
+#include "device/stream_trace.h"
 #include "shard/zero.h"
 #include "train/interpreter.h"
 #include "train/noise_scale.h"

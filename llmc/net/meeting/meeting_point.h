@@ -6,7 +6,7 @@
 
 #include <sstream>
 
-#include "core/host_name.h"
+#include "core/environment.h"
 #include "net/meeting/listener.h"
 
 namespace llmc {

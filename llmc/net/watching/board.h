@@ -6,7 +6,7 @@
 #include <mutex>
 
 #include "core/check.h"
-#include "core/pulse.h"
+#include "core/threads.h"
 
 namespace llmc {
 
@@ -81,7 +81,7 @@ struct RankState {
   int64_t updates = 0;  // done by this process
   bool saving = false;  // it writes a checkpoint
   double busy = 0;      // seconds that the compute stream is busy in a step, the median of the last ones; 0: not known
-  uint64_t pulses = 0;  // the count of its process (core/pulse.h)
+  uint64_t pulses = 0;  // the count of its process (core/threads.h)
   std::vector<GroupState> groups;
 };
 

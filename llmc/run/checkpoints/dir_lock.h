@@ -7,7 +7,7 @@
 #include <climits>
 #include <filesystem>
 
-#include "core/file_lock.h"
+#include "core/files.h"
 
 namespace llmc {
 

@@ -1,6 +1,6 @@
 // replicas.h: ends a run whose replicas have diverged, because nobody knows what it trains.
 #pragma once
-#include "core/host_name.h"
+#include "core/environment.h"
 #include "run/options/place.h"
 #include "run/ranks.h"
 #include "shard/replica_check.h"
