@@ -13,7 +13,7 @@
 #include "core/log.h"
 #include "device/gpu.h"
 #include "device/host.h"
-#include "net/meeting/spare.h"
+#include "net/meeting/rendezvous.h"
 #include "run/options/parse.h"
 #include "run/options/print.h"
 #include "run/reports/report.h"

@@ -84,7 +84,7 @@ class Roster {
     return detail::connect_to_any({peer.address, peer.port},
                                   {.purpose = purpose, .to_process = process, .numbers = numbers, .job = id_}, token_,
                                   name_of(process), limit)
-        .first;
+        .socket;
   }
   int count_here(int end) const {
     const std::string& here = peers_[static_cast<size_t>(process())].machine;
