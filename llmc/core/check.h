@@ -155,8 +155,7 @@ inline std::string format_all(std::string_view pattern, std::span<const FormatAr
 }  // namespace detail
 
 // "{}" takes the next argument; "{:SPEC}" formats it with printf's flags, width and precision: "{:8.4f}", "{:-20}" (a
-// string, left-aligned), "{:06}". g++ 12 has no std::format; where it exists, a function of that name would be
-// ambiguous.
+// string, left-aligned), "{:06}". g++ 12 has no std::format; elsewhere a function of that name would be ambiguous.
 template <class... Args>
 std::string formatted(std::string_view pattern, const Args&... args) {
   const std::array<detail::FormatArgument, sizeof...(Args)> arguments = {detail::format_argument_of(args)...};

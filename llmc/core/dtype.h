@@ -70,8 +70,7 @@ struct fp16 {
   }
 };
 
-// The type in which ops compute and gradients accumulate: fp32, or double where an op is instantiated in double for
-// finite differences.
+// The type in which ops compute and gradients accumulate: fp32, or double in ops of doubles, for finite differences.
 template <class T>
 using accumulator_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 

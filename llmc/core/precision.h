@@ -1,5 +1,4 @@
-// precision.h: which dtype each part of a run has, and which state of a rank is in the host's memory, as one value
-// each.
+// precision.h: which dtype each part of a run has, and which state is in the host's memory: a value for each.
 #pragma once
 #include "core/dtype.h"
 

@@ -1,5 +1,4 @@
-// threads.h: work for threads: the same on several of them, or a task as an object; and a count that moves whenever any
-// of them gets something done.
+// threads.h: work for threads: the same on several of them, a task as an object, a count of what they get done.
 #pragma once
 #include <atomic>
 #include <concepts>

@@ -145,8 +145,7 @@ class PrintableStream {
   std::string held_;
 };
 
-// A name or a value within a message: line breaks and tabs are escaped too, and text of more than `most` bytes is cut
-// off there.
+// A name or a value within a message: line breaks and tabs are escaped too, and no more than `most` bytes are shown.
 inline std::string shown(std::string_view text, size_t most = 80) {
   size_t cut = text.size();
   if (cut > most)

@@ -48,8 +48,7 @@ class Arena {
   }
   // Where in its file a tensor is that a file has.
   static int64_t offset_of(const Tensor& t) { return t.bytes - file_begin(); }
-  // On a CPU, faults in all pages, on all threads; contents are kept. If the system refuses, pages are faulted in when
-  // first used.
+  // On a CPU, faults in all pages, on all threads; contents are kept. If the system refuses, first use does it.
   void touch() {
     if (device_.kind != DeviceKind::cpu || whose_ == MemoryOf::file) return;
     constexpr int64_t piece = 16 << 20;

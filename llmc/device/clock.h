@@ -6,8 +6,7 @@
 // through the tier that bounds them; where streams share processors, whatever they do goes one after another; and NCCL
 // begins collectives in the order in which the host enqueues them, whatever their streams (a message between two ranks
 // begins at once and waits for the other rank, which delays nobody). The host enqueues in no time; and the ranks of a
-// group run in step, so that a transfer begins as soon as this rank arrives, and takes as long as this rank's own
-// bytes.
+// group run in step: a transfer begins as soon as this rank arrives, and takes as long as this rank's own bytes.
 #pragma once
 #include "device/machine.h"
 

@@ -1,5 +1,4 @@
-// cpu_queue.h: a CPU stream: a FIFO queue with a worker thread, and the events that other streams and the host wait
-// for.
+// cpu_queue.h: a CPU stream: a FIFO queue with a worker thread, and events for which streams and the host wait.
 #pragma once
 #include <omp.h>
 
@@ -32,8 +31,7 @@ class Waiting {
 class Event {
  public:
   Event() : state_(std::make_shared<State>()) {}
-  // The null device's event: complete, as nothing runs, and at this time of its clock, when a transfer of this group
-  // ends (none: work).
+  // The null device's event: complete, as nothing runs. By its clock a transfer of this group (none: work) ends then.
   static Event on_paper(double seconds, const char* group) {
     Event event(nullptr);
     event.seconds_ = seconds;

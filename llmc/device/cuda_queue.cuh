@@ -80,8 +80,7 @@ class Queue {
   llmc::Event record() { return llmc::Event(recorded(Event::For::streams)); }
   // An event whose time can be compared with that of others of this GPU.
   Event record_time() { return recorded(Event::For::timing); }
-  // Work enqueued from now on runs after the event. where: the calling line, so that tests without a GPU can disable
-  // single waits.
+  // Work enqueued from now on runs after the event. where: the calling line; tests without a GPU disable single waits.
   template <class Where>
   void wait(const Event& event, [[maybe_unused]] const Where& where) {
     if constexpr (requires { cudaStreamWaitEvent(stream_, event, 0, where); })

@@ -173,8 +173,7 @@ void download(const Tensor& t, Stream& stream, F&& f) {
   stream.enqueue([t, hand_over = std::move(hand_over)]() mutable { hand_over(t.bytes); });
 }
 
-// Memory of the host for copies of what a device holds, counted by an arena. For a GPU it is pinned, so that copies run
-// at the speed of the bus.
+// Memory of the host for copies of what a device holds, counted by an arena; for a GPU pinned: copies run at bus speed.
 class HostBuffer {
  public:
   // label: its line in a table of memory

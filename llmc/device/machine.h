@@ -18,8 +18,7 @@ struct AttentionSize {
   int64_t keys = 0, channels = 0;
   double scores = 0;
 };
-// How a transfer uses the links: a ring in which all members take part, messages between two of them at a time, or all
-// to all.
+// How a transfer uses the links: a ring of all members, messages between two of them at a time, or all to all.
 enum class Pattern : uint8_t { ring, neighbours, all_to_all };
 
 // What bounds a transfer on a machine.

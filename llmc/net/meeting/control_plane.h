@@ -119,8 +119,7 @@ class ControlPlane : public Roster {
     aborted_ = true;
     changed_.notify_all();
   }
-  // This process has failed for this reason, which all others learn. If it already knows why the job ends, it reports
-  // that instead.
+  // This process has failed for this reason, which all others learn; or for that of the job's end, if it knows one.
   void report_failure(Fault fault) {
     std::lock_guard lock(mutex_);
     if (fault_.known()) fault = fault_;

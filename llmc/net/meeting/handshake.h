@@ -95,8 +95,7 @@ struct Hello {
   uint32_t version = protocol_version;
   ConnectionPurpose purpose{};
   int32_t to_process = 0;
-  // control, question: the process that connects, and its Rendezvous::was_spare; data: group, rank that sends, rank
-  // that receives
+  // control, question: the process that connects, its Rendezvous::was_spare; data: group, sending and receiving rank
   std::array<int32_t, 3> numbers{};
   Nonce job{};  // zero: to be told
   Nonce nonce{};

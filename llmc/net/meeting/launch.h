@@ -285,8 +285,7 @@ class FindLaunch {
 
 }  // namespace detail
 
-// How this process was launched. Refuses a launch that is contradictory, incomplete or cannot work, and names the
-// variables.
+// How this process was launched. Refuses what is contradictory, incomplete or cannot work, and names the variables.
 inline Launched find_launch(const LaunchOptions& options, const Environment& environment, MpiLibrary built) {
   return detail::FindLaunch(options, environment, built).find();
 }

@@ -45,8 +45,7 @@ inline void check_token(const Endpoint& endpoint, const std::string& token) {
   if (token.empty()) check_that_users_are_told();
 }
 
-// An address by which other machines may reach this one: that of its host name, else that of its first interface, else
-// a loopback address.
+// An address by which others may reach this machine: of its host name, else its first interface, else a loopback one.
 inline std::string own_address() {
   try {
     for (const Address& address : resolve({host_name(), 0}))
