@@ -214,11 +214,8 @@ class OpenFiles {
   std::list<std::shared_ptr<const File>> files_;  // most recently used first
 };
 
-// The default limit on the size of files that are read whole.
-inline constexpr int64_t largest_text = int64_t{1} << 30;
-
 // Reads a whole file, of at most `most` bytes.
-inline std::string read_text(const std::string& path, int64_t most = largest_text) {
+inline std::string read_text(const std::string& path, int64_t most = int64_t{1} << 30) {
   const File file = File::open_read(path);
   CHECK(file.size() <= most, "{}: {} bytes are too many for a file of this kind, which has at most {}", path,
         file.size(), most);

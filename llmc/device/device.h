@@ -10,9 +10,9 @@
 #include <typeindex>
 #include <unordered_map>
 
-#include "device/clock.h"
 #include "device/cpu_queue.h"
 #include "device/host.h"
+#include "device/machine.h"
 #include "device/stream_trace.h"
 #include "device/tensor.h"
 #ifdef TRAIN_GPT_CUDA

@@ -2,7 +2,6 @@
 // named ranges for NVIDIA's profilers (NVTX), no-ops in other builds.
 #pragma once
 #include <chrono>
-#include <deque>
 
 #include "core/trace.h"
 #ifdef TRAIN_GPT_CUDA
@@ -90,7 +89,7 @@ class StreamTrace {
   TraceZero zero_;
   int64_t most_ops_, ops_ = 0, ops_left_out_ = 0;
   std::vector<size_t> open_;
-  std::deque<std::function<void()>> later_;
+  std::vector<std::function<void()>> later_;
 };
 
 }  // namespace llmc
