@@ -1,9 +1,11 @@
 // log.h: what a run prints: lines and tables on stdout, which OUT/log.txt keeps, a live progress line on a terminal,
-// and OUT/metrics.jsonl, one object for each line of numbers.
+// and OUT/metrics.jsonl, one object for each line of numbers; numbers and failures in words.
 #pragma once
 #include <chrono>
 #include <ctime>
+#include <new>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
 #include "core/files.h"
 
@@ -38,7 +40,35 @@ inline const char* scale(double& x, double most, std::initializer_list<const cha
   return *unit;
 }
 
+// ", ulimit -v is 200000 KiB"; "" if there is no such limit.
+std::string limit_text(auto resource, const char* name, rlim_t unit, const char* of_unit) {
+  rlimit limit{};
+  if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
+  return formatted(", ulimit {} is {}{}", name, limit.rlim_cur / unit, of_unit);
+}
+
 }  // namespace detail
+
+// Says in words what ended a process when it is not one of our Errors: the system refused memory or a thread, whatever
+// the limit, or the program has a bug.
+inline std::string failure_text(const std::exception& error) {
+  if (dynamic_cast<const Error*>(&error) != nullptr ||
+      dynamic_cast<const std::filesystem::filesystem_error*>(&error) != nullptr)
+    return error.what();
+  const bool wrong_size = dynamic_cast<const std::bad_array_new_length*>(&error) != nullptr;  // a bug in the program
+  if (!wrong_size && dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
+    return formatted(
+        "the system gave no more memory{}: end other programs, raise a limit (ulimit -v, or a container's), or make "
+        "the run smaller (--plan says what it needs)",
+        detail::limit_text(RLIMIT_AS, "-v", 1024, " KiB"));
+  const auto* const system = dynamic_cast<const std::system_error*>(&error);
+  if (system != nullptr && system->code() == std::errc::resource_unavailable_try_again)
+    return formatted(
+        "the system started no further thread{}{}: raise a limit (ulimit -u and -v, or a container's pids.max), or use "
+        "fewer --local-ranks and --threads",
+        detail::limit_text(RLIMIT_NPROC, "-u", 1, ""), detail::limit_text(RLIMIT_AS, "-v", 1024, " KiB"));
+  return formatted("internal error: {}", error.what());
+}
 
 // Three digits: 987 -> "987", 39712 -> "39.7k", 1234567 -> "1.23M".
 inline std::string human_rate(double x) {

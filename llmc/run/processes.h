@@ -8,7 +8,6 @@
 
 #include "comm/connected_processes.h"
 #include "core/environment.h"
-#include "core/failure_text.h"
 #include "core/json.h"
 #include "core/log.h"
 #include "device/gpu.h"

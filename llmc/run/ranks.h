@@ -9,7 +9,6 @@
 
 #include "comm/world.h"
 #include "core/environment.h"
-#include "core/failure_text.h"
 #include "core/log.h"
 #include "device/gpu.h"
 #include "device/host_copy.h"

@@ -11,7 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
-#include "core/failure_text.h"
+#include "core/log.h"
 #include "run/checkpoints/background_copies.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/checkpoint_share.h"

@@ -16,7 +16,7 @@
 #include <system_error>
 #include <thread>
 
-#include "core/failure_text.h"
+#include "core/log.h"
 #include "core/files.h"
 #include "core/json.h"
 #include "net/links.h"
