@@ -1,7 +1,5 @@
 // dtype.h: element types, their names and sizes, and conversions between fp32 and bf16.
 #pragma once
-#include <bit>
-
 #include "core/check.h"
 #include "core/fp8.h"
 

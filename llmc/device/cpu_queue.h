@@ -102,7 +102,6 @@ class CpuQueue {
       stopping_ = true;
     }
     changed_.notify_all();
-    worker_.join();
   }
 
   // Runs `task` after everything enqueued before; blocks while the host is far ahead, to keep the queue short. A task
@@ -209,7 +208,7 @@ class CpuQueue {
   bool busy_ = false, asleep_ = false, stopping_ = false;
   std::exception_ptr error_;  // written by the worker, under the mutex
   std::atomic<double> busy_seconds_ = 0;
-  std::thread worker_;  // last: it uses the others
+  std::jthread worker_;  // last: it uses the others
 };
 
 }  // namespace llmc

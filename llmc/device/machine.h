@@ -222,8 +222,7 @@ inline std::shared_ptr<const Machine> ideal_machine(double flops_per_s, double b
   return std::make_shared<const Machine>(std::move(machine));
 }
 
-// When what the streams of a rank share is free again, and the group whose transfer takes it until then: its links by
-// tier, and its processors.
+// When what a rank's streams share (links by tier, processors) is free again, and whose transfer takes it until then.
 struct InUse {
   double until = 0;
   const char* group = nullptr;

@@ -11,8 +11,7 @@
 
 namespace llmc {
 
-// One reading. None: the GPU does not report the value, as with some values of MIG instances, virtual GPUs and GPUs
-// without memory of their own.
+// One reading. None: the GPU does not report it, as some MIG instances, virtual GPUs, and GPUs without own memory.
 struct GpuReading {
   std::optional<int> busy_percent;  // share of the time in which any kernel ran, not the share of the GPU in use
   std::optional<int64_t> memory_used, memory_total;  // bytes; all processes
@@ -80,8 +79,7 @@ class GpuMonitor {
  public:
   // `pci_bus_id`: from cudaDeviceGetPCIBusId, "0000:3b:00.0". (NVML numbers devices differently from CUDA.)
   explicit GpuMonitor(const std::string& pci_bus_id, const std::string& library = "libnvidia-ml.so.1")
-      : title_("GPU " + pci_bus_id) {
-    library_.reset(dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL));
+      : title_("GPU " + pci_bus_id), library_(dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) {
     if (library_ == nullptr) {
       const char* error = dlerror();
       why_not_ =

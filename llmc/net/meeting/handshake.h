@@ -192,10 +192,7 @@ class Stranger {
  public:
   enum class State : uint8_t { pending, welcome, refused };
 
-  explicit Stranger(Socket socket) : socket(std::move(socket)) {
-    limit = Limit::seconds(handshake_seconds);
-    from = address_there(this->socket).text();
-  }
+  explicit Stranger(Socket connected) : socket(std::move(connected)) {}
 
   // Reads what has arrived, and answers. accept: Answer(const Hello&), asked once the other side has proved itself.
   // Throws ConnectionError.
@@ -238,10 +235,10 @@ class Stranger {
   }
 
   Socket socket;
-  Limit limit;
-  std::string from;  // its address
-  std::string why;   // it was refused
-  Hello hello;       // valid once welcome
+  Limit limit = Limit::seconds(handshake_seconds);
+  std::string from = address_there(socket).text();  // its address
+  std::string why;                                  // it was refused
+  Hello hello;                                      // valid once welcome
 
  private:
   bool receive(size_t bytes) {

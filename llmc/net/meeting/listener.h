@@ -2,10 +2,10 @@
 // nothing but this thread's attention for a few seconds each, a bounded number at a time. Connections for data that
 // have come in are held until somebody takes them.
 #pragma once
-#include <atomic>
 #include <compare>
 #include <list>
 #include <mutex>
+#include <stop_token>
 #include <thread>
 
 #include "net/meeting/handshake.h"
@@ -25,21 +25,21 @@ class Listener {
   };
 
   Listener(Socket listening, int process, const Nonce& job, std::string token, Guests guests, Say say)
-      : listening_(std::move(listening)), token_(std::move(token)), guests_(std::move(guests)), say_(std::move(say)) {
-    us_.process = process;
-    us_.job = job;
-    thread_ = std::thread([this] { run(); });
-  }
+      : listening_(std::move(listening)),
+        token_(std::move(token)),
+        guests_(std::move(guests)),
+        say_(std::move(say)),
+        us_{.process = process, .job = job},
+        thread_([this](const std::stop_token& ending) { run(ending); }) {}
   ~Listener() {
-    ending_ = true;
+    thread_.request_stop();
     waker_.wake();
-    thread_.join();
   }
 
  private:
-  void run() {
+  void run(const std::stop_token& ending) {
     std::vector<pollfd> polled;
-    while (!ending_) {
+    while (!ending.stop_requested()) {
       polled.assign({{waker_.fd(), POLLIN, 0}, {listening_.fd(), static_cast<short>(full_ ? 0 : POLLIN), 0}});
       Limit limit = full_ ? Limit::seconds(0.1) : Limit{};
       for (const Stranger& s : strangers_) {
@@ -111,9 +111,8 @@ class Listener {
   bool full_ = false;
   int64_t refused_ = 0;  // since the last line about it
   NowAndThen report_{0, 1};
-  std::atomic<bool> ending_ = false;
   Waker waker_;
-  std::thread thread_;  // last: it uses all of them
+  std::jthread thread_;  // last: it uses all of them
 };
 
 // A one-way connection for data, from a rank of another process to a rank of this one.

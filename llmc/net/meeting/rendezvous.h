@@ -2,8 +2,6 @@
 // a spare, a process beyond their number. It waits at the rendezvous, also while the job runs; when the job starts
 // again and a process stays away, process 0 gives it that one's place. Then it comes again, as that one.
 #pragma once
-#include <mutex>
-
 #include "net/meeting/control_plane.h"
 
 namespace llmc {

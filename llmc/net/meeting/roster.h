@@ -87,8 +87,7 @@ class Roster {
   }
   int count_here(int end) const {
     const std::string& here = peers_[static_cast<size_t>(process())].machine;
-    return static_cast<int>(
-        std::count_if(peers_.begin(), peers_.begin() + end, [&](const Peer& p) { return p.machine == here; }));
+    return static_cast<int>(std::ranges::count(peers_.begin(), peers_.begin() + end, here, &Peer::machine));
   }
 };
 

@@ -29,15 +29,13 @@ struct Message {
 
   std::string encoded() const {
     require_short();
-    std::string text(sizeof(uint32_t), '\0');
+    std::string text;
     auto add = [&](size_t number) {
       const auto word = static_cast<uint32_t>(number);
       text.append(reinterpret_cast<const char*>(&word), sizeof word);
     };
-    add(kind);
+    add(sizeof(uint32_t) + bytes_of(parts)), add(kind);
     for (const std::string& part : parts) add(part.size()), text += part;
-    const auto bytes = static_cast<uint32_t>(text.size() - sizeof(uint32_t));
-    std::memcpy(text.data(), &bytes, sizeof bytes);
     return text;
   }
 
@@ -147,7 +145,6 @@ class Control {
       end_ = Limit::seconds(1);
     }
     waker_.wake();
-    thread_.join();
   }
 
   int add(Socket socket) {
@@ -246,7 +243,7 @@ class Control {
   int next_ = 0;
   std::optional<Limit> end_;  // set when this object is being destroyed
   Waker waker_;
-  std::thread thread_;  // last: it uses all of them
+  std::jthread thread_;  // last: it uses all of them
 };
 
 }  // namespace llmc
