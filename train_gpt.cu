@@ -288,7 +288,7 @@ class Training {
     if (!o_.checkpoint_local.empty()) r_.checkpoints.save_locally(r_.run.groups, world);
     if (job.course.recipe().staged) {
       const auto [text, facts] = stage_text(job.course, job.number);
-      if (progress_.done == job.stretch().first_step) log_.stage(progress_.done + 1, text, facts);
+      if (progress_.done == job.stretch().first_step) log_.facts("stage", progress_.done + 1, text, facts);
       else log_.line(text);
     }
     for (const DataChange& change : changed_data_) log_.data_change(progress_.done, change);

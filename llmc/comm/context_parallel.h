@@ -3,7 +3,6 @@
 // functions; attention over the group is in context_attention.h.
 #pragma once
 #include "core/check.h"
-#include "core/enum_names.h"
 #include "core/shape.h"
 
 namespace llmc {

@@ -2,8 +2,8 @@
 #pragma once
 #include "comm/ring.h"
 #include "core/check.h"
-#include "core/escape.h"
-#include "core/pulse.h"
+#include "core/threads.h"
+#include "core/utf8.h"
 #include "net/watching/board.h"
 
 namespace llmc {

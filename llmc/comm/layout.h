@@ -6,8 +6,7 @@
 #include "comm/mesh.h"
 #include "comm/server.h"
 #include "comm/tensor_parallel.h"
-#include "core/enum_names.h"
-#include "core/offload.h"
+#include "core/precision.h"
 #include "ops/optimizers.h"
 #include "schedule/pipeline.h"
 

@@ -2,7 +2,6 @@
 // The order of the axes matters: neighbours along the innermost axis have consecutive ranks, and so the fastest links.
 #pragma once
 #include "core/check.h"
-#include "core/enum_names.h"
 
 namespace llmc {
 

@@ -8,7 +8,6 @@
 #include "comm/comm_threads.h"
 #include "comm/hooks.h"
 #include "comm/mesh.h"
-#include "core/enum_names.h"
 #include "net/watching/watchdog.h"
 
 namespace llmc {

@@ -1,9 +1,9 @@
-// check.h: the error type, the formatter behind every message, and the CHECK macros.
+// check.h: the error type, the formatter behind every message, the CHECK macro, and the names of the values of enums.
 #pragma once
-#include <cstdio>
+#include <concepts>
 #include <stdexcept>
 
-#include "core/escape.h"
+#include "core/utf8.h"
 
 namespace llmc {
 
@@ -35,6 +35,38 @@ class SharedError : public Error {
  public:
   using Error::Error;
 };
+
+// Enums in words. An enum in namespace llmc whose values have names, for messages and options, lists them once, in the
+// order of the values:
+//   enum class Recompute { none, block };
+//   constexpr auto names_of_values(Recompute) { return std::array{"none", "block"}; }
+template <class E>
+concept NamedEnum = std::is_enum_v<E> && requires(E value) {
+  names_of_values(value).size();
+};
+
+template <NamedEnum E>
+constexpr const char* name_of(E value) {
+  return names_of_values(value)[static_cast<size_t>(value)];
+}
+template <NamedEnum E>
+std::vector<E> all_values() {
+  std::vector<E> all;
+  for (size_t i = 0; i < names_of_values(E{}).size(); ++i) all.push_back(static_cast<E>(i));
+  return all;
+}
+template <NamedEnum E>
+std::vector<std::string> all_names() {
+  const auto names = names_of_values(E{});
+  return {names.begin(), names.end()};
+}
+// The value of this name; none: there is no such value.
+template <NamedEnum E>
+std::optional<E> from_name(std::string_view name) {
+  for (const E value : all_values<E>())
+    if (name == name_of(value)) return value;
+  return std::nullopt;
+}
 
 namespace detail {
 
@@ -123,8 +155,7 @@ inline std::string format_all(std::string_view pattern, std::span<const FormatAr
 }  // namespace detail
 
 // "{}" takes the next argument; "{:SPEC}" formats it with printf's flags, width and precision: "{:8.4f}", "{:-20}" (a
-// string, left-aligned), "{:06}". g++ 12 has no std::format; where it exists, a function of that name would be
-// ambiguous.
+// string, left-aligned), "{:06}". g++ 12 has no std::format; elsewhere a function of that name would be ambiguous.
 template <class... Args>
 std::string formatted(std::string_view pattern, const Args&... args) {
   const std::array<detail::FormatArgument, sizeof...(Args)> arguments = {detail::format_argument_of(args)...};
@@ -152,5 +183,18 @@ template <class... Args>
   do {                                                                                                         \
     if (!(condition)) ::llmc::detail::check_failed(#condition, __FILE__, __LINE__ __VA_OPT__(, ) __VA_ARGS__); \
   } while (false)
+
+// The faults of a value, one sentence each, for callers that want them without an exception.
+struct Faults : std::vector<std::string> {
+  // Like CHECK(): the message names what was found, what was expected and what to do.
+  template <class... Args>
+  void unless(bool holds, std::string_view pattern, const Args&... args) {
+    if (!holds) push_back(formatted(pattern, args...));
+  }
+  // Throws the first fault, if there is one.
+  void refuse() const {
+    if (!empty()) throw Error(front());
+  }
+};
 
 }  // namespace llmc

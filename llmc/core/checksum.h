@@ -6,12 +6,9 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
-#include <nlohmann/json.hpp>
 
-#include "core/files.h"
 #include "core/json.h"
 #include "core/shape.h"
-#include "core/threads.h"
 
 namespace llmc {
 

@@ -1,9 +1,6 @@
 // dtype.h: element types, their names and sizes, and conversions between fp32 and bf16.
 #pragma once
-#include <bit>
-
 #include "core/check.h"
-#include "core/enum_names.h"
 #include "core/fp8.h"
 
 namespace llmc {
@@ -15,17 +12,8 @@ constexpr auto names_of_values(DType) {
 }
 
 inline int64_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::bf16:
-    case DType::fp16:
-    case DType::int16: return 2;
-    case DType::fp64: return 8;
-    case DType::fp32:
-    case DType::int32: return 4;
-    case DType::e4m3:
-    case DType::e5m3: return 1;
-  }
-  return 0;
+  constexpr std::array<int64_t, 8> bytes = {4, 2, 2, 8, 4, 1, 1, 2};  // in the order of the enum
+  return bytes[static_cast<size_t>(dtype)];
 }
 
 // bfloat16: the upper half of an fp32. Same bits as __nv_bfloat16. Arithmetic widens to fp32 first.
@@ -80,59 +68,25 @@ struct fp16 {
   }
 };
 
-// The type in which ops compute and gradients accumulate: fp32, or double where an op is instantiated in double for
-// finite differences.
+// The type in which ops compute and gradients accumulate: fp32, or double in ops of doubles, for finite differences.
 template <class T>
-struct accumulator {
-  using type = float;
-};
-template <>
-struct accumulator<double> {
-  using type = double;
-};
-template <class T>
-using accumulator_t = typename accumulator<T>::type;
+using accumulator_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <class T>
-constexpr DType dtype_of();
-template <>
-constexpr DType dtype_of<float>() {
-  return DType::fp32;
-}
-template <>
-constexpr DType dtype_of<bf16>() {
-  return DType::bf16;
-}
-template <>
-constexpr DType dtype_of<fp16>() {
-  return DType::fp16;
-}
-template <>
-constexpr DType dtype_of<double>() {
-  return DType::fp64;
-}
-template <>
-constexpr DType dtype_of<int32_t>() {
-  return DType::int32;
-}
-template <>
-constexpr DType dtype_of<e4m3>() {
-  return DType::e4m3;
-}
+using type_tag = std::type_identity<T>;
 
-template <>
-constexpr DType dtype_of<e5m3>() {
-  return DType::e5m3;
-}
-template <>
-constexpr DType dtype_of<int16_t>() {
-  return DType::int16;
-}
-
+constexpr DType dtype_of(type_tag<float>) { return DType::fp32; }
+constexpr DType dtype_of(type_tag<bf16>) { return DType::bf16; }
+constexpr DType dtype_of(type_tag<fp16>) { return DType::fp16; }
+constexpr DType dtype_of(type_tag<double>) { return DType::fp64; }
+constexpr DType dtype_of(type_tag<int32_t>) { return DType::int32; }
+constexpr DType dtype_of(type_tag<e4m3>) { return DType::e4m3; }
+constexpr DType dtype_of(type_tag<e5m3>) { return DType::e5m3; }
+constexpr DType dtype_of(type_tag<int16_t>) { return DType::int16; }
 template <class T>
-struct type_tag {
-  using type = T;
-};
+constexpr DType dtype_of() {
+  return dtype_of(type_tag<T>{});
+}
 
 // Calls f(type_tag<T>{}) with the C++ type of a floating-point dtype that ops compute with.
 template <class F>

@@ -1,5 +1,7 @@
-// environment.h: reads environment variables, and where they say that caches go.
+// environment.h: reads environment variables, and where they say that caches go; the name of this machine.
 #pragma once
+#include <unistd.h>
+
 #include <cstdlib>
 
 #include "core/std.h"
@@ -18,6 +20,13 @@ inline std::string cache_directory(const Environment& environment = environment_
   const auto set = [&](const char* name) { return environment(name).value_or(""); };
   if (const std::string cache = set("XDG_CACHE_HOME"); !cache.empty()) return cache + "/train_gpt";
   return (set("HOME").empty() ? "/tmp" : set("HOME")) + "/.cache/train_gpt";
+}
+
+// For messages that name a rank.
+inline std::string host_name() {
+  char name[256] = "unknown host";
+  gethostname(name, sizeof name - 1);
+  return name;
 }
 
 }  // namespace llmc

@@ -2,6 +2,7 @@
 #pragma once
 #include <fcntl.h>
 #include <glob.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -12,8 +13,7 @@
 #include <mutex>
 
 #include "core/check.h"
-#include "core/pulse.h"
-#include "core/utf8.h"
+#include "core/threads.h"
 
 namespace llmc {
 
@@ -32,6 +32,28 @@ inline FileIdentity identity_of(const std::string& path) {
   return ::stat(path.c_str(), &info) == 0 ? FileIdentity{info.st_dev, info.st_ino} : FileIdentity{};
 }
 
+// A file descriptor that closes itself.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  int fd() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  int release() { return std::exchange(fd_, -1); }  // the caller closes it
+
+ private:
+  int fd_ = -1;
+};
+
+// Closes itself after reading or an exception; writers call sync_and_close().
 class File {
  public:
   // Only regular files: reading a FIFO or a terminal would wait for ever for someone to write.
@@ -48,37 +70,21 @@ class File {
     return File(path, O_RDWR | O_CREAT | O_APPEND | O_NOFOLLOW, "append to");
   }
 
-  File(File&& other) noexcept : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)) {}
-  File& operator=(File&& other) noexcept {
-    std::swap(path_, other.path_);
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~File() {
-    if (fd_ >= 0) ::close(fd_);  // after reading or an exception; writers call sync_and_close()
-  }
-
   const std::string& path() const { return path_; }
-  bool in_place() const { return same_file(fd_, path_); }
+  bool in_place() const { return same_file(fd_.fd(), path_); }
 
-  int64_t size() const {
-    struct stat info {};
-    check(::fstat(fd_, &info) == 0, "stat");
-    return static_cast<int64_t>(info.st_size);
-  }
-
+  int64_t size() const { return static_cast<int64_t>(status().st_size); }
   // When it was last written to, in nanoseconds of an unknown clock.
   int64_t modified() const {
-    struct stat info {};
-    check(::fstat(fd_, &info) == 0, "stat");
-    return int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec;
+    const timespec time = status().st_mtim;
+    return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
   }
 
   // Exactly `bytes` bytes from `offset`.
   void read_at(void* out, int64_t bytes, int64_t offset) const {
     char* to = static_cast<char*>(out);
     while (bytes > 0) {
-      const ssize_t n = ::pread(fd_, to, static_cast<size_t>(bytes), offset);
+      const ssize_t n = ::pread(fd_.fd(), to, static_cast<size_t>(bytes), offset);
       if (n < 0 && errno == EINTR) continue;
       CHECK(n >= 0, "cannot read {} at byte {}: {}", path_, offset, std::strerror(errno));
       CHECK(n > 0, "{}: ends at byte {}, expected {} more; the file is truncated", path_, offset, bytes);
@@ -93,7 +99,7 @@ class File {
   void write_at(const void* data, int64_t bytes, int64_t offset) const {
     const char* from = static_cast<const char*>(data);
     while (bytes > 0) {
-      const ssize_t n = ::pwrite(fd_, from, static_cast<size_t>(bytes), offset);
+      const ssize_t n = ::pwrite(fd_.fd(), from, static_cast<size_t>(bytes), offset);
       if (n < 0 && errno == EINTR) continue;
       CHECK(n > 0, "cannot write to {} at byte {}: {}", path_, offset, std::strerror(errno));
       pulse();
@@ -105,7 +111,7 @@ class File {
   // Takes the room of so many bytes on the disk, which are then zeros. Returns 0, or the error's number.
   int allocate(int64_t bytes) const {
     int error = EINTR;
-    while (error == EINTR) error = ::posix_fallocate(fd_, 0, bytes);
+    while (error == EINTR) error = ::posix_fallocate(fd_.fd(), 0, bytes);
     return error;
   }
 
@@ -114,7 +120,8 @@ class File {
   int64_t write_some(const void* data, int64_t bytes) {
     int64_t written = 0;
     while (written < bytes) {
-      const ssize_t n = ::write(fd_, static_cast<const char*>(data) + written, static_cast<size_t>(bytes - written));
+      const ssize_t n =
+          ::write(fd_.fd(), static_cast<const char*>(data) + written, static_cast<size_t>(bytes - written));
       if (n < 0 && errno == EINTR) continue;
       if (n <= 0) break;
       pulse();
@@ -136,32 +143,31 @@ class File {
   // Waits for these bytes, if they are being written to disk, and reports an error of that.
   void end_write_back(int64_t offset, int64_t bytes) const { hint(offset, bytes, SYNC_FILE_RANGE_WAIT_BEFORE); }
 
-  void sync() { check(::fsync(fd_) == 0, "fsync"); }
+  void sync() { check(::fsync(fd_.fd()) == 0, "fsync"); }
   // Syncs to disk, then closes.
   void sync_and_close() {
     sync();
-    check(::close(std::exchange(fd_, -1)) == 0, "close");
+    check(::close(fd_.release()) == 0, "close");
   }
 
  private:
   File(const std::string& path, int flags, const char* operation)
       : path_(path), fd_(::open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK, 0644)) {
-    CHECK(fd_ >= 0 || errno != ELOOP || (flags & O_NOFOLLOW) == 0,
+    CHECK(fd_ || errno != ELOOP || (flags & O_NOFOLLOW) == 0,
           "cannot {} {}: it is a symbolic link, expected a file: remove it, or replace it by what it links to",
           operation, path_);
-    check(fd_ >= 0, operation);
+    check(static_cast<bool>(fd_), operation);
+    const mode_t mode = status().st_mode;
+    CHECK(S_ISREG(mode), "cannot {} {}: it is {}, expected a file", operation, path_, kind_of(mode));
+  }
+  struct stat status() const {
     struct stat info {};
-    try {
-      check(::fstat(fd_, &info) == 0, "stat");
-      CHECK(S_ISREG(info.st_mode), "cannot {} {}: it is {}, expected a file", operation, path_, kind_of(info.st_mode));
-    } catch (...) {  // the destructor will not run
-      ::close(fd_);
-      throw;
-    }
+    check(::fstat(fd_.fd(), &info) == 0, "stat");
+    return info;
   }
   // Not all systems know how.
   void hint(int64_t from, int64_t bytes, unsigned flags) const {
-    const bool known = ::sync_file_range(fd_, from, bytes, flags) == 0 || errno == ENOSYS || errno == EINVAL;
+    const bool known = ::sync_file_range(fd_.fd(), from, bytes, flags) == 0 || errno == ENOSYS || errno == EINVAL;
     CHECK(known, "cannot write to {} at byte {}: {}", path_, from, std::strerror(errno));
   }
   static const char* kind_of(mode_t mode) {
@@ -176,7 +182,7 @@ class File {
   }
 
   std::string path_;
-  int fd_;
+  Descriptor fd_;
 };
 
 // A cache of files open for reading: the most recently used stay open, within the limit of the process. Thread-safe.
@@ -208,11 +214,8 @@ class OpenFiles {
   std::list<std::shared_ptr<const File>> files_;  // most recently used first
 };
 
-// The default limit on the size of files that are read whole.
-inline constexpr int64_t largest_text = int64_t{1} << 30;
-
 // Reads a whole file, of at most `most` bytes.
-inline std::string read_text(const std::string& path, int64_t most = largest_text) {
+inline std::string read_text(const std::string& path, int64_t most = int64_t{1} << 30) {
   const File file = File::open_read(path);
   CHECK(file.size() <= most, "{}: {} bytes are too many for a file of this kind, which has at most {}", path,
         file.size(), most);
@@ -229,11 +232,9 @@ inline void write_text_durably(const std::string& path, std::string_view text) {
 
 // A rename is durable only once its directory is synced.
 inline void fsync_directory(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  CHECK(fd >= 0, "cannot open directory {}: {}", path, std::strerror(errno));
-  const int status = ::fsync(fd);
-  ::close(fd);
-  CHECK(status == 0, "cannot fsync directory {}: {}", path, std::strerror(errno));
+  const Descriptor directory(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  CHECK(directory, "cannot open directory {}: {}", path, std::strerror(errno));
+  CHECK(::fsync(directory.fd()) == 0, "cannot fsync directory {}: {}", path, std::strerror(errno));
 }
 
 // Whether a file or directory exists; it is an error if the system cannot tell.
@@ -300,5 +301,101 @@ inline std::vector<std::string> expand_glob(const std::string& pattern, const ch
   }
   return paths;
 }
+
+// A file that grows line by line during a run. A full disk does not end the run: text that does not fit stays in memory
+// and is written before the next line.
+class AppendFile {
+ public:
+  explicit AppendFile(const std::string& path) : file_(File::append(path)) {}
+
+  const std::string& path() const { return file_.path(); }
+
+  // Appends as much as the disk takes. Returns why the rest was not written, once whenever that begins; otherwise "".
+  std::string append(const std::string& text) {
+    waiting_ += text;
+    const bool failed_before = !fault_.empty();
+    write_waiting();
+    return failed_before ? "" : fault_;
+  }
+
+  // If the file was deleted, or moved with its directory, recreates it with all its contents; if another file has taken
+  // its name, appends to that one. Returns whether either was the case.
+  bool ensure_in_place() {
+    if (file_.in_place()) return false;
+    std::string before;  // read before the new file is made: if this fails, everything can be tried again
+    if (!path_exists(path())) {
+      before.resize(static_cast<size_t>(file_.size()));
+      file_.read_at(before.data(), static_cast<int64_t>(before.size()), 0);
+    }
+    file_ = File::append(path());
+    waiting_.insert(0, before);
+    write_waiting();
+    return true;
+  }
+
+  // Returns when everything so far is on the disk; throws Error if that is impossible.
+  void sync() {
+    write_waiting();
+    CHECK(fault_.empty(), "cannot write to {}: {}", path(), fault_);
+    file_.sync();
+  }
+
+ private:
+  void write_waiting() {
+    waiting_.erase(0, static_cast<size_t>(file_.write_some(waiting_.data(), static_cast<int64_t>(waiting_.size()))));
+    fault_ = waiting_.empty() ? "" : std::strerror(errno);
+  }
+
+  File file_;
+  std::string waiting_, fault_;
+};
+
+// A file as a lock: one process at a time holds it. Its holder may remove the file; a process that then locks the
+// removed file, which it had opened before, starts over with the one of that name.
+class FileLock {
+ public:
+  // Makes the file if there is none. Returns 0 if this process now holds it, or if the file system has no locks (then
+  // there is a warning()); EWOULDBLOCK if another process holds it; or why the file cannot be opened or locked: ELOOP
+  // if it is a symbolic link.
+  int take(const std::string& path) {
+    path_ = path;
+    for (;;) {
+      release();
+      fault_.clear();
+      fd_ = Descriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644));
+      if (!fd_) return errno;
+      if (::flock(fd_.fd(), LOCK_EX | LOCK_NB) != 0) {
+        const int error = errno;
+        if (error == EINTR) continue;
+        if (error == EWOULDBLOCK || error == EACCES) return release(), EWOULDBLOCK;  // EACCES: on some network disks
+        if (error != ENOLCK && error != ENOSYS && error != EOPNOTSUPP && error != EINVAL) return release(), error;
+        fault_ = std::strerror(error);
+      }
+      if (in_place()) return 0;
+    }
+  }
+  // A warning that the lock, although taken, keeps no second process out, such as a second "run". "": it does.
+  std::string warning(const std::string& second) const {
+    if (fault_.empty()) return "";
+    return formatted(
+        "WARNING: {} cannot be locked, on a file system without locks ({}): nothing keeps a second {} from writing "
+        "there, too",
+        path_, fault_, second);
+  }
+  bool in_place() const { return same_file(fd_.fd(), path_); }
+  int fd() const { return fd_.fd(); }
+
+  // Removes the file while holding it: who locks it afterwards finds that it is gone.
+  void remove() {
+    if (fd_ && in_place()) ::unlink(path_.c_str());
+    release();
+  }
+
+ private:
+  void release() { fd_ = Descriptor(); }
+
+  Descriptor fd_;
+  std::string path_, fault_;  // fault_: of a file system without locks
+};
 
 }  // namespace llmc

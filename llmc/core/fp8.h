@@ -22,8 +22,7 @@ struct Float8 {
   static constexpr float largest = std::bit_cast<float>((largest_bits + offset) << dropped);
   uint8_t bits = 0;
 
-  // value as fp32, rounded to the nearest of these numbers, to even; beyond the largest: the largest; NaN if it is not
-  // finite.
+  // value as fp32, rounded to the nearest of these numbers, to even; at most the largest; NaN if it is not finite.
   static constexpr float rounded(float value) {
     const uint32_t u = std::bit_cast<uint32_t>(value), magnitude = u & 0x7fffffffu, half = 1u << (dropped - 1);
     const float size = std::bit_cast<float>(magnitude);

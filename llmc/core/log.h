@@ -1,22 +1,17 @@
 // log.h: what a run prints: lines and tables on stdout, which OUT/log.txt keeps, a live progress line on a terminal,
-// and OUT/metrics.jsonl, one object for each line of numbers.
+// and OUT/metrics.jsonl, one object for each line of numbers; numbers and failures in words.
 #pragma once
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <chrono>
-#include <cstdio>
 #include <ctime>
+#include <new>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
-#include "core/append_file.h"
-#include "core/check.h"
+#include "core/files.h"
 
 namespace llmc {
 
-// Throws if anything that was printed to stdout is lost, as on a full disk; but not if stdout is a pipe whose reader
-// has read enough.
+// Throws if anything printed to stdout is lost, as on a full disk; but not if the reader of a pipe has read enough.
 inline void check_printed() {
   errno = 0;
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return;
@@ -36,14 +31,48 @@ inline std::string human_count(int64_t n) {
   return digits;
 }
 
+namespace detail {
+
+// Divides x, which is in the first of these units, until it is below `most`; returns the unit that it then is in.
+inline const char* scale(double& x, double most, std::initializer_list<const char*> units) {
+  const char* const* unit = units.begin();
+  for (; !(x < most) && unit + 1 < units.end(); ++unit) x /= 1000;
+  return *unit;
+}
+
+// ", ulimit -v is 200000 KiB"; "" if there is no such limit.
+std::string limit_text(auto resource, const char* name, rlim_t unit, const char* of_unit) {
+  rlimit limit{};
+  if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return "";
+  return formatted(", ulimit {} is {}{}", name, limit.rlim_cur / unit, of_unit);
+}
+
+}  // namespace detail
+
+// Says in words what ended a process when it is not one of our Errors: the system refused memory or a thread, whatever
+// the limit, or the program has a bug.
+inline std::string failure_text(const std::exception& error) {
+  if (dynamic_cast<const Error*>(&error) != nullptr ||
+      dynamic_cast<const std::filesystem::filesystem_error*>(&error) != nullptr)
+    return error.what();
+  const bool wrong_size = dynamic_cast<const std::bad_array_new_length*>(&error) != nullptr;  // a bug in the program
+  if (!wrong_size && dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
+    return formatted(
+        "the system gave no more memory{}: end other programs, raise a limit (ulimit -v, or a container's), or make "
+        "the run smaller (--plan says what it needs)",
+        detail::limit_text(RLIMIT_AS, "-v", 1024, " KiB"));
+  const auto* const system = dynamic_cast<const std::system_error*>(&error);
+  if (system != nullptr && system->code() == std::errc::resource_unavailable_try_again)
+    return formatted(
+        "the system started no further thread{}{}: raise a limit (ulimit -u and -v, or a container's pids.max), or use "
+        "fewer --local-ranks and --threads",
+        detail::limit_text(RLIMIT_NPROC, "-u", 1, ""), detail::limit_text(RLIMIT_AS, "-v", 1024, " KiB"));
+  return formatted("internal error: {}", error.what());
+}
+
 // Three digits: 987 -> "987", 39712 -> "39.7k", 1234567 -> "1.23M".
 inline std::string human_rate(double x) {
-  const char* unit = "";
-  for (const char* larger : {"k", "M", "G", "T"}) {
-    if (x < 999.5) break;
-    x /= 1000;
-    unit = larger;
-  }
+  const char* const unit = detail::scale(x, 999.5, {"", "k", "M", "G", "T"});
   const int decimals = *unit == '\0' || x >= 99.95 ? 0 : x >= 9.995 ? 1 : 2;
   return formatted("{:." + std::to_string(decimals) + "f}{}", x, unit);
 }
@@ -57,13 +86,8 @@ inline std::string human_bytes(int64_t n) {
 
 // Four digits: 12.5e6 -> "12.50 MFLOP", 2.5331e12 -> "2.533 TFLOP".
 inline std::string human_flops(double n) {
-  const char* unit = "M";
   n *= 1e-6;
-  for (const char* larger : {"G", "T", "P", "E"}) {
-    if (n < 999.95) break;
-    n /= 1000;
-    unit = larger;
-  }
+  const char* const unit = detail::scale(n, 999.95, {"M", "G", "T", "P", "E"});
   return formatted("{:#.4g} {}FLOP", n, unit);
 }
 
@@ -105,8 +129,7 @@ struct ValLine {
   std::vector<ValLine> averaged = {};                       // the same with the weights' moving average (one at most)
 };
 
-// A checkpoint that has become visible after `step`. stall_s: seconds that training waited; cpu_s: of the processor, in
-// the background.
+// A checkpoint that has become visible after `step`. Seconds: training waited for stall_s; cpu_s in the background.
 struct CheckpointLine {
   int64_t step;
   std::string path;
@@ -201,25 +224,21 @@ class Log {
     if (print) {
       const int digits = static_cast<int>(formatted("{}", t.max_steps).size());
       const bool both = digits <= 5;  // "500/20000"; with more steps, "500000"
+      const bool sol = !t.column && t.speed_of_light;
+      const auto [title, value] = t.column ? *t.column
+                                  : sol    ? std::pair<std::string, std::string>("SOL", share(t.speed_of_light))
+                                           : std::pair<std::string, std::string>();
       const std::string place = "{:" + std::to_string(std::max(5, both ? 2 * digits + 1 : digits)) + "}",
-                        rate = t.column ? " {:6}" : " {:7}",
-                        last = t.column           ? " {:7}"
-                               : t.speed_of_light ? "{:7}"
-                                                  : "{}";
-      const std::string row = place + " {:8} {:8} {:9} {:8}" + rate + " {:7}" + last + " {:8}";
+                        rate_on = t.column ? " {:6} {:7} {:7}"
+                                  : sol    ? " {:7} {:7}{:7}"
+                                           : " {:7} {:7}{}",
+                        row = place + " {:8} {:8} {:9} {:8}" + rate_on + " {:8}";
       if (rows_++ % rows_per_screen == 0)
-        line(formatted(row, "step", "loss", "norm", "lr", "ms", "tok/s", "MFU",
-                       t.column           ? t.column->first
-                       : t.speed_of_light ? "SOL"
-                                          : "",
-                       "ETA"));
+        line(formatted(row, "step", "loss", "norm", "lr", "ms", "tok/s", "MFU", title, "ETA"));
       line(formatted(row, both ? formatted("{}/{}", t.step, t.max_steps) : formatted("{}", t.step),
                      formatted(t.loss < 1000 ? "{:.4f}" : "{:.2e}", t.loss),
                      formatted(t.grad_norm < 1000 ? "{:.4f}" : "{:.2e}", t.grad_norm), formatted("{:.2e}", t.lr),
-                     formatted("{:.1f}", t.ms), human_rate(t.tokens_per_s), share(t.mfu),
-                     t.column           ? t.column->second
-                     : t.speed_of_light ? share(t.speed_of_light)
-                                        : "",
+                     formatted("{:.1f}", t.ms), human_rate(t.tokens_per_s), share(t.mfu), value,
                      human_duration(t.eta_s)));
     }
     nlohmann::ordered_json object = {{"kind", "train"},
@@ -283,19 +302,11 @@ class Log {
     write({{"kind", "data"}, {"step", step}, {"shard", change.shard}, {"before", change.before}, {"now", change.now}});
   }
 
-  // A stage begins with this step.
-  void stage(int64_t step, const std::string& text, nlohmann::ordered_json facts) {
+  // Facts of this kind, as text and as JSON: "stage", which begins with this step; "gpu", its readings after the step.
+  void facts(const char* kind, int64_t step, const std::string& text, const nlohmann::ordered_json& facts) {
     line(text);
-    nlohmann::ordered_json object = {{"kind", "stage"}, {"step", step}};
+    nlohmann::ordered_json object = {{"kind", kind}, {"step", step}};
     object.update(facts);
-    write(object);
-  }
-
-  // The GPU's readings after a step.
-  void gpu(int64_t step, const std::string& text, const nlohmann::ordered_json& readings) {
-    line(text);
-    nlohmann::ordered_json object = {{"kind", "gpu"}, {"step", step}};
-    object.update(readings);
     write(object);
   }
 

@@ -16,8 +16,7 @@ inline uint64_t hash_name(std::string_view name) {
 }
 
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four random words per (key,
-// counter). Every counter costs the same, so a slice of a tensor is drawn without drawing what precedes it. constexpr:
-// kernels call it too.
+// counter). Every counter costs the same: a slice of a tensor is drawn without what precedes it. Kernels call it too.
 class Philox {
  public:
   Philox(uint64_t seed, std::string_view stream) : seed_(seed), stream_(hash_name(stream)) {}
@@ -52,8 +51,7 @@ class Philox {
     return {first[0], first[1], second[0], second[1]};
   }
 
-  // out[i] = normal value, mean 0, standard deviation `stddev`, of global element begin + i: a pure function of the
-  // index.
+  // out[i] = the normal value of global element begin + i: mean 0, standard deviation `stddev`.
   void fill_normal(float* out, int64_t begin, int64_t n, float stddev) const {
     const int64_t end = begin + n;
     for (int64_t block = begin / 4; block * 4 < end; ++block) {

@@ -1,11 +1,9 @@
 // safetensors.h: the safetensors format: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
 // https://huggingface.co/docs/safetensors. Independent of any model.
 #pragma once
-#include <nlohmann/json.hpp>
 
 #include "core/checksum.h"
 #include "core/dtype.h"
-#include "core/json.h"
 
 namespace llmc {
 
@@ -13,11 +11,7 @@ struct TensorInfo {
   std::string name;
   DType dtype;
   std::vector<int64_t> shape;
-  int64_t numel() const {
-    int64_t n = 1;
-    for (int64_t d : shape) n *= d;
-    return n;
-  }
+  int64_t numel() const { return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>()); }
   int64_t bytes() const { return numel() * size_of(dtype); }
 };
 
@@ -87,10 +81,7 @@ class SafetensorsReader {
     return all;
   }
   const TensorInfo& info(const std::string& name) const { return find(name).info; }
-  void read(const std::string& name, void* out) const {
-    const Entry& e = find(name);
-    file_.read_at(out, e.info.bytes(), data_begin_ + e.begin);
-  }
+  void read(const std::string& name, void* out) const { read(name, out, 0, info(name).numel()); }
   // `n` elements of the flat contents, from element `first`.
   void read(const std::string& name, void* out, int64_t first, int64_t n) const {
     const Entry& e = find(name);

@@ -15,9 +15,7 @@ inline int64_t exact_div(int64_t a, int64_t b, const char* what) {
 
 template <class To>
 To narrow(int64_t value) {
-  CHECK(value >= static_cast<int64_t>(std::numeric_limits<To>::min()) &&
-            value <= static_cast<int64_t>(std::numeric_limits<To>::max()),
-        "{} does not fit into {} bytes", value, sizeof(To));
+  CHECK(std::in_range<To>(value), "{} does not fit into {} bytes", value, sizeof(To));
   return static_cast<To>(value);
 }
 

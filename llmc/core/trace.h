@@ -4,8 +4,7 @@
 #pragma once
 #include <nlohmann/json.hpp>
 
-#include "core/enum_names.h"
-#include "core/std.h"
+#include "core/check.h"
 
 namespace llmc {
 
@@ -55,19 +54,15 @@ inline std::string trace_events(int64_t process, const std::string& process_name
   using detail::as_microseconds;
   std::string text;
   const auto add = [&](const TraceArgs& event) { text += (text.empty() ? "" : ",\n") + event.dump(); };
-  const auto name = [&](const char* what, int64_t track, const std::string& value) {
-    add({{"ph", "M"}, {"name", what}, {"pid", process}, {"tid", track}, {"args", {{"name", value}}}});
+  const auto describe = [&](const char* what, int64_t track, const TraceArgs& args) {
+    add({{"ph", "M"}, {"name", what}, {"pid", process}, {"tid", track}, {"args", args}});
   };
-  name("process_name", 0, process_name);
-  add({{"ph", "M"}, {"name", "process_sort_index"}, {"pid", process}, {"tid", 0}, {"args", {{"sort_index", process}}}});
+  describe("process_name", 0, {{"name", process_name}});
+  describe("process_sort_index", 0, {{"sort_index", process}});
   for (size_t t = 0; t < tracks.size(); ++t) {
     const auto track = static_cast<int64_t>(t);
-    name("thread_name", track, tracks[t].name);
-    add({{"ph", "M"},
-         {"name", "thread_sort_index"},
-         {"pid", process},
-         {"tid", track},
-         {"args", {{"sort_index", track}}}});
+    describe("thread_name", track, {{"name", tracks[t].name}});
+    describe("thread_sort_index", track, {{"sort_index", track}});
     for (const TraceSpan& s : tracks[t].spans) {
       const int64_t begin = detail::nanoseconds(s.begin) + shift_ns, end = detail::nanoseconds(s.end) + shift_ns;
       TraceArgs event = {{"ph", "X"},

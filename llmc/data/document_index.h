@@ -7,7 +7,16 @@
 // An index of another file of tokens, or of another state of this one, and a damaged index are made again. Numbers are
 // little-endian.
 #pragma once
-#include "core/host_name.h"
+#include <cerrno>
+#include <cstdio>
+#include <filesystem>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include "core/checksum.h"
+#include "core/environment.h"
+#include "core/files.h"
 #include "data/token_file.h"
 
 namespace llmc {

@@ -1,6 +1,7 @@
 // documents.h: files of text or JSON lines, cut into chunks of bounded size for several threads, and the documents in
 // them. Chunks depend on the files alone, never on the number of threads; reading can resume between any two.
 #pragma once
+#include "core/check.h"
 #include "data/json_line.h"
 #include "data/text_file.h"
 

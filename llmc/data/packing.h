@@ -12,7 +12,7 @@
 #pragma once
 #include <bit>
 
-#include "core/enum_names.h"
+#include "core/check.h"
 #include "core/shape.h"
 
 namespace llmc {

@@ -1,6 +1,6 @@
 // token_format.h: the formats that files of tokens may have, the numbers that tokens are stored as, Megatron's index.
 #pragma once
-#include "core/enum_names.h"
+#include "core/check.h"
 #include "core/files.h"
 
 namespace llmc {

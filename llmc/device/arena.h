@@ -7,7 +7,6 @@
 
 #include "core/scratch_file.h"
 #include "device/device.h"
-#include "device/tensor.h"
 
 namespace llmc {
 
@@ -39,25 +38,7 @@ class Arena {
     const int64_t wanted = round_up(capacity, alignment);
     if (wanted == 0) return;
     CHECK(whose_ != MemoryOf::file, "an arena of a file takes that file");
-#ifdef TRAIN_GPT_CUDA
-    if (device_.kind == DeviceKind::cuda && whose_ == MemoryOf::host) {
-      pinned_.emplace(static_cast<size_t>(wanted));
-      base_ = pinned_->data();
-      capacity_ = wanted;
-      return;
-    }
-    if (device_.kind == DeviceKind::cuda) {
-      base_ = cuda::allocate(device_.gpu, static_cast<size_t>(wanted));
-      capacity_ = wanted;
-      return;
-    }
-#endif
-    void* memory = mmap(nullptr, static_cast<size_t>(wanted), PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    CHECK(memory != MAP_FAILED, "cannot reserve {:.2f} GiB of memory for the arena: free memory, or lower --batch-size",
-          static_cast<double>(wanted) / (1 << 30));
-    madvise(memory, static_cast<size_t>(wanted), MADV_HUGEPAGE);
-    base_ = static_cast<std::byte*>(memory);
+    base_ = take(static_cast<size_t>(wanted));
     capacity_ = wanted;
   }
   void reserve(std::unique_ptr<ScratchFile> file) {
@@ -67,8 +48,7 @@ class Arena {
   }
   // Where in its file a tensor is that a file has.
   static int64_t offset_of(const Tensor& t) { return t.bytes - file_begin(); }
-  // On a CPU, faults in all pages, on all threads; contents are kept. If the system refuses, pages are faulted in when
-  // first used.
+  // On a CPU, faults in all pages, on all threads; contents are kept. If the system refuses, first use does it.
   void touch() {
     if (device_.kind != DeviceKind::cpu || whose_ == MemoryOf::file) return;
     constexpr int64_t piece = 16 << 20;
@@ -91,8 +71,6 @@ class Arena {
 #endif
     if (device_.kind == DeviceKind::cpu) munmap(base_, static_cast<size_t>(capacity_));
   }
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
 
   // Uninitialised memory under `label` (the line of the table) for a tensor called `name`.
   Tensor alloc(const char* label, const char* name, DType dtype, const Shape& shape) {
@@ -140,6 +118,17 @@ class Arena {
   }
 
  private:
+  std::byte* take(size_t bytes) {
+#ifdef TRAIN_GPT_CUDA
+    if (device_.kind == DeviceKind::cuda && whose_ == MemoryOf::device) return cuda::allocate(device_.gpu, bytes);
+    if (device_.kind == DeviceKind::cuda) return pinned_.emplace(bytes).data();
+#endif
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(memory != MAP_FAILED, "cannot reserve {:.2f} GiB of memory for the arena: free memory, or lower --batch-size",
+          static_cast<double>(bytes) / (1 << 30));
+    madvise(memory, bytes, MADV_HUGEPAGE);
+    return static_cast<std::byte*>(memory);
+  }
   MemoryLine& line(const char* label) {
     for (size_t i = 0; i < live_.size(); ++i)  // labels are literals: most are found by their address
       if (labels_[i] == label) return live_[i];

@@ -1,5 +1,4 @@
-// cpu_queue.h: a CPU stream: a FIFO queue with a worker thread, and the events that other streams and the host wait
-// for.
+// cpu_queue.h: a CPU stream: a FIFO queue with a worker thread, and events for which streams and the host wait.
 #pragma once
 #include <omp.h>
 
@@ -10,8 +9,7 @@
 #include <mutex>
 #include <thread>
 
-#include "core/pulse.h"
-#include "device/work.h"
+#include "core/threads.h"
 #ifdef TRAIN_GPT_CUDA
 #include "device/cuda_api.cuh"
 #endif
@@ -33,8 +31,7 @@ class Waiting {
 class Event {
  public:
   Event() : state_(std::make_shared<State>()) {}
-  // The null device's event: complete, as nothing runs, and at this time of its clock, when a transfer of this group
-  // ends (none: work).
+  // The null device's event: complete, as nothing runs. By its clock a transfer of this group (none: work) ends then.
   static Event on_paper(double seconds, const char* group) {
     Event event(nullptr);
     event.seconds_ = seconds;
@@ -105,10 +102,7 @@ class CpuQueue {
       stopping_ = true;
     }
     changed_.notify_all();
-    worker_.join();
   }
-  CpuQueue(const CpuQueue&) = delete;
-  CpuQueue& operator=(const CpuQueue&) = delete;
 
   // Runs `task` after everything enqueued before; blocks while the host is far ahead, to keep the queue short. A task
   // that throws stops the queue; synchronize() rethrows.
@@ -214,7 +208,7 @@ class CpuQueue {
   bool busy_ = false, asleep_ = false, stopping_ = false;
   std::exception_ptr error_;  // written by the worker, under the mutex
   std::atomic<double> busy_seconds_ = 0;
-  std::thread worker_;  // last: it uses the others
+  std::jthread worker_;  // last: it uses the others
 };
 
 }  // namespace llmc

@@ -57,15 +57,6 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// Work enqueued on the stream from now on runs after the event. where: the calling line, so that tests without a GPU
-// can disable single waits.
-template <class Where>
-void wait_for_event(cudaStream_t stream, cudaEvent_t event, [[maybe_unused]] const Where& where) {
-  if constexpr (requires { cudaStreamWaitEvent(stream, event, 0, where); })
-    CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0, where));
-  else CUDA_CHECK(cudaStreamWaitEvent(stream, event, 0));
-}
-
 // Milliseconds between two completed timing events.
 inline float milliseconds(const Event& begin, const Event& end) {
   float ms = 0;

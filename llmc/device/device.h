@@ -10,12 +10,9 @@
 #include <typeindex>
 #include <unordered_map>
 
-#include "core/check.h"
-#include "core/enum_names.h"
-#include "device/clock.h"
 #include "device/cpu_queue.h"
 #include "device/host.h"
-#include "device/profiler_range.h"
+#include "device/machine.h"
 #include "device/stream_trace.h"
 #include "device/tensor.h"
 #ifdef TRAIN_GPT_CUDA
@@ -245,7 +242,7 @@ class Stream {
     Event event = Event::on_paper(seconds(), clock_.last_transfer());
     return trace_ == nullptr ? event : std::move(event).of_stream(trace_->name());
   }
-  // where: see cuda::wait_for_event.
+  // where: see cuda::Queue::wait().
   void wait(const Event& event, [[maybe_unused]] const std::source_location& where = std::source_location::current()) {
 #ifdef TRAIN_GPT_CUDA
     if ((cpu_ && event.gpu() != nullptr) || (gpu_ && event.gpu() == nullptr)) return wait_on_host(event);

@@ -1,7 +1,6 @@
 // gpu.h: the GPUs of this process, without CUDA types.
 #pragma once
-#include <cstdlib>
-
+#include "core/environment.h"
 #include "device/device.h"
 
 namespace llmc {
@@ -29,27 +28,24 @@ struct GpuInfo {
 // GPU memory that no plan counts: what libraries allocate when first called.
 inline constexpr int64_t gpu_reserve = 512 << 20;
 
-// Environment variables for CUDA; the user's own values win.
-struct GpuSetting {
-  const char *name, *value, *why;
-};
-inline constexpr GpuSetting gpu_settings[] = {
-    // A rank has up to a dozen streams, and NCCL some of its own; streams in one queue wait for each other.
-    {"CUDA_DEVICE_MAX_CONNECTIONS", "32", "queues between host and GPU, so that streams do not wait for each other"},
-    // Loading a kernel at its first launch may wait for others on the GPU and takes memory after the arena has its own.
-    {"CUDA_MODULE_LOADING", "EAGER", "all kernels are loaded at the start, not within steps"},
+// Environment variables for CUDA, and their values; the user's own win.
+inline constexpr std::pair<const char*, const char*> gpu_settings[] = {
+    // Queues between host and GPU: a rank has up to a dozen streams, and NCCL some of its own; those in one queue wait
+    // for each other.
+    {"CUDA_DEVICE_MAX_CONNECTIONS", "32"},
+    // All kernels are loaded at the start: at its first launch a kernel's loading may wait for others on the GPU, and
+    // takes memory after the arena has its own.
+    {"CUDA_MODULE_LOADING", "EAGER"},
 };
 // Call before the first call of CUDA, and before other threads begin, which may read the environment.
 inline void set_gpu_environment() {
-  for (const GpuSetting& setting : gpu_settings) setenv(setting.name, setting.value, 0);
+  for (const auto& [name, value] : gpu_settings) setenv(name, value, 0);
 }
 // "CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=EAGER": the values in effect.
 inline std::string gpu_environment() {
   std::string text;
-  for (const GpuSetting& setting : gpu_settings) {
-    const char* const its = std::getenv(setting.name);
-    text += formatted("{}{}={}", text.empty() ? "" : ", ", setting.name, its == nullptr ? "" : its);
-  }
+  for (const auto& [name, value] : gpu_settings)
+    text += formatted("{}{}={}", text.empty() ? "" : ", ", name, environment_variable(name).value_or(""));
   return text;
 }
 
@@ -58,18 +54,15 @@ inline constexpr bool built_for_gpus = true;
 
 namespace detail {
 
-// The newest CUDA version that the driver supports, e.g. 13000; 0 without a driver.
-inline int driver_version() {
+// A CUDA version, e.g. 13000.
+inline int answer_of(cudaError_t (*query)(int* version)) {
   int version = 0;
-  cudaDriverGetVersion(&version);
+  query(&version);
   return version;
 }
+inline int driver_version() { return answer_of(cudaDriverGetVersion); }  // the newest it supports; 0: there is none
+inline int runtime_version() { return answer_of(cudaRuntimeGetVersion); }
 inline std::string cuda_version_text(int version) { return formatted("{}.{}", version / 1000, version % 1000 / 10); }
-inline int runtime_version() {
-  int version = 0;
-  cudaRuntimeGetVersion(&version);
-  return version;
-}
 inline std::string cuda_versions() {
   const int driver = driver_version();
   return formatted("driver for CUDA {}, built with CUDA {}", driver == 0 ? "none" : cuda_version_text(driver),
@@ -96,17 +89,12 @@ inline VisibleGpus visible_gpus() {
   const cudaError_t status = cudaGetDeviceCount(&gpus.count);
   if (status == cudaSuccess && gpus.count > 0) return gpus;
   cudaGetLastError();
-  gpus.count = 0;
-  if (status == cudaErrorInsufficientDriver && detail::driver_version() > 0) {
-    gpus.why_none = detail::driver_too_old();
-    return gpus;
-  }
-  gpus.why_none = formatted("{} ({}): check that `nvidia-smi` works, and that CUDA_VISIBLE_DEVICES lists a GPU",
-                            status == cudaSuccess           ? "no device"
-                            : detail::driver_version() == 0 ? "no NVIDIA driver"
-                                                            : cudaGetErrorString(status),
-                            detail::cuda_versions());
-  return gpus;
+  if (status == cudaErrorInsufficientDriver && detail::driver_version() > 0) return {0, detail::driver_too_old()};
+  return {0, formatted("{} ({}): check that `nvidia-smi` works, and that CUDA_VISIBLE_DEVICES lists a GPU",
+                       status == cudaSuccess           ? "no device"
+                       : detail::driver_version() == 0 ? "no NVIDIA driver"
+                                                       : cudaGetErrorString(status),
+                       detail::cuda_versions())};
 }
 
 // Makes no context on that GPU: any visible one may be queried.

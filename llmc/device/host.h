@@ -43,7 +43,16 @@ inline void limit_memory(HostLimits& limits, const std::string& directory, const
     if (name == "inactive_file") statistics >> cached;
   limits.free_memory = std::clamp<int64_t>(most - std::max<int64_t>(0, used - cached), 0, limits.free_memory);
 }
-inline void limit_processors(HostLimits& limits, double quota, double period) {
+
+// The limits of a group with this directory, in the files of version 2 or of version 1.
+inline void limit(HostLimits& limits, const std::string& directory) {
+  limit_memory(limits, directory, "/memory.max", "/memory.current");
+  limit_memory(limits, directory, "/memory.limit_in_bytes", "/memory.usage_in_bytes");
+  double quota = 0, period = 0;  // "max" does not parse as a number; a quota of -1: none
+  if (!(std::ifstream(directory + "/cpu.max") >> quota >> period)) {
+    std::ifstream(directory + "/cpu.cfs_quota_us") >> quota;
+    std::ifstream(directory + "/cpu.cfs_period_us") >> period;
+  }
   if (quota > 0 && period > 0) limits.processors = std::min(limits.processors, quota / period);
 }
 
@@ -57,26 +66,13 @@ inline HostLimits group_limits(const std::string& root = "") {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string group = line.substr(second + 1);
-    const std::string mounts = root + "/sys/fs/cgroup";
+    std::vector<std::string> mounts;
+    if (first + 1 == second) mounts = {"", "/unified"};
     std::istringstream controllers(line.substr(first + 1, second - first - 1));
-    if (first + 1 == second)
-      for (const std::string& mount : {mounts, mounts + "/unified"})
-        for (const std::string& directory : detail::group_directories(mount, group)) {
-          detail::limit_memory(limits, directory, "/memory.max", "/memory.current");
-          double quota = 0, period = 0;  // "max" does not parse as a number
-          std::ifstream(directory + "/cpu.max") >> quota >> period;
-          detail::limit_processors(limits, quota, period);
-        }
-    for (std::string controller; std::getline(controllers, controller, ',');)
-      for (const std::string& directory : detail::group_directories(mounts + "/" + controller, group)) {
-        if (controller == "memory")
-          detail::limit_memory(limits, directory, "/memory.limit_in_bytes", "/memory.usage_in_bytes");
-        if (controller != "cpu") continue;
-        double quota = 0, period = 0;  // a quota of -1: none
-        std::ifstream(directory + "/cpu.cfs_quota_us") >> quota;
-        std::ifstream(directory + "/cpu.cfs_period_us") >> period;
-        detail::limit_processors(limits, quota, period);
-      }
+    for (std::string controller; std::getline(controllers, controller, ',');) mounts.push_back("/" + controller);
+    for (const std::string& mount : mounts)
+      for (const std::string& directory : detail::group_directories(root + "/sys/fs/cgroup" + mount, group))
+        detail::limit(limits, directory);
   }
   return limits;
 }
@@ -91,8 +87,7 @@ inline std::string processor_set() {
   return text;
 }
 
-// The processors that this process may use: taskset and containers may leave fewer than the machine has. A fraction of
-// a processor counts as a whole one.
+// The processors that this process may use, by taskset and containers; a fraction of one counts as a whole one.
 inline int available_processors(const std::string& root = "") {
   cpu_set_t set;
   CPU_ZERO(&set);

@@ -1,8 +1,7 @@
-// host_copy.h: tensor contents on the host. Only devices, ops and transports dereference a tensor's pointer; all other
-// code uses these.
+// host_copy.h: tensor contents on the host, and memory of the host for them. Only devices, ops and transports
+// dereference a tensor's pointer; all other code uses these.
 #pragma once
 #include "device/arena.h"
-#include "device/device.h"
 
 namespace llmc {
 
@@ -19,26 +18,27 @@ inline Tensor at_host(Tensor t, std::byte* host) {
 
 }  // namespace detail
 
+// to = from, complete on return. gpu: a stream of the GPU that holds both; nullptr: both are in host memory.
+inline void copy_now(void* to, const void* from, int64_t bytes, [[maybe_unused]] Stream* gpu) {
+#ifdef TRAIN_GPT_CUDA
+  if (gpu != nullptr) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, gpu->cuda()));
+    return gpu->synchronize();
+  }
+#endif
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
 // A read-only host view of `t` after all work enqueued so far: `t` itself where the device uses host memory.
 class HostView {
  public:
   HostView(const Tensor& t, Stream& stream) : tensor_(t) {
-    if (t.file != nullptr) {
-      stream.synchronize();
-      copy_ = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
-      t.file->read(copy_.get(), t.size_bytes(), Arena::offset_of(t));
-      tensor_ = detail::at_host(t, copy_.get());
-      return;
-    }
-#ifdef TRAIN_GPT_CUDA
-    if (stream.device().kind == DeviceKind::cuda) {
-      stream.synchronize();  // a peer's error ends this wait, but not that of the pageable copy
-      copy_ = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
-      CUDA_CHECK(cudaMemcpyAsync(copy_.get(), t.bytes, detail::bytes_of(t), cudaMemcpyDefault, stream.cuda()));
-      tensor_ = detail::at_host(t, copy_.get());
-    }
-#endif
-    stream.synchronize();
+    stream.synchronize();  // a peer's error ends this wait, but not that of a copy from a GPU
+    if (t.file == nullptr && stream.device().kind != DeviceKind::cuda) return;
+    copy_ = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
+    tensor_ = detail::at_host(t, copy_.get());
+    if (t.file != nullptr) t.file->read(copy_.get(), t.size_bytes(), Arena::offset_of(t));
+    else copy_now(copy_.get(), t.bytes, t.size_bytes(), &stream);
   }
   const Tensor& tensor() const { return tensor_; }
   template <class T>
@@ -109,20 +109,11 @@ class Readback {
 template <class F>
 void write_on_host(const Tensor& t, Stream& stream, F&& f) {
   stream.synchronize();
-  if (t.file != nullptr) {
-    const auto host = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
-    f(detail::at_host(t, host.get()));
-    return t.file->write(host.get(), t.size_bytes(), Arena::offset_of(t));
-  }
-#ifdef TRAIN_GPT_CUDA
-  if (stream.device().kind == DeviceKind::cuda) {
-    const auto host = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
-    f(detail::at_host(t, host.get()));
-    CUDA_CHECK(cudaMemcpyAsync(t.bytes, host.get(), detail::bytes_of(t), cudaMemcpyDefault, stream.cuda()));
-    return stream.synchronize();
-  }
-#endif
-  f(t);
+  if (t.file == nullptr && stream.device().kind != DeviceKind::cuda) return f(t);
+  const auto host = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
+  f(detail::at_host(t, host.get()));
+  if (t.file != nullptr) t.file->write(host.get(), t.size_bytes(), Arena::offset_of(t));
+  else copy_now(t.bytes, host.get(), t.size_bytes(), &stream);
 }
 
 // t = 0, in memory of the host that a GPU may read too, or in a file, after everything enqueued so far.
@@ -143,17 +134,6 @@ void upload(const Tensor& t, std::vector<T> values, Stream& stream) {
   if (stream.device().kind == DeviceKind::cuda) return stream.gpu().upload(t.bytes, values.data(), detail::bytes_of(t));
 #endif
   stream.enqueue([t, values = std::move(values)] { std::memcpy(t.bytes, values.data(), detail::bytes_of(t)); });
-}
-
-// to = from, complete on return. gpu: a stream of the GPU that holds both; nullptr: both are in host memory.
-inline void copy_now(void* to, const void* from, int64_t bytes, [[maybe_unused]] Stream* gpu) {
-#ifdef TRAIN_GPT_CUDA
-  if (gpu != nullptr) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, gpu->cuda()));
-    return gpu->synchronize();
-  }
-#endif
-  std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
 // Host memory for one message in each direction, through which tensors of a GPU go to another process.
@@ -192,5 +172,43 @@ void download(const Tensor& t, Stream& stream, F&& f) {
 #endif
   stream.enqueue([t, hand_over = std::move(hand_over)]() mutable { hand_over(t.bytes); });
 }
+
+// Memory of the host for copies of what a device holds, counted by an arena; for a GPU pinned: copies run at bus speed.
+class HostBuffer {
+ public:
+  // label: its line in a table of memory
+  HostBuffer(const Device& device, const char* label, int64_t bytes) : arena_(on_host(device)) {
+    const int64_t size = round_up(bytes, Arena::alignment);
+    if (size == 0 || device.kind == DeviceKind::null) return;
+#ifdef TRAIN_GPT_CUDA
+    if (device.kind == DeviceKind::cuda) try {
+        pinned_.emplace(static_cast<size_t>(size));
+        bytes_ = {pinned_->data(), pinned_->size()};
+        return;
+      } catch (const Error& error) {  // `ulimit -l`, or the limit of a container
+        not_pinned_ = error.what();
+      }
+#endif
+    arena_.reserve(size);
+    bytes_ = {arena_.alloc(label, label, DType::int32, {size / size_of(DType::int32)}).bytes,
+              static_cast<size_t>(size)};
+  }
+  std::span<std::byte> bytes() const { return bytes_; }
+  // Why a GPU's copies go to memory that is not pinned, which is slower; empty: they do not.
+  const std::string& not_pinned() const { return not_pinned_; }
+  void touch() { arena_.touch(); }
+
+ private:
+  static Device on_host(Device device) {
+    device.kind = DeviceKind::cpu;
+    return device;
+  }
+  Arena arena_;
+  std::span<std::byte> bytes_;
+  std::string not_pinned_;
+#ifdef TRAIN_GPT_CUDA
+  std::optional<cuda::PinnedMemory> pinned_;
+#endif
+};
 
 }  // namespace llmc

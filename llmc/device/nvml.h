@@ -11,8 +11,7 @@
 
 namespace llmc {
 
-// One reading. None: the GPU does not report the value, as with some values of MIG instances, virtual GPUs and GPUs
-// without memory of their own.
+// One reading. None: the GPU does not report it, as some MIG instances, virtual GPUs, and GPUs without own memory.
 struct GpuReading {
   std::optional<int> busy_percent;  // share of the time in which any kernel ran, not the share of the GPU in use
   std::optional<int64_t> memory_used, memory_total;  // bytes; all processes
@@ -25,27 +24,16 @@ struct GpuReading {
 
 // The bits of nvmlClocksEventReasons.
 inline std::string throttle_reasons(uint64_t bits) {
-  static constexpr struct {
-    uint64_t bit;
-    const char* words;
-  } reasons[] = {{0x1, "idle"},
-                 {0x2, "clocks set by the user"},
-                 {0x4, "power cap"},
-                 {0x8, "hardware slowdown"},  // with the cause, if known: thermal or power brake
-                 {0x10, "sync boost"},
-                 {0x20, "thermal"},
-                 {0x40, "hardware thermal"},
-                 {0x80, "power brake"},
-                 {0x100, "display clocks"},
-                 {0x200, "board limit"},
-                 {0x400, "reliability"}};
+  // "hardware slowdown" comes with the cause, if known: thermal or power brake.
+  static constexpr std::array<const char*, 11> words = {
+      "idle",       "clocks set by the user", "power cap",   "hardware slowdown", "sync boost",
+      "thermal",    "hardware thermal",       "power brake", "display clocks",    "board limit",
+      "reliability"};
   std::string text;
-  const auto add = [&](const std::string& words) { text += (text.empty() ? "" : ", ") + words; };
-  for (const auto& [bit, words] : reasons) {
-    if (bits & bit) add(words);
-    bits &= ~bit;
+  for (; bits != 0; bits &= bits - 1) {
+    const auto bit = static_cast<size_t>(std::countr_zero(bits));
+    text += (text.empty() ? "" : ", ") + (bit < words.size() ? words[bit] : formatted("unknown bit {}", bit));
   }
-  for (; bits != 0; bits &= bits - 1) add(formatted("unknown bit {}", std::countr_zero(bits)));
   return text.empty() ? "none" : text;
 }
 
@@ -91,8 +79,7 @@ class GpuMonitor {
  public:
   // `pci_bus_id`: from cudaDeviceGetPCIBusId, "0000:3b:00.0". (NVML numbers devices differently from CUDA.)
   explicit GpuMonitor(const std::string& pci_bus_id, const std::string& library = "libnvidia-ml.so.1")
-      : title_("GPU " + pci_bus_id) {
-    library_.reset(dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL));
+      : title_("GPU " + pci_bus_id), library_(dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) {
     if (library_ == nullptr) {
       const char* error = dlerror();
       why_not_ =
@@ -109,8 +96,6 @@ class GpuMonitor {
   ~GpuMonitor() {
     if (started_) call("nvmlShutdown");
   }
-  GpuMonitor(const GpuMonitor&) = delete;
-  GpuMonitor& operator=(const GpuMonitor&) = delete;
 
   // None: why_not() says why. Takes up to milliseconds: not for every step.
   std::optional<GpuReading> read() {

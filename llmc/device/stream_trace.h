@@ -1,14 +1,31 @@
-// stream_trace.h: records what a stream did when, while a step is traced: one track of a trace (core/trace.h).
+// stream_trace.h: records what a stream did when, while a step is traced: one track of a trace (core/trace.h); and
+// named ranges for NVIDIA's profilers (NVTX), no-ops in other builds.
 #pragma once
 #include <chrono>
-#include <deque>
 
 #include "core/trace.h"
 #ifdef TRAIN_GPT_CUDA
 #include "device/cuda_api.cuh"
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define TRAIN_GPT_CUDA_NVTX
+#endif
 #endif
 
 namespace llmc {
+
+class [[nodiscard]] ProfilerRange {
+ public:
+#ifdef TRAIN_GPT_CUDA_NVTX
+  explicit ProfilerRange(const char* name) { nvtxRangePushA(name); }
+  ~ProfilerRange() { nvtxRangePop(); }
+#else
+  explicit ProfilerRange(const char*) {}
+  ~ProfilerRange() {}
+#endif
+  ProfilerRange(const ProfilerRange&) = delete;
+  ProfilerRange& operator=(const ProfilerRange&) = delete;
+};
 
 // Time 0 of the traces of a rank.
 struct TraceZero {
@@ -72,7 +89,7 @@ class StreamTrace {
   TraceZero zero_;
   int64_t most_ops_, ops_ = 0, ops_left_out_ = 0;
   std::vector<size_t> open_;
-  std::deque<std::function<void()>> later_;
+  std::vector<std::function<void()>> later_;
 };
 
 }  // namespace llmc

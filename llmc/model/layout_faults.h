@@ -2,7 +2,6 @@
 // model. How long the sequences and the step are is checked with the options.
 #pragma once
 #include "comm/layout.h"
-#include "core/faults.h"
 #include "model/config.h"
 
 namespace llmc {

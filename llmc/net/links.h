@@ -1,5 +1,4 @@
-// links.h: bytes between ranks of different processes. comm/ builds its collectives on it; the implementations are TCP
-// (tcp_links.h) and MPI (comm/comm_mpi.h).
+// links.h: bytes between ranks of different processes, by TCP (tcp_links.h) or MPI (comm/comm_mpi.h); comm/ uses them.
 #pragma once
 #include "core/std.h"
 

@@ -16,24 +16,22 @@ class TcpLinks final : public Links {
     job.serve_data([this](const Channel& channel, Socket socket) { arrived(channel, std::move(socket)); });
   }
   ~TcpLinks() override { job_.serve_data(nullptr); }
-  TcpLinks(const TcpLinks&) = delete;
-  TcpLinks& operator=(const TcpLinks&) = delete;
 
   void exchange(int group, int self, const ToRank& out, const FromRank& in) override {
     Transfer sending(const_cast<void*>(out.data), out.rank >= 0 ? out.bytes : none);
     Transfer receiving(in.data, in.rank >= 0 ? in.bytes : none);
     receiving.length = 0;  // the other side tells it
-    Outgoing* there = out.rank >= 0 ? &outgoing({group, self, out.rank}) : nullptr;
+    const Socket* there = out.rank >= 0 ? &outgoing({group, self, out.rank}) : nullptr;
     Incoming* here = in.rank >= 0 ? &incoming({group, in.rank, self}) : nullptr;
     while (!sending.done() || !receiving.done()) {
       if (aborted_) throw PeerError();
       const size_t moved =
-          (sending.done() ? 0 : send(there->socket, sending, out.rank)) +
+          (sending.done() ? 0 : send(*there, sending, out.rank)) +
           (receiving.done() || !has_come(*here) ? 0 : receive(here->socket, receiving, in.rank, self, in.bytes));
       if (moved > 0) continue;
       std::array<pollfd, 2> waits{};
       size_t n = 0;
-      if (!sending.done()) waits[n++] = {there->socket.fd(), POLLOUT, 0};
+      if (!sending.done()) waits[n++] = {there->fd(), POLLOUT, 0};
       if (!receiving.done()) waits[n++] = {here->in_use ? here->socket.fd() : here->arrival->fd(), POLLIN, 0};
       wait_for({waits.data(), n}, {.stop = &stop_});
     }
@@ -67,9 +65,6 @@ class TcpLinks final : public Links {
                {data + of_data, std::min(piece_bytes, total - sizeof length - of_data)}}};
     }
   };
-  struct Outgoing {
-    Socket socket;
-  };
   // Its first message may be waited for before the connection is made.
   struct Incoming {
     Socket socket;
@@ -100,14 +95,14 @@ class TcpLinks final : public Links {
     throw ConnectionError(formatted("{} has gone: {}", job_.name_of_rank(rank), error.what()));
   }
 
-  Outgoing& outgoing(const Channel& channel) {
+  const Socket& outgoing(const Channel& channel) {
     {
       std::lock_guard lock(mutex_);
       if (const auto found = outgoing_.find(channel); found != outgoing_.end()) return found->second;
     }
     Socket socket = connect(channel);  // without the lock: only this thread may want this channel
     std::lock_guard lock(mutex_);
-    return outgoing_.emplace(channel, Outgoing{std::move(socket)}).first->second;
+    return outgoing_.emplace(channel, std::move(socket)).first->second;
   }
   Socket connect(const Channel& c) const try {
     return job_.connect(c.to / job_.local_ranks(), ConnectionPurpose::data, {c.group, c.from, c.to},
@@ -138,7 +133,7 @@ class TcpLinks final : public Links {
 
   ControlPlane& job_;
   std::mutex mutex_;  // guards the maps, whose elements stay where they are
-  std::map<Channel, Outgoing> outgoing_;
+  std::map<Channel, Socket> outgoing_;
   std::map<Channel, Incoming> incoming_;
   std::atomic<bool> aborted_ = false;
   Waker stop_;

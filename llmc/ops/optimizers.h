@@ -5,7 +5,6 @@
 #pragma once
 #include "core/check.h"
 #include "core/dtype.h"
-#include "core/enum_names.h"
 #include "core/rng.h"
 #include "ops/types.h"
 

@@ -3,6 +3,7 @@
 #include <iostream>
 #include <sstream>
 
+#include "core/files.h"
 #include "run/reports/report.h"
 #include "train/sample.h"
 

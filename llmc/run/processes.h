@@ -8,9 +8,11 @@
 
 #include "comm/connected_processes.h"
 #include "core/environment.h"
-#include "core/failure_text.h"
+#include "core/json.h"
+#include "core/log.h"
+#include "device/gpu.h"
 #include "device/host.h"
-#include "net/meeting/spare.h"
+#include "net/meeting/rendezvous.h"
 #include "run/options/parse.h"
 #include "run/options/print.h"
 #include "run/reports/report.h"

@@ -8,11 +8,10 @@
 #include <thread>
 
 #include "comm/world.h"
-#include "core/failure_text.h"
-#include "core/host_name.h"
+#include "core/environment.h"
 #include "core/log.h"
 #include "device/gpu.h"
-#include "device/host_buffer.h"
+#include "device/host_copy.h"
 #include "run/plan/planner.h"
 
 namespace llmc {

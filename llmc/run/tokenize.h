@@ -9,7 +9,8 @@
 #include <mutex>
 
 #include "core/checksum.h"
-#include "core/file_lock.h"
+#include "core/files.h"
+#include "core/json.h"
 #include "core/log.h"
 #include "core/signals.h"
 #include "data/documents.h"

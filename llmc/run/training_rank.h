@@ -1,5 +1,7 @@
 // training_rank.h: a rank at work on a stretch of a run: what its parts share, and how ranks agree to go on.
 #pragma once
+#include "core/log.h"
+#include "core/signals.h"
 #include "run/checkpoints/checkpoint_saver.h"
 #include "run/reports/peak.h"
 #include "run/trace/step_trace.h"

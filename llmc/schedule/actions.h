@@ -4,7 +4,6 @@
 // stages of a pipeline are in orders.h and messages.h.
 #pragma once
 #include "core/check.h"
-#include "core/enum_names.h"
 
 namespace llmc {
 

@@ -10,7 +10,6 @@
 //   zb-v         the same with two chunks per stage, placed down and up again: the last chunk is on the first stage
 //   pipedream    1f1b that updates after every micro-batch, without waiting for the others (Narayanan et al. 2019)
 #pragma once
-#include "core/faults.h"
 #include "core/trace.h"
 #include "schedule/actions.h"
 

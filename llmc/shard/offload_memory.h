@@ -1,6 +1,6 @@
-// offload_memory.h: what has the offloaded state of a rank (core/offload.h): memory of its host, or a file.
+// offload_memory.h: what has the offloaded state of a rank (core/precision.h): memory of its host, or a file.
 #pragma once
-#include "core/offload.h"
+#include "core/precision.h"
 #include "device/arena.h"
 
 namespace llmc {

@@ -9,8 +9,9 @@
 //                    where every rank repeats the same update; its own shard at stages 1 to 3. With a parameter server:
 //                    the whole unit on the server, nothing on the other ranks; with partitioned ones: its own shard
 //
-// What is offloaded (core/offload.h) is in the host's memory or in a file, and the StateTable finds it there. An update
-// reads and writes a piece of it that is attached on the device (host_state.h), or in host memory (host_update.h).
+// What is offloaded (core/precision.h) is in the host's memory or in a file, and the StateTable finds it there. An
+// update reads and writes a piece of it that is attached on the device (host_state.h), or in host memory
+// (host_update.h).
 //
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once

@@ -1,6 +1,6 @@
 // lr_schedule.h: the learning rate as a pure function of how much of a run is done.
 #pragma once
-#include "core/enum_names.h"
+#include "core/check.h"
 
 namespace llmc {
 

@@ -6,7 +6,8 @@
 // logits then exist for one micro-batch at a time, whatever the schedule, and the gradients of a tied table arrive in
 // the order of the micro-batches (contract 4).
 #pragma once
-#include "device/profiler_range.h"
+#include "device/stream_trace.h"
+#include "shard/zero.h"
 #include "train/head_pass.h"
 #include "train/host_activations.h"
 #include "train/step_records.h"

@@ -4,6 +4,9 @@
 #include <bit>
 
 #include "core/signals.h"
+#include "device/stream_trace.h"
+#include "shard/zero.h"
+#include "train/interpreter.h"
 #include "train/pipedream.h"
 #include "train/step_statistics.h"
 

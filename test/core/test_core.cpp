@@ -8,9 +8,8 @@
 #include <thread>
 
 #include "catch2.h"
-#include "core/append_file.h"
 #include "core/dtype.h"
-#include "core/file_lock.h"
+#include "core/files.h"
 #include "core/log.h"
 #include "core/rng.h"
 #include "helpers.h"

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "core/threads.h"
 #include "cuda_on_cpu/sanitizers.h"
 #include "cuda_on_cpu/types.h"
-#include "device/work.h"
 
 namespace cuda_on_cpu {
 

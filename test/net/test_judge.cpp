@@ -7,7 +7,6 @@
 #include "helpers.h"
 #include "net/watching/judge.h"
 #include "net/wire/control.h"
-#include "net/wire/messages.h"
 
 using namespace llmc;
 

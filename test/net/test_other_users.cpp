@@ -6,7 +6,7 @@
 
 #include "catch2.h"
 #include "helpers.h"
-#include "net/meeting/socket_owner.h"
+#include "net/meeting/handshake.h"
 #include "net/meetings.h"
 #include "net/processes.h"
 #include "net/tcp_links.h"

@@ -1,11 +1,11 @@
-// net/: spares wait at the rendezvous for the place of a process that stays away (spare.h).
+// net/: spares wait at the rendezvous for the place of a process that stays away (wait_as_spare()).
 #include <algorithm>
 #include <functional>
 #include <latch>
 #include <set>
 
 #include "catch2.h"
-#include "net/meeting/spare.h"
+#include "net/meeting/rendezvous.h"
 #include "net/meetings.h"
 
 using namespace llmc;

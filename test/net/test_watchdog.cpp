@@ -37,7 +37,7 @@ struct Watched {
     begun();
     if (rank % jobs[process].local_ranks() == 0) dog.on_fault([&] { woken = true; });
     else woken = true;  // by the first one
-    const std::string reason = dog.reason(20);
+    const std::string reason = dog.fault(20).why;
     for (int i = 0; i < 2000 && !woken; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (rank % jobs[process].local_ranks() == 0) dog.on_fault({});
     return woken ? reason : "nobody woke it: " + reason;
@@ -56,7 +56,7 @@ TEST_CASE("the rank that does not arrive is named on all processes in the same w
     std::vector<std::string> reasons(4);
     on_threads(4, [&](int p) {
       if (p == culprit) job[p].board.join(p, "gradients", {0, 1, 2, 3});
-      reasons[static_cast<size_t>(p)] = p == culprit ? job[p].reason(20) : job.wait(p, p, {0, 1, 2, 3});
+      reasons[static_cast<size_t>(p)] = p == culprit ? job[p].fault(20).why : job.wait(p, p, {0, 1, 2, 3});
     });
     for (int p = 0; p < 4; ++p) REQUIRE(job[p].fault(0).status == ExitStatus::lost);
     for (const std::string& reason : reasons) {
@@ -99,12 +99,13 @@ TEST_CASE("where process 0 says nothing, process 1 judges", "[net][failures]") {
 TEST_CASE("where neither of those who judge says anything, the others end by themselves and name both",
           "[net][failures]") {
   Watched job(4);
-  const std::string nothing = job[3].reason(3);  // longer than the limit
+  const std::string nothing = job[3].fault(3).why;  // longer than the limit
   REQUIRE(nothing == "");
   job.dogs[0].reset(), job.dogs[1].reset();
   for (const int p : {2, 3})
-    REQUIRE(job[p].reason(20) == formatted("rank 0 on {} and rank 1 on {}: nothing heard for 1.5 s (--init-timeout 1)",
-                                           host_name(), host_name()));
+    REQUIRE(job[p].fault(20).why ==
+            formatted("rank 0 on {} and rank 1 on {}: nothing heard for 1.5 s (--init-timeout 1)", host_name(),
+                      host_name()));
 }
 
 TEST_CASE("a process that fails tells all others why, and what follows from it is not a cause", "[net][failures]") {
@@ -117,13 +118,13 @@ TEST_CASE("a process that fails tells all others why, and what follows from it i
         job[p].failed(p, "the disk is full", status);
         job[p].failed(p, "and something else");
       }
-      reasons[static_cast<size_t>(p)] = job[p].reason(20);
+      reasons[static_cast<size_t>(p)] = job[p].fault(20).why;
       job[p].failed(p, "a consequence");
     });
     for (int p = 0; p < 3; ++p) {
       REQUIRE(reasons[static_cast<size_t>(p)] ==
               formatted("rank {} on {} has failed: the disk is full", failing, host_name()));
-      REQUIRE(job[p].reason(0) == reasons[0]);
+      REQUIRE(job[p].fault(0).why == reasons[0]);
       REQUIRE(job[p].fault(0).status == status);
       REQUIRE_ERROR(job.jobs[p].barrier("never"), reasons[0]);
     }
@@ -135,7 +136,7 @@ TEST_CASE("who knows why the job ends reports that, and not what follows from it
   Watched job(3);
   job.jobs[2].end_job("the disk is full");  // the others do not hear of it
   job[2].failed(2, "a consequence");
-  for (int p = 0; p < 3; ++p) REQUIRE(job[p].reason(20) == "the disk is full");
+  for (int p = 0; p < 3; ++p) REQUIRE(job[p].fault(20).why == "the disk is full");
 }
 
 TEST_CASE("a rank that is busy for longer than the timeout is waited for", "[net][failures]") {
@@ -148,7 +149,7 @@ TEST_CASE("a rank that is busy for longer than the timeout is waited for", "[net
       place->begin("reduce_scatter", "unit ", "blocks.3");
       while (!done) std::this_thread::sleep_for(std::chrono::milliseconds(2));
       place->end();
-      reason = job[0].reason(0);
+      reason = job[0].fault(0).why;
       return;
     }
     const auto place = job[1].board.join(1, "gradients", {0, 1});
@@ -170,7 +171,7 @@ TEST_CASE("a board that is too long for a message ends the job with that reason"
     for (int i = 0; i < 200'000; ++i) without_runs.push_back(without_runs.back() + 1 + 2 * (i % 2));
     job[process].board.join(process, "gradients", without_runs);
     for (int p = 0; p < 3; ++p) {
-      const std::string reason = job[p].reason(20);
+      const std::string reason = job[p].fault(20).why;
       REQUIRE(reason.starts_with(formatted("rank {} on {} has failed: a message of ", process, host_name())));
       REQUIRE(reason.ends_with("bytes is too long for another process, which takes 1048576"));
     }

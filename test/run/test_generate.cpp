@@ -9,7 +9,7 @@
 #include <fstream>
 
 #include "catch2.h"
-#include "core/escape.h"
+#include "core/utf8.h"
 #include "helpers.h"
 #include "tiny_run.h"
 

@@ -1,6 +1,6 @@
 // Too little memory, too few threads, files that are too large, or not where they seem to be, and closed streams.
 #include "catch2.h"
-#include "core/failure_text.h"
+#include "core/log.h"
 #include "run/checkpoints/run_dir.h"
 #include "tiny_run.h"
 

@@ -10,8 +10,8 @@
 #include <thread>
 
 #include "catch2.h"
+#include "core/environment.h"
 #include "core/files.h"
-#include "core/host_name.h"
 #include "core/json.h"
 #include "run/checkpoints/run_dir.h"
 #include "tiny_run.h"

@@ -1,5 +1,6 @@
 // agreement.h: what each process of a job says about itself when they meet, and what must be the same for all of them.
 #pragma once
+#include "core/words.h"
 #include "net/meeting/handshake.h"
 #include "net/wire/control.h"
 
@@ -10,7 +11,7 @@ using NamedValues = std::vector<std::pair<std::string, std::string>>;
 // Stands in for an option's name, with the error as its value: this process cannot take part, and comes only to say so.
 inline constexpr const char* refusal = "";
 
-// The number of a process that waits for the place of another one: spare.h.
+// The number of a process that waits for the place of another one: wait_as_spare().
 inline constexpr int spare_process = -1;
 
 // The trainer's part of an introduction.
@@ -23,9 +24,8 @@ struct Greeting {
 // A process as the others know it.
 struct Peer {
   int process = 0;
-  std::string host;  // its name
-  std::string
-      machine;  // equal for two processes if they share processors; not the name alone, which two containers may share
+  std::string host;     // its name
+  std::string machine;  // equal for two processes that share processors; the name alone two containers may share
   std::string address;  // where it listens; empty: on the machine of process 0
   int port = 0;
 };
@@ -76,12 +76,9 @@ inline std::string named(std::vector<int> processes, int local_ranks) {
     if (end - i <= 2) end = i + 1;  // "3, 4" rather than "3-4"
     runs.push_back(end == i + 1 ? std::to_string(processes[i]) : formatted("{}-{}", processes[i], processes[end - 1]));
   }
-  std::string text = formatted("{}{} ", local_ranks == 1 ? "rank" : "process",
-                               processes.size() == 1 ? ""
-                               : local_ranks == 1    ? "s"
-                                                     : "es");
-  for (size_t i = 0; i < runs.size(); ++i) text += (i == 0 ? "" : i + 1 == runs.size() ? " and " : ", ") + runs[i];
-  return text;
+  const char* const noun = local_ranks == 1 ? "rank" : "process";
+  const char* const plural = processes.size() == 1 ? "" : local_ranks == 1 ? "s" : "es";
+  return formatted("{}{} {}", noun, plural, either(runs, "and"));
 }
 
 // The values that must be the same for all, as each process, by its number, reports them.

@@ -11,16 +11,45 @@
 #include <exception>
 #include <mutex>
 
-#include "net/meeting/agreement.h"
-#include "net/meeting/data_door.h"
-#include "net/meeting/gatherings.h"
-#include "net/meeting/listener.h"
 #include "net/meeting/meeting.h"
 #include "net/meeting/roster.h"
-#include "net/wire/control.h"
-#include "net/wire/messages.h"
 
 namespace llmc {
+
+// The all-gathers of text that are under way, as process 0 sees them.
+class Gatherings {
+ public:
+  explicit Gatherings(int processes) : processes_(processes) {}
+
+  // Adds a process's text. Returns the texts of all processes if this was the last one.
+  std::optional<std::vector<std::string>> add(int from, const std::string& topic, const std::string& text) {
+    auto& texts = texts_[topic];
+    texts[from] = text;
+    if (static_cast<int>(texts.size()) < processes_) return std::nullopt;
+    std::vector<std::string> all;
+    for (auto& [process, its] : texts) all.push_back(std::move(its));
+    texts_.erase(topic);
+    return all;
+  }
+  std::vector<int> missing(const std::string& topic) const {
+    std::vector<int> missing;
+    const auto found = texts_.find(topic);
+    for (int p = 0; p < processes_; ++p)
+      if (found == texts_.end() || !found->second.contains(p)) missing.push_back(p);
+    return missing;
+  }
+  // One of these processes that others wait for, and the topic.
+  std::optional<std::pair<int, std::string>> waits_for(const std::set<int>& processes) const {
+    for (const auto& [topic, texts] : texts_)
+      for (const int process : processes)
+        if (!texts.contains(process)) return std::pair(process, topic);
+    return std::nullopt;
+  }
+
+ private:
+  int processes_;
+  std::map<std::string, std::map<int, std::string>> texts_;  // by topic and process
+};
 
 class ControlPlane : public Roster {
  public:
@@ -58,8 +87,6 @@ class ControlPlane : public Roster {
     }
     ending_ = true;
   }
-  ControlPlane(const ControlPlane&) = delete;
-  ControlPlane& operator=(const ControlPlane&) = delete;
 
   // The texts of all processes, by process. All of them call it, each topic from one thread at a time. A text may have
   // at most a megabyte. seconds: how long process 0 waits; none: for ever.
@@ -92,13 +119,11 @@ class ControlPlane : public Roster {
     aborted_ = true;
     changed_.notify_all();
   }
-  // This process has failed for this reason, which all others learn. If it already knows why the job ends, it reports
-  // that instead.
+  // This process has failed for this reason, which all others learn; or for that of the job's end, if it knows one.
   void report_failure(Fault fault) {
     std::lock_guard lock(mutex_);
     if (fault_.known()) fault = fault_;
-    for (const auto& [line, process] : lines_)
-      if (process <= 1) control_->send(line, {Kind::failed, fault.parts()});
+    tell_judges({Kind::failed, fault.parts()});
     suspect(process(), fault);
   }
   // The job cannot go on for this reason; said by process 0, or by process 1 in its absence.
@@ -120,8 +145,7 @@ class ControlPlane : public Roster {
   // Tells processes 0 and 1 something; it does not wait.
   void post(const std::vector<std::string>& parts) {
     std::lock_guard lock(mutex_);
-    for (const auto& [line, process] : lines_)
-      if (process <= 1) control_->send(line, {Kind::board, parts});
+    tell_judges({Kind::board, parts});
   }
   // On processes 0 and 1: the last post of each other process since the last call; and those that have said farewell.
   std::pair<std::map<int, std::vector<std::string>>, std::set<int>> take_posts() {
@@ -218,10 +242,7 @@ class ControlPlane : public Roster {
       }
       case Kind::fault: return fail(Fault::from(parts));
       case Kind::failed: return suspect(from, Fault::from(parts));
-      case Kind::board: {
-        posts_[from] = std::move(message.parts);
-        return;
-      }
+      case Kind::board: posts_[from] = std::move(message.parts); return;
       case Kind::end: {
         ended_.insert(from);
         check_gatherings();
@@ -339,6 +360,10 @@ class ControlPlane : public Roster {
     return true;
   }
 
+  void tell_judges(const Message& message) {
+    for (const auto& [line, process] : lines_)
+      if (process <= 1) control_->send(line, message);
+  }
   void broadcast(const Message& message) {
     std::set<int> lines;
     for (const auto& [line, process] : lines_) lines.insert(lines.end(), line);

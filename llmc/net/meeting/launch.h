@@ -118,22 +118,20 @@ class FindLaunch {
     return slurm();
   }
 
+  // By these two variables.
+  Claim claim_of(Launched::By by, std::string how, const char* rank, const char* size, MpiLibrary mpi) const {
+    return {by, std::move(how), number(rank, size), number(size, rank), mpi};
+  }
+
   Claim open_mpi() const {
-    return {.by = Launched::By::mpi,
-            .how = "mpirun (Open MPI)",
-            .rank = number("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-            .size = number("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-            .mpi = MpiLibrary::open_mpi};
+    return claim_of(Launched::By::mpi, "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                    MpiLibrary::open_mpi);
   }
 
   Claim mpich() const {
     // srun --mpi=pmi2 sets PMI_RANK too, and with it PMI_JOBID, which mpiexec does not set but inherits.
     if (text("PMI_JOBID") && !text("MPI_LOCALRANKID")) return {};
-    return {.by = Launched::By::mpi,
-            .how = "mpiexec (MPICH)",
-            .rank = number("PMI_RANK", "PMI_SIZE"),
-            .size = number("PMI_SIZE", "PMI_RANK"),
-            .mpi = MpiLibrary::mpich};
+    return claim_of(Launched::By::mpi, "mpiexec (MPICH)", "PMI_RANK", "PMI_SIZE", MpiLibrary::mpich);
   }
 
   // PMIx tells the number of processes only to programs that call it, as Open MPI does.
@@ -149,11 +147,9 @@ class FindLaunch {
   // others until --init-timeout, and says so.
   Claim slurm() const {
     if (!text("SLURM_STEP_ID")) return {};
-    Claim claim{.by = Launched::By::slurm,
-                .how = formatted("srun (Slurm job {})", text("SLURM_JOB_ID").value_or("unknown")),
-                .rank = number("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-                .size = number("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-                .mpi = built_};
+    Claim claim =
+        claim_of(Launched::By::slurm, formatted("srun (Slurm job {})", text("SLURM_JOB_ID").value_or("unknown")),
+                 "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", built_);
     // Without Slurm's help Open MPI ends the program in MPI_Init, and MPICH finds nobody. The names of job and step
     // tell whether the help is for this step: one within another inherits the variables of the outer one.
     const std::string step = text("SLURM_JOB_ID").value_or("") + "." + *text("SLURM_STEP_ID");
@@ -167,10 +163,7 @@ class FindLaunch {
 
   // Set by torchrun, by programs that imitate it, and by hand.
   Claim torchrun() const {
-    return {.by = Launched::By::torchrun,
-            .how = "torchrun's variables",
-            .rank = number("RANK", "WORLD_SIZE"),
-            .size = number("WORLD_SIZE", "RANK")};
+    return claim_of(Launched::By::torchrun, "torchrun's variables", "RANK", "WORLD_SIZE", MpiLibrary::none);
   }
 
   Claim from_options() const {
@@ -227,11 +220,8 @@ class FindLaunch {
   }
 
   std::string rendezvous(const Claim& claim, const Launched& launch) const {
-    switch (launch.by) {
-      case Launched::By::slurm: return slurm_rendezvous(launch);
-      case Launched::By::torchrun: return torchrun_rendezvous();
-      default: break;
-    }
+    if (launch.by == Launched::By::slurm) return slurm_rendezvous(launch);
+    if (launch.by == Launched::By::torchrun) return torchrun_rendezvous();
     CHECK(claim.by != Launched::By::mpi,
           "{} is of {}, and this build has {}: {}, or add --rendezvous HOST:PORT, where the processes meet by TCP",
           claim.rank->shown(), claim.how, name_of(built_),
@@ -295,8 +285,7 @@ class FindLaunch {
 
 }  // namespace detail
 
-// How this process was launched. Refuses a launch that is contradictory, incomplete or cannot work, and names the
-// variables.
+// How this process was launched. Refuses what is contradictory, incomplete or cannot work, and names the variables.
 inline Launched find_launch(const LaunchOptions& options, const Environment& environment, MpiLibrary built) {
   return detail::FindLaunch(options, environment, built).find();
 }

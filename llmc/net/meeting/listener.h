@@ -1,8 +1,11 @@
 // listener.h: the door of a process: a thread that accepts connections and lets them prove who they are. Strangers get
-// nothing but this thread's attention for a few seconds each, a bounded number at a time.
+// nothing but this thread's attention for a few seconds each, a bounded number at a time. Connections for data that
+// have come in are held until somebody takes them.
 #pragma once
-#include <atomic>
+#include <compare>
 #include <list>
+#include <mutex>
+#include <stop_token>
 #include <thread>
 
 #include "net/meeting/handshake.h"
@@ -22,23 +25,21 @@ class Listener {
   };
 
   Listener(Socket listening, int process, const Nonce& job, std::string token, Guests guests, Say say)
-      : listening_(std::move(listening)), token_(std::move(token)), guests_(std::move(guests)), say_(std::move(say)) {
-    us_.process = process;
-    us_.job = job;
-    thread_ = std::thread([this] { run(); });
-  }
+      : listening_(std::move(listening)),
+        token_(std::move(token)),
+        guests_(std::move(guests)),
+        say_(std::move(say)),
+        us_{.process = process, .job = job},
+        thread_([this](const std::stop_token& ending) { run(ending); }) {}
   ~Listener() {
-    ending_ = true;
+    thread_.request_stop();
     waker_.wake();
-    thread_.join();
   }
-  Listener(const Listener&) = delete;
-  Listener& operator=(const Listener&) = delete;
 
  private:
-  void run() {
+  void run(const std::stop_token& ending) {
     std::vector<pollfd> polled;
-    while (!ending_) {
+    while (!ending.stop_requested()) {
       polled.assign({{waker_.fd(), POLLIN, 0}, {listening_.fd(), static_cast<short>(full_ ? 0 : POLLIN), 0}});
       Limit limit = full_ ? Limit::seconds(0.1) : Limit{};
       for (const Stranger& s : strangers_) {
@@ -93,11 +94,9 @@ class Listener {
   // Reports the refusal, but not too often.
   void refuse(std::list<Stranger>::iterator s, const std::string& why) {
     ++refused_;
-    if (quiet_until_.passed()) {
+    if (report_.due()) {
       say_(formatted("a connection from {} was refused: {}{}", s->from, why,
                      refused_ > 1 ? formatted(" ({} more since the last such line)", refused_ - 1) : std::string()));
-      quiet_until_ = Limit::seconds(quiet_seconds_);
-      quiet_seconds_ = std::min(60.0, 2 * quiet_seconds_);
       refused_ = 0;
     }
     strangers_.erase(s);
@@ -111,11 +110,39 @@ class Listener {
   std::list<Stranger> strangers_;  // oldest first
   bool full_ = false;
   int64_t refused_ = 0;  // since the last line about it
-  Limit quiet_until_{Limit::Clock::time_point::min(), nullptr};
-  double quiet_seconds_ = 1;
-  std::atomic<bool> ending_ = false;
+  NowAndThen report_{0, 1};
   Waker waker_;
-  std::thread thread_;  // last: it uses all of them
+  std::jthread thread_;  // last: it uses all of them
+};
+
+// A one-way connection for data, from a rank of another process to a rank of this one.
+struct Channel {
+  int group = 0, from = 0, to = 0;
+  auto operator<=>(const Channel&) const = default;
+};
+
+class DataDoor {
+ public:
+  using Take = std::function<void(const Channel&, Socket)>;
+
+  // Sets who takes the connections, including those that have already come. Empty: nobody from now on.
+  void serve(Take take) {
+    std::lock_guard lock(mutex_);
+    take_ = std::move(take);
+    if (!take_) return;
+    for (auto& [channel, socket] : early_) take_(channel, std::move(socket));
+    early_.clear();
+  }
+  void arrive(const Channel& channel, Socket socket) {
+    std::lock_guard lock(mutex_);
+    if (take_) take_(channel, std::move(socket));
+    else early_.emplace_back(channel, std::move(socket));
+  }
+
+ private:
+  std::mutex mutex_;
+  Take take_;
+  std::vector<std::pair<Channel, Socket>> early_;
 };
 
 }  // namespace llmc

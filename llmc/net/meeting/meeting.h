@@ -5,7 +5,6 @@
 
 #include "net/meeting/agreement.h"
 #include "net/meeting/meeting_point.h"
-#include "net/wire/messages.h"
 
 namespace llmc {
 
@@ -15,15 +14,13 @@ inline Introduction introduction(const Greeting& greeting, const Rendezvous& at,
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
   return {protocol_version, greeting, {greeting.process, host_name(), host_name() + " " + boot, at.address, port}};
 }
-// The parts of the message by which process 0 describes all processes to the others. It omits loopback addresses, which
-// mean other machines elsewhere.
+// How process 0 describes all processes to the others; without loopback addresses, which mean other machines elsewhere.
 constexpr size_t parts_of_a_peer = 4;
 inline std::vector<std::string> parts_of(const std::vector<Peer>& peers) {
   std::vector<std::string> parts;
   for (const Peer& p : peers)
-    for (const std::string& part :
-         {p.host, p.machine, detail::is_loopback_name(p.address) ? "" : p.address, std::to_string(p.port)})
-      parts.push_back(part);
+    parts.insert(parts.end(),
+                 {p.host, p.machine, detail::is_loopback_name(p.address) ? "" : p.address, std::to_string(p.port)});
   return parts;
 }
 // Adds the processes that follow these.

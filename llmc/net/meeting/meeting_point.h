@@ -6,7 +6,6 @@
 
 #include <sstream>
 
-#include "core/host_name.h"
 #include "net/meeting/listener.h"
 
 namespace llmc {
@@ -17,32 +16,19 @@ struct Rendezvous {
   double init_timeout = 600;  // seconds to wait for all processes
   double patience = 2;        // seconds to wait for those still to come, when it is clear that the job cannot begin
   Say say;                    // must outlive the job
-  std::string
-      address;       // TRAIN_GPT_ADDRESS: where others reach this process, if it is not where its connections come from
-  Socket listening;  // process 0's, if it listens at HOST:PORT already
+  std::string address;        // TRAIN_GPT_ADDRESS: where others reach it, if not where its connections come from
+  Socket listening;           // process 0's, if it listens at HOST:PORT already
+  double spare_wait = 30;     // seconds that a place is empty, and nobody comes, before a spare takes it
+  bool was_spare = false;     // this process has been sent to its place
 
-  double spare_wait = 30;  // seconds that a place is empty, and nobody comes, before a spare takes it
-  bool was_spare = false;  // this process has been sent to its place
-
+  // When it is said who is waited for.
+  NowAndThen reminder() const {
+    const double first = std::min(5.0, init_timeout / 4);
+    return NowAndThen(first, 2 * first);
+  }
   std::optional<std::string> file() const {
     return where.starts_with("file:") ? std::optional(where.substr(5)) : std::nullopt;
   }
-};
-
-// Times a repeated message: each interval is twice the last one, up to a minute.
-class NowAndThen {
- public:
-  explicit NowAndThen(double first_seconds) : seconds_(first_seconds), next_(Limit::seconds(first_seconds)) {}
-  Limit next() const { return next_; }
-  bool due() {
-    if (!next_.passed()) return false;
-    next_ = Limit::seconds(seconds_ = std::min(60.0, 2 * seconds_));
-    return true;
-  }
-
- private:
-  double seconds_;
-  Limit next_;
 };
 
 namespace detail {
@@ -51,19 +37,15 @@ namespace detail {
 inline bool is_loopback_name(const std::string& host) {
   return host == "localhost" || host == "::1" || host.starts_with("127.");
 }
-inline bool all_loopback(const std::vector<Address>& addresses) {
-  return std::all_of(addresses.begin(), addresses.end(), [](const Address& a) { return a.is_loopback(); });
-}
 inline void check_token(const Endpoint& endpoint, const std::string& token) {
-  CHECK(!token.empty() || all_loopback(resolve(endpoint)),
+  CHECK(!token.empty() || std::ranges::all_of(resolve(endpoint), &Address::is_loopback),
         "the rendezvous at {} can be reached from other machines, so this process has to prove that it belongs to the "
         "job, and {}",
         endpoint.text(), how_to_set_a_token);
   if (token.empty()) check_that_users_are_told();
 }
 
-// An address by which other machines may reach this one: that of its host name, else that of its first interface, else
-// a loopback address.
+// An address by which others may reach this machine: of its host name, else its first interface, else a loopback one.
 inline std::string own_address() {
   try {
     for (const Address& address : resolve({host_name(), 0}))
@@ -156,16 +138,22 @@ inline Socket listen_at_meeting_point(const Endpoint& endpoint, const std::strin
   }
 }
 
+struct Reached {
+  Socket socket;
+  Nonce job;
+  Endpoint endpoint;
+};
+
 namespace detail {
 
 // Throws the last address's ConnectionError.
-inline std::pair<Socket, Nonce> connect_to_any(const Endpoint& endpoint, const Hello& hello, const std::string& token,
-                                               const std::string& where, const Limit& limit) {
+inline Reached connect_to_any(const Endpoint& endpoint, const Hello& hello, const std::string& token,
+                              const std::string& where, const Limit& limit) {
   const std::vector<Address> addresses = resolve(endpoint);
   for (size_t i = 0;; ++i) try {
       Socket socket = connect_to(addresses.at(i), limit.sooner(handshake_seconds));
       const Nonce job = introduce(socket, hello, token, where, limit);
-      return {std::move(socket), job};
+      return {std::move(socket), job, endpoint};
     } catch (const ConnectionError&) {
       if (i + 1 == addresses.size()) throw;
     }
@@ -173,16 +161,10 @@ inline std::pair<Socket, Nonce> connect_to_any(const Endpoint& endpoint, const H
 
 }  // namespace detail
 
-struct Reached {
-  Socket socket;
-  Nonce job;
-  Endpoint endpoint;
-};
-
 // Connects another process to process 0 as soon as process 0 listens.
 inline Reached reach_process_0(const Rendezvous& at, int process) {
   const Limit limit = Limit::seconds(at.init_timeout);
-  NowAndThen reminder(std::min(5.0, at.init_timeout / 4));
+  NowAndThen reminder = at.reminder();
   std::string fault;
   for (double pause = 0.02;; pause = std::min(0.5, 2 * pause)) {
     std::string where = "the rendezvous at " + at.where;
@@ -196,8 +178,7 @@ inline Reached reach_process_0(const Rendezvous& at, int process) {
         endpoint = parse_endpoint(at.where);
         detail::check_token(endpoint, at.token);
       }
-      auto [socket, job] = detail::connect_to_any(endpoint, hello, at.token, where, limit);
-      return {std::move(socket), job, endpoint};
+      return detail::connect_to_any(endpoint, hello, at.token, where, limit);
     } catch (const ConnectionError& error) {  // not there yet, or what listens there is not process 0 of this job
       if (fault.empty() || !limit.passed()) fault = error.what();  // not the attempt that was cut short
     }

@@ -20,8 +20,7 @@ class Roster {
   // "rank 3 on HOST"
   std::string name_of_rank(int rank) const { return formatted("rank {} on {}", rank, host_of(rank / local_ranks())); }
 
-  // Connects to another process of the job; tries again until the limit, because strangers may take all room at its
-  // listener. Throws ConnectionError.
+  // Tries until the limit, as strangers may take all room at the other process's listener. Throws ConnectionError.
   Socket connect(int process, ConnectionPurpose purpose, const std::array<int32_t, 3>& numbers,
                  const Limit& limit) const {
     for (double pause = 0.01;; pause = std::min(0.5, 2 * pause)) try {
@@ -84,12 +83,11 @@ class Roster {
     return detail::connect_to_any({peer.address, peer.port},
                                   {.purpose = purpose, .to_process = process, .numbers = numbers, .job = id_}, token_,
                                   name_of(process), limit)
-        .first;
+        .socket;
   }
   int count_here(int end) const {
     const std::string& here = peers_[static_cast<size_t>(process())].machine;
-    return static_cast<int>(
-        std::count_if(peers_.begin(), peers_.begin() + end, [&](const Peer& p) { return p.machine == here; }));
+    return static_cast<int>(std::ranges::count(peers_.begin(), peers_.begin() + end, here, &Peer::machine));
   }
 };
 

@@ -6,7 +6,7 @@
 #include <mutex>
 
 #include "core/check.h"
-#include "core/pulse.h"
+#include "core/threads.h"
 
 namespace llmc {
 
@@ -42,6 +42,13 @@ inline std::vector<int> from_runs(const std::string& text) {
   return numbers;
 }
 
+// The larger of the two in the middle of an even number of values.
+inline double median(std::vector<double> values) {
+  const auto middle = values.begin() + std::ssize(values) / 2;
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
 // The members of a group: ranks, ascending. Copies share them, because large groups have many members that know them.
 class Members {
  public:
@@ -66,9 +73,9 @@ struct GroupState {
   std::string name;
   int world = 0;
   Members members;
-  int64_t begun = 0;              // collectives
-  std::optional<double> waiting;  // seconds in the last of them; none: it has ended
-  std::string what;               // "the all-gather of unit blocks.3"
+  int64_t begun = 0;                   // collectives
+  std::optional<double> waiting = {};  // seconds in the last of them; none: it has ended
+  std::string what = {};               // "the all-gather of unit blocks.3"
 
   bool same_group(const GroupState& other) const {
     return name == other.name && world == other.world && members.ranks().at(0) == other.members.ranks().at(0);
@@ -81,7 +88,7 @@ struct RankState {
   int64_t updates = 0;  // done by this process
   bool saving = false;  // it writes a checkpoint
   double busy = 0;      // seconds that the compute stream is busy in a step, the median of the last ones; 0: not known
-  uint64_t pulses = 0;  // the count of its process (core/pulse.h)
+  uint64_t pulses = 0;  // the count of its process (core/threads.h)
   std::vector<GroupState> groups;
 };
 
@@ -89,14 +96,12 @@ struct RankState {
 inline std::vector<std::string> parts_of(const std::vector<RankState>& ranks) {
   std::vector<std::string> parts;
   for (const RankState& r : ranks) {
-    for (const std::string& part :
-         {std::to_string(r.step), std::to_string(r.updates), std::to_string(int{r.saving}),
-          formatted("{:.17g}", r.busy), std::to_string(r.pulses), std::to_string(r.groups.size())})
-      parts.push_back(part);
+    parts.insert(parts.end(),
+                 {std::to_string(r.step), std::to_string(r.updates), std::to_string(int{r.saving}),
+                  formatted("{:.17g}", r.busy), std::to_string(r.pulses), std::to_string(r.groups.size())});
     for (const GroupState& g : r.groups)
-      for (const std::string& part : {g.name, std::to_string(g.world), g.members.runs(), std::to_string(g.begun),
-                                      g.waiting ? formatted("{:.3f}", *g.waiting) : std::string(), g.what})
-        parts.push_back(part);
+      parts.insert(parts.end(), {g.name, std::to_string(g.world), g.members.runs(), std::to_string(g.begun),
+                                 g.waiting ? formatted("{:.3f}", *g.waiting) : std::string(), g.what});
   }
   return parts;
 }
@@ -131,11 +136,8 @@ inline std::vector<RankState> ranks_from(const std::vector<std::string>& parts, 
 // Where a rank records what it does in one group, written by the one thread that uses the group.
 class Attendance {
  public:
-  Attendance(std::string name, int world, Members members) {
-    state_.name = std::move(name);
-    state_.world = world;
-    state_.members = std::move(members);
-  }
+  Attendance(std::string name, int world, Members members)
+      : state_{.name = std::move(name), .world = world, .members = std::move(members)} {}
   // The next collective: "the OP of SUBJECT".
   void begin(std::string_view op, std::string_view kind, std::string_view subject) {
     std::lock_guard lock(mutex_);
@@ -188,8 +190,8 @@ class Board {
     ranks_[0].places.push_back(processes = std::make_shared<Attendance>("processes", 0, firsts));
   }
 
-  std::shared_ptr<Attendance> processes;  // texts between the processes, by the main thread; in the name of their first
-                                          // ranks
+  // Texts between the processes, by the main thread; in the name of their first ranks.
+  std::shared_ptr<Attendance> processes;
 
   // A World begins; all processes begin the same worlds.
   void begin_world() {
@@ -230,22 +232,20 @@ class Board {
   std::vector<RankState> read(double seconds) {
     std::lock_guard lock(mutex_);
     std::vector<RankState> states;
+    std::map<const Attendance*, Wait> waits;  // of those that are still there
     for (Rank& r : ranks_) {
-      RankState& s = states.emplace_back(RankState{r.step, r.updates, r.saving, median(r.busy), pulses(), {}});
+      const double busy = r.busy.size() < steps_compared ? 0 : median({r.busy.begin(), r.busy.end()});
+      RankState& s = states.emplace_back(RankState{r.step, r.updates, r.saving, busy, pulses(), {}});
       for (const auto& place : r.places) {
         GroupState g = place->state();
-        auto& [begun, waited] = waits_[place.get()];
-        waited = g.waiting && begun == g.begun ? waited + seconds : 0;
-        begun = g.begun;
+        const Wait before = waits_[place.get()];
+        const double waited = g.waiting && before.collective == g.begun ? before.seconds + seconds : 0;
+        waits[place.get()] = {g.begun, waited};
         if (g.waiting) g.waiting = waited;
         s.groups.push_back(std::move(g));
       }
     }
-    std::erase_if(waits_, [&](const auto& w) {
-      return std::none_of(ranks_.begin(), ranks_.end(), [&](const Rank& r) {
-        return std::any_of(r.places.begin(), r.places.end(), [&](const auto& p) { return p.get() == w.first; });
-      });
-    });
+    waits_ = std::move(waits);
     return states;
   }
 
@@ -259,20 +259,16 @@ class Board {
     std::deque<double> busy;  // seconds, in the last updates
     std::vector<std::shared_ptr<Attendance>> places;
   };
+  struct Wait {
+    int64_t collective = 0;
+    double seconds = 0;
+  };
   Rank& of(int rank) { return ranks_.at(static_cast<size_t>(rank - first_)); }
-  // 0: too few values.
-  static double median(const std::deque<double>& values) {
-    if (values.size() < steps_compared) return 0;
-    std::vector<double> sorted(values.begin(), values.end());
-    std::nth_element(sorted.begin(), sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2), sorted.end());
-    return sorted[sorted.size() / 2];
-  }
-
   int first_;
   std::mutex mutex_;
   int world_ = 0;
   std::vector<Rank> ranks_;
-  std::map<const Attendance*, std::pair<int64_t, double>> waits_;  // the collective, and seconds waited in it
+  std::map<const Attendance*, Wait> waits_;
 };
 
 }  // namespace llmc

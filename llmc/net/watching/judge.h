@@ -60,9 +60,7 @@ class Judge {
 
   bool warm(int rank) const { return at(rank).state.updates > 0; }
   bool any_warm() const {
-    for (int r = 0; r < size(); ++r)
-      if (warm(r)) return true;
-    return false;
+    return std::ranges::any_of(ranks_, [](const Seen& s) { return s.state.updates > 0; });
   }
   double limit(int rank) const { return timeouts_.limit(warm(rank)); }
 
@@ -147,19 +145,16 @@ class Judge {
 // A line about a rank that computes much longer than the others; none: there is no such rank.
 inline std::optional<std::string> straggler(const std::vector<Seen>& ranks, const NameOfRank& name) {
   constexpr double much = 1.5, negligible = 1e-3;  // times; seconds
-  int slowest = 0;
-  std::vector<double> others;
-  for (size_t r = 0; r < ranks.size(); ++r) {
-    if (ranks[r].state.busy == 0) return std::nullopt;
-    if (ranks[r].state.busy > ranks[static_cast<size_t>(slowest)].state.busy) slowest = static_cast<int>(r);
-  }
-  for (size_t r = 0; r < ranks.size(); ++r)
-    if (static_cast<int>(r) != slowest) others.push_back(ranks[r].state.busy);
-  if (others.empty()) return std::nullopt;
-  std::nth_element(others.begin(), others.begin() + static_cast<std::ptrdiff_t>(others.size() / 2), others.end());
-  const double usual = others[others.size() / 2], its = ranks[static_cast<size_t>(slowest)].state.busy;
+  std::vector<double> busy;
+  for (const Seen& s : ranks) busy.push_back(s.state.busy);
+  if (busy.size() < 2 || std::ranges::count(busy, 0) > 0) return std::nullopt;
+  const auto slowest = std::ranges::max_element(busy);
+  const double its = *slowest;
+  const int rank = static_cast<int>(slowest - busy.begin());
+  busy.erase(slowest);
+  const double usual = median(busy);
   if (its < much * usual || its - usual < negligible) return std::nullopt;
-  return formatted("notice: {} computes {:.1f} times as long as the others (median of {} steps)", name(slowest),
+  return formatted("notice: {} computes {:.1f} times as long as the others (median of {} steps)", name(rank),
                    its / usual, Board::steps_compared);
 }
 

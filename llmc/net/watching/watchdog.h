@@ -3,19 +3,37 @@
 // all. The others hear from both regularly, and end by themselves if both are gone. On every process the thread then
 // wakes the ranks that wait, and ends the process if that does not help.
 #pragma once
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <stop_token>
 #include <thread>
 
 #include "net/meeting/rendezvous.h"
-#include "net/watching/board.h"
 #include "net/watching/judge.h"
-#include "net/watching/last_resort.h"
 
 namespace llmc {
+
+// Ends the process where its own threads cannot: stuck in MPI, in a file system, in a GPU's driver.
+// If the scope has not been left within `seconds`, prints the error and ends the process with this exit status.
+class LastResort {
+ public:
+  LastResort(double seconds, std::string error, ExitStatus status = ExitStatus::lost)
+      : thread_([this, seconds, status, line = "train_gpt: " + std::move(error) + "\n"](const std::stop_token& left) {
+          std::unique_lock lock(mutex_);
+          const auto is_left = [&] { return left.stop_requested(); };
+          if (changed_.wait_for(lock, left, Limit::lasting(seconds), is_left)) return;
+          // Not by stdio, whose locks other threads may hold.
+          [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
+          ::_exit(static_cast<int>(status));
+        }) {}
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable_any changed_;
+  std::jthread thread_;  // last: it uses all of them
+};
 
 // The text that all processes print when a rank fails by itself.
 inline std::string failure(const std::string& rank, const std::string& error) {
@@ -32,18 +50,11 @@ class Watchdog {
         timeouts_(timeouts),
         period_(std::clamp(std::min(timeouts.init, timeouts.comm) / 8, 0.05, 1.0)),
         seen_(static_cast<size_t>(control.processes() * control.local_ranks())),
-        thread_([this] { run(); }) {}
+        thread_([this](const std::stop_token& ending) { run(ending); }) {}
   ~Watchdog() {
-    {
-      std::lock_guard lock(mutex_);
-      ending_ = true;
-    }
-    ended_.notify_all();
+    thread_.request_stop();
     control_.wake();
-    thread_.join();
   }
-  Watchdog(const Watchdog&) = delete;
-  Watchdog& operator=(const Watchdog&) = delete;
 
   // Sets the function to call, on another thread, when the job cannot go on: it wakes those who wait. Empty: none.
   void on_fault(std::function<void()> wake) {
@@ -56,7 +67,6 @@ class Watchdog {
   Fault fault(double seconds = 2) const {
     return control_.wait_for_fault(Limit::seconds(seconds), [] { return false; });
   }
-  std::string reason(double seconds = 2) const { return fault(seconds).why; }
   std::string name_of_rank(int rank) const { return control_.name_of_rank(rank); }
   // A rank of this process has failed by itself.
   void failed(int rank, const std::string& error, ExitStatus status = ExitStatus::refused) {
@@ -70,9 +80,7 @@ class Watchdog {
   // share its processors.
   std::optional<std::string> notice() {
     std::lock_guard lock(mutex_);
-    if (!notice_ || !next_notice_.passed()) return std::nullopt;
-    next_notice_ = Limit::seconds(notice_seconds_);
-    notice_seconds_ = std::min(3600.0, 2 * notice_seconds_);
+    if (!notice_ || !next_notice_.due()) return std::nullopt;
     return std::exchange(notice_, std::nullopt);
   }
 
@@ -87,19 +95,19 @@ class Watchdog {
     return ranks;
   }
 
-  void run() try {
-    watch();
+  void run(const std::stop_token& ending) try {
+    watch(ending);
   } catch (const std::exception& error) {  // such as a board that is too long for a message: nobody is watched any more
     failed(control_.process() * control_.local_ranks(), error.what());
-    end_process(fault());
+    end_process(fault(), ending);
   }
 
-  void watch() {
+  void watch(const std::stop_token& ending) {
     auto before = Clock::now();
-    while (!ending_) {
-      const Fault fault = control_.wait_for_fault(Limit::seconds(period_), [this] { return ending_.load(); });
-      if (ending_) return;
-      if (fault.known()) return end_process(fault);
+    while (!ending.stop_requested()) {
+      const Fault fault = control_.wait_for_fault(Limit::seconds(period_), [&] { return ending.stop_requested(); });
+      if (ending.stop_requested()) return;
+      if (fault.known()) return end_process(fault, ending);
       const auto now = Clock::now();
       // Time in which this process itself was stopped or starved does not count.
       const double seconds = std::min(std::chrono::duration<double>(now - before).count(), 2 * period_);
@@ -112,12 +120,12 @@ class Watchdog {
     }
   }
 
-  void end_process(const Fault& fault) {
+  void end_process(const Fault& fault, const std::stop_token& ending) {
     const LastResort last_resort(grace, fault.why, fault.status);
     std::unique_lock lock(mutex_);
     fault_known_ = true;
     if (wake_) wake_();
-    ended_.wait(lock, [this] { return ending_.load(); });
+    ended_.wait(lock, ending, [&] { return ending.stop_requested(); });
   }
 
   void judge(const std::vector<RankState>& mine, double seconds) {
@@ -180,12 +188,10 @@ class Watchdog {
   std::function<void()> wake_;
   bool fault_known_ = false;
   std::optional<std::string> notice_;
-  Limit next_notice_{Limit::Clock::time_point::min(), nullptr};
-  double notice_seconds_ = 60;
+  NowAndThen next_notice_{0, 60, 3600};
 
-  std::atomic<bool> ending_ = false;
-  std::condition_variable ended_;
-  std::thread thread_;  // last: it uses all of them
+  std::condition_variable_any ended_;
+  std::jthread thread_;  // last: it uses all of them
 };
 
 }  // namespace llmc

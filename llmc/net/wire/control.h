@@ -1,5 +1,5 @@
-// control.h: small messages between processes that know each other: one thread reads from and writes to any number of
-// connections, so that nobody waits for a slow one.
+// control.h: small messages between processes that know each other, and what they say: one thread reads from and writes
+// to any number of connections, so that nobody waits for a slow one.
 #pragma once
 #include <deque>
 #include <mutex>
@@ -16,24 +16,26 @@ struct Message {
   uint32_t kind = 0;
   std::vector<std::string> parts;
 
-  void require_short() const {
-    size_t bytes = 2 * sizeof(uint32_t);
+  static size_t bytes_of(std::span<const std::string> parts) {
+    size_t bytes = 0;
     for (const std::string& part : parts) bytes += sizeof(uint32_t) + part.size();
+    return bytes;
+  }
+  void require_short() const {
+    const size_t bytes = 2 * sizeof(uint32_t) + bytes_of(parts);
     CHECK(bytes <= most_bytes, "a message of {} bytes is too long for another process, which takes {}", bytes,
           most_bytes);
   }
 
   std::string encoded() const {
     require_short();
-    std::string text(sizeof(uint32_t), '\0');
+    std::string text;
     auto add = [&](size_t number) {
       const auto word = static_cast<uint32_t>(number);
       text.append(reinterpret_cast<const char*>(&word), sizeof word);
     };
-    add(kind);
+    add(sizeof(uint32_t) + bytes_of(parts)), add(kind);
     for (const std::string& part : parts) add(part.size()), text += part;
-    const auto bytes = static_cast<uint32_t>(text.size() - sizeof(uint32_t));
-    std::memcpy(text.data(), &bytes, sizeof bytes);
     return text;
   }
 
@@ -70,17 +72,12 @@ struct Message {
 inline std::vector<Message> in_pieces(uint32_t kind, const std::vector<std::string>& head,
                                       const std::vector<std::string>& rest, size_t together = 1,
                                       size_t most_bytes = Message::most_bytes) {
-  const auto encoded_bytes = [](std::span<const std::string> parts) {
-    size_t bytes = 0;
-    for (const std::string& part : parts) bytes += sizeof(uint32_t) + part.size();
-    return bytes;
-  };
-  const size_t bytes_of_head = 2 * sizeof(uint32_t) + encoded_bytes(head);
+  const size_t bytes_of_head = 2 * sizeof(uint32_t) + Message::bytes_of(head);
   std::vector<Message> pieces = {{kind, head}};
   size_t bytes = bytes_of_head;
   for (size_t i = 0; i < rest.size(); i += together) {
     const auto next = std::span(rest).subspan(i, std::min(together, rest.size() - i));
-    const size_t more = encoded_bytes(next);
+    const size_t more = Message::bytes_of(next);
     if (i > 0 && bytes + more > most_bytes) pieces.push_back({kind, head}), bytes = bytes_of_head;
     std::vector<std::string>& parts = pieces.back().parts;
     parts.insert(parts.end(), next.begin(), next.end());
@@ -88,6 +85,49 @@ inline std::vector<Message> in_pieces(uint32_t kind, const std::vector<std::stri
   }
   return pieces;
 }
+
+// What the processes of a job say over their control connections.
+struct Kind {
+  enum Value : uint32_t { greeting = 1, verdict, text, gathered, fault, end, failed, board, beat, place };
+};
+
+// Whether process `to` takes a message of this kind from process `from`; none: a process that is not in the job yet.
+// Each process has control connections only with processes 0 and 1.
+inline bool may_say(uint32_t kind, std::optional<int> from, int to) {
+  switch (kind) {
+    case Kind::greeting: return !from && to == 0;
+    case Kind::verdict:
+    case Kind::gathered: return from == 0;
+    case Kind::text: return from && to == 0;
+    case Kind::failed:
+    case Kind::board: return from && to <= 1;
+    case Kind::fault:
+    case Kind::beat: return from && *from <= 1;
+    case Kind::end: return from.has_value();
+    default: return false;  // also a place: only spares take one, which are not in the job
+  }
+}
+
+// Why a job cannot go on, and the exit status of its processes: that of a rank that has failed by itself; lost where
+// one has gone, hangs, or has not come.
+struct Fault {
+  std::string why = {};  // empty: there is none
+  ExitStatus status = ExitStatus::lost;
+
+  bool known() const { return !why.empty(); }
+  // The text, which may be another process's, as far as it is read.
+  static std::string limited(const std::string& text) {
+    constexpr size_t most = 16 << 10;
+    return text.size() <= most ? text : formatted("{}... ({} bytes)", text.substr(0, most), text.size());
+  }
+  std::vector<std::string> parts() const { return {why, std::to_string(static_cast<int>(status))}; }
+  static Fault from(const std::vector<std::string>& parts) {
+    const ExitStatus status{std::stoi(parts.at(1))};
+    CHECK(status == ExitStatus::refused || status == ExitStatus::diverged || status == ExitStatus::lost,
+          "a fault has no such exit status");
+    return {limited(parts.at(0)), status};
+  }
+};
 
 // A connection is known by the number that add() returned.
 class Control {
@@ -105,10 +145,7 @@ class Control {
       end_ = Limit::seconds(1);
     }
     waker_.wake();
-    thread_.join();
   }
-  Control(const Control&) = delete;
-  Control& operator=(const Control&) = delete;
 
   int add(Socket socket) {
     // Keepalive detects only idle connections that broke; with data under way, TCP would try for a quarter of an hour.
@@ -206,7 +243,7 @@ class Control {
   int next_ = 0;
   std::optional<Limit> end_;  // set when this object is being destroyed
   Waker waker_;
-  std::thread thread_;  // last: it uses all of them
+  std::jthread thread_;  // last: it uses all of them
 };
 
 }  // namespace llmc

@@ -8,12 +8,10 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <chrono>
 
-#include "core/check.h"
+#include "core/files.h"
 
 namespace llmc {
 
@@ -23,21 +21,9 @@ class ConnectionError : public Error {
   explicit ConnectionError(const std::string& message) : Error(message, ExitStatus::lost) {}
 };
 
-// A file descriptor that closes itself.
-class Socket {
+class Socket : public Descriptor {
  public:
-  Socket() = default;
-  explicit Socket(int fd) : fd_(fd) {}
-  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Socket& operator=(Socket&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Socket() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  int fd() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
+  using Descriptor::Descriptor;
 
   static constexpr const char* closed = "the connection was closed";
   // Is this the error of a connection whose other side was closed?
@@ -56,14 +42,13 @@ class Socket {
     message.msg_iov = const_cast<iovec*>(parts);
     message.msg_iovlen = n;
     for (;;) {
-      const ssize_t moved = call(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      const ssize_t moved = call(fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
       if (moved > 0) return static_cast<size_t>(moved);
       if (moved < 0 && errno == EINTR) continue;
       if (moved < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
       throw ConnectionError(moved == 0 ? closed : std::strerror(errno));
     }
   }
-  int fd_ = -1;
 };
 
 // Wakes the thread that polls it, from any thread.
@@ -83,7 +68,7 @@ class Waker {
   int fd() const { return event_.fd(); }
 
  private:
-  Socket event_;
+  Descriptor event_;
 };
 
 // How long a wait may take. stop: when woken, ends the wait with a PeerError.
@@ -105,6 +90,24 @@ struct Limit {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
     return static_cast<int>(std::clamp<int64_t>(left, 0, 3'600'000));
   }
+};
+
+// Times a repeated message: from the second on, each interval is twice the last one, up to `most` seconds.
+class NowAndThen {
+ public:
+  NowAndThen(double first, double second, double most = 60)
+      : next_(Limit::seconds(first)), interval_(second), most_(most) {}
+  Limit next() const { return next_; }
+  bool due() {
+    if (!next_.passed()) return false;
+    next_ = Limit::seconds(interval_);
+    interval_ = std::min(most_, 2 * interval_);
+    return true;
+  }
+
+ private:
+  Limit next_;
+  double interval_, most_;  // seconds
 };
 
 // Waits until one of at most four files is ready. False: the deadline has passed.
@@ -284,19 +287,18 @@ inline Socket listen_at(const Address& address) {
 
 // Listens at every address of this machine, of both families if it has both.
 inline Socket listen_everywhere(int port) {
-  Address any;
-  any.storage.ss_family = AF_INET6;
-  any.bytes = sizeof(sockaddr_in6);
-  any.set_port(port);
-  try {
+  const auto listen_at_any = [&](sa_family_t family, socklen_t bytes) {
+    Address any;
+    any.storage.ss_family = family;
+    any.bytes = bytes;
+    any.set_port(port);
     return listen_at(any);
+  };
+  try {
+    return listen_at_any(AF_INET6, sizeof(sockaddr_in6));
   } catch (const ConnectionError&) {  // no IPv6 here; or the port is taken, which the next attempt will report
+    return listen_at_any(AF_INET, sizeof(sockaddr_in));
   }
-  any = {};
-  any.storage.ss_family = AF_INET;
-  any.bytes = sizeof(sockaddr_in);
-  any.set_port(port);
-  return listen_at(any);
 }
 
 }  // namespace llmc

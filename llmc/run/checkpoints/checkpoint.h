@@ -8,7 +8,7 @@
 #include <sys/statvfs.h>
 
 #include "core/checksum.h"
-#include "core/failure_text.h"
+#include "core/log.h"
 #include "core/safetensors.h"
 #include "model/hf.h"
 

@@ -1,7 +1,7 @@
 // checkpoint_saver.h: saves a run's checkpoints, retries those that could not be written, deletes old ones; ends a run
 // whose replicas have diverged, because nobody knows what it trains.
 #pragma once
-#include "core/host_name.h"
+#include "core/environment.h"
 #include "run/checkpoints/checkpoint_write.h"
 #include "run/checkpoints/local_copies.h"
 #include "run/checkpoints/progress.h"

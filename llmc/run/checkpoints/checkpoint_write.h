@@ -8,6 +8,7 @@
 #pragma once
 #include <chrono>
 
+#include "core/log.h"
 #include "run/checkpoints/background_copies.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/checkpoint_share.h"

@@ -13,6 +13,9 @@
 #include <mutex>
 #include <thread>
 
+#include "core/files.h"
+#include "core/json.h"
+#include "core/log.h"
 #include "net/links.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/local_parts.h"

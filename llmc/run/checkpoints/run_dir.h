@@ -3,7 +3,7 @@
 #pragma once
 #include <climits>
 
-#include "core/file_lock.h"
+#include "core/files.h"
 #include "run/checkpoints/resume_point.h"
 #include "run/checkpoints/retention.h"
 #include "run/news.h"

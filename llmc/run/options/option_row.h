@@ -1,7 +1,5 @@
 // option_row.h: an option as a row of the list in options.h.
 #pragma once
-#include "core/check.h"
-#include "core/enum_names.h"
 #include "run/options/option_values.h"
 #include "run/options/text_list.h"
 #include "run/options/values.h"

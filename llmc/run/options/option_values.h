@@ -1,6 +1,5 @@
 // option_values.h: the values that options take: words, intervals, and whether a resumed run may change them.
 #pragma once
-#include "core/enum_names.h"
 #include "core/precision.h"
 
 namespace llmc {

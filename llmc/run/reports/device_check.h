@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "core/host_name.h"
+#include "core/environment.h"
 #include "core/log.h"
 #include "run/processes.h"
 #include "run/rank_device.h"

@@ -6,8 +6,8 @@
 #endif
 
 #include "comm/world.h"
+#include "core/environment.h"
 #include "core/files.h"
-#include "core/host_name.h"
 #include "core/log.h"
 #include "model/presets.h"
 #include "ops/ops_attention.h"

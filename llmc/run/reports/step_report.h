@@ -209,7 +209,8 @@ class StepReport {
   }
 
   void read_gpu(int64_t step) {
-    if (const auto reading = monitor_->read()) return log_.gpu(step, to_string(*reading), to_json_object(*reading));
+    if (const auto reading = monitor_->read())
+      return log_.facts("gpu", step, to_string(*reading), to_json_object(*reading));
     log_.line("notice: " + monitor_->why_not());
     monitor_.reset();
   }

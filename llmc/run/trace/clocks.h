@@ -4,8 +4,8 @@
 #include <sstream>
 
 #include "comm/host_group.h"
+#include "core/environment.h"
 #include "core/files.h"
-#include "core/host_name.h"
 
 namespace llmc {
 
