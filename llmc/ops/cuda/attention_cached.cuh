@@ -93,7 +93,7 @@ __global__ void attention_cached_combine_kernel(HeadRows<T> out, const float* __
 template <class T, int pack>
 __global__ void cache_append_kernel(T* __restrict__ cache_rows, const T* __restrict__ qkv, AttentionShape s) {
   const int64_t kept = 2 * s.Hkv * s.D, row = s.Hq * s.D + kept;
-  const int64_t i = (blockIdx.x * int64_t{blockDim.x} + threadIdx.x) * pack, t = i / kept;
+  const int64_t i = item_of_thread() * pack, t = i / kept;
   if (t < s.T) Packed<T, pack>::load(qkv + t * row + s.Hq * s.D + i % kept).store(cache_rows + i);
 }
 
@@ -127,9 +127,7 @@ void attention_cached(const HeadRows<T>& out, const AttentionInputs<T>& from, fl
 template <class T>
 void cache_append(T* cache_rows, const T* qkv, const AttentionShape& s, cudaStream_t stream) {
   with_packs<full_pack<T>>(rows_fit_packs(s.D, full_pack<T>, cache_rows, qkv), [&]<int pack>() {
-    constexpr int threads = 256;
-    launch(cache_append_kernel<T, pack>, ceil_div(s.T * 2 * s.Hkv * s.D, threads * pack), threads, 0, stream,
-           cache_rows, qkv, s);
+    launch_each(cache_append_kernel<T, pack>, s.T * 2 * s.Hkv * s.D / pack, stream, cache_rows, qkv, s);
   });
 }
 

@@ -4,7 +4,6 @@
 #pragma once
 #include "ops/cuda/attention_cached.cuh"
 #include "ops/cuda/attention_wgmma.cuh"
-#include "ops/cuda/elementwise.cuh"
 
 namespace llmc::cuda {
 
@@ -50,7 +49,7 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
 template <class T, int pack>
 __global__ void attention_finish_kernel(T* out, float* lse, const float* sums, const float* largest, const float* total,
                                         int64_t n, int64_t length, int64_t Hq, int64_t D) {
-  const int64_t i = (blockIdx.x * int64_t{blockDim.x} + threadIdx.x) * pack;
+  const int64_t i = item_of_thread() * pack;
   if (i >= n) return;
   const int64_t row = i / (Hq * D), h = i / D % Hq, statistic = (row / length * Hq + h) * length + row % length;
   const auto xs = Packed<float, pack>::load_streaming(sums + i);
@@ -117,8 +116,7 @@ void attention_finish(T* out, float* lse, const float* sums, const float* larges
                       int64_t length, int64_t Hq, int64_t D, cudaStream_t stream) {
   const int64_t n = B * length * Hq * D;
   with_packs<full_pack<float>>(rows_fit_packs(D, full_pack<float>, out, sums), [&]<int pack>() {
-    launch(attention_finish_kernel<T, pack>, ceil_div(n, pack * detail::elementwise_threads),
-           detail::elementwise_threads, 0, stream, out, lse, sums, largest, total, n, length, Hq, D);
+    launch_each(attention_finish_kernel<T, pack>, n / pack, stream, out, lse, sums, largest, total, n, length, Hq, D);
   });
 }
 

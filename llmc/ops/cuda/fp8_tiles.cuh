@@ -26,24 +26,24 @@ void tile_maxima(float* maxima, const T* x, const TiledPart& part, cudaStream_t 
          128, 0, stream, maxima, x, part);
 }
 
-template <int threads>
+template <int = 0>
 __global__ void scales_of_ranks_kernel(float* __restrict__ scales, const float* __restrict__ maxima, int64_t ranks,
                                        int64_t n) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i >= n) return;
   float largest = 0;
   for (int64_t r = 0; r < ranks; ++r) largest = fmaxf(largest, maxima[r * n + i]);
   scales[i] = fp8_scale(largest);
 }
 inline void scales_of_ranks(float* scales, const float* maxima, int64_t ranks, int64_t n, cudaStream_t stream) {
-  launch(scales_of_ranks_kernel<256>, ceil_div(n, int64_t{256}), 256, 0, stream, scales, maxima, ranks, n);
+  launch_each(scales_of_ranks_kernel<>, n, stream, scales, maxima, ranks, n);
 }
 
 // A thread has an element of `part`.
 template <class Out, class In>
-__global__ void __launch_bounds__(256) scale_tiles_kernel(Out* __restrict__ out, const In* __restrict__ x,
-                                                          const float* __restrict__ scales, TiledPart part) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+__global__ void __launch_bounds__(item_threads) scale_tiles_kernel(Out* __restrict__ out, const In* __restrict__ x,
+                                                                   const float* __restrict__ scales, TiledPart part) {
+  const int64_t i = item_of_thread();
   if (i >= part.n) return;
   const float scale = scales[part.tile_of(part.first + i)];
   if constexpr (std::is_same_v<Out, e4m3>) out[i] = e4m3::of(to_float(x[i]) * reciprocal_of_power(scale));
@@ -51,11 +51,11 @@ __global__ void __launch_bounds__(256) scale_tiles_kernel(Out* __restrict__ out,
 }
 template <class T>
 void tiles_to_fp8(e4m3* out, const T* x, const float* scales, const TiledPart& part, cudaStream_t stream) {
-  launch(scale_tiles_kernel<e4m3, T>, ceil_div(part.n, int64_t{256}), 256, 0, stream, out, x, scales, part);
+  launch_each(scale_tiles_kernel<e4m3, T>, part.n, stream, out, x, scales, part);
 }
 template <class T>
 void tiles_from_fp8(T* out, const e4m3* x, const float* scales, const TiledPart& part, cudaStream_t stream) {
-  launch(scale_tiles_kernel<T, e4m3>, ceil_div(part.n, int64_t{256}), 256, 0, stream, out, x, scales, part);
+  launch_each(scale_tiles_kernel<T, e4m3>, part.n, stream, out, x, scales, part);
 }
 
 }  // namespace llmc::cuda

@@ -99,4 +99,13 @@ void launch(void (*kernel)(Parameters...), Grid grid, Grid block, int64_t shared
   if (status != cudaSuccess) launch_failed(function, grid, block, shared_bytes, status);
 }
 
+// A thread for each of n items, in blocks of item_threads: item_of_thread(), which in the last block may be past the
+// end.
+inline constexpr int item_threads = 256;
+template <class... Parameters, class... Arguments>
+void launch_each(void (*kernel)(Parameters...), int64_t n, cudaStream_t stream, Arguments&&... arguments) {
+  launch(kernel, ceil_div(n, item_threads), item_threads, 0, stream, std::forward<Arguments>(arguments)...);
+}
+__device__ inline int64_t item_of_thread() { return static_cast<int64_t>(blockIdx.x) * item_threads + threadIdx.x; }
+
 }  // namespace llmc::cuda

@@ -158,10 +158,6 @@ inline int head_lanes(int64_t D, int pack) {
   while (lanes < warp_size && lanes * pack < D / 2) lanes *= 2;
   return lanes;
 }
-inline void check_head_size(const char* op, int64_t D) {
-  CHECK(D % 2 == 0 && D <= max_head_size, "{}: the head size {} is not an even number up to {}", op, D, max_head_size);
-}
-
 // Calls run.operator()<pack, turning>() as the arrays and the shape allow; without a table, heads are not rotated.
 template <class T, class Run, class... Arrays>
 void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*... arrays) {
@@ -179,7 +175,7 @@ void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*...
 template <class T>
 void qk_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const T* k_weight, const float* table,
                      const int32_t* positions, float eps, const AttentionShape& s, cudaStream_t stream) {
-  detail::check_head_size("qk_norm_forward", s.D);
+  detail::check_even_head("qk_norm_forward", s.D);
   const auto run = [&]<int pack, detail::Turning turning>() {
     const int lanes = detail::head_lanes(s.D, pack);
     const int64_t threads = std::min<int64_t>(round_up((s.Hq + 2 * s.Hkv) * lanes, warp_size), 256);
@@ -198,7 +194,7 @@ template <class T>
 void qk_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, const RowParts<float>& partials, const T* qkv,
                       const T* q_weight, const T* k_weight, const float* rstd, const float* table,
                       const int32_t* positions, const AttentionShape& s, cudaStream_t stream) {
-  detail::check_head_size("qk_norm_backward", s.D);
+  detail::check_even_head("qk_norm_backward", s.D);
   const int64_t parts = row_parts(s.B * s.T);
   const auto run = [&]<int pack, detail::Turning turning>() {
     const int lanes = detail::head_lanes(s.D, pack), threads = 256;

@@ -11,23 +11,23 @@ namespace detail {
 
 inline constexpr int64_t max_head_size = 512;
 
+using Frequencies = std::array<float, max_head_size / 2>;
+
+inline void check_even_head(const char* op, int64_t D) {
+  CHECK(D % 2 == 0 && D <= max_head_size, "{}: the head size {} is not an even number up to {}", op, D, max_head_size);
+}
+
 // The cosines and sines that rotate the pairs begin ... begin + pack - 1.
 template <int pack>
 struct Angles {
-  float cosines[pack], sines[pack];
+  Floats<pack> cosines, sines;
 
   // table (P, D): the cosines of position p, then the sines.
   __device__ static Angles load(const float* table, int64_t position, int64_t D, int64_t begin, Turn turn) {
-    constexpr int floats = pack < 4 ? pack : 4;
-    Angles angles;
     const float* from = table + position * D + begin;
-    for (int i = 0; i < pack; i += floats) {
-      const auto cs = Packed<float, floats>::load(from + i), ss = Packed<float, floats>::load(from + D / 2 + i);
-      for (int j = 0; j < floats; ++j) {
-        angles.cosines[i + j] = cs[j];
-        angles.sines[i + j] = turn == Turn::forward ? ss[j] : -ss[j];
-      }
-    }
+    Angles angles = {Floats<pack>::load(from), Floats<pack>::load(from + D / 2)};
+    if (turn == Turn::backward)
+      for (int i = 0; i < pack; ++i) angles.sines[i] = -angles.sines[i];
     return angles;
   }
 
@@ -65,23 +65,18 @@ __global__ void rotary_kernel(T* __restrict__ qkv, const float* __restrict__ tab
 template <class T>
 void rotary(T* qkv, const float* table, const int32_t* positions, const AttentionShape& s, Turn turn,
             cudaStream_t stream) {
-  CHECK(s.D % 2 == 0 && s.D <= detail::max_head_size, "rotary: the head size {} is not an even number up to {}", s.D,
-        detail::max_head_size);
+  detail::check_even_head("rotary", s.D);
   with_packs<full_pack<T>>(rows_fit_packs(s.D / 2, full_pack<T>, qkv, table), [&]<int pack>() {
     const int64_t lanes = s.D / 2 / pack, heads = std::min(s.Hq + s.Hkv, ceil_div(256, lanes));
     launch(rotary_kernel<T, pack>, s.B * s.T, Grid(lanes, heads), 0, stream, qkv, table, positions, s, turn);
   });
 }
 
-namespace detail {
-using Frequencies = std::array<float, max_head_size / 2>;
-}
-
-// One thread per (position, pair). Block: 256 threads.
+// One thread per (position, pair).
 template <class Float>
 __global__ void rotary_table_kernel(Float* __restrict__ table, const __grid_constant__ detail::Frequencies frequencies,
                                     int64_t P, int64_t D) {
-  const int64_t half = D / 2, index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t half = D / 2, index = item_of_thread();
   if (index >= P * half) return;
   const int64_t p = index / half, i = index % half;
   const Float angle = static_cast<Float>(p) * frequencies[static_cast<size_t>(i)];  // rounded, as transformers does
@@ -91,11 +86,10 @@ __global__ void rotary_table_kernel(Float* __restrict__ table, const __grid_cons
 
 // table (P, D): for position p, D / 2 cosines, then D / 2 sines. The frequencies come from the CPU.
 inline void rotary_table(float* table, const Rotary& rotary, int64_t P, int64_t D, cudaStream_t stream) {
-  CHECK(D % 2 == 0 && D <= detail::max_head_size, "rotary_table: the head size {} is not an even number up to {}", D,
-        detail::max_head_size);
+  detail::check_even_head("rotary_table", D);
   detail::Frequencies frequencies = {};
   for (int64_t i = 0; i < D / 2; ++i) frequencies[static_cast<size_t>(i)] = rotary.frequency(i, D);
-  launch(rotary_table_kernel<float>, ceil_div(P * D / 2, 256), 256, 0, stream, table, frequencies, P, D);
+  launch_each(rotary_table_kernel<float>, P * D / 2, stream, table, frequencies, P, D);
 }
 
 }  // namespace llmc::cuda

@@ -173,10 +173,10 @@ __global__ void router_sums_kernel(float* __restrict__ partials, const float* __
 }
 
 // Adds up the blocks of each segment. Grid: (blocks of E + 2, segments).
-template <int threads>
+template <int = 0>
 __global__ void add_router_sums_kernel(float* __restrict__ probabilities, float* __restrict__ sums,
                                        const float* __restrict__ partials, int64_t blocks, int64_t E) {
-  const int64_t e = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x, segment = blockIdx.y;
+  const int64_t e = item_of_thread(), segment = blockIdx.y;
   if (e >= E + 2) return;
   float total = 0;
   for (int64_t block = 0; block < blocks; ++block) total += partials[(segment * blocks + block) * (E + 2) + e];
@@ -230,10 +230,10 @@ __global__ void count_dropped_kernel(double* __restrict__ dropped, const int32_t
 }
 
 // x as the sum of three bf16 matrices; see cpu/router.h.
-template <int threads>
+template <int = 0>
 __global__ void split_in_three_kernel(bf16* __restrict__ out, const float* __restrict__ x, int64_t n, int64_t columns,
                                       int64_t row, int64_t part) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i >= n) return;
   float rest = x[i];
   for (int64_t p = 0; p < 3; ++p) {
@@ -245,9 +245,7 @@ __global__ void split_in_three_kernel(bf16* __restrict__ out, const float* __res
 
 inline void split_in_three(bf16* out, const float* x, int64_t rows, int64_t columns, int64_t row, int64_t part,
                            cudaStream_t stream) {
-  constexpr int threads = 256;
-  launch(split_in_three_kernel<threads>, ceil_div(rows * columns, threads), threads, 0, stream, out, x, rows * columns,
-         columns, row, part);
+  launch_each(split_in_three_kernel<>, rows * columns, stream, out, x, rows * columns, columns, row, part);
 }
 
 inline void router_forward(int32_t* choices, float* weights, const float* logits, const float* bias, int64_t N,
@@ -275,8 +273,8 @@ inline void router_statistics(int32_t* counts, float* probabilities, float* sums
   const int64_t S = segments.count(N), blocks = ceil_div(std::min(segments.length, N), rows);
   launch(router_sums_kernel<rows>, Grid(blocks, S), warp_size, 2 * r.E * bytes, stream, partials, logits, N, r,
          segments);
-  launch(add_router_sums_kernel<threads>, Grid(ceil_div(r.E + 2, threads), S), threads, 0, stream, probabilities, sums,
-         partials, blocks, r.E);
+  launch(add_router_sums_kernel<>, Grid(ceil_div(r.E + 2, item_threads), S), item_threads, 0, stream, probabilities,
+         sums, partials, blocks, r.E);
   launch(count_choices_kernel<threads>, S, threads, r.E * bytes, stream, counts, choices, N, r, segments);
 }
 

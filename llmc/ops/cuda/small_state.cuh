@@ -100,7 +100,7 @@ template <class Step>
 __global__ void __launch_bounds__(256) small_state_kernel(SmallUpdate u, Step step) {
   if (u.control[2] == 0) return;
   const float gradient_scale = Step::slots == 0 ? 1.0f : static_cast<float>(u.control[1]);
-  const int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * of_thread;
+  const int64_t at = item_of_thread() * of_thread;
   const bool active = at < u.n;
   float weights[of_thread] = {}, slots[2][of_thread] = {}, gradient[of_thread] = {};
   if (active) {
@@ -126,10 +126,8 @@ __global__ void __launch_bounds__(256) small_state_kernel(SmallUpdate u, Step st
 
 inline void update_small_state(Optimizer optimizer, const SmallUpdate& u, const OptimizerOptions& options,
                                cudaStream_t stream) {
-  constexpr int64_t threads = 256;
   with_step<float>(optimizer, options, [&](auto step) {
-    launch(detail::small_state_kernel<decltype(step)>, ceil_div(u.n, threads * detail::of_thread), threads, 0, stream,
-           u, step);
+    launch_each(detail::small_state_kernel<decltype(step)>, ceil_div(u.n, detail::of_thread), stream, u, step);
   });
 }
 

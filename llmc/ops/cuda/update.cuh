@@ -55,7 +55,7 @@ __global__ void update_kernel(W* __restrict__ weight, float* __restrict__ master
     if constexpr (Step::slots >= 1) firsts.store_streaming(slot1 + at);
     if constexpr (Step::slots == 2) seconds.store_streaming(slot2 + at);
   };
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * pack;
+  const int64_t first = item_of_thread() * pack;
   if (first + pack <= n) apply.template operator()<pack>(first);
   else
     for (int64_t i = first; i < n; ++i) apply.template operator()<1>(i);
@@ -74,11 +74,10 @@ template <Master where, class W>
 void update_weights(Optimizer optimizer, W* weight, float* master, float* slot1, float* slot2, const float* gradient,
                     const double* control, const Elements& elements, int64_t n, const OptimizerOptions& options,
                     const Philox& words, cudaStream_t stream) {
-  constexpr int64_t threads = 256;
   with_step<float>(optimizer, options, [&](auto step) {
     with_packs<4>(fit_packs(weight, master, slot1, slot2, gradient) && are_blocks(elements), [&]<int pack>() {
-      launch(update_kernel<W, where, pack, decltype(step)>, ceil_div(n, pack * threads), threads, 0, stream, weight,
-             master, slot1, slot2, gradient, control, elements, n, step, words);
+      launch_each(update_kernel<W, where, pack, decltype(step)>, ceil_div(n, pack), stream, weight, master, slot1,
+                  slot2, gradient, control, elements, n, step, words);
     });
   });
 }
@@ -107,17 +106,17 @@ inline void update_weights_stochastic(Optimizer optimizer, bf16* weight, float* 
 }
 
 // One thread per element: fp32 loads of neighbours are whole transactions.
-template <int threads>
+template <int = 0>
 __global__ void average_weights_kernel(float* __restrict__ average, const float* __restrict__ weight,
                                        const double* __restrict__ control, int64_t n, float share) {
   if (control[2] == 0) return;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i < n) average[i] += share * (weight[i] - average[i]);
 }
 
-template <int threads>
+template <int = 0>
 __global__ void exchange_kernel(float* __restrict__ a, float* __restrict__ b, int64_t n) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i >= n) return;
   const float before = a[i];
   a[i] = b[i];
@@ -126,13 +125,11 @@ __global__ void exchange_kernel(float* __restrict__ a, float* __restrict__ b, in
 
 inline void average_weights(float* average, const float* weight, const double* control, int64_t n, float share,
                             cudaStream_t stream) {
-  constexpr int threads = 256;
-  launch(average_weights_kernel<threads>, ceil_div(n, threads), threads, 0, stream, average, weight, control, n, share);
+  launch_each(average_weights_kernel<>, n, stream, average, weight, control, n, share);
 }
 
 inline void exchange(float* a, float* b, int64_t n, cudaStream_t stream) {
-  constexpr int threads = 256;
-  launch(exchange_kernel<threads>, ceil_div(n, threads), threads, 0, stream, a, b, n);
+  launch_each(exchange_kernel<>, n, stream, a, b, n);
 }
 
 }  // namespace llmc::cuda
