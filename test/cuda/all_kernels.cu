@@ -8,7 +8,6 @@
 #include "ops/cuda/embedding.cuh"
 #include "ops/cuda/expert_ranks.cuh"
 #include "ops/cuda/experts.cuh"
-#include "ops/cuda/fp8_tiles.cuh"
 #include "ops/cuda/grouped_matmul.cuh"
 #include "ops/cuda/matmul.cuh"
 #include "ops/cuda/mma.cuh"

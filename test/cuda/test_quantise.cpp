@@ -5,7 +5,6 @@
 #include "ops/cpu/fp8_tiles.h"
 #include "ops/cpu/matmul.h"
 #include "ops/cpu/quantise.h"
-#include "ops/cuda/fp8_tiles.cuh"
 #include "ops/cuda/matmul.cuh"
 #include "ops/cuda/quantise.cuh"
 

@@ -24,7 +24,7 @@ embedding: embedding sort
 experts grouped_matmul: experts grouped_matmul
 expert_ranks: expert_ranks
 qk_norm: projection_norm qk_norm rotary
-quantise swiglu: quantise fp8_tiles
+quantise swiglu: quantise
 router: router
 step: step'
 export every=${MUTANTS:-8} compiler=${CXX:-g++}

@@ -11,7 +11,7 @@ namespace llmc::cuda {
 
 // dK and dV. Grid: grid_of_heads(B Hkv, blocks of keys), first keys first, which the most rows see.
 template <class T, class Block, int DP, Copy copy>
-__global__ void __launch_bounds__(Block::threads, attention_blocks)
+__global__ void __launch_bounds__(Block::threads, Block::blocks)
     attention_backward_keys_kernel(Heads<T> dkeys, Heads<T> dvalues, Heads<float> dkey_sums, Heads<float> dvalue_sums,
                                    Heads<const T> douts, Heads<const T> queries, Heads<const T> keys,
                                    Heads<const T> values, const RowTerms* __restrict__ terms,
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
 // keys_values: Hkv heads of keys, then Hkv of values: two arguments, each with a stride and a base, would spill
 // registers.
 template <class T, class Block, int DP, Copy copy>
-__global__ void __launch_bounds__(Block::threads, attention_blocks)
+__global__ void __launch_bounds__(Block::threads, Block::blocks)
     attention_backward_queries_kernel(Heads<T> dqueries, Heads<float> dquery_sums, RowTerms* terms,
                                       Heads<const T> douts, Heads<const T> outs, const float* __restrict__ lse,
                                       Heads<const T> queries, Heads<const T> keys_values,

@@ -9,7 +9,7 @@ namespace llmc::cuda {
 
 // Grid: grid_of_heads(B Hq, blocks of rows).
 template <class T, class Block, int DP, Copy copy>
-__global__ void __launch_bounds__(Block::threads, attention_blocks)
+__global__ void __launch_bounds__(Block::threads, Block::blocks)
     attention_forward_kernel(KernelOutputs<T> to, Heads<const T> queries, Heads<const T> keys, Heads<const T> values,
                              const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int M = Block::M;

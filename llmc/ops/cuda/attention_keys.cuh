@@ -35,11 +35,8 @@ struct RowRange {
       smallest = min(smallest, seen.first(row));
       largest = max(largest, seen.first(row));
     }
-#pragma unroll
-    for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) {
-      smallest = min(smallest, __shfl_xor_sync(all_lanes, smallest, lanes));
-      largest = max(largest, __shfl_xor_sync(all_lanes, largest, lanes));
-    }
+    smallest = warp_reduce(smallest, [](int a, int b) { return min(a, b); });
+    largest = warp_reduce(largest, [](int a, int b) { return max(a, b); });
   }
   // Does any row see any key of [first, last]? Does every row see all of them?
   __device__ bool sees_any(int first, int last) const { return first < end && last >= smallest; }
@@ -88,9 +85,7 @@ __device__ inline int end_of_rows_that_see(const SeenKeys& seen, int begin, int 
 #pragma unroll 4
   for (int row = begin + lane_of_thread(); row < seen.rows; row += warp_size)
     if (seen.first(row) <= last) end = row + 1;
-#pragma unroll
-  for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) end = max(end, __shfl_xor_sync(all_lanes, end, lanes));
-  return end;
+  return warp_reduce(end, [](int a, int b) { return max(a, b); });
 }
 
 // The tiles of n rows of queries, of one head, that see any of the keys [begin, begin + keys); maybe none. All lanes of

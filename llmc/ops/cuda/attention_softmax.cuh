@@ -136,8 +136,7 @@ __device__ void find_row_terms(RowTerms* terms, const Head<const T>& dout, const
                    os = Packed<T, pack>::load(out.data + row * out.stride + d);
         for (int i = 0; i < pack; ++i) delta += gs[i] * os[i];
       }
-#pragma unroll
-    for (int others = lanes / 2; others > 0; others /= 2) delta += __shfl_xor_sync(all_lanes, delta, others);
+    delta = warp_reduce<lanes>(delta, Sum{});
     if (lane == 0) terms[row] = {valid ? lse[row] * log2_e : INFINITY, delta};
   }
 }

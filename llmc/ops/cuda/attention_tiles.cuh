@@ -312,14 +312,12 @@ __device__ void multiply(Accumulators<M, N>& sums, const Accumulators<M, K>& p, 
 
 // ---- Sizes ----------------------------------------------------------------------------------------------------------
 
-// Blocks that are meant to share a multiprocessor: one computes while the other waits for memory.
-inline constexpr int attention_blocks = 2;
-
 // Each of the block's `warps` warps holds 16 M rows of a head, of queries or of keys, and reads tiles of `tile_rows`
-// rows of the opposite kind.
+// rows of the opposite kind. Two blocks are meant to share a multiprocessor: one computes while the other waits for
+// memory.
 template <int M_, int warps_, int tile_rows_, int DP, class T>
 struct BlockSize {
-  static constexpr int M = M_, tile_rows = tile_rows_, rows = 16 * M * warps_, threads = warps_ * warp_size;
+  static constexpr int M = M_, tile_rows = tile_rows_, rows = 16 * M * warps_, threads = warps_ * warp_size, blocks = 2;
   static constexpr int N = tile_rows / 8, ND = DP / 8;  // blocks of 8 columns: of scores and of outputs
   // Shared memory: `operands` tiles of rows, and two buffers of two tiles of tile_rows.
   static constexpr int64_t shared_bytes(int operands) {

@@ -12,16 +12,15 @@ namespace llmc::cuda {
 
 namespace detail {
 
-// f(pack, its first column) for the columns in [begin, end): thread by thread, each with several loads in flight.
-// load(column) starts one.
-template <class Pack, int in_flight = 8, class Load, class F>
-__device__ void for_packs(int begin, int end, Load load, F f) {
+// f(pack, its first column) for the columns [begin, end) of a row: thread by thread, each with several loads in flight.
+template <class Pack, int in_flight = 8, auto load = Pack::load, class T, class F>
+__device__ void for_packs(const T* row, int begin, int end, F f) {
   const int step = static_cast<int>(blockDim.x) * Pack::size;
   for (int v = begin + static_cast<int>(threadIdx.x) * Pack::size; v < end; v += in_flight * step) {
     Kept<Pack> packs[in_flight];
 #pragma unroll
     for (int j = 0; j < in_flight; ++j)
-      if (v + j * step < end) packs[j] = load(v + j * step);
+      if (v + j * step < end) packs[j] = load(row + v + j * step);
 #pragma unroll
     for (int j = 0; j < in_flight; ++j)
       if (v + j * step < end) f(packs[j], v + j * step);
@@ -54,12 +53,10 @@ __device__ void for_kept_packs(T* kept_row, const T* row, int kept, F f) {
     cp_async_wait<0>();
     for_group(3, take);
   } else {
-    for_packs<Pack>(
-        0, kept, [&](int v) { return Pack::load(row + v); },
-        [&](const Kept<Pack>& packed, int v) {
-          packed.store(kept_row + v);
-          f(packed, v);
-        });
+    for_packs<Pack>(row, 0, kept, [&](const Kept<Pack>& packed, int v) {
+      packed.store(kept_row + v);
+      f(packed, v);
+    });
   }
 }
 
@@ -139,12 +136,9 @@ __global__ void __launch_bounds__(1024)
 
   detail::SoftmaxSum<T> softmax;
   const int in_kept = std::min(kept, V);
-  if constexpr (gradient == Gradient::yes)
-    detail::for_kept_packs<T, Pack>(
-        kept_row, row, in_kept, [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
-  detail::for_packs<Pack>(
-      in_kept, V, [&](int v) { return Pack::load(row + v); },
-      [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
+  const auto add = [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); };
+  if constexpr (gradient == Gradient::yes) detail::for_kept_packs<T, Pack>(kept_row, row, in_kept, add);
+  detail::for_packs<Pack>(row, in_kept, V, add);
   const float target_logit = to_float(row[target]);  // before the barriers after which the row is written
   softmax.reduce();
   const float log_z = logf(softmax.sum) + softmax.largest;
@@ -156,10 +150,8 @@ __global__ void __launch_bounds__(1024)
       detail::softmax_gradient<T>(detail::logits_of(packed, v, V), v, softmax.largest, factor, target, scale)
           .store_streaming(row + v);
     };
-    detail::for_packs<Pack>(
-        in_kept, V, [&](int v) { return Pack::load(row + v); }, store);
-    detail::for_packs<Pack, 2>(
-        0, in_kept, [&](int v) { return Pack::load(kept_row + v); }, store);
+    detail::for_packs<Pack>(row, in_kept, V, store);
+    detail::for_packs<Pack, 2>(kept_row, 0, in_kept, store);
     detail::zero_row<T, pack>(row, static_cast<int>(round_up(V, pack)), V_padded);
   }
 }
@@ -196,9 +188,8 @@ __global__ void __launch_bounds__(detail::row_softmax_threads)
   const T* row = logits + blockIdx.x * V_padded;
   const int V = static_cast<int>(part.size);
   detail::SoftmaxSum<T> softmax;
-  detail::for_packs<Pack>(
-      0, V, [&](int v) { return Pack::load(row + v); },
-      [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
+  detail::for_packs<Pack>(row, 0, V,
+                          [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
   softmax.reduce();
   if (threadIdx.x != 0) return;
   const int64_t target = targets[blockIdx.x];
@@ -237,12 +228,10 @@ __global__ void __launch_bounds__(detail::row_softmax_threads)
   if constexpr (gradient == Gradient::yes) {
     const float factor = scale * z.gradient(log_z) / sum;
     const int V = static_cast<int>(part.size), column = static_cast<int>(part.has(target) ? target - part.first : -1);
-    detail::for_packs<Pack>(
-        0, V, [&](int v) { return Pack::load_streaming(row + v); },
-        [&](const Kept<Pack>& packed, int v) {
-          detail::softmax_gradient<T>(detail::logits_of(packed, v, V), v, largest, factor, column, scale)
-              .store_streaming(row + v);
-        });
+    detail::for_packs<Pack, 8, Pack::load_streaming>(row, 0, V, [&](const Kept<Pack>& packed, int v) {
+      detail::softmax_gradient<T>(detail::logits_of(packed, v, V), v, largest, factor, column, scale)
+          .store_streaming(row + v);
+    });
     detail::zero_row<T, pack>(row, static_cast<int>(round_up(V, pack)), static_cast<int>(V_padded));
   }
 }

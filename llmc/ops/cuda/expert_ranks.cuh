@@ -118,12 +118,10 @@ inline int64_t arrival_plan_scratch(int64_t P, int64_t E) { return 2 * P * E; }
 
 inline void arrival_plan(int32_t* places, int32_t* offsets, int32_t* scratch, const int32_t* counts, int64_t P,
                          int64_t E, int64_t rows, int64_t stride, cudaStream_t stream) {
-  constexpr int scan_threads = 1024;
   const int64_t runs = P * E;
   int32_t *by_rank = scratch, *by_expert = scratch + runs;
   launch_each(order_runs_kernel<>, runs, stream, by_rank, by_expert, counts, P, E);
-  for (int32_t* table : {by_rank, by_expert})
-    launch(sums_before_kernel<scan_threads>, 1, scan_threads, 0, stream, table, runs);
+  for (int32_t* table : {by_rank, by_expert}) sums_before(table, runs, stream);
   launch_each(arrival_plan_kernel<>, std::max(rows, E + 1), stream, places, offsets, by_rank, by_expert, counts, P, E,
               rows, stride);
 }

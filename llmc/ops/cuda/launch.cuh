@@ -99,6 +99,8 @@ void launch(void (*kernel)(Parameters...), Grid grid, Grid block, int64_t shared
   if (status != cudaSuccess) launch_failed(function, grid, block, shared_bytes, status);
 }
 
+// Kernels without template parameters have one that nobody uses, or each object file would have them.
+
 // A thread for each of n items, in blocks of item_threads: item_of_thread(), which in the last block may be past the
 // end.
 inline constexpr int item_threads = 256;

@@ -1,9 +1,7 @@
 // small_state.cuh: an optimizer's step on state in few bits. Contract: ops/small_state.h.
 #pragma once
-#include "ops/cuda/launch.cuh"
 #include "ops/cuda/quantise.cuh"
-#include "ops/cuda/vec.cuh"
-#include "ops/optimizers.h"
+#include "ops/cuda/update.cuh"
 #include "ops/small_state.h"
 
 namespace llmc::cuda {
@@ -34,9 +32,7 @@ __device__ void round_block(const StateArray& slot, int64_t at, bool active, con
                             const std::array<uint32_t, 4>& random, int shift) {
   float largest = 0;
   for (int i = 0; i < of_thread; ++i) largest = larger_magnitude(largest, x[i]);
-#pragma unroll
-  for (int lanes = block_lanes / 2; lanes > 0; lanes /= 2)
-    largest = larger_magnitude(largest, __shfl_xor_sync(all_lanes, largest, lanes));
+  largest = warp_reduce<block_lanes>(largest, Magnitude{});
   const float scale = state_scale(slot.dtype, largest), factor = reciprocal_of_power(scale);
   Packed<T, of_thread> pack;
 #pragma unroll
@@ -109,12 +105,8 @@ __global__ void __launch_bounds__(256) small_state_kernel(SmallUpdate u, Step st
     load_state<float>(gradient, u.gradient, at);
   }
 #pragma unroll
-  for (int i = 0; i < of_thread; ++i) {
-    const float g = gradient[i] * gradient_scale;
-    if constexpr (Step::slots == 2) step(weights[i], slots[0][i], slots[1][i], g);
-    else if constexpr (Step::slots == 1) step(weights[i], slots[0][i], g);
-    else step(weights[i], g);
-  }
+  for (int i = 0; i < of_thread; ++i)
+    take_step(step, weights[i], slots[0][i], slots[1][i], gradient[i] * gradient_scale);
   if (active) store_masters(u, at, weights);
   if constexpr (Step::slots > 0) {
     const auto random = u.words.words(static_cast<uint64_t>((u.first + at) / 4));

@@ -65,8 +65,9 @@ __global__ void square_sum_kernel(double* __restrict__ partials, const G* __rest
 }
 
 // out = or += the sum of x, by one block.
-template <Accumulate accumulate, class T>
-__global__ void ordered_sum_kernel(double* __restrict__ out, const T* __restrict__ x, int64_t n) {
+template <class T>
+__global__ void ordered_sum_kernel(double* __restrict__ out, const T* __restrict__ x, int64_t n,
+                                   Accumulate accumulate) {
   const double sum = detail::ordered_sum<1>(x, n, detail::Identity{});
   if (threadIdx.x == 0) *out = (accumulate == Accumulate::yes ? *out : 0) + sum;
 }
@@ -78,15 +79,13 @@ void square_sum(double* out, double* partials, const G* x, int64_t n, Accumulate
   with_packs<4>(fit_packs(x), [&]<int pack>() {
     launch(square_sum_kernel<pack, G>, blocks, detail::sum_threads, 0, stream, partials, x, n);
   });
-  const auto sum = accumulate == Accumulate::yes ? ordered_sum_kernel<Accumulate::yes, double>
-                                                 : ordered_sum_kernel<Accumulate::no, double>;
-  launch(sum, 1, detail::sum_threads, 0, stream, out, partials, blocks);
+  launch(ordered_sum_kernel<double>, 1, detail::sum_threads, 0, stream, out, partials, blocks, accumulate);
 }
 
 // sum += all of losses (N)
 template <class A>
 void add_losses(double* sum, const A* losses, int64_t N, cudaStream_t stream) {
-  launch(ordered_sum_kernel<Accumulate::yes, A>, 1, detail::sum_threads, 0, stream, sum, losses, N);
+  launch(ordered_sum_kernel<A>, 1, detail::sum_threads, 0, stream, sum, losses, N, Accumulate::yes);
 }
 
 namespace detail {
@@ -118,7 +117,7 @@ __global__ void combine_scalars_kernel(Double* __restrict__ losses, Double* __re
   for (int64_t n = 0; n < N; ++n) {
     Double most = 0;
     for (int64_t r = threadIdx.x; r < ranks; r += warp_size) most = fmax(most, gathered[r * row + L + n]);
-    for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) most = fmax(most, __shfl_xor_sync(all_lanes, most, lanes));
+    most = warp_reduce(most, [](Double a, Double b) { return fmax(a, b); });
     if (threadIdx.x == 0) notices[n] = most;
   }
   for (int64_t i = threadIdx.x; i < units * tensor_ranks * shards; i += warp_size) {

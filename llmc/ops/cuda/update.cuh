@@ -10,6 +10,14 @@ namespace llmc::cuda {
 // Where the fp32 weights are: the weights themselves, a separate copy, or nowhere (stochastic rounding).
 enum class Master : uint8_t { weights, copy, none };
 
+// A step on one element; slots that the rule does not have are not read.
+template <class Step>
+__device__ void take_step(const Step& step, float& weight, float& slot1, float& slot2, float gradient) {
+  if constexpr (Step::slots == 2) step(weight, slot1, slot2, gradient);
+  else if constexpr (Step::slots == 1) step(weight, slot1, gradient);
+  else step(weight, gradient);
+}
+
 // One thread per pack; the last, partial pack is processed element by element. The segment has these elements of
 // its parameter; the four elements of a pack use one block of random numbers.
 template <class W, Master where, int pack, class Step>
@@ -35,9 +43,7 @@ __global__ void update_kernel(W* __restrict__ weight, float* __restrict__ master
     }
     for (int i = 0; i < size; ++i) {
       const float g = gs[i] * gradient_scale;
-      if constexpr (Step::slots == 2) step(ps.elements[i], firsts.elements[i], seconds.elements[i], g);
-      else if constexpr (Step::slots == 1) step(ps.elements[i], firsts.elements[i], g);
-      else step(ps.elements[i], g);
+      take_step(step, ps.elements[i], firsts.elements[i], seconds.elements[i], g);
     }
     if constexpr (where == Master::copy)
       for (int i = 0; i < size; ++i) ps.elements[i] = splittable(ps[i]);
