@@ -23,7 +23,7 @@ elementwise swiglu cross_entropy foundations: elementwise swiglu cross_entropy r
 embedding: embedding sort
 experts grouped_matmul: experts grouped_matmul
 expert_ranks: expert_ranks
-qk_norm: projection_norm qk_norm rotary
+qk_norm: heads projection_norm
 quantise swiglu: quantise
 router: router
 step: step'

@@ -164,7 +164,6 @@ inline int64_t attention_backward_scratch(const AttentionBlock& s) {
   return s.B * s.Hq * detail::terms_rows(s.queries.rows) * static_cast<int64_t>(sizeof(RowTerms) / sizeof(float));
 }
 
-// dout, out (B queries.length, Hq D)
 template <class T>
 void attention_backward(const AttentionGradients<T, float>& to, const T* dout, const T* out, const float* lse,
                         const AttentionInputs<T>& from, float* scratch, const AttentionBlock& s, cudaStream_t stream,

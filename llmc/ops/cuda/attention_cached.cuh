@@ -123,7 +123,6 @@ void attention_cached(const HeadRows<T>& out, const AttentionInputs<T>& from, fl
 
 }  // namespace detail
 
-// rows of the cache = the keys and values of new rows.   cache_rows (T, 2 Hkv D); qkv (T, (Hq + 2 Hkv) D)
 template <class T>
 void cache_append(T* cache_rows, const T* qkv, const AttentionShape& s, cudaStream_t stream) {
   with_packs<full_pack<T>>(rows_fit_packs(s.D, full_pack<T>, cache_rows, qkv), [&]<int pack>() {

@@ -110,7 +110,6 @@ void attention_forward(const AttentionOutputs<T, float>& to, const AttentionInpu
   with_head_size<T>(s.D, run, to.out, from.queries, from.keys, from.values);
 }
 
-// out (B T, Hq D) = sums / total; lse (B, Hq, T) = largest + log(total)
 template <class T>
 void attention_finish(T* out, float* lse, const float* sums, const float* largest, const float* total, int64_t B,
                       int64_t length, int64_t Hq, int64_t D, cudaStream_t stream) {

@@ -342,19 +342,24 @@ bool heads_fit_packs(int64_t D, int pack, const Heads&... rows) {
   return rows_fit_packs(D, pack, rows.data...) && ((rows.stride % pack == 0) && ...);
 }
 
+// Calls f.operator()<copy>(), with packs if all rows fit them.
+template <class T, class F>
+void with_copy(bool fit, F&& f) {
+  if constexpr (sizeof(T) == 2) {
+    if (fit) return f.template operator()<Copy::packs>();
+  }
+  f.template operator()<Copy::elements>();
+}
+
 // Calls f.operator()<DP, copy>(), with DP the head size of the kernel's instantiation; `rows`: all HeadRows of T.
 template <class T, class F, class... Heads>
 void with_head_size(int64_t D, F&& f, const Heads&... rows) {
   check_head_size<T>(D);
-  const auto with_copy = [&]<int DP>() {
-    if constexpr (sizeof(T) == 2) {
-      if (heads_fit_packs(D, full_pack<T>, rows...)) return f.template operator()<DP, Copy::packs>();
-    }
-    f.template operator()<DP, Copy::elements>();
-  };
-  if (D <= 64) with_copy.template operator()<64>();
-  else if (D <= 128) with_copy.template operator()<128>();
-  else if constexpr (largest_head<T> > 128) with_copy.template operator()<256>();
+  with_copy<T>(heads_fit_packs(D, full_pack<T>, rows...), [&]<Copy copy>() {
+    if (D <= 64) f.template operator()<64, copy>();
+    else if (D <= 128) f.template operator()<128, copy>();
+    else if constexpr (largest_head<T> > 128) f.template operator()<256, copy>();
+  });
 }
 
 }  // namespace llmc::cuda

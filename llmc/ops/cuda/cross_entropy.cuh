@@ -156,7 +156,6 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
-// losses (N) = ; with Gradient::yes the logits (N, V_padded) become their gradients. targets (N): -1 is ignored.
 template <class T>
 void cross_entropy(float* losses, T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t V_padded,
                    float scale, Gradient gradient, const ZLoss<float>& z, cudaStream_t stream) {
@@ -179,7 +178,7 @@ void cross_entropy(float* losses, T* logits, const int32_t* targets, int64_t N, 
   });
 }
 
-// stats (N, 3) = {largest logit, sum of exp(logit - largest), the target's logit} of the columns of `part`. Grid N.
+// Grid N.
 template <class T, int pack>
 __global__ void __launch_bounds__(detail::row_softmax_threads)
     cross_entropy_stats_kernel(float* __restrict__ stats, const T* __restrict__ logits,
@@ -236,7 +235,6 @@ __global__ void __launch_bounds__(detail::row_softmax_threads)
   }
 }
 
-// stats (N, 3) = ; targets (N): for -1 and for tokens outside `part` the target's logit is 0
 template <class T>
 void cross_entropy_stats(float* stats, const T* logits, const int32_t* targets, int64_t N, int64_t V_padded,
                          const Vocabulary& part, cudaStream_t stream) {
@@ -246,8 +244,6 @@ void cross_entropy_stats(float* stats, const T* logits, const int32_t* targets, 
   });
 }
 
-// losses (N) = ; with Gradient::yes the logits (N, V_padded) of this part become their gradients. targets (N): -1 is
-// ignored.
 template <class T>
 void cross_entropy_merge(float* losses, T* logits, const float* stats, const int32_t* targets, int64_t P, int64_t N,
                          int64_t V_padded, const Vocabulary& part, float scale, Gradient gradient,

@@ -103,18 +103,15 @@ inline void copy(std::byte* out, const std::byte* x, int64_t bytes, cudaStream_t
   CUDA_CHECK(cudaMemcpyAsync(out, x, static_cast<size_t>(bytes), cudaMemcpyDefault, stream));
 }
 
-// All bits set: a NaN in every floating-point dtype.
 inline void poison(std::byte* out, int64_t bytes, cudaStream_t stream) {
   CUDA_CHECK(cudaMemsetAsync(out, 0xff, static_cast<size_t>(bytes), stream));
 }
 
-// out (n) = gelu(x)
 template <class T>
 void gelu_forward(T* out, const T* x, int64_t n, cudaStream_t stream) {
   detail::map(out, detail::GeluForward<T>{}, n, stream, x);
 }
 
-// dx (n) = dout gelu'(x); dx may be dout
 template <class T>
 void gelu_backward(T* dx, const T* dout, const T* x, int64_t n, cudaStream_t stream) {
   detail::map(dx, detail::GeluBackward<T>{}, n, stream, dout, x);
@@ -164,7 +161,6 @@ void residual_forward(T* out, const T* a, const T* b, int64_t n, cudaStream_t st
   detail::map(out, Sum{}, n, stream, a, b);
 }
 
-// out (n) += x
 template <class T>
 void add_to(T* out, const T* x, int64_t n, cudaStream_t stream) {
   residual_forward(out, out, x, n, stream);
@@ -179,19 +175,16 @@ inline void add_to(double* out, const double* x, int64_t n, cudaStream_t stream)
   launch_each(add_sums_kernel<>, n, stream, out, x, n);
 }
 
-// out (n) = x, rounded to nearest even
 template <class To, class From>
 void convert(To* out, const From* x, int64_t n, cudaStream_t stream) {
   detail::map(out, detail::Same{}, n, stream, x);
 }
 
-// out (n) *= factor
 template <class T>
 void scale(T* out, float factor, int64_t n, cudaStream_t stream) {
   detail::map(out, detail::Scaled{factor}, n, stream, out);
 }
 
-// out (n) = value
 template <class T>
 void fill(T* out, float value, int64_t n, cudaStream_t stream) {
   detail::map(out, detail::Constant{value}, n, stream);
@@ -213,7 +206,6 @@ __global__ void merge_parts_kernel(T* __restrict__ out, const T* __restrict__ pa
   Pack::of(sums).store(out + at);
 }
 
-// out (N, C) = the sum of parts (P, N, C) and bias (C), which may be nullptr; same bits as on the CPU
 template <class T>
 void merge_parts(T* out, const T* parts, const T* bias, int64_t P, int64_t N, int64_t C, cudaStream_t stream) {
   with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, parts, bias), [&]<int pack>() {
@@ -231,14 +223,13 @@ __global__ void copy_box_kernel(Out* out, BoxStrides to, const X* x, BoxStrides 
   const auto xs = Packed<X, pack>::load_streaming(x + from.begin + i * from.outer + j * from.inner + k);
   Packed<Out, pack> outs;
   for (int e = 0; e < pack; ++e) {
-    if constexpr (std::is_same_v<Out, X>) outs.elements[e] = xs.elements[e];
+    if constexpr (std::is_same_v<Out, X>) outs.elements[e] = xs.elements[e];  // the bits, NaN too
     else outs.set(e, xs[e]);
   }
   const int64_t first = to.begin + i * to.outer + j * to.inner + k;
   outs.store(out + first / pack * pack);  // a multiple: nvcc must see one to store the pack at once
 }
 
-// A box of out = a box of x, rounded to nearest even; with equal dtypes the bits are copied, NaN too
 template <class Out, class X>
 void copy_box(Out* out, const BoxStrides& to, const X* x, const BoxStrides& from, const BoxSizes& sizes,
               cudaStream_t stream) {
@@ -278,8 +269,7 @@ __global__ void init_normal_box_kernel(T* __restrict__ out, Elements elements, i
     if (index % 4 == j) out[i] = from_float<T>(stddev * z[static_cast<size_t>(j)]);
 }
 
-// out (n) = the normal numbers of these elements of the tensor that rng is keyed for; same bits as on the CPU (contract
-// 7)
+// rng: keyed for the tensor of which out (n) has these elements
 template <class T>
 void init_normal(T* out, const Elements& elements, int64_t n, float stddev, const Philox& rng, cudaStream_t stream) {
   if (elements.columns != elements.stride)

@@ -146,7 +146,6 @@ __global__ void add_carried_kernel(TableGradients tables, const float* __restric
   sum.store(to);
 }
 
-// out (N, C) = wte[tokens] + wpe[positions], wte having the rows of the tokens in `part`; wpe may be nullptr
 template <class T>
 void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, const T* wte, const T* wpe, int64_t N,
                        int64_t C, const Vocabulary& part, cudaStream_t stream) {
@@ -155,7 +154,6 @@ void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, 
   });
 }
 
-// x (N, C) += wpe[positions]
 template <class T>
 void add_positions(T* x, const int32_t* positions, const T* wpe, int64_t N, int64_t C, cudaStream_t stream) {
   with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, x, wpe), [&]<int pack>() {
@@ -169,7 +167,6 @@ inline int64_t embedding_backward_scratch(int64_t N, int64_t C, int tables) {
   return round_up(sort_rows_scratch(M), 4) + ceil_div(M, detail::embedding_segment) * C;
 }
 
-// to.tokens[tokens] += dout (N, C), to.positions[positions] += dout; to.tokens has the rows of the tokens in `part`.
 // The rows of an id are added in order, in sums of at most 32 rows that are then added: the order depends on the ids
 // alone.
 template <class T>

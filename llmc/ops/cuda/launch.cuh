@@ -80,22 +80,15 @@ struct Grid : dim3 {
                     : ""));
 }
 
-// What a launch asks for; the kernel may have that much shared memory from here on.
-inline cudaLaunchConfig_t launch_config(const void* kernel, Grid grid, Grid block, int64_t shared_bytes,
-                                        cudaStream_t stream) {
-  const cudaError_t status = allow_shared_bytes(kernel, shared_bytes);
-  if (status != cudaSuccess) launch_failed(kernel, grid, block, shared_bytes, status);
-  return {grid, block, static_cast<size_t>(shared_bytes), stream, nullptr, 0};
-}
-
 // Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...). An empty grid is a no-op.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), Grid grid, Grid block, int64_t shared_bytes, cudaStream_t stream,
             Arguments&&... arguments) {
   if (grid.empty()) return;
   const auto function = reinterpret_cast<const void*>(kernel);
-  const cudaLaunchConfig_t config = launch_config(function, grid, block, shared_bytes, stream);
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+  const cudaLaunchConfig_t config = {grid, block, static_cast<size_t>(shared_bytes), stream, nullptr, 0};
+  cudaError_t status = allow_shared_bytes(function, shared_bytes);
+  if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
   if (status != cudaSuccess) launch_failed(function, grid, block, shared_bytes, status);
 }
 

@@ -99,19 +99,22 @@ struct Fp8Tile {
   }
   __device__ Floats<pack> fp32(int row, int p) const { return Kept<Packed<T>>(Packed<T>::load(at(row, p))).fp32(); }
 
-  // The tile at (row, column) of a matrix (R, C), rounded: its rows in `out` (R, C), each with a scale.
-  __device__ void quantise_rows(const Fp8Operand& out, int64_t row, int64_t column, int64_t R, int64_t C) const {
+  // The tile at (row, column) of a matrix (R, C), rounded: its rows in `out` (R, C), each with a scale, or by_tile with
+  // scale_of_all, which is not written.
+  template <bool by_tile = false>
+  __device__ void quantise_rows(const Fp8Operand& out, int64_t row, int64_t column, int64_t R, int64_t C,
+                                float scale_of_all = 0) const {
     for_packs([&](int r, int p) {
       const Floats<pack> values = fp32(r, p);
-      const float scale = scale_of_row(values);
+      const float scale = by_tile ? scale_of_all : scale_of_row(values);
       if (row + r >= R || column + p * pack >= C) return;
       e4m3_pack(values.values, reciprocal_of_power(scale)).store(out.values + (row + r) * C + column + p * pack);
-      if (p == 0) out.scales[column / size * R + row + r] = scale;
+      if (!by_tile && p == 0) out.scales[column / size * R + row + r] = scale;
     });
   }
-  // Its columns in `turned` (C, R), each with a scale, or with scale_of_all. A warp has the columns of a pack, four
+  // The same for its columns, in `turned` (C, R). A warp has the columns of a pack, four
   // words wide, in turn: a lane has 16 rows of a word, so that eight lanes write a column's 128 bytes.
-  template <bool by_tile>
+  template <bool by_tile = false>
   __device__ void quantise_columns(const Fp8Operand& turned, int64_t row, int64_t column, int64_t R, int64_t C,
                                    float scale_of_all = 0) const {
     constexpr int columns = 4 / sizeof(T), words = 4, warps = 256 / warp_size;
@@ -166,7 +169,7 @@ __global__ void __launch_bounds__(256, 4)
 
   if constexpr (!by_tile) {
     if (out.values != nullptr) tile.quantise_rows(out, row, column, R, C);
-    if (turned.values != nullptr) tile.template quantise_columns<false>(turned, row, column, R, C);
+    if (turned.values != nullptr) tile.quantise_columns(turned, row, column, R, C);
   } else {
     float largest[1] = {0};
     Tile::for_packs([&](int r, int p) {
@@ -178,12 +181,7 @@ __global__ void __launch_bounds__(256, 4)
     const auto padded = [](int64_t n) { return (ceil_div(n, int64_t{Tile::size}) + 3) / 4 * 4; };
     if (threadIdx.x == 0 && out.values != nullptr) out.scales[blockIdx.y * padded(C) + blockIdx.x] = scale;
     if (threadIdx.x == 0 && turned.values != nullptr) turned.scales[blockIdx.x * padded(R) + blockIdx.y] = scale;
-    if (out.values != nullptr)
-      Tile::for_packs([&](int r, int p) {
-        if (row + r < R && column + p * Tile::pack < C)
-          e4m3_pack(tile.fp32(r, p).values, reciprocal_of_power(scale))
-              .store(out.values + (row + r) * C + column + p * Tile::pack);
-      });
+    if (out.values != nullptr) tile.template quantise_rows<true>(out, row, column, R, C, scale);
     if (turned.values != nullptr) tile.template quantise_columns<true>(turned, row, column, R, C, scale);
   }
 }

@@ -72,7 +72,7 @@ __global__ void ordered_sum_kernel(double* __restrict__ out, const T* __restrict
   if (threadIdx.x == 0) *out = (accumulate == Accumulate::yes ? *out : 0) + sum;
 }
 
-// out = or += the sum of squares of x (n); partials: ceil(n / square_sum_block) doubles
+// partials: ceil(n / square_sum_block) doubles
 template <class G>
 void square_sum(double* out, double* partials, const G* x, int64_t n, Accumulate accumulate, cudaStream_t stream) {
   const int64_t blocks = ceil_div(n, square_sum_block);
@@ -82,7 +82,6 @@ void square_sum(double* out, double* partials, const G* x, int64_t n, Accumulate
   launch(ordered_sum_kernel<double>, 1, detail::sum_threads, 0, stream, out, partials, blocks, accumulate);
 }
 
-// sum += all of losses (N)
 template <class A>
 void add_losses(double* sum, const A* losses, int64_t N, cudaStream_t stream) {
   launch(ordered_sum_kernel<A>, 1, detail::sum_threads, 0, stream, sum, losses, N, Accumulate::yes);
@@ -129,8 +128,6 @@ __global__ void combine_scalars_kernel(Double* __restrict__ losses, Double* __re
   }
 }
 
-// losses (L) = the sums over the first of each tensor_ranks ranks; notices (N) = the largest of all ranks; square_sums
-// (units, tensor_ranks, shards) = ; gathered (ranks, L + N + units)
 inline void combine_scalars(double* losses, double* notices, double* square_sums, const double* gathered, int64_t ranks,
                             int64_t L, int64_t N, int64_t units, int64_t shards, int64_t tensor_ranks, int64_t stages,
                             cudaStream_t stream) {
@@ -152,8 +149,6 @@ __global__ void clip_control_kernel(Double* __restrict__ control, const Double* 
   control[2] = control[3] == 0 && l <= rule.largest_loss && norm <= rule.largest_norm;
 }
 
-// control (4) = {gradient norm, gradient scale, 1 if the update is allowed, 1 after a non-finite step}; square_sums
-// (n); loss (1)
 inline void clip_control(double* control, const double* square_sums, int64_t n, const double* loss,
                          const UpdateRule& rule, cudaStream_t stream) {
   launch(clip_control_kernel<double>, 1, warp_size, 0, stream, control, square_sums, n, loss, rule);

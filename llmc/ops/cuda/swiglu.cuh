@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(256, 4)
   });
   __syncthreads();  // the tile is whole
   tile.quantise_rows(rows, n, f, N, F);
-  tile.template quantise_columns<false>(columns, n, f, N, F);
+  tile.quantise_columns(columns, n, f, N, F);
 }
 
 // rows (N, 2 F), columns (2 F, N)
@@ -99,11 +99,10 @@ __global__ void __launch_bounds__(256, 3)
   __syncthreads();  // the tiles are whole
   gate_tile.quantise_rows(rows, n, f, N, 2 * F);
   up_tile.quantise_rows(rows, n, F + f, N, 2 * F);
-  gate_tile.template quantise_columns<false>(columns, n, f, N, 2 * F);
-  up_tile.template quantise_columns<false>(columns, n, F + f, N, 2 * F);
+  gate_tile.quantise_columns(columns, n, f, N, 2 * F);
+  up_tile.quantise_columns(columns, n, F + f, N, 2 * F);
 }
 
-// out (N, F) = ; gate_up (N, 2 F): per row the gates, then the ups
 template <class T>
 void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F, const int32_t* rows, cudaStream_t stream) {
   with_packs<full_pack<T>>(rows_fit_packs(F, full_pack<T>, out, gate_up), [&]<int pack>() {
@@ -111,7 +110,6 @@ void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F, const int32_
   });
 }
 
-// dgate_up (N, 2 F) = ; dout (N, F)
 template <class T>
 void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, int64_t F, const int32_t* rows,
                      cudaStream_t stream) {
@@ -120,14 +118,13 @@ void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, in
   });
 }
 
-// out in fp8: values (N, F) and (F, N)
 template <class T>
 void swiglu_forward_fp8(Fp8Operand rows, Fp8Operand columns, const T* gate_up, int64_t N, int64_t F,
                         cudaStream_t stream) {
   const Grid tiles(F / fp8_block, ceil_div(N, fp8_block));
   launch(swiglu_forward_fp8_kernel<T>, tiles, 256, Fp8Tile<T>::bytes, stream, rows, columns, gate_up, N, F);
 }
-// dgate_up in fp8: values (N, 2 F) and (2 F, N)
+
 template <class T>
 void swiglu_backward_fp8(Fp8Operand rows, Fp8Operand columns, const T* dout, const T* gate_up, int64_t N, int64_t F,
                          cudaStream_t stream) {

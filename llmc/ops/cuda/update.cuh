@@ -90,8 +90,7 @@ void update_weights(Optimizer optimizer, W* weight, float* master, float* slot1,
 
 }  // namespace detail
 
-// weight, master, slot1, slot2 (n) change in place, unless control (4) forbids the update. master: nullptr where the
-// weights are fp32 and their own master copy. slot2 is unused where the rule has one slot.
+// master: nullptr where the weights are fp32 and their own master copy. slot2 is unused where the rule has one slot.
 template <class W>
 void update_weights(Optimizer optimizer, W* weight, float* master, float* slot1, float* slot2, const float* gradient,
                     const double* control, int64_t n, const OptimizerOptions& options, cudaStream_t stream) {
@@ -102,8 +101,7 @@ void update_weights(Optimizer optimizer, W* weight, float* master, float* slot1,
                                                                 control, {}, n, options, Philox(0, "unused"), stream);
 }
 
-// bf16 weights without a master copy; see cpu/update.h. words: rounding_words(seed, parameter, step). The segment has
-// these elements of the parameter.
+// bf16 weights without a master copy; see cpu/update.h. words: rounding_words(seed, parameter, step)
 inline void update_weights_stochastic(Optimizer optimizer, bf16* weight, float* slot1, float* slot2,
                                       const float* gradient, const double* control, const Elements& elements, int64_t n,
                                       const OptimizerOptions& options, const Philox& words, cudaStream_t stream) {
