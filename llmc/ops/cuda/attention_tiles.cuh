@@ -2,8 +2,6 @@
 // products of tiles, and the pipeline that fills them. fp32 and bf16 share the kernels: only the products differ,
 // tensor cores for bf16 and FMAs for fp32, with the same accumulator layout.
 #pragma once
-#include "ops/cuda/launch.cuh"
-#include "ops/cuda/mma.cuh"
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/vec.cuh"
 #include "ops/types.h"
@@ -143,13 +141,18 @@ __device__ void update_rows(const Head<float>& to, int first, const Accumulators
           if (8 * n + fragment_column(i) < to.D) out[8 * n + i] = f(m, half, out[8 * n + i], sums[m][n][2 * half + i]);
     }
 }
-// Rows of `sums`, if it is set, += values; else rows of `to` = values.
-template <Copy copy, int M, int N, class T>
-__device__ void store_or_add_rows(const Heads<T>& to, const Heads<float>& sums, int64_t b, int64_t h, int first,
-                                  const Accumulators<M, N>& values) {
-  if (sums.data == nullptr) store_rows<copy>(to.of(b, h), first, values);
-  else update_rows(sums.of(b, h), first, values, [](int, int, float sum, float x) { return sum + x; });
-}
+// Where the backward writes a gradient: to `rows`, or if `sums` is set, it adds to these.
+template <class T>
+struct GradientRows {
+  Heads<T> rows;
+  Heads<float> sums;
+
+  template <Copy copy, int M, int N>
+  __device__ void put(int64_t b, int64_t h, int first, const Accumulators<M, N>& values) const {
+    if (sums.data == nullptr) store_rows<copy>(rows.of(b, h), first, values);
+    else update_rows(sums.of(b, h), first, values, [](int, int, float sum, float x) { return sum + x; });
+  }
+};
 
 // ---- Tiles ----------------------------------------------------------------------------------------------------------
 

@@ -182,9 +182,8 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
 // dK and dV. Grid: grid_of_heads(B Hkv, blocks of keys), first keys first, which the most rows see.
 template <class Block>
 __global__ void __launch_bounds__(Block::threads, Block::blocks)
-    attention_backward_keys_wgmma_kernel(Heads<bf16> dkeys, Heads<bf16> dvalues, Heads<float> dkey_sums,
-                                         Heads<float> dvalue_sums, Heads<const bf16> douts, Heads<const bf16> queries,
-                                         Heads<const bf16> keys, Heads<const bf16> values,
+    attention_backward_keys_wgmma_kernel(GradientRows<bf16> dkeys, GradientRows<bf16> dvalues, Heads<const bf16> douts,
+                                         Heads<const bf16> queries, Heads<const bf16> keys, Heads<const bf16> values,
                                          const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
                                          KernelBlock s) {
   constexpr int DP = Block::DP, n = Block::tile_rows;
@@ -273,18 +272,17 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   double_buffered_tiles(0, group * of_head.count, load, use);
 
   for_each(dk, [&](float& x, int, int, int) { x *= scale; });
-  store_or_add_rows<Copy::packs>(dkeys, dkey_sums, b, kv, first, dk);
-  store_or_add_rows<Copy::packs>(dvalues, dvalue_sums, b, kv, first, dv);
+  dkeys.put<Copy::packs>(b, kv, first, dk);
+  dvalues.put<Copy::packs>(b, kv, first, dv);
 }
 
 // dQ, and the terms of the rows, for the kernel above. Grid: grid_of_heads(B Hq, blocks of rows). Rows are counted like
 // the keys, except in `douts`, `outs` and `queries`. terms (B, Hq, terms_rows), lse (B, Hq, length): row 0's.
 template <class Block>
 __global__ void __launch_bounds__(Block::threads, Block::blocks)
-    attention_backward_queries_wgmma_kernel(Heads<bf16> dqueries, Heads<float> dquery_sums, RowTerms* terms,
-                                            Heads<const bf16> douts, Heads<const bf16> outs,
-                                            const float* __restrict__ lse, Heads<const bf16> queries,
-                                            Heads<const bf16> keys, Heads<const bf16> values,
+    attention_backward_queries_wgmma_kernel(GradientRows<bf16> dqueries, RowTerms* terms, Heads<const bf16> douts,
+                                            Heads<const bf16> outs, const float* __restrict__ lse,
+                                            Heads<const bf16> queries, Heads<const bf16> keys, Heads<const bf16> values,
                                             const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int DP = Block::DP, n = Block::tile_rows;
   const BlockOfQueries at(s, Block::rows);
@@ -333,7 +331,7 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   for_panels_of_keys<Block>({memory + 2 * Block::rows * DP}, keys.of(at.b, at.kv), values.of(at.b, at.kv), block_rows,
                             use);
   for_each(dq, [&](float& x, int, int, int) { x *= scale; });
-  store_or_add_rows<Copy::packs>(dqueries, dquery_sums, at.b, at.h, first, dq);
+  dqueries.put<Copy::packs>(at.b, at.h, first, dq);
 }
 
 }  // namespace llmc::cuda

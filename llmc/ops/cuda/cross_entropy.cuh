@@ -3,8 +3,6 @@
 // read a second time, from L2. For a vocabulary in parts on several ranks there are two kernels, between which the
 // ranks exchange three numbers per row. Contracts: ops/ops.h.
 #pragma once
-#include "ops/cuda/mma.cuh"
-#include "ops/cuda/reduce.cuh"
 #include "ops/cuda/rows.cuh"
 #include "ops/types.h"
 
@@ -161,20 +159,19 @@ void cross_entropy(float* losses, T* logits, const int32_t* targets, int64_t N, 
                    float scale, Gradient gradient, const ZLoss<float>& z, cudaStream_t stream) {
   constexpr int64_t static_shared = 1 << 10;  // upper bound for the reductions' arrays
   constexpr int64_t element = sizeof(T);
-  const auto run = [&]<int pack, Gradient wanted>() {
+  with_packs<full_pack<T>>(rows_fit_packs(V_padded, full_pack<T>, logits), [&]<int pack>() {
+    const bool keeps = gradient == Gradient::yes;
     // Two blocks on each multiprocessor, one reading while the other one writes, if the rows of both fit.
-    const bool two = wanted == Gradient::no || 2 * (V_padded * element + static_shared) <= max_shared_bytes;
+    const bool two = !keeps || 2 * (V_padded * element + static_shared) <= max_shared_bytes;
     const int64_t threads = row_threads(V_padded, pack, two ? detail::row_softmax_threads : 1024),
                   step = threads * pack;
     // Whole steps, so that each thread has the same columns whatever fits.
     const int64_t fits = (device_shared_bytes() - static_shared) / (step * element) * step;
-    const int64_t kept = wanted == Gradient::no ? 0 : std::min(round_up(V, step), fits);
-    launch(cross_entropy_kernel<T, pack, wanted>, N, threads, std::min(kept, V_padded) * element, stream, losses,
-           logits, targets, static_cast<int>(V), static_cast<int>(V_padded), static_cast<int>(kept), scale, z);
-  };
-  with_packs<full_pack<T>>(rows_fit_packs(V_padded, full_pack<T>, logits), [&]<int pack>() {
-    if (gradient == Gradient::no) run.template operator()<pack, Gradient::no>();
-    else run.template operator()<pack, Gradient::yes>();
+    const int64_t kept = keeps ? std::min(round_up(V, step), fits) : 0;
+    const auto kernel =
+        keeps ? cross_entropy_kernel<T, pack, Gradient::yes> : cross_entropy_kernel<T, pack, Gradient::no>;
+    launch(kernel, N, threads, std::min(kept, V_padded) * element, stream, losses, logits, targets, static_cast<int>(V),
+           static_cast<int>(V_padded), static_cast<int>(kept), scale, z);
   });
 }
 

@@ -4,8 +4,6 @@
 #include "core/rng.h"
 #include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/reduce.cuh"
-#include "ops/cuda/vec.cuh"
-#include "ops/types.h"
 
 namespace llmc::cuda {
 
@@ -50,6 +48,33 @@ struct GeluBackward {
     return dout * (s + x * s * (1.0f - s) * 2.0f * gelu_root * (1.0f + 3.0f * gelu_cubic * x * x));
   }
 };
+// Computes dx for column_sum_of(), which sums it.
+template <class T>
+struct ColumnsOfGeluBackward {
+  using Element = T;
+  static constexpr int in_flight = 4;
+  T* dx;
+  const T *dout, *x;
+  template <int pack>
+  struct Loaded {
+    Kept<Packed<T, pack>> dout, x;
+  };
+  template <int pack>
+  __device__ Loaded<pack> load(int64_t at) const {
+    return {Packed<T, pack>::load(dout + at), Packed<T, pack>::load(x + at)};
+  }
+  template <int pack>
+  __device__ Floats<pack> values(const Loaded<pack>& loaded, int64_t at, bool valid) const {
+    const Floats<pack> douts = loaded.dout.fp32(), xs = loaded.x.fp32();
+    Floats<pack> dxs;
+    for (int i = 0; i < pack; ++i) dxs[i] = GeluBackward<T>{}(douts[i], xs[i]);
+    const auto rounded = Packed<T, pack>::of(dxs);
+    if (valid) rounded.store(dx + at);
+    for (int i = 0; i < pack; ++i) dxs[i] = rounded[i];
+    return dxs;
+  }
+};
+
 struct Same {
   __device__ float operator()(float x) const { return x; }
 };
@@ -116,36 +141,6 @@ template <class T>
 void gelu_backward(T* dx, const T* dout, const T* x, int64_t n, cudaStream_t stream) {
   detail::map(dx, detail::GeluBackward<T>{}, n, stream, dout, x);
 }
-
-namespace detail {
-
-template <class T>
-struct ColumnsOfGeluBackward {
-  using Element = T;
-  static constexpr int in_flight = 4;
-  T* dx;
-  const T *dout, *x;
-  template <int pack>
-  struct Loaded {
-    Kept<Packed<T, pack>> dout, x;
-  };
-  template <int pack>
-  __device__ Loaded<pack> load(int64_t at) const {
-    return {Packed<T, pack>::load(dout + at), Packed<T, pack>::load(x + at)};
-  }
-  template <int pack>
-  __device__ Floats<pack> values(const Loaded<pack>& loaded, int64_t at, bool valid) const {
-    const Floats<pack> douts = loaded.dout.fp32(), xs = loaded.x.fp32();
-    Floats<pack> dxs;
-    for (int i = 0; i < pack; ++i) dxs[i] = GeluBackward<T>{}(douts[i], xs[i]);
-    const auto rounded = Packed<T, pack>::of(dxs);
-    if (valid) rounded.store(dx + at);
-    for (int i = 0; i < pack; ++i) dxs[i] = rounded[i];
-    return dxs;
-  }
-};
-
-}  // namespace detail
 
 // The same for dx (N, C), and dbias (C) += its column sums, with column_sum()'s scratch and bits.
 template <class T>

@@ -4,8 +4,6 @@
 #pragma once
 #include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/reduce.cuh"
-#include "ops/cuda/vec.cuh"
-#include "ops/types.h"
 
 namespace llmc::cuda {
 
@@ -93,8 +91,8 @@ inline void rotary_table(float* table, const Rotary& rotary, int64_t P, int64_t 
   launch_each(rotary_table_kernel<float>, P * D / 2, stream, table, frequencies, P, D);
 }
 
-// ---- Query-key norm. A group of lanes takes a head; each lane holds packs of the first half, and their counterparts half
-// a head further on, in registers.
+// ---- Query-key norm. A group of lanes takes a head; each lane holds packs of the first half, and their counterparts
+// half a head further on, in registers.
 
 namespace detail {
 
@@ -123,6 +121,21 @@ struct HeadLane {
 __device__ inline float group_sum(float x, int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(all_lanes, x, distance);
   return x;
+}
+
+// Lanes per head: a power of two, so that a group lies within one warp.
+inline int head_lanes(int64_t D, int pack) {
+  int lanes = 1;
+  while (lanes < warp_size && lanes * pack < D / 2) lanes *= 2;
+  return lanes;
+}
+// Calls run.operator()<pack, turning>() as the arrays and the shape allow; without a table, heads are not rotated.
+template <class T, class Run, class... Arrays>
+void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*... arrays) {
+  with_packs<full_pack<T>>(rows_fit_packs(D / 2, full_pack<T>, table, arrays...), [&]<int pack>() {
+    if (table != nullptr) run.template operator()<pack, Turning::yes>();
+    else run.template operator()<pack, Turning::no>();
+  });
 }
 
 }  // namespace detail
@@ -237,25 +250,6 @@ __global__ void qk_norm_backward_kernel(T* __restrict__ dqkv, float* __restrict_
     partials[(blockIdx.x * 2 + blockIdx.y) * s.D + c] = sum;
   }
 }
-
-namespace detail {
-
-// Lanes per head: a power of two, so that a group lies within one warp.
-inline int head_lanes(int64_t D, int pack) {
-  int lanes = 1;
-  while (lanes < warp_size && lanes * pack < D / 2) lanes *= 2;
-  return lanes;
-}
-// Calls run.operator()<pack, turning>() as the arrays and the shape allow; without a table, heads are not rotated.
-template <class T, class Run, class... Arrays>
-void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*... arrays) {
-  with_packs<full_pack<T>>(rows_fit_packs(D / 2, full_pack<T>, table, arrays...), [&]<int pack>() {
-    if (table != nullptr) run.template operator()<pack, Turning::yes>();
-    else run.template operator()<pack, Turning::no>();
-  });
-}
-
-}  // namespace detail
 
 // table: nullptr for no rotation. With it the bits are those of the two ops (contract 11).
 template <class T>

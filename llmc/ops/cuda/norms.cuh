@@ -5,9 +5,7 @@
 // ops/ops_layers.h.
 #pragma once
 #include "ops/cuda/column_sum.cuh"
-#include "ops/cuda/reduce.cuh"
 #include "ops/cuda/rows.cuh"
-#include "ops/types.h"
 
 namespace llmc::cuda {
 

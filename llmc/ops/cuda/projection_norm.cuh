@@ -3,9 +3,7 @@
 // Statistics in fp32. Contracts: ops/ops_heads.h.
 #pragma once
 #include "ops/cuda/column_sum.cuh"
-#include "ops/cuda/reduce.cuh"
 #include "ops/cuda/rows.cuh"
-#include "ops/types.h"
 
 namespace llmc::cuda {
 

@@ -2,7 +2,6 @@
 // ops/ops_qk_clip.h.
 #pragma once
 #include "core/rng.h"
-#include "ops/cuda/launch.cuh"
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/vec.cuh"
 #include "ops/types.h"

@@ -6,7 +6,6 @@
 #endif
 
 #include "core/fp8.h"
-#include "ops/cuda/launch.cuh"
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/vec.cuh"
 #include "ops/types.h"

@@ -1,6 +1,5 @@
 // rows.cuh: shared by the norms of whole rows. A warp or a block takes a row, each thread owning some of its packs.
 #pragma once
-#include "ops/cuda/launch.cuh"
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/vec.cuh"
 

@@ -20,9 +20,6 @@ __device__ double to_double(T x) {
 struct Identity {
   __device__ double operator()(double x) const { return x; }
 };
-struct Square {
-  __device__ double operator()(double x) const { return x * x; }  // exact for fp32 and bf16: an fma changes nothing
-};
 
 // The sum of f(x[0]) ... f(x[n - 1]) in the order of ops/types.h, by a block of sum_threads; every thread gets it.
 template <int pack, class T, class F>
@@ -54,13 +51,26 @@ __device__ double ordered_sum(const T* x, int64_t n, F f) {
   return sum;
 }
 
+// x[0] + x[stride] + ... in order, by one warp: the lanes load together and add one by one; every lane gets the sum.
+__device__ inline double sum_in_order(const double* x, int64_t stride, int64_t n) {
+  const int lane = threadIdx.x % warp_size;
+  double total = 0;
+  for (int64_t begin = 0; begin < n; begin += warp_size) {
+    const double mine = begin + lane < n ? x[(begin + lane) * stride] : 0;
+    for (int i = 0; i < warp_size && begin + i < n; ++i) total += __shfl_sync(all_lanes, mine, i);
+  }
+  return total;
+}
+
 }  // namespace detail
 
 // One block per square_sum_block elements.
 template <int pack, class G>
 __global__ void square_sum_kernel(double* __restrict__ partials, const G* __restrict__ x, int64_t n) {
   const int64_t begin = blockIdx.x * square_sum_block;
-  const double sum = detail::ordered_sum<pack>(x + begin, min(square_sum_block, n - begin), detail::Square{});
+  const double sum = detail::ordered_sum<pack>(x + begin, min(square_sum_block, n - begin), [](double value) {
+    return value * value;  // exact for fp32 and bf16: an fma changes nothing
+  });
   if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
@@ -86,21 +96,6 @@ template <class A>
 void add_losses(double* sum, const A* losses, int64_t N, cudaStream_t stream) {
   launch(ordered_sum_kernel<A>, 1, detail::sum_threads, 0, stream, sum, losses, N, Accumulate::yes);
 }
-
-namespace detail {
-
-// x[0] + x[stride] + ... in order, by one warp: the lanes load together and add one by one; every lane gets the sum.
-__device__ inline double sum_in_order(const double* x, int64_t stride, int64_t n) {
-  const int lane = threadIdx.x % warp_size;
-  double total = 0;
-  for (int64_t begin = 0; begin < n; begin += warp_size) {
-    const double mine = begin + lane < n ? x[(begin + lane) * stride] : 0;
-    for (int i = 0; i < warp_size && begin + i < n; ++i) total += __shfl_sync(all_lanes, mine, i);
-  }
-  return total;
-}
-
-}  // namespace detail
 
 // One warp.
 template <class Double>

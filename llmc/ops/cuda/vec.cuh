@@ -15,20 +15,18 @@ __device__ inline float to_float(bf16 x) { return __uint_as_float(static_cast<ui
 
 // x rounded to T, to nearest even.
 template <class T>
-__device__ T from_float(float x);
-template <>
-__device__ inline float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ inline bf16 from_float<bf16>(float x) {
-  bf16 rounded;
+__device__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, float>) return x;
+  else {
+    static_assert(std::is_same_v<T, bf16>);
+    bf16 rounded;
 #ifdef __CUDACC__
-  rounded.bits = static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(x)).x;  // one instruction
+    rounded.bits = static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(x)).x;  // one instruction
 #else
-  rounded.bits = bf16::rounded_bits(x);
+    rounded.bits = bf16::rounded_bits(x);
 #endif
-  return rounded;
+    return rounded;
+  }
 }
 
 // Two bf16 in a register, the first in the lower half.
