@@ -1,6 +1,5 @@
-// column_sum.cuh: sums over rows in two steps, both in a fixed order: each block sums one part of the rows, then the
-// parts are summed, those of one op or of several. For the gradients of biases and of norm weights. Contracts:
-// ops/ops.h.
+// column_sum.cuh: sums over rows, for the gradients of biases and of norm weights, in two steps, both in a fixed order:
+// each block sums one part of the rows, then the parts are summed, those of one op or of several. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/vec.cuh"

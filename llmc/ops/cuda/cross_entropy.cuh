@@ -10,15 +10,18 @@ namespace llmc::cuda {
 
 namespace detail {
 
+enum class Reads : uint8_t { again, once };  // once: the row need not stay in the caches
+
 // f(pack, its first column) for the columns [begin, end) of a row: thread by thread, each with several loads in flight.
-template <class Pack, int in_flight = 8, auto load = Pack::load, class T, class F>
+template <class Pack, int in_flight = 8, Reads reads = Reads::again, class T, class F>
 __device__ void for_packs(const T* row, int begin, int end, F f) {
   const int step = static_cast<int>(blockDim.x) * Pack::size;
   for (int v = begin + static_cast<int>(threadIdx.x) * Pack::size; v < end; v += in_flight * step) {
     Kept<Pack> packs[in_flight];
 #pragma unroll
     for (int j = 0; j < in_flight; ++j)
-      if (v + j * step < end) packs[j] = load(row + v + j * step);
+      if (const int at = v + j * step; at < end)
+        packs[j] = reads == Reads::once ? Pack::load_streaming(row + at) : Pack::load(row + at);
 #pragma unroll
     for (int j = 0; j < in_flight; ++j)
       if (v + j * step < end) f(packs[j], v + j * step);
@@ -224,7 +227,7 @@ __global__ void __launch_bounds__(detail::row_softmax_threads)
   if constexpr (gradient == Gradient::yes) {
     const float factor = scale * z.gradient(log_z) / sum;
     const int V = static_cast<int>(part.size), column = static_cast<int>(part.has(target) ? target - part.first : -1);
-    detail::for_packs<Pack, 8, Pack::load_streaming>(row, 0, V, [&](const Kept<Pack>& packed, int v) {
+    detail::for_packs<Pack, 8, detail::Reads::once>(row, 0, V, [&](const Kept<Pack>& packed, int v) {
       detail::softmax_gradient<T>(detail::logits_of(packed, v, V), v, largest, factor, column, scale)
           .store_streaming(row + v);
     });

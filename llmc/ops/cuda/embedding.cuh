@@ -17,10 +17,8 @@ __global__ void embedding_forward_kernel(T* __restrict__ out, const int32_t* __r
   const int64_t n = blockIdx.x, c = column_of_thread(pack);
   if (c >= C) return;
   const int32_t token = tokens[n];
-  Pack row;
+  Pack row = {};
   if (part.has(token)) row = Pack::load(wte + (token - part.first) * C + c);
-  else
-    for (int i = 0; i < pack; ++i) row.set(i, 0);
   if (wpe != nullptr) {
     const Pack position = Pack::load(wpe + positions[n] * C + c);
     for (int i = 0; i < pack; ++i) row.set(i, row[i] + position[i]);

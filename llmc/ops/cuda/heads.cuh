@@ -129,14 +129,6 @@ inline int head_lanes(int64_t D, int pack) {
   while (lanes < warp_size && lanes * pack < D / 2) lanes *= 2;
   return lanes;
 }
-// Calls run.operator()<pack, turning>() as the arrays and the shape allow; without a table, heads are not rotated.
-template <class T, class Run, class... Arrays>
-void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*... arrays) {
-  with_packs<full_pack<T>>(rows_fit_packs(D / 2, full_pack<T>, table, arrays...), [&]<int pack>() {
-    if (table != nullptr) run.template operator()<pack, Turning::yes>();
-    else run.template operator()<pack, Turning::no>();
-  });
-}
 
 }  // namespace detail
 
@@ -256,13 +248,13 @@ template <class T>
 void qk_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const T* k_weight, const float* table,
                      const int32_t* positions, float eps, const AttentionShape& s, cudaStream_t stream) {
   detail::check_even_head("qk_norm_forward", s.D);
-  const auto run = [&]<int pack, detail::Turning turning>() {
+  with_packs<full_pack<T>>(rows_fit_packs(s.D / 2, full_pack<T>, table, out, qkv, q_weight, k_weight), [&]<int pack>() {
     const int lanes = detail::head_lanes(s.D, pack);
     const int64_t threads = std::min<int64_t>(round_up((s.Hq + 2 * s.Hkv) * lanes, warp_size), 256);
-    launch(qk_norm_forward_kernel<T, pack, turning>, s.B * s.T, threads, 0, stream, out, rstd, qkv, q_weight, k_weight,
-           table, positions, eps, s, lanes);
-  };
-  detail::choose_head_kernel<T>(run, table, s.D, out, qkv, q_weight, k_weight);
+    const auto kernel = table != nullptr ? qk_norm_forward_kernel<T, pack, detail::Turning::yes>
+                                         : qk_norm_forward_kernel<T, pack, detail::Turning::no>;
+    launch(kernel, s.B * s.T, threads, 0, stream, out, rstd, qkv, q_weight, k_weight, table, positions, eps, s, lanes);
+  });
 }
 
 // Size of qk_norm_backward's `partials` in floats.
@@ -275,13 +267,15 @@ void qk_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, const RowPart
                       const int32_t* positions, const AttentionShape& s, cudaStream_t stream) {
   detail::check_even_head("qk_norm_backward", s.D);
   const int64_t parts = row_parts(s.B * s.T);
-  const auto run = [&]<int pack, detail::Turning turning>() {
-    const int lanes = detail::head_lanes(s.D, pack), threads = 256;
-    const int64_t shared = threads / lanes * s.D * static_cast<int64_t>(sizeof(float));
-    launch(qk_norm_backward_kernel<T, pack, turning>, Grid(parts, 2), threads, shared, stream, dqkv, partials.data, qkv,
-           q_weight, k_weight, rstd, table, positions, s, lanes);
-  };
-  detail::choose_head_kernel<T>(run, table, s.D, dqkv, qkv, q_weight, k_weight);
+  with_packs<full_pack<T>>(
+      rows_fit_packs(s.D / 2, full_pack<T>, table, dqkv, qkv, q_weight, k_weight), [&]<int pack>() {
+        const int lanes = detail::head_lanes(s.D, pack), threads = 256;
+        const int64_t shared = threads / lanes * s.D * static_cast<int64_t>(sizeof(float));
+        const auto kernel = table != nullptr ? qk_norm_backward_kernel<T, pack, detail::Turning::yes>
+                                             : qk_norm_backward_kernel<T, pack, detail::Turning::no>;
+        launch(kernel, Grid(parts, 2), threads, shared, stream, dqkv, partials.data, qkv, q_weight, k_weight, rstd,
+               table, positions, s, lanes);
+      });
   add_partials({dq_weight, dk_weight, partials.data, parts, s.D, 2 * s.D}, partials.waiting, stream);
 }
 

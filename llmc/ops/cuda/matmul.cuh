@@ -118,10 +118,7 @@ struct Destroy {
 };
 template <class Handle>
 using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy>;
-using MatmulLibrary = Owned<cublasLtHandle_t>;
-using MatmulOperation = Owned<cublasLtMatmulDesc_t>;
 using MatrixLayout = Owned<cublasLtMatrixLayout_t>;
-using MatmulPreference = Owned<cublasLtMatmulPreference_t>;
 
 // What create(&handle, arguments...) makes.
 template <class Handle, class... Parameters>
@@ -135,7 +132,7 @@ Owned<Handle> created(const char* call, const MatmulShape* shape, cublasStatus_t
 // A shape as cuBLASLt descriptors.
 struct MatmulProblem {
   MatmulShape shape;
-  MatmulOperation operation;
+  Owned<cublasLtMatmulDesc_t> operation;
   MatrixLayout a, b, c;
 
   explicit MatmulProblem(const MatmulShape& s)
@@ -239,7 +236,7 @@ struct MatmulPlan {
   std::vector<MatmulAlgorithm> candidates() const {
     constexpr int most = 32;
     const MatmulShape& s = problem.shape;
-    const MatmulPreference preference = created("cublasLtMatmulPreferenceCreate", &s, cublasLtMatmulPreferenceCreate);
+    const auto preference = created("cublasLtMatmulPreferenceCreate", &s, cublasLtMatmulPreferenceCreate);
     const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
       check(cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof value),
             "cublasLtMatmulPreferenceSetAttribute", &s);
@@ -474,30 +471,30 @@ class MatmulPlans {
     shape.accumulate = Accumulate::no;
     return shape;
   }
+  detail::MatmulPlan made(const MatmulShape& shape, const detail::MatmulAlgorithm& algorithm) const {
+    return {detail::MatmulProblem(shape), library_.get(), workspace_bytes_, algorithm};
+  }
   // Whether a restored algorithm computes this shape; one that does not is forgotten.
   bool has_restored(const MatmulShape& shape) {
     const auto restored = restored_.find(to_string(shape));
     if (restored == restored_.end()) return false;
-    if (detail::MatmulPlan{detail::MatmulProblem(shape), library_.get(), workspace_bytes_, restored->second}
-            .fault()
-            .empty())
-      return true;
+    if (made(shape, restored->second).fault().empty()) return true;
     restored_.erase(restored);
     return false;
   }
   const detail::MatmulPlan& plan(const MatmulShape& shape) {
     const auto known = plans_.find(shape);
     if (known != plans_.end()) return known->second;
-    detail::MatmulPlan made{detail::MatmulProblem(shape), library_.get(), workspace_bytes_};
     const auto restored = restored_.find(to_string(shape));
-    if (restored != restored_.end()) {
-      made.algorithm = restored->second;
-      const std::string fault = made.fault();
+    const bool chosen = restored != restored_.end();
+    detail::MatmulPlan plan = made(shape, chosen ? restored->second : detail::MatmulAlgorithm{});
+    if (chosen) {
+      const std::string fault = plan.fault();
       CHECK(fault.empty(), "the recorded algorithm {}; start a new run with --resume never", fault);
     } else {
-      made.algorithm = made.candidates().front();
+      plan.algorithm = plan.candidates().front();
     }
-    return plans_.emplace(shape, std::move(made)).first->second;
+    return plans_.emplace(shape, std::move(plan)).first->second;
   }
 
   // For all matrices of a batch at once, by the algorithm for one: so the bits do not depend on how many there are.
@@ -507,15 +504,15 @@ class MatmulPlans {
     all.batch = batch;
     const auto [known, added] = batches_.try_emplace(all);
     if (added) {
-      detail::MatmulPlan made{detail::MatmulProblem(all), library_.get(), workspace_bytes_, one.plan_->algorithm};
-      if (made.fault().empty()) known->second.emplace(std::move(made));
+      detail::MatmulPlan plan = made(all, one.plan_->algorithm);
+      if (plan.fault().empty()) known->second.emplace(std::move(plan));
     }
     return known->second ? &*known->second : nullptr;
   }
 
   int64_t workspace_bytes_;
   bool tuning_ = false;
-  detail::MatmulLibrary library_;
+  detail::Owned<cublasLtHandle_t> library_;
   std::string title_;
   std::map<MatmulShape, detail::MatmulPlan> plans_;
   std::map<MatmulShape, std::optional<detail::MatmulPlan>> batches_;

@@ -321,12 +321,8 @@ void residual_rmsnorm_forward(T* out, float* rstd, T* sum, const T* a, const T* 
 }
 
 // Sizes of `partials` in floats.
-inline int64_t layernorm_backward_scratch(int64_t N, int64_t C) {
-  return row_parts(N) * detail::norm_sums(Centred::yes) * C;
-}
-inline int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) {
-  return row_parts(N) * detail::norm_sums(Centred::no) * C;
-}
+inline int64_t layernorm_backward_scratch(int64_t N, int64_t C) { return row_parts(N) * 2 * C; }
+inline int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) { return row_parts(N) * C; }
 
 template <class T>
 void layernorm_backward(T* dx, float* dweight, float* dbias, const RowParts<float>& partials, const T* dout, const T* x,

@@ -166,23 +166,21 @@ __global__ void __launch_bounds__(256, 4)
   cp_async_wait<0>();
   __syncthreads();  // the tile is whole
 
-  if constexpr (!by_tile) {
-    if (out.values != nullptr) tile.quantise_rows(out, row, column, R, C);
-    if (turned.values != nullptr) tile.quantise_columns(turned, row, column, R, C);
-  } else {
+  float scale = 0;  // of the tile
+  if constexpr (by_tile) {
     float largest[1] = {0};
     Tile::for_packs([&](int r, int p) {
       const Floats<Tile::pack> values = tile.fp32(r, p);
       for (int j = 0; j < Tile::pack; ++j) largest[0] = larger_magnitude(largest[0], values[j]);
     });
     block_reduce(largest, Magnitude{});
-    const float scale = fp8_scale(largest[0]);
+    scale = fp8_scale(largest[0]);
     const auto padded = [](int64_t n) { return (ceil_div(n, int64_t{Tile::size}) + 3) / 4 * 4; };
     if (threadIdx.x == 0 && out.values != nullptr) out.scales[blockIdx.y * padded(C) + blockIdx.x] = scale;
     if (threadIdx.x == 0 && turned.values != nullptr) turned.scales[blockIdx.x * padded(R) + blockIdx.y] = scale;
-    if (out.values != nullptr) tile.template quantise_rows<true>(out, row, column, R, C, scale);
-    if (turned.values != nullptr) tile.template quantise_columns<true>(turned, row, column, R, C, scale);
   }
+  if (out.values != nullptr) tile.template quantise_rows<by_tile>(out, row, column, R, C, scale);
+  if (turned.values != nullptr) tile.template quantise_columns<by_tile>(turned, row, column, R, C, scale);
 }
 
 // x (R, C), with multiples of 16, in `out` (R, C), `turned` (C, R), or both.
@@ -194,9 +192,8 @@ void quantise(Fp8Operand out, Fp8Operand turned, const T* x, int64_t R, int64_t 
     return launch(quantise_rows_kernel<T>, Grid(ceil_div(R, rows_of_block), segments), 256, 0, stream, out, x, R, C);
   }
   const Grid tiles(segments, ceil_div(R, fp8_block));
-  if (by == ScaledBy::tiles)
-    launch(quantise_tiles_kernel<T, true>, tiles, 256, Fp8Tile<T>::bytes, stream, out, turned, x, R, C);
-  else launch(quantise_tiles_kernel<T, false>, tiles, 256, Fp8Tile<T>::bytes, stream, out, turned, x, R, C);
+  const auto kernel = by == ScaledBy::tiles ? quantise_tiles_kernel<T, true> : quantise_tiles_kernel<T, false>;
+  launch(kernel, tiles, 256, Fp8Tile<T>::bytes, stream, out, turned, x, R, C);
 }
 
 // The numbers of a product in fp8 as T, for products that tensor cores do not compute in fp8: each of 128 threads, or a

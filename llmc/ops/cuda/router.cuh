@@ -39,13 +39,6 @@ struct RouterRow {
     sum = r.scores == RouterScores::softmax ? 1.0f : warp_sum(all);
     __syncwarp();  // all lanes' scores are written
   }
-
-  __device__ float divisor(const int32_t* choices, const Router& r) const {
-    if (!r.normalised) return 1;
-    float chosen = 0;
-    for (int64_t j = 0; j < r.k; ++j) chosen += scores[choices[j]];
-    return chosen + 1e-20f;
-  }
 };
 
 // A warp for each of N rows, with two floats of dynamic shared memory for each of its experts.
@@ -97,8 +90,9 @@ __global__ void router_forward_kernel(int32_t* __restrict__ choices, float* __re
     }
     if (best.expert % warp_size == lane) keys[best.expert] = NAN;
     chosen += row.scores[best.expert];
-    if (lane == 0) choices[n * r.k + j] = best.expert;
-    if (lane == 0) weights[n * r.k + j] = row.scores[best.expert];
+    if (lane != 0) continue;
+    choices[n * r.k + j] = best.expert;
+    weights[n * r.k + j] = row.scores[best.expert];
   }
   if (lane != 0) return;
   const float factor = r.scaling / (r.normalised ? chosen + 1e-20f : 1.0f);
@@ -131,10 +125,13 @@ __global__ void router_backward_kernel(float* __restrict__ dlogits, const float*
   }
   detail::for_experts_of_lane(
       E, [&](int e) { d[e] = count == nullptr ? 0 : (per_count * static_cast<float>(count[e]) - mean) / row.sum; });
-  const float divisor = row.divisor(chosen, r);
-  float of_all = 0;
-  if (r.normalised)
+  float divisor = 1, of_all = 0;
+  if (r.normalised) {
+    divisor = 0;
+    for (int64_t j = 0; j < r.k; ++j) divisor += row.scores[chosen[j]];
+    divisor += 1e-20f;
     for (int64_t j = 0; j < r.k; ++j) of_all += dw[j] * row.scores[chosen[j]] / divisor;
+  }
   for (int64_t j = 0; j < r.k; ++j)  // an expert's own lane, so that no other writes it
     if (chosen[j] % warp_size == lane) d[chosen[j]] += r.scaling * (dw[j] - of_all) / divisor;
   mean = 0;
