@@ -34,7 +34,7 @@ __device__ ExpertRows row_tile(const int32_t* offsets, int64_t E, int64_t t) {
     const int64_t e = first + lane;
     const int32_t begin = e < E ? offsets[e] : 0, end = e < E ? offsets[e + 1] : 0;
     const int32_t tiles = (end - begin + rows - 1) / rows;
-    const int32_t up_to_mine = warp_sum_below(tiles);
+    const int32_t up_to_mine = warp_prefix_sum(tiles);
     const unsigned behind = __ballot_sync(all_lanes, t < up_to_mine);  // lanes whose experts end after tile t
     if (behind != 0) {
       const int owner = __ffs(static_cast<int>(behind)) - 1;

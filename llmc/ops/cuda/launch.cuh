@@ -1,6 +1,7 @@
 // launch.cuh: launching kernels and declaring shared memory.
 // Kernel sources compile with nvcc, and with a C++ compiler against test/cuda_on_cpu/, which runs them on a CPU. The
-// differences are confined to this file, vec.cuh, mma.cuh and compiled_for_warpgroups, chosen by __CUDACC__.
+// differences are confined to this file, vec.cuh, mma.cuh and compiled_for_warpgroups, chosen by __CUDACC__. All
+// kernels are templates, if need be of nothing (template <int = 0>), or each object file would have them.
 #pragma once
 #include "core/shape.h"
 #include "device/cuda_api.cuh"
@@ -92,10 +93,7 @@ void launch(void (*kernel)(Parameters...), Grid grid, Grid block, int64_t shared
   if (status != cudaSuccess) launch_failed(function, grid, block, shared_bytes, status);
 }
 
-// Kernels without template parameters have one that nobody uses, or each object file would have them.
-
-// A thread for each of n items, in blocks of item_threads: item_of_thread(), which in the last block may be past the
-// end.
+// A thread for each of n items; item_of_thread() may be past the last.
 inline constexpr int item_threads = 256;
 template <class... Parameters, class... Arguments>
 void launch_each(void (*kernel)(Parameters...), int64_t n, cudaStream_t stream, Arguments&&... arguments) {

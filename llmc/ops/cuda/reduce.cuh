@@ -28,7 +28,7 @@ __device__ T warp_reduce(T x, Op op) {
 __device__ inline float warp_sum(float x) { return warp_reduce(x, Sum{}); }
 __device__ inline float warp_max(float x) { return warp_reduce(x, Max{}); }
 // The sum over this lane and those below it.
-__device__ inline int32_t warp_sum_below(int32_t x) {
+__device__ inline int32_t warp_prefix_sum(int32_t x) {
   const int lane = lane_of_thread();
   for (int distance = 1; distance < warp_size; distance *= 2) {
     const int32_t below = __shfl_up_sync(all_lanes, x, distance);

@@ -62,7 +62,7 @@ __global__ void sums_before_kernel(int32_t* counts, int64_t n) {
   int32_t sum = 0;
   for (int64_t i = begin; i < end; ++i) sum += counts[i];
   const int lane = lane_of_thread(), warp = warp_of_thread();
-  const int32_t up_to_mine = warp_sum_below(sum);
+  const int32_t up_to_mine = warp_prefix_sum(sum);
   constexpr int warps = threads / warp_size;
   SHARED(int32_t, of_warp, warps);
   if (lane == warp_size - 1) of_warp[warp] = up_to_mine;
