@@ -86,8 +86,9 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
                                       Heads<const T> keys_values, const int32_t* __restrict__ positions,
                                       KernelBlock s) {
   constexpr int M = Block::M, N = Block::N, ND = Block::ND;
-  const BlockOfQueries at(s, positions, Block::rows);
+  const BlockOfQueries at(s, Block::rows);
   if (at.b >= static_cast<unsigned>(s.B)) return;
+  const SeenKeys seen(positions, s, at.b);
   const int warp_row = 16 * M * warp_of_thread(), first = at.first + warp_row;
   terms += (at.b * s.Hq + at.h) * detail::terms_rows(s.rows);
   DYN_SHARED(T, memory);
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   find_row_terms<16 * M, copy, DP>(terms + s.offset, douts.of(at.b, at.h), outs.of(at.b, at.h),
                                    s.statistic(lse, at.b, at.h) + s.offset, first - s.offset);
 
-  const RowRange block_rows(at.seen, at.first, at.first + Block::rows), warp_rows(at.seen, first, first + 16 * M);
+  const RowRange block_rows(seen, at.first, at.first + Block::rows), warp_rows(seen, first, first + 16 * M);
   Accumulators<M, ND> dq = {};
   const float scale = s.scale;
   const auto use = [&](const Tile<T, DP>& key_tile, const Tile<T, DP>& value_tile, int key) {
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
           for (int i = 2 * half; i < 2 * half + 2; ++i)
             ds[m][n][i] =
                 fast_exp2(p[m][n][i] * (scale * log2_e) - row_terms.lse_log2) * (ds[m][n][i] - row_terms.delta);
-        if (!all_seen) for_unseen(ds, m, half, at.seen, first, key, [](float& x) { x = 0; });
+        if (!all_seen) for_unseen(ds, m, half, seen, first, key, [](float& x) { x = 0; });
       }
     multiply(dq, ds, key_tile);
   };

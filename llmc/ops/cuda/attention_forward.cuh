@@ -42,14 +42,15 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
     attention_forward_kernel(KernelOutputs<T> to, Heads<const T> queries, Heads<const T> keys, Heads<const T> values,
                              const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int M = Block::M;
-  const BlockOfQueries at(s, positions, Block::rows);
+  const BlockOfQueries at(s, Block::rows);
   if (at.b >= static_cast<unsigned>(s.B)) return;
+  const SeenKeys seen(positions, s, at.b);
   const int warp_row = 16 * M * warp_of_thread(), first = at.first + warp_row;
   DYN_SHARED(T, memory);
   const Tile<T, DP> query_tile{memory};
   load_rows<Block::rows, Block::threads, copy>(query_tile, queries.of(at.b, at.h), at.first - s.offset);
 
-  const RowRange block_rows(at.seen, at.first, at.first + Block::rows), warp_rows(at.seen, first, first + 16 * M);
+  const RowRange block_rows(seen, at.first, at.first + Block::rows), warp_rows(seen, first, first + 16 * M);
   const float scale = log2_e / sqrtf(static_cast<float>(s.D));  // exp(x / sqrt(D)) = 2^(x scale)
   OnlineSoftmax<M> softmax;
   Accumulators<M, Block::ND> outs = {};
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (!all_seen) for_unseen_apart(p, m, half, at.seen, first, key, [](float& x) { x = -INFINITY; });
+        if (!all_seen) for_unseen_apart(p, m, half, seen, first, key, [](float& x) { x = -INFINITY; });
         softmax.update(p, outs, m, half, scale);
       }
     multiply(outs, p, value_tile);

@@ -120,13 +120,11 @@ __device__ inline unsigned head_of_block() { return blockIdx.z * gridDim.x + blo
 struct BlockOfQueries {
   unsigned b, h, kv;  // b: maybe past the last
   int first;          // row, counted like the keys
-  SeenKeys seen;
-  __device__ BlockOfQueries(const KernelBlock& s, const int32_t* positions, int rows)
+  __device__ BlockOfQueries(const KernelBlock& s, int rows)
       : b(head_of_block() / static_cast<unsigned>(s.Hq)),
         h(head_of_block() % static_cast<unsigned>(s.Hq)),
         kv(h / static_cast<unsigned>(s.Hq / s.Hkv)),
-        first(s.offset + static_cast<int>(gridDim.y - 1 - blockIdx.y) * rows),
-        seen(positions, s, b) {}
+        first(s.offset + static_cast<int>(gridDim.y - 1 - blockIdx.y) * rows) {}
 };
 
 // Calls use(keys, values, first key) for each tile of keys that `rows` see; `buffers` holds two pairs of tiles.

@@ -82,6 +82,7 @@ __device__ void issue_transposed(float (&sums)[N][4], const PanelTile<rows, DP>&
 template <int K>
 struct WarpgroupOperand {
   uint32_t registers[K / 2][4];
+  WarpgroupOperand() = default;
   __device__ explicit WarpgroupOperand(const float (&x)[K][4]) {
 #pragma unroll
     for (int k = 0; k < K; k += 2)
@@ -133,15 +134,16 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
     attention_forward_wgmma_kernel(KernelOutputs<bf16> to, Heads<const bf16> queries, Heads<const bf16> keys,
                                    Heads<const bf16> values, const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int DP = Block::DP, n = Block::tile_rows;
-  const BlockOfQueries at(s, positions, Block::rows);
+  const BlockOfQueries at(s, Block::rows);
   if (at.b >= static_cast<unsigned>(s.B)) return;
+  const SeenKeys seen(positions, s, at.b);
   const int group_row = row_of_warpgroup<Block>(), first = at.first + 16 * warp_of_thread();
   DYN_SHARED_TILES(bf16, memory);
   const PanelTile<Block::rows, DP> query_tile{memory};
   load_panels<Block>(query_tile, queries.of(at.b, at.h), at.first - s.offset);
 
-  const RowRange block_rows(at.seen, at.first, at.first + Block::rows),
-      group_rows(at.seen, at.first + group_row, at.first + group_row + 64);
+  const RowRange block_rows(seen, at.first, at.first + Block::rows),
+      group_rows(seen, at.first + group_row, at.first + group_row + 64);
   const float scale = log2_e / sqrtf(static_cast<float>(s.D));  // exp(x / sqrt(D)) = 2^(x scale)
   OnlineSoftmax<1> softmax;
   Accumulators<1, Block::ND> outs = {};
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
     wgmma_wait<0>(p[0]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!all_seen) for_unseen_apart(p, 0, half, at.seen, first, key, [](float& x) { x = -INFINITY; });
+      if (!all_seen) for_unseen_apart(p, 0, half, seen, first, key, [](float& x) { x = -INFINITY; });
       softmax.update(p, outs, 0, half, scale);
     }
     const WarpgroupOperand probabilities(p[0]);
@@ -275,8 +277,9 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
                                             Heads<const bf16> queries, Heads<const bf16> keys, Heads<const bf16> values,
                                             const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int DP = Block::DP, n = Block::tile_rows;
-  const BlockOfQueries at(s, positions, Block::rows);
+  const BlockOfQueries at(s, Block::rows);
   if (at.b >= static_cast<unsigned>(s.B)) return;
+  const SeenKeys seen(positions, s, at.b);
   const int group_row = row_of_warpgroup<Block>(), first = at.first + 16 * warp_of_thread();
   terms += (at.b * s.Hq + at.h) * detail::terms_rows(s.rows);
   DYN_SHARED_TILES(bf16, memory);
@@ -287,8 +290,8 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
                                       s.statistic(lse, at.b, at.h) + s.offset, first - s.offset);
   __syncwarp();  // the terms are written
 
-  const RowRange block_rows(at.seen, at.first, at.first + Block::rows),
-      group_rows(at.seen, at.first + group_row, at.first + group_row + 64);
+  const RowRange block_rows(seen, at.first, at.first + Block::rows),
+      group_rows(seen, at.first + group_row, at.first + group_row + 64);
   Accumulators<1, Block::ND> dq = {};
   const float scale = s.scale;
   RowTerms row_terms[2];
@@ -310,7 +313,7 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
     for_each(ds, [&](float& x, int m, int j, int i) { x = p[m][j][i] * (x - row_terms[i / 2].delta); });
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (!all_seen) for_unseen(ds, 0, half, at.seen, first, key, [](float& x) { x = 0; });
+      if (!all_seen) for_unseen(ds, 0, half, seen, first, key, [](float& x) { x = 0; });
     const WarpgroupOperand score_gradients(ds[0]);
     wgmma_fence();
     issue(dq[0], score_gradients, key_tile);

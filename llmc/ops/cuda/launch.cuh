@@ -99,6 +99,6 @@ template <class... Parameters, class... Arguments>
 void launch_each(void (*kernel)(Parameters...), int64_t n, cudaStream_t stream, Arguments&&... arguments) {
   launch(kernel, ceil_div(n, item_threads), item_threads, 0, stream, std::forward<Arguments>(arguments)...);
 }
-__device__ inline int64_t item_of_thread() { return static_cast<int64_t>(blockIdx.x) * item_threads + threadIdx.x; }
+__device__ inline int64_t item_of_thread() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 
 }  // namespace llmc::cuda

@@ -111,8 +111,8 @@ struct Fp8Tile {
       if (!by_tile && p == 0) out.scales[column / size * R + row + r] = scale;
     });
   }
-  // The same for its columns, in `turned` (C, R). A warp has the columns of a pack, four
-  // words wide, in turn: a lane has 16 rows of a word, so that eight lanes write a column's 128 bytes.
+  // The same for its columns, in `turned` (C, R). A warp has the columns of a pack, four words wide, in turn: a lane
+  // has 16 rows of a word, so that eight lanes write a column's 128 bytes.
   template <bool by_tile = false>
   __device__ void quantise_columns(const Fp8Operand& turned, int64_t row, int64_t column, int64_t R, int64_t C,
                                    float scale_of_all = 0) const {

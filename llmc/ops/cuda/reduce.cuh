@@ -43,7 +43,7 @@ template <class Op, int N>
 __device__ void block_reduce(float (&values)[N], Op op) {
   constexpr int most = N * warp_size;
   SHARED(float, partial, most);  // (N, warps)
-  const int lane = lane_of_thread(), warp = warp_of_thread(), warps = blockDim.x / warp_size;
+  const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size, warps = blockDim.x / warp_size;
   for (int i = 0; i < N; ++i) {
     values[i] = warp_reduce(values[i], op);
     if (lane == 0) partial[i * warp_size + warp] = values[i];
