@@ -23,15 +23,13 @@ __global__ void __launch_bounds__(Held::threads)
   if (n >= N) return;
   row.fill(x, n);
 
-  const float per_channel = 1.0f / static_cast<float>(C);
-  float m = 0;
-  if constexpr (is_centred) {
-    float sum = 0;
+  float sum = 0;
+  if constexpr (is_centred)
     row.each([&](const auto& xs, int64_t) {
       for (int i = 0; i < Pack::size; ++i) sum += xs[i];
     });
-    m = row.sum(sum) * per_channel;
-  }
+  const float per_channel = 1.0f / static_cast<float>(C), m = is_centred ? row.sum(sum) * per_channel : 0;
+
   float squares = 0;  // centred first, to avoid cancellation
   row.each([&](const auto& xs, int64_t) {
     for (int i = 0; i < Pack::size; ++i) squares += (xs[i] - m) * (xs[i] - m);
@@ -49,9 +47,10 @@ __global__ void __launch_bounds__(Held::threads)
     }
     Pack::of(outs).store(out + n * C + c);  // kept in the cache: the next op reads it
   });
-  if (!row.leads()) return;
-  if constexpr (is_centred) mean[n] = m;
-  rstd[n] = r;
+  if (row.leads()) {
+    if constexpr (is_centred) mean[n] = m;
+    rstd[n] = r;
+  }
 }
 
 namespace detail {
