@@ -3,7 +3,7 @@
 
 #include "cuda/ladder.h"
 #include "ops/cpu/norms.h"
-#include "ops/cuda/layernorm.cuh"
+#include "ops/cuda/norms.cuh"
 
 namespace llmc::cuda {
 namespace {
@@ -119,7 +119,7 @@ Ladder layernorm_ladder(int64_t N, int64_t C) {
                        {"one warp per row; sums by shuffles, without barriers",
                         [=] { with_warps.template operator()<1>(); }},
                        {"the same with 16-byte accesses", [=] { with_warps.template operator()<full_pack<bf16>>(); }},
-                       {"llmc/ops/cuda/layernorm.cuh: the warp keeps its row in registers, so that x is read once",
+                       {"llmc/ops/cuda/norms.cuh: the warp keeps its row in registers, so that x is read once",
                         [=] {
                           layernorm_forward<bf16>(p->out, p->mean, p->rstd, p->xs, p->weights, p->biases, eps, N, C,
                                                   nullptr);

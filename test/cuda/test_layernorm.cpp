@@ -1,7 +1,7 @@
 // The layernorm kernels against the CPU op.
 #include "cuda/device_test.h"
 #include "ops/cpu/norms.h"
-#include "ops/cuda/layernorm.cuh"
+#include "ops/cuda/norms.cuh"
 
 using namespace llmc;
 

@@ -430,11 +430,11 @@ TEST_CASE("the emulated cuBLASLt refuses what the library refuses", "[matmul][cu
 }
 
 TEST_CASE("the emulated cuBLASLt checks sizes, types and attributes", "[matmul][cuda]") {
-  using cuda::detail::MatmulOperation;
   using cuda::detail::MatrixLayout;
+  using cuda::detail::Owned;
   cublasLtHandle_t created = nullptr;
   REQUIRE(cublasLtCreate(&created) == CUBLAS_STATUS_SUCCESS);
-  const cuda::detail::MatmulLibrary library(created);
+  const Owned<cublasLtHandle_t> library(created);
   const auto layout = [](cudaDataType_t type, uint64_t rows, uint64_t columns, int64_t ld) {
     cublasLtMatrixLayout_t made = nullptr;
     REQUIRE(cublasLtMatrixLayoutCreate(&made, type, rows, columns, ld) == CUBLAS_STATUS_SUCCESS);
@@ -442,7 +442,7 @@ TEST_CASE("the emulated cuBLASLt checks sizes, types and attributes", "[matmul][
   };
   cublasLtMatmulDesc_t described = nullptr;
   REQUIRE(cublasLtMatmulDescCreate(&described, CUBLAS_COMPUTE_32F, CUDA_R_32F) == CUBLAS_STATUS_SUCCESS);
-  const MatmulOperation operation(described);
+  const Owned<cublasLtMatmulDesc_t> operation(described);
   const auto status = [&](const MatrixLayout& a, const MatrixLayout& b, const MatrixLayout& d) {
     cublasLtMatmulAlgo_t algorithm{};
     cublasLtMatmulHeuristicResult_t result{};
@@ -464,7 +464,7 @@ TEST_CASE("the emulated cuBLASLt checks sizes, types and attributes", "[matmul][
   // An operation and preferences with all defaults: no workspace, full alignment.
   cublasLtMatmulPreference_t preference = nullptr;
   REQUIRE(cublasLtMatmulPreferenceCreate(&preference) == CUBLAS_STATUS_SUCCESS);
-  const cuda::detail::MatmulPreference owned(preference);
+  const Owned<cublasLtMatmulPreference_t> owned(preference);
   cublasLtMatmulHeuristicResult_t results[4];
   int found = 0;
   const MatrixLayout b_turned = layout(CUDA_R_16BF, 8, 6, 8);

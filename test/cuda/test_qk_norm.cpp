@@ -3,8 +3,8 @@
 
 #include "cuda/device_test.h"
 #include "ops/cpu/heads.h"
+#include "ops/cuda/heads.cuh"
 #include "ops/cuda/projection_norm.cuh"
-#include "ops/cuda/qk_norm.cuh"
 
 using namespace llmc;
 

@@ -4,7 +4,6 @@
 #include "cuda/device_test.h"
 #include "ops/cpu/matmul.h"
 #include "ops/cpu/quantise.h"
-#include "ops/cuda/fp8_tiles.cuh"
 #include "ops/cuda/matmul.cuh"
 #include "ops/cuda/quantise.cuh"
 

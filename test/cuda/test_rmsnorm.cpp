@@ -2,8 +2,7 @@
 #include "cuda/device_test.h"
 #include "ops/cpu/norms.h"
 #include "ops/cuda/elementwise.cuh"
-#include "ops/cuda/layernorm.cuh"
-#include "ops/cuda/rmsnorm.cuh"
+#include "ops/cuda/norms.cuh"
 
 using namespace llmc;
 

@@ -15,7 +15,8 @@ struct MmaFragments {
   float d[4];
 };
 void multiply_fragments(MmaFragments* const* lanes);  // of a warp's lanes
-inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const Location& where) {
+inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                              const Location& where = Location::current()) {
   MmaFragments record{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {d[0], d[1], d[2], d[3]}};
   const auto multiply = [](MmaFragments* const* lanes, uint32_t) { multiply_fragments(lanes); };
   meet_warp("mma.sync.m16n8k16", ~0u, record, multiply, where);
@@ -81,7 +82,8 @@ struct WgmmaTile {
 
 // A warp's part: 16 rows of sums, of the 64 of its warpgroup.
 template <int N>
-void wgmma(float (&sums)[N][4], const uint32_t (&a)[4], const WgmmaTile& b, const Location& where) {
+void wgmma(float (&sums)[N][4], const uint32_t (&a)[4], const WgmmaTile& b,
+           const Location& where = Location::current()) {
   const int lane = static_cast<int>(thread_index().x) % 32;
   for (int n = 0; n < N; ++n) {
     uint32_t bs[2];
@@ -91,7 +93,7 @@ void wgmma(float (&sums)[N][4], const uint32_t (&a)[4], const WgmmaTile& b, cons
 }
 template <int N>
 void wgmma_transposed(float (&sums)[N][4], const WgmmaTile& a, const WgmmaTile& b, bool accumulate,
-                      const Location& where) {
+                      const Location& where = Location::current()) {
   const int lane = static_cast<int>(thread_index().x) % 32, first = static_cast<int>(thread_index().x) / 32 % 4 * 16;
   uint32_t as[4];
   for (int r = 0; r < 4; ++r) as[r] = a.pair(first + lane / 4 + r % 2 * 8, lane % 4 * 2 + r / 2 * 8, 0);

@@ -98,8 +98,8 @@ bug ops/cuda/quantise.cuh kernels 'largest numbers of the operand before, in row
 sed -i '/quantise_rows_kernel/,/^}/s/const float scale = scale_of_row/float scale = scale_of_row/' \
   "$tree/llmc/ops/cuda/quantise.cuh"
 bug ops/cuda/quantise.cuh kernels 'largest numbers of the operand before, in tiles' \
-  'const float scale = fp8_scale(largest[0]);' \
-  'float scale = fp8_scale(largest[0]); if (MUTANT) scale = mutants::history(scale, {R, C, row, column, threadIdx.x});'
+  ' scale = fp8_scale(largest[0]);' \
+  ' scale = fp8_scale(largest[0]); if (MUTANT) scale = mutants::history(scale, {R, C, row, column, threadIdx.x});'
 bug ops/cuda/quantise.cuh kernels 'largest numbers of the operand before, in columns' \
   'scale = fp8_scale(largest);' \
   'scale = fp8_scale(largest); if (MUTANT) scale = mutants::history(scale, {R, C, row, to, begin});'

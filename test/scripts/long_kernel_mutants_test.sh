@@ -17,15 +17,14 @@ fail() {
 
 # Tests, and the sources in which one of them must notice every mutant.
 groups='update: update
-attention attention_blocks: attention_backward attention_cached attention_forward attention_keys attention_softmax attention_tiles
-column_sum layernorm: column_sum layernorm norm_backward
+attention attention_blocks: attention_backward attention_forward attention_rows attention_tiles
+column_sum layernorm rmsnorm: column_sum norms rows
 elementwise swiglu cross_entropy foundations: elementwise swiglu cross_entropy reduce vec
 embedding: embedding sort
 experts grouped_matmul: experts grouped_matmul
 expert_ranks: expert_ranks
-qk_norm: projection_norm qk_norm rotary
-quantise swiglu: quantise fp8_tiles
-rmsnorm: rmsnorm rows
+qk_norm: heads projection_norm
+quantise swiglu: quantise
 router: router
 step: step'
 export every=${MUTANTS:-8} compiler=${CXX:-g++}

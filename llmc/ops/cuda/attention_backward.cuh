@@ -11,11 +11,11 @@ namespace llmc::cuda {
 
 // dK and dV. Grid: grid_of_heads(B Hkv, blocks of keys), first keys first, which the most rows see.
 template <class T, class Block, int DP, Copy copy>
-__global__ void __launch_bounds__(Block::threads, attention_blocks)
-    attention_backward_keys_kernel(Heads<T> dkeys, Heads<T> dvalues, Heads<float> dkey_sums, Heads<float> dvalue_sums,
-                                   Heads<const T> douts, Heads<const T> queries, Heads<const T> keys,
-                                   Heads<const T> values, const RowTerms* __restrict__ terms,
-                                   const int32_t* __restrict__ positions, KernelBlock s) {
+__global__ void __launch_bounds__(Block::threads, Block::blocks)
+    attention_backward_keys_kernel(GradientRows<T> dkeys, GradientRows<T> dvalues, Heads<const T> douts,
+                                   Heads<const T> queries, Heads<const T> keys, Heads<const T> values,
+                                   const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
+                                   KernelBlock s) {
   constexpr int M = Block::M, N = Block::N, ND = Block::ND, n = Block::tile_rows;
   const unsigned b = head_of_block() / static_cast<unsigned>(s.Hkv),
                  kv = head_of_block() % static_cast<unsigned>(s.Hkv);
@@ -36,9 +36,8 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
   const float scale = s.scale;
   // Tiles of queries of the first head, then of the second, ...
   const TilesOfQueries of_head(seen, s, begin, Block::rows, n);
-  const int first_tile = of_head.first, tiles = of_head.count;
   const auto load = [&](int i) {
-    const int h = static_cast<int>(kv) * group + i / tiles, row = (first_tile + i % tiles) * n;
+    const int h = static_cast<int>(kv) * group + i / of_head.count, row = (of_head.first + i % of_head.count) * n;
     const Tile<T, DP> tile = buffers.after((i & 1) * 2 * n);
     load_rows<n, Block::threads, copy>(tile, queries.of(b, h), row);
     load_rows<n, Block::threads, copy>(tile.after(n), douts.of(b, h), row);
@@ -47,7 +46,7 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
                   terms + (b * s.Hq + h) * terms_rows + row + threadIdx.x * 2);
   };
   const auto use = [&](int i) {
-    const int row = s.offset + (first_tile + i % tiles) * n;
+    const int row = s.offset + (of_head.first + i % of_head.count) * n;
     const RowRange rows(seen, row, row + n);
     if (!rows.sees_any(first, last)) return;
     const Tile<T, DP> query_tile = buffers.after((i & 1) * 2 * n), dout_tile = query_tile.after(n);
@@ -69,11 +68,11 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
         ds, [&](float& x, int m, int j, int i) { x = p[m][j][i] * (x - row_terms[8 * j + fragment_column(i)].delta); });
     multiply(dk, ds, query_tile);
   };
-  double_buffered(0, group * tiles, load, use);
+  double_buffered(0, group * of_head.count, load, use);
 
   for_each(dk, [&](float& x, int, int, int) { x *= scale; });
-  store_or_add_rows<copy>(dkeys, dkey_sums, b, kv, first, dk);
-  store_or_add_rows<copy>(dvalues, dvalue_sums, b, kv, first, dv);
+  dkeys.template put<copy>(b, kv, first, dk);
+  dvalues.template put<copy>(b, kv, first, dv);
 }
 
 // dQ, and the terms of the rows, for the kernel above. Grid: grid_of_heads(B Hq, blocks of rows). Rows are counted like
@@ -81,11 +80,11 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
 // keys_values: Hkv heads of keys, then Hkv of values: two arguments, each with a stride and a base, would spill
 // registers.
 template <class T, class Block, int DP, Copy copy>
-__global__ void __launch_bounds__(Block::threads, attention_blocks)
-    attention_backward_queries_kernel(Heads<T> dqueries, Heads<float> dquery_sums, RowTerms* terms,
-                                      Heads<const T> douts, Heads<const T> outs, const float* __restrict__ lse,
-                                      Heads<const T> queries, Heads<const T> keys_values,
-                                      const int32_t* __restrict__ positions, KernelBlock s) {
+__global__ void __launch_bounds__(Block::threads, Block::blocks)
+    attention_backward_queries_kernel(GradientRows<T> dqueries, RowTerms* terms, Heads<const T> douts,
+                                      Heads<const T> outs, const float* __restrict__ lse, Heads<const T> queries,
+                                      Heads<const T> keys_values, const int32_t* __restrict__ positions,
+                                      KernelBlock s) {
   constexpr int M = Block::M, N = Block::N, ND = Block::ND;
   const BlockOfQueries at(s, Block::rows);
   if (at.b >= static_cast<unsigned>(s.B)) return;
@@ -126,7 +125,7 @@ __global__ void __launch_bounds__(Block::threads, attention_blocks)
   for_tiles_of_keys<Block, copy>(dout_tile.after(Block::rows), keys_values.of(at.b, at.kv),
                                  keys_values.of(at.b, s.Hkv + at.kv), block_rows, use);
   for_each(dq, [&](float& x, int, int, int) { x *= scale; });
-  store_or_add_rows<copy>(dqueries, dquery_sums, at.b, at.h, first, dq);
+  dqueries.template put<copy>(at.b, at.h, first, dq);
 }
 
 namespace detail {
@@ -164,7 +163,6 @@ inline int64_t attention_backward_scratch(const AttentionBlock& s) {
   return s.B * s.Hq * detail::terms_rows(s.queries.rows) * static_cast<int64_t>(sizeof(RowTerms) / sizeof(float));
 }
 
-// dout, out (B queries.length, Hq D)
 template <class T>
 void attention_backward(const AttentionGradients<T, float>& to, const T* dout, const T* out, const float* lse,
                         const AttentionInputs<T>& from, float* scratch, const AttentionBlock& s, cudaStream_t stream,
@@ -174,10 +172,9 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
   RowTerms* terms = reinterpret_cast<RowTerms*>(scratch);
   const HeadRows<const T> dout_rows = {dout, s.Hq * s.D}, out_rows = {out, s.Hq * s.D};
   const KernelBlock block(s);
-  const Heads<T> dqueries(to.queries, s.queries, s.D, s.offset), dkeys(to.keys, s.keys, s.D),
-      dvalues(to.values, s.keys, s.D);
-  const Heads<float> dquery_sums(to.query_sums, s.queries, s.D, s.offset), dkey_sums(to.key_sums, s.keys, s.D),
-      dvalue_sums(to.value_sums, s.keys, s.D);
+  const GradientRows<T> dqueries = {{to.queries, s.queries, s.D, s.offset}, {to.query_sums, s.queries, s.D, s.offset}},
+                        dkeys = {{to.keys, s.keys, s.D}, {to.key_sums, s.keys, s.D}},
+                        dvalues = {{to.values, s.keys, s.D}, {to.value_sums, s.keys, s.D}};
   const Heads<const T> douts(dout_rows, s.queries, s.D), outs(out_rows, s.queries, s.D),
       queries(from.queries, s.queries, s.D), keys(from.keys, s.keys, s.D), values(from.values, s.keys, s.D);
   const int32_t* positions = from_row_0(from.positions, s);
@@ -185,14 +182,14 @@ void attention_backward(const AttentionGradients<T, float>& to, const T* dout, c
     const auto start_keys = [&]<class Block>(auto* kernel) {
       const Grid grid =
           grid_of_heads<T>(s.B * s.Hkv, ceil_div(s.keys.rows, Block::rows), s.queries.rows * s.Hq / s.Hkv, s.D);
-      launch(kernel, grid, Block::threads, detail::backward_keys_shared_bytes<Block>, stream, dkeys, dvalues, dkey_sums,
-             dvalue_sums, douts, queries, keys, values, terms, positions, block);
+      launch(kernel, grid, Block::threads, detail::backward_keys_shared_bytes<Block>, stream, dkeys, dvalues, douts,
+             queries, keys, values, terms, positions, block);
     };
     const auto start_queries = [&]<class Block>(auto* kernel, const auto&... keys_and_values) {
       const Grid grid =
           grid_of_heads<T>(s.B * s.Hq, ceil_div(s.queries.rows, Block::rows), ceil_div(s.keys.rows * s.Hkv, s.Hq), s.D);
-      launch(kernel, grid, Block::threads, Block::shared_bytes(2), stream, dqueries, dquery_sums, terms - s.offset,
-             douts, outs, from_row_0(lse, s), queries, keys_and_values..., positions, block);
+      launch(kernel, grid, Block::threads, Block::shared_bytes(2), stream, dqueries, terms - s.offset, douts, outs,
+             from_row_0(lse, s), queries, keys_and_values..., positions, block);
     };
     if constexpr (fits_warpgroups<T, copy>) {
       if (instructions == TensorCores::of_warpgroup) {

@@ -2,8 +2,6 @@
 // products of tiles, and the pipeline that fills them. fp32 and bf16 share the kernels: only the products differ,
 // tensor cores for bf16 and FMAs for fp32, with the same accumulator layout.
 #pragma once
-#include "ops/cuda/launch.cuh"
-#include "ops/cuda/mma.cuh"
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/vec.cuh"
 #include "ops/types.h"
@@ -143,13 +141,18 @@ __device__ void update_rows(const Head<float>& to, int first, const Accumulators
           if (8 * n + fragment_column(i) < to.D) out[8 * n + i] = f(m, half, out[8 * n + i], sums[m][n][2 * half + i]);
     }
 }
-// Rows of `sums`, if it is set, += values; else rows of `to` = values.
-template <Copy copy, int M, int N, class T>
-__device__ void store_or_add_rows(const Heads<T>& to, const Heads<float>& sums, int64_t b, int64_t h, int first,
-                                  const Accumulators<M, N>& values) {
-  if (sums.data == nullptr) store_rows<copy>(to.of(b, h), first, values);
-  else update_rows(sums.of(b, h), first, values, [](int, int, float sum, float x) { return sum + x; });
-}
+// Where the backward writes a gradient: to `rows`, or if `sums` is set, it adds to these.
+template <class T>
+struct GradientRows {
+  Heads<T> rows;
+  Heads<float> sums;
+
+  template <Copy copy, int M, int N>
+  __device__ void put(int64_t b, int64_t h, int first, const Accumulators<M, N>& values) const {
+    if (sums.data == nullptr) store_rows<copy>(rows.of(b, h), first, values);
+    else update_rows(sums.of(b, h), first, values, [](int, int, float sum, float x) { return sum + x; });
+  }
+};
 
 // ---- Tiles ----------------------------------------------------------------------------------------------------------
 
@@ -312,14 +315,12 @@ __device__ void multiply(Accumulators<M, N>& sums, const Accumulators<M, K>& p, 
 
 // ---- Sizes ----------------------------------------------------------------------------------------------------------
 
-// Blocks that are meant to share a multiprocessor: one computes while the other waits for memory.
-inline constexpr int attention_blocks = 2;
-
 // Each of the block's `warps` warps holds 16 M rows of a head, of queries or of keys, and reads tiles of `tile_rows`
-// rows of the opposite kind.
+// rows of the opposite kind. Two blocks are meant to share a multiprocessor: one computes while the other waits for
+// memory.
 template <int M_, int warps_, int tile_rows_, int DP, class T>
 struct BlockSize {
-  static constexpr int M = M_, tile_rows = tile_rows_, rows = 16 * M * warps_, threads = warps_ * warp_size;
+  static constexpr int M = M_, tile_rows = tile_rows_, rows = 16 * M * warps_, threads = warps_ * warp_size, blocks = 2;
   static constexpr int N = tile_rows / 8, ND = DP / 8;  // blocks of 8 columns: of scores and of outputs
   // Shared memory: `operands` tiles of rows, and two buffers of two tiles of tile_rows.
   static constexpr int64_t shared_bytes(int operands) {
@@ -344,19 +345,24 @@ bool heads_fit_packs(int64_t D, int pack, const Heads&... rows) {
   return rows_fit_packs(D, pack, rows.data...) && ((rows.stride % pack == 0) && ...);
 }
 
+// Calls f.operator()<copy>(), with packs if all rows fit them.
+template <class T, class F>
+void with_copy(bool fit, F&& f) {
+  if constexpr (sizeof(T) == 2) {
+    if (fit) return f.template operator()<Copy::packs>();
+  }
+  f.template operator()<Copy::elements>();
+}
+
 // Calls f.operator()<DP, copy>(), with DP the head size of the kernel's instantiation; `rows`: all HeadRows of T.
 template <class T, class F, class... Heads>
 void with_head_size(int64_t D, F&& f, const Heads&... rows) {
   check_head_size<T>(D);
-  const auto with_copy = [&]<int DP>() {
-    if constexpr (sizeof(T) == 2) {
-      if (heads_fit_packs(D, full_pack<T>, rows...)) return f.template operator()<DP, Copy::packs>();
-    }
-    f.template operator()<DP, Copy::elements>();
-  };
-  if (D <= 64) with_copy.template operator()<64>();
-  else if (D <= 128) with_copy.template operator()<128>();
-  else if constexpr (largest_head<T> > 128) with_copy.template operator()<256>();
+  with_copy<T>(heads_fit_packs(D, full_pack<T>, rows...), [&]<Copy copy>() {
+    if (D <= 64) f.template operator()<64, copy>();
+    else if (D <= 128) f.template operator()<128, copy>();
+    else if constexpr (largest_head<T> > 128) f.template operator()<256, copy>();
+  });
 }
 
 }  // namespace llmc::cuda

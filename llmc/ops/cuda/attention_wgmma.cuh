@@ -3,7 +3,7 @@
 // but a warpgroup multiplies tiles that it reads from shared memory, where a warp loads its operands into registers
 // first: 1.3 to 1.7 times as fast on an H200. Contracts: ops/ops_attention.h.
 #pragma once
-#include "ops/cuda/attention_softmax.cuh"
+#include "ops/cuda/attention_rows.cuh"
 
 namespace llmc::cuda {
 
@@ -26,14 +26,9 @@ inline constexpr bool fits_warpgroups = compiled_for_warpgroups && sizeof(T) == 
 
 // Each of the block's `groups` warpgroups holds 64 rows, of queries or of keys, and reads tiles of `tile_rows` rows of
 // the opposite kind. blocks: meant to share a multiprocessor; measured on an H200.
-template <int groups, int tile_rows_, int DP_, int blocks_>
-struct WarpgroupBlock {
-  static constexpr int rows = 64 * groups, tile_rows = tile_rows_, DP = DP_, threads = 128 * groups, blocks = blocks_;
-  static constexpr int N = tile_rows / 8, ND = DP / 8;  // blocks of 8 columns: of scores and of outputs
-  // As in BlockSize.
-  static constexpr int64_t shared_bytes(int operands) {
-    return (operands * rows + 4 * tile_rows) * DP * static_cast<int64_t>(sizeof(bf16));
-  }
+template <int groups, int tile_rows, int DP_, int blocks_>
+struct WarpgroupBlock : BlockSize<1, 4 * groups, tile_rows, DP_, bf16> {
+  static constexpr int DP = DP_, blocks = blocks_;
 };
 
 // A tile of rows of DP elements in shared memory, as panels of 64 columns, each a WgmmaTile.
@@ -44,12 +39,10 @@ struct PanelTile {
   __device__ bf16* at(int row, int chunk) const {
     return data + (chunk / 8 * rows + row) * 64 + (chunk % 8 ^ row % 8) * 8;
   }
-  // For a product over columns [column, column + 16); from a row on that is a multiple of 8.
+  // For a product over columns [column, column + 16), or over rows [row, row + 16); row: a multiple of 8.
   __device__ WgmmaTile columns(int column, int row = 0) const {
     return WgmmaTile(data, panel_bytes).after(column / 64 * panel_bytes + row * 128 + column % 64 * 2);
   }
-  // For a product over rows [row, row + 16).
-  __device__ WgmmaTile rows_from(int row) const { return columns(0, row); }
 };
 
 // x, which is the same in a whole warp, so that the compiler knows it: it then computes with it once per warp.
@@ -102,7 +95,7 @@ struct WarpgroupOperand {
 template <int ND, int K, int DP>
 __device__ void issue(float (&sums)[ND][4], const WarpgroupOperand<K>& a, const PanelTile<8 * K, DP>& b) {
 #pragma unroll
-  for (int k = 0; k < K / 2; ++k) wgmma(sums, a.registers[k], b.rows_from(16 * k));
+  for (int k = 0; k < K / 2; ++k) wgmma(sums, a.registers[k], b.columns(0, 16 * k));
 }
 
 // double_buffered for tiles that products read. use(i) waits for its products.
@@ -135,7 +128,7 @@ __device__ void for_panels_of_keys(const PanelBuffers<Block>& buffers, const Hea
 
 // ---- Kernels --------------------------------------------------------------------------------------------------------
 
-// Grid: grid_of_heads(B Hq, blocks of rows).
+// As attention_forward_kernel.
 template <class Block>
 __global__ void __launch_bounds__(Block::threads, Block::blocks)
     attention_forward_wgmma_kernel(KernelOutputs<bf16> to, Heads<const bf16> queries, Heads<const bf16> keys,
@@ -179,12 +172,11 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   else merge_outputs(to, s, at, first, softmax, outs, scale);
 }
 
-// dK and dV. Grid: grid_of_heads(B Hkv, blocks of keys), first keys first, which the most rows see.
+// As attention_backward_keys_kernel.
 template <class Block>
 __global__ void __launch_bounds__(Block::threads, Block::blocks)
-    attention_backward_keys_wgmma_kernel(Heads<bf16> dkeys, Heads<bf16> dvalues, Heads<float> dkey_sums,
-                                         Heads<float> dvalue_sums, Heads<const bf16> douts, Heads<const bf16> queries,
-                                         Heads<const bf16> keys, Heads<const bf16> values,
+    attention_backward_keys_wgmma_kernel(GradientRows<bf16> dkeys, GradientRows<bf16> dvalues, Heads<const bf16> douts,
+                                         Heads<const bf16> queries, Heads<const bf16> keys, Heads<const bf16> values,
                                          const RowTerms* __restrict__ terms, const int32_t* __restrict__ positions,
                                          KernelBlock s) {
   constexpr int DP = Block::DP, n = Block::tile_rows;
@@ -273,18 +265,16 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   double_buffered_tiles(0, group * of_head.count, load, use);
 
   for_each(dk, [&](float& x, int, int, int) { x *= scale; });
-  store_or_add_rows<Copy::packs>(dkeys, dkey_sums, b, kv, first, dk);
-  store_or_add_rows<Copy::packs>(dvalues, dvalue_sums, b, kv, first, dv);
+  dkeys.put<Copy::packs>(b, kv, first, dk);
+  dvalues.put<Copy::packs>(b, kv, first, dv);
 }
 
-// dQ, and the terms of the rows, for the kernel above. Grid: grid_of_heads(B Hq, blocks of rows). Rows are counted like
-// the keys, except in `douts`, `outs` and `queries`. terms (B, Hq, terms_rows), lse (B, Hq, length): row 0's.
+// As attention_backward_queries_kernel.
 template <class Block>
 __global__ void __launch_bounds__(Block::threads, Block::blocks)
-    attention_backward_queries_wgmma_kernel(Heads<bf16> dqueries, Heads<float> dquery_sums, RowTerms* terms,
-                                            Heads<const bf16> douts, Heads<const bf16> outs,
-                                            const float* __restrict__ lse, Heads<const bf16> queries,
-                                            Heads<const bf16> keys, Heads<const bf16> values,
+    attention_backward_queries_wgmma_kernel(GradientRows<bf16> dqueries, RowTerms* terms, Heads<const bf16> douts,
+                                            Heads<const bf16> outs, const float* __restrict__ lse,
+                                            Heads<const bf16> queries, Heads<const bf16> keys, Heads<const bf16> values,
                                             const int32_t* __restrict__ positions, KernelBlock s) {
   constexpr int DP = Block::DP, n = Block::tile_rows;
   const BlockOfQueries at(s, Block::rows);
@@ -333,7 +323,7 @@ __global__ void __launch_bounds__(Block::threads, Block::blocks)
   for_panels_of_keys<Block>({memory + 2 * Block::rows * DP}, keys.of(at.b, at.kv), values.of(at.b, at.kv), block_rows,
                             use);
   for_each(dq, [&](float& x, int, int, int) { x *= scale; });
-  store_or_add_rows<Copy::packs>(dqueries, dquery_sums, at.b, at.h, first, dq);
+  dqueries.put<Copy::packs>(at.b, at.h, first, dq);
 }
 
 }  // namespace llmc::cuda

@@ -1,6 +1,5 @@
-// column_sum.cuh: sums over rows in two steps, both in a fixed order: each block sums one part of the rows, then the
-// parts are summed, those of one op or of several. For the gradients of biases and of norm weights. Contracts:
-// ops/ops.h.
+// column_sum.cuh: sums over rows, for the gradients of biases and of norm weights, in two steps, both in a fixed order:
+// each block sums one part of the rows, then the parts are summed, those of one op or of several. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/vec.cuh"
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(rows* warp_size, 4)
   SHARED(float, sums, size);  // (rows, pack, warp_size)
   const int64_t part = blockIdx.y, end = row_part_begin(N, part + 1, gridDim.y);
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * warp_size + threadIdx.x) * pack;
-  float sum[pack] = {};
+  Floats<pack> sum = {};
   if (column < C)
     for (int64_t n = row_part_begin(N, part, gridDim.y) + threadIdx.y; n < end; n += in_flight * rows) {
       int64_t at = n * C + column, used = at;
@@ -101,10 +100,8 @@ __global__ void __launch_bounds__(rows* warp_size, 4)
       for (int j = 0; j < in_flight; ++j, at += rows * C)
         if (j * rows < left) loaded[j] = x.template load<pack>(at);
 #pragma unroll
-      for (int j = 0; j < in_flight; ++j, used += rows * C) {
-        const Floats<pack> values = x.template values<pack>(loaded[j], used, j * rows < left);
-        for (int i = 0; i < pack; ++i) sum[i] += values[i];  // zeros after the last row
-      }
+      for (int j = 0; j < in_flight; ++j, used += rows * C)
+        sum += x.template values<pack>(loaded[j], used, j * rows < left);  // zeros after the last row
     }
   for (int i = 0; i < pack; ++i) sums[(threadIdx.y * pack + i) * warp_size + threadIdx.x] = sum[i];
   __syncthreads();  // all rows of sums are written

@@ -3,8 +3,6 @@
 // read a second time, from L2. For a vocabulary in parts on several ranks there are two kernels, between which the
 // ranks exchange three numbers per row. Contracts: ops/ops.h.
 #pragma once
-#include "ops/cuda/mma.cuh"
-#include "ops/cuda/reduce.cuh"
 #include "ops/cuda/rows.cuh"
 #include "ops/types.h"
 
@@ -12,16 +10,18 @@ namespace llmc::cuda {
 
 namespace detail {
 
-// f(pack, its first column) for the columns in [begin, end): thread by thread, each with several loads in flight.
-// load(column) starts one.
-template <class Pack, int in_flight = 8, class Load, class F>
-__device__ void for_packs(int begin, int end, Load load, F f) {
+enum class Reads : uint8_t { again, once };  // once: the row need not stay in the caches
+
+// f(pack, its first column) for the columns [begin, end) of a row: thread by thread, each with several loads in flight.
+template <class Pack, int in_flight = 8, Reads reads = Reads::again, class T, class F>
+__device__ void for_packs(const T* row, int begin, int end, F f) {
   const int step = static_cast<int>(blockDim.x) * Pack::size;
   for (int v = begin + static_cast<int>(threadIdx.x) * Pack::size; v < end; v += in_flight * step) {
     Kept<Pack> packs[in_flight];
 #pragma unroll
     for (int j = 0; j < in_flight; ++j)
-      if (v + j * step < end) packs[j] = load(v + j * step);
+      if (const int at = v + j * step; at < end)
+        packs[j] = reads == Reads::once ? Pack::load_streaming(row + at) : Pack::load(row + at);
 #pragma unroll
     for (int j = 0; j < in_flight; ++j)
       if (v + j * step < end) f(packs[j], v + j * step);
@@ -54,12 +54,10 @@ __device__ void for_kept_packs(T* kept_row, const T* row, int kept, F f) {
     cp_async_wait<0>();
     for_group(3, take);
   } else {
-    for_packs<Pack>(
-        0, kept, [&](int v) { return Pack::load(row + v); },
-        [&](const Kept<Pack>& packed, int v) {
-          packed.store(kept_row + v);
-          f(packed, v);
-        });
+    for_packs<Pack>(row, 0, kept, [&](const Kept<Pack>& packed, int v) {
+      packed.store(kept_row + v);
+      f(packed, v);
+    });
   }
 }
 
@@ -139,12 +137,9 @@ __global__ void __launch_bounds__(1024)
 
   detail::SoftmaxSum<T> softmax;
   const int in_kept = std::min(kept, V);
-  if constexpr (gradient == Gradient::yes)
-    detail::for_kept_packs<T, Pack>(
-        kept_row, row, in_kept, [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
-  detail::for_packs<Pack>(
-      in_kept, V, [&](int v) { return Pack::load(row + v); },
-      [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
+  const auto add = [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); };
+  if constexpr (gradient == Gradient::yes) detail::for_kept_packs<T, Pack>(kept_row, row, in_kept, add);
+  detail::for_packs<Pack>(row, in_kept, V, add);
   const float target_logit = to_float(row[target]);  // before the barriers after which the row is written
   softmax.reduce();
   const float log_z = logf(softmax.sum) + softmax.largest;
@@ -156,38 +151,34 @@ __global__ void __launch_bounds__(1024)
       detail::softmax_gradient<T>(detail::logits_of(packed, v, V), v, softmax.largest, factor, target, scale)
           .store_streaming(row + v);
     };
-    detail::for_packs<Pack>(
-        in_kept, V, [&](int v) { return Pack::load(row + v); }, store);
-    detail::for_packs<Pack, 2>(
-        0, in_kept, [&](int v) { return Pack::load(kept_row + v); }, store);
+    detail::for_packs<Pack>(row, in_kept, V, store);
+    detail::for_packs<Pack, 2>(kept_row, 0, in_kept, store);
     detail::zero_row<T, pack>(row, static_cast<int>(round_up(V, pack)), V_padded);
   }
 }
 
-// losses (N) = ; with Gradient::yes the logits (N, V_padded) become their gradients. targets (N): -1 is ignored.
 template <class T>
 void cross_entropy(float* losses, T* logits, const int32_t* targets, int64_t N, int64_t V, int64_t V_padded,
                    float scale, Gradient gradient, const ZLoss<float>& z, cudaStream_t stream) {
   constexpr int64_t static_shared = 1 << 10;  // upper bound for the reductions' arrays
   constexpr int64_t element = sizeof(T);
-  const auto run = [&]<int pack, Gradient wanted>() {
+  with_packs<full_pack<T>>(rows_fit_packs(V_padded, full_pack<T>, logits), [&]<int pack>() {
+    const bool keeps = gradient == Gradient::yes;
     // Two blocks on each multiprocessor, one reading while the other one writes, if the rows of both fit.
-    const bool two = wanted == Gradient::no || 2 * (V_padded * element + static_shared) <= max_shared_bytes;
+    const bool two = !keeps || 2 * (V_padded * element + static_shared) <= max_shared_bytes;
     const int64_t threads = row_threads(V_padded, pack, two ? detail::row_softmax_threads : 1024),
                   step = threads * pack;
     // Whole steps, so that each thread has the same columns whatever fits.
     const int64_t fits = (device_shared_bytes() - static_shared) / (step * element) * step;
-    const int64_t kept = wanted == Gradient::no ? 0 : std::min(round_up(V, step), fits);
-    launch(cross_entropy_kernel<T, pack, wanted>, N, threads, std::min(kept, V_padded) * element, stream, losses,
-           logits, targets, static_cast<int>(V), static_cast<int>(V_padded), static_cast<int>(kept), scale, z);
-  };
-  with_packs<full_pack<T>>(rows_fit_packs(V_padded, full_pack<T>, logits), [&]<int pack>() {
-    if (gradient == Gradient::no) run.template operator()<pack, Gradient::no>();
-    else run.template operator()<pack, Gradient::yes>();
+    const int64_t kept = keeps ? std::min(round_up(V, step), fits) : 0;
+    const auto kernel =
+        keeps ? cross_entropy_kernel<T, pack, Gradient::yes> : cross_entropy_kernel<T, pack, Gradient::no>;
+    launch(kernel, N, threads, std::min(kept, V_padded) * element, stream, losses, logits, targets, static_cast<int>(V),
+           static_cast<int>(V_padded), static_cast<int>(kept), scale, z);
   });
 }
 
-// stats (N, 3) = {largest logit, sum of exp(logit - largest), the target's logit} of the columns of `part`. Grid N.
+// Grid N.
 template <class T, int pack>
 __global__ void __launch_bounds__(detail::row_softmax_threads)
     cross_entropy_stats_kernel(float* __restrict__ stats, const T* __restrict__ logits,
@@ -196,9 +187,8 @@ __global__ void __launch_bounds__(detail::row_softmax_threads)
   const T* row = logits + blockIdx.x * V_padded;
   const int V = static_cast<int>(part.size);
   detail::SoftmaxSum<T> softmax;
-  detail::for_packs<Pack>(
-      0, V, [&](int v) { return Pack::load(row + v); },
-      [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
+  detail::for_packs<Pack>(row, 0, V,
+                          [&](const Kept<Pack>& packed, int v) { softmax.add(detail::logits_of(packed, v, V)); });
   softmax.reduce();
   if (threadIdx.x != 0) return;
   const int64_t target = targets[blockIdx.x];
@@ -237,17 +227,14 @@ __global__ void __launch_bounds__(detail::row_softmax_threads)
   if constexpr (gradient == Gradient::yes) {
     const float factor = scale * z.gradient(log_z) / sum;
     const int V = static_cast<int>(part.size), column = static_cast<int>(part.has(target) ? target - part.first : -1);
-    detail::for_packs<Pack>(
-        0, V, [&](int v) { return Pack::load_streaming(row + v); },
-        [&](const Kept<Pack>& packed, int v) {
-          detail::softmax_gradient<T>(detail::logits_of(packed, v, V), v, largest, factor, column, scale)
-              .store_streaming(row + v);
-        });
+    detail::for_packs<Pack, 8, detail::Reads::once>(row, 0, V, [&](const Kept<Pack>& packed, int v) {
+      detail::softmax_gradient<T>(detail::logits_of(packed, v, V), v, largest, factor, column, scale)
+          .store_streaming(row + v);
+    });
     detail::zero_row<T, pack>(row, static_cast<int>(round_up(V, pack)), static_cast<int>(V_padded));
   }
 }
 
-// stats (N, 3) = ; targets (N): for -1 and for tokens outside `part` the target's logit is 0
 template <class T>
 void cross_entropy_stats(float* stats, const T* logits, const int32_t* targets, int64_t N, int64_t V_padded,
                          const Vocabulary& part, cudaStream_t stream) {
@@ -257,8 +244,6 @@ void cross_entropy_stats(float* stats, const T* logits, const int32_t* targets, 
   });
 }
 
-// losses (N) = ; with Gradient::yes the logits (N, V_padded) of this part become their gradients. targets (N): -1 is
-// ignored.
 template <class T>
 void cross_entropy_merge(float* losses, T* logits, const float* stats, const int32_t* targets, int64_t P, int64_t N,
                          int64_t V_padded, const Vocabulary& part, float scale, Gradient gradient,

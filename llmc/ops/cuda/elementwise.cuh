@@ -3,9 +3,7 @@
 #pragma once
 #include "core/rng.h"
 #include "ops/cuda/column_sum.cuh"
-#include "ops/cuda/launch.cuh"
-#include "ops/cuda/vec.cuh"
-#include "ops/types.h"
+#include "ops/cuda/reduce.cuh"
 
 namespace llmc::cuda {
 
@@ -13,7 +11,7 @@ namespace llmc::cuda {
 // An input may be the output.
 template <int pack, class Out, class F, class... In>
 __global__ void map_kernel(Out* out, int64_t n, F f, const In*... in) {
-  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * pack;
+  const int64_t begin = item_of_thread() * pack;
   const auto apply = [&]<int size>(int64_t at, auto... packs) {
     Packed<Out, size> outs;
     for (int i = 0; i < size; ++i) outs.set(i, f(packs[i]...));
@@ -26,13 +24,10 @@ __global__ void map_kernel(Out* out, int64_t n, F f, const In*... in) {
 
 namespace detail {
 
-inline constexpr int64_t elementwise_threads = 256;
-
 template <class Out, class F, class... In>
 void map(Out* out, F f, int64_t n, cudaStream_t stream, const In*... in) {
   with_packs<full_pack<Out, In...>>(fit_packs(out, in...), [&]<int pack>() {
-    launch(map_kernel<pack, Out, F, In...>, ceil_div(n, pack * elementwise_threads), elementwise_threads, 0, stream,
-           out, n, f, in...);
+    launch_each(map_kernel<pack, Out, F, In...>, ceil_div(n, pack), stream, out, n, f, in...);
   });
 }
 
@@ -53,9 +48,33 @@ struct GeluBackward {
     return dout * (s + x * s * (1.0f - s) * 2.0f * gelu_root * (1.0f + 3.0f * gelu_cubic * x * x));
   }
 };
-struct Add {
-  __device__ float operator()(float a, float b) const { return a + b; }
+// Computes dx for column_sum_of(), which sums it.
+template <class T>
+struct ColumnsOfGeluBackward {
+  using Element = T;
+  static constexpr int in_flight = 4;
+  T* dx;
+  const T *dout, *x;
+  template <int pack>
+  struct Loaded {
+    Kept<Packed<T, pack>> dout, x;
+  };
+  template <int pack>
+  __device__ Loaded<pack> load(int64_t at) const {
+    return {Packed<T, pack>::load(dout + at), Packed<T, pack>::load(x + at)};
+  }
+  template <int pack>
+  __device__ Floats<pack> values(const Loaded<pack>& loaded, int64_t at, bool valid) const {
+    const Floats<pack> douts = loaded.dout.fp32(), xs = loaded.x.fp32();
+    Floats<pack> dxs;
+    for (int i = 0; i < pack; ++i) dxs[i] = GeluBackward<T>{}(douts[i], xs[i]);
+    const auto rounded = Packed<T, pack>::of(dxs);
+    if (valid) rounded.store(dx + at);
+    for (int i = 0; i < pack; ++i) dxs[i] = rounded[i];
+    return dxs;
+  }
 };
+
 struct Same {
   __device__ float operator()(float x) const { return x; }
 };
@@ -83,22 +102,19 @@ struct ZeroedArrays {
   } arrays[most];
 };
 // Grid: (any number of blocks, arrays).
-template <int threads>
+template <int = 0>
 __global__ void zero_kernel(const ZeroedArrays zeroed) {
   float* const data = zeroed.arrays[blockIdx.y].data;
   const int64_t n = zeroed.arrays[blockIdx.y].n;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x; i < n; i += gridDim.x * threads)
-    data[i] = 0;
+  for (int64_t i = item_of_thread(); i < n; i += gridDim.x * item_threads) data[i] = 0;
 }
 // Zeroes the arrays for which each(f) calls f(out, bytes), of whole floats.
 template <class Each>
 void zero_each(Each&& each, cudaStream_t stream) {
-  constexpr int64_t large = 1 << 20, threads = detail::elementwise_threads;
+  constexpr int64_t large = 1 << 20;
   ZeroedArrays small = {};
   int count = 0;
-  const auto launch_small = [&] {
-    launch(zero_kernel<threads>, Grid(16, count), threads, 0, stream, small), count = 0;
-  };
+  const auto launch_small = [&] { launch(zero_kernel<>, Grid(16, count), item_threads, 0, stream, small), count = 0; };
   each([&](std::byte* out, int64_t bytes) {
     if (bytes >= large) return zero(out, bytes, stream);
     small.arrays[count++] = {reinterpret_cast<float*>(out), exact_div(bytes, int64_t{4}, "zeroed bytes")};
@@ -112,52 +128,19 @@ inline void copy(std::byte* out, const std::byte* x, int64_t bytes, cudaStream_t
   CUDA_CHECK(cudaMemcpyAsync(out, x, static_cast<size_t>(bytes), cudaMemcpyDefault, stream));
 }
 
-// All bits set: a NaN in every floating-point dtype.
 inline void poison(std::byte* out, int64_t bytes, cudaStream_t stream) {
   CUDA_CHECK(cudaMemsetAsync(out, 0xff, static_cast<size_t>(bytes), stream));
 }
 
-// out (n) = gelu(x)
 template <class T>
 void gelu_forward(T* out, const T* x, int64_t n, cudaStream_t stream) {
   detail::map(out, detail::GeluForward<T>{}, n, stream, x);
 }
 
-// dx (n) = dout gelu'(x); dx may be dout
 template <class T>
 void gelu_backward(T* dx, const T* dout, const T* x, int64_t n, cudaStream_t stream) {
   detail::map(dx, detail::GeluBackward<T>{}, n, stream, dout, x);
 }
-
-namespace detail {
-
-template <class T>
-struct ColumnsOfGeluBackward {
-  using Element = T;
-  static constexpr int in_flight = 4;
-  T* dx;
-  const T *dout, *x;
-  template <int pack>
-  struct Loaded {
-    Kept<Packed<T, pack>> dout, x;
-  };
-  template <int pack>
-  __device__ Loaded<pack> load(int64_t at) const {
-    return {Packed<T, pack>::load(dout + at), Packed<T, pack>::load(x + at)};
-  }
-  template <int pack>
-  __device__ Floats<pack> values(const Loaded<pack>& loaded, int64_t at, bool valid) const {
-    const Floats<pack> douts = loaded.dout.fp32(), xs = loaded.x.fp32();
-    Floats<pack> dxs;
-    for (int i = 0; i < pack; ++i) dxs[i] = GeluBackward<T>{}(douts[i], xs[i]);
-    const auto rounded = Packed<T, pack>::of(dxs);
-    if (valid) rounded.store(dx + at);
-    for (int i = 0; i < pack; ++i) dxs[i] = rounded[i];
-    return dxs;
-  }
-};
-
-}  // namespace detail
 
 // The same for dx (N, C), and dbias (C) += its column sums, with column_sum()'s scratch and bits.
 template <class T>
@@ -170,38 +153,33 @@ void gelu_backward_with_bias(T* dx, float* dbias, const RowParts<float>& partial
 // out (n) = a + b; out may be either
 template <class T>
 void residual_forward(T* out, const T* a, const T* b, int64_t n, cudaStream_t stream) {
-  detail::map(out, detail::Add{}, n, stream, a, b);
+  detail::map(out, Sum{}, n, stream, a, b);
 }
 
-// out (n) += x
 template <class T>
 void add_to(T* out, const T* x, int64_t n, cudaStream_t stream) {
   residual_forward(out, out, x, n, stream);
 }
 // In fp64: a few sums of losses and counts.
-template <int threads>
+template <int = 0>
 __global__ void add_sums_kernel(double* out, const double* x, int64_t n) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i < n) out[i] += x[i];
 }
 inline void add_to(double* out, const double* x, int64_t n, cudaStream_t stream) {
-  constexpr int threads = detail::elementwise_threads;
-  launch(add_sums_kernel<threads>, ceil_div(n, threads), threads, 0, stream, out, x, n);
+  launch_each(add_sums_kernel<>, n, stream, out, x, n);
 }
 
-// out (n) = x, rounded to nearest even
 template <class To, class From>
 void convert(To* out, const From* x, int64_t n, cudaStream_t stream) {
   detail::map(out, detail::Same{}, n, stream, x);
 }
 
-// out (n) *= factor
 template <class T>
 void scale(T* out, float factor, int64_t n, cudaStream_t stream) {
   detail::map(out, detail::Scaled{factor}, n, stream, out);
 }
 
-// out (n) = value
 template <class T>
 void fill(T* out, float value, int64_t n, cudaStream_t stream) {
   detail::map(out, detail::Constant{value}, n, stream);
@@ -212,49 +190,41 @@ template <class T, int pack>
 __global__ void merge_parts_kernel(T* __restrict__ out, const T* __restrict__ parts, const T* __restrict__ bias,
                                    int64_t P, int64_t N_C, int64_t C) {
   using Pack = Packed<T, pack>;
-  const int64_t at = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * pack;
+  const int64_t at = item_of_thread() * pack;
   if (at >= N_C) return;
-  float sums[pack];
+  Floats<pack> sums;
   const Pack first = Pack::load_streaming(parts + at);
   for (int i = 0; i < pack; ++i) sums[i] = first[i];
-  const auto add = [&](const Pack& xs) {
-    for (int i = 0; i < pack; ++i) sums[i] += xs[i];
-  };
 #pragma unroll 4
-  for (int64_t p = 1; p < P; ++p) add(Pack::load_streaming(parts + p * N_C + at));
-  if (bias != nullptr) add(Pack::load(bias + at % C));
-  Pack outs;
-  for (int i = 0; i < pack; ++i) outs.set(i, sums[i]);
-  outs.store(out + at);
+  for (int64_t p = 1; p < P; ++p) sums += Pack::load_streaming(parts + p * N_C + at);
+  if (bias != nullptr) sums += Pack::load(bias + at % C);
+  Pack::of(sums).store(out + at);
 }
 
-// out (N, C) = the sum of parts (P, N, C) and bias (C), which may be nullptr; same bits as on the CPU
 template <class T>
 void merge_parts(T* out, const T* parts, const T* bias, int64_t P, int64_t N, int64_t C, cudaStream_t stream) {
   with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, parts, bias), [&]<int pack>() {
-    launch(merge_parts_kernel<T, pack>, ceil_div(N * C, pack * detail::elementwise_threads),
-           detail::elementwise_threads, 0, stream, out, parts, bias, P, N * C, C);
+    launch_each(merge_parts_kernel<T, pack>, N * C / pack, stream, out, parts, bias, P, N * C, C);
   });
 }
 
 // One thread per pack of a run.
 template <int pack, class Out, class X>
 __global__ void copy_box_kernel(Out* out, BoxStrides to, const X* x, BoxStrides from, BoxSizes sizes, int64_t packs) {
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t at = item_of_thread();
   if (at >= packs) return;
   const int64_t packs_of_run = sizes.run / pack, run = at / packs_of_run, k = at % packs_of_run * pack,
                 i = run / sizes.inner, j = run % sizes.inner;
   const auto xs = Packed<X, pack>::load_streaming(x + from.begin + i * from.outer + j * from.inner + k);
   Packed<Out, pack> outs;
   for (int e = 0; e < pack; ++e) {
-    if constexpr (std::is_same_v<Out, X>) outs.elements[e] = xs.elements[e];
+    if constexpr (std::is_same_v<Out, X>) outs.elements[e] = xs.elements[e];  // the bits, NaN too
     else outs.set(e, xs[e]);
   }
   const int64_t first = to.begin + i * to.outer + j * to.inner + k;
   outs.store(out + first / pack * pack);  // a multiple: nvcc must see one to store the pack at once
 }
 
-// A box of out = a box of x, rounded to nearest even; with equal dtypes the bits are copied, NaN too
 template <class Out, class X>
 void copy_box(Out* out, const BoxStrides& to, const X* x, const BoxStrides& from, const BoxSizes& sizes,
               cudaStream_t stream) {
@@ -265,15 +235,14 @@ void copy_box(Out* out, const BoxStrides& to, const X* x, const BoxStrides& from
   const bool fit = rows_fit_packs(sizes.run, largest, out, x) && whole_packs(to) && whole_packs(from);
   with_packs<largest>(fit, [&]<int pack>() {
     const int64_t packs = sizes.outer * sizes.inner * (sizes.run / pack);
-    launch(copy_box_kernel<pack, Out, X>, ceil_div(packs, detail::elementwise_threads), detail::elementwise_threads, 0,
-           stream, out, to, x, from, sizes, packs);
+    launch_each(copy_box_kernel<pack, Out, X>, packs, stream, out, to, x, from, sizes, packs);
   });
 }
 
 // Each thread computes a block of four elements of the whole tensor: one call of Philox.
 template <class T, int pack>
 __global__ void init_normal_kernel(T* __restrict__ out, int64_t begin, int64_t n, float stddev, Philox rng) {
-  const int64_t block = begin / 4 + static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t block = begin / 4 + item_of_thread();
   const int64_t first = block * 4 - begin;
   if (first >= n) return;
   const auto z = rng.normals(static_cast<uint64_t>(block));
@@ -287,7 +256,7 @@ __global__ void init_normal_kernel(T* __restrict__ out, int64_t begin, int64_t n
 // The same for a box with some of the columns; each thread computes one element. Weights are initialised once.
 template <class T>
 __global__ void init_normal_box_kernel(T* __restrict__ out, Elements elements, int64_t n, float stddev, Philox rng) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i >= n) return;
   const int64_t index = elements.index(i);
   const auto z = rng.normals(static_cast<uint64_t>(index / 4));
@@ -295,17 +264,14 @@ __global__ void init_normal_box_kernel(T* __restrict__ out, Elements elements, i
     if (index % 4 == j) out[i] = from_float<T>(stddev * z[static_cast<size_t>(j)]);
 }
 
-// out (n) = the normal numbers of these elements of the tensor that rng is keyed for; same bits as on the CPU (contract
-// 7)
+// rng: keyed for the tensor of which out (n) has these elements
 template <class T>
 void init_normal(T* out, const Elements& elements, int64_t n, float stddev, const Philox& rng, cudaStream_t stream) {
   if (elements.columns != elements.stride)
-    return launch(init_normal_box_kernel<T>, ceil_div(n, detail::elementwise_threads), detail::elementwise_threads, 0,
-                  stream, out, elements, n, stddev, rng);
+    return launch_each(init_normal_box_kernel<T>, n, stream, out, elements, n, stddev, rng);
   const int64_t begin = elements.index(0);
   with_packs<4>(begin % 4 == 0 && fit_packs(out), [&]<int pack>() {
-    launch(init_normal_kernel<T, pack>, ceil_div(begin % 4 + n, 4 * detail::elementwise_threads),
-           detail::elementwise_threads, 0, stream, out, begin, n, stddev, rng);
+    launch_each(init_normal_kernel<T, pack>, ceil_div(begin % 4 + n, 4), stream, out, begin, n, stddev, rng);
   });
 }
 

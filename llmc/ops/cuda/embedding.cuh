@@ -14,13 +14,11 @@ __global__ void embedding_forward_kernel(T* __restrict__ out, const int32_t* __r
                                          const int32_t* __restrict__ positions, const T* __restrict__ wte,
                                          const T* __restrict__ wpe, int64_t C, Vocabulary part) {
   using Pack = Packed<T, pack>;
-  const int64_t n = blockIdx.x, c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  const int64_t n = blockIdx.x, c = column_of_thread(pack);
   if (c >= C) return;
   const int32_t token = tokens[n];
-  Pack row;
+  Pack row = {};
   if (part.has(token)) row = Pack::load(wte + (token - part.first) * C + c);
-  else
-    for (int i = 0; i < pack; ++i) row.set(i, 0);
   if (wpe != nullptr) {
     const Pack position = Pack::load(wpe + positions[n] * C + c);
     for (int i = 0; i < pack; ++i) row.set(i, row[i] + position[i]);
@@ -33,7 +31,7 @@ template <class T, int pack>
 __global__ void add_positions_kernel(T* __restrict__ x, const int32_t* __restrict__ positions,
                                      const T* __restrict__ wpe, int64_t C) {
   using Pack = Packed<T, pack>;
-  const int64_t n = blockIdx.x, c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  const int64_t n = blockIdx.x, c = column_of_thread(pack);
   if (c >= C) return;
   Pack row = Pack::load(x + n * C + c);
   const Pack position = Pack::load(wpe + positions[n] * C + c);
@@ -52,43 +50,16 @@ struct TableGradients {
 };
 
 // ids (tables N) = the row that each token has, rows() for those outside of `part`, then the row of each position.
-template <int threads>
+template <int = 0>
 __global__ void table_rows_kernel(int32_t* __restrict__ ids, const int32_t* __restrict__ tokens,
                                   const int32_t* __restrict__ positions, int64_t N, TableGradients to,
                                   Vocabulary part) {
-  const int64_t n = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t n = item_of_thread();
   if (n < N) ids[n] = static_cast<int32_t>(part.has(tokens[n]) ? tokens[n] - part.first : to.rows());
   else if (n < N * to.tables()) ids[n] = static_cast<int32_t>(to.V + positions[n - N]);
 }
 
 namespace detail {
-
-// fp32 sums of one pack of columns.
-template <int pack>
-struct PartialSums {
-  static constexpr int floats = pack < 4 ? pack : 4;
-  float values[pack];
-  __device__ static PartialSums load(const float* from) {
-    PartialSums sums;
-    for (int i = 0; i < pack; i += floats) {
-      const auto some = Packed<float, floats>::load(from + i);
-      for (int j = 0; j < floats; ++j) sums.values[i + j] = some[j];
-    }
-    return sums;
-  }
-  __device__ void store(float* to) const {
-    for (int i = 0; i < pack; i += floats) {
-      Packed<float, floats> some;
-      for (int j = 0; j < floats; ++j) some.set(j, values[i + j]);
-      some.store(to + i);
-    }
-  }
-  template <class X>
-  __device__ void add(const X& x) {
-    for (int i = 0; i < pack; ++i) values[i] += x[i];
-  }
-  __device__ float operator[](int i) const { return values[i]; }
-};
 
 // Sorted rows per segment, and rows of a segment loaded together.
 inline constexpr int64_t embedding_segment = 32;
@@ -104,9 +75,8 @@ __global__ void add_sorted_rows_kernel(TableGradients tables, float* __restrict_
                                        const int32_t* __restrict__ ids, const int32_t* __restrict__ rows, int64_t M,
                                        int64_t N, int64_t C) {
   using Pack = Packed<T, pack>;
-  using PartialSums = detail::PartialSums<pack>;
   constexpr int batch = detail::embedding_batch;
-  const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  const int64_t c = column_of_thread(pack);
   if (c >= C) return;
   const int64_t begin = blockIdx.x * detail::embedding_segment;
   if (ids[begin] >= tables.rows()) return;
@@ -114,11 +84,11 @@ __global__ void add_sorted_rows_kernel(TableGradients tables, float* __restrict_
   while (ids[end - 1] >= tables.rows()) --end;
   const int32_t before = begin == 0 ? -1 : ids[begin - 1];  // ids are non-negative
   float* to = carried + blockIdx.x * C + c;
-  PartialSums sum = {};
+  Floats<pack> sum = {};
   int32_t current = before;
   for (int64_t k = begin; k < end; k += batch) {
     Pack gradients[batch];
-    PartialSums starts[batch];
+    Floats<pack> starts[batch];
     int32_t id[batch];
 #pragma unroll
     for (int j = 0; j < batch; ++j)
@@ -126,7 +96,7 @@ __global__ void add_sorted_rows_kernel(TableGradients tables, float* __restrict_
         id[j] = ids[k + j];
         const int32_t row = rows[k + j];
         gradients[j] = Pack::load_streaming(dout + (row < N ? row : row - N) * C + c);
-        if (id[j] != (j == 0 ? current : id[j - 1])) starts[j] = PartialSums::load(tables.row(id[j], C) + c);
+        if (id[j] != (j == 0 ? current : id[j - 1])) starts[j] = Floats<pack>::load(tables.row(id[j], C) + c);
       }
 #pragma unroll
     for (int j = 0; j < batch; ++j)
@@ -137,7 +107,7 @@ __global__ void add_sorted_rows_kernel(TableGradients tables, float* __restrict_
           sum = starts[j];
           current = id[j];
         }
-        sum.add(gradients[j]);
+        sum += gradients[j];
       }
   }
   sum.store(to);
@@ -148,49 +118,44 @@ __global__ void add_sorted_rows_kernel(TableGradients tables, float* __restrict_
 template <int pack>
 __global__ void add_carried_kernel(TableGradients tables, const float* __restrict__ carried,
                                    const int32_t* __restrict__ ids, int64_t segments, int64_t C) {
-  using PartialSums = detail::PartialSums<pack>;
   constexpr int batch = 2 * detail::embedding_batch;
   constexpr int64_t rows = detail::embedding_segment;
-  const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack, first = blockIdx.x;
+  const int64_t c = column_of_thread(pack), first = blockIdx.x;
   if (c >= C || first == 0) return;
   const int32_t id = ids[first * rows];
   if (ids[first * rows - 1] != id || id >= tables.rows()) return;  // no id is carried into this segment
   if (first > 1 && ids[(first - 1) * rows - 1] == id) return;      // not the first segment that carries it
   float* const to = tables.row(id, C) + c;
-  PartialSums sum = PartialSums::load(to);
+  Floats<pack> sum = Floats<pack>::load(to);
   bool more = true;
   for (int64_t segment = first; more; segment += batch) {
-    PartialSums parts[batch];
+    Floats<pack> parts[batch];
     bool valid[batch];
 #pragma unroll
     for (int j = 0; j < batch; ++j) {
       valid[j] = segment + j < segments && ids[(segment + j) * rows] == id;
-      if (valid[j]) parts[j] = PartialSums::load(carried + (segment + j) * C + c);
+      if (valid[j]) parts[j] = Floats<pack>::load(carried + (segment + j) * C + c);
     }
 #pragma unroll
     for (int j = 0; j < batch; ++j)
-      if (valid[j]) sum.add(parts[j]);
+      if (valid[j]) sum += parts[j];
     more = valid[batch - 1];
   }
   sum.store(to);
 }
 
-// out (N, C) = wte[tokens] + wpe[positions], wte having the rows of the tokens in `part`; wpe may be nullptr
 template <class T>
 void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, const T* wte, const T* wpe, int64_t N,
                        int64_t C, const Vocabulary& part, cudaStream_t stream) {
   with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, wte, wpe), [&]<int pack>() {
-    launch(embedding_forward_kernel<T, pack>, row_grid(N, C, pack, 128), row_threads(C, pack, 128), 0, stream, out,
-           tokens, positions, wte, wpe, C, part);
+    launch_rows(embedding_forward_kernel<T, pack>, N, C, pack, 128, stream, out, tokens, positions, wte, wpe, C, part);
   });
 }
 
-// x (N, C) += wpe[positions]
 template <class T>
 void add_positions(T* x, const int32_t* positions, const T* wpe, int64_t N, int64_t C, cudaStream_t stream) {
   with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, x, wpe), [&]<int pack>() {
-    launch(add_positions_kernel<T, pack>, row_grid(N, C, pack, 128), row_threads(C, pack, 128), 0, stream, x, positions,
-           wpe, C);
+    launch_rows(add_positions_kernel<T, pack>, N, C, pack, 128, stream, x, positions, wpe, C);
   });
 }
 
@@ -200,7 +165,6 @@ inline int64_t embedding_backward_scratch(int64_t N, int64_t C, int tables) {
   return round_up(sort_rows_scratch(M), 4) + ceil_div(M, detail::embedding_segment) * C;
 }
 
-// to.tokens[tokens] += dout (N, C), to.positions[positions] += dout; to.tokens has the rows of the tokens in `part`.
 // The rows of an id are added in order, in sums of at most 32 rows that are then added: the order depends on the ids
 // alone.
 template <class T>
@@ -209,10 +173,8 @@ void embedding_backward(const TableGradients& to, int32_t* scratch, const T* dou
   const int64_t M = N * to.tables();
   const int32_t* ids = to.tokens == nullptr ? positions : tokens;
   if (to.tables() == 2 || part.size >= 0) {
-    constexpr int threads = 256;
     int32_t* const numbered = scratch + 3 * M;
-    launch(table_rows_kernel<threads>, ceil_div(M, threads), threads, 0, stream, numbered, tokens, positions, N, to,
-           part);
+    launch_each(table_rows_kernel<>, M, stream, numbered, tokens, positions, N, to, part);
     ids = numbered;
   }
   const detail::RowIds sorted = sort_rows(scratch, ids, M, to.rows() + (part.size >= 0 ? 1 : 0), stream);
@@ -220,11 +182,9 @@ void embedding_backward(const TableGradients& to, int32_t* scratch, const T* dou
   const int64_t segments = ceil_div(M, detail::embedding_segment);
   const bool fit = rows_fit_packs(C, full_pack<T>, to.tokens, to.positions, carried, dout);
   with_packs<full_pack<T>>(fit, [&]<int pack>() {
-    const Grid grid = row_grid(segments, C, pack, 128);
-    const unsigned threads = row_threads(C, pack, 128);
-    launch(add_sorted_rows_kernel<T, pack>, grid, threads, 0, stream, to, carried, dout, sorted.ids, sorted.rows, M, N,
-           C);
-    launch(add_carried_kernel<pack>, grid, threads, 0, stream, to, carried, sorted.ids, segments, C);
+    launch_rows(add_sorted_rows_kernel<T, pack>, segments, C, pack, 128, stream, to, carried, dout, sorted.ids,
+                sorted.rows, M, N, C);
+    launch_rows(add_carried_kernel<pack>, segments, C, pack, 128, stream, to, carried, sorted.ids, segments, C);
   });
 }
 

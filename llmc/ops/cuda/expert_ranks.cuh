@@ -6,17 +6,17 @@
 
 namespace llmc::cuda {
 
-template <int threads>
+template <int = 0>
 __global__ void expert_counts_kernel(int32_t* __restrict__ counts, const int32_t* __restrict__ offsets, int64_t E) {
-  const int64_t e = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t e = item_of_thread();
   if (e < E) counts[e] = offsets[e + 1] - offsets[e];
 }
 
 // A run: the rows from one rank for one expert. by_rank (P, E), by_expert (E, P) = the number of rows of each run.
-template <int threads>
+template <int = 0>
 __global__ void order_runs_kernel(int32_t* __restrict__ by_rank, int32_t* __restrict__ by_expert,
                                   const int32_t* __restrict__ counts, int64_t P, int64_t E) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i >= P * E) return;
   by_rank[i] = counts[i];
   by_expert[i % E * P + i / E] = counts[i];
@@ -24,12 +24,12 @@ __global__ void order_runs_kernel(int32_t* __restrict__ by_rank, int32_t* __rest
 
 // Now by_rank and by_expert are the number of rows before each run. One thread per row of the arrivals, and per offset:
 // it finds the last run that begins at its row or before. stride: 0 for rows without gaps.
-template <int threads>
+template <int = 0>
 __global__ void arrival_plan_kernel(int32_t* __restrict__ places, int32_t* __restrict__ offsets,
                                     const int32_t* __restrict__ by_rank, const int32_t* __restrict__ by_expert,
                                     const int32_t* __restrict__ counts, int64_t P, int64_t E, int64_t rows,
                                     int64_t stride) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x, runs = P * E;
+  const int64_t row = item_of_thread(), runs = P * E;
   if (row <= E) offsets[row] = row < E ? by_expert[row * P] : by_expert[runs - 1] + counts[runs - 1];
   if (row >= rows) return;
   int64_t first = 0, last = runs - 1, arrival = row;  // `arrival`: the row, if there were no gaps
@@ -48,12 +48,12 @@ __global__ void arrival_plan_kernel(int32_t* __restrict__ places, int32_t* __res
 }
 
 // Grid: (blocks of E + 2, B).
-template <int threads>
+template <int = 0>
 __global__ void join_segments_kernel(int32_t* __restrict__ counts, float* __restrict__ probabilities,
                                      float* __restrict__ sums, const int32_t* __restrict__ all_counts,
                                      const float* __restrict__ all_probabilities, const float* __restrict__ all_sums,
                                      const int32_t* __restrict__ order, const int32_t* __restrict__ begins, int64_t E) {
-  const int64_t e = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x, b = blockIdx.y;
+  const int64_t e = item_of_thread(), b = blockIdx.y;
   if (e >= E + 2) return;
   const int64_t width = e < E ? E : 2, column = e < E ? e : e - E;
   const float* from = (e < E ? all_probabilities : all_sums) + column;
@@ -68,12 +68,12 @@ __global__ void join_segments_kernel(int32_t* __restrict__ counts, float* __rest
 }
 
 // Grid: (blocks of E, S).
-template <int threads>
+template <int = 0>
 __global__ void segment_starts_kernel(int32_t* __restrict__ counts, int32_t* __restrict__ starts,
                                       const int32_t* __restrict__ all_counts, const int32_t* __restrict__ sequences,
                                       const int32_t* __restrict__ order, const int32_t* __restrict__ begins,
                                       int64_t rank, int64_t S, int64_t E) {
-  const int64_t e = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x, s = blockIdx.y, id = rank * S + s;
+  const int64_t e = item_of_thread(), s = blockIdx.y, id = rank * S + s;
   if (e >= E) return;
   const int64_t b = sequences[id];
   int32_t count = 0, start = 0;
@@ -86,10 +86,10 @@ __global__ void segment_starts_kernel(int32_t* __restrict__ counts, int32_t* __r
   starts[s * E + e] = start;
 }
 
-template <int threads>
+template <int = 0>
 __global__ void add_expert_counts_kernel(double* __restrict__ totals, const int32_t* __restrict__ counts, int64_t B,
                                          int64_t E) {
-  const int64_t e = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t e = item_of_thread();
   if (e >= E) return;
   double total = totals[e];
   for (int64_t b = 0; b < B; ++b) total += static_cast<double>(counts[b * E + e]);
@@ -97,10 +97,10 @@ __global__ void add_expert_counts_kernel(double* __restrict__ totals, const int3
 }
 
 // A thread per expert; each adds up all counts, which are whole numbers: exact in any order.
-template <int threads>
+template <int = 0>
 __global__ void update_expert_biases_kernel(float* __restrict__ biases, const double* __restrict__ counts,
                                             const double* __restrict__ control, int64_t E, float rate) {
-  const int64_t e = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t e = item_of_thread();
   if (e >= E || control[2] == 0) return;
   double total = 0;
   for (int64_t other = 0; other < E; ++other) total += counts[other];
@@ -109,16 +109,8 @@ __global__ void update_expert_biases_kernel(float* __restrict__ biases, const do
   if (share > total) biases[e] -= rate;
 }
 
-namespace detail {
-
-inline constexpr int expert_rank_threads = 128;
-inline int64_t expert_rank_blocks(int64_t n) { return ceil_div(n, expert_rank_threads); }
-
-}  // namespace detail
-
 inline void expert_counts(int32_t* counts, const int32_t* offsets, int64_t E, cudaStream_t stream) {
-  launch(expert_counts_kernel<detail::expert_rank_threads>, detail::expert_rank_blocks(E), detail::expert_rank_threads,
-         0, stream, counts, offsets, E);
+  launch_each(expert_counts_kernel<>, E, stream, counts, offsets, E);
 }
 
 // Integers of arrival_plan's scratch.
@@ -126,41 +118,35 @@ inline int64_t arrival_plan_scratch(int64_t P, int64_t E) { return 2 * P * E; }
 
 inline void arrival_plan(int32_t* places, int32_t* offsets, int32_t* scratch, const int32_t* counts, int64_t P,
                          int64_t E, int64_t rows, int64_t stride, cudaStream_t stream) {
-  constexpr int threads = detail::expert_rank_threads, scan_threads = 1024;
   const int64_t runs = P * E;
   int32_t *by_rank = scratch, *by_expert = scratch + runs;
-  launch(order_runs_kernel<threads>, detail::expert_rank_blocks(runs), threads, 0, stream, by_rank, by_expert, counts,
-         P, E);
-  for (int32_t* table : {by_rank, by_expert})
-    launch(sums_before_kernel<scan_threads>, 1, scan_threads, 0, stream, table, runs);
-  launch(arrival_plan_kernel<threads>, detail::expert_rank_blocks(std::max(rows, E + 1)), threads, 0, stream, places,
-         offsets, by_rank, by_expert, counts, P, E, rows, stride);
+  launch_each(order_runs_kernel<>, runs, stream, by_rank, by_expert, counts, P, E);
+  for (int32_t* table : {by_rank, by_expert}) sums_before(table, runs, stream);
+  launch_each(arrival_plan_kernel<>, std::max(rows, E + 1), stream, places, offsets, by_rank, by_expert, counts, P, E,
+              rows, stride);
 }
 
 inline void join_segments(int32_t* counts, float* probabilities, float* sums, const int32_t* all_counts,
                           const float* all_probabilities, const float* all_sums, const int32_t* order,
                           const int32_t* begins, int64_t B, int64_t E, cudaStream_t stream) {
-  launch(join_segments_kernel<detail::expert_rank_threads>, Grid(detail::expert_rank_blocks(E + 2), B),
-         detail::expert_rank_threads, 0, stream, counts, probabilities, sums, all_counts, all_probabilities, all_sums,
-         order, begins, E);
+  launch(join_segments_kernel<>, Grid(ceil_div(E + 2, item_threads), B), item_threads, 0, stream, counts, probabilities,
+         sums, all_counts, all_probabilities, all_sums, order, begins, E);
 }
 
 inline void segment_starts(int32_t* counts, int32_t* starts, const int32_t* all_counts, const int32_t* sequences,
                            const int32_t* order, const int32_t* begins, int64_t rank, int64_t S, int64_t E,
                            cudaStream_t stream) {
-  launch(segment_starts_kernel<detail::expert_rank_threads>, Grid(detail::expert_rank_blocks(E), S),
-         detail::expert_rank_threads, 0, stream, counts, starts, all_counts, sequences, order, begins, rank, S, E);
+  launch(segment_starts_kernel<>, Grid(ceil_div(E, item_threads), S), item_threads, 0, stream, counts, starts,
+         all_counts, sequences, order, begins, rank, S, E);
 }
 
 inline void add_expert_counts(double* totals, const int32_t* counts, int64_t B, int64_t E, cudaStream_t stream) {
-  launch(add_expert_counts_kernel<detail::expert_rank_threads>, detail::expert_rank_blocks(E),
-         detail::expert_rank_threads, 0, stream, totals, counts, B, E);
+  launch_each(add_expert_counts_kernel<>, E, stream, totals, counts, B, E);
 }
 
 inline void update_expert_biases(float* biases, const double* counts, const double* control, int64_t E, float rate,
                                  cudaStream_t stream) {
-  launch(update_expert_biases_kernel<detail::expert_rank_threads>, detail::expert_rank_blocks(E),
-         detail::expert_rank_threads, 0, stream, biases, counts, control, E, rate);
+  launch_each(update_expert_biases_kernel<>, E, stream, biases, counts, control, E, rate);
 }
 
 }  // namespace llmc::cuda

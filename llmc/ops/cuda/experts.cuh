@@ -9,25 +9,25 @@
 namespace llmc::cuda {
 
 // ids (N k) = the segment and expert of each choice.
-template <int threads>
+template <int = 0>
 __global__ void segment_ids_kernel(int32_t* __restrict__ ids, const int32_t* __restrict__ choices, int64_t n, int64_t E,
                                    int64_t k, Segments segments) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i < n) ids[i] = static_cast<int32_t>(segments.of(i / k) * E + choices[i]);
 }
 
 // begins (V) = where each id begins among the sorted ids; ids that do not occur are not written.
-template <int threads>
+template <int = 0>
 __global__ void runs_kernel(int32_t* __restrict__ begins, const int32_t* __restrict__ ids, int64_t n) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i < n && (i == 0 || ids[i - 1] != ids[i])) begins[ids[i]] = static_cast<int32_t>(i);
 }
 
 // experts (N k) = the expert of each choice; E if beyond its segment's capacity. sorted: by segment and expert.
-template <int threads>
+template <int = 0>
 __global__ void keep_kernel(int32_t* __restrict__ experts, detail::RowIds sorted, const int32_t* __restrict__ begins,
                             const int32_t* __restrict__ starts, int64_t n, int64_t E, int64_t capacity) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i >= n) return;
   const int32_t id = sorted.ids[i];
   const int64_t before = i - begins[id] + (starts == nullptr ? 0 : starts[id]);
@@ -36,10 +36,10 @@ __global__ void keep_kernel(int32_t* __restrict__ experts, detail::RowIds sorted
 
 // places and offsets from the choices sorted by expert; those with expert E are dropped. There is one more thread than
 // choices: it writes the offsets of the experts after the last choice.
-template <int threads>
+template <int = 0>
 __global__ void plan_kernel(int32_t* __restrict__ places, int32_t* __restrict__ offsets, detail::RowIds sorted,
                             int64_t n, int32_t E) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i > n) return;
   const int32_t expert = i < n ? sorted.ids[i] : E, before = i == 0 ? -1 : sorted.ids[i - 1];
   for (int32_t e = before + 1; e <= expert; ++e) offsets[e] = static_cast<int32_t>(i);
@@ -48,10 +48,10 @@ __global__ void plan_kernel(int32_t* __restrict__ places, int32_t* __restrict__ 
 }
 
 // Moves the places of each block of experts to the rows of that block. of_block: experts per block
-template <int threads>
+template <int = 0>
 __global__ void blocks_kernel(int32_t* __restrict__ places, const int32_t* __restrict__ choices,
                               const int32_t* __restrict__ offsets, int64_t n, int64_t of_block, int64_t stride) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i >= n || places[i] < 0) return;
   const int64_t block = choices[i] / of_block;
   places[i] += static_cast<int32_t>(block * stride - offsets[block * of_block]);
@@ -66,32 +66,28 @@ inline int64_t dispatch_plan_scratch(int64_t N, int64_t E, int64_t k, int64_t S)
 inline void dispatch_plan(int32_t* places, int32_t* offsets, int32_t* scratch, const int32_t* choices,
                           const int32_t* starts, int64_t N, int64_t E, int64_t k, int64_t capacity,
                           const Segments& segments, const ExpertRoom& rows, cudaStream_t stream) {
-  constexpr int threads = 256;
   const int64_t n = N * k, S = segments.count(N);
-  const int64_t blocks = ceil_div(n, threads);
   int32_t *ids = scratch + sort_rows_scratch(n), *begins = ids + n;
   detail::RowIds sorted;
   if (capacity < 0) {
     sorted = sort_rows(scratch, choices, n, E, stream);
   } else {
-    launch(segment_ids_kernel<threads>, blocks, threads, 0, stream, ids, choices, n, E, k, segments);
+    launch_each(segment_ids_kernel<>, n, stream, ids, choices, n, E, k, segments);
     sorted = sort_rows(scratch, ids, n, S * E, stream);
-    launch(runs_kernel<threads>, blocks, threads, 0, stream, begins, sorted.ids, n);
-    launch(keep_kernel<threads>, blocks, threads, 0, stream, ids, sorted, begins, starts, n, E, capacity);
+    launch_each(runs_kernel<>, n, stream, begins, sorted.ids, n);
+    launch_each(keep_kernel<>, n, stream, ids, sorted, begins, starts, n, E, capacity);
     sorted = sort_rows(scratch, ids, n, E + 1, stream);
   }
-  launch(plan_kernel<threads>, ceil_div(n + 1, threads), threads, 0, stream, places, offsets, sorted, n,
-         static_cast<int32_t>(E));
+  launch_each(plan_kernel<>, n + 1, stream, places, offsets, sorted, n, static_cast<int32_t>(E));
   if (rows.blocks > 1)
-    launch(blocks_kernel<threads>, blocks, threads, 0, stream, places, choices, offsets, n, E / rows.blocks,
-           rows.stride());
+    launch_each(blocks_kernel<>, n, stream, places, choices, offsets, n, E / rows.blocks, rows.stride());
 }
 
 // Grid: (N, blocks of packs in C).
 template <class T, int pack>
 __global__ void dispatch_rows_kernel(T* __restrict__ out, const T* __restrict__ x, const int32_t* __restrict__ places,
                                      int64_t C, int64_t k) {
-  const int64_t n = blockIdx.x, c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  const int64_t n = blockIdx.x, c = column_of_thread(pack);
   if (c >= C) return;
   const auto row = Packed<T, pack>::load(x + n * C + c);
   for (int64_t j = 0; j < k; ++j)
@@ -103,9 +99,9 @@ template <class T, int pack>
 __global__ void combine_rows_kernel(T* __restrict__ out, const T* __restrict__ y, const float* __restrict__ weights,
                                     const int32_t* __restrict__ places, int64_t C, int64_t k, Accumulate accumulate) {
   using Pack = Packed<T, pack>;
-  const int64_t n = blockIdx.x, c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  const int64_t n = blockIdx.x, c = column_of_thread(pack);
   if (c >= C) return;
-  float sums[pack] = {};
+  Floats<pack> sums = {};
   for (int64_t j = 0; j < k; ++j) {
     const int64_t place = places == nullptr ? n * k + j : places[n * k + j];
     if (place < 0) continue;
@@ -113,13 +109,8 @@ __global__ void combine_rows_kernel(T* __restrict__ out, const T* __restrict__ y
     const float w = weights == nullptr ? 1.0f : weights[n * k + j];
     for (int i = 0; i < pack; ++i) sums[i] += w * row[i];
   }
-  Pack to;
-  if (accumulate == Accumulate::yes) {
-    to = Pack::load(out + n * C + c);
-    for (int i = 0; i < pack; ++i) sums[i] += to[i];
-  }
-  for (int i = 0; i < pack; ++i) to.set(i, sums[i]);
-  to.store(out + n * C + c);
+  if (accumulate == Accumulate::yes) sums += Pack::load(out + n * C + c);
+  Pack::of(sums).store(out + n * C + c);
 }
 
 // A block per choice. dy may be y: each element is read before it is written, by the same thread.
@@ -150,8 +141,7 @@ __global__ void combine_backward_kernel(T* dy, float* __restrict__ dweights, con
 template <class T>
 void dispatch_rows(T* out, const T* x, const int32_t* places, int64_t N, int64_t C, int64_t k, cudaStream_t stream) {
   with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, x), [&]<int pack>() {
-    launch(dispatch_rows_kernel<T, pack>, row_grid(N, C, pack, 256), row_threads(C, pack, 256), 0, stream, out, x,
-           places, C, k);
+    launch_rows(dispatch_rows_kernel<T, pack>, N, C, pack, 256, stream, out, x, places, C, k);
   });
 }
 
@@ -159,8 +149,7 @@ template <class T>
 void combine_rows(T* out, const T* y, const float* weights, const int32_t* places, int64_t N, int64_t C, int64_t k,
                   Accumulate accumulate, cudaStream_t stream) {
   with_packs<full_pack<T>>(rows_fit_packs(C, full_pack<T>, out, y), [&]<int pack>() {
-    launch(combine_rows_kernel<T, pack>, row_grid(N, C, pack, 256), row_threads(C, pack, 256), 0, stream, out, y,
-           weights, places, C, k, accumulate);
+    launch_rows(combine_rows_kernel<T, pack>, N, C, pack, 256, stream, out, y, weights, places, C, k, accumulate);
   });
 }
 

@@ -34,11 +34,7 @@ __device__ ExpertRows row_tile(const int32_t* offsets, int64_t E, int64_t t) {
     const int64_t e = first + lane;
     const int32_t begin = e < E ? offsets[e] : 0, end = e < E ? offsets[e + 1] : 0;
     const int32_t tiles = (end - begin + rows - 1) / rows;
-    int32_t up_to_mine = tiles;
-    for (int distance = 1; distance < warp_size; distance *= 2) {
-      const int32_t below = __shfl_up_sync(all_lanes, up_to_mine, distance);
-      if (lane >= distance) up_to_mine += below;
-    }
+    const int32_t up_to_mine = warp_prefix_sum(tiles);
     const unsigned behind = __ballot_sync(all_lanes, t < up_to_mine);  // lanes whose experts end after tile t
     if (behind != 0) {
       const int owner = __ffs(static_cast<int>(behind)) - 1;
@@ -174,26 +170,15 @@ __global__ void grouped_weight_kernel(float* __restrict__ dweight, const T* __re
 
 namespace detail {
 
-// fp32 always goes element by element, as in attention.
-template <class T, class F, class... Pointers>
-void with_copy(int64_t O, int64_t I, F&& f, const Pointers*... arrays) {
-  if constexpr (sizeof(T) == 2) {
-    if (rows_fit_packs(O, full_pack<T>, arrays...) && I % full_pack<T> == 0)
-      return f.template operator()<Copy::packs>();
-  }
-  f.template operator()<Copy::elements>();
-}
-
 template <Transpose b_as, class T>
 void grouped_rows(T* out, const T* x, const T* weight, const int32_t* offsets, int64_t R, int64_t E, int64_t N,
                   int64_t K, cudaStream_t stream) {
   using Size = GroupedTile<T>;
   const Grid grid(ceil_div(N, Size::columns), ceil_div(R, Size::rows) + E);
-  const auto run = [&]<Copy copy>() {
+  with_copy<T>(rows_fit_packs(N, full_pack<T>, out, x, weight) && K % full_pack<T> == 0, [&]<Copy copy>() {
     launch(grouped_rows_kernel<b_as, copy, T>, grid, Size::threads, Size::shared_bytes, stream, out, x, weight, offsets,
            E, narrow<int>(N), narrow<int>(K));
-  };
-  with_copy<T>(N, K, run, out, x, weight);
+  });
 }
 
 }  // namespace detail
@@ -214,13 +199,12 @@ void grouped_linear_backward_weight(float* dweight, const T* dout, const T* x, c
                                     int64_t O, int64_t I, Accumulate accumulate, cudaStream_t stream) {
   using Size = detail::GroupedTile<T>;
   const Grid grid(ceil_div(I, Size::columns), ceil_div(O, Size::rows), E);
-  const auto run = [&]<Copy copy>() {
+  with_copy<T>(rows_fit_packs(O, full_pack<T>, dout, x) && I % full_pack<T> == 0, [&]<Copy copy>() {
     const auto kernel = accumulate == Accumulate::yes ? grouped_weight_kernel<Accumulate::yes, copy, T>
                                                       : grouped_weight_kernel<Accumulate::no, copy, T>;
     launch(kernel, grid, Size::threads, Size::shared_bytes, stream, dweight, dout, x, offsets, narrow<int>(O),
            narrow<int>(I));
-  };
-  detail::with_copy<T>(O, I, run, dout, x);
+  });
 }
 
 }  // namespace llmc::cuda

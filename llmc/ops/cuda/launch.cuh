@@ -1,6 +1,7 @@
 // launch.cuh: launching kernels and declaring shared memory.
 // Kernel sources compile with nvcc, and with a C++ compiler against test/cuda_on_cpu/, which runs them on a CPU. The
-// differences are confined to this file, vec.cuh, mma.cuh and compiled_for_warpgroups, chosen by __CUDACC__.
+// differences are confined to this file, vec.cuh, mma.cuh and compiled_for_warpgroups, chosen by __CUDACC__. All
+// kernels are templates, if need be of nothing (template <int = 0>), or each object file would have them.
 #pragma once
 #include "core/shape.h"
 #include "device/cuda_api.cuh"
@@ -80,23 +81,24 @@ struct Grid : dim3 {
                     : ""));
 }
 
-// What a launch asks for; the kernel may have that much shared memory from here on.
-inline cudaLaunchConfig_t launch_config(const void* kernel, Grid grid, Grid block, int64_t shared_bytes,
-                                        cudaStream_t stream) {
-  const cudaError_t status = allow_shared_bytes(kernel, shared_bytes);
-  if (status != cudaSuccess) launch_failed(kernel, grid, block, shared_bytes, status);
-  return {grid, block, static_cast<size_t>(shared_bytes), stream, nullptr, 0};
-}
-
 // Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...). An empty grid is a no-op.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), Grid grid, Grid block, int64_t shared_bytes, cudaStream_t stream,
             Arguments&&... arguments) {
   if (grid.empty()) return;
   const auto function = reinterpret_cast<const void*>(kernel);
-  const cudaLaunchConfig_t config = launch_config(function, grid, block, shared_bytes, stream);
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+  const cudaLaunchConfig_t config = {grid, block, static_cast<size_t>(shared_bytes), stream, nullptr, 0};
+  cudaError_t status = allow_shared_bytes(function, shared_bytes);
+  if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
   if (status != cudaSuccess) launch_failed(function, grid, block, shared_bytes, status);
 }
+
+// A thread for each of n items; item_of_thread() may be past the last.
+inline constexpr int item_threads = 256;
+template <class... Parameters, class... Arguments>
+void launch_each(void (*kernel)(Parameters...), int64_t n, cudaStream_t stream, Arguments&&... arguments) {
+  launch(kernel, ceil_div(n, item_threads), item_threads, 0, stream, std::forward<Arguments>(arguments)...);
+}
+__device__ inline int64_t item_of_thread() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 
 }  // namespace llmc::cuda

@@ -118,27 +118,30 @@ struct Destroy {
 };
 template <class Handle>
 using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy>;
-using MatmulLibrary = Owned<cublasLtHandle_t>;
-using MatmulOperation = Owned<cublasLtMatmulDesc_t>;
 using MatrixLayout = Owned<cublasLtMatrixLayout_t>;
-using MatmulPreference = Owned<cublasLtMatmulPreference_t>;
+
+// What create(&handle, arguments...) makes.
+template <class Handle, class... Parameters>
+Owned<Handle> created(const char* call, const MatmulShape* shape, cublasStatus_t (*create)(Handle*, Parameters...),
+                      std::type_identity_t<Parameters>... arguments) {
+  Handle handle = nullptr;
+  check(create(&handle, arguments...), call, shape);
+  return Owned<Handle>(handle);
+}
 
 // A shape as cuBLASLt descriptors.
 struct MatmulProblem {
   MatmulShape shape;
-  MatmulOperation operation;
+  Owned<cublasLtMatmulDesc_t> operation;
   MatrixLayout a, b, c;
 
   explicit MatmulProblem(const MatmulShape& s)
       : shape(s),
+        operation(created("cublasLtMatmulDescCreate", &shape, cublasLtMatmulDescCreate,
+                          s.tf32 == Tf32::yes ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F)),
         a(s.a == Transpose::no ? layout(s.in, s.M, s.K) : layout(s.in, s.K, s.M)),
         b(s.b == Transpose::no ? layout(s.in, s.K, s.N) : layout(s.in, s.N, s.K)),
         c(layout(s.out, s.M, s.N)) {
-    cublasLtMatmulDesc_t created = nullptr;
-    check(cublasLtMatmulDescCreate(&created, s.tf32 == Tf32::yes ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
-                                   CUDA_R_32F),
-          "cublasLtMatmulDescCreate", &shape);
-    operation.reset(created);
     set(CUBLASLT_MATMUL_DESC_TRANSA, operation_of(s.b));
     set(CUBLASLT_MATMUL_DESC_TRANSB, operation_of(s.a));
     if (s.in == DType::e4m3) set_scale_modes();
@@ -187,15 +190,12 @@ struct MatmulProblem {
           "cublasLtMatmulDescSetAttribute", &shape);
   }
   MatrixLayout layout(DType dtype, int64_t rows, int64_t columns) const {
-    cublasLtMatrixLayout_t created = nullptr;
     const cudaDataType_t type = dtype == DType::bf16 ? CUDA_R_16BF : dtype == DType::e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_32F;
-    check(cublasLtMatrixLayoutCreate(&created, type, static_cast<uint64_t>(columns), static_cast<uint64_t>(rows),
-                                     columns),
-          "cublasLtMatrixLayoutCreate", &shape);
-    MatrixLayout made(created);
+    MatrixLayout made = created("cublasLtMatrixLayoutCreate", &shape, cublasLtMatrixLayoutCreate, type,
+                                static_cast<uint64_t>(columns), static_cast<uint64_t>(rows), columns);
     if (shape.batch > 1) {
       const auto set = [&](cublasLtMatrixLayoutAttribute_t attribute, auto value) {
-        check(cublasLtMatrixLayoutSetAttribute(created, attribute, &value, sizeof value),
+        check(cublasLtMatrixLayoutSetAttribute(made.get(), attribute, &value, sizeof value),
               "cublasLtMatrixLayoutSetAttribute", &shape);
       };
       set(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, narrow<int32_t>(shape.batch));
@@ -236,11 +236,9 @@ struct MatmulPlan {
   std::vector<MatmulAlgorithm> candidates() const {
     constexpr int most = 32;
     const MatmulShape& s = problem.shape;
-    cublasLtMatmulPreference_t created = nullptr;
-    check(cublasLtMatmulPreferenceCreate(&created), "cublasLtMatmulPreferenceCreate", &s);
-    const MatmulPreference preference(created);
+    const auto preference = created("cublasLtMatmulPreferenceCreate", &s, cublasLtMatmulPreferenceCreate);
     const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-      check(cublasLtMatmulPreferenceSetAttribute(created, attribute, &value, sizeof value),
+      check(cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof value),
             "cublasLtMatmulPreferenceSetAttribute", &s);
     };
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(workspace_bytes));
@@ -258,7 +256,7 @@ struct MatmulPlan {
     cublasLtMatmulHeuristicResult_t results[most];
     int found = 0;
     check(cublasLtMatmulAlgoGetHeuristic(library, problem.operation.get(), problem.b.get(), problem.a.get(),
-                                         problem.c.get(), problem.c.get(), created, most, results, &found),
+                                         problem.c.get(), problem.c.get(), preference.get(), most, results, &found),
           "cublasLtMatmulAlgoGetHeuristic", &s);
     std::vector<MatmulAlgorithm> usable;
     for (const auto& result : std::span(results).first(static_cast<size_t>(found)))
@@ -269,26 +267,20 @@ struct MatmulPlan {
     return usable;
   }
 
-  // Does the library say that the algorithm computes the problem? And in how much workspace?
-  cublasStatus_t status_of_algorithm(cublasLtMatmulHeuristicResult_t& result) const {
-    return cublasLtMatmulAlgoCheck(library, problem.operation.get(), problem.b.get(), problem.a.get(), problem.c.get(),
-                                   problem.c.get(), &algorithm.value, &result);
-  }
-  bool algorithm_computes() const {
+  // Why the library says that the algorithm, from a file or for one matrix of a batch, does not compute the problem;
+  // empty: it does.
+  std::string fault() const {
     cublasLtMatmulHeuristicResult_t result{};
-    return status_of_algorithm(result) == CUBLAS_STATUS_SUCCESS &&
-           result.workspaceSize <= static_cast<size_t>(workspace_bytes);
-  }
-  // The same of an algorithm from a file.
-  void check_algorithm() const {
-    cublasLtMatmulHeuristicResult_t result{};
-    const cublasStatus_t status = status_of_algorithm(result);
-    CHECK(status == CUBLAS_STATUS_SUCCESS,
-          "the recorded algorithm does not compute {}: {} ({}); start a new run with --resume never",
-          to_string(problem.shape), cublasLtGetStatusString(status), cublasLtGetStatusName(status));
-    CHECK(result.workspaceSize <= static_cast<size_t>(workspace_bytes),
-          "the recorded algorithm for {} needs {} bytes of workspace but has {}; start a new run with --resume never",
-          to_string(problem.shape), result.workspaceSize, workspace_bytes);
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoCheck(library, problem.operation.get(), problem.b.get(), problem.a.get(), problem.c.get(),
+                                problem.c.get(), &algorithm.value, &result);
+    if (status != CUBLAS_STATUS_SUCCESS)
+      return formatted("does not compute {}: {} ({})", to_string(problem.shape), cublasLtGetStatusString(status),
+                       cublasLtGetStatusName(status));
+    if (result.workspaceSize > static_cast<size_t>(workspace_bytes))
+      return formatted("for {} needs {} bytes of workspace but has {}", to_string(problem.shape), result.workspaceSize,
+                       workspace_bytes);
+    return "";
   }
 };
 
@@ -330,10 +322,8 @@ struct MatmulTiming {
 // The library handle, and the algorithm chosen for each shape. For the current device and one host thread at a time.
 class MatmulPlans {
  public:
-  explicit MatmulPlans(int64_t workspace_bytes = gpu_matmul_workspace) : workspace_bytes_(workspace_bytes) {
-    cublasLtHandle_t created = nullptr;
-    detail::check(cublasLtCreate(&created), "cublasLtCreate", nullptr);
-    library_.reset(created);
+  explicit MatmulPlans(int64_t workspace_bytes = gpu_matmul_workspace)
+      : workspace_bytes_(workspace_bytes), library_(detail::created("cublasLtCreate", nullptr, cublasLtCreate)) {
     int device = 0;
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDevice(&device));
@@ -481,28 +471,30 @@ class MatmulPlans {
     shape.accumulate = Accumulate::no;
     return shape;
   }
+  detail::MatmulPlan made(const MatmulShape& shape, const detail::MatmulAlgorithm& algorithm) const {
+    return {detail::MatmulProblem(shape), library_.get(), workspace_bytes_, algorithm};
+  }
   // Whether a restored algorithm computes this shape; one that does not is forgotten.
   bool has_restored(const MatmulShape& shape) {
     const auto restored = restored_.find(to_string(shape));
     if (restored == restored_.end()) return false;
-    if (detail::MatmulPlan{detail::MatmulProblem(shape), library_.get(), workspace_bytes_, restored->second}
-            .algorithm_computes())
-      return true;
+    if (made(shape, restored->second).fault().empty()) return true;
     restored_.erase(restored);
     return false;
   }
   const detail::MatmulPlan& plan(const MatmulShape& shape) {
     const auto known = plans_.find(shape);
     if (known != plans_.end()) return known->second;
-    detail::MatmulPlan made{detail::MatmulProblem(shape), library_.get(), workspace_bytes_};
     const auto restored = restored_.find(to_string(shape));
-    if (restored != restored_.end()) {
-      made.algorithm = restored->second;
-      made.check_algorithm();
+    const bool chosen = restored != restored_.end();
+    detail::MatmulPlan plan = made(shape, chosen ? restored->second : detail::MatmulAlgorithm{});
+    if (chosen) {
+      const std::string fault = plan.fault();
+      CHECK(fault.empty(), "the recorded algorithm {}; start a new run with --resume never", fault);
     } else {
-      made.algorithm = made.candidates().front();
+      plan.algorithm = plan.candidates().front();
     }
-    return plans_.emplace(shape, std::move(made)).first->second;
+    return plans_.emplace(shape, std::move(plan)).first->second;
   }
 
   // For all matrices of a batch at once, by the algorithm for one: so the bits do not depend on how many there are.
@@ -512,15 +504,15 @@ class MatmulPlans {
     all.batch = batch;
     const auto [known, added] = batches_.try_emplace(all);
     if (added) {
-      detail::MatmulPlan made{detail::MatmulProblem(all), library_.get(), workspace_bytes_, one.plan_->algorithm};
-      if (made.algorithm_computes()) known->second.emplace(std::move(made));
+      detail::MatmulPlan plan = made(all, one.plan_->algorithm);
+      if (plan.fault().empty()) known->second.emplace(std::move(plan));
     }
     return known->second ? &*known->second : nullptr;
   }
 
   int64_t workspace_bytes_;
   bool tuning_ = false;
-  detail::MatmulLibrary library_;
+  detail::Owned<cublasLtHandle_t> library_;
   std::string title_;
   std::map<MatmulShape, detail::MatmulPlan> plans_;
   std::map<MatmulShape, std::optional<detail::MatmulPlan>> batches_;

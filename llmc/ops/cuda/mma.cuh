@@ -164,10 +164,7 @@ __device__ inline void wgmma(float (&sums)[16][4], const uint32_t (&a)[4], Wgmma
 
 using Location = cuda_on_cpu::Location;
 
-inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
-                              const Location& where = Location::current()) {
-  cuda_on_cpu::mma_m16n8k16_bf16(d, a, b, where);
-}
+using cuda_on_cpu::mma_m16n8k16_bf16;
 inline void ldmatrix_x4(uint32_t (&r)[4], const void* row, const Location& where = Location::current()) {
   cuda_on_cpu::ldmatrix_x4<cuda_on_cpu::Transpose::no>(r, row, where);
 }
@@ -195,16 +192,9 @@ inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int groups, int N>
 void wgmma_wait(float (&)[N][4]) {}
-using WgmmaTile = cuda_on_cpu::WgmmaTile;
-template <int N>
-void wgmma_transposed(float (&sums)[N][4], WgmmaTile a, WgmmaTile b, bool accumulate,
-                      const Location& where = Location::current()) {
-  cuda_on_cpu::wgmma_transposed(sums, a, b, accumulate, where);
-}
-template <int N>
-void wgmma(float (&sums)[N][4], const uint32_t (&a)[4], WgmmaTile b, const Location& where = Location::current()) {
-  cuda_on_cpu::wgmma(sums, a, b, where);
-}
+using cuda_on_cpu::wgmma;
+using cuda_on_cpu::wgmma_transposed;
+using cuda_on_cpu::WgmmaTile;
 
 #endif
 

@@ -6,11 +6,11 @@
 namespace llmc::cuda {
 
 // One thread per element: fp32 loads of neighbours are whole transactions.
-template <int threads>
+template <int = 0>
 __global__ void muon_direction_kernel(float* __restrict__ gradient, float* __restrict__ momentum,
                                       const double* __restrict__ control, int64_t n, float beta) {
   if (control[2] == 0) return;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i >= n) return;
   const float g = gradient[i] * static_cast<float>(control[1]);
   const float m = momentum[i] + (1.0f - beta) * (g - momentum[i]);
@@ -20,9 +20,7 @@ __global__ void muon_direction_kernel(float* __restrict__ gradient, float* __res
 
 inline void muon_direction(float* gradient, float* momentum, const double* control, int64_t n, float beta,
                            cudaStream_t stream) {
-  constexpr int threads = detail::elementwise_threads;
-  launch(muon_direction_kernel<threads>, ceil_div(n, threads), threads, 0, stream, gradient, momentum, control, n,
-         beta);
+  launch_each(muon_direction_kernel<>, n, stream, gradient, momentum, control, n, beta);
 }
 
 namespace detail {

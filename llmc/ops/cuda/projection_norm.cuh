@@ -3,9 +3,7 @@
 // Statistics in fp32. Contracts: ops/ops_heads.h.
 #pragma once
 #include "ops/cuda/column_sum.cuh"
-#include "ops/cuda/reduce.cuh"
 #include "ops/cuda/rows.cuh"
-#include "ops/types.h"
 
 namespace llmc::cuda {
 
@@ -41,7 +39,7 @@ __global__ void projection_norm_forward_kernel(T* __restrict__ out, float* __res
                                                HeadShares shares) {
   using Pack = Packed<T, pack>;
   const int64_t n = blockIdx.x, row = (s.Hq + 2 * s.Hkv) * s.D, queries = s.Hq * s.D, keys = s.Hkv * s.D;
-  const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  const int64_t c = column_of_thread(pack);
   if (c >= row) return;
   Pack xs = Pack::load_streaming(qkv + n * row + c);
   if (c < queries + keys) {
@@ -97,10 +95,8 @@ void projection_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weigh
                              float eps, const AttentionShape& s, const HeadShares& shares, cudaStream_t stream) {
   const int64_t row = (s.Hq + 2 * s.Hkv) * s.D;
   with_packs<full_pack<T>>(rows_fit_packs(s.D, full_pack<T>, out, qkv, q_weight, k_weight), [&]<int pack>() {
-    const unsigned threads = row_threads(row, pack, 256);
-    const Grid grid(s.B * s.T, ceil_div(row, pack * threads));
-    launch(projection_norm_forward_kernel<T, pack>, grid, threads, 0, stream, out, rstd, qkv, q_weight, k_weight, sums,
-           eps, s, shares);
+    launch_rows(projection_norm_forward_kernel<T, pack>, s.B * s.T, row, pack, 256, stream, out, rstd, qkv, q_weight,
+                k_weight, sums, eps, s, shares);
   });
 }
 

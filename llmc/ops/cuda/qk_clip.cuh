@@ -2,7 +2,6 @@
 // ops/ops_step.h.
 #pragma once
 #include "core/rng.h"
-#include "ops/cuda/launch.cuh"
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/vec.cuh"
 #include "ops/types.h"
@@ -21,10 +20,10 @@ __global__ void largest_logits_kernel(double* __restrict__ most, const float* __
 }
 
 // One thread per head.
-template <int threads>
+template <int = 0>
 __global__ void largest_of_ranks_kernel(double* __restrict__ most, const double* __restrict__ gathered, int64_t ranks,
                                         int64_t n) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i >= n) return;
   double found = most[i];
   for (int64_t r = 0; r < ranks; ++r) found = fmax(found, gathered[r * n + i]);
@@ -36,7 +35,7 @@ template <class W>
 __global__ void clip_heads_kernel(W* __restrict__ weight, float* __restrict__ master,
                                   const double* __restrict__ largest, const double* __restrict__ control,
                                   Elements elements, int64_t n, HeadClip clip, Philox words) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (control[2] == 0 || i >= n) return;
   const int64_t index = elements.index(i);
   const float factor = static_cast<float>(clip.factor(largest[index / clip.elements]));
@@ -59,16 +58,13 @@ inline void largest_logits(double* most, const float* largest, int64_t B, int64_
 }
 
 inline void largest_of_ranks(double* most, const double* gathered, int64_t ranks, int64_t n, cudaStream_t stream) {
-  constexpr int threads = 256;
-  launch(largest_of_ranks_kernel<threads>, ceil_div(n, threads), threads, 0, stream, most, gathered, ranks, n);
+  launch_each(largest_of_ranks_kernel<>, n, stream, most, gathered, ranks, n);
 }
 
 template <class W>
 void clip_heads(W* weight, float* master, const double* largest, const double* control, const Elements& elements,
                 int64_t n, const HeadClip& clip, const Philox& words, cudaStream_t stream) {
-  constexpr int threads = 256;
-  launch(clip_heads_kernel<W>, ceil_div(n, threads), threads, 0, stream, weight, master, largest, control, elements, n,
-         clip, words);
+  launch_each(clip_heads_kernel<W>, n, stream, weight, master, largest, control, elements, n, clip, words);
 }
 
 }  // namespace llmc::cuda

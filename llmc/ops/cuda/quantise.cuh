@@ -6,7 +6,6 @@
 #endif
 
 #include "core/fp8.h"
-#include "ops/cuda/launch.cuh"
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/vec.cuh"
 #include "ops/types.h"
@@ -48,10 +47,7 @@ template <int pack>
 __device__ float scale_of_row(const Floats<pack>& values) {
   float largest = 0;
   for (int j = 0; j < pack; ++j) largest = larger_magnitude(largest, values[j]);
-#pragma unroll
-  for (int step = static_cast<int>(fp8_block) / pack / 2; step > 0; step /= 2)
-    largest = larger_magnitude(largest, __shfl_xor_sync(all_lanes, largest, step));
-  return fp8_scale(largest);
+  return fp8_scale(warp_reduce<static_cast<int>(fp8_block) / pack>(largest, Magnitude{}));
 }
 
 // Where operands in fp8 go: numbers and their scales. Null: not wanted.
@@ -102,19 +98,22 @@ struct Fp8Tile {
   }
   __device__ Floats<pack> fp32(int row, int p) const { return Kept<Packed<T>>(Packed<T>::load(at(row, p))).fp32(); }
 
-  // The tile at (row, column) of a matrix (R, C), rounded: its rows in `out` (R, C), each with a scale.
-  __device__ void quantise_rows(const Fp8Operand& out, int64_t row, int64_t column, int64_t R, int64_t C) const {
+  // The tile at (row, column) of a matrix (R, C), rounded: its rows in `out` (R, C), each with a scale, or by_tile with
+  // scale_of_all, which is not written.
+  template <bool by_tile = false>
+  __device__ void quantise_rows(const Fp8Operand& out, int64_t row, int64_t column, int64_t R, int64_t C,
+                                float scale_of_all = 0) const {
     for_packs([&](int r, int p) {
       const Floats<pack> values = fp32(r, p);
-      const float scale = scale_of_row(values);
+      const float scale = by_tile ? scale_of_all : scale_of_row(values);
       if (row + r >= R || column + p * pack >= C) return;
       e4m3_pack(values.values, reciprocal_of_power(scale)).store(out.values + (row + r) * C + column + p * pack);
-      if (p == 0) out.scales[column / size * R + row + r] = scale;
+      if (!by_tile && p == 0) out.scales[column / size * R + row + r] = scale;
     });
   }
-  // Its columns in `turned` (C, R), each with a scale, or with scale_of_all. A warp has the columns of a pack, four
-  // words wide, in turn: a lane has 16 rows of a word, so that eight lanes write a column's 128 bytes.
-  template <bool by_tile>
+  // The same for its columns, in `turned` (C, R). A warp has the columns of a pack, four words wide, in turn: a lane
+  // has 16 rows of a word, so that eight lanes write a column's 128 bytes.
+  template <bool by_tile = false>
   __device__ void quantise_columns(const Fp8Operand& turned, int64_t row, int64_t column, int64_t R, int64_t C,
                                    float scale_of_all = 0) const {
     constexpr int columns = 4 / sizeof(T), words = 4, warps = 256 / warp_size;
@@ -167,28 +166,21 @@ __global__ void __launch_bounds__(256, 4)
   cp_async_wait<0>();
   __syncthreads();  // the tile is whole
 
-  if constexpr (!by_tile) {
-    if (out.values != nullptr) tile.quantise_rows(out, row, column, R, C);
-    if (turned.values != nullptr) tile.template quantise_columns<false>(turned, row, column, R, C);
-  } else {
+  float scale = 0;  // of the tile
+  if constexpr (by_tile) {
     float largest[1] = {0};
     Tile::for_packs([&](int r, int p) {
       const Floats<Tile::pack> values = tile.fp32(r, p);
       for (int j = 0; j < Tile::pack; ++j) largest[0] = larger_magnitude(largest[0], values[j]);
     });
     block_reduce(largest, Magnitude{});
-    const float scale = fp8_scale(largest[0]);
+    scale = fp8_scale(largest[0]);
     const auto padded = [](int64_t n) { return (ceil_div(n, int64_t{Tile::size}) + 3) / 4 * 4; };
     if (threadIdx.x == 0 && out.values != nullptr) out.scales[blockIdx.y * padded(C) + blockIdx.x] = scale;
     if (threadIdx.x == 0 && turned.values != nullptr) turned.scales[blockIdx.x * padded(R) + blockIdx.y] = scale;
-    if (out.values != nullptr)
-      Tile::for_packs([&](int r, int p) {
-        if (row + r < R && column + p * Tile::pack < C)
-          e4m3_pack(tile.fp32(r, p).values, reciprocal_of_power(scale))
-              .store(out.values + (row + r) * C + column + p * Tile::pack);
-      });
-    if (turned.values != nullptr) tile.template quantise_columns<true>(turned, row, column, R, C, scale);
   }
+  if (out.values != nullptr) tile.template quantise_rows<by_tile>(out, row, column, R, C, scale);
+  if (turned.values != nullptr) tile.template quantise_columns<by_tile>(turned, row, column, R, C, scale);
 }
 
 // x (R, C), with multiples of 16, in `out` (R, C), `turned` (C, R), or both.
@@ -200,9 +192,8 @@ void quantise(Fp8Operand out, Fp8Operand turned, const T* x, int64_t R, int64_t 
     return launch(quantise_rows_kernel<T>, Grid(ceil_div(R, rows_of_block), segments), 256, 0, stream, out, x, R, C);
   }
   const Grid tiles(segments, ceil_div(R, fp8_block));
-  if (by == ScaledBy::tiles)
-    launch(quantise_tiles_kernel<T, true>, tiles, 256, Fp8Tile<T>::bytes, stream, out, turned, x, R, C);
-  else launch(quantise_tiles_kernel<T, false>, tiles, 256, Fp8Tile<T>::bytes, stream, out, turned, x, R, C);
+  const auto kernel = by == ScaledBy::tiles ? quantise_tiles_kernel<T, true> : quantise_tiles_kernel<T, false>;
+  launch(kernel, tiles, 256, Fp8Tile<T>::bytes, stream, out, turned, x, R, C);
 }
 
 // The numbers of a product in fp8 as T, for products that tensor cores do not compute in fp8: each of 128 threads, or a
@@ -302,6 +293,62 @@ void round_whole_to_fp8(T* out, float* maxima, const T* x, int64_t G, int64_t R,
   launch(whole_maxima_kernel<T>, parts, whole_parts, 0, stream, maxima, x, R, C, count);
   const auto kernel = format == Fp8Format::e4m3 ? round_whole_kernel<e4m3, T> : round_whole_kernel<e5m2, T>;
   launch(kernel, parts, whole_parts, 0, stream, out, maxima, x, R, C, count);
+}
+
+// ---- Parts of matrices with scales for 128 x 128 numbers ------------------------------------------------------------
+
+// A block has a tile, a thread a column of it.
+template <class T>
+__global__ void __launch_bounds__(128)
+    tile_maxima_kernel(float* __restrict__ maxima, const T* __restrict__ x, TiledPart part) {
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * fp8_block + threadIdx.x,
+                begin = static_cast<int64_t>(blockIdx.y) * fp8_block, end = min(begin + fp8_block, part.rows);
+  float largest[1] = {0};
+  if (column < part.columns)
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t i = (blockIdx.z * part.rows + r) * part.columns + column - part.first;
+      if (i >= 0 && i < part.n) largest[0] = larger_magnitude(largest[0], to_float(x[i]));
+    }
+  block_reduce(largest, Magnitude{});
+  const int64_t tile = (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  if (threadIdx.x == 0) maxima[tile] = largest[0] < INFINITY ? largest[0] : INFINITY;
+}
+template <class T>
+void tile_maxima(float* maxima, const T* x, const TiledPart& part, cudaStream_t stream) {
+  launch(tile_maxima_kernel<T>, Grid(ceil_div(part.columns, fp8_block), ceil_div(part.rows, fp8_block), part.matrices),
+         128, 0, stream, maxima, x, part);
+}
+
+template <int = 0>
+__global__ void scales_of_ranks_kernel(float* __restrict__ scales, const float* __restrict__ maxima, int64_t ranks,
+                                       int64_t n) {
+  const int64_t i = item_of_thread();
+  if (i >= n) return;
+  float largest = 0;
+  for (int64_t r = 0; r < ranks; ++r) largest = fmaxf(largest, maxima[r * n + i]);
+  scales[i] = fp8_scale(largest);
+}
+inline void scales_of_ranks(float* scales, const float* maxima, int64_t ranks, int64_t n, cudaStream_t stream) {
+  launch_each(scales_of_ranks_kernel<>, n, stream, scales, maxima, ranks, n);
+}
+
+// A thread has an element of `part`.
+template <class Out, class In>
+__global__ void __launch_bounds__(item_threads) scale_tiles_kernel(Out* __restrict__ out, const In* __restrict__ x,
+                                                                   const float* __restrict__ scales, TiledPart part) {
+  const int64_t i = item_of_thread();
+  if (i >= part.n) return;
+  const float scale = scales[part.tile_of(part.first + i)];
+  if constexpr (std::is_same_v<Out, e4m3>) out[i] = e4m3::of(to_float(x[i]) * reciprocal_of_power(scale));
+  else out[i] = from_float<Out>(static_cast<float>(x[i]) * scale);
+}
+template <class T>
+void tiles_to_fp8(e4m3* out, const T* x, const float* scales, const TiledPart& part, cudaStream_t stream) {
+  launch_each(scale_tiles_kernel<e4m3, T>, part.n, stream, out, x, scales, part);
+}
+template <class T>
+void tiles_from_fp8(T* out, const e4m3* x, const float* scales, const TiledPart& part, cudaStream_t stream) {
+  launch_each(scale_tiles_kernel<T, e4m3>, part.n, stream, out, x, scales, part);
 }
 
 }  // namespace llmc::cuda

@@ -17,15 +17,25 @@ struct Max {  // ignores NaN
   __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-// Every lane gets the result with the same bits: at each step two lanes add the same two numbers. All lanes take part.
-template <class Op>
-__device__ float warp_reduce(float x, Op op) {
+// Over each `lanes` neighbours, a power of two. Every lane gets the result with the same bits: at each step two lanes
+// add the same two numbers. All lanes of the warp take part.
+template <int lanes = warp_size, class T, class Op>
+__device__ T warp_reduce(T x, Op op) {
 #pragma unroll
-  for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) x = op(x, __shfl_xor_sync(all_lanes, x, lanes));
+  for (int distance = lanes / 2; distance > 0; distance /= 2) x = op(x, __shfl_xor_sync(all_lanes, x, distance));
   return x;
 }
 __device__ inline float warp_sum(float x) { return warp_reduce(x, Sum{}); }
 __device__ inline float warp_max(float x) { return warp_reduce(x, Max{}); }
+// The sum over this lane and those below it.
+__device__ inline int32_t warp_prefix_sum(int32_t x) {
+  const int lane = lane_of_thread();
+  for (int distance = 1; distance < warp_size; distance *= 2) {
+    const int32_t below = __shfl_up_sync(all_lanes, x, distance);
+    if (lane >= distance) x += below;
+  }
+  return x;
+}
 
 // Reduces each of the N values over a one-dimensional block of whole warps; every thread gets the results. Acts as a
 // barrier: earlier writes to shared memory are visible afterwards.
@@ -42,15 +52,13 @@ __device__ void block_reduce(float (&values)[N], Op op) {
   for (int i = 0; i < N; ++i) values[i] = warp_reduce(lane < warps ? partial[i * warp_size + lane] : Op::neutral, op);
   __syncthreads();  // partial is read; the next call may write it
 }
-__device__ inline float block_sum(float x) {
+template <class Op>
+__device__ float block_reduce(float x, Op op) {
   float values[1] = {x};
-  block_reduce(values, Sum{});
+  block_reduce(values, op);
   return values[0];
 }
-__device__ inline float block_max(float x) {
-  float values[1] = {x};
-  block_reduce(values, Max{});
-  return values[0];
-}
+__device__ inline float block_sum(float x) { return block_reduce(x, Sum{}); }
+__device__ inline float block_max(float x) { return block_reduce(x, Max{}); }
 
 }  // namespace llmc::cuda

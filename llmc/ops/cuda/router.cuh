@@ -15,7 +15,7 @@ inline constexpr int64_t router_block = 128;  // rows whose statistics are summe
 // Each lane has experts lane, lane + 32, ... of a row: f(e) for each.
 template <class F>
 __device__ void for_experts_of_lane(int E, F f) {
-  for (int e = static_cast<int>(threadIdx.x) % warp_size; e < E; e += warp_size) f(e);
+  for (int e = lane_of_thread(); e < E; e += warp_size) f(e);
 }
 
 // A router's results for the logits of a row; the lanes of the warp compute them together.
@@ -39,14 +39,15 @@ struct RouterRow {
     sum = r.scores == RouterScores::softmax ? 1.0f : warp_sum(all);
     __syncwarp();  // all lanes' scores are written
   }
-
-  __device__ float divisor(const int32_t* choices, const Router& r) const {
-    if (!r.normalised) return 1;
-    float chosen = 0;
-    for (int64_t j = 0; j < r.k; ++j) chosen += scores[choices[j]];
-    return chosen + 1e-20f;
-  }
 };
+
+// A warp for each of N rows, with two floats of dynamic shared memory for each of its experts.
+template <class... Parameters, class... Arguments>
+void launch_router(void (*kernel)(Parameters...), int64_t N, const Router& r, cudaStream_t stream,
+                   const Arguments&... arguments) {
+  launch(kernel, ceil_div(N, router_warps), router_warps * warp_size,
+         2 * router_warps * r.E * static_cast<int64_t>(sizeof(float)), stream, arguments...);
+}
 
 // An expert and the key that it is chosen by. The larger key wins; ties go to the lower expert.
 struct Candidate {
@@ -60,13 +61,13 @@ struct Candidate {
 }  // namespace detail
 
 // Dynamic shared memory: per warp scores (E), then keys (E).
-template <int warps>
+template <int = 0>
 __global__ void router_forward_kernel(int32_t* __restrict__ choices, float* __restrict__ weights,
                                       const float* __restrict__ logits, const float* __restrict__ bias, int64_t N,
                                       Router r) {
   DYN_SHARED(float, shared);
-  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size, E = static_cast<int>(r.E);
-  const int64_t n = static_cast<int64_t>(blockIdx.x) * warps + warp;
+  const int warp = warp_of_thread(), lane = lane_of_thread(), E = static_cast<int>(r.E);
+  const int64_t n = static_cast<int64_t>(blockIdx.x) * detail::router_warps + warp;
   if (n >= N) return;
   const detail::RouterRow row(shared + 2 * warp * E, logits + n * E, r);
   float* keys = shared + (2 * warp + 1) * E;  // each lane reads its own; those of chosen experts become NaN
@@ -89,8 +90,9 @@ __global__ void router_forward_kernel(int32_t* __restrict__ choices, float* __re
     }
     if (best.expert % warp_size == lane) keys[best.expert] = NAN;
     chosen += row.scores[best.expert];
-    if (lane == 0) choices[n * r.k + j] = best.expert;
-    if (lane == 0) weights[n * r.k + j] = row.scores[best.expert];
+    if (lane != 0) continue;
+    choices[n * r.k + j] = best.expert;
+    weights[n * r.k + j] = row.scores[best.expert];
   }
   if (lane != 0) return;
   const float factor = r.scaling / (r.normalised ? chosen + 1e-20f : 1.0f);
@@ -98,14 +100,14 @@ __global__ void router_forward_kernel(int32_t* __restrict__ choices, float* __re
 }
 
 // Dynamic shared memory: per warp scores (E), then their gradients (E).
-template <int warps>
+template <int = 0>
 __global__ void router_backward_kernel(float* __restrict__ dlogits, const float* __restrict__ dweights,
                                        const float* __restrict__ logits, const int32_t* __restrict__ choices,
                                        const int32_t* __restrict__ counts, int64_t N, Router r, RouterLosses losses,
                                        Segments segments) {
   DYN_SHARED(float, shared);
-  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size, E = static_cast<int>(r.E);
-  const int64_t n = static_cast<int64_t>(blockIdx.x) * warps + warp;
+  const int warp = warp_of_thread(), lane = lane_of_thread(), E = static_cast<int>(r.E);
+  const int64_t n = static_cast<int64_t>(blockIdx.x) * detail::router_warps + warp;
   if (n >= N) return;
   const detail::RouterRow row(shared + 2 * warp * E, logits + n * E, r);
   float* d = shared + (2 * warp + 1) * E;
@@ -123,10 +125,13 @@ __global__ void router_backward_kernel(float* __restrict__ dlogits, const float*
   }
   detail::for_experts_of_lane(
       E, [&](int e) { d[e] = count == nullptr ? 0 : (per_count * static_cast<float>(count[e]) - mean) / row.sum; });
-  const float divisor = row.divisor(chosen, r);
-  float of_all = 0;
-  if (r.normalised)
+  float divisor = 1, of_all = 0;
+  if (r.normalised) {
+    divisor = 0;
+    for (int64_t j = 0; j < r.k; ++j) divisor += row.scores[chosen[j]];
+    divisor += 1e-20f;
     for (int64_t j = 0; j < r.k; ++j) of_all += dw[j] * row.scores[chosen[j]] / divisor;
+  }
   for (int64_t j = 0; j < r.k; ++j)  // an expert's own lane, so that no other writes it
     if (chosen[j] % warp_size == lane) d[chosen[j]] += r.scaling * (dw[j] - of_all) / divisor;
   mean = 0;
@@ -145,16 +150,16 @@ __global__ void router_backward_kernel(float* __restrict__ dlogits, const float*
 
 // partials (segments, blocks, E + 2) as on the CPU. Grid: (blocks, segments), one warp; dynamic shared memory: scores
 // (E), then sums (E). Each lane sums those of its experts.
-template <int64_t rows>
+template <int = 0>
 __global__ void router_sums_kernel(float* __restrict__ partials, const float* __restrict__ logits, int64_t N, Router r,
                                    Segments segments) {
   DYN_SHARED(float, shared);
-  const int E = static_cast<int>(r.E), lane = threadIdx.x;
+  const int E = static_cast<int>(r.E);
   float* sums = shared + E;
   detail::for_experts_of_lane(E, [&](int e) { sums[e] = 0; });
   float squares = 0, entropies = 0;
-  const int64_t segment = blockIdx.y, first = segments.begin(segment) + blockIdx.x * rows;
-  const int64_t end = min(first + rows, segments.end(segment, N));
+  const int64_t segment = blockIdx.y, first = segments.begin(segment) + blockIdx.x * detail::router_block;
+  const int64_t end = min(first + detail::router_block, segments.end(segment, N));
   for (int64_t n = first; n < end; ++n) {
     const detail::RouterRow row(shared, logits + n * E, r);
     float entropy = 0;
@@ -168,15 +173,16 @@ __global__ void router_sums_kernel(float* __restrict__ partials, const float* __
   }
   float* out = partials + (segment * gridDim.x + blockIdx.x) * (E + 2);
   detail::for_experts_of_lane(E, [&](int e) { out[e] = sums[e]; });
-  if (lane == 0) out[E] = squares;
-  if (lane == 0) out[E + 1] = entropies;
+  if (lane_of_thread() != 0) return;
+  out[E] = squares;
+  out[E + 1] = entropies;
 }
 
 // Adds up the blocks of each segment. Grid: (blocks of E + 2, segments).
-template <int threads>
+template <int = 0>
 __global__ void add_router_sums_kernel(float* __restrict__ probabilities, float* __restrict__ sums,
                                        const float* __restrict__ partials, int64_t blocks, int64_t E) {
-  const int64_t e = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x, segment = blockIdx.y;
+  const int64_t e = item_of_thread(), segment = blockIdx.y;
   if (e >= E + 2) return;
   float total = 0;
   for (int64_t block = 0; block < blocks; ++block) total += partials[(segment * blocks + block) * (E + 2) + e];
@@ -199,20 +205,20 @@ __global__ void count_choices_kernel(int32_t* __restrict__ counts, const int32_t
 }
 
 // One warp; each lane takes some sequences, and lane 0 adds theirs in order.
-template <int lanes>
+template <int = 0>
 __global__ void router_losses_kernel(double* __restrict__ totals, const int32_t* __restrict__ counts,
                                      const float* __restrict__ probabilities, const float* __restrict__ sums, int64_t S,
                                      Router r, int64_t sequence) {
   const double T = static_cast<double>(sequence);
   double balance = 0, z = 0, entropy = 0;
-  for (int64_t first = 0; first < S; first += lanes) {
+  for (int64_t first = 0; first < S; first += warp_size) {
     const int64_t s = first + threadIdx.x;
     double mine = 0;
     if (s < S)
       for (int64_t e = 0; e < r.E; ++e)
         mine += static_cast<double>(counts[s * r.E + e]) * static_cast<double>(probabilities[s * r.E + e]);
     mine = static_cast<double>(r.E) * mine / (T * T * static_cast<double>(r.k));
-    for (int lane = 0; lane < lanes && first + lane < S; ++lane) {
+    for (int lane = 0; lane < warp_size && first + lane < S; ++lane) {
       balance += __shfl_sync(all_lanes, mine, lane);
       z += static_cast<double>(sums[(first + lane) * 2]);
       entropy += static_cast<double>(sums[(first + lane) * 2 + 1]);
@@ -224,16 +230,16 @@ __global__ void router_losses_kernel(double* __restrict__ totals, const int32_t*
   totals[2] += entropy;
 }
 
-template <int>  // a template, or each object file would have this kernel
+template <int = 0>
 __global__ void count_dropped_kernel(double* __restrict__ dropped, const int32_t* __restrict__ rows, int64_t choices) {
   *dropped += static_cast<double>(choices - *rows);
 }
 
 // x as the sum of three bf16 matrices; see cpu/router.h.
-template <int threads>
+template <int = 0>
 __global__ void split_in_three_kernel(bf16* __restrict__ out, const float* __restrict__ x, int64_t n, int64_t columns,
                                       int64_t row, int64_t part) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i >= n) return;
   float rest = x[i];
   for (int64_t p = 0; p < 3; ++p) {
@@ -245,48 +251,41 @@ __global__ void split_in_three_kernel(bf16* __restrict__ out, const float* __res
 
 inline void split_in_three(bf16* out, const float* x, int64_t rows, int64_t columns, int64_t row, int64_t part,
                            cudaStream_t stream) {
-  constexpr int threads = 256;
-  launch(split_in_three_kernel<threads>, ceil_div(rows * columns, threads), threads, 0, stream, out, x, rows * columns,
-         columns, row, part);
+  launch_each(split_in_three_kernel<>, rows * columns, stream, out, x, rows * columns, columns, row, part);
 }
 
 inline void router_forward(int32_t* choices, float* weights, const float* logits, const float* bias, int64_t N,
                            const Router& r, cudaStream_t stream) {
-  constexpr int warps = detail::router_warps;
-  launch(router_forward_kernel<warps>, ceil_div(N, warps), warps * warp_size,
-         2 * warps * r.E * static_cast<int64_t>(sizeof(float)), stream, choices, weights, logits, bias, N, r);
+  detail::launch_router(router_forward_kernel<>, N, r, stream, choices, weights, logits, bias, N, r);
 }
 
 inline void router_backward(float* dlogits, const float* dweights, const float* logits, const int32_t* choices,
                             const int32_t* counts, int64_t N, const Router& r, const RouterLosses& losses,
                             const Segments& segments, cudaStream_t stream) {
-  constexpr int warps = detail::router_warps;
-  launch(router_backward_kernel<warps>, ceil_div(N, warps), warps * warp_size,
-         2 * warps * r.E * static_cast<int64_t>(sizeof(float)), stream, dlogits, dweights, logits, choices, counts, N,
-         r, losses, segments);
+  detail::launch_router(router_backward_kernel<>, N, r, stream, dlogits, dweights, logits, choices, counts, N, r,
+                        losses, segments);
 }
 
 // partials: cpu::router_statistics_scratch floats
 inline void router_statistics(int32_t* counts, float* probabilities, float* sums, float* partials, const float* logits,
                               const int32_t* choices, int64_t N, const Router& r, const Segments& segments,
                               cudaStream_t stream) {
-  constexpr int64_t rows = detail::router_block, bytes = sizeof(float);
+  constexpr int64_t bytes = sizeof(float);
   constexpr int threads = 128;
-  const int64_t S = segments.count(N), blocks = ceil_div(std::min(segments.length, N), rows);
-  launch(router_sums_kernel<rows>, Grid(blocks, S), warp_size, 2 * r.E * bytes, stream, partials, logits, N, r,
-         segments);
-  launch(add_router_sums_kernel<threads>, Grid(ceil_div(r.E + 2, threads), S), threads, 0, stream, probabilities, sums,
-         partials, blocks, r.E);
+  const int64_t S = segments.count(N), blocks = ceil_div(std::min(segments.length, N), detail::router_block);
+  launch(router_sums_kernel<>, Grid(blocks, S), warp_size, 2 * r.E * bytes, stream, partials, logits, N, r, segments);
+  launch(add_router_sums_kernel<>, Grid(ceil_div(r.E + 2, item_threads), S), item_threads, 0, stream, probabilities,
+         sums, partials, blocks, r.E);
   launch(count_choices_kernel<threads>, S, threads, r.E * bytes, stream, counts, choices, N, r, segments);
 }
 
 inline void router_losses(double* totals, const int32_t* counts, const float* probabilities, const float* sums,
                           int64_t S, const Router& r, int64_t sequence, cudaStream_t stream) {
-  launch(router_losses_kernel<warp_size>, 1, warp_size, 0, stream, totals, counts, probabilities, sums, S, r, sequence);
+  launch(router_losses_kernel<>, 1, warp_size, 0, stream, totals, counts, probabilities, sums, S, r, sequence);
 }
 
 inline void count_dropped(double* dropped, const int32_t* rows, int64_t choices, cudaStream_t stream) {
-  launch(count_dropped_kernel<1>, 1, 1, 0, stream, dropped, rows, choices);
+  launch(count_dropped_kernel<>, 1, 1, 0, stream, dropped, rows, choices);
 }
 
 }  // namespace llmc::cuda

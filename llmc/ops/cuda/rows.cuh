@@ -1,6 +1,5 @@
 // rows.cuh: shared by the norms of whole rows. A warp or a block takes a row, each thread owning some of its packs.
 #pragma once
-#include "ops/cuda/launch.cuh"
 #include "ops/cuda/reduce.cuh"
 #include "ops/cuda/vec.cuh"
 
@@ -36,8 +35,7 @@ struct SummedRows {
   template <class Pack>
   __device__ Floats<Pack::size> take(const Fetched<Pack>& fetched, int64_t at) const {
     Floats<Pack::size> sums = fetched.a.fp32();
-    const Floats<Pack::size> bs = fetched.b.fp32();
-    for (int i = 0; i < Pack::size; ++i) sums[i] += bs[i];
+    sums += fetched.b.fp32();
     const Kept<Pack> rounded = Pack::of(sums);
     rounded.store(sum + at);
     return rounded.fp32();
@@ -115,9 +113,16 @@ struct BlockRow {
 inline unsigned row_threads(int64_t C, int pack, int64_t most = 1024) {
   return static_cast<unsigned>(std::min(round_up(ceil_div(C, pack), warp_size), most));
 }
-// One thread per pack, in blocks of row_threads(C, pack, most): several for a long row.
-inline Grid row_grid(int64_t rows, int64_t C, int pack, int64_t most) {
-  return {rows, ceil_div(C, pack * row_threads(C, pack, most))};
+// Grid: (rows, blocks of packs in C), of up to `most` threads each: a thread has the pack at column_of_thread(), which
+// may be past the end.
+template <class... Parameters, class... Arguments>
+void launch_rows(void (*kernel)(Parameters...), int64_t rows, int64_t C, int pack, int64_t most, cudaStream_t stream,
+                 Arguments&&... arguments) {
+  const unsigned threads = row_threads(C, pack, most);
+  launch(kernel, Grid(rows, ceil_div(C, pack * threads)), threads, 0, stream, std::forward<Arguments>(arguments)...);
+}
+__device__ inline int64_t column_of_thread(int pack) {
+  return (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
 }
 
 inline void check_row_fits(const char* op, int64_t C, int64_t bytes) {

@@ -22,7 +22,7 @@ struct RowIds {
 struct SortTile {
   int64_t index, begin, end;
   int lane, warp;
-  __device__ explicit SortTile(int64_t N) : lane(threadIdx.x % warp_size), warp(threadIdx.x / warp_size) {
+  __device__ explicit SortTile(int64_t N) : lane(lane_of_thread()), warp(warp_of_thread()) {
     index = static_cast<int64_t>(blockIdx.x) * sort_warps + warp;
     begin = min(N, index * sort_tile);
     end = min(N, begin + sort_tile);
@@ -32,10 +32,10 @@ struct SortTile {
 }  // namespace detail
 
 // counts (digits, tiles) = how often each digit occurs in each tile.
-template <int warps>
+template <int = 0>
 __global__ void count_digits_kernel(int32_t* __restrict__ counts, const int32_t* __restrict__ ids, int64_t N,
                                     int64_t tiles, int shift, int digits) {
-  constexpr int size = warps * detail::max_digits;
+  constexpr int size = detail::sort_warps * detail::max_digits;
   SHARED(int32_t, shared, size);
   const detail::SortTile tile(N);
   int32_t* count = shared + tile.warp * detail::max_digits;
@@ -55,18 +55,14 @@ __global__ void count_digits_kernel(int32_t* __restrict__ counts, const int32_t*
   for (int digit = tile.lane; digit < digits; digit += warp_size) counts[digit * tiles + tile.index] = count[digit];
 }
 
-// counts (n) = exclusive prefix sums. One block; each thread takes a share.
+// One block; each thread takes a share.
 template <int threads>
 __global__ void sums_before_kernel(int32_t* counts, int64_t n) {
   const int64_t share = (n + threads - 1) / threads, begin = min(n, threadIdx.x * share), end = min(n, begin + share);
   int32_t sum = 0;
   for (int64_t i = begin; i < end; ++i) sum += counts[i];
-  const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
-  int32_t up_to_mine = sum;
-  for (int distance = 1; distance < warp_size; distance *= 2) {
-    const int32_t below = __shfl_up_sync(all_lanes, up_to_mine, distance);
-    if (lane >= distance) up_to_mine += below;
-  }
+  const int lane = lane_of_thread(), warp = warp_of_thread();
+  const int32_t up_to_mine = warp_prefix_sum(sum);
   constexpr int warps = threads / warp_size;
   SHARED(int32_t, of_warp, warps);
   if (lane == warp_size - 1) of_warp[warp] = up_to_mine;
@@ -79,13 +75,17 @@ __global__ void sums_before_kernel(int32_t* counts, int64_t n) {
     before += count;
   }
 }
+// counts (n) = the sums of those before each.
+inline void sums_before(int32_t* counts, int64_t n, cudaStream_t stream) {
+  launch(sums_before_kernel<1024>, 1, 1024, 0, stream, counts, n);
+}
 
 // Scatters each row to its position: places (digits, tiles) is where a tile's rows with a given digit begin.
-template <int warps>
+template <int = 0>
 __global__ void place_rows_kernel(int32_t* __restrict__ sorted_ids, int32_t* __restrict__ sorted_rows,
                                   detail::RowIds from, const int32_t* __restrict__ places, int64_t N, int64_t tiles,
                                   int shift, int digit_bits) {
-  constexpr int size = warps * detail::max_digits;
+  constexpr int size = detail::sort_warps * detail::max_digits;
   SHARED(int32_t, shared, size);
   const detail::SortTile tile(N);
   if (tile.begin == tile.end) return;
@@ -134,18 +134,16 @@ inline detail::RowIds sort_rows(int32_t* scratch, const int32_t* ids, int64_t N,
   const int bits = std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(V - 1))));
   const int passes = static_cast<int>(ceil_div(bits, max_digit_bits));
   const int digit_bits = static_cast<int>(ceil_div(bits, passes)), digits = 1 << digit_bits;
-  const int64_t tiles = ceil_div(N, sort_tile);
-  const int64_t blocks = ceil_div(tiles, sort_warps);
+  const int64_t tiles = ceil_div(N, sort_tile), blocks = ceil_div(tiles, sort_warps);
   int32_t* counts = scratch + 4 * N;
   RowIds from = {ids, nullptr};
   for (int pass = 0; pass < passes; ++pass) {
     int32_t* sorted = scratch + pass % 2 * 2 * N;
     const int shift = pass * digit_bits;
-    launch(count_digits_kernel<sort_warps>, blocks, sort_warps * warp_size, 0, stream, counts, from.ids, N, tiles,
-           shift, digits);
-    launch(sums_before_kernel<1024>, 1, 1024, 0, stream, counts, digits * tiles);
-    launch(place_rows_kernel<sort_warps>, blocks, sort_warps * warp_size, 0, stream, sorted, sorted + N, from, counts,
-           N, tiles, shift, digit_bits);
+    launch(count_digits_kernel<>, blocks, sort_warps * warp_size, 0, stream, counts, from.ids, N, tiles, shift, digits);
+    sums_before(counts, digits * tiles, stream);
+    launch(place_rows_kernel<>, blocks, sort_warps * warp_size, 0, stream, sorted, sorted + N, from, counts, N, tiles,
+           shift, digit_bits);
     from = {sorted, sorted + N};
   }
   return from;

@@ -20,9 +20,6 @@ __device__ double to_double(T x) {
 struct Identity {
   __device__ double operator()(double x) const { return x; }
 };
-struct Square {
-  __device__ double operator()(double x) const { return x * x; }  // exact for fp32 and bf16: an fma changes nothing
-};
 
 // The sum of f(x[0]) ... f(x[n - 1]) in the order of ops/types.h, by a block of sum_threads; every thread gets it.
 template <int pack, class T, class F>
@@ -54,43 +51,6 @@ __device__ double ordered_sum(const T* x, int64_t n, F f) {
   return sum;
 }
 
-}  // namespace detail
-
-// One block per square_sum_block elements.
-template <int pack, class G>
-__global__ void square_sum_kernel(double* __restrict__ partials, const G* __restrict__ x, int64_t n) {
-  const int64_t begin = blockIdx.x * square_sum_block;
-  const double sum = detail::ordered_sum<pack>(x + begin, min(square_sum_block, n - begin), detail::Square{});
-  if (threadIdx.x == 0) partials[blockIdx.x] = sum;
-}
-
-// out = or += the sum of x, by one block.
-template <Accumulate accumulate, class T>
-__global__ void ordered_sum_kernel(double* __restrict__ out, const T* __restrict__ x, int64_t n) {
-  const double sum = detail::ordered_sum<1>(x, n, detail::Identity{});
-  if (threadIdx.x == 0) *out = (accumulate == Accumulate::yes ? *out : 0) + sum;
-}
-
-// out = or += the sum of squares of x (n); partials: ceil(n / square_sum_block) doubles
-template <class G>
-void square_sum(double* out, double* partials, const G* x, int64_t n, Accumulate accumulate, cudaStream_t stream) {
-  const int64_t blocks = ceil_div(n, square_sum_block);
-  with_packs<4>(fit_packs(x), [&]<int pack>() {
-    launch(square_sum_kernel<pack, G>, blocks, detail::sum_threads, 0, stream, partials, x, n);
-  });
-  const auto sum = accumulate == Accumulate::yes ? ordered_sum_kernel<Accumulate::yes, double>
-                                                 : ordered_sum_kernel<Accumulate::no, double>;
-  launch(sum, 1, detail::sum_threads, 0, stream, out, partials, blocks);
-}
-
-// sum += all of losses (N)
-template <class A>
-void add_losses(double* sum, const A* losses, int64_t N, cudaStream_t stream) {
-  launch(ordered_sum_kernel<Accumulate::yes, A>, 1, detail::sum_threads, 0, stream, sum, losses, N);
-}
-
-namespace detail {
-
 // x[0] + x[stride] + ... in order, by one warp: the lanes load together and add one by one; every lane gets the sum.
 __device__ inline double sum_in_order(const double* x, int64_t stride, int64_t n) {
   const int lane = threadIdx.x % warp_size;
@@ -103,6 +63,39 @@ __device__ inline double sum_in_order(const double* x, int64_t stride, int64_t n
 }
 
 }  // namespace detail
+
+// One block per square_sum_block elements.
+template <int pack, class G>
+__global__ void square_sum_kernel(double* __restrict__ partials, const G* __restrict__ x, int64_t n) {
+  const int64_t begin = blockIdx.x * square_sum_block;
+  const double sum = detail::ordered_sum<pack>(x + begin, min(square_sum_block, n - begin), [](double value) {
+    return value * value;  // exact for fp32 and bf16: an fma changes nothing
+  });
+  if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+// out = or += the sum of x, by one block.
+template <class T>
+__global__ void ordered_sum_kernel(double* __restrict__ out, const T* __restrict__ x, int64_t n,
+                                   Accumulate accumulate) {
+  const double sum = detail::ordered_sum<1>(x, n, detail::Identity{});
+  if (threadIdx.x == 0) *out = (accumulate == Accumulate::yes ? *out : 0) + sum;
+}
+
+// partials: ceil(n / square_sum_block) doubles
+template <class G>
+void square_sum(double* out, double* partials, const G* x, int64_t n, Accumulate accumulate, cudaStream_t stream) {
+  const int64_t blocks = ceil_div(n, square_sum_block);
+  with_packs<4>(fit_packs(x), [&]<int pack>() {
+    launch(square_sum_kernel<pack, G>, blocks, detail::sum_threads, 0, stream, partials, x, n);
+  });
+  launch(ordered_sum_kernel<double>, 1, detail::sum_threads, 0, stream, out, partials, blocks, accumulate);
+}
+
+template <class A>
+void add_losses(double* sum, const A* losses, int64_t N, cudaStream_t stream) {
+  launch(ordered_sum_kernel<A>, 1, detail::sum_threads, 0, stream, sum, losses, N, Accumulate::yes);
+}
 
 // One warp.
 template <class Double>
@@ -118,7 +111,7 @@ __global__ void combine_scalars_kernel(Double* __restrict__ losses, Double* __re
   for (int64_t n = 0; n < N; ++n) {
     Double most = 0;
     for (int64_t r = threadIdx.x; r < ranks; r += warp_size) most = fmax(most, gathered[r * row + L + n]);
-    for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) most = fmax(most, __shfl_xor_sync(all_lanes, most, lanes));
+    most = warp_reduce(most, [](Double a, Double b) { return fmax(a, b); });
     if (threadIdx.x == 0) notices[n] = most;
   }
   for (int64_t i = threadIdx.x; i < units * tensor_ranks * shards; i += warp_size) {
@@ -130,8 +123,6 @@ __global__ void combine_scalars_kernel(Double* __restrict__ losses, Double* __re
   }
 }
 
-// losses (L) = the sums over the first of each tensor_ranks ranks; notices (N) = the largest of all ranks; square_sums
-// (units, tensor_ranks, shards) = ; gathered (ranks, L + N + units)
 inline void combine_scalars(double* losses, double* notices, double* square_sums, const double* gathered, int64_t ranks,
                             int64_t L, int64_t N, int64_t units, int64_t shards, int64_t tensor_ranks, int64_t stages,
                             cudaStream_t stream) {
@@ -153,8 +144,6 @@ __global__ void clip_control_kernel(Double* __restrict__ control, const Double* 
   control[2] = control[3] == 0 && l <= rule.largest_loss && norm <= rule.largest_norm;
 }
 
-// control (4) = {gradient norm, gradient scale, 1 if the update is allowed, 1 after a non-finite step}; square_sums
-// (n); loss (1)
 inline void clip_control(double* control, const double* square_sums, int64_t n, const double* loss,
                          const UpdateRule& rule, cudaStream_t stream) {
   launch(clip_control_kernel<double>, 1, warp_size, 0, stream, control, square_sums, n, loss, rule);

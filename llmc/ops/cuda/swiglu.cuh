@@ -1,17 +1,15 @@
 // swiglu.cuh: SwiGLU (Shazeer 2020): silu(gate) up, silu(x) = x sigmoid(x). Contracts: ops/ops.h.
 #pragma once
-#include "ops/cuda/launch.cuh"
 #include "ops/cuda/quantise.cuh"
-#include "ops/cuda/vec.cuh"
+#include "ops/cuda/rows.cuh"
 
 namespace llmc::cuda {
 
 // silu(gate) up, for a pack.
-template <class Pack>
-__device__ Pack swiglu(const Pack& gates, const Pack& ups) {
-  using T = std::remove_const_t<std::remove_reference_t<decltype(gates.elements[0])>>;
-  Pack outs;
-  for (int i = 0; i < Pack::size; ++i) outs.set(i, gates[i] * sigmoid<T>(gates[i]) * ups[i]);
+template <class T, int pack>
+__device__ Packed<T, pack> swiglu(const Packed<T, pack>& gates, const Packed<T, pack>& ups) {
+  Packed<T, pack> outs;
+  for (int i = 0; i < pack; ++i) outs.set(i, gates[i] * sigmoid<T>(gates[i]) * ups[i]);
   return outs;
 }
 
@@ -20,17 +18,17 @@ template <class T, int pack>
 __global__ void swiglu_forward_kernel(T* __restrict__ out, const T* __restrict__ gate_up, int64_t F,
                                       const int32_t* __restrict__ rows) {
   using Pack = Packed<T, pack>;
-  const int64_t n = blockIdx.x, f = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  const int64_t n = blockIdx.x, f = column_of_thread(pack);
   if (f >= F || (rows != nullptr && n >= *rows)) return;
   const T* gate = gate_up + n * 2 * F + f;
   swiglu(Pack::load(gate), Pack::load(gate + F)).store(out + n * F + f);
 }
 
 // The gradients of a pack of gates and of ups, from those of their outputs.
-template <class Pack>
-__device__ void swiglu_gradients(Pack& dgates, Pack& dups, const Pack& ds, const Pack& gates, const Pack& ups) {
-  using T = std::remove_const_t<std::remove_reference_t<decltype(ds.elements[0])>>;
-  for (int i = 0; i < Pack::size; ++i) {
+template <class T, int pack>
+__device__ void swiglu_gradients(Packed<T, pack>& dgates, Packed<T, pack>& dups, const Packed<T, pack>& ds,
+                                 const Packed<T, pack>& gates, const Packed<T, pack>& ups) {
+  for (int i = 0; i < pack; ++i) {
     const float g = gates[i], s = sigmoid<T>(g);
     dgates.set(i, ds[i] * ups[i] * s * (1.0f + g * (1.0f - s)));
     dups.set(i, ds[i] * g * s);
@@ -41,7 +39,7 @@ template <class T, int pack>
 __global__ void swiglu_backward_kernel(T* __restrict__ dgate_up, const T* __restrict__ dout,
                                        const T* __restrict__ gate_up, int64_t F, const int32_t* __restrict__ rows) {
   using Pack = Packed<T, pack>;
-  const int64_t n = blockIdx.x, f = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
+  const int64_t n = blockIdx.x, f = column_of_thread(pack);
   if (f >= F || (rows != nullptr && n >= *rows)) return;
   const int64_t gate = n * 2 * F + f;
   const Pack gates = Pack::load(gate_up + gate), ups = Pack::load(gate_up + gate + F),
@@ -75,7 +73,7 @@ __global__ void __launch_bounds__(256, 4)
   });
   __syncthreads();  // the tile is whole
   tile.quantise_rows(rows, n, f, N, F);
-  tile.template quantise_columns<false>(columns, n, f, N, F);
+  tile.quantise_columns(columns, n, f, N, F);
 }
 
 // rows (N, 2 F), columns (2 F, N)
@@ -101,45 +99,32 @@ __global__ void __launch_bounds__(256, 3)
   __syncthreads();  // the tiles are whole
   gate_tile.quantise_rows(rows, n, f, N, 2 * F);
   up_tile.quantise_rows(rows, n, F + f, N, 2 * F);
-  gate_tile.template quantise_columns<false>(columns, n, f, N, 2 * F);
-  up_tile.template quantise_columns<false>(columns, n, F + f, N, 2 * F);
+  gate_tile.quantise_columns(columns, n, f, N, 2 * F);
+  up_tile.quantise_columns(columns, n, F + f, N, 2 * F);
 }
 
-namespace detail {
-
-inline Grid swiglu_grid(int64_t N, int64_t F, int pack, int64_t threads) { return {N, ceil_div(F, pack * threads)}; }
-
-}  // namespace detail
-
-// out (N, F) = ; gate_up (N, 2 F): per row the gates, then the ups
 template <class T>
 void swiglu_forward(T* out, const T* gate_up, int64_t N, int64_t F, const int32_t* rows, cudaStream_t stream) {
-  constexpr int64_t threads = 256;
   with_packs<full_pack<T>>(rows_fit_packs(F, full_pack<T>, out, gate_up), [&]<int pack>() {
-    launch(swiglu_forward_kernel<T, pack>, detail::swiglu_grid(N, F, pack, threads), threads, 0, stream, out, gate_up,
-           F, rows);
+    launch_rows(swiglu_forward_kernel<T, pack>, N, F, pack, 256, stream, out, gate_up, F, rows);
   });
 }
 
-// dgate_up (N, 2 F) = ; dout (N, F)
 template <class T>
 void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, int64_t F, const int32_t* rows,
                      cudaStream_t stream) {
-  constexpr int64_t threads = 256;
   with_packs<full_pack<T>>(rows_fit_packs(F, full_pack<T>, dgate_up, dout, gate_up), [&]<int pack>() {
-    launch(swiglu_backward_kernel<T, pack>, detail::swiglu_grid(N, F, pack, threads), threads, 0, stream, dgate_up,
-           dout, gate_up, F, rows);
+    launch_rows(swiglu_backward_kernel<T, pack>, N, F, pack, 256, stream, dgate_up, dout, gate_up, F, rows);
   });
 }
 
-// out in fp8: values (N, F) and (F, N)
 template <class T>
 void swiglu_forward_fp8(Fp8Operand rows, Fp8Operand columns, const T* gate_up, int64_t N, int64_t F,
                         cudaStream_t stream) {
   const Grid tiles(F / fp8_block, ceil_div(N, fp8_block));
   launch(swiglu_forward_fp8_kernel<T>, tiles, 256, Fp8Tile<T>::bytes, stream, rows, columns, gate_up, N, F);
 }
-// dgate_up in fp8: values (N, 2 F) and (2 F, N)
+
 template <class T>
 void swiglu_backward_fp8(Fp8Operand rows, Fp8Operand columns, const T* dout, const T* gate_up, int64_t N, int64_t F,
                          cudaStream_t stream) {

@@ -10,6 +10,14 @@ namespace llmc::cuda {
 // Where the fp32 weights are: the weights themselves, a separate copy, or nowhere (stochastic rounding).
 enum class Master : uint8_t { weights, copy, none };
 
+// A step on one element; slots that the rule does not have are not read.
+template <class Step>
+__device__ void take_step(const Step& step, float& weight, float& slot1, float& slot2, float gradient) {
+  if constexpr (Step::slots == 2) step(weight, slot1, slot2, gradient);
+  else if constexpr (Step::slots == 1) step(weight, slot1, gradient);
+  else step(weight, gradient);
+}
+
 // One thread per pack; the last, partial pack is processed element by element. The segment has these elements of
 // its parameter; the four elements of a pack use one block of random numbers.
 template <class W, Master where, int pack, class Step>
@@ -35,9 +43,7 @@ __global__ void update_kernel(W* __restrict__ weight, float* __restrict__ master
     }
     for (int i = 0; i < size; ++i) {
       const float g = gs[i] * gradient_scale;
-      if constexpr (Step::slots == 2) step(ps.elements[i], firsts.elements[i], seconds.elements[i], g);
-      else if constexpr (Step::slots == 1) step(ps.elements[i], firsts.elements[i], g);
-      else step(ps.elements[i], g);
+      take_step(step, ps.elements[i], firsts.elements[i], seconds.elements[i], g);
     }
     if constexpr (where == Master::copy)
       for (int i = 0; i < size; ++i) ps.elements[i] = splittable(ps[i]);
@@ -55,7 +61,7 @@ __global__ void update_kernel(W* __restrict__ weight, float* __restrict__ master
     if constexpr (Step::slots >= 1) firsts.store_streaming(slot1 + at);
     if constexpr (Step::slots == 2) seconds.store_streaming(slot2 + at);
   };
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * pack;
+  const int64_t first = item_of_thread() * pack;
   if (first + pack <= n) apply.template operator()<pack>(first);
   else
     for (int64_t i = first; i < n; ++i) apply.template operator()<1>(i);
@@ -74,19 +80,17 @@ template <Master where, class W>
 void update_weights(Optimizer optimizer, W* weight, float* master, float* slot1, float* slot2, const float* gradient,
                     const double* control, const Elements& elements, int64_t n, const OptimizerOptions& options,
                     const Philox& words, cudaStream_t stream) {
-  constexpr int64_t threads = 256;
   with_step<float>(optimizer, options, [&](auto step) {
     with_packs<4>(fit_packs(weight, master, slot1, slot2, gradient) && are_blocks(elements), [&]<int pack>() {
-      launch(update_kernel<W, where, pack, decltype(step)>, ceil_div(n, pack * threads), threads, 0, stream, weight,
-             master, slot1, slot2, gradient, control, elements, n, step, words);
+      launch_each(update_kernel<W, where, pack, decltype(step)>, ceil_div(n, pack), stream, weight, master, slot1,
+                  slot2, gradient, control, elements, n, step, words);
     });
   });
 }
 
 }  // namespace detail
 
-// weight, master, slot1, slot2 (n) change in place, unless control (4) forbids the update. master: nullptr where the
-// weights are fp32 and their own master copy. slot2 is unused where the rule has one slot.
+// master: nullptr where the weights are fp32 and their own master copy. slot2 is unused where the rule has one slot.
 template <class W>
 void update_weights(Optimizer optimizer, W* weight, float* master, float* slot1, float* slot2, const float* gradient,
                     const double* control, int64_t n, const OptimizerOptions& options, cudaStream_t stream) {
@@ -97,8 +101,7 @@ void update_weights(Optimizer optimizer, W* weight, float* master, float* slot1,
                                                                 control, {}, n, options, Philox(0, "unused"), stream);
 }
 
-// bf16 weights without a master copy; see cpu/update.h. words: rounding_words(seed, parameter, step). The segment has
-// these elements of the parameter.
+// bf16 weights without a master copy; see cpu/update.h. words: rounding_words(seed, parameter, step)
 inline void update_weights_stochastic(Optimizer optimizer, bf16* weight, float* slot1, float* slot2,
                                       const float* gradient, const double* control, const Elements& elements, int64_t n,
                                       const OptimizerOptions& options, const Philox& words, cudaStream_t stream) {
@@ -107,17 +110,17 @@ inline void update_weights_stochastic(Optimizer optimizer, bf16* weight, float* 
 }
 
 // One thread per element: fp32 loads of neighbours are whole transactions.
-template <int threads>
+template <int = 0>
 __global__ void average_weights_kernel(float* __restrict__ average, const float* __restrict__ weight,
                                        const double* __restrict__ control, int64_t n, float share) {
   if (control[2] == 0) return;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i < n) average[i] += share * (weight[i] - average[i]);
 }
 
-template <int threads>
+template <int = 0>
 __global__ void exchange_kernel(float* __restrict__ a, float* __restrict__ b, int64_t n) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+  const int64_t i = item_of_thread();
   if (i >= n) return;
   const float before = a[i];
   a[i] = b[i];
@@ -126,13 +129,11 @@ __global__ void exchange_kernel(float* __restrict__ a, float* __restrict__ b, in
 
 inline void average_weights(float* average, const float* weight, const double* control, int64_t n, float share,
                             cudaStream_t stream) {
-  constexpr int threads = 256;
-  launch(average_weights_kernel<threads>, ceil_div(n, threads), threads, 0, stream, average, weight, control, n, share);
+  launch_each(average_weights_kernel<>, n, stream, average, weight, control, n, share);
 }
 
 inline void exchange(float* a, float* b, int64_t n, cudaStream_t stream) {
-  constexpr int threads = 256;
-  launch(exchange_kernel<threads>, ceil_div(n, threads), threads, 0, stream, a, b, n);
+  launch_each(exchange_kernel<>, n, stream, a, b, n);
 }
 
 }  // namespace llmc::cuda

@@ -15,20 +15,18 @@ __device__ inline float to_float(bf16 x) { return __uint_as_float(static_cast<ui
 
 // x rounded to T, to nearest even.
 template <class T>
-__device__ T from_float(float x);
-template <>
-__device__ inline float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ inline bf16 from_float<bf16>(float x) {
-  bf16 rounded;
+__device__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, float>) return x;
+  else {
+    static_assert(std::is_same_v<T, bf16>);
+    bf16 rounded;
 #ifdef __CUDACC__
-  rounded.bits = static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(x)).x;  // one instruction
+    rounded.bits = static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(x)).x;  // one instruction
 #else
-  rounded.bits = bf16::rounded_bits(x);
+    rounded.bits = bf16::rounded_bits(x);
 #endif
-  return rounded;
+    return rounded;
+  }
 }
 
 // Two bf16 in a register, the first in the lower half.
@@ -54,15 +52,39 @@ __device__ float sigmoid(float x) {
   else return 1.0f / y;
 }
 
+template <class T, int N = 16 / sizeof(T)>
+struct Packed;
+
+// N fp32 numbers in registers. In memory they are aligned to four of them, or to all N if there are fewer.
 template <int N>
 struct Floats {
+  static constexpr int at_once = N < 4 ? N : 4;
   float values[N];
   __device__ float operator[](int i) const { return values[i]; }
   __device__ float& operator[](int i) { return values[i]; }
+  template <class X>
+  __device__ void operator+=(const X& x) {
+    for (int i = 0; i < N; ++i) values[i] += x[i];
+  }
+  __device__ static Floats load(const float* from) {
+    Floats all;
+    for (int i = 0; i < N; i += at_once) {
+      const auto some = Packed<float, at_once>::load(from + i);
+      for (int j = 0; j < at_once; ++j) all[i + j] = some[j];
+    }
+    return all;
+  }
+  __device__ void store(float* to) const {
+    for (int i = 0; i < N; i += at_once) {
+      Packed<float, at_once> some;
+      for (int j = 0; j < at_once; ++j) some.set(j, values[i + j]);
+      some.store(to + i);
+    }
+  }
 };
 
 // N consecutive array elements, in registers. The arrays must be aligned to the pack's size.
-template <class T, int N = 16 / sizeof(T)>
+template <class T, int N>
 struct alignas(sizeof(T) * N) Packed {
   static constexpr int size = N;
   static constexpr int bytes = sizeof(T) * N;

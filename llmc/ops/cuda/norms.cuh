@@ -1,16 +1,57 @@
-// norm_backward.cuh: the backward of layernorm and rmsnorm. A warp, or several for a long row, takes a row at a time
-// and keeps it in registers, as well as its sums of dweight and dbias over all of its rows; the loads of the next row
-// are in flight meanwhile. Rows that do not fit into registers, or whose packs are not aligned, go through shared
-// memory.
+// norms.cuh: layernorm (Ba, Kiros & Hinton 2016) and rmsnorm (Zhang & Sennrich 2019) of whole rows, which are each read
+// once; statistics in fp32. The backward: a warp, or several for a long row, takes a row at a time and keeps it in
+// registers, as well as its sums of dweight and dbias over all of its rows; the loads of the next row are in flight
+// meanwhile. Rows that do not fit into registers, or whose packs are not aligned, go through shared memory. Contracts:
+// ops/ops_layers.h.
 #pragma once
 #include "ops/cuda/column_sum.cuh"
-#include "ops/cuda/reduce.cuh"
 #include "ops/cuda/rows.cuh"
-#include "ops/types.h"
 
 namespace llmc::cuda {
 
 enum class Centred : uint8_t { no, yes };  // yes: layernorm, which has a mean and a bias; no: rmsnorm
+
+// Without centring, mean and bias are unused.
+template <Centred centred, class Held, class Input, class T>
+__global__ void __launch_bounds__(Held::threads)
+    norm_forward_kernel(T* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, Input x,
+                        const T* __restrict__ weight, const T* __restrict__ bias, float eps, int64_t N, int64_t C) {
+  using Pack = typename Held::Pack;
+  constexpr bool is_centred = centred == Centred::yes;
+  Held row(C);
+  const int64_t n = row.index();
+  if (n >= N) return;
+  row.fill(x, n);
+
+  float sum = 0;
+  if constexpr (is_centred)
+    row.each([&](const auto& xs, int64_t) {
+      for (int i = 0; i < Pack::size; ++i) sum += xs[i];
+    });
+  const float per_channel = 1.0f / static_cast<float>(C), m = is_centred ? row.sum(sum) * per_channel : 0;
+
+  float squares = 0;  // centred first, to avoid cancellation
+  row.each([&](const auto& xs, int64_t) {
+    for (int i = 0; i < Pack::size; ++i) squares += (xs[i] - m) * (xs[i] - m);
+  });
+  squares = row.sum(squares);
+  const float r = rsqrtf((is_centred ? squares * per_channel : squares / static_cast<float>(C)) + eps);
+
+  row.each([&](const auto& xs, int64_t c) {
+    const Kept<Pack> weights = Pack::load(weight + c), biases = is_centred ? Pack::load(bias + c) : Pack{};
+    const auto ws = weights.fp32(), bs = is_centred ? biases.fp32() : Floats<Pack::size>{};
+    Floats<Pack::size> outs;
+    for (int i = 0; i < Pack::size; ++i) {
+      const float normed = (xs[i] - m) * r * ws[i];
+      outs[i] = is_centred ? normed + bs[i] : normed;
+    }
+    Pack::of(outs).store(out + n * C + c);  // kept in the cache: the next op reads it
+  });
+  if (row.leads()) {
+    if constexpr (is_centred) mean[n] = m;
+    rstd[n] = r;
+  }
+}
 
 namespace detail {
 
@@ -43,7 +84,7 @@ struct NormShares {
   }
 };
 
-// A row as a thread holds it.
+// A row as a thread of the backward holds it.
 template <class T, int packs>
 struct NormRow {
   Kept<Packed<T>> xs[packs], gs[packs];
@@ -52,8 +93,8 @@ struct NormRow {
 
 }  // namespace detail
 
-// Each block takes a contiguous part of the rows, `groups` of row_threads threads one row each at a time. partials
-// (parts, C or 2 C): dweight, then dbias. Dynamic shared memory: the sums of every group.
+// The backward. Each block takes a contiguous part of the rows, `groups` of row_threads threads one row each at a time.
+// partials (parts, C or 2 C): dweight, then dbias. Dynamic shared memory: the sums of every group.
 template <class T, int packs, Centred centred>
 __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
     norm_backward_kernel(T* __restrict__ dx, float* __restrict__ partials, const T* __restrict__ dout,
@@ -85,7 +126,7 @@ __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
   const float per_channel = 1.0f / static_cast<float>(C);
   Kept<Pack> weights[packs];
   each([&](int j, int c) { weights[j] = Pack::load(weight + c); });
-  float dweights[packs][Pack::size] = {}, dbiases[packs][Pack::size] = {};
+  Floats<Pack::size> dweights[packs] = {}, dbiases[packs] = {};
   detail::NormRow<T, packs> next = {};
   const int64_t begin = row_part_begin(N, blockIdx.x, gridDim.x);
   load(next, begin + group);
@@ -136,14 +177,10 @@ __global__ void __launch_bounds__(detail::norm_warps(packs) * warp_size)
   }
 
   DYN_SHARED(float, of_groups);  // (groups, kinds, C)
-  using SumPack = Packed<float, 4>;
   each([&](int j, int c) {
-    for (int k = 0; k < kinds; ++k)
-      for (int i = 0; i < Pack::size; i += SumPack::size) {
-        SumPack sums;
-        for (int e = 0; e < SumPack::size; ++e) sums.set(e, k == 0 ? dweights[j][i + e] : dbiases[j][i + e]);
-        sums.store(of_groups + (group * kinds + k) * C + c + i);
-      }
+    float* const to = of_groups + group * kinds * C + c;
+    dweights[j].store(to);
+    if constexpr (centred == Centred::yes) dbiases[j].store(to + C);
   });
   __syncthreads();  // the sums of all groups are written
   const int width = kinds * static_cast<int>(C);
@@ -216,15 +253,21 @@ __global__ void norm_backward_shared_kernel(T* __restrict__ dx, float* __restric
 
 namespace detail {
 
-// Size of norm_backward's `partials` in floats.
-inline int64_t norm_backward_scratch(Centred centred, int64_t N, int64_t C) {
-  return row_parts(N) * norm_sums(centred) * C;
+template <Centred centred, class T, class Input>
+void norm_forward(T* out, float* mean, float* rstd, Input x, const T* weight, const T* bias, float eps, int64_t N,
+                  int64_t C, cudaStream_t stream) {
+  const char* op = centred == Centred::yes ? "layernorm_forward" : "rmsnorm_forward";
+  const bool fit = rows_fit_packs(C, full_pack<T>, out, weight, bias) && x.fits_packs();
+  with_held_row<T>(op, N, C, fit, [&]<class Held>(int64_t blocks, int64_t threads, int64_t shared) {
+    launch(norm_forward_kernel<centred, Held, Input, T>, blocks, threads, shared, stream, out, mean, rstd, x, weight,
+           bias, eps, N, C);
+  });
 }
 
-// dx (N, C) = or += ; dweight (C), dbias (C) += ; partials: scratch. Without centring, dbias and mean are unused.
+// Without centring, dbias and mean are unused.
 template <Centred centred, class T>
-void norm_backward(const char* op, T* dx, float* dweight, float* dbias, const RowParts<float>& partials, const T* dout,
-                   const T* x, const T* weight, const float* mean, const float* rstd, int64_t N, int64_t C,
+void norm_backward(T* dx, float* dweight, float* dbias, const RowParts<float>& partials, const T* dout, const T* x,
+                   const T* weight, const float* mean, const float* rstd, int64_t N, int64_t C,
                    Accumulate accumulate_dx, cudaStream_t stream) {
   constexpr int kinds = norm_sums(centred);
   const bool fit = rows_fit_packs(C, full_pack<T>, dx, dout, x, weight);
@@ -240,7 +283,7 @@ void norm_backward(const char* op, T* dx, float* dweight, float* dbias, const Ro
     });
   } else {
     const int64_t shared = C * static_cast<int64_t>(kinds * sizeof(float) + 2 * sizeof(T));
-    check_row_fits(op, C, shared);
+    check_row_fits(centred == Centred::yes ? "layernorm_backward" : "rmsnorm_backward", C, shared);
     with_packs<full_pack<T>>(fit, [&]<int pack>() {
       launch(norm_backward_shared_kernel<T, pack, centred>, parts, row_threads(C, pack), shared, stream, dx,
              partials.data, dout, x, weight, mean, rstd, N, C, accumulate_dx);
@@ -250,5 +293,49 @@ void norm_backward(const char* op, T* dx, float* dweight, float* dbias, const Ro
 }
 
 }  // namespace detail
+
+template <class T>
+void layernorm_forward(T* out, float* mean, float* rstd, const T* x, const T* weight, const T* bias, float eps,
+                       int64_t N, int64_t C, cudaStream_t stream) {
+  detail::norm_forward<Centred::yes>(out, mean, rstd, PlainRows<T>{x}, weight, bias, eps, N, C, stream);
+}
+template <class T>
+void rmsnorm_forward(T* out, float* rstd, const T* x, const T* weight, float eps, int64_t N, int64_t C,
+                     cudaStream_t stream) {
+  detail::norm_forward<Centred::no, T>(out, nullptr, rstd, PlainRows<T>{x}, weight, nullptr, eps, N, C, stream);
+}
+
+// sum (N, C) = a + b, and its norm; bitwise equal to residual_forward, then the norm (contract 11). Saves one pass over
+// the sum. The arrays must not alias.
+template <class T>
+void residual_layernorm_forward(T* out, float* mean, float* rstd, T* sum, const T* a, const T* b, const T* weight,
+                                const T* bias, float eps, int64_t N, int64_t C, cudaStream_t stream) {
+  detail::norm_forward<Centred::yes>(out, mean, rstd, SummedRows<T>{sum, a, b}, weight, bias, eps, N, C, stream);
+}
+template <class T>
+void residual_rmsnorm_forward(T* out, float* rstd, T* sum, const T* a, const T* b, const T* weight, float eps,
+                              int64_t N, int64_t C, cudaStream_t stream) {
+  detail::norm_forward<Centred::no, T>(out, nullptr, rstd, SummedRows<T>{sum, a, b}, weight, nullptr, eps, N, C,
+                                       stream);
+}
+
+// Sizes of `partials` in floats.
+inline int64_t layernorm_backward_scratch(int64_t N, int64_t C) { return row_parts(N) * 2 * C; }
+inline int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) { return row_parts(N) * C; }
+
+template <class T>
+void layernorm_backward(T* dx, float* dweight, float* dbias, const RowParts<float>& partials, const T* dout, const T* x,
+                        const T* weight, const float* mean, const float* rstd, int64_t N, int64_t C,
+                        Accumulate accumulate_dx, cudaStream_t stream) {
+  detail::norm_backward<Centred::yes>(dx, dweight, dbias, partials, dout, x, weight, mean, rstd, N, C, accumulate_dx,
+                                      stream);
+}
+template <class T>
+void rmsnorm_backward(T* dx, float* dweight, const RowParts<float>& partials, const T* dout, const T* x,
+                      const T* weight, const float* rstd, int64_t N, int64_t C, Accumulate accumulate_dx,
+                      cudaStream_t stream) {
+  detail::norm_backward<Centred::no>(dx, dweight, nullptr, partials, dout, x, weight, nullptr, rstd, N, C,
+                                     accumulate_dx, stream);
+}
 
 }  // namespace llmc::cuda

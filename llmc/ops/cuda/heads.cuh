@@ -1,12 +1,98 @@
-// qk_norm.cuh: rmsnorm of every query and key head (Henry et al. 2020; Qwen3), alone or fused with rotary embedding. A
-// group of lanes takes a head; each lane holds packs of the first half, and their counterparts half a head further on,
-// in registers. Statistics in fp32. Contracts: ops/ops.h.
+// heads.cuh: ops on query and key heads: rotary position embedding (Su et al. 2021), in the convention of transformers,
+// where element i of a head is paired with element i + D / 2; rmsnorm of every head (Henry et al. 2020; Qwen3), with
+// statistics in fp32, alone or fused with rotary embedding. Contracts: ops/ops_heads.h.
 #pragma once
 #include "ops/cuda/column_sum.cuh"
 #include "ops/cuda/reduce.cuh"
-#include "ops/cuda/rotary.cuh"
 
 namespace llmc::cuda {
+
+namespace detail {
+
+inline constexpr int64_t max_head_size = 512;
+
+using Frequencies = std::array<float, max_head_size / 2>;
+
+inline void check_even_head(const char* op, int64_t D) {
+  CHECK(D % 2 == 0 && D <= max_head_size, "{}: the head size {} is not an even number up to {}", op, D, max_head_size);
+}
+
+// The cosines and sines that rotate the pairs begin ... begin + pack - 1.
+template <int pack>
+struct Angles {
+  Floats<pack> cosines, sines;
+
+  // table (P, D): the cosines of position p, then the sines.
+  __device__ static Angles load(const float* table, int64_t position, int64_t D, int64_t begin, Turn turn) {
+    const float* from = table + position * D + begin;
+    Angles angles = {Floats<pack>::load(from), Floats<pack>::load(from + D / 2)};
+    if (turn == Turn::backward)
+      for (int i = 0; i < pack; ++i) angles.sines[i] = -angles.sines[i];
+    return angles;
+  }
+
+  // Explicit fma: every kernel that rotates gets the same bits.
+  template <class T>
+  __device__ void turn(Packed<T, pack>& as, Packed<T, pack>& bs) const {
+    for (int i = 0; i < pack; ++i) {
+      const float a = as[i], b = bs[i];
+      as.set(i, fmaf(a, cosines[i], -(b * sines[i])));
+      bs.set(i, fmaf(b, cosines[i], a * sines[i]));
+    }
+  }
+};
+
+}  // namespace detail
+
+// One block of (packs in half a head, heads) threads per row; a thread rotates the same pairs of several heads.
+template <class T, int pack>
+__global__ void rotary_kernel(T* __restrict__ qkv, const float* __restrict__ table,
+                              const int32_t* __restrict__ positions, AttentionShape s, Turn turn) {
+  using Pack = Packed<T, pack>;
+  const int64_t half = s.D / 2, begin = static_cast<int64_t>(threadIdx.x) * pack;
+  T* row = qkv + blockIdx.x * (s.Hq + 2 * s.Hkv) * s.D;
+  const auto angles = detail::Angles<pack>::load(table, positions[blockIdx.x], s.D, begin, turn);
+  for (int64_t h = threadIdx.y; h < s.Hq + s.Hkv; h += blockDim.y) {
+    T* x = row + h * s.D + begin;
+    Pack as = Pack::load(x), bs = Pack::load(x + half);
+    angles.turn(as, bs);
+    as.store(x);
+    bs.store(x + half);
+  }
+}
+
+template <class T>
+void rotary(T* qkv, const float* table, const int32_t* positions, const AttentionShape& s, Turn turn,
+            cudaStream_t stream) {
+  detail::check_even_head("rotary", s.D);
+  with_packs<full_pack<T>>(rows_fit_packs(s.D / 2, full_pack<T>, qkv, table), [&]<int pack>() {
+    const int64_t lanes = s.D / 2 / pack, heads = std::min(s.Hq + s.Hkv, ceil_div(256, lanes));
+    launch(rotary_kernel<T, pack>, s.B * s.T, Grid(lanes, heads), 0, stream, qkv, table, positions, s, turn);
+  });
+}
+
+// One thread per (position, pair).
+template <class Float>
+__global__ void rotary_table_kernel(Float* __restrict__ table, const __grid_constant__ detail::Frequencies frequencies,
+                                    int64_t P, int64_t D) {
+  const int64_t half = D / 2, index = item_of_thread();
+  if (index >= P * half) return;
+  const int64_t p = index / half, i = index % half;
+  const Float angle = static_cast<Float>(p) * frequencies[static_cast<size_t>(i)];  // rounded, as transformers does
+  table[p * D + i] = static_cast<Float>(cos(static_cast<double>(angle)));
+  table[p * D + half + i] = static_cast<Float>(sin(static_cast<double>(angle)));
+}
+
+// The frequencies come from the CPU.
+inline void rotary_table(float* table, const Rotary& rotary, int64_t P, int64_t D, cudaStream_t stream) {
+  detail::check_even_head("rotary_table", D);
+  detail::Frequencies frequencies = {};
+  for (int64_t i = 0; i < D / 2; ++i) frequencies[static_cast<size_t>(i)] = rotary.frequency(i, D);
+  launch_each(rotary_table_kernel<float>, P * D / 2, stream, table, frequencies, P, D);
+}
+
+// ---- Query-key norm. A group of lanes takes a head; each lane holds packs of the first half, and their counterparts
+// half a head further on, in registers.
 
 namespace detail {
 
@@ -35,6 +121,13 @@ struct HeadLane {
 __device__ inline float group_sum(float x, int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(all_lanes, x, distance);
   return x;
+}
+
+// Lanes per head: a power of two, so that a group lies within one warp.
+inline int head_lanes(int64_t D, int pack) {
+  int lanes = 1;
+  while (lanes < warp_size && lanes * pack < D / 2) lanes *= 2;
+  return lanes;
 }
 
 }  // namespace detail
@@ -150,63 +243,39 @@ __global__ void qk_norm_backward_kernel(T* __restrict__ dqkv, float* __restrict_
   }
 }
 
-namespace detail {
-
-// Lanes per head: a power of two, so that a group lies within one warp.
-inline int head_lanes(int64_t D, int pack) {
-  int lanes = 1;
-  while (lanes < warp_size && lanes * pack < D / 2) lanes *= 2;
-  return lanes;
-}
-inline void check_head_size(const char* op, int64_t D) {
-  CHECK(D % 2 == 0 && D <= max_head_size, "{}: the head size {} is not an even number up to {}", op, D, max_head_size);
-}
-
-// Calls run.operator()<pack, turning>() as the arrays and the shape allow; without a table, heads are not rotated.
-template <class T, class Run, class... Arrays>
-void choose_head_kernel(Run run, const float* table, int64_t D, const Arrays*... arrays) {
-  with_packs<full_pack<T>>(rows_fit_packs(D / 2, full_pack<T>, table, arrays...), [&]<int pack>() {
-    if (table != nullptr) run.template operator()<pack, Turning::yes>();
-    else run.template operator()<pack, Turning::no>();
-  });
-}
-
-}  // namespace detail
-
-// out (B T, (Hq + 2 Hkv) D), rstd (B T, Hq + Hkv) = ; qkv like out; q_weight, k_weight (D). With a table (P, D) and
-// positions (B T) it is fused with rotary embedding, bitwise equal to the two ops (contract 11). No rotation: table is
-// nullptr.
+// table: nullptr for no rotation. With it the bits are those of the two ops (contract 11).
 template <class T>
 void qk_norm_forward(T* out, float* rstd, const T* qkv, const T* q_weight, const T* k_weight, const float* table,
                      const int32_t* positions, float eps, const AttentionShape& s, cudaStream_t stream) {
-  detail::check_head_size("qk_norm_forward", s.D);
-  const auto run = [&]<int pack, detail::Turning turning>() {
+  detail::check_even_head("qk_norm_forward", s.D);
+  with_packs<full_pack<T>>(rows_fit_packs(s.D / 2, full_pack<T>, table, out, qkv, q_weight, k_weight), [&]<int pack>() {
     const int lanes = detail::head_lanes(s.D, pack);
     const int64_t threads = std::min<int64_t>(round_up((s.Hq + 2 * s.Hkv) * lanes, warp_size), 256);
-    launch(qk_norm_forward_kernel<T, pack, turning>, s.B * s.T, threads, 0, stream, out, rstd, qkv, q_weight, k_weight,
-           table, positions, eps, s, lanes);
-  };
-  detail::choose_head_kernel<T>(run, table, s.D, out, qkv, q_weight, k_weight);
+    const auto kernel = table != nullptr ? qk_norm_forward_kernel<T, pack, detail::Turning::yes>
+                                         : qk_norm_forward_kernel<T, pack, detail::Turning::no>;
+    launch(kernel, s.B * s.T, threads, 0, stream, out, rstd, qkv, q_weight, k_weight, table, positions, eps, s, lanes);
+  });
 }
 
 // Size of qk_norm_backward's `partials` in floats.
 inline int64_t qk_norm_backward_scratch(const AttentionShape& s) { return row_parts(s.B * s.T) * 2 * s.D; }
 
-// dqkv: in, the gradient of out; out, the gradient of qkv. dq_weight (D), dk_weight (D) += ; partials: scratch. With a
-// table it also rotates back, in the same pass: bitwise equal to rotary backward, then the norm's.
+// table: as above; rotates back first, in the same pass.
 template <class T>
 void qk_norm_backward(T* dqkv, float* dq_weight, float* dk_weight, const RowParts<float>& partials, const T* qkv,
                       const T* q_weight, const T* k_weight, const float* rstd, const float* table,
                       const int32_t* positions, const AttentionShape& s, cudaStream_t stream) {
-  detail::check_head_size("qk_norm_backward", s.D);
+  detail::check_even_head("qk_norm_backward", s.D);
   const int64_t parts = row_parts(s.B * s.T);
-  const auto run = [&]<int pack, detail::Turning turning>() {
-    const int lanes = detail::head_lanes(s.D, pack), threads = 256;
-    const int64_t shared = threads / lanes * s.D * static_cast<int64_t>(sizeof(float));
-    launch(qk_norm_backward_kernel<T, pack, turning>, Grid(parts, 2), threads, shared, stream, dqkv, partials.data, qkv,
-           q_weight, k_weight, rstd, table, positions, s, lanes);
-  };
-  detail::choose_head_kernel<T>(run, table, s.D, dqkv, qkv, q_weight, k_weight);
+  with_packs<full_pack<T>>(
+      rows_fit_packs(s.D / 2, full_pack<T>, table, dqkv, qkv, q_weight, k_weight), [&]<int pack>() {
+        const int lanes = detail::head_lanes(s.D, pack), threads = 256;
+        const int64_t shared = threads / lanes * s.D * static_cast<int64_t>(sizeof(float));
+        const auto kernel = table != nullptr ? qk_norm_backward_kernel<T, pack, detail::Turning::yes>
+                                             : qk_norm_backward_kernel<T, pack, detail::Turning::no>;
+        launch(kernel, Grid(parts, 2), threads, shared, stream, dqkv, partials.data, qkv, q_weight, k_weight, rstd,
+               table, positions, s, lanes);
+      });
   add_partials({dq_weight, dk_weight, partials.data, parts, s.D, 2 * s.D}, partials.waiting, stream);
 }
 
