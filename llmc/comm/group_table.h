@@ -59,7 +59,7 @@ inline constexpr int lanes = static_cast<int>(Lane::host) + 1;
 // How the members are found; in every case this rank is one of them.
 enum class View : uint8_t {
   mesh,       // the ranks along the axes
-  experts,    // the same in the mesh by which experts are shared (expert_parallel.h), if that makes a difference
+  experts,    // the same in the mesh by which experts are shared (ExpertParallel), if that makes a difference
   same_head,  // those along the axes that have the same key-value head
   ends,       // the first and the last along the axes
   row,        // all ranks in rows of row_length(): this rank's row

@@ -7,7 +7,7 @@
 namespace llmc {
 
 // Data parallelism is replicate x shard: the shard ranks of one replica together hold one copy of what ZeRO shards.
-// ep is an axis of another view of the same ranks (expert_parallel.h).
+// ep is an axis of another view of the same ranks (ExpertParallel).
 enum class Axis : uint8_t { pp, replicate, shard, cp, tp, ep };
 constexpr auto names_of_values(Axis) { return std::array{"pp", "replicate", "shard", "cp", "tp", "ep"}; }
 

@@ -1,7 +1,6 @@
 // config.h: the architecture, and the parameter table that everything derives from. Published shapes: presets.h;
 // Hugging Face's config.json: hf_config.h.
 #pragma once
-#include "comm/context_parallel.h"
 #include "model/expert_config.h"
 #include "model/parametrization.h"
 #include "ops/ops_attention.h"

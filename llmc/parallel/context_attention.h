@@ -1,5 +1,5 @@
 // context_attention.h: causal attention over sequences that are divided among the ranks of a context-parallel group
-// (context_parallel.h says who has which rows). On a group of one it is the plain op: the same bits, and no copy.
+// (ContextParallel in comm/layout.h says who has which rows). On a group of one it is the plain op: the same bits, and no copy.
 //
 //   ring         P steps. In each, a rank's queries meet the keys and values of one rank, which then go on to its
 //                neighbour; they travel on a stream of their own while the step computes. In the backward the gradients

@@ -1,4 +1,4 @@
-// group.h: the group of a tensor-parallel rank, and how rows travel in it. comm/tensor_parallel.h divides rows and the
+// group.h: the group of a tensor-parallel rank, and how rows travel in it. TensorParallel in comm/layout.h divides rows and the
 // vocabulary, shard/parts.h the parameters. The layers that the ranks compute together are in tensor_layers.h. On a
 // group of one each is the plain op: the same bits, and no copy.
 //

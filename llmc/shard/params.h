@@ -50,7 +50,7 @@ struct ParamSpec {
   int64_t most_parts = 0;  // it divides into at most this many parts; further ranks have copies; 0: any number
   int64_t group_rows = 0;  // rows of a group of heads (HeadGroups); 0: it has no heads
   ClipShare clip = ClipShare::none;    // its share of what QK-clip takes from the logits of a head
-  std::optional<int64_t> expert = {};  // which expert of its layer it is a part of (expert_parallel.h)
+  std::optional<int64_t> expert = {};  // which expert of its layer it is a part of (ExpertParallel)
 
   // The part that this rank has, and who shares it (parts.h); none: the whole parameter.
   std::optional<Box> part = {};

@@ -45,7 +45,7 @@ inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
 
 // The parts of a table that a rank has. Parameters that all ranks of the group have come last in their unit, so that
 // one exchange sums their partial gradients; adjacent parameters stay together. Tensor parallelism does not divide
-// experts: their sharing treats the ranks of the group like any others (expert_parallel.h).
+// experts: their sharing treats the ranks of the group like any others (ExpertParallel).
 inline ParamTable part_of(ParamTable table, const TensorParallel& tp, int rank) {
   if (tp.ranks == 1) return table;
   ParamTable parts;
