@@ -11,14 +11,50 @@
 
 #include "comm/comm_nccl.h"
 #include "comm/host_group.h"
-#include "comm/link_costs.h"
 #include "comm/ring.h"
 #include "comm/server.h"
 #include "device/arena.h"
 #include "device/device.h"
+#include "device/machine.h"
 #include "net/watching/board.h"
 
 namespace llmc {
+
+// On the null device, what the exchanges of a group cost: bytes, and the path that they take.
+class LinkCosts {
+ public:
+  void set_members(std::vector<int> ranks) { members_ = std::move(ranks); }
+
+  // Adds to the cost of a collective of `ranks` what `run` sends over a transport that only counts. On a plan's
+  // machine, which is always the same, also the path; none: no machine.
+  void add_to(OpCost& cost, CountingTransport& counting, int ranks, const Machine* machine,
+              const std::function<void()>& run) {
+    cost.link_bytes = static_cast<double>(count(cost, counting, ranks, run));
+    cost.members = &members_;
+    if (machine == nullptr) return;
+    std::optional<LinkPath>& path = paths_[static_cast<size_t>(cost.pattern)];
+    if (!path) path = machine->path_of(cost);
+    cost.path = &*path;
+  }
+
+ private:
+  // Returns the bytes that are sent or received, whichever are more. The rings of shards, whose steps are many, follow
+  // their law: every rank sends, and receives, all shards but one.
+  static int64_t count(const OpCost& cost, CountingTransport& counting, int ranks, const std::function<void()>& run) {
+    const std::string_view op = cost.name;
+    if (op == "reduce_scatter" || op == "all_gather") {
+      const int64_t bytes = (ranks - 1) * (static_cast<int64_t>(cost.bytes) / ranks);
+      counting.sent += bytes, counting.received += bytes;
+      return bytes;
+    }
+    const int64_t sent = counting.sent, received = counting.received;
+    run();
+    return std::max(counting.sent - sent, counting.received - received);
+  }
+
+  std::vector<int> members_;
+  std::array<std::optional<LinkPath>, 3> paths_;  // by Pattern
+};
 
 // One rank's membership in a group. Buffers are flat, and divided into size() shards where a collective shards. A
 // derived class may stand in for a group, and change what its collectives do (hooks.h).

@@ -53,8 +53,8 @@ struct ZeroConfig {
 
 inline constexpr int64_t vocab_multiple = 128;  // rows of a vocabulary that a rank stores are a multiple of this
 
-// How tensor parallelism (Shoeybi et al. 2019) divides a layer's vocabulary, and with sequence parallelism (Korthikanti et
-// al. 2022) the rows of the residual stream, among the ranks of a group. shard/parts.h divides the parameters.
+// How tensor parallelism (Shoeybi et al. 2019) divides a layer's vocabulary, and with sequence parallelism (Korthikanti
+// et al. 2022) the rows of the residual stream, among the ranks of a group. shard/parts.h divides the parameters.
 struct TensorParallel {
   int ranks = 1;
   bool sequence = true;  // sequence parallelism: between the products each rank has some rows of the residual stream
@@ -79,8 +79,9 @@ enum class ContextAttention : uint8_t {
 };
 constexpr auto names_of_values(ContextAttention) { return std::array{"ring", "all-gather", "ulysses"}; }
 
-// How context parallelism divides a sequence among the ranks of a group (parallel/context_attention.h). A sequence is cut
-// into 2 P equal slices; rank r has slices r and 2 P - 1 - r, so all ranks have the same causal work (Llama Team 2024).
+// How context parallelism divides a sequence among the ranks of a group (parallel/context_attention.h). A sequence is
+// cut into 2 P equal slices; rank r has slices r and 2 P - 1 - r, so all ranks have the same causal work (Llama Team
+// 2024).
 struct ContextParallel {
   int ranks = 1;
   ContextAttention attention = ContextAttention::ring;
@@ -113,15 +114,15 @@ struct ContextParallel {
 
 // Which experts of a layer a rank has (Shazeer et al. 2017; Lepikhin et al. 2020): the E experts lie on the ranks of an
 // ep group, E / ep consecutive ones on each, and no rank has a part of one. The ranks of a stage are numbered in two
-// ways, in the same order (parallel/README.md has a picture): for dense weights by shard, cp and tp, for experts by shard
-// and ep. An ep group takes neighbours: the ranks of tp, then of cp, then of shard. With one rank in an ep group and no
-// tensor parallelism the two views are the same, and so are the groups.
+// ways, in the same order (parallel/README.md has a picture): for dense weights by shard, cp and tp, for experts by
+// shard and ep. An ep group takes neighbours: the ranks of tp, then of cp, then of shard. With one rank in an ep group
+// and no tensor parallelism the two views are the same, and so are the groups.
 //
 // Every rank has rows of its own: data and context parallelism divide them, and within a tensor-parallel group so does
-// sequence parallelism (parallel/expert_exchange.h sends them). An expert sees all rows of its ep group, so its gradient
-// is the sum over the ranks with the same ep coordinate: over the shards of this view, over which ZeRO shards its state,
-// then over the replicas. No other sum over tensor-parallel ranks is needed, and no division: losses are divided by the
-// global number of tokens.
+// sequence parallelism (parallel/expert_exchange.h sends them). An expert sees all rows of its ep group, so its
+// gradient is the sum over the ranks with the same ep coordinate: over the shards of this view, over which ZeRO shards
+// its state, then over the replicas. No other sum over tensor-parallel ranks is needed, and no division: losses are
+// divided by the global number of tokens.
 struct ExpertParallel {
   int ranks = 1;      // of an ep group
   int64_t count = 0;  // experts of a layer; 0: a dense model

@@ -4,7 +4,6 @@
 #include <thread>
 
 #include "comm/comm.h"
-#include "comm/comm_processes.h"
 #include "comm/comm_threads.h"
 #include "comm/hooks.h"
 #include "comm/mesh.h"

@@ -1,5 +1,6 @@
-// file_state.h: state in a file (--offload-dir) on its way to host memory and back. Buffers take turns by piece of a
-// unit, and each of two threads works on one of them while an update changes what was in a third:
+// file_state.h: the pieces of units in which an update takes offloaded state; and state in a file (--offload-dir) on
+// its way to host memory and back. Buffers take turns by piece of a unit, and each of two threads works on one of them
+// while an update changes what was in a third:
 //
 //   from file   piece 0 | piece 1 | piece 2 ............| piece 3 ...
 //   to device         `--> piece 0 | piece 1 ........| piece 2
@@ -12,11 +13,41 @@
 // there the host waits for either (Stream::wait): so what waits is enqueued as late as it may be, a piece's write after
 // the next piece's update.
 #pragma once
-#include "comm/groups.h"
-#include "device/arena.h"
-#include "device/tensor.h"
+#include "shard/units.h"
 
 namespace llmc {
+
+// Some elements of a unit that this rank updates; none: it updates nothing of the unit, or nothing is offloaded.
+struct OffloadPiece {
+  size_t unit;
+  Range range = {};
+  bool last = false;  // of its unit
+};
+
+// In the order of the units; of each at least one.
+inline std::vector<OffloadPiece> offload_pieces(const Units& units) {
+  const Offload& offload = units.zero_config().offload;
+  std::vector<OffloadPiece> pieces;
+  units.for_each([&](size_t u) {
+    const Range all = offload.has_state() ? units.unit(u).update_range() : Range{};
+    for (int64_t begin = all.begin; begin < all.end(); begin += offload.piece)
+      pieces.push_back({u, {begin, std::min(offload.piece, all.end() - begin)}});
+    if (all.size == 0) pieces.push_back({u});
+    pieces.back().last = true;
+  });
+  return pieces;
+}
+
+inline std::vector<UnitState::StatePart> state_of(const Units& units, const OffloadPiece& piece) {
+  return piece.range.size > 0 ? units.unit(piece.unit).state_of(piece.range) : std::vector<UnitState::StatePart>();
+}
+inline std::vector<Tensor> in_file(const Units& units, const OffloadPiece& piece) {
+  std::vector<Tensor> all;
+  if (!units.zero_config().offload.any_in_file()) return all;
+  for (const UnitState::StatePart& part : state_of(units, piece))
+    if (part.what == Offloaded::moments) all.push_back(part.tensor);
+  return all;
+}
 
 // The name of transfers between files and memory, in plans and traces.
 inline constexpr const char* file_transfers = "files";

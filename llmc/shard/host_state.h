@@ -10,7 +10,6 @@
 // are those of a run that keeps everything on the device. What is in a file comes through host memory (file_state.h).
 #pragma once
 #include "shard/file_state.h"
-#include "shard/offload_pieces.h"
 
 namespace llmc {
 

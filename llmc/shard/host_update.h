@@ -20,10 +20,9 @@
 // go on while the units before compute. What is on the device stays as it is until it was copied, since a step begins
 // the gradients of a unit after it has used its weights (GradientReducer::start()). A gather is enqueued one or two
 // units ahead of its use: beside a GPU the host waits for the updates of those units as well. With several versions of
-// the weights (weight_versions.h), and on paper with several stages, updates end before anything else begins.
+// the weights (WeightVersions), and on paper with several stages, updates end before anything else begins.
 #pragma once
 #include "shard/file_state.h"
-#include "shard/offload_pieces.h"
 
 namespace llmc {
 

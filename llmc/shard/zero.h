@@ -7,8 +7,6 @@
 #include "shard/host_state.h"
 #include "shard/host_update.h"
 #include "shard/matrix_updates.h"
-#include "shard/state_view.h"
-#include "shard/weight_versions.h"
 
 namespace llmc {
 
