@@ -65,8 +65,8 @@ class MatrixUpdates {
     size_t index;
     UnitHolders holders;
     std::vector<Matrix> matrices;
-    std::vector<int64_t> place;  // -1: another rank owns it
-    std::vector<Batch> own;
+    std::vector<int64_t> place = {};  // -1: another rank owns it
+    std::vector<Batch> own = {};
     bool gathers = false;  // does any rank send anything to an owner?
   };
   using Round = std::vector<OfUnit>;
@@ -83,15 +83,17 @@ class MatrixUpdates {
     Event arrived = {};
   };
 
-  int seat(const OfUnit& u) const {
-    const Coordinates& me = units_.groups().me;
-    const bool experts = units_.sharing_of(u.index) == Sharing::experts;
-    return u.holders.seats().at(me.replica, units_.sharers(u.index).shard, experts ? 0 : me.tensor);
+  // Where experts are shared as dense weights are, the seats are the same.
+  bool apart(const OfUnit& u) const {
+    return units_.sharing_of(u.index) == Sharing::experts && units_.groups().layout.experts_apart();
   }
+  int seat(const OfUnit& u, const Coordinates& c) const {
+    return apart(u) ? u.holders.seats().at(c.replica, c.expert_shard, 0)
+                    : u.holders.seats().at(c.replica, c.shard, c.tensor);
+  }
+  int seat(const OfUnit& u) const { return seat(u, units_.groups().me); }
   Comm& group(const OfUnit& u) const {
-    const Groups& groups = units_.groups();
-    const bool experts = units_.sharing_of(u.index) == Sharing::experts && groups.layout.experts_apart();
-    return groups[experts ? GroupName::expert_matrices : GroupName::matrices];
+    return units_.groups()[apart(u) ? GroupName::expert_matrices : GroupName::matrices];
   }
 
   // Rounds of at least two matrices for every rank of the stage, and their owners.
@@ -102,11 +104,8 @@ class MatrixUpdates {
     int64_t in_round = 2 * ranks;
     units_.for_each([&](size_t u) {
       const UnitSpec& spec = units_.unit(u).spec();
-      OfUnit of_unit{u,
-                     UnitHolders(spec, units_.zero_config(spec.sharing), layout.tensor),
-                     matrices_of(spec, u, muon_.heads),
-                     {},
-                     {}};
+      OfUnit of_unit{u, UnitHolders(spec, units_.zero_config(spec.sharing), layout.tensor),
+                     matrices_of(spec, u, muon_.heads)};
       if (of_unit.matrices.empty()) return;
       if (in_round >= 2 * ranks) rounds_.emplace_back(), in_round = 0;
       in_round += std::ssize(of_unit.matrices) * (spec.sharing == Sharing::experts ? layout.expert.ranks : 1);
@@ -118,12 +117,8 @@ class MatrixUpdates {
       std::vector<Matrix*> matrices;
       std::vector<std::vector<std::vector<int>>> ranks_of;  // unit, seat
       for (OfUnit& u : round) {
-        const bool experts = units_.sharing_of(u.index) == Sharing::experts;
         auto& of_seats = ranks_of.emplace_back(static_cast<size_t>(u.holders.seats().count()));
-        for (const Coordinates& c : all)
-          of_seats[static_cast<size_t>(
-                       u.holders.seats().at(c.replica, experts ? shard_of_expert(c) : c.shard, experts ? 0 : c.tensor))]
-              .push_back(c.rank);
+        for (const Coordinates& c : all) of_seats[static_cast<size_t>(seat(u, c))].push_back(c.rank);
         for (Matrix& m : u.matrices) matrices.push_back(&m);
       }
       const auto of = [&](const Matrix& m) {
@@ -139,10 +134,6 @@ class MatrixUpdates {
       place_own(round);
       measure(round, ranks_of);
     }
-  }
-  // Where experts are shared as dense weights are, the shards are the same.
-  int shard_of_expert(const Coordinates& c) const {
-    return units_.groups().layout.experts_apart() ? c.expert_shard : c.shard;
   }
 
   static bool exchanges(const OfUnit& u) { return u.holders.owners() > 1; }
@@ -214,42 +205,33 @@ class MatrixUpdates {
     return own_.slice(u.place[batch[0]], {std::ssize(batch), m.rows, m.columns});
   }
 
-  // Calls f(element of the piece, element of the matrix, rows, columns) for each box of a piece: where it has all
-  // columns, one.
-  template <class F>
-  static void for_each_box(const UnitHolders::Piece& p, const Matrix& m, F&& f) {
-    if (p.columns == m.columns) return p.held.size > 0 ? f(0, p.begin, 1, p.held.size) : void();
-    for (int64_t i = 0; i < p.held.size;) {
-      const int64_t row = (p.begin + i) / p.columns, column = (p.begin + i) % p.columns, left = p.held.size - i;
-      const int64_t rows = column == 0 ? std::max<int64_t>(1, left / p.columns) : 1,
-                    columns = std::min(p.columns - column, left);
-      f(i, row * m.columns + p.column + column, rows, columns);
-      i += rows * columns;
+  // Copies a piece of own matrix `i`, which is flat elsewhere, to its place in the matrix, or back: box by box, or at
+  // once where it has all columns.
+  enum class Way : uint8_t { to_matrix, to_flat };
+  void copy_piece(Way way, const OfUnit& u, size_t i, const UnitHolders::Piece& p, const Tensor& flat,
+                  Stream& stream) const {
+    const Tensor matrix = own_matrix(u, i);
+    const int64_t width = matrix.shape[1];
+    const bool all_columns = p.columns == width;
+    for (int64_t at = 0, n; at < p.held.size; at += n) {
+      const int64_t row = (p.begin + at) / p.columns, column = (p.begin + at) % p.columns, left = p.held.size - at;
+      const int64_t rows = all_columns || column > 0 ? 1 : std::max<int64_t>(1, left / p.columns),
+                    columns = all_columns ? left : std::min(p.columns - column, left);
+      const BoxStrides in_matrix{row * width + p.column + column, width, 0}, in_flat{at, columns, 0};
+      n = rows * columns;
+      if (way == Way::to_matrix) copy_box(matrix, in_matrix, flat, in_flat, {rows, 1, columns}, stream);
+      else copy_box(flat, in_flat, matrix, in_matrix, {rows, 1, columns}, stream);
     }
   }
-  // Copies a piece between flat memory, from element `at` on, and its matrix.
-  static void put(const Tensor& matrix, const Matrix& m, const UnitHolders::Piece& p, const Tensor& flat, int64_t at,
-                  Stream& stream) {
-    for_each_box(p, m, [&](int64_t i, int64_t element, int64_t rows, int64_t columns) {
-      copy_box(matrix, {element, m.columns, 0}, flat, {at + i, columns, 0}, {rows, 1, columns}, stream);
-    });
-  }
-  static void take(const Tensor& flat, int64_t at, const Tensor& matrix, const Matrix& m, const UnitHolders::Piece& p,
-                   Stream& stream) {
-    for_each_box(p, m, [&](int64_t i, int64_t element, int64_t rows, int64_t columns) {
-      copy_box(flat, {at + i, columns, 0}, matrix, {element, m.columns, 0}, {rows, 1, columns}, stream);
-    });
-  }
 
-  // Where in the reduced gradients a piece of this rank is.
-  int64_t place_in_gradients(const OfUnit& u, const UnitHolders::Piece& p) const {
-    return p.held.begin - units_.unit(u.index).update_range().begin;
+  // A piece of this rank in its reduced gradients.
+  Tensor gradients(const OfUnit& u, const UnitHolders::Piece& p) const {
+    return p.held.size > 0 ? units_.unit(u.index).reduced_gradients(p.held) : Tensor{};
   }
 
   // The directions of a unit's matrices begin their way to the owners.
   void send_to_owners(const OfUnit& u, Stream& compute) {
     const int me = seat(u), seats = u.holders.seats().count();
-    const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
     std::vector<Range> send(static_cast<size_t>(seats)), receive(send);
     int64_t at = 0;
     for (int s = 0; s < seats; ++s) {
@@ -260,11 +242,10 @@ class MatrixUpdates {
         const UnitHolders::Piece p = u.holders.piece(m, me);
         if (p.held.size == 0) continue;
         if (s == me) {
-          put(own_matrix(u, i), m, p, gradients, place_in_gradients(u, p), compute);
+          copy_piece(Way::to_matrix, u, i, p, gradients(u, p), compute);
         } else {
-          const int64_t n = p.held.size;
-          copy_box(to_owners_.sent, {at, 0, 0}, gradients, {place_in_gradients(u, p), 0, 0}, {1, 1, n}, compute);
-          at += n;
+          copy_box(to_owners_.sent, {at, 0, 0}, gradients(u, p), {0, 0, 0}, {1, 1, p.held.size}, compute);
+          at += p.held.size;
         }
       }
       send[static_cast<size_t>(s)] = {begin, at - begin};
@@ -284,7 +265,7 @@ class MatrixUpdates {
     compute.wait(to_owners_.arrived);
     int64_t at = 0;
     for_each_received(u, [&](int, size_t i, const UnitHolders::Piece& p) {
-      put(own_matrix(u, i), u.matrices[i], p, to_owners_.received, at, compute);
+      copy_piece(Way::to_matrix, u, i, p, to_owners_.received.slice(at, {p.held.size}), compute);
       at += p.held.size;
     });
   }
@@ -336,7 +317,6 @@ class MatrixUpdates {
   // The updates of own matrices begin their way to all that hold parts of them.
   void send_back(const OfUnit& u, Stream& compute) {
     const int me = seat(u), seats = u.holders.seats().count();
-    const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
     std::vector<Range> send(static_cast<size_t>(seats)), receive(send), by_content;
     int64_t at = 0;
     if (exchanges(u))
@@ -345,7 +325,7 @@ class MatrixUpdates {
         for (size_t i = 0; i < u.matrices.size(); ++i) {
           if (u.place[i] < 0) continue;
           const UnitHolders::Piece p = u.holders.piece(u.matrices[i], u.holders.seat_of(c));
-          take(back_.sent, at, own_matrix(u, i), u.matrices[i], p, compute);
+          copy_piece(Way::to_flat, u, i, p, back_.sent.slice(at, {p.held.size}), compute);
           at += p.held.size;
         }
         by_content.back().size = at - by_content.back().begin;
@@ -357,7 +337,7 @@ class MatrixUpdates {
       for (size_t i = 0; i < u.matrices.size(); ++i) {
         if (u.matrices[i].owner != s) continue;
         const UnitHolders::Piece p = u.holders.piece(u.matrices[i], me);
-        if (s == me) take(gradients, place_in_gradients(u, p), own_matrix(u, i), u.matrices[i], p, compute);
+        if (s == me) copy_piece(Way::to_flat, u, i, p, gradients(u, p), compute);
         else at += p.held.size;
       }
       receive[static_cast<size_t>(s)] = {begin, at - begin};
@@ -369,13 +349,12 @@ class MatrixUpdates {
     if (!exchanges(u)) return;
     compute.wait(back_.arrived);
     const int me = seat(u);
-    const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
     int64_t at = 0;
     for (int s = 0; s < u.holders.seats().count(); ++s)
       for (const Matrix& m : u.matrices) {
         if (s == me || m.owner != s) continue;
         const UnitHolders::Piece p = u.holders.piece(m, me);
-        copy_box(gradients, {place_in_gradients(u, p), 0, 0}, back_.received, {at, 0, 0}, {1, 1, p.held.size}, compute);
+        copy_box(gradients(u, p), {0, 0, 0}, back_.received, {at, 0, 0}, {1, 1, p.held.size}, compute);
         at += p.held.size;
       }
   }
