@@ -41,39 +41,29 @@ inline std::vector<OffloadPiece> offload_pieces(const Units& units) {
 inline std::vector<UnitState::StatePart> state_of(const Units& units, const OffloadPiece& piece) {
   return piece.range.size > 0 ? units.unit(piece.unit).state_of(piece.range) : std::vector<UnitState::StatePart>();
 }
-inline std::vector<Tensor> in_file(const Units& units, const OffloadPiece& piece) {
-  std::vector<Tensor> all;
-  if (!units.zero_config().offload.any_in_file()) return all;
-  for (const UnitState::StatePart& part : state_of(units, piece))
-    if (part.what == Offloaded::moments) all.push_back(part.tensor);
-  return all;
-}
 
 // The name of transfers between files and memory, in plans and traces.
 inline constexpr const char* file_transfers = "files";
 
 class FileState {
  public:
-  FileState(const Groups& groups) : groups_(groups) {}
-  // pieces: of all units; largest: bytes of one of them
-  void take_buffers(int64_t pieces, int64_t largest, Arena& host) {
+  FileState(const Units& units) : units_(units) {}
+  void take_buffers(Arena& host) {
+    int64_t pieces = 0, largest = 0;
+    for (const OffloadPiece& piece : offload_pieces(units_)) {
+      pieces += piece.range.size > 0;
+      int64_t bytes = 0;
+      for (const Tensor& t : in_file(piece)) bytes += room_for(t);
+      largest = std::max(largest, bytes);
+    }
     if (largest == 0) return;
     for (int64_t i = 0; i < std::min<int64_t>(3, pieces); ++i)
       buffers_.emplace_back(host.alloc("buffers of files", "piece", DType::int32, {largest / size_of(DType::int32)}));
   }
   bool any() const { return !buffers_.empty(); }
   static int64_t room_for(const Tensor& t) { return round_up(t.size_bytes(), Arena::alignment); }
-  static int64_t room_for(const std::vector<Tensor>& all) {
-    int64_t bytes = 0;
-    for (const Tensor& t : all) bytes += room_for(t);
-    return bytes;
-  }
 
-  struct Buffer {
-    Tensor memory;
-    Event free, ready;
-    explicit Buffer(const Tensor& m) : memory(m) { free.signal(); }
-  };
+  using Buffer = UnitBuffers::Buffer;
   // Some of the state of a piece, in a buffer.
   struct Piece {
     Buffer* buffer = nullptr;                    // none: no part of the piece is in a file
@@ -81,13 +71,14 @@ class FileState {
   };
   // Begins to read. A piece of the next step finds what this one has written because its buffer is free: all others
   // have had their turn since, and writes are done in their order.
-  Piece read(const std::vector<Tensor>& in_file) {
-    if (in_file.empty()) return {};
+  Piece read(const OffloadPiece& what) {
+    const std::vector<Tensor> homes = in_file(what);
+    if (homes.empty()) return {};
     Piece piece{&buffers_[turn_++ % buffers_.size()], {}};
     Stream& stream = from_file();
     stream.wait(piece.buffer->free);
     int64_t at = 0;
-    for (const Tensor& home : in_file) {
+    for (const Tensor& home : homes) {
       Tensor here = home;
       here.bytes = piece.buffer->memory.bytes + at;
       here.file = nullptr;
@@ -115,7 +106,7 @@ class FileState {
       stream.run({.name = "write_file", .bytes = bytes, .group = file_transfers, .file = {.written = bytes}}, {},
                  [home, here] { home.file->write(here.bytes, here.size_bytes(), Arena::offset_of(home)); });
     }
-    groups_.hooks.released(piece.buffer->memory, stream);
+    units_.groups().hooks.released(piece.buffer->memory, stream);
     piece.buffer->free = stream.record();
   }
   // Before anything else reads or writes the file.
@@ -130,10 +121,17 @@ class FileState {
     Piece piece;
     Event changed;
   };
-  Stream& from_file() const { return *groups_.find_stream(Lane::from_file); }
-  Stream& to_file() const { return *groups_.find_stream(Lane::to_file); }
+  Stream& from_file() const { return *units_.groups().find_stream(Lane::from_file); }
+  Stream& to_file() const { return *units_.groups().find_stream(Lane::to_file); }
+  std::vector<Tensor> in_file(const OffloadPiece& piece) const {
+    std::vector<Tensor> all;
+    if (!units_.zero_config().offload.any_in_file()) return all;
+    for (const UnitState::StatePart& part : state_of(units_, piece))
+      if (part.what == Offloaded::moments) all.push_back(part.tensor);
+    return all;
+  }
 
-  const Groups& groups_;
+  const Units& units_;
   std::vector<Buffer> buffers_;
   size_t turn_ = 0;
   std::optional<Unwritten> unwritten_;

@@ -17,19 +17,18 @@ class HostState {
  public:
   // host: has room for what passes from a file to the device; none: nothing is in a file
   HostState(Units& units, Arena& arena, Arena* host)
-      : units_(units), offload_(units.zero_config().offload), files_(units.groups()) {
+      : units_(units), offload_(units.zero_config().offload), files_(units) {
     if (!offload_.has_state() || offload_.updates_at_host() || units.zero_config().holds != Holds::training_state)
       return;
-    int64_t largest = 0, pieces = 0, file_bytes = 0;
+    int64_t largest = 0, pieces = 0;
     for (const OffloadPiece& piece : offload_pieces(units_)) {
       if (piece.range.size == 0) continue;
       ++pieces;
       int64_t bytes = 0;
       for (const UnitState::StatePart& part : offloaded(piece)) bytes += FileState::room_for(part.tensor);
       largest = std::max(largest, bytes);
-      file_bytes = std::max(file_bytes, FileState::room_for(in_file(units_, piece)));
     }
-    if (host != nullptr) files_.take_buffers(pieces, file_bytes, *host);
+    if (host != nullptr) files_.take_buffers(*host);
     // A piece of the next step finds its state in host memory because its buffer is free: since the last step, all
     // others have had their turn in it.
     for (int64_t i = 0; i < std::min<int64_t>(2, pieces); ++i)
@@ -43,9 +42,6 @@ class HostState {
   // the units, unless this rank updates nothing of one.
   template <class Change, class Changed>
   void for_each(Stream& compute, Change&& change, Changed&& changed) {
-    struct Piece : OffloadPiece {
-      FileState::Piece from_file = {};
-    };
     std::vector<Piece> pieces;
     files_.flush();
     for (const OffloadPiece& piece : offload_pieces(units_)) pieces.push_back({piece});
@@ -54,25 +50,22 @@ class HostState {
     if (any() && offload_.has(Offloaded::gradients)) to_device().wait(units_.groups().reduce_stream().record());
     // What is in a file is fetched just before it is needed, since the host may have to wait for it.
     const size_t ahead = files_.any() ? 1 : 2;
-    std::vector<Arrival> arriving;
     for (size_t i = 0, read = 0, fetched = 0; i < pieces.size(); ++i) {
-      for (; read < std::min(i + 2, pieces.size()); ++read)
-        pieces[read].from_file = files_.read(in_file(units_, pieces[read]));
-      for (; fetched < std::min(i + ahead, pieces.size()); ++fetched)
-        arriving.push_back(fetch(pieces[fetched], pieces[fetched].from_file));
-      UnitState& unit = units_.unit(pieces[i].unit);
-      Arrival& piece = arriving[i];
+      for (; read < std::min(i + 2, pieces.size()); ++read) pieces[read].from_file = files_.read(pieces[read]);
+      for (; fetched < std::min(i + ahead, pieces.size()); ++fetched) fetch(pieces[fetched]);
+      Piece& piece = pieces[i];
+      UnitState& unit = units_.unit(piece.unit);
       if (piece.buffer != nullptr) {
         compute.wait(piece.buffer->ready);
-        unit.attach(pieces[i].range, piece.moved);
+        unit.attach(piece.range, piece.moved);
       }
-      change(pieces[i].unit);
+      change(piece.unit);
       if (piece.buffer != nullptr) {
         unit.detach();
         send_back(piece, compute);
-        files_.write(std::move(pieces[i].from_file), to_host().record());
+        files_.write(std::move(piece.from_file), to_host().record());
       }
-      if (pieces[i].last) changed(pieces[i].unit);
+      if (piece.last) changed(piece.unit);
     }
   }
   // Before anything else reads or writes what is in host memory or in a file.
@@ -85,8 +78,9 @@ class HostState {
 
  private:
   using Buffer = FileState::Buffer;
-  struct Arrival {
-    Buffer* buffer = nullptr;  // none: nothing had to come
+  struct Piece : OffloadPiece {
+    FileState::Piece from_file = {};
+    Buffer* buffer = nullptr;  // none: nothing has to come
     UnitState::Moved moved = {};
     UnitState::Moved changed = {};  // in host memory, on the device
   };
@@ -100,16 +94,16 @@ class HostState {
     return all;
   }
 
-  Arrival fetch(const OffloadPiece& what, const FileState::Piece& from_file) {
-    if (!any() || what.range.size == 0) return {};
-    Arrival piece{&buffers_[turn_++ % buffers_.size()]};
+  void fetch(Piece& piece) {
+    if (!any() || piece.range.size == 0) return;
+    piece.buffer = &buffers_[turn_++ % buffers_.size()];
     Stream& stream = to_device();
     stream.wait(piece.buffer->free);
-    if (from_file.buffer != nullptr) stream.wait(from_file.buffer->ready);
+    if (piece.from_file.buffer != nullptr) stream.wait(piece.from_file.buffer->ready);
     int64_t at = 0;
     size_t next = 0;  // of what was in a file
-    for (const auto& [state, home] : offloaded(what)) {
-      const Tensor host = offload_.in_file(state) ? from_file.all[next++].second : home;
+    for (const auto& [state, home] : offloaded(piece)) {
+      const Tensor host = offload_.in_file(state) ? piece.from_file.all[next++].second : home;
       Tensor device = host;
       device.bytes = piece.buffer->memory.bytes + at;
       at += FileState::room_for(home);
@@ -118,9 +112,8 @@ class HostState {
       if (state != Offloaded::gradients) piece.changed.emplace_back(host, device);
     }
     piece.buffer->ready = stream.record();
-    return piece;
   }
-  void send_back(const Arrival& piece, Stream& compute) {
+  void send_back(const Piece& piece, Stream& compute) {
     Stream& stream = to_host();
     stream.wait(compute.record());
     for (const auto& [host, device] : piece.changed) copy_to_host(host, device, stream);

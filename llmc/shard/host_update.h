@@ -29,18 +29,17 @@ namespace llmc {
 class HostUpdate {
  public:
   // host: the memory that has the state; none: nothing is offloaded
-  HostUpdate(Units& units, Arena* host) : units_(units), offload_(units.zero_config().offload), files_(units.groups()) {
+  HostUpdate(Units& units, Arena* host) : units_(units), offload_(units.zero_config().offload), files_(units) {
     if (!offload_.updates_at_host() || units.zero_config().holds != Holds::training_state) return;
     const Precision& precision = units.precision();
     CHECK(offload_.has_all_of_update(precision),
           "updates in host memory: masters and averages must be there, too, and --offload is {}",
           std::string(offload_));
     CHECK(!rule_of(units.zero_config().optimizer).of_matrices, "updates in host memory: not of matrices");
-    int64_t pieces = 0, largest = 0, file_bytes = 0;
+    int64_t pieces = 0, largest = 0;
     for (const OffloadPiece& piece : offload_pieces(units_)) {
       pieces += piece.range.size > 0;
       largest = std::max(largest, piece.range.size);
-      file_bytes = std::max(file_bytes, FileState::room_for(in_file(units_, piece)));
     }
     if (pieces == 0) return;
     control_ = host->alloc(label, "update control", DType::fp64, {4});
@@ -50,7 +49,7 @@ class HostUpdate {
       if (travels(Offloaded::weights))
         weights_.emplace_back(host->alloc(label, "weights", precision.weights, {largest}));
     }
-    files_.take_buffers(pieces, file_bytes, *host);
+    files_.take_buffers(*host);
   }
 
   // Does the host update anything?
@@ -94,11 +93,7 @@ class HostUpdate {
  private:
   static constexpr const char* label = "buffers of host updates";
   enum class IsUpdate : uint8_t { no, yes };
-  struct Buffer {
-    Tensor memory;
-    Event free;
-    explicit Buffer(const Tensor& m) : memory(m) { free.signal(); }
-  };
+  using Buffer = UnitBuffers::Buffer;
   struct Piece : OffloadPiece {
     FileState::Piece from_file = {};
     Buffer *gradients = nullptr, *weights = nullptr;  // none: they are in host memory
@@ -119,7 +114,7 @@ class HostUpdate {
     const size_t i = enqueued_;
     if (i < pieces_.size()) {
       for (; read_ < std::min(i + 2, pieces_.size()) && is_update_ == IsUpdate::yes; ++read_)
-        pieces_[read_].from_file = files_.read(in_file(units_, pieces_[read_]));
+        pieces_[read_].from_file = files_.read(pieces_[read_]);
       ++enqueued_;
       enqueue(pieces_[i]);
     }
