@@ -1,8 +1,6 @@
 // group_table.h: the groups that every rank is in, as a table: what moves in each, on which stream, and between whom. A
 // new group is a row; groups.h makes communicators and streams of the rows.
 #pragma once
-#include <iterator>
-
 #include "comm/mesh.h"
 
 namespace llmc {
@@ -93,47 +91,39 @@ inline constexpr Axes of_stage = {Axis::replicate, Axis::shard, Axis::cp, Axis::
 inline constexpr Axes of_all = {Axis::pp, Axis::replicate, Axis::shard, Axis::cp, Axis::tp};
 
 // All ranks join the groups in this order.
-inline constexpr GroupRow group_table[] = {
-    {GroupName::gradients, "gradients", Traffic::units, Lane::reduce, {Axis::shard, Axis::cp}},
-    {GroupName::replicas, "replicas", Traffic::units, Lane::reduce, {Axis::replicate}},
-    {GroupName::weights, "weights", Traffic::units, Lane::gather, {Axis::shard, Axis::cp}},
-    {GroupName::activations, "activations", Traffic::tensors, Lane::exchange, {Axis::tp}},
-    {GroupName::partial_gradients, "partial gradients", Traffic::tensors, Lane::reduce, {Axis::tp}},
-    {GroupName::head_gradients, "head gradients", Traffic::tensors, Lane::reduce, {Axis::tp}, View::same_head},
-    {GroupName::experts, "experts", Traffic::tensors, Lane::expert, {Axis::ep}, View::experts},
-    {GroupName::expert_gradients, "expert gradients", Traffic::units, Lane::reduce, {Axis::shard}, View::experts},
-    {GroupName::expert_weights, "expert weights", Traffic::units, Lane::gather, {Axis::shard}, View::experts},
-    {GroupName::matrices, "matrices", Traffic::tensors, Lane::gather, of_stage, View::mesh, Needed::with_matrices},
-    {GroupName::expert_matrices,
-     "expert matrices",
-     Traffic::tensors,
-     Lane::gather,
-     {Axis::replicate, Axis::shard},
-     View::experts,
-     Needed::with_matrices},
-    {GroupName::sequences,
-     "sequences",
-     Traffic::numbers,
-     Lane::compute,
-     {Axis::cp, Axis::tp},
-     View::mesh,
-     Needed::with_experts},
-    {GroupName::keys_values, "keys and values", Traffic::tensors, Lane::context, {Axis::cp}},
-    {GroupName::tied_gradients, "tied gradients", Traffic::tensors, Lane::reduce, {Axis::pp}, View::ends},
-    {GroupName::scalars, "scalars", Traffic::numbers, Lane::compute, of_all},
-    {GroupName::scalar_rows, "scalars of a row", Traffic::numbers, Lane::compute, of_all, View::row,
-     Needed::many_ranks},
-    {GroupName::scalar_columns, "scalars of a column", Traffic::numbers, Lane::compute, of_all, View::column,
-     Needed::many_ranks},
-    {GroupName::stage_scalars, "scalars of a stage", Traffic::numbers, Lane::compute, of_stage, View::mesh,
-     Needed::asynchronous},
-    {GroupName::control, "control", Traffic::text, Lane::host, of_all},
-    {GroupName::tensor_control, "tensor-parallel control", Traffic::text, Lane::host, {Axis::tp}},
-    {GroupName::expert_control, "expert-parallel control", Traffic::text, Lane::host, {Axis::ep}, View::experts}};
+inline constexpr auto group_table = [] {
+  using enum GroupName;
+  using enum Traffic;
+  using enum Lane;
+  using enum Axis;
+  return std::to_array<GroupRow>({
+      {gradients, "gradients", units, reduce, {shard, cp}},
+      {replicas, "replicas", units, reduce, {replicate}},
+      {weights, "weights", units, gather, {shard, cp}},
+      {activations, "activations", tensors, exchange, {tp}},
+      {partial_gradients, "partial gradients", tensors, reduce, {tp}},
+      {head_gradients, "head gradients", tensors, reduce, {tp}, View::same_head},
+      {experts, "experts", tensors, expert, {ep}, View::experts},
+      {expert_gradients, "expert gradients", units, reduce, {shard}, View::experts},
+      {expert_weights, "expert weights", units, gather, {shard}, View::experts},
+      {matrices, "matrices", tensors, gather, of_stage, View::mesh, Needed::with_matrices},
+      {expert_matrices, "expert matrices", tensors, gather, {replicate, shard}, View::experts, Needed::with_matrices},
+      {sequences, "sequences", numbers, compute, {cp, tp}, View::mesh, Needed::with_experts},
+      {keys_values, "keys and values", tensors, context, {cp}},
+      {tied_gradients, "tied gradients", tensors, reduce, {pp}, View::ends},
+      {scalars, "scalars", numbers, compute, of_all},
+      {scalar_rows, "scalars of a row", numbers, compute, of_all, View::row, Needed::many_ranks},
+      {scalar_columns, "scalars of a column", numbers, compute, of_all, View::column, Needed::many_ranks},
+      {stage_scalars, "scalars of a stage", numbers, compute, of_stage, View::mesh, Needed::asynchronous},
+      {control, "control", text, host, of_all},
+      {tensor_control, "tensor-parallel control", text, host, {tp}},
+      {expert_control, "expert-parallel control", text, host, {ep}, View::experts},
+  });
+}();
 
 static_assert(
     [] {
-      for (size_t i = 0; i < std::size(group_table); ++i)
+      for (size_t i = 0; i < group_table.size(); ++i)
         if (group_table[i].id != static_cast<GroupName>(i)) return false;
       return true;
     }(),
