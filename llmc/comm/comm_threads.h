@@ -29,7 +29,6 @@ class ThreadsHub {
   // For ranks [first, first + count) of the group.
   ThreadsHub(int first, int count)
       : first_(first), count_(count), slots_(static_cast<size_t>(count) * static_cast<size_t>(count)) {}
-  int count() const { return count_; }
 
   // A rank has failed: every wait fails from now on, so that no rank waits for it forever.
   void abort() {
@@ -59,7 +58,13 @@ class ThreadsHub {
   class Post {
    public:
     Post(ThreadsHub& hub, int from, int to, const void* data, int64_t bytes) : slot_(hub.slot(from, to)) {
-      hub.post(from, to, data, bytes);
+      std::unique_lock lock(slot_.mutex);
+      slot_.changed.wait(lock, [&] { return slot_.aborted || slot_.data == nullptr; });
+      check(slot_);
+      slot_.data = data;
+      slot_.bytes = bytes;
+      lock.unlock();  // before notifying, or the rank that wakes up would sleep again at the mutex
+      slot_.changed.notify_one();
     }
     ~Post() {
       if (taken_) return;
@@ -83,38 +88,11 @@ class ThreadsHub {
   };
 
  private:
-  void post(int from, int to, const void* data, int64_t bytes) {
-    Slot& s = slot(from, to);
-    std::unique_lock lock(s.mutex);
-    s.changed.wait(lock, [&] { return s.aborted || s.data == nullptr; });
-    check(s);
-    s.data = data;
-    s.bytes = bytes;
-    lock.unlock();  // before notifying, or the rank that wakes up would sleep again at the mutex
-    s.changed.notify_one();
-  }
   Slot& slot(int from, int to) { return slots_[static_cast<size_t>((from - first_) * count_ + to - first_)]; }
 
   int first_, count_;
   std::vector<Slot> slots_;
   double seconds_per_byte_ = 0;
-};
-
-class ThreadsTransport final : public Transport {
- public:
-  ThreadsTransport(std::shared_ptr<ThreadsHub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
-  int rank() const override { return rank_; }
-  int size() const override { return hub_->count(); }
-  void exchange(const ToRank& out, const FromRank& in, Stream* gpu) override {
-    std::optional<ThreadsHub::Post> post;
-    if (out.rank >= 0 && out.bytes > 0) post.emplace(*hub_, rank_, out.rank, out.data, out.bytes);
-    if (in.rank >= 0 && in.bytes > 0) hub_->take(in.rank, rank_, in.data, in.bytes, gpu);
-    if (post) post->wait_taken();
-  }
-
- private:
-  std::shared_ptr<ThreadsHub> hub_;
-  int rank_;
 };
 
 class Watchdog;
@@ -128,12 +106,12 @@ struct LocalRanks {
   bool here(int rank) const { return count == 0 || (rank >= first && rank < first + count); }
 };
 
-// A transport between ranks of several processes. Ranks of this process talk through its memory, and with other ranks
-// through Links (TCP or MPI).
-class ProcessesTransport final : public Transport {
+// Ranks of this process talk through its memory, and with other ranks through Links (TCP or MPI).
+class ThreadsTransport final : public Transport {
  public:
   // members: the global ranks of the group; index: this rank's place among them. group: a number, equal on all members.
-  ProcessesTransport(std::shared_ptr<ThreadsHub> hub, int index, std::vector<int> members, int group, LocalRanks local)
+  ThreadsTransport(std::shared_ptr<ThreadsHub> hub, int index, std::vector<int> members, int group = 0,
+                   LocalRanks local = {})
       : hub_(std::move(hub)), index_(index), members_(std::move(members)), group_(group), local_(local) {}
   int rank() const override { return index_; }
   int size() const override { return static_cast<int>(members_.size()); }

@@ -322,7 +322,8 @@ TEST_CASE("texts of all ranks go around a ring, in which a rank exchanges with i
     const auto hub = std::make_shared<ThreadsHub>(0, P);
     Differences wrong;
     run_ranks(world, [&](int rank) {
-      const auto counting = std::make_shared<CountingTransport>(std::make_unique<ThreadsTransport>(hub, rank));
+      const auto counting = std::make_shared<CountingTransport>(
+          std::make_unique<ThreadsTransport>(hub, rank, world.mesh().group(0, {Axis::shard})));
       counting->between_two = true;
       HostGroup group("test", counting);
       for (int time = 0; time < 2; ++time) {
