@@ -21,39 +21,29 @@
 namespace llmc {
 
 // On the null device, what the exchanges of a group cost: bytes, and the path that they take.
-class LinkCosts {
- public:
-  void set_members(std::vector<int> ranks) { members_ = std::move(ranks); }
+struct LinkCosts {
+  std::vector<int> members;
+  std::array<std::optional<LinkPath>, 3> paths = {};  // by Pattern
 
-  // Adds to the cost of a collective of `ranks` what `run` sends over a transport that only counts. On a plan's
-  // machine, which is always the same, also the path; none: no machine.
+  // Adds to the cost of a collective of `ranks` the bytes that `run` sends or receives over a transport that only
+  // counts, whichever are more. The rings of shards, whose steps are many, follow their law: every rank sends, and
+  // receives, all shards but one. On a plan's machine, which is always the same, also the path; none: no machine.
   void add_to(OpCost& cost, CountingTransport& counting, int ranks, const Machine* machine,
               const std::function<void()>& run) {
-    cost.link_bytes = static_cast<double>(count(cost, counting, ranks, run));
-    cost.members = &members_;
+    const int64_t sent = counting.sent, received = counting.received;
+    if (const std::string_view op = cost.name; op == "reduce_scatter" || op == "all_gather") {
+      const int64_t bytes = (ranks - 1) * (static_cast<int64_t>(cost.bytes) / ranks);
+      counting.sent += bytes, counting.received += bytes;
+    } else {
+      run();
+    }
+    cost.link_bytes = static_cast<double>(std::max(counting.sent - sent, counting.received - received));
+    cost.members = &members;
     if (machine == nullptr) return;
-    std::optional<LinkPath>& path = paths_[static_cast<size_t>(cost.pattern)];
+    std::optional<LinkPath>& path = paths[static_cast<size_t>(cost.pattern)];
     if (!path) path = machine->path_of(cost);
     cost.path = &*path;
   }
-
- private:
-  // Returns the bytes that are sent or received, whichever are more. The rings of shards, whose steps are many, follow
-  // their law: every rank sends, and receives, all shards but one.
-  static int64_t count(const OpCost& cost, CountingTransport& counting, int ranks, const std::function<void()>& run) {
-    const std::string_view op = cost.name;
-    if (op == "reduce_scatter" || op == "all_gather") {
-      const int64_t bytes = (ranks - 1) * (static_cast<int64_t>(cost.bytes) / ranks);
-      counting.sent += bytes, counting.received += bytes;
-      return bytes;
-    }
-    const int64_t sent = counting.sent, received = counting.received;
-    run();
-    return std::max(counting.sent - sent, counting.received - received);
-  }
-
-  std::vector<int> members_;
-  std::array<std::optional<LinkPath>, 3> paths_;  // by Pattern
 };
 
 // One rank's membership in a group. Buffers are flat, and divided into size() shards where a collective shards. A
@@ -74,7 +64,7 @@ class Comm : public HostGroup {
   }
 
   // The ranks of the world that are members, for the time that transfers take on paper; unknown: they are neighbours.
-  void set_members(std::vector<int> ranks) { costs_.set_members(std::move(ranks)); }
+  void set_members(std::vector<int> ranks) { costs_.members = std::move(ranks); }
 
   Transport& transport() { return *transport_; }  // for other forms of collectives (dev/comm)
   // Bytes of tensors that this rank has sent, and received; call with the streams idle.
