@@ -1,5 +1,6 @@
 // context_attention.h: causal attention over sequences that are divided among the ranks of a context-parallel group
-// (ContextParallel in comm/layout.h says who has which rows). On a group of one it is the plain op: the same bits, and no copy.
+// (ContextParallel in comm/layout.h says who has which rows). On a group of one it is the plain op: the same bits, and
+// no copy.
 //
 //   ring         P steps. In each, a rank's queries meet the keys and values of one rank, which then go on to its
 //                neighbour; they travel on a stream of their own while the step computes. In the backward the gradients
@@ -68,6 +69,10 @@ struct ContextGroup {
     return g.temporary(name, dtype, {rows, width});
   }
   int slice_of(int rank, int i) const { return g.ranks.layout.context.slice_of(rank, i); }
+  // The queries of this rank's slice `i` against some keys.
+  AttentionBlock block(int i, const SequenceRows& keys, int64_t offset) const {
+    return {shape.B, shape.Hq, shape.Hkv, shape.D, {2 * L, i * L, L}, keys, offset};
+  }
   int next() const { return (r + 1) % P; }
   int previous() const { return (r + P - 1) % P; }
 
@@ -103,14 +108,9 @@ void for_blocks(const ContextGroup& c, int owner, Use&& use) {
     for (int j = 0; j < 2; ++j) {
       const int query_slice = c.slice_of(c.r, i), key_slice = c.slice_of(owner, j);
       if (query_slice < key_slice) continue;
-      use(AttentionBlock{.B = c.shape.B,
-                         .Hq = c.shape.Hq,
-                         .Hkv = c.shape.Hkv,
-                         .D = c.shape.D,
-                         .queries = {2 * c.L, i * c.L, c.L},
-                         .keys = {2 * c.L, j * c.L, c.L},
-                         .offset = (query_slice - key_slice) * c.L,
-                         .all_keys = false});
+      AttentionBlock block = c.block(i, {2 * c.L, j * c.L, c.L}, (query_slice - key_slice) * c.L);
+      block.all_keys = false;
+      use(block);
     }
 }
 
@@ -224,13 +224,7 @@ template <class F>
 void for_slices(const ContextGroup& c, F&& f) {
   for (int i = 0; i < 2; ++i) {
     const int64_t first = c.slice_of(c.r, i) * c.L;
-    f(AttentionBlock{.B = c.shape.B,
-                     .Hq = c.shape.Hq,
-                     .Hkv = c.shape.Hkv,
-                     .D = c.shape.D,
-                     .queries = {2 * c.L, i * c.L, c.L},
-                     .keys = {c.whole, 0, first + c.L},
-                     .offset = first});
+    f(c.block(i, {c.whole, 0, first + c.L}, first));
   }
 }
 

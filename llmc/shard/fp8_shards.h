@@ -62,28 +62,24 @@ class Fp8Shard {
       int64_t tile = 0;
       for (const LinearMatrix& m : unit_.linear_matrices()) {
         TiledPart part = m.whole();
-        const int64_t tiles = part.tiles();
+        const int64_t first_tile = std::exchange(tile, tile + part.tiles());
         const Range r = overlap({m.begin, part.n}, own);
-        part.first = r.size > 0 ? r.begin - m.begin : 0;
-        part.n = r.size;
-        f(part, tile, r.begin - own.begin);
-        tile += tiles;
+        if (r.size == 0) continue;
+        part.first = r.begin - m.begin, part.n = r.size;
+        f(part, first_tile, r.begin - own.begin);
       }
     };
     const Tensor mine = all.slice(group.rank() * scales_.numel(), {scales_.numel()});
     zero(mine, stream);
     for_own_parts([&](const TiledPart& part, int64_t tile, int64_t begin) {
-      if (part.n > 0)
-        detail::tile_maxima(mine.slice(tile, {part.tiles()}), unit_.weight_shard().slice(begin, {part.n}), part,
-                            stream);
+      detail::tile_maxima(mine.slice(tile, {part.tiles()}), unit_.weight_shard().slice(begin, {part.n}), part, stream);
     });
     group.all_gather(all.reshaped({all.numel()}), stream);
     detail::scales_of_ranks(scales_, all, stream);
     zero(words(numbers_), stream);
     for_own_parts([&](const TiledPart& part, int64_t tile, int64_t begin) {
-      if (part.n > 0)
-        detail::tiles_to_fp8(numbers_.slice(begin, {part.n}), unit_.weight_shard().slice(begin, {part.n}),
-                             scales_.slice(tile, {part.tiles()}), part, stream);
+      detail::tiles_to_fp8(numbers_.slice(begin, {part.n}), unit_.weight_shard().slice(begin, {part.n}),
+                           scales_.slice(tile, {part.tiles()}), part, stream);
     });
     zero(rest_, stream);  // the others' parts, to which they add theirs: exactly
     int64_t at = 0;
