@@ -116,44 +116,43 @@ class UnitBuffers {
 
   UnitBuffers() = default;
   // for_blocks: how many the blocks use in turn; label: what the memory is for, in plans
-  UnitBuffers(const Units& units, const char* label, DType dtype, int64_t for_blocks, Arena& arena)
-      : units_(&units), each_(static_cast<size_t>(for_blocks)) {
-    int64_t block = 0, experts = 0;
-    for (size_t u = 1; u + 1 < units.size(); ++u) {
-      int64_t& largest = units.sharing_of(u) == Sharing::experts ? experts : block;
-      largest = std::max(largest, units.size_of(u));
+  UnitBuffers(const Units& units, const char* label, DType dtype, int64_t for_blocks, Arena& arena) : units_(&units) {
+    std::array<int64_t, kinds> largest = {};
+    for (size_t u = 0; u < units.size(); ++u) {
+      int64_t& size = largest[kind_of(u)];
+      size = std::max(size, units.size_of(u));
     }
-    std::vector<int64_t> sizes = {units.size_of(0), units.size_of(units.size() - 1)};
-    sizes.insert(sizes.end(), each_, block);
-    if (experts > 0) sizes.insert(sizes.end(), each_, experts);
-    for (const int64_t size : sizes)
-      buffers_.emplace_back(size > 0 ? arena.alloc(label, "unit", dtype, {size}) : Tensor{});
+    for (size_t kind = 0; kind < kinds; ++kind)
+      for (int64_t i = 0; i < (kind < blocks ? 1 : for_blocks); ++i)
+        turns_[kind].buffers.emplace_back(largest[kind] > 0 ? arena.alloc(label, "unit", dtype, {largest[kind]})
+                                                            : Tensor{});
   }
 
   // A buffer for a unit; none if all that it could have are in use.
   Buffer* take(size_t u) {
-    Buffer* buffer = nullptr;
-    if (u == 0 || u + 1 == units_->size()) {
-      buffer = &buffers_[u == 0 ? 0 : 1];
-    } else {
-      const bool experts = units_->sharing_of(u) == Sharing::experts;
-      const size_t first = experts ? 2 + each_ : 2;
-      size_t& turn = experts ? experts_turn_ : block_turn_;
-      size_t next = turn;
-      for (size_t tried = 1; tried < each_ && buffers_[first + next % each_].in_use; ++tried) ++next;
-      buffer = &buffers_[first + next % each_];
-      if (!buffer->in_use) turn = next + 1;
-    }
-    if (buffer->in_use) return nullptr;
-    buffer->in_use = true;
-    return buffer;
+    auto& [buffers, turn] = turns_[kind_of(u)];
+    size_t next = turn;
+    for (size_t tried = 1; tried < buffers.size() && buffers[next % buffers.size()].in_use; ++tried) ++next;
+    Buffer& buffer = buffers[next % buffers.size()];
+    if (buffer.in_use) return nullptr;
+    turn = next + 1;
+    buffer.in_use = true;
+    return &buffer;
   }
 
  private:
+  static constexpr size_t embedding = 0, head = 1, blocks = 2, experts = 3, kinds = 4;  // of units
+  size_t kind_of(size_t u) const {
+    if (u == 0 || u + 1 == units_->size()) return u == 0 ? embedding : head;
+    return units_->sharing_of(u) == Sharing::experts ? experts : blocks;
+  }
+
   const Units* units_ = nullptr;
-  size_t each_ = 0;  // buffers of the blocks, and of their experts
-  std::vector<Buffer> buffers_;
-  size_t block_turn_ = 0, experts_turn_ = 0;
+  struct Turn {
+    std::vector<Buffer> buffers = {};
+    size_t next = 0;
+  };
+  std::array<Turn, kinds> turns_;
 };
 
 // Versions of the weights, for an asynchronous pipeline (PipeDream's weight stashing): the backward of a micro-batch
