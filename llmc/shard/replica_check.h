@@ -26,8 +26,8 @@ namespace detail {
 
 // The part of a parameter's state that a rank holds.
 struct HeldCopy {
-  std::string name;  // as in a checkpoint: PARAMETER:KIND[BEGIN:END]; a weight has no KIND, a whole tensor no range
-  std::string unit;
+  // As in a checkpoint, and its unit: PARAMETER:KIND[BEGIN:END]; a weight has no KIND, a whole tensor no range
+  std::string name;
   uint64_t where = 0, contents = 0;  // which elements; their bits
 };
 // Parts that the same ranks hold: those of one unit, kind of state and number of tensor-parallel copies.
@@ -63,7 +63,7 @@ inline HeldCopy held_copy(const StateEntry& e, const std::string& unit, Stream& 
   where.add(e.param->name.data(), std::ssize(e.param->name));
   where.add(e.name(), static_cast<int64_t>(std::strlen(e.name())));
   where.add(numbers, sizeof numbers);
-  HeldCopy held{e.param->name, unit, where.value(), 0};
+  HeldCopy held{e.param->name, where.value()};
   if (e.small() && !e.is_bf16_slot()) {
     const StateView view(e, stream);
     RunningHash contents;
@@ -75,6 +75,7 @@ inline HeldCopy held_copy(const StateEntry& e, const std::string& unit, Stream& 
   if (e.kind != StateKind::weight) held.name += formatted(":{}", e.name());
   if (e.tensor.numel() < e.param->numel())
     held.name += formatted("[{}:{}]", elements.index(0), elements.index(e.tensor.numel() - 1) + 1);
+  held.name += " of unit " + unit;
   return held;
 }
 
@@ -95,7 +96,7 @@ inline std::vector<HeldCopies> copies_held(const ModelState& state, const std::v
     RunningHash where, contents;
     where.add(s.name.data(), std::ssize(s.name));
     contents.add(s.values.data(), std::ssize(s.values) * static_cast<int64_t>(sizeof(float)));
-    held.push_back({{{s.name, "", where.value(), contents.value()}}});
+    held.push_back({{{s.name, where.value(), contents.value()}}});
   }
   return held;
 }
@@ -154,7 +155,7 @@ inline std::optional<std::string> diverged_copies(const ModelState& state, const
   for (const detail::HeldCopies& copies : held)
     if (std::ranges::find(differ, copies.where()) != differ.end())
       for (const detail::HeldCopy& part : copies.parts)
-        mine += formatted("{} {} {}\t{}\n", part.where, part.contents, part.name, part.unit);
+        mine += formatted("{} {} {}\n", part.where, part.contents, part.name);
   std::vector<std::pair<std::string, uint64_t>> names;  // with `where`, in the order of the model
   std::map<uint64_t, std::vector<std::pair<std::string, uint64_t>>> holders;
   for (const std::string& theirs : control.gather_text(0, "what differs", mine)) {
@@ -164,12 +165,10 @@ inline std::optional<std::string> diverged_copies(const ModelState& state, const
     while (std::getline(in, line)) {
       std::istringstream words(line);
       uint64_t where, contents;
-      std::string name, unit;
+      std::string name;
       words >> where >> contents >> std::ws;
-      std::getline(words, name, '\t');
-      std::getline(words, unit);
-      if (!holders.contains(where))
-        names.emplace_back(unit.empty() ? name : formatted("{} of unit {}", name, unit), where);
+      std::getline(words, name);
+      if (!holders.contains(where)) names.emplace_back(name, where);
       holders[where].emplace_back(rank, contents);
     }
   }

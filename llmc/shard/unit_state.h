@@ -304,26 +304,20 @@ class UnitState {
 
   void append_to(StateTable& table) const {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const Range param = range_of(i);
-      auto add = [&](StateKind kind, const Tensor& t, const Range& held, size_t slot = 0) {
-        const Range r = overlap(param, held);
-        if (!t.empty() && r.size > 0)
-          table.push_back({&spec_.params[i], kind, r.begin - param.begin, slice_of(t, held, r), slot});
-      };
-      if (zero_.stage == 3) add(StateKind::weight, weight_shard_, shard_range_);
-      else add(StateKind::weight, weights_, {0, layout_.size});
-      add(StateKind::master, master_, update_range_);
-      const Range updated = overlap(param, update_range_);
+      if (zero_.stage == 3) append(table, i, StateKind::weight, weight_shard_, shard_range_);
+      else append(table, i, StateKind::weight, weights_, {0, layout_.size});
+      append(table, i, StateKind::master, master_, update_range_);
+      const Range updated = overlap(range_of(i), update_range_);
       if (!master_.empty() && master_.dtype == DType::int16 && updated.size > 0)
         table.back().weight = part_of_weights(updated);
-      add(StateKind::average, average_, update_range_);
+      append(table, i, StateKind::average, average_, update_range_);
       if (updated.size == 0 || slots_.empty()) continue;
       const Optimizer rule = spec_.params[i].rule;
       const SlotTensors slots = slots_of(rule, updated).slots;
       const int64_t first = updated.begin / state_block * state_block;
       const auto [blocks, scales] = slots_of(rule, {first, round_up(updated.end(), state_block) - first});
       for (size_t slot = 0; slot < slots.size(); ++slot) {
-        add(StateKind::slot, slots[slot], updated, slot);
+        append(table, i, StateKind::slot, slots[slot], updated, slot);
         if (slots[slot].empty() || size_of(slots[slot].dtype) > 1) continue;
         table.back().blocks = blocks[slot];
         table.back().scales = scales[slot];
@@ -337,17 +331,19 @@ class UnitState {
 
   // Appends the reduced gradients that this rank holds, like append_to().
   void append_gradients_to(StateTable& table) const {
-    for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const Range param = range_of(i), r = overlap(param, update_range_);
-      if (r.size > 0)
-        table.push_back({&spec_.params[i], StateKind::weight, r.begin - param.begin,
-                         slice_of(reduced_gradients(), update_range_, r)});
-    }
+    for (size_t i = 0; i < spec_.params.size(); ++i)
+      append(table, i, StateKind::weight, reduced_gradients(), update_range_);
   }
 
  private:
   // Where the elements of a parameter's box are, without padding rows.
   Range range_of(size_t param) const { return {layout_.offsets[param], spec_.params[param].box().numel()}; }
+  // Appends what `t`, which has the elements `held` of the unit, has of a parameter.
+  void append(StateTable& table, size_t i, StateKind kind, const Tensor& t, const Range& held, size_t slot = 0) const {
+    const Range param = range_of(i), r = overlap(param, held);
+    if (!t.empty() && r.size > 0)
+      table.push_back({&spec_.params[i], kind, r.begin - param.begin, slice_of(t, held, r), slot});
+  }
   // Calls f(parameter, its elements in reach, where they are in the whole parameter) for each that has any.
   template <class F>
   void for_each_in_reach(F&& f) const {
