@@ -17,6 +17,7 @@
 #include "device/device.h"
 #include "device/machine.h"
 #include "net/watching/board.h"
+#include "ops/ops_memory.h"
 
 namespace llmc {
 
@@ -47,7 +48,7 @@ struct LinkCosts {
 };
 
 // One rank's membership in a group. Buffers are flat, and divided into size() shards where a collective shards. A
-// derived class may stand in for a group, and change what its collectives do (hooks.h).
+// derived class may stand in for a group, and change what its collectives do (Hooks).
 class Comm : public HostGroup {
  public:
   Comm(std::string name, std::unique_ptr<Transport> transport)
@@ -67,9 +68,8 @@ class Comm : public HostGroup {
   void set_members(std::vector<int> ranks) { costs_.members = std::move(ranks); }
 
   Transport& transport() { return *transport_; }  // for other forms of collectives (dev/comm)
-  // Bytes of tensors that this rank has sent, and received; call with the streams idle.
+  // Bytes of tensors that this rank has sent; call with the streams idle.
   int64_t bytes_sent() const { return counted().sent; }
-  int64_t bytes_received() const { return counted().received; }
   // The ranks with which this one has exchanged messages outside of collectives, or in all-to-alls: a library connects
   // to each.
   const std::set<int>& partners() const { return counted().partners; }
@@ -287,5 +287,37 @@ class Comm : public HostGroup {
   std::function<void()> abort_;  // none: nothing waits
   int exceptions_ = std::uncaught_exceptions();
 };
+
+// What a test, or --selftest, installs in a World to watch its ranks, or to break them on purpose. Production code
+// calls each hook once per event, and the hooks that are installed by default do nothing. One object serves all ranks
+// of a World at the same time, so its methods are const. Bugs are planted by replacing a group with a class derived
+// from Comm whose collectives skip or change something.
+class Hooks {
+ public:
+  virtual ~Hooks() = default;
+  // An arena of a rank, or the scratch of its ops, was created; nothing has been allocated from it yet.
+  virtual void arena_created(Arena&) const {}
+  // From this point of the stream on, nobody may read `memory` until it is written again.
+  virtual void released(const Tensor& memory, Stream&) const { (void)memory; }
+  // The same for all of a unit's buffer except `kept`.
+  void released_except(const Tensor& unit, const Range& kept, Stream& stream) const {
+    released(unit.slice(0, {kept.begin}), stream);
+    released(unit.slice(kept.end(), {unit.numel() - kept.end()}), stream);
+  }
+  // A rank is about to iterate a matrix (Muon): the rows of this parameter from `row` on, or all of them.
+  virtual void iterated(const std::string& parameter, int64_t row) const { (void)parameter, (void)row; }
+  // A rank has joined this group; the returned group takes its place.
+  virtual std::unique_ptr<Comm> joined(std::unique_ptr<Comm> group) const { return group; }
+};
+
+// Fills free and released memory, which nobody may read, with bytes that are a NaN in every floating-point dtype.
+class Poison : public Hooks {
+ public:
+  void arena_created(Arena& arena) const override { arena.poison_free(); }
+  void released(const Tensor& memory, Stream& stream) const override { poison(memory, stream); }
+};
+
+inline const Hooks no_hooks{};
+inline const Poison poison_hooks{};
 
 }  // namespace llmc

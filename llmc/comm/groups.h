@@ -5,7 +5,6 @@
 
 #include "comm/comm.h"
 #include "comm/group_table.h"
-#include "comm/hooks.h"
 #include "comm/layout.h"
 #include "comm/stage_links.h"
 

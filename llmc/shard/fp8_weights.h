@@ -1,7 +1,7 @@
 // fp8_weights.h: the matrices of a unit that --products in fp8 is about, and their numbers in fp8, which are kept
 // beside the weights where these are whole between steps (stages 0 to 2): made once per update, when a step first uses
 // the unit, for all micro-batches, forward and backward. At stage 3 products round what was gathered, or shards are
-// rounded before they travel (fp8_shards.h).
+// rounded before they travel (Fp8Shard).
 #pragma once
 #include "device/arena.h"
 #include "ops/ops.h"
