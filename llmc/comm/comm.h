@@ -11,13 +11,8 @@
 
 #include "comm/comm_nccl.h"
 #include "comm/host_group.h"
-#include "comm/ring.h"
 #include "comm/server.h"
-#include "device/arena.h"
-#include "device/device.h"
 #include "device/machine.h"
-#include "net/watching/board.h"
-#include "ops/ops_memory.h"
 
 namespace llmc {
 

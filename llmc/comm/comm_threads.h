@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "comm/ring.h"
-#include "net/links.h"
 
 namespace llmc {
 

@@ -1,7 +1,6 @@
 // host_group.h: a group of ranks whose hosts send each other texts; comm.h adds the tensors.
 #pragma once
 #include "comm/ring.h"
-#include "core/check.h"
 #include "core/escape.h"
 #include "core/pulse.h"
 #include "net/watching/board.h"

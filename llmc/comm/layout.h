@@ -3,9 +3,7 @@
 #pragma once
 #include "comm/mesh.h"
 #include "comm/server.h"
-#include "core/enum_names.h"
 #include "core/offload.h"
-#include "core/shape.h"
 #include "ops/optimizers.h"
 #include "schedule/pipeline.h"
 

@@ -7,7 +7,6 @@
 // 3).
 #pragma once
 #include "comm/ring.h"
-#include "core/enum_names.h"
 
 namespace llmc {
 

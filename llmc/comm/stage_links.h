@@ -13,8 +13,6 @@
 #pragma once
 #include "comm/comm.h"
 #include "comm/layout.h"
-#include "device/host_copy.h"
-#include "ops/ops_memory.h"
 #include "schedule/action_span.h"
 
 namespace llmc {

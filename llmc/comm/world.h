@@ -5,8 +5,6 @@
 
 #include "comm/comm.h"
 #include "comm/comm_threads.h"
-#include "comm/mesh.h"
-#include "core/enum_names.h"
 #include "net/watching/watchdog.h"
 
 namespace llmc {

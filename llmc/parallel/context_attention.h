@@ -26,7 +26,6 @@
 #pragma once
 #include <source_location>
 
-#include "ops/ops.h"
 #include "parallel/group.h"
 
 namespace llmc::parallel {

@@ -24,7 +24,6 @@
 //
 // (Gradients of shared parameters: GradientReducer::sum_partial().)
 #pragma once
-#include "ops/ops.h"
 #include "parallel/group.h"
 #include "shard/unit_state.h"
 

@@ -3,7 +3,6 @@
 // the unit, for all micro-batches, forward and backward. At stage 3 products round what was gathered, or shards are
 // rounded before they travel (Fp8Shard).
 #pragma once
-#include "device/arena.h"
 #include "ops/ops.h"
 #include "shard/params.h"
 

@@ -11,7 +11,6 @@
 #include <deque>
 
 #include "shard/host_update.h"
-#include "shard/units.h"
 
 namespace llmc {
 

@@ -4,10 +4,7 @@
 // and updated as a whole.
 #pragma once
 #include "comm/layout.h"
-#include "core/precision.h"
-#include "core/shape.h"
 #include "ops/optimizers.h"
-#include "ops/types.h"
 
 namespace llmc {
 

@@ -1,7 +1,6 @@
 // parts.h: which part of a parameter a rank has: tensor parallelism cuts matrices, expert parallelism deals experts
 // out. Pure functions.
 #pragma once
-#include "comm/layout.h"
 #include "shard/params.h"
 
 namespace llmc {

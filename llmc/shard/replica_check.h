@@ -11,7 +11,6 @@
 #include <sstream>
 
 #include "core/checksum.h"
-#include "device/host_copy.h"
 #include "shard/zero.h"
 
 namespace llmc {

@@ -15,9 +15,6 @@
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
 #include "comm/groups.h"
-#include "device/arena.h"
-#include "device/device.h"
-#include "device/host_copy.h"
 #include "ops/ops.h"
 #include "shard/fp8_weights.h"
 #include "shard/state_table.h"

@@ -5,7 +5,6 @@
 #include "shard/gathered_weights.h"
 #include "shard/gradient_reducer.h"
 #include "shard/host_state.h"
-#include "shard/host_update.h"
 #include "shard/matrix_updates.h"
 
 namespace llmc {
