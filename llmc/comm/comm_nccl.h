@@ -7,7 +7,7 @@
 #include <mutex>
 #include <thread>
 
-#include "comm/group_table.h"
+#include "comm/mesh.h"
 #include "comm/ring.h"
 #ifdef TRAIN_GPT_NCCL
 #include <nccl.h>

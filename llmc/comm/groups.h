@@ -1,10 +1,9 @@
-// groups.h: one rank among all: its coordinates, its groups (comm/group_table.h), and the streams on which gradients
-// are reduced, weights gathered, activations exchanged and keys passed on while the compute stream computes.
+// groups.h: one rank among all: its coordinates, its groups (the table in comm/mesh.h), and the streams on which
+// gradients are reduced, weights gathered, activations exchanged and keys passed on while the compute stream computes.
 #pragma once
 #include <exception>
 
 #include "comm/comm.h"
-#include "comm/group_table.h"
 #include "comm/layout.h"
 #include "comm/stage_links.h"
 

@@ -52,7 +52,7 @@ struct ZeroConfig {
 inline constexpr int64_t vocab_multiple = 128;  // rows of a vocabulary that a rank stores are a multiple of this
 
 // How tensor parallelism (Shoeybi et al. 2019) divides a layer's vocabulary, and with sequence parallelism (Korthikanti
-// et al. 2022) the rows of the residual stream, among the ranks of a group. shard/parts.h divides the parameters.
+// et al. 2022) the rows of the residual stream, among the ranks of a group. shard/params.h divides the parameters.
 struct TensorParallel {
   int ranks = 1;
   bool sequence = true;  // sequence parallelism: between the products each rank has some rows of the residual stream

@@ -7,7 +7,7 @@
 #include "model/config.h"
 #include "parallel/expert_exchange.h"
 #include "schedule/actions.h"
-#include "shard/parts.h"
+#include "shard/params.h"
 
 namespace llmc {
 

@@ -9,7 +9,7 @@
 // A step copies, for each element that a rank updates, its gradient to the host (4 bytes; with --offload gradients it
 // is there) and its weight back (2 or 4; with --offload weights it stays). Weights that an update reads because there
 // are no separate masters, or split ones, go to the host as well. So does the control of the step (ops_step.h), once.
-// Moments in a file are read into host memory and written from there (file_state.h).
+// Moments in a file are read into host memory and written from there (FileState).
 //
 // Updates work on each element alone, by the ops of CPUs: on a CPU the bits are those of a run that keeps everything on
 // the device. A GPU rounds elsewhere where a compiler contracts a product and a sum (contract 5). Beside a GPU the
@@ -22,7 +22,7 @@
 // units ahead of its use: beside a GPU the host waits for the updates of those units as well. With several versions of
 // the weights (WeightVersions), and on paper with several stages, updates end before anything else begins.
 #pragma once
-#include "shard/file_state.h"
+#include "shard/host_state.h"
 
 namespace llmc {
 

@@ -6,7 +6,7 @@
 // the rank with the least to do so far.
 #pragma once
 #include "ops/ops_muon.h"
-#include "shard/parts.h"
+#include "shard/params.h"
 
 namespace llmc {
 

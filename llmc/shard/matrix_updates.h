@@ -65,7 +65,8 @@ class MatrixUpdates {
     size_t index;
     UnitHolders holders;
     std::vector<Matrix> matrices;
-    std::vector<int64_t> place = {};  // -1: another rank owns it
+    std::vector<std::vector<int>> ranks = {};  // of the stage, in each seat
+    std::vector<int64_t> place = {};           // -1: another rank owns it
     std::vector<Batch> own = {};
     bool gathers = false;  // does any rank send anything to an owner?
   };
@@ -100,6 +101,8 @@ class MatrixUpdates {
   void make_rounds() {
     const Layout& layout = units_.groups().layout;
     const int ranks = units_.groups().ranks_of_stage();
+    std::vector<Coordinates> all;
+    for (int r = 0; r < ranks; ++r) all.push_back(layout.coordinates(r));
     Loads loads(static_cast<size_t>(ranks));
     int64_t in_round = 2 * ranks;
     units_.for_each([&](size_t u) {
@@ -107,32 +110,24 @@ class MatrixUpdates {
       OfUnit of_unit{u, UnitHolders(spec, units_.zero_config(spec.sharing), layout.tensor),
                      matrices_of(spec, u, muon_.heads)};
       if (of_unit.matrices.empty()) return;
+      of_unit.ranks.resize(static_cast<size_t>(of_unit.holders.seats().count()));
+      for (const Coordinates& c : all) of_unit.ranks[static_cast<size_t>(seat(of_unit, c))].push_back(c.rank);
       if (in_round >= 2 * ranks) rounds_.emplace_back(), in_round = 0;
       in_round += std::ssize(of_unit.matrices) * (spec.sharing == Sharing::experts ? layout.expert.ranks : 1);
       rounds_.back().push_back(std::move(of_unit));
     });
-    std::vector<Coordinates> all;
-    for (int r = 0; r < ranks; ++r) all.push_back(layout.coordinates(r));
     for (Round& round : rounds_) {
       std::vector<Matrix*> matrices;
-      std::vector<std::vector<std::vector<int>>> ranks_of;  // unit, seat
-      for (OfUnit& u : round) {
-        auto& of_seats = ranks_of.emplace_back(static_cast<size_t>(u.holders.seats().count()));
-        for (const Coordinates& c : all) of_seats[static_cast<size_t>(seat(u, c))].push_back(c.rank);
+      for (OfUnit& u : round)
         for (Matrix& m : u.matrices) matrices.push_back(&m);
-      }
-      const auto of = [&](const Matrix& m) {
-        size_t i = 0;
-        while (round[i].index != m.unit) ++i;
-        return i;
+      const auto of = [&](const Matrix& m) -> const OfUnit& {
+        return *std::ranges::find(round, m.unit, &OfUnit::index);
       };
       deal_out(
-          matrices, loads, [&](const Matrix& m) { return round[of(m)].holders.owners(); },
-          [&](const Matrix& m, int seat) -> const std::vector<int>& {
-            return ranks_of[of(m)][static_cast<size_t>(seat)];
-          });
+          matrices, loads, [&](const Matrix& m) { return of(m).holders.owners(); },
+          [&](const Matrix& m, int seat) -> const std::vector<int>& { return of(m).ranks[static_cast<size_t>(seat)]; });
       place_own(round);
-      measure(round, ranks_of);
+      measure(round);
     }
   }
 
@@ -168,15 +163,14 @@ class MatrixUpdates {
   }
 
   // The most that any rank of the stage needs.
-  void measure(Round& round, const std::vector<std::vector<std::vector<int>>>& ranks_of) {
+  void measure(Round& round) {
     std::vector<int64_t> own(static_cast<size_t>(units_.groups().ranks_of_stage()));
-    for (size_t i = 0; i < round.size(); ++i) {
-      OfUnit& u = round[i];
+    for (OfUnit& u : round) {
       const int seats = u.holders.seats().count();
       std::vector<Elements> gather(static_cast<size_t>(seats)), back(gather);
       for (const Matrix& m : u.matrices) {
         Elements &to_owner = gather[static_cast<size_t>(m.owner)], &of_owner = back[static_cast<size_t>(m.owner)];
-        for (const int rank : ranks_of[i][static_cast<size_t>(m.owner)]) own[static_cast<size_t>(rank)] += room_of(m);
+        for (const int rank : u.ranks[static_cast<size_t>(m.owner)]) own[static_cast<size_t>(rank)] += room_of(m);
         for (int s = 0; s < seats; ++s) {
           const int64_t n = u.holders.piece(m, s).held.size;
           if (s != m.owner && u.holders.sends(m, s)) {
