@@ -8,12 +8,8 @@
 //   gather                           `--> parts of u + 1                           `--> results of u
 //
 // A rank has memory for the matrices that it owns in one round, and for the elements of one unit that it sends and
-// receives in either direction. Traffic, of all ranks together, for a matrix of n elements of s bytes with Q replicas
-// of P shards and T tensor-parallel ranks that hold different parts:
-//   at stages 1 to 3    n s to the owner, Q n s back, without what the owner itself holds
-//   at stage 0          (T - 1) n s / T to the owner, (Q P - 1 / T) n s back
-// Experts have the shards of their own group, and T = 1. With --muon-rows normalised the second moments of all rows of
-// a unit, in fp32, are summed over the ranks, of which each has those of its own matrices.
+// receives in either direction; parallel/README.md has the traffic. With --muon-rows normalised the second moments of
+// all rows of a unit, in fp32, are summed over the ranks, of which each has those of its own matrices.
 #pragma once
 #include "shard/matrix_owners.h"
 #include "shard/units.h"
@@ -223,35 +219,40 @@ class MatrixUpdates {
     return p.held.size > 0 ? units_.unit(u.index).reduced_gradients(p.held) : Tensor{};
   }
 
+  // Calls f(owner, matrix, piece) for the pieces of this rank, by owner; they may be empty.
+  template <class F>
+  void for_each_held(const OfUnit& u, F&& f) const {
+    const int me = seat(u);
+    for (int s = 0; s < u.holders.seats().count(); ++s)
+      for (size_t i = 0; i < u.matrices.size(); ++i)
+        if (u.matrices[i].owner == s) f(s, i, u.holders.piece(u.matrices[i], me));
+  }
+  // Blocks of elements for each seat, which follow each other in memory.
+  struct Blocks {
+    std::vector<Range> all;
+    int64_t end = 0;
+    // Appends n elements to the last block, or to one after it; returns where they begin.
+    int64_t append(int block, int64_t n) {
+      Range& r = all[static_cast<size_t>(block)];
+      if (r.size == 0) r.begin = end;
+      r.size += n;
+      return std::exchange(end, end + n);
+    }
+  };
+
   // The directions of a unit's matrices begin their way to the owners.
   void send_to_owners(const OfUnit& u, Stream& compute) {
-    const int me = seat(u), seats = u.holders.seats().count();
-    std::vector<Range> send(static_cast<size_t>(seats)), receive(send);
-    int64_t at = 0;
-    for (int s = 0; s < seats; ++s) {
-      const int64_t begin = at;
-      for (size_t i = 0; i < u.matrices.size(); ++i) {
-        const Matrix& m = u.matrices[i];
-        if (m.owner != s || !u.holders.sends(m, me)) continue;
-        const UnitHolders::Piece p = u.holders.piece(m, me);
-        if (p.held.size == 0) continue;
-        if (s == me) {
-          copy_piece(Way::to_matrix, u, i, p, gradients(u, p), compute);
-        } else {
-          copy_box(to_owners_.sent, {at, 0, 0}, gradients(u, p), {0, 0, 0}, {1, 1, p.held.size}, compute);
-          at += p.held.size;
-        }
-      }
-      send[static_cast<size_t>(s)] = {begin, at - begin};
-    }
-    if (!u.gathers) return;
-    at = 0;
-    for_each_received(u, [&](int s, size_t, const UnitHolders::Piece& p) {
-      Range& block = receive[static_cast<size_t>(s)];
-      if (block.size == 0) block.begin = at;
-      block.size += p.held.size, at += p.held.size;
+    const int me = seat(u);
+    Blocks send{std::vector<Range>(u.ranks.size())}, receive(send);
+    for_each_held(u, [&](int owner, size_t i, const UnitHolders::Piece& p) {
+      const int64_t n = p.held.size;
+      if (n == 0 || !u.holders.sends(u.matrices[i], me)) return;
+      if (owner == me) copy_piece(Way::to_matrix, u, i, p, gradients(u, p), compute);
+      else copy_box(to_owners_.sent, {send.append(owner, n), 0, 0}, gradients(u, p), {0, 0, 0}, {1, 1, n}, compute);
     });
-    start(to_owners_, u, send, receive, compute);
+    if (!u.gathers) return;
+    for_each_received(u, [&](int s, size_t, const UnitHolders::Piece& p) { receive.append(s, p.held.size); });
+    start(to_owners_, u, send.all, receive.all, compute);
   }
   // Own matrices = the directions of all that hold parts of them.
   void take_own(const OfUnit& u, Stream& compute) {
@@ -310,47 +311,35 @@ class MatrixUpdates {
 
   // The updates of own matrices begin their way to all that hold parts of them.
   void send_back(const OfUnit& u, Stream& compute) {
-    const int me = seat(u), seats = u.holders.seats().count();
-    std::vector<Range> send(static_cast<size_t>(seats)), receive(send), by_content;
-    int64_t at = 0;
-    if (exchanges(u))
-      for (int c = 0; c < u.holders.contents(); ++c) {
-        by_content.push_back({at, 0});
-        for (size_t i = 0; i < u.matrices.size(); ++i) {
-          if (u.place[i] < 0) continue;
-          const UnitHolders::Piece p = u.holders.piece(u.matrices[i], u.holders.seat_of(c));
-          copy_piece(Way::to_flat, u, i, p, back_.sent.slice(at, {p.held.size}), compute);
-          at += p.held.size;
-        }
-        by_content.back().size = at - by_content.back().begin;
-      }
-    at = 0;
-    for (int s = 0; s < seats; ++s) {
-      if (s != me && exchanges(u)) send[static_cast<size_t>(s)] = by_content[static_cast<size_t>(u.holders.content(s))];
-      const int64_t begin = at;
+    const int me = seat(u);
+    Blocks receive{std::vector<Range>(u.ranks.size())},
+        by_content{std::vector<Range>(static_cast<size_t>(u.holders.contents()))};
+    for (int c = 0; c < u.holders.contents() && exchanges(u); ++c)
       for (size_t i = 0; i < u.matrices.size(); ++i) {
-        if (u.matrices[i].owner != s) continue;
-        const UnitHolders::Piece p = u.holders.piece(u.matrices[i], me);
-        if (s == me) copy_piece(Way::to_flat, u, i, p, gradients(u, p), compute);
-        else at += p.held.size;
+        if (u.place[i] < 0) continue;
+        const UnitHolders::Piece p = u.holders.piece(u.matrices[i], u.holders.seat_of(c));
+        copy_piece(Way::to_flat, u, i, p, back_.sent.slice(by_content.append(c, p.held.size), {p.held.size}), compute);
       }
-      receive[static_cast<size_t>(s)] = {begin, at - begin};
-    }
-    if (exchanges(u)) start(back_, u, send, receive, compute);
+    for_each_held(u, [&](int owner, size_t i, const UnitHolders::Piece& p) {
+      if (owner == me) copy_piece(Way::to_flat, u, i, p, gradients(u, p), compute);
+      else receive.append(owner, p.held.size);
+    });
+    if (!exchanges(u)) return;
+    std::vector<Range> send(u.ranks.size());
+    for (int s = 0; s < u.holders.seats().count(); ++s)
+      if (s != me) send[static_cast<size_t>(s)] = by_content.all[static_cast<size_t>(u.holders.content(s))];
+    start(back_, u, send, receive.all, compute);
   }
   // The gradients of this rank = the updates of all owners.
   void take_results(const OfUnit& u, Stream& compute) {
     if (!exchanges(u)) return;
     compute.wait(back_.arrived);
-    const int me = seat(u);
     int64_t at = 0;
-    for (int s = 0; s < u.holders.seats().count(); ++s)
-      for (const Matrix& m : u.matrices) {
-        if (s == me || m.owner != s) continue;
-        const UnitHolders::Piece p = u.holders.piece(m, me);
-        copy_box(gradients(u, p), {0, 0, 0}, back_.received, {at, 0, 0}, {1, 1, p.held.size}, compute);
-        at += p.held.size;
-      }
+    for_each_held(u, [&](int owner, size_t, const UnitHolders::Piece& p) {
+      if (owner == seat(u)) return;
+      copy_box(gradients(u, p), {0, 0, 0}, back_.received, {at, 0, 0}, {1, 1, p.held.size}, compute);
+      at += p.held.size;
+    });
   }
 
   void start(Exchange& exchange, const OfUnit& u, const std::vector<Range>& send, const std::vector<Range>& receive,
