@@ -13,16 +13,7 @@
 //                If there are fewer key-value heads than ranks, several ranks get the same one; their gradients are
 //                added in fp32 in rank order.
 //
-// Bytes that a rank sends to the others, with P ranks and f = (P - 1) / P. K: its own keys and values (K32: in fp32);
-// Q: its queries; A: the keys and values that it packs for all ranks (A32: in fp32); H = Q + A: all heads it sends:
-//
-//                forward            backward
-//   ring         (P - 1) K          (P - 1) (K + K32)
-//   all-gather   (P - 1) K          (P - 1) (K + K32)
-//   ulysses      f (H + Q)          f (H + 3 Q + A): the heads again rather than kept, the output with its gradient;
-//                                   A32 instead of A where ranks share key-value heads
-//
-// Partial results stay in fp32 (contract 12).
+// parallel/README.md has the bytes that a rank sends. Partial results stay in fp32 (contract 12).
 #pragma once
 #include <source_location>
 

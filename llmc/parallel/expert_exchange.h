@@ -1,13 +1,8 @@
 // expert_exchange.h: rows on their way to the ranks that have their experts, and back.
 //
 // Every rank of an ep group has put its rows into the order of their experts, so that those for each rank of the group
-// are one block. Two ranks with two experts each, and tokens that choose two:
-//
-//   rank 0: a chose 1 3, b 0 1            a row for each choice, by expert:  b0 a1 b1 | a3
-//   rank 1: c chose 2 3, d 1 2                                                     d1 | c2 d2 c3
-//   arrived, by rank:                     rank 0:  b0 a1 b1 | d1             rank 1:  a3 | c2 d2 c3
-//   by expert, then by rank: computed     rank 0:  b0 a1 b1 d1               rank 1:  c2 d2 a3 c3
-//   and back the same way; each token then adds the outputs of its choices, in their order
+// are one block. They arrive by rank, are computed by expert and then by rank, and go back the same way; each token
+// then adds the outputs of its choices, in their order (parallel/README.md has a picture).
 //
 // A rank has room for a planned number of rows. If it gets more, they come in further rounds: with all its rows in
 // order, those of rank 0 first, then those of rank 1, and so on, round i brings rows [i room, (i + 1) room). So the
