@@ -35,12 +35,6 @@ inline std::vector<LinearMatrix> linear_matrices_of(const UnitSpec& unit, const 
   }
   return all;
 }
-// What lies between them.
-inline std::vector<Range> besides(const std::vector<LinearMatrix>& matrices, int64_t size) {
-  std::vector<Range> all;
-  for (const LinearMatrix& m : matrices) all.push_back({m.begin, m.whole().n});
-  return gaps(all, size);
-}
 
 class Fp8Weights {
  public:

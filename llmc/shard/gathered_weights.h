@@ -45,17 +45,13 @@ class Fp8Shard {
     const Range own = unit_.shard_range();
     copy(words(numbers.slice(own.begin, {own.size})), words(numbers_), stream);
     group.all_gather(words(numbers), stream);
-    int64_t tile = 0, at = 0;
-    for (const LinearMatrix& m : unit_.linear_matrices()) {
-      const TiledPart part = m.whole();
-      detail::tiles_from_fp8(whole.slice(m.begin, {part.n}), numbers.slice(m.begin, {part.n}),
-                             scales_.slice(tile, {part.tiles()}), part, stream);
-      tile += part.tiles();
-    }
-    for (const Range& r : unit_.besides_linear_matrices()) {
-      copy(whole.slice(r.begin, {r.size}), rest_.slice(at, {r.size}), stream);
-      at += r.size;
-    }
+    const Range all{0, unit_.size()};
+    for_parts(all, [&](const TiledPart& part, int64_t tile, const Range& r) {
+      detail::tiles_from_fp8(slice_of(whole, all, r), slice_of(numbers, all, r), scales_.slice(tile, {part.tiles()}),
+                             part, stream);
+    });
+    for_rest(all,
+             [&](const Range& r, int64_t at) { copy(slice_of(whole, all, r), rest_.slice(at, {r.size}), stream); });
   }
 
  private:
@@ -66,40 +62,48 @@ class Fp8Shard {
     return numbers;
   }
 
+  // Calls f(part, its matrix's first tile, elements of the unit) for what each matrix has of some elements of the unit.
+  template <class F>
+  void for_parts(const Range& some, F&& f) const {
+    int64_t tile = 0;
+    for (const LinearMatrix& m : unit_.linear_matrices()) {
+      TiledPart part = m.whole();
+      const int64_t first_tile = std::exchange(tile, tile + part.tiles());
+      const Range r = overlap({m.begin, part.n}, some);
+      if (r.size == 0) continue;
+      part.first = r.begin - m.begin, part.n = r.size;
+      f(part, first_tile, r);
+    }
+  }
+  // Calls f(elements of the unit, where they are in rest_) for those that no matrix has.
+  template <class F>
+  void for_rest(const Range& some, F&& f) const {
+    int64_t at = 0;
+    for (const Range& r : unit_.besides_linear_matrices()) {
+      if (const Range in = overlap(r, some); in.size > 0) f(in, at + in.begin - r.begin);
+      at += r.size;
+    }
+  }
+
   // all (ranks, tiles()): the largest number of each block, in each rank's shard
   void round_shard(Tensor all, Comm& group, Stream& stream) {
     const Range own = unit_.shard_range();
-    const auto for_own_parts = [&](auto&& f) {
-      int64_t tile = 0;
-      for (const LinearMatrix& m : unit_.linear_matrices()) {
-        TiledPart part = m.whole();
-        const int64_t first_tile = std::exchange(tile, tile + part.tiles());
-        const Range r = overlap({m.begin, part.n}, own);
-        if (r.size == 0) continue;
-        part.first = r.begin - m.begin, part.n = r.size;
-        f(part, first_tile, r.begin - own.begin);
-      }
-    };
     const Tensor mine = all.slice(group.rank() * scales_.numel(), {scales_.numel()});
     zero(mine, stream);
-    for_own_parts([&](const TiledPart& part, int64_t tile, int64_t begin) {
-      detail::tile_maxima(mine.slice(tile, {part.tiles()}), unit_.weight_shard().slice(begin, {part.n}), part, stream);
+    for_parts(own, [&](const TiledPart& part, int64_t tile, const Range& r) {
+      detail::tile_maxima(mine.slice(tile, {part.tiles()}), slice_of(unit_.weight_shard(), own, r), part, stream);
     });
     group.all_gather(all.reshaped({all.numel()}), stream);
     detail::scales_of_ranks(scales_, all, stream);
     zero(words(numbers_), stream);
-    for_own_parts([&](const TiledPart& part, int64_t tile, int64_t begin) {
-      detail::tiles_to_fp8(numbers_.slice(begin, {part.n}), unit_.weight_shard().slice(begin, {part.n}),
+    for_parts(own, [&](const TiledPart& part, int64_t tile, const Range& r) {
+      detail::tiles_to_fp8(slice_of(numbers_, own, r), slice_of(unit_.weight_shard(), own, r),
                            scales_.slice(tile, {part.tiles()}), part, stream);
     });
     zero(rest_, stream);  // the others' parts, to which they add theirs: exactly
-    int64_t at = 0;
-    for (const Range& r : unit_.besides_linear_matrices()) {
-      if (const Range here = overlap(r, own); here.size > 0)
-        copy(rest_.slice(at + here.begin - r.begin, {here.size}),
-             unit_.weight_shard().slice(here.begin - own.begin, {here.size}), stream);
-      at += r.size;
-    }
+    for_rest(own, [&](const Range& r, int64_t at) {
+      copy(rest_.slice(at, {r.size}), slice_of(unit_.weight_shard(), own, r), stream);
+    });
     if (!rest_.empty()) group.all_reduce(rest_, stream);
   }
 
@@ -136,16 +140,13 @@ class GatheredWeights {
   void start_pass(std::vector<size_t> order, Stream& compute, Travel travel = Travel::as_stored) {
     if (!sharded()) return;
     travel_ = travel;
-    // Frees the buffers that an interrupted pass had gathered ahead or still held.
-    for (Buffer* buffer : gathered_) held_.emplace_back(0, buffer);
-    gathered_.clear();
-    for (const auto& [u, buffer] : held_) {
-      compute.wait(buffer->ready);
-      buffer->release(compute);
+    for (const Gathered& g : gathered_) {  // what an interrupted pass had gathered ahead or still held
+      compute.wait(g.buffer->ready);
+      g.buffer->release(compute);
     }
-    held_.clear();
+    gathered_.clear();
     order_ = std::move(order);
-    acquired_ = issued_ = 0;
+    issued_ = 0;
     updated_weights_ = compute.record();
     gather_ahead();
   }
@@ -161,23 +162,21 @@ class GatheredWeights {
       units_.unit(u).make_fp8_again(compute);
       return units_.unit(u);
     }
-    CHECK(acquired_ < issued_ && order_[acquired_] == u);
-    Buffer* buffer = gathered_.front();
-    gathered_.erase(gathered_.begin());
-    compute.wait(buffer->ready);
-    units_.unit(u).attach_weights(buffer->memory);
-    held_.emplace_back(u, buffer);
-    ++acquired_;
+    const auto next = std::ranges::find(gathered_, false, &Gathered::acquired);
+    CHECK(next != gathered_.end() && next->unit == u);
+    compute.wait(next->buffer->ready);
+    units_.unit(u).attach_weights(next->buffer->memory);
+    next->acquired = true;
     gather_ahead();
     return units_.unit(u);
   }
   void release(size_t u, Stream& compute) {
     if (!sharded()) return;
-    const auto held = std::find_if(held_.begin(), held_.end(), [&](const auto& h) { return h.first == u; });
-    CHECK(held != held_.end());
-    units_.groups().hooks.released(held->second->memory, compute);
-    held->second->release(compute);
-    held_.erase(held);
+    const auto held = std::ranges::find(gathered_, u, &Gathered::unit);
+    CHECK(held != gathered_.end() && held->acquired);
+    units_.groups().hooks.released(held->buffer->memory, compute);
+    held->buffer->release(compute);
+    gathered_.erase(held);
     gather_ahead();
   }
 
@@ -196,7 +195,7 @@ class GatheredWeights {
     while (!outdated_.empty()) gather_updated();
     for (const auto& [u, event] : arriving_) compute.wait(event);
     arriving_.clear();
-    for (const Buffer* buffer : gathered_) compute.wait(buffer->ready);  // of an interrupted pass
+    for (const Gathered& g : gathered_) compute.wait(g.buffer->ready);  // of an interrupted pass
     units_.for_each([&](size_t u) {
       host_update_.wait_for(u, compute);
       units_.unit(u).make_fp8_again(compute);
@@ -219,15 +218,19 @@ class GatheredWeights {
   }
 
  private:
-  using Buffer = UnitBuffers::Buffer;
+  struct Gathered {
+    size_t unit;
+    UnitBuffers::Buffer* buffer;
+    bool acquired = false;
+  };
 
   // Issues the gather of the next unit of order_, if it has not been issued and a buffer is free.
   void gather_ahead() {
-    if (issued_ > acquired_ || issued_ == order_.size()) return;
+    if (issued_ == order_.size() || (!gathered_.empty() && !gathered_.back().acquired)) return;
     const size_t u = order_[issued_];
-    Buffer* buffer = buffers_.take(u);
+    UnitBuffers::Buffer* buffer = buffers_.take(u);
     if (buffer == nullptr) return;
-    gathered_.push_back(buffer);
+    gathered_.push_back({u, buffer});
     ++issued_;
     Stream& stream = units_.groups().gather_stream();
     stream.wait(updated_weights_);
@@ -283,9 +286,8 @@ class GatheredWeights {
   std::deque<std::pair<size_t, Event>> outdated_;  // units updated, whose gathers are not begun
   std::map<size_t, Event> arriving_;               // units whose gathers are begun, and not yet waited for
   std::vector<size_t> order_;                      // the units to acquire in this pass
-  size_t issued_ = 0, acquired_ = 0;               // how many of them have their gather begun, and are acquired
-  std::vector<Buffer*> gathered_;                  // issued and not yet acquired
-  std::vector<std::pair<size_t, Buffer*>> held_;   // unit and buffer, between acquire and release
+  size_t issued_ = 0;                              // how many of them have their gather begun
+  std::vector<Gathered> gathered_;                 // issued and not yet released; at most the last one is not acquired
   Event updated_weights_;
 };
 

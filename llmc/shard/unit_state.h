@@ -148,7 +148,11 @@ class UnitState {
   void attach_weights(const Tensor& buffer) { weights_ = in_buffer(buffer); }
   // The matrices that --products in fp8 is about, and what lies between them; none in other runs.
   const std::vector<LinearMatrix>& linear_matrices() const { return linear_; }
-  std::vector<Range> besides_linear_matrices() const { return besides(linear_, layout_.size); }
+  std::vector<Range> besides_linear_matrices() const {
+    std::vector<Range> all;
+    for (const LinearMatrix& m : linear_) all.push_back({m.begin, m.whole().n});
+    return gaps(all, layout_.size);
+  }
   // How a linear layer reads this matrix of weights(), and its other operands, in training.
   Reading reading(Operands read, const Tensor& matrix) const { return fp8_.reading(read, matrix); }
   // From here on, the numbers in fp8 of weights() are not theirs, until make_fp8_again().
