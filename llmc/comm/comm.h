@@ -16,32 +16,6 @@
 
 namespace llmc {
 
-// On the null device, what the exchanges of a group cost: bytes, and the path that they take.
-struct LinkCosts {
-  std::vector<int> members;
-  std::array<std::optional<LinkPath>, 3> paths = {};  // by Pattern
-
-  // Adds to the cost of a collective of `ranks` the bytes that `run` sends or receives over a transport that only
-  // counts, whichever are more. The rings of shards, whose steps are many, follow their law: every rank sends, and
-  // receives, all shards but one. On a plan's machine, which is always the same, also the path; none: no machine.
-  void add_to(OpCost& cost, CountingTransport& counting, int ranks, const Machine* machine,
-              const std::function<void()>& run) {
-    const int64_t sent = counting.sent, received = counting.received;
-    if (const std::string_view op = cost.name; op == "reduce_scatter" || op == "all_gather") {
-      const int64_t bytes = (ranks - 1) * (static_cast<int64_t>(cost.bytes) / ranks);
-      counting.sent += bytes, counting.received += bytes;
-    } else {
-      run();
-    }
-    cost.link_bytes = static_cast<double>(std::max(counting.sent - sent, counting.received - received));
-    cost.members = &members;
-    if (machine == nullptr) return;
-    std::optional<LinkPath>& path = paths[static_cast<size_t>(cost.pattern)];
-    if (!path) path = machine->path_of(cost);
-    cost.path = &*path;
-  }
-};
-
 // One rank's membership in a group. Buffers are flat, and divided into size() shards where a collective shards. A
 // derived class may stand in for a group, and change what its collectives do (Hooks).
 class Comm : public HostGroup {
@@ -60,7 +34,7 @@ class Comm : public HostGroup {
   }
 
   // The ranks of the world that are members, for the time that transfers take on paper; unknown: they are neighbours.
-  void set_members(std::vector<int> ranks) { costs_.members = std::move(ranks); }
+  void set_members(std::vector<int> ranks) { members_ = std::move(ranks); }
 
   Transport& transport() { return *transport_; }  // for other forms of collectives (dev/comm)
   // Bytes of tensors that this rank has sent; call with the streams idle.
@@ -262,7 +236,7 @@ class Comm : public HostGroup {
         transport_->between_two = between_two;
         cost.messages = c.messages.value_or(size() - 1);
         cost.pattern = c.pattern;
-        costs_.add_to(cost, *transport_, size(), stream.device().machine.get(), [&] { through(*transport_, nullptr); });
+        add_link_costs(cost, stream.device().machine.get(), [&] { through(*transport_, nullptr); });
         if (stream.device().kind == DeviceKind::null) return stream.run(cost, {inspected}, [] {});
       }
       const bool units = traffic_of(name_) == Traffic::units;
@@ -276,7 +250,28 @@ class Comm : public HostGroup {
     }
   }
 
-  LinkCosts costs_;
+  // On the null device: adds to the cost of a collective the bytes that `exchanges` sends or receives, whichever are
+  // more. The rings of shards, whose steps are many, follow their law: every rank sends, and receives, all shards but
+  // one. On a plan's machine, which is always the same, also the path; none: no machine.
+  template <class Exchanges>
+  void add_link_costs(OpCost& cost, const Machine* machine, Exchanges&& exchanges) {
+    const int64_t sent = transport_->sent, received = transport_->received;
+    if (const std::string_view op = cost.name; op == "reduce_scatter" || op == "all_gather") {
+      const int64_t bytes = (size() - 1) * (static_cast<int64_t>(cost.bytes) / size());
+      transport_->sent += bytes, transport_->received += bytes;
+    } else {
+      exchanges();
+    }
+    cost.link_bytes = static_cast<double>(std::max(transport_->sent - sent, transport_->received - received));
+    cost.members = &members_;
+    if (machine == nullptr) return;
+    std::optional<LinkPath>& path = paths_[static_cast<size_t>(cost.pattern)];
+    if (!path) path = machine->path_of(cost);
+    cost.path = &*path;
+  }
+
+  std::vector<int> members_;
+  std::array<std::optional<LinkPath>, 3> paths_;  // by Pattern
   std::unique_ptr<CountingTransport> counted_;
   std::shared_ptr<GpuCollectives> library_;
   std::function<void()> abort_;  // none: nothing waits

@@ -103,7 +103,7 @@ class FileState {
   // Writes a piece once this event has come. Until the next call, or flush(), it is only remembered.
   void write(Piece piece, const Event& changed) {
     flush();
-    if (piece.buffer != nullptr) unwritten_ = {std::move(piece), changed};
+    if (piece.buffer != nullptr) unwritten_.emplace(std::move(piece), changed);
   }
   void flush() {
     if (!unwritten_) return;
@@ -126,10 +126,6 @@ class FileState {
   }
 
  private:
-  struct Unwritten {
-    Piece piece;
-    Event changed;
-  };
   Stream& from_file() const { return *units_.groups().find_stream(Lane::from_file); }
   Stream& to_file() const { return *units_.groups().find_stream(Lane::to_file); }
   std::vector<Tensor> in_file(const OffloadPiece& piece) const {
@@ -143,7 +139,7 @@ class FileState {
   const Units& units_;
   std::vector<Buffer> buffers_;
   size_t turn_ = 0;
-  std::optional<Unwritten> unwritten_;
+  std::optional<std::pair<Piece, Event>> unwritten_;  // and when it has changed
 };
 
 class HostState {

@@ -61,7 +61,7 @@ class HostUpdate {
   using Change = std::function<void(size_t u, const Tensor& control, Stream& stream)>;
   void begin(const Tensor& control, Stream& compute, Change change) {
     CHECK(!under_way(), "updates in host memory: one begins before all weights of the last were waited for");
-    is_update_ = control.empty() ? IsUpdate::no : IsUpdate::yes;
+    is_update_ = !control.empty();
     change_ = std::move(change);
     for (const OffloadPiece& piece : offload_pieces(units_)) {
       pieces_.push_back({piece});
@@ -69,7 +69,7 @@ class HostUpdate {
     }
     read_ = enqueued_ = sent_ = 0;
     to_host().wait(compute.record());
-    if (is_update_ == IsUpdate::yes) copy_to_host(control_, control, to_host());
+    if (is_update_) copy_to_host(control_, control, to_host());
     if (!pieces_.empty()) fetch(pieces_[0]);
   }
   // Are there units whose weights nobody has waited for?
@@ -92,7 +92,6 @@ class HostUpdate {
 
  private:
   static constexpr const char* label = "buffers of host updates";
-  enum class IsUpdate : uint8_t { no, yes };
   using Buffer = UnitBuffers::Buffer;
   struct Piece : OffloadPiece {
     FileState::Piece from_file = {};
@@ -113,7 +112,7 @@ class HostUpdate {
   void proceed() {
     const size_t i = enqueued_;
     if (i < pieces_.size()) {
-      for (; read_ < std::min(i + 2, pieces_.size()) && is_update_ == IsUpdate::yes; ++read_)
+      for (; read_ < std::min(i + 2, pieces_.size()) && is_update_; ++read_)
         pieces_[read_].from_file = files_.read(pieces_[read_]);
       ++enqueued_;
       enqueue(pieces_[i]);
@@ -127,7 +126,7 @@ class HostUpdate {
     Stream& stream = to_host();
     const size_t turn = turn_++;
     for (const UnitState::StatePart& part : state_of(units_, piece)) {
-      const bool gradients = part.what == Offloaded::gradients && is_update_ == IsUpdate::yes;
+      const bool gradients = part.what == Offloaded::gradients && is_update_;
       if (!(gradients || part.what == Offloaded::weights) || !travels(part.what)) continue;
       std::vector<Buffer>& buffers = gradients ? gradients_ : weights_;
       Buffer& buffer = buffers[turn % buffers.size()];
@@ -167,7 +166,7 @@ class HostUpdate {
     Stream& stream = to_device();
     stream.wait(piece.updated);
     const auto& [device, host] = piece.changed;
-    if (is_update_ == IsUpdate::yes) copy_updated_to_device(device, host, control_, stream);
+    if (is_update_) copy_updated_to_device(device, host, control_, stream);
     else copy_to_device(device, host, stream);
     piece.sent = piece.weights->free = stream.record();
   }
@@ -179,7 +178,7 @@ class HostUpdate {
   std::vector<Buffer> gradients_, weights_;
   size_t turn_ = 0;
   // Of the update that began last.
-  IsUpdate is_update_ = IsUpdate::no;
+  bool is_update_ = false;
   Change change_;
   std::vector<Piece> pieces_;
   size_t read_ = 0, enqueued_ = 0, sent_ = 0;  // how many pieces are

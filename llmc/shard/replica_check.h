@@ -43,6 +43,11 @@ struct HeldCopies {
   }
 };
 
+inline uint64_t hash_of(const void* data, int64_t bytes) {
+  RunningHash hash;
+  hash.add(data, bytes);
+  return hash.value();
+}
 // Hashes in pieces, so that the copy of a GPU's memory takes little memory of the host.
 inline uint64_t hash_of_bits(const Tensor& t, Stream& stream) {
   constexpr int64_t piece_bytes = int64_t{16} << 20;
@@ -65,9 +70,7 @@ inline HeldCopy held_copy(const StateEntry& e, const std::string& unit, Stream& 
   HeldCopy held{e.param->name, where.value()};
   if (e.small() && !e.is_bf16_slot()) {
     const StateView view(e, stream);
-    RunningHash contents;
-    contents.add(view.tensor().bytes, view.tensor().size_bytes());
-    held.contents = contents.value();
+    held.contents = hash_of(view.tensor().bytes, view.tensor().size_bytes());
   } else {
     held.contents = hash_of_bits(e.tensor, stream);
   }
@@ -91,12 +94,9 @@ inline std::vector<HeldCopies> copies_held(const ModelState& state, const std::v
       of_unit[{e.kind, e.slot, e.param->copies}].parts.push_back(held_copy(e, state.unit(u).spec().name, stream));
     for (auto& [key, copies] : of_unit) held.push_back(std::move(copies));
   }
-  for (const SharedByAll& s : shared) {
-    RunningHash where, contents;
-    where.add(s.name.data(), std::ssize(s.name));
-    contents.add(s.values.data(), std::ssize(s.values) * static_cast<int64_t>(sizeof(float)));
-    held.push_back({{{s.name, where.value(), contents.value()}}});
-  }
+  for (const SharedByAll& s : shared)
+    held.push_back({{{s.name, hash_of(s.name.data(), std::ssize(s.name)),
+                      hash_of(s.values.data(), std::ssize(s.values) * static_cast<int64_t>(sizeof(float)))}}});
   return held;
 }
 

@@ -52,20 +52,15 @@ inline Tensor slice_of(const Tensor& t, const Range& held, const Range& r) {
 
 namespace detail {
 
-// The codes of one dtype, by code.
-inline float number_of(DType dtype, std::byte code) {
-  const auto bits = static_cast<uint8_t>(code);
-  return dtype == DType::e5m3 ? static_cast<float>(e5m3{bits}) : static_cast<float>(e4m3{bits});
-}
-inline std::byte code_of(DType dtype, float x) {
-  return static_cast<std::byte>(dtype == DType::e5m3 ? e5m3::of(x).bits : e4m3::of(x).bits);
-}
-// The numbers of whole blocks.
+// The numbers of whole blocks, in 8 bits.
 inline std::vector<float> numbers_of_blocks(const Tensor& blocks, const Tensor& scales, Stream& stream) {
   const HostView codes(blocks, stream), factors(scales, stream);
   std::vector<float> numbers(static_cast<size_t>(blocks.numel()));
-  for (size_t i = 0; i < numbers.size(); ++i)
-    numbers[i] = number_of(blocks.dtype, codes.tensor().bytes[i]) * factors.data<float>()[i / state_block];
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const auto bits = static_cast<uint8_t>(codes.tensor().bytes[i]);
+    numbers[i] = blocks.dtype == DType::e5m3 ? static_cast<float>(e5m3{bits}) : static_cast<float>(e4m3{bits});
+    numbers[i] *= factors.data<float>()[i / state_block];
+  }
   return numbers;
 }
 
@@ -129,8 +124,10 @@ void write_state(const StateEntry& e, Stream& stream, F&& f) {
   }
   write_on_host(e.scales, stream, [&](const Tensor& host) { std::ranges::copy(scales, host.data<float>()); });
   write_on_host(e.blocks, stream, [&](const Tensor& host) {
-    for (size_t i = 0; i < all.size(); ++i)
-      host.bytes[i] = detail::code_of(e.blocks.dtype, all[i] * reciprocal_of_power(scales[i / state_block]));
+    for (size_t i = 0; i < all.size(); ++i) {
+      const float x = all[i] * reciprocal_of_power(scales[i / state_block]);
+      host.bytes[i] = static_cast<std::byte>(e.blocks.dtype == DType::e5m3 ? e5m3::of(x).bits : e4m3::of(x).bits);
+    }
   });
 }
 
