@@ -43,9 +43,6 @@ class World {
     group->on_abort([this] { abort(); });
     return group;
   }
-  std::unique_ptr<Comm> join(int rank, const std::string& name, Axes along) {
-    return join(rank, name, mesh_.group(rank, along));
-  }
 
   // The number of a group. All ranks join groups with the same names in the same order, so it is the same on all its
   // members. A group of some ranks of other processes, which talk to each other through local().links alone, needs only
