@@ -110,17 +110,16 @@ struct ContextParallel {
   }
 };
 
-// Which experts of a layer a rank has (Shazeer et al. 2017; Lepikhin et al. 2020): the E experts lie on the ranks of an
-// ep group, E / ep consecutive ones on each, and no rank has a part of one. The ranks of a stage are numbered in two
-// ways, in the same order (parallel/README.md has a picture): for dense weights by shard, cp and tp, for experts by
-// shard and ep. An ep group takes neighbours: the ranks of tp, then of cp, then of shard. With one rank in an ep group
-// and no tensor parallelism the two views are the same, and so are the groups.
+// Which experts of a layer a rank has (Shazeer et al. 2017; Lepikhin et al. 2020): E / ep consecutive ones of E, and a
+// part of none. An ep group takes neighbours: the ranks of tp, then of cp, then of shard. So the ranks of a stage are
+// numbered in two ways, in the same order (parallel/README.md has a picture): for dense weights by shard, cp and tp,
+// for experts by shard and ep. With one rank in an ep group and no tensor parallelism the views are the same, and so
+// are the groups.
 //
 // Every rank has rows of its own: data and context parallelism divide them, and within a tensor-parallel group so does
-// sequence parallelism (parallel/expert_exchange.h sends them). An expert sees all rows of its ep group, so its
-// gradient is the sum over the ranks with the same ep coordinate: over the shards of this view, over which ZeRO shards
-// its state, then over the replicas. No other sum over tensor-parallel ranks is needed, and no division: losses are
-// divided by the global number of tokens.
+// sequence parallelism. An expert sees all rows of its ep group, so its gradient is the sum over the ranks with the
+// same ep coordinate: over the shards of this view, over which ZeRO shards its state, then over the replicas. No other
+// sum over tensor-parallel ranks is needed, and no division: losses are divided by the global number of tokens.
 struct ExpertParallel {
   int ranks = 1;      // of an ep group
   int64_t count = 0;  // experts of a layer; 0: a dense model

@@ -205,13 +205,10 @@ inline constexpr auto group_table = [] {
   });
 }();
 
-static_assert(
-    [] {
-      for (size_t i = 0; i < group_table.size(); ++i)
-        if (group_table[i].id != static_cast<GroupName>(i)) return false;
-      return true;
-    }(),
-    "the rows of the table are in the order of GroupName");
+static_assert(std::ranges::adjacent_find(group_table, std::ranges::greater_equal{}, &GroupRow::id) ==
+                      group_table.end() &&
+                  group_table.size() == static_cast<size_t>(GroupName::expert_control) + 1,
+              "the rows of the table are in the order of GroupName");
 
 // What the group of this name moves; groups that are not in the table, such as those of the links between stages, move
 // tensors.

@@ -4,14 +4,11 @@
 // are one block. They arrive by rank, are computed by expert and then by rank, and go back the same way; each token
 // then adds the outputs of its choices, in their order (parallel/README.md has a picture).
 //
-// A rank has room for a planned number of rows. If it gets more, they come in further rounds: with all its rows in
-// order, those of rank 0 first, then those of rank 1, and so on, round i brings rows [i room, (i + 1) room). So the
-// rows never exceed the room, and none is dropped; all ranks take part in as many rounds as the rank with the most rows
-// needs.
-//
-// The rows of each round follow from one table: how many rows each rank has for each expert. All ranks gather it and
-// their hosts read it: the host waits for the device once in each forward of a layer, recomputed ones included, after
-// it has enqueued the shared expert.
+// A rank has room for a planned number of rows. Those beyond it come in further rounds, so that none is dropped: with
+// all its rows in order, those of rank 0 first, round i brings rows [i room, (i + 1) room). All ranks take part in as
+// many rounds as the rank with the most rows needs. The rows of each round follow from one table, how many rows each
+// rank has for each expert, which all ranks gather and their hosts read: the host waits for the device once in each
+// forward of a layer, recomputed ones included, after it has enqueued the shared expert.
 //
 // The host does not wait where a capacity bounds the rows from each rank to every other, and a rank has room for that
 // many from every rank (ExpertPlacement::stride() in model/expert_config.h). Then each rank sends that many in one

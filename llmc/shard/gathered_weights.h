@@ -4,9 +4,8 @@
 // At stage 0 every rank has updated all of them. At every stage acquire() waits for what the host updates
 // (host_update.h).
 //
-// A gather is enqueued two units ahead of its use, not right after the update: NCCL launches the collectives of a rank
-// in the order in which the host enqueues them, and one of the compute stream, as in a layer of --tp, would begin only
-// when all gathers enqueued before it have begun.
+// A gather is enqueued two units ahead of its use, not right after the update, because a collective of the compute
+// stream would wait for all gathers enqueued before it (llmc/README.md: the order of collectives).
 #pragma once
 #include <deque>
 
@@ -247,7 +246,7 @@ class GatheredWeights {
     }
     const Tensor own = all.slice(unit.shard_range().begin, {unit.shard_range().size});
     if (units_.zero_config().offload.has(Offloaded::weights)) {
-      stream.wait(units_.groups().find_stream(Lane::to_host)->record());  // the last update's
+      stream.wait(units_.lane(Lane::to_host).record());  // the last update's
       copy_to_device(own, unit.weight_shard(), stream);
     } else {
       copy(own, unit.weight_shard(), stream);

@@ -84,7 +84,7 @@ class FileState {
     const std::vector<Tensor> homes = in_file(what);
     if (homes.empty()) return {};
     Piece piece{&buffers_[turn_++ % buffers_.size()], {}};
-    Stream& stream = from_file();
+    Stream& stream = units_.lane(Lane::from_file);
     stream.wait(piece.buffer->free);
     int64_t at = 0;
     for (const Tensor& home : homes) {
@@ -108,7 +108,7 @@ class FileState {
   void flush() {
     if (!unwritten_) return;
     const auto [piece, changed] = std::move(*std::exchange(unwritten_, std::nullopt));
-    Stream& stream = to_file();
+    Stream& stream = units_.lane(Lane::to_file);
     stream.wait(changed);
     for (const auto& [home, here] : piece.all) {
       const auto bytes = static_cast<double>(home.size_bytes());
@@ -122,12 +122,10 @@ class FileState {
   void settle(Stream& compute) {
     if (!any()) return;
     flush();
-    compute.wait(to_file().record());
+    compute.wait(units_.lane(Lane::to_file).record());
   }
 
  private:
-  Stream& from_file() const { return *units_.groups().find_stream(Lane::from_file); }
-  Stream& to_file() const { return *units_.groups().find_stream(Lane::to_file); }
   std::vector<Tensor> in_file(const OffloadPiece& piece) const {
     std::vector<Tensor> all;
     if (!units_.zero_config().offload.any_in_file()) return all;
@@ -175,8 +173,9 @@ class HostState {
     files_.flush();
     for (const OffloadPiece& piece : offload_pieces(units_)) pieces.push_back({piece});
     // Others may have read and written it on the compute stream.
-    if (any() && std::exchange(settled_, false)) to_device().wait(compute.record());
-    if (any() && offload_.has(Offloaded::gradients)) to_device().wait(units_.groups().reduce_stream().record());
+    if (any() && std::exchange(settled_, false)) units_.lane(Lane::to_device).wait(compute.record());
+    if (any() && offload_.has(Offloaded::gradients))
+      units_.lane(Lane::to_device).wait(units_.groups().reduce_stream().record());
     // What is in a file is fetched just before it is needed, since the host may have to wait for it.
     const size_t ahead = files_.any() ? 1 : 2;
     for (size_t i = 0, read = 0, fetched = 0; i < pieces.size(); ++i) {
@@ -192,7 +191,7 @@ class HostState {
       if (piece.buffer != nullptr) {
         unit.detach();
         send_back(piece, compute);
-        files_.write(std::move(piece.from_file), to_host().record());
+        files_.write(std::move(piece.from_file), units_.lane(Lane::to_host).record());
       }
       if (piece.last) changed(piece.unit);
     }
@@ -200,7 +199,7 @@ class HostState {
   // Before anything else reads or writes what is in host memory or in a file.
   void settle(Stream& compute) {
     if (!any() || settled_) return;
-    compute.wait(to_host().record());
+    compute.wait(units_.lane(Lane::to_host).record());
     files_.settle(compute);
     settled_ = true;
   }
@@ -214,9 +213,6 @@ class HostState {
     UnitState::Moved changed = {};  // in host memory, on the device
   };
 
-  Stream& to_device() const { return *units_.groups().find_stream(Lane::to_device); }
-  Stream& to_host() const { return *units_.groups().find_stream(Lane::to_host); }
-
   std::vector<UnitState::StatePart> offloaded(const OffloadPiece& piece) const {
     std::vector<UnitState::StatePart> all = state_of(units_, piece);
     std::erase_if(all, [&](const auto& part) { return !offload_.has(part.what); });
@@ -226,7 +222,7 @@ class HostState {
   void fetch(Piece& piece) {
     if (!any() || piece.range.size == 0) return;
     piece.buffer = &buffers_[turn_++ % buffers_.size()];
-    Stream& stream = to_device();
+    Stream& stream = units_.lane(Lane::to_device);
     stream.wait(piece.buffer->free);
     if (piece.from_file.buffer != nullptr) stream.wait(piece.from_file.buffer->ready);
     int64_t at = 0;
@@ -243,7 +239,7 @@ class HostState {
     piece.buffer->ready = stream.record();
   }
   void send_back(const Piece& piece, Stream& compute) {
-    Stream& stream = to_host();
+    Stream& stream = units_.lane(Lane::to_host);
     stream.wait(compute.record());
     for (const auto& [host, device] : piece.changed) copy_to_host(host, device, stream);
     units_.groups().hooks.released(piece.buffer->memory, stream);

@@ -13,8 +13,8 @@
 //
 // Updates work on each element alone, by the ops of CPUs: on a CPU the bits are those of a run that keeps everything on
 // the device. A GPU rounds elsewhere where a compiler contracts a product and a sum (contract 5). Beside a GPU the
-// update is a thread of the host; as it and a GPU's stream cannot wait for each other, there the host waits for either
-// (Stream::wait): so it enqueues an update before it waits for the one before.
+// update is a thread, and the host waits in place of a stream (FileState): so it enqueues an update before it waits for
+// the one before.
 //
 // The next step begins meanwhile: the first use of a unit's weights waits for its update (wait_for()), so that updates
 // go on while the units before compute. What is on the device stays as it is until it was copied, since a step begins
@@ -68,8 +68,8 @@ class HostUpdate {
       under_way_.insert(piece.unit);
     }
     read_ = enqueued_ = sent_ = 0;
-    to_host().wait(compute.record());
-    if (is_update_) copy_to_host(control_, control, to_host());
+    units_.lane(Lane::to_host).wait(compute.record());
+    if (is_update_) copy_to_host(control_, control, units_.lane(Lane::to_host));
     if (!pieces_.empty()) fetch(pieces_[0]);
   }
   // Are there units whose weights nobody has waited for?
@@ -101,10 +101,6 @@ class HostUpdate {
     Event fetched = {}, updated = {}, sent = {};
   };
 
-  Stream& to_host() const { return *units_.groups().find_stream(Lane::to_host); }
-  Stream& to_device() const { return *units_.groups().find_stream(Lane::to_device); }
-  Stream& host_update() const { return *units_.groups().find_stream(Lane::host_update); }
-
   bool travels(Offloaded part) const { return !offload_.has(part); }
   bool reads_weights() const { return !units_.precision().keeps_masters() || units_.precision().split_masters; }
 
@@ -123,7 +119,7 @@ class HostUpdate {
   // Begins to copy what the update of a piece reads on the device.
   void fetch(Piece& piece) {
     if (piece.range.size == 0) return;
-    Stream& stream = to_host();
+    Stream& stream = units_.lane(Lane::to_host);
     const size_t turn = turn_++;
     for (const UnitState::StatePart& part : state_of(units_, piece)) {
       const bool gradients = part.what == Offloaded::gradients && is_update_;
@@ -143,7 +139,7 @@ class HostUpdate {
   }
   void enqueue(Piece& piece) {
     if (piece.range.size == 0) return;
-    Stream& stream = host_update();
+    Stream& stream = units_.lane(Lane::host_update);
     stream.wait(piece.fetched);
     if (piece.weights != nullptr && !reads_weights()) {
       stream.wait(piece.weights->free);
@@ -163,7 +159,7 @@ class HostUpdate {
   }
   void send(Piece& piece) {
     if (piece.weights == nullptr) return;
-    Stream& stream = to_device();
+    Stream& stream = units_.lane(Lane::to_device);
     stream.wait(piece.updated);
     const auto& [device, host] = piece.changed;
     if (is_update_) copy_updated_to_device(device, host, control_, stream);

@@ -8,6 +8,9 @@
 namespace llmc {
 
 enum class StateKind : uint8_t { weight, master, average, slot, row_moment };
+constexpr auto names_of_values(StateKind) {
+  return std::array{"weight", "master", "average", "slot", llmc::row_moment.name};
+}
 
 // One entry of the StateTable: the elements [begin, begin + tensor.numel()) of param->box(), held by this rank.
 struct StateEntry {
@@ -23,13 +26,7 @@ struct StateEntry {
   bool small() const { return !blocks.empty() || !weight.empty() || is_bf16_slot(); }
   bool is_bf16_slot() const { return kind == StateKind::slot && tensor.dtype == DType::bf16; }
   // "weight", "master", "average" or the name of the slot, such as "moment1".
-  const char* name() const {
-    return kind == StateKind::weight       ? "weight"
-           : kind == StateKind::master     ? "master"
-           : kind == StateKind::average    ? "average"
-           : kind == StateKind::row_moment ? llmc::row_moment.name
-                                           : rule_of(param->rule).slots[slot].name;
-  }
+  const char* name() const { return kind == StateKind::slot ? rule_of(param->rule).slots[slot].name : name_of(kind); }
   Elements elements() const { return param->elements_from(begin); }  // where they are in the whole parameter
 
   // Calls f(i, index, n) for each row, or part of one: elements [i, i + n) of the tensor are those of the parameter

@@ -11,7 +11,6 @@
 //
 // What is offloaded (core/offload.h) is in the host's memory or in a file, and the StateTable finds it there. An update
 // reads and writes a piece of it that is attached on the device (host_state.h), or in host memory (host_update.h).
-//
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
 #include "comm/groups.h"

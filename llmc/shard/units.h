@@ -67,6 +67,7 @@ class Units {
   Sharing sharing_of(size_t index) const { return sharing_[index]; }
   const Precision& precision() const { return precision_; }
   Groups& groups() const { return groups_; }
+  Stream& lane(Lane own) const { return *groups_.find_stream(own); }  // one that has a stream of its own
   Groups::Sharers sharers(size_t index) const { return groups_.sharers(sharing_[index]); }
 
   StateTable state_table() const {
