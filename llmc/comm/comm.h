@@ -37,8 +37,9 @@ class Comm : public HostGroup {
   void set_members(std::vector<int> ranks) { members_ = std::move(ranks); }
 
   Transport& transport() { return *transport_; }  // for other forms of collectives (dev/comm)
-  // Bytes of tensors that this rank has sent; call with the streams idle.
+  // Bytes of tensors that this rank has sent, and received; call with the streams idle.
   int64_t bytes_sent() const { return counted().sent; }
+  int64_t bytes_received() const { return counted().received; }
   // The ranks with which this one has exchanged messages outside of collectives, or in all-to-alls: a library connects
   // to each.
   const std::set<int>& partners() const { return counted().partners; }

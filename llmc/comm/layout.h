@@ -86,9 +86,8 @@ struct ContextParallel {
 
   int slices() const { return ranks == 1 ? 1 : 2 * ranks; }
   // How many of the T rows of a sequence a rank has, and how many a slice has.
-  int64_t share(int64_t T) const { return exact_div(T, slices(), "rows over the slices of --cp") * slices_of_rank(); }
+  int64_t share(int64_t T) const { return exact_div(T, slices(), "rows over the slices of --cp") * (slices() / ranks); }
   int64_t slice_rows(int64_t T) const { return T / slices(); }
-  int slices_of_rank() const { return slices() / ranks; }
   // Slice i of a rank; its slices are in the order of their rows.
   int slice_of(int rank, int i) const { return i == 0 ? rank : 2 * ranks - 1 - rank; }
   // T rounded up to a number of rows that can be divided into slices.
@@ -124,7 +123,6 @@ struct ExpertParallel {
   int ranks = 1;      // of an ep group
   int64_t count = 0;  // experts of a layer; 0: a dense model
 
-  // The experts that a rank of the group has.
   Range held_by(int rank) const {
     const int64_t each = exact_div(count, ranks, "experts over --ep");
     return {each * rank, each};
@@ -160,7 +158,6 @@ struct PipelineParallel {
 // Which ranks share a unit of parameters: all that have the layer, or those that have the same experts of it.
 enum class Sharing : uint8_t { dense, experts };
 
-// Where a rank is in a layout.
 struct Coordinates {
   int rank, stage, replica, shard;  // shard: its place in the shard group
   int context, tensor;              // its places in the context- and tensor-parallel groups

@@ -12,7 +12,6 @@ namespace llmc {
 enum class Axis : uint8_t { pp, replicate, shard, cp, tp, ep };
 constexpr auto names_of_values(Axis) { return std::array{"pp", "replicate", "shard", "cp", "tp", "ep"}; }
 
-// Some of the axes.
 class Axes {
  public:
   constexpr Axes(std::initializer_list<Axis> axes) {
@@ -46,7 +45,6 @@ class Mesh {
     return 1;
   }
 
-  // The coordinate of a rank along an axis.
   int coordinate(int rank, Axis axis) const {
     for (size_t i = order_.size(); i-- > 0;) {
       if (order_[i].first == axis) return rank % order_[i].second;
@@ -86,8 +84,7 @@ class Mesh {
 };
 
 // ---- The groups that every rank is in -------------------------------------------------------------------------------
-// What moves in each, on which stream, and between whom. A new group is a row; groups.h makes communicators and streams
-// of the rows.
+// What moves in each, where, and between whom. A new group is a row; groups.h makes communicators and streams of rows.
 
 enum class GroupName : uint8_t {
   gradients,

@@ -185,10 +185,9 @@ class StageLinks {
           continue;
         }
         const int upper = mine, lower = (mine + 1) % stages, from = down ? upper : lower, to = down ? lower : upper;
-        const int other = stage == upper ? lower : upper;
-        std::vector<int> members = {first + upper * inner, first + lower * inner};
-        if (members[0] > members[1]) std::swap(members[0], members[1]);
-        const int peer = members[0] == first + other * inner ? 0 : 1;
+        const auto [one, other] = std::minmax(upper, lower);
+        const std::vector<int> members = {first + one * inner, first + other * inner};
+        const int peer = stage == one ? 1 : 0;
         links_.push_back(
             {from, to, std::make_unique<StageLink>(device, scratch_bytes, join(name, members), peer, span)});
       }

@@ -54,10 +54,6 @@ struct ContextGroup {
     stream().wait(g.compute.record(), where);
     return stream();
   }
-  DType sum_dtype(const Tensor& t) const { return accumulator_of(t.dtype); }
-  Tensor temporary(const char* name, DType dtype, int64_t rows, int64_t width) const {
-    return g.temporary(name, dtype, {rows, width});
-  }
   int slice_of(int rank, int i) const { return g.ranks.layout.context.slice_of(rank, i); }
   // The queries of this rank's slice `i` against some keys.
   AttentionBlock block(int i, const SequenceRows& keys, int64_t offset) const {
@@ -108,7 +104,7 @@ void for_blocks(const ContextGroup& c, int owner, Use&& use) {
 class TravellingKeys {
  public:
   TravellingKeys(const ContextGroup& c, Tensor qkv) : c_(c) {
-    for (Tensor& t : buffers_) t = c.temporary("keys and values", qkv.dtype, c.N, c.key_width);
+    for (Tensor& t : buffers_) t = c.g.temporary("keys and values", qkv.dtype, {c.N, c.key_width});
     c.copy_columns(buffers_[0], 0, qkv, c.query_width, c.key_width);
   }
   // Keys and values of step `s`; starts to send them on and to receive those of step s + 1.
@@ -129,8 +125,8 @@ class TravellingKeys {
 };
 
 inline void ring_forward(const AttentionTensors& a, const ContextGroup& c) {
-  const DType stat = c.sum_dtype(a.qkv);
-  const RunningAttention running{c.temporary("attention so far", stat, c.N, c.query_width),
+  const DType stat = accumulator_of(a.qkv.dtype);
+  const RunningAttention running{c.g.temporary("attention so far", stat, {c.N, c.query_width}),
                                  c.g.temporary("largest scores", stat, a.lse.shape),
                                  c.g.temporary("sums of exponentials", stat, a.lse.shape)};
   attention_begin(running, c.g.compute);
@@ -146,13 +142,13 @@ inline void ring_forward(const AttentionTensors& a, const ContextGroup& c) {
 }
 
 inline void ring_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, const ContextGroup& c) {
-  const DType stat = c.sum_dtype(a.qkv);
+  const DType stat = accumulator_of(a.qkv.dtype);
   Stream& compute = c.g.compute;
-  const Tensor dq = c.temporary("gradient of queries", stat, c.N, c.query_width);
-  const Tensor home = c.temporary("gradient of own keys and values", stat, c.N, c.key_width);
-  const Tensor incoming = c.temporary("gradient of keys that arrives", stat, c.N, c.key_width);
+  const Tensor dq = c.g.temporary("gradient of queries", stat, {c.N, c.query_width});
+  const Tensor home = c.g.temporary("gradient of own keys and values", stat, {c.N, c.key_width});
+  const Tensor incoming = c.g.temporary("gradient of keys that arrives", stat, {c.N, c.key_width});
   Tensor parts[2];  // this rank's gradients of others' keys; one is sent while the other is computed
-  for (Tensor& t : parts) t = c.temporary("gradient of others' keys", stat, c.N, c.key_width);
+  for (Tensor& t : parts) t = c.g.temporary("gradient of others' keys", stat, {c.N, c.key_width});
   zero(dq, compute);
   zero(home, compute);
   TravellingKeys keys(c, a.qkv);
@@ -200,9 +196,9 @@ inline void ring_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, c
 
 // The keys and values of whole sequences (B P T, 2 Hkv D).
 inline Tensor gather_keys(Tensor qkv, const ContextGroup& c) {
-  const Tensor all = c.temporary("keys and values", qkv.dtype, c.P * c.N, c.key_width);
+  const Tensor all = c.g.temporary("keys and values", qkv.dtype, {c.P * c.N, c.key_width});
   auto scope = c.g.arena.scope();
-  const Tensor shares = c.temporary("gathered keys and values", qkv.dtype, c.P * c.N, c.key_width);
+  const Tensor shares = c.g.temporary("gathered keys and values", qkv.dtype, {c.P * c.N, c.key_width});
   c.copy_columns(rows_of(shares, {c.r * c.N, c.N}), 0, qkv, c.query_width, c.key_width);
   c.comm().all_gather(shares, c.after_compute());
   c.g.compute.wait(c.stream().record());
@@ -228,12 +224,12 @@ inline void all_gather_forward(const AttentionTensors& a, const ContextGroup& c)
 }
 
 inline void all_gather_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, const ContextGroup& c) {
-  const DType stat = c.sum_dtype(a.qkv);
+  const DType stat = accumulator_of(a.qkv.dtype);
   Stream& compute = c.g.compute;
   const Tensor kv = gather_keys(a.qkv, c);
-  const Tensor dq = c.temporary("gradient of queries", stat, c.N, c.query_width);
-  const Tensor dkv = c.temporary("gradient of keys and values", stat, c.P * c.N, c.key_width);
-  const Tensor shares = c.temporary("gradient of keys, by rank", stat, c.P * c.N, c.key_width);
+  const Tensor dq = c.g.temporary("gradient of queries", stat, {c.N, c.query_width});
+  const Tensor dkv = c.g.temporary("gradient of keys and values", stat, {c.P * c.N, c.key_width});
+  const Tensor shares = c.g.temporary("gradient of keys, by rank", stat, {c.P * c.N, c.key_width});
   zero(dq, compute);
   zero(dkv, compute);
   for_slices(c, [&](const AttentionBlock& block) {
@@ -266,8 +262,8 @@ template <class Pack>
 void to_heads(Tensor out, const ContextGroup& c, Pack&& pack) {
   auto scope = c.g.arena.scope();
   const int64_t width = out.shape[1];
-  const Tensor sent = c.temporary("heads to send", out.dtype, c.P * c.N, width);
-  const Tensor shares = c.temporary("heads that arrive", out.dtype, c.P * c.N, width);
+  const Tensor sent = c.g.temporary("heads to send", out.dtype, {c.P * c.N, width});
+  const Tensor shares = c.g.temporary("heads that arrive", out.dtype, {c.P * c.N, width});
   for (int p = 0; p < c.P; ++p) pack(p, rows_of(sent, {p * c.N, c.N}));
   c.comm().all_to_all(shares, sent, c.after_compute());
   c.g.compute.wait(c.stream().record());
@@ -276,9 +272,9 @@ void to_heads(Tensor out, const ContextGroup& c, Pack&& pack) {
 // The way back: sends x (B P T, width) and returns each rank's heads for this rank's rows, (P, B T, width), in `dtype`.
 inline Tensor to_rows(Tensor x, DType dtype, const ContextGroup& c) {
   const int64_t width = x.shape[1];
-  const Tensor shares = c.temporary("rows that arrive", dtype, c.P * c.N, width);
+  const Tensor shares = c.g.temporary("rows that arrive", dtype, {c.P * c.N, width});
   auto scope = c.g.arena.scope();
-  const Tensor sent = c.temporary("rows to send", dtype, c.P * c.N, width);
+  const Tensor sent = c.g.temporary("rows to send", dtype, {c.P * c.N, width});
   c.to_shares(sent, x);
   c.comm().all_to_all(shares, sent, c.after_compute());
   c.g.compute.wait(c.stream().record());
@@ -287,7 +283,7 @@ inline Tensor to_rows(Tensor x, DType dtype, const ContextGroup& c) {
 // This rank's query, key and value heads of whole sequences.
 inline Tensor heads_of_sequences(Tensor qkv, const HeadShares& heads, const ContextGroup& c) {
   const int64_t D = c.shape.D;
-  const Tensor all = c.temporary("heads of whole sequences", qkv.dtype, c.P * c.N, heads.all() * D);
+  const Tensor all = c.g.temporary("heads of whole sequences", qkv.dtype, {c.P * c.N, heads.all() * D});
   to_heads(all, c, [&](int p, Tensor room) {
     const int64_t first_key = c.shape.Hq + heads.first_key(p);
     c.copy_columns(room, 0, qkv, p * heads.queries * D, heads.queries * D);
@@ -305,7 +301,7 @@ inline void ulysses_forward(const AttentionTensors& a, const ContextGroup& c) {
   const AttentionShape shape = whole_shape(heads, c);
   const int64_t width = heads.queries * c.shape.D;
   const Tensor all = heads_of_sequences(a.qkv, heads, c);
-  const Tensor result = c.temporary("attention of some heads", a.qkv.dtype, c.P * c.N, width);
+  const Tensor result = c.g.temporary("attention of some heads", a.qkv.dtype, {c.P * c.N, width});
   AttentionTensors of_heads = a;
   of_heads.lse = a.lse.reshaped({shape.B, shape.Hq, shape.T});
   if (!a.largest.empty()) of_heads.largest = a.largest.slice(c.r * shape.Hq, {shape.Hq});
@@ -322,14 +318,14 @@ inline void ulysses_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a
   const int64_t D = c.shape.D, width = heads.queries * D, keys = 2 * heads.keys * D;
   // Where several ranks have the same keys, their parts of the gradients stay in fp32.
   const bool parts = heads.copies > 1;
-  const DType sum = parts ? c.sum_dtype(a.qkv) : a.qkv.dtype;
+  const DType sum = parts ? accumulator_of(a.qkv.dtype) : a.qkv.dtype;
   const Tensor all = heads_of_sequences(a.qkv, heads, c);
-  const Tensor dq = c.temporary("gradient of query heads", sum, c.P * c.N, width);
-  const Tensor dkv = c.temporary("gradient of key-value heads", sum, c.P * c.N, keys);
+  const Tensor dq = c.g.temporary("gradient of query heads", sum, {c.P * c.N, width});
+  const Tensor dkv = c.g.temporary("gradient of key-value heads", sum, {c.P * c.N, keys});
   {
     auto scope = c.g.arena.scope();
-    const Tensor result = c.temporary("attention of some heads", a.qkv.dtype, c.P * c.N, width);
-    const Tensor dresult = c.temporary("gradient of attention of some heads", a.qkv.dtype, c.P * c.N, width);
+    const Tensor result = c.g.temporary("attention of some heads", a.qkv.dtype, {c.P * c.N, width});
+    const Tensor dresult = c.g.temporary("gradient of attention of some heads", a.qkv.dtype, {c.P * c.N, width});
     for (const auto& [whole, share] : {std::pair{result, a.out}, std::pair{dresult, dout}})
       to_heads(whole, c, [&](int p, Tensor room) { c.copy_columns(room, 0, share, p * width, width); });
     if (parts) zero(dq, c.g.compute), zero(dkv, c.g.compute);
@@ -348,7 +344,7 @@ inline void ulysses_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a
     const Tensor of_ranks = rows_of(shares, {p * c.N, heads.copies * c.N});
     Tensor whole = of_ranks;
     if (parts) {
-      whole = c.temporary("gradient of keys of one head", sum, c.N, keys);
+      whole = c.g.temporary("gradient of keys of one head", sum, {c.N, keys});
       merge_parts(whole, of_ranks.reshaped({heads.copies, c.N, keys}), {}, c.g.compute);
     }
     const int64_t first_key = c.shape.Hq + heads.first_key(p);

@@ -32,7 +32,6 @@ class Fp8Shard {
     rest_ = alloc(unit.weight_shard().dtype, rest);
   }
 
-  // Before a step: the weights may have changed.
   void weights_changed() { outdated_ = true; }
 
   int64_t tiles() const { return scales_.numel(); }

@@ -27,9 +27,9 @@ class MatrixUpdates {
     const auto room = [&](const char* label, int64_t n) {
       return n > 0 ? arena.alloc(label, "matrices", dtype, {n, 1}) : Tensor{};
     };
-    own_ = room("matrices iterated", sizes_.own);
-    to_owners_ = {room("matrices sent", sizes_.to_owners.sent), room("matrices received", sizes_.to_owners.received)};
-    back_ = {room("results sent", sizes_.back.sent), room("results received", sizes_.back.received)};
+    own_ = room("matrices iterated", most_own_);
+    to_owners_ = {room("matrices sent", most_to_owners_.sent), room("matrices received", most_to_owners_.received)};
+    back_ = {room("results sent", most_back_.sent), room("results received", most_back_.received)};
   }
 
   // Replaces the reduced gradients of all matrices by their updates; momenta follow.
@@ -69,10 +69,6 @@ class MatrixUpdates {
   using Round = std::vector<OfUnit>;
   struct Elements {
     int64_t sent = 0, received = 0;
-  };
-  struct Sizes {
-    int64_t own = 0;
-    Elements to_owners, back;
   };
   // What is on its way, in one direction.
   struct Exchange {
@@ -181,10 +177,10 @@ class MatrixUpdates {
       const auto include = [](Elements& most, const std::vector<Elements>& all) {
         for (const Elements& e : all) most = {std::max(most.sent, e.sent), std::max(most.received, e.received)};
       };
-      include(sizes_.to_owners, gather);
-      if (exchanges(u)) include(sizes_.back, back);
+      include(most_to_owners_, gather);
+      if (exchanges(u)) include(most_back_, back);
     }
-    sizes_.own = std::max(sizes_.own, *std::max_element(own.begin(), own.end()));
+    most_own_ = std::max(most_own_, *std::max_element(own.begin(), own.end()));
   }
 
   Tensor own_matrix(const OfUnit& u, size_t i) const {
@@ -380,7 +376,8 @@ class MatrixUpdates {
   Units& units_;
   Muon muon_;
   std::vector<Round> rounds_;
-  Sizes sizes_;
+  int64_t most_own_ = 0;  // elements of a round, on any rank of the stage
+  Elements most_to_owners_, most_back_;
   int64_t scratch_bytes_ = 0;
   Tensor own_;  // flat, in the dtype of the products
   Exchange to_owners_, back_;

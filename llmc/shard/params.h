@@ -57,7 +57,6 @@ struct ParamSpec {
 
   int64_t numel() const { return shape.numel(); }  // of the whole parameter
   Box box() const { return part ? *part : Box{0, shape[0], 0, numel() / shape[0]}; }
-  // The shape that this rank stores.
   Shape stored_shape() const {
     const Box held = box();
     Shape stored = shape;
@@ -132,7 +131,6 @@ inline size_t param_index(const UnitSpec& unit, const std::string& suffix) {
 
 // ---- Parts: tensor parallelism cuts matrices, expert parallelism deals experts out ----------------------------------
 
-// The part of a parameter that a rank has.
 inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
   if (tp.ranks == 1) return p;
   Box box = p.box();

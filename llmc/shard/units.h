@@ -52,7 +52,6 @@ class Units {
   const UnitState& unit(size_t index) const { return *units_[index]; }
   UnitState& unit(size_t index) { return *units_[index]; }
   const UnitState& front() const { return *units_.front(); }
-  const UnitState& back() const { return *units_.back(); }
   size_t size() const { return units_.size(); }  // of the whole model
   int64_t size_of(size_t index) const { return has(index) ? unit(index).size() : 0; }
   // f(index) for each unit that this rank has.
