@@ -176,7 +176,6 @@ class Comm : public HostGroup {
  private:
   CountingTransport& counted() const { return counted_ ? *counted_ : *transport_; }
 
-  // Sends and receives of the library.
   struct LibraryTransport final : Transport {
     explicit LibraryTransport(Comm& c) : comm(c) {}
     int rank() const override { return comm.rank(); }

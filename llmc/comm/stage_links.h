@@ -159,7 +159,6 @@ class StageLink {
   std::vector<Buffer*> posted_;
 };
 
-// The links of a stage to and from its neighbours.
 class StageLinks {
  public:
   // f(name, members): the group of these two ranks, ascending; the same names in the same order on all ranks.

@@ -142,7 +142,6 @@ struct RowLinear {
                            p.reading());
     if (const Tensor dbias = p.dbias(); !dbias.empty()) linear_backward_bias(dbias, dout, g.compute);
   }
-  // Both at once.
   void backward(Tensor dx, Tensor dout, Tensor x) const {
     if (g.size() == 1 && before_gelu.empty())
       return linear_backward(dx, p.dweight(), p.dbias(), dout, x, p.weight(), p.accumulate(), g.compute, p.reading());
