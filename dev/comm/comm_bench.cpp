@@ -34,7 +34,7 @@ std::pair<double, int64_t> measure(const Form& form, int ranks, int64_t n) {
     const Device device{DeviceKind::cpu, 1};
     Arena arena(device, 2 * n * 4 + 1024), scratch(device, 1 << 20);
     Stream stream(device, scratch);
-    const auto comm = world.join(rank, "bench", {Axis::shard});
+    const auto comm = world.join(rank, "bench", world.mesh().group(rank, {Axis::shard}));
     const Tensor buffer = arena.alloc("bench", "buffer", DType::fp32, {n}),
                  spare = arena.alloc("bench", "spare", DType::fp32, {n});
     const int rounds = n < (1 << 20) ? 30 : 7;

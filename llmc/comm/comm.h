@@ -11,17 +11,13 @@
 
 #include "comm/comm_nccl.h"
 #include "comm/host_group.h"
-#include "comm/link_costs.h"
-#include "comm/ring.h"
 #include "comm/server.h"
-#include "device/arena.h"
-#include "device/device.h"
-#include "net/watching/board.h"
+#include "device/machine.h"
 
 namespace llmc {
 
 // One rank's membership in a group. Buffers are flat, and divided into size() shards where a collective shards. A
-// derived class may stand in for a group, and change what its collectives do (hooks.h).
+// derived class may stand in for a group, and change what its collectives do (Hooks).
 class Comm : public HostGroup {
  public:
   Comm(std::string name, std::unique_ptr<Transport> transport)
@@ -38,7 +34,7 @@ class Comm : public HostGroup {
   }
 
   // The ranks of the world that are members, for the time that transfers take on paper; unknown: they are neighbours.
-  void set_members(std::vector<int> ranks) { costs_.set_members(std::move(ranks)); }
+  void set_members(std::vector<int> ranks) { members_ = std::move(ranks); }
 
   Transport& transport() { return *transport_; }  // for other forms of collectives (dev/comm)
   // Bytes of tensors that this rank has sent, and received; call with the streams idle.
@@ -180,7 +176,6 @@ class Comm : public HostGroup {
  private:
   CountingTransport& counted() const { return counted_ ? *counted_ : *transport_; }
 
-  // Sends and receives of the library.
   struct LibraryTransport final : Transport {
     explicit LibraryTransport(Comm& c) : comm(c) {}
     int rank() const override { return comm.rank(); }
@@ -241,7 +236,7 @@ class Comm : public HostGroup {
         transport_->between_two = between_two;
         cost.messages = c.messages.value_or(size() - 1);
         cost.pattern = c.pattern;
-        costs_.add_to(cost, *transport_, size(), stream.device().machine.get(), [&] { through(*transport_, nullptr); });
+        add_link_costs(cost, stream.device().machine.get(), [&] { through(*transport_, nullptr); });
         if (stream.device().kind == DeviceKind::null) return stream.run(cost, {inspected}, [] {});
       }
       const bool units = traffic_of(name_) == Traffic::units;
@@ -255,11 +250,64 @@ class Comm : public HostGroup {
     }
   }
 
-  LinkCosts costs_;
+  // On the null device: adds to the cost of a collective the bytes that `exchanges` sends or receives, whichever are
+  // more. The rings of shards, whose steps are many, follow their law: every rank sends, and receives, all shards but
+  // one. On a plan's machine, which is always the same, also the path; none: no machine.
+  template <class Exchanges>
+  void add_link_costs(OpCost& cost, const Machine* machine, Exchanges&& exchanges) {
+    const int64_t sent = transport_->sent, received = transport_->received;
+    if (const std::string_view op = cost.name; op == "reduce_scatter" || op == "all_gather") {
+      const int64_t bytes = (size() - 1) * (static_cast<int64_t>(cost.bytes) / size());
+      transport_->sent += bytes, transport_->received += bytes;
+    } else {
+      exchanges();
+    }
+    cost.link_bytes = static_cast<double>(std::max(transport_->sent - sent, transport_->received - received));
+    cost.members = &members_;
+    if (machine == nullptr) return;
+    std::optional<LinkPath>& path = paths_[static_cast<size_t>(cost.pattern)];
+    if (!path) path = machine->path_of(cost);
+    cost.path = &*path;
+  }
+
+  std::vector<int> members_;
+  std::array<std::optional<LinkPath>, 3> paths_;  // by Pattern
   std::unique_ptr<CountingTransport> counted_;
   std::shared_ptr<GpuCollectives> library_;
   std::function<void()> abort_;  // none: nothing waits
   int exceptions_ = std::uncaught_exceptions();
 };
+
+// What a test, or --selftest, installs in a World to watch its ranks, or to break them on purpose. Production code
+// calls each hook once per event, and the hooks that are installed by default do nothing. One object serves all ranks
+// of a World at the same time, so its methods are const. Bugs are planted by replacing a group with a class derived
+// from Comm whose collectives skip or change something.
+class Hooks {
+ public:
+  virtual ~Hooks() = default;
+  // An arena of a rank, or the scratch of its ops, was created; nothing has been allocated from it yet.
+  virtual void arena_created(Arena&) const {}
+  // From this point of the stream on, nobody may read `memory` until it is written again.
+  virtual void released(const Tensor& memory, Stream&) const { (void)memory; }
+  // The same for all of a unit's buffer except `kept`.
+  void released_except(const Tensor& unit, const Range& kept, Stream& stream) const {
+    released(unit.slice(0, {kept.begin}), stream);
+    released(unit.slice(kept.end(), {unit.numel() - kept.end()}), stream);
+  }
+  // A rank is about to iterate a matrix (Muon): the rows of this parameter from `row` on, or all of them.
+  virtual void iterated(const std::string& parameter, int64_t row) const { (void)parameter, (void)row; }
+  // A rank has joined this group; the returned group takes its place.
+  virtual std::unique_ptr<Comm> joined(std::unique_ptr<Comm> group) const { return group; }
+};
+
+// Fills free and released memory, which nobody may read, with bytes that are a NaN in every floating-point dtype.
+class Poison : public Hooks {
+ public:
+  void arena_created(Arena& arena) const override { arena.poison_free(); }
+  void released(const Tensor& memory, Stream& stream) const override { poison(memory, stream); }
+};
+
+inline const Hooks no_hooks{};
+inline const Poison poison_hooks{};
 
 }  // namespace llmc

@@ -54,7 +54,7 @@ class MpiThread {
     Side out, in;
     int group = -1, self = 0, to = -1, from = -1;  // ranks, for errors
     int64_t open = 0;                              // requests that are not complete
-    bool done = false, broken = false;
+    bool done = false;
     std::string error = {};
     std::condition_variable ready = {};
   };
@@ -124,7 +124,7 @@ class MpiThread {
     work_.notify_one();
     e.ready.wait(lock, [&] { return e.done || released_; });
     std::erase(waiting_, &e);
-    if (e.broken) throw ConnectionError(e.error);
+    if (e.error.starts_with("MPI_")) throw ConnectionError(e.error);  // a call has failed, not a length been wrong
     if (!e.error.empty()) throw Error(e.error);
     if (!e.done) throw PeerError();
   }
@@ -247,7 +247,6 @@ class MpiThread {
   // MPI cannot be relied on after an error: all other exchanges end too.
   void fail(Exchange& e, const std::string& fault) {
     e.error = fault;
-    e.broken = fault.starts_with("MPI_");  // a call has failed; otherwise a message has an unexpected length
     e.done = true;
     aborted_ = true;
   }

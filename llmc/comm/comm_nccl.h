@@ -7,7 +7,7 @@
 #include <mutex>
 #include <thread>
 
-#include "comm/group_table.h"
+#include "comm/mesh.h"
 #include "comm/ring.h"
 #ifdef TRAIN_GPT_NCCL
 #include <nccl.h>
@@ -113,16 +113,10 @@ inline constexpr NcclSetting nccl_settings[] = {
 };
 
 // Pauses between two polls of something that takes from microseconds to seconds.
-class Pause {
- public:
-  void operator()() {
-    if (++looks_ < 100) std::this_thread::yield();
-    else std::this_thread::sleep_for(std::chrono::microseconds(looks_ < 1000 ? 20 : 1000));
-  }
-
- private:
-  int looks_ = 0;
-};
+inline void pause_after(int looks) {
+  if (looks < 100) std::this_thread::yield();
+  else std::this_thread::sleep_for(std::chrono::microseconds(looks < 1000 ? 20 : 1000));
+}
 
 inline int nccl_version_number() {
   int version = 0;
@@ -301,7 +295,7 @@ class NcclGroup final : public GpuCollectives {
   ncclResult_t await(ncclResult_t status, double seconds = std::numeric_limits<double>::infinity()) {
     using Clock = std::chrono::steady_clock;
     const Clock::time_point begin = Clock::now();
-    for (detail::Pause pause; status == ncclInProgress && !failed_; pause()) {
+    for (int looks = 1; status == ncclInProgress && !failed_; detail::pause_after(looks++)) {
       if (std::chrono::duration<double>(Clock::now() - begin).count() > seconds) break;
       status = state();
     }

@@ -2,7 +2,6 @@
 #pragma once
 #include "comm/comm_mpi.h"
 #include "comm/world.h"
-#include "net/meeting/launch.h"
 #include "net/meeting/rendezvous.h"
 #include "net/tcp_links.h"
 #include "net/watching/watchdog.h"

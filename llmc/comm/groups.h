@@ -1,11 +1,7 @@
-// groups.h: one rank among all: its coordinates, its groups (comm/group_table.h), and the streams on which gradients
-// are reduced, weights gathered, activations exchanged and keys passed on while the compute stream computes.
+// groups.h: one rank among all: its coordinates, its groups (the table in comm/mesh.h), and the streams on which
+// gradients are reduced, weights gathered, activations exchanged and keys passed on while the compute stream computes.
 #pragma once
-#include <exception>
-
 #include "comm/comm.h"
-#include "comm/group_table.h"
-#include "comm/hooks.h"
 #include "comm/layout.h"
 #include "comm/stage_links.h"
 
@@ -113,7 +109,6 @@ class Groups {
     links.for_each([&](StageLink& link) { all.push_back(&link.stream()); });
     return all;
   }
-  // The groups that move tensors.
   std::vector<Comm*> tensor_groups() const {
     std::vector<Comm*> all;
     for (size_t i = 0; i < table_.size(); ++i)
@@ -198,7 +193,6 @@ class Groups {
     if (device.machine) device.machine = std::make_shared<const Machine>(device.machine->host());
     return device;
   }
-  // Which lanes have a stream of their own.
   static Streams make_streams(const Layout& layout, const Device& device) {
     Streams streams;
     const auto make = [&](Lane lane, bool needed) {

@@ -56,10 +56,13 @@ namespace detail {
 
 inline int wrap(int rank, int size) { return (rank % size + size) % size; }
 
-// Calls f(first element, elements) for each chunk of n elements.
-template <class F>
+// Calls f(first element, elements, bytes) for each chunk of n elements.
+template <class T, class F>
 void for_chunks(int64_t n, F&& f) {
-  for (int64_t begin = 0; begin < n; begin += chunk_elements) f(begin, std::min(chunk_elements, n - begin));
+  for (int64_t begin = 0; begin < n; begin += chunk_elements) {
+    const int64_t count = std::min(chunk_elements, n - begin);
+    f(begin, count, count * static_cast<int64_t>(sizeof(T)));
+  }
 }
 
 }  // namespace detail
@@ -73,8 +76,7 @@ void reduce_scatter(const Link& t, T* buffer, int64_t n, T* scratch) {
   for (int s = 0; s < P - 1; ++s) {
     T* out = buffer + detail::wrap(r - 1 - s, P) * n;
     T* in = buffer + detail::wrap(r - 2 - s, P) * n;
-    detail::for_chunks(n, [&](int64_t begin, int64_t count) {
-      const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    detail::for_chunks<T>(n, [&](int64_t begin, int64_t count, int64_t bytes) {
       t.exchange({next, out + begin, bytes}, {previous, scratch, bytes});
       t.add(in + begin, scratch, count);
     });
@@ -88,8 +90,7 @@ void all_gather(const Link& t, T* buffer, int64_t n) {
   for (int s = 0; s < P - 1; ++s) {
     const T* out = buffer + detail::wrap(r - s, P) * n;
     T* in = buffer + detail::wrap(r - s - 1, P) * n;
-    detail::for_chunks(n, [&](int64_t begin, int64_t count) {
-      const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    detail::for_chunks<T>(n, [&](int64_t begin, int64_t, int64_t bytes) {
       t.exchange({next, out + begin, bytes}, {previous, in + begin, bytes});
     });
   }
@@ -101,8 +102,7 @@ void broadcast(const Link& t, T* buffer, int64_t n, int root) {
   const int P = t.size(), position = detail::wrap(t.rank() - root, P);
   const int next = position + 1 < P ? detail::wrap(t.rank() + 1, P) : -1,
             previous = position > 0 ? detail::wrap(t.rank() - 1, P) : -1;
-  detail::for_chunks(n, [&](int64_t begin, int64_t count) {
-    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+  detail::for_chunks<T>(n, [&](int64_t begin, int64_t, int64_t bytes) {
     if (previous >= 0) t.exchange({}, {previous, buffer + begin, bytes});
     if (next >= 0) t.exchange({next, buffer + begin, bytes}, {});
   });
@@ -114,8 +114,7 @@ void reduce(const Link& t, T* buffer, int64_t n, int root, T* scratch) {
   const int P = t.size(), position = detail::wrap(t.rank() - root - 1, P);  // the root comes last
   const int next = position + 1 < P ? detail::wrap(t.rank() + 1, P) : -1,
             previous = position > 0 ? detail::wrap(t.rank() - 1, P) : -1;
-  detail::for_chunks(n, [&](int64_t begin, int64_t count) {
-    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+  detail::for_chunks<T>(n, [&](int64_t begin, int64_t count, int64_t bytes) {
     if (previous >= 0) {
       t.exchange({}, {previous, scratch, bytes});
       t.add(buffer + begin, scratch, count);

@@ -2,14 +2,13 @@
 // its neighbours, with a stream of its own at both ends, so that messages travel while the stages compute. A message
 // goes through a buffer at either end; its last bytes are a header that says what it is.
 //
-// No ranks wait in a cycle. A link has a direction, and a group of its two ranks that nothing else uses: where
-// neighbours send both ways at the same time, these are two groups on two streams, so that neither waits behind the
-// other. (NCCL needs a group call only where a send and a receive share a communicator and a stream.) The first message
-// of a communicator may block the host until its peer gets there, too, and NCCL runs the work that a rank has enqueued
-// on all of its communicators in the order of enqueueing (comm_nccl.h): in both cases it is as if sends and receives
-// blocked, and check.h proves that the lists complete even then. The groups themselves are made in rounds, two for each
-// colour of the pipeline's edges: edges of one colour share no stage, so a rank joins at most one group in a round, and
-// all ranks go through the rounds in the same order.
+// No ranks wait in a cycle. A link has a direction, and a group of its two ranks that nothing else uses: neighbours
+// that send both ways at the same time have two groups on two streams, so that neither waits behind the other. (NCCL
+// needs a group call only where a send and a receive share a communicator and a stream.) The first message of a
+// communicator may block the host until its peer gets there, too, and NCCL runs a rank's work on all communicators in
+// the order of enqueueing (comm_nccl.h): it is as if sends and receives blocked, and check.h proves that the lists
+// complete even then. The groups are made in rounds, two for each colour of the pipeline's edges: edges of one colour
+// share no stage, so a rank joins at most one group in a round, and all ranks go through the rounds in the same order.
 #pragma once
 #include "comm/comm.h"
 #include "comm/layout.h"
@@ -162,7 +161,6 @@ class StageLink {
   std::vector<Buffer*> posted_;
 };
 
-// The links of a stage to and from its neighbours.
 class StageLinks {
  public:
   // f(name, members): the group of these two ranks, ascending; the same names in the same order on all ranks.
@@ -188,10 +186,9 @@ class StageLinks {
           continue;
         }
         const int upper = mine, lower = (mine + 1) % stages, from = down ? upper : lower, to = down ? lower : upper;
-        const int other = stage == upper ? lower : upper;
-        std::vector<int> members = {first + upper * inner, first + lower * inner};
-        if (members[0] > members[1]) std::swap(members[0], members[1]);
-        const int peer = members[0] == first + other * inner ? 0 : 1;
+        const auto [one, other] = std::minmax(upper, lower);
+        const std::vector<int> members = {first + one * inner, first + other * inner};
+        const int peer = stage == one ? 1 : 0;
         links_.push_back(
             {from, to, std::make_unique<StageLink>(device, scratch_bytes, join(name, members), peer, span)});
       }

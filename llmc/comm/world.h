@@ -4,9 +4,7 @@
 #include <thread>
 
 #include "comm/comm.h"
-#include "comm/comm_processes.h"
 #include "comm/comm_threads.h"
-#include "comm/hooks.h"
 #include "comm/mesh.h"
 #include "net/watching/watchdog.h"
 
@@ -46,13 +44,18 @@ class World {
     group->on_abort([this] { abort(); });
     return group;
   }
-  std::unique_ptr<Comm> join(int rank, const std::string& name, Axes along) {
-    return join(rank, name, mesh_.group(rank, along));
-  }
 
-  // The number of a group of some ranks of other processes, which talk to each other through local().links alone. All
-  // members call it between the same joins.
-  int channel(int rank, const std::string& name) { return group_number(rank, name); }
+  // The number of a group. All ranks join groups with the same names in the same order, so it is the same on all its
+  // members. A group of some ranks of other processes, which talk to each other through local().links alone, needs only
+  // this: all members call it between the same joins.
+  int channel(int rank, const std::string& name) {
+    std::lock_guard lock(mutex_);
+    std::vector<std::string>& joined = joined_[rank];
+    const auto at = std::find(joined.begin(), joined.end(), name);
+    const int number = static_cast<int>(at - joined.begin());
+    if (at == joined.end()) joined.push_back(name);
+    return number;
+  }
 
   // A rank has failed: every wait for a peer ends with a PeerError, now and from now on.
   void abort() {
@@ -86,7 +89,7 @@ class World {
     int index = 0;
     while (members[static_cast<size_t>(index)] != rank) ++index;
     const auto connect = [&] {
-      return transport(formatted("{} of rank {}", name, members[0]), index, members, group_number(rank, name));
+      return transport(formatted("{} of rank {}", name, members[0]), index, members, channel(rank, name));
     };
     auto comm = std::make_unique<Comm>(name, connect());
     if (local_.watchdog != nullptr) comm->report_to(local_.watchdog->board.join(rank, name, members));
@@ -102,16 +105,6 @@ class World {
     return std::make_unique<Comm>(name, connect(), group);
   }
 
-  // All ranks join groups with the same names in the same order, so a group has the same number on all its members.
-  int group_number(int rank, const std::string& name) {
-    std::lock_guard lock(mutex_);
-    std::vector<std::string>& joined = joined_[rank];
-    const auto at = std::find(joined.begin(), joined.end(), name);
-    const int number = static_cast<int>(at - joined.begin());
-    if (at == joined.end()) joined.push_back(name);
-    return number;
-  }
-
   std::unique_ptr<Transport> transport(const std::string& group, int index, const std::vector<int>& members,
                                        int number) {
     std::lock_guard lock(mutex_);
@@ -124,8 +117,7 @@ class World {
       hub = std::make_shared<ThreadsHub>(first, count);
       hub->throttle(seconds_per_byte_);
     }
-    if (count == std::ssize(members)) return std::make_unique<ThreadsTransport>(hub, index);
-    return std::make_unique<ProcessesTransport>(hub, index, members, number, local_);
+    return std::make_unique<ThreadsTransport>(hub, index, members, number, local_);
   }
 
   Mesh mesh_;

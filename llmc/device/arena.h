@@ -17,7 +17,7 @@ struct MemoryLine {
 };
 
 // Whose memory an arena takes: the device's, or its host's, which a GPU reads and writes over the bus. For a CPU both
-// are the same memory. Or a file's: only HostView and its like (host_copy.h) and shard/file_state.h read and write
+// are the same memory. Or a file's: only HostView and its like (host_copy.h) and shard/host_state.h read and write
 // that, and pointers to it are places in the file, where no memory is.
 enum class MemoryOf : uint8_t { device, host, file };
 

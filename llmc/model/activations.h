@@ -5,6 +5,8 @@
 #include "device/arena.h"
 #include "model/config.h"
 #include "parallel/expert_exchange.h"
+#include "schedule/actions.h"
+#include "shard/params.h"
 
 namespace llmc {
 

@@ -4,7 +4,7 @@
 
 #include "model/parametrization.h"
 #include "ops/ops_attention.h"
-#include "shard/parts.h"
+#include "shard/params.h"
 
 namespace llmc {
 

@@ -1,5 +1,6 @@
 // context_attention.h: causal attention over sequences that are divided among the ranks of a context-parallel group
-// (context_parallel.h says who has which rows). On a group of one it is the plain op: the same bits, and no copy.
+// (ContextParallel in comm/layout.h says who has which rows). On a group of one it is the plain op: the same bits, and
+// no copy.
 //
 //   ring         P steps. In each, a rank's queries meet the keys and values of one rank, which then go on to its
 //                neighbour; they travel on a stream of their own while the step computes. In the backward the gradients
@@ -12,20 +13,10 @@
 //                If there are fewer key-value heads than ranks, several ranks get the same one; their gradients are
 //                added in fp32 in rank order.
 //
-// Bytes that a rank sends to the others, with P ranks and f = (P - 1) / P. K: its own keys and values (K32: in fp32);
-// Q: its queries; A: the keys and values that it packs for all ranks (A32: in fp32); H = Q + A: all heads it sends:
-//
-//                forward            backward
-//   ring         (P - 1) K          (P - 1) (K + K32)
-//   all-gather   (P - 1) K          (P - 1) (K + K32)
-//   ulysses      f (H + Q)          f (H + 3 Q + A): the heads again rather than kept, the output with its gradient;
-//                                   A32 instead of A where ranks share key-value heads
-//
-// Partial results stay in fp32 (contract 12).
+// parallel/README.md has the bytes that a rank sends. Partial results stay in fp32 (contract 12).
 #pragma once
 #include <source_location>
 
-#include "ops/ops.h"
 #include "parallel/group.h"
 
 namespace llmc::parallel {
@@ -63,11 +54,11 @@ struct ContextGroup {
     stream().wait(g.compute.record(), where);
     return stream();
   }
-  DType sum_dtype(const Tensor& t) const { return accumulator_of(t.dtype); }
-  Tensor temporary(const char* name, DType dtype, int64_t rows, int64_t width) const {
-    return g.temporary(name, dtype, {rows, width});
-  }
   int slice_of(int rank, int i) const { return g.ranks.layout.context.slice_of(rank, i); }
+  // The queries of this rank's slice `i` against some keys.
+  AttentionBlock block(int i, const SequenceRows& keys, int64_t offset) const {
+    return {shape.B, shape.Hq, shape.Hkv, shape.D, {2 * L, i * L, L}, keys, offset};
+  }
   int next() const { return (r + 1) % P; }
   int previous() const { return (r + P - 1) % P; }
 
@@ -103,14 +94,9 @@ void for_blocks(const ContextGroup& c, int owner, Use&& use) {
     for (int j = 0; j < 2; ++j) {
       const int query_slice = c.slice_of(c.r, i), key_slice = c.slice_of(owner, j);
       if (query_slice < key_slice) continue;
-      use(AttentionBlock{.B = c.shape.B,
-                         .Hq = c.shape.Hq,
-                         .Hkv = c.shape.Hkv,
-                         .D = c.shape.D,
-                         .queries = {2 * c.L, i * c.L, c.L},
-                         .keys = {2 * c.L, j * c.L, c.L},
-                         .offset = (query_slice - key_slice) * c.L,
-                         .all_keys = false});
+      AttentionBlock block = c.block(i, {2 * c.L, j * c.L, c.L}, (query_slice - key_slice) * c.L);
+      block.all_keys = false;
+      use(block);
     }
 }
 
@@ -118,7 +104,7 @@ void for_blocks(const ContextGroup& c, int owner, Use&& use) {
 class TravellingKeys {
  public:
   TravellingKeys(const ContextGroup& c, Tensor qkv) : c_(c) {
-    for (Tensor& t : buffers_) t = c.temporary("keys and values", qkv.dtype, c.N, c.key_width);
+    for (Tensor& t : buffers_) t = c.g.temporary("keys and values", qkv.dtype, {c.N, c.key_width});
     c.copy_columns(buffers_[0], 0, qkv, c.query_width, c.key_width);
   }
   // Keys and values of step `s`; starts to send them on and to receive those of step s + 1.
@@ -139,8 +125,8 @@ class TravellingKeys {
 };
 
 inline void ring_forward(const AttentionTensors& a, const ContextGroup& c) {
-  const DType stat = c.sum_dtype(a.qkv);
-  const RunningAttention running{c.temporary("attention so far", stat, c.N, c.query_width),
+  const DType stat = accumulator_of(a.qkv.dtype);
+  const RunningAttention running{c.g.temporary("attention so far", stat, {c.N, c.query_width}),
                                  c.g.temporary("largest scores", stat, a.lse.shape),
                                  c.g.temporary("sums of exponentials", stat, a.lse.shape)};
   attention_begin(running, c.g.compute);
@@ -156,13 +142,13 @@ inline void ring_forward(const AttentionTensors& a, const ContextGroup& c) {
 }
 
 inline void ring_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, const ContextGroup& c) {
-  const DType stat = c.sum_dtype(a.qkv);
+  const DType stat = accumulator_of(a.qkv.dtype);
   Stream& compute = c.g.compute;
-  const Tensor dq = c.temporary("gradient of queries", stat, c.N, c.query_width);
-  const Tensor home = c.temporary("gradient of own keys and values", stat, c.N, c.key_width);
-  const Tensor incoming = c.temporary("gradient of keys that arrives", stat, c.N, c.key_width);
+  const Tensor dq = c.g.temporary("gradient of queries", stat, {c.N, c.query_width});
+  const Tensor home = c.g.temporary("gradient of own keys and values", stat, {c.N, c.key_width});
+  const Tensor incoming = c.g.temporary("gradient of keys that arrives", stat, {c.N, c.key_width});
   Tensor parts[2];  // this rank's gradients of others' keys; one is sent while the other is computed
-  for (Tensor& t : parts) t = c.temporary("gradient of others' keys", stat, c.N, c.key_width);
+  for (Tensor& t : parts) t = c.g.temporary("gradient of others' keys", stat, {c.N, c.key_width});
   zero(dq, compute);
   zero(home, compute);
   TravellingKeys keys(c, a.qkv);
@@ -210,9 +196,9 @@ inline void ring_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, c
 
 // The keys and values of whole sequences (B P T, 2 Hkv D).
 inline Tensor gather_keys(Tensor qkv, const ContextGroup& c) {
-  const Tensor all = c.temporary("keys and values", qkv.dtype, c.P * c.N, c.key_width);
+  const Tensor all = c.g.temporary("keys and values", qkv.dtype, {c.P * c.N, c.key_width});
   auto scope = c.g.arena.scope();
-  const Tensor shares = c.temporary("gathered keys and values", qkv.dtype, c.P * c.N, c.key_width);
+  const Tensor shares = c.g.temporary("gathered keys and values", qkv.dtype, {c.P * c.N, c.key_width});
   c.copy_columns(rows_of(shares, {c.r * c.N, c.N}), 0, qkv, c.query_width, c.key_width);
   c.comm().all_gather(shares, c.after_compute());
   c.g.compute.wait(c.stream().record());
@@ -224,13 +210,7 @@ template <class F>
 void for_slices(const ContextGroup& c, F&& f) {
   for (int i = 0; i < 2; ++i) {
     const int64_t first = c.slice_of(c.r, i) * c.L;
-    f(AttentionBlock{.B = c.shape.B,
-                     .Hq = c.shape.Hq,
-                     .Hkv = c.shape.Hkv,
-                     .D = c.shape.D,
-                     .queries = {2 * c.L, i * c.L, c.L},
-                     .keys = {c.whole, 0, first + c.L},
-                     .offset = first});
+    f(c.block(i, {c.whole, 0, first + c.L}, first));
   }
 }
 
@@ -244,12 +224,12 @@ inline void all_gather_forward(const AttentionTensors& a, const ContextGroup& c)
 }
 
 inline void all_gather_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a, const ContextGroup& c) {
-  const DType stat = c.sum_dtype(a.qkv);
+  const DType stat = accumulator_of(a.qkv.dtype);
   Stream& compute = c.g.compute;
   const Tensor kv = gather_keys(a.qkv, c);
-  const Tensor dq = c.temporary("gradient of queries", stat, c.N, c.query_width);
-  const Tensor dkv = c.temporary("gradient of keys and values", stat, c.P * c.N, c.key_width);
-  const Tensor shares = c.temporary("gradient of keys, by rank", stat, c.P * c.N, c.key_width);
+  const Tensor dq = c.g.temporary("gradient of queries", stat, {c.N, c.query_width});
+  const Tensor dkv = c.g.temporary("gradient of keys and values", stat, {c.P * c.N, c.key_width});
+  const Tensor shares = c.g.temporary("gradient of keys, by rank", stat, {c.P * c.N, c.key_width});
   zero(dq, compute);
   zero(dkv, compute);
   for_slices(c, [&](const AttentionBlock& block) {
@@ -282,8 +262,8 @@ template <class Pack>
 void to_heads(Tensor out, const ContextGroup& c, Pack&& pack) {
   auto scope = c.g.arena.scope();
   const int64_t width = out.shape[1];
-  const Tensor sent = c.temporary("heads to send", out.dtype, c.P * c.N, width);
-  const Tensor shares = c.temporary("heads that arrive", out.dtype, c.P * c.N, width);
+  const Tensor sent = c.g.temporary("heads to send", out.dtype, {c.P * c.N, width});
+  const Tensor shares = c.g.temporary("heads that arrive", out.dtype, {c.P * c.N, width});
   for (int p = 0; p < c.P; ++p) pack(p, rows_of(sent, {p * c.N, c.N}));
   c.comm().all_to_all(shares, sent, c.after_compute());
   c.g.compute.wait(c.stream().record());
@@ -292,9 +272,9 @@ void to_heads(Tensor out, const ContextGroup& c, Pack&& pack) {
 // The way back: sends x (B P T, width) and returns each rank's heads for this rank's rows, (P, B T, width), in `dtype`.
 inline Tensor to_rows(Tensor x, DType dtype, const ContextGroup& c) {
   const int64_t width = x.shape[1];
-  const Tensor shares = c.temporary("rows that arrive", dtype, c.P * c.N, width);
+  const Tensor shares = c.g.temporary("rows that arrive", dtype, {c.P * c.N, width});
   auto scope = c.g.arena.scope();
-  const Tensor sent = c.temporary("rows to send", dtype, c.P * c.N, width);
+  const Tensor sent = c.g.temporary("rows to send", dtype, {c.P * c.N, width});
   c.to_shares(sent, x);
   c.comm().all_to_all(shares, sent, c.after_compute());
   c.g.compute.wait(c.stream().record());
@@ -303,7 +283,7 @@ inline Tensor to_rows(Tensor x, DType dtype, const ContextGroup& c) {
 // This rank's query, key and value heads of whole sequences.
 inline Tensor heads_of_sequences(Tensor qkv, const HeadShares& heads, const ContextGroup& c) {
   const int64_t D = c.shape.D;
-  const Tensor all = c.temporary("heads of whole sequences", qkv.dtype, c.P * c.N, heads.all() * D);
+  const Tensor all = c.g.temporary("heads of whole sequences", qkv.dtype, {c.P * c.N, heads.all() * D});
   to_heads(all, c, [&](int p, Tensor room) {
     const int64_t first_key = c.shape.Hq + heads.first_key(p);
     c.copy_columns(room, 0, qkv, p * heads.queries * D, heads.queries * D);
@@ -321,7 +301,7 @@ inline void ulysses_forward(const AttentionTensors& a, const ContextGroup& c) {
   const AttentionShape shape = whole_shape(heads, c);
   const int64_t width = heads.queries * c.shape.D;
   const Tensor all = heads_of_sequences(a.qkv, heads, c);
-  const Tensor result = c.temporary("attention of some heads", a.qkv.dtype, c.P * c.N, width);
+  const Tensor result = c.g.temporary("attention of some heads", a.qkv.dtype, {c.P * c.N, width});
   AttentionTensors of_heads = a;
   of_heads.lse = a.lse.reshaped({shape.B, shape.Hq, shape.T});
   if (!a.largest.empty()) of_heads.largest = a.largest.slice(c.r * shape.Hq, {shape.Hq});
@@ -338,14 +318,14 @@ inline void ulysses_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a
   const int64_t D = c.shape.D, width = heads.queries * D, keys = 2 * heads.keys * D;
   // Where several ranks have the same keys, their parts of the gradients stay in fp32.
   const bool parts = heads.copies > 1;
-  const DType sum = parts ? c.sum_dtype(a.qkv) : a.qkv.dtype;
+  const DType sum = parts ? accumulator_of(a.qkv.dtype) : a.qkv.dtype;
   const Tensor all = heads_of_sequences(a.qkv, heads, c);
-  const Tensor dq = c.temporary("gradient of query heads", sum, c.P * c.N, width);
-  const Tensor dkv = c.temporary("gradient of key-value heads", sum, c.P * c.N, keys);
+  const Tensor dq = c.g.temporary("gradient of query heads", sum, {c.P * c.N, width});
+  const Tensor dkv = c.g.temporary("gradient of key-value heads", sum, {c.P * c.N, keys});
   {
     auto scope = c.g.arena.scope();
-    const Tensor result = c.temporary("attention of some heads", a.qkv.dtype, c.P * c.N, width);
-    const Tensor dresult = c.temporary("gradient of attention of some heads", a.qkv.dtype, c.P * c.N, width);
+    const Tensor result = c.g.temporary("attention of some heads", a.qkv.dtype, {c.P * c.N, width});
+    const Tensor dresult = c.g.temporary("gradient of attention of some heads", a.qkv.dtype, {c.P * c.N, width});
     for (const auto& [whole, share] : {std::pair{result, a.out}, std::pair{dresult, dout}})
       to_heads(whole, c, [&](int p, Tensor room) { c.copy_columns(room, 0, share, p * width, width); });
     if (parts) zero(dq, c.g.compute), zero(dkv, c.g.compute);
@@ -364,7 +344,7 @@ inline void ulysses_backward(Tensor dqkv, Tensor dout, const AttentionTensors& a
     const Tensor of_ranks = rows_of(shares, {p * c.N, heads.copies * c.N});
     Tensor whole = of_ranks;
     if (parts) {
-      whole = c.temporary("gradient of keys of one head", sum, c.N, keys);
+      whole = c.g.temporary("gradient of keys of one head", sum, {c.N, keys});
       merge_parts(whole, of_ranks.reshaped({heads.copies, c.N, keys}), {}, c.g.compute);
     }
     const int64_t first_key = c.shape.Hq + heads.first_key(p);

@@ -1,9 +1,8 @@
 // fp8_weights.h: the matrices of a unit that --products in fp8 is about, and their numbers in fp8, which are kept
 // beside the weights where these are whole between steps (stages 0 to 2): made once per update, when a step first uses
 // the unit, for all micro-batches, forward and backward. At stage 3 products round what was gathered, or shards are
-// rounded before they travel (fp8_shards.h).
+// rounded before they travel (Fp8Shard).
 #pragma once
-#include "device/arena.h"
 #include "ops/ops.h"
 #include "shard/params.h"
 
@@ -35,12 +34,6 @@ inline std::vector<LinearMatrix> linear_matrices_of(const UnitSpec& unit, const 
     if (first.shape.rank() == 2 && (m.of_experts || divided)) all.push_back(m);
   }
   return all;
-}
-// What lies between them.
-inline std::vector<Range> besides(const std::vector<LinearMatrix>& matrices, int64_t size) {
-  std::vector<Range> all;
-  for (const LinearMatrix& m : matrices) all.push_back({m.begin, m.whole().n});
-  return gaps(all, size);
 }
 
 class Fp8Weights {

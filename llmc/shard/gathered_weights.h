@@ -4,17 +4,113 @@
 // At stage 0 every rank has updated all of them. At every stage acquire() waits for what the host updates
 // (host_update.h).
 //
-// A gather is enqueued two units ahead of its use, not right after the update: NCCL launches the collectives of a rank
-// in the order in which the host enqueues them, and one of the compute stream, as in a layer of --tp, would begin only
-// when all gathers enqueued before it have begun.
+// A gather is enqueued two units ahead of its use, not right after the update, because a collective of the compute
+// stream would wait for all gathers enqueued before it (llmc/README.md: the order of collectives).
 #pragma once
 #include <deque>
 
-#include "shard/fp8_shards.h"
 #include "shard/host_update.h"
-#include "shard/units.h"
 
 namespace llmc {
+
+// What stage 3 gathers with --gather-dtype fp8: the matrices of linear layers as E4M3, in blocks of 128 x 128, each
+// divided by a power of two (ops/ops_quantise.h). Once per update the ranks tell each other the largest number of each
+// block in their shards, 4 bytes, so that blocks which several of them have parts of are scaled alike, and what is no
+// such matrix (norms, biases, a router); each rounds its shard. Then a gather is one byte per weight, where bf16 is
+// two. Products round gathered weights again, to the same numbers.
+class Fp8Shard {
+ public:
+  Fp8Shard(const UnitState& unit, Arena& arena) : unit_(unit) {
+    int64_t tiles = 0, rest = 0;
+    for (const LinearMatrix& m : unit.linear_matrices()) tiles += m.whole().tiles();
+    for (const Range& r : unit.besides_linear_matrices()) rest += r.size;
+    const auto alloc = [&](DType dtype, int64_t n) {
+      return arena.alloc("weights in fp8", unit.spec().name.c_str(), dtype, {n});
+    };
+    numbers_ = alloc(DType::e4m3, unit.shard_range().size);
+    scales_ = alloc(DType::fp32, tiles);
+    rest_ = alloc(unit.weight_shard().dtype, rest);
+  }
+
+  void weights_changed() { outdated_ = true; }
+
+  int64_t tiles() const { return scales_.numel(); }
+
+  // whole = the unit's weights, from those of all ranks of the shard group.   numbers: room for the unit, E4M3;
+  // maxima (ranks tiles()) fp32: room
+  void gather(Tensor whole, Tensor numbers, Tensor maxima, Comm& group, Stream& stream) {
+    if (std::exchange(outdated_, false)) round_shard(maxima.reshaped({group.size(), tiles()}), group, stream);
+    const Range own = unit_.shard_range();
+    copy(words(numbers.slice(own.begin, {own.size})), words(numbers_), stream);
+    group.all_gather(words(numbers), stream);
+    const Range all{0, unit_.size()};
+    for_parts(all, [&](const TiledPart& part, int64_t tile, const Range& r) {
+      detail::tiles_from_fp8(slice_of(whole, all, r), slice_of(numbers, all, r), scales_.slice(tile, {part.tiles()}),
+                             part, stream);
+    });
+    for_rest(all,
+             [&](const Range& r, int64_t at) { copy(slice_of(whole, all, r), rest_.slice(at, {r.size}), stream); });
+  }
+
+ private:
+  // E4M3 as it travels. As fp32, a word is only NaN if one of its numbers is.
+  static Tensor words(Tensor numbers) {
+    numbers.shape = {exact_div(numbers.numel(), 4, "words of fp8")};
+    numbers.dtype = DType::fp32;
+    return numbers;
+  }
+
+  // Calls f(part, its matrix's first tile, elements of the unit) for what each matrix has of some elements of the unit.
+  template <class F>
+  void for_parts(const Range& some, F&& f) const {
+    int64_t tile = 0;
+    for (const LinearMatrix& m : unit_.linear_matrices()) {
+      TiledPart part = m.whole();
+      const int64_t first_tile = std::exchange(tile, tile + part.tiles());
+      const Range r = overlap({m.begin, part.n}, some);
+      if (r.size == 0) continue;
+      part.first = r.begin - m.begin, part.n = r.size;
+      f(part, first_tile, r);
+    }
+  }
+  // Calls f(elements of the unit, where they are in rest_) for those that no matrix has.
+  template <class F>
+  void for_rest(const Range& some, F&& f) const {
+    int64_t at = 0;
+    for (const Range& r : unit_.besides_linear_matrices()) {
+      if (const Range in = overlap(r, some); in.size > 0) f(in, at + in.begin - r.begin);
+      at += r.size;
+    }
+  }
+
+  // all (ranks, tiles()): the largest number of each block, in each rank's shard
+  void round_shard(Tensor all, Comm& group, Stream& stream) {
+    const Range own = unit_.shard_range();
+    const Tensor mine = all.slice(group.rank() * scales_.numel(), {scales_.numel()});
+    zero(mine, stream);
+    for_parts(own, [&](const TiledPart& part, int64_t tile, const Range& r) {
+      detail::tile_maxima(mine.slice(tile, {part.tiles()}), slice_of(unit_.weight_shard(), own, r), part, stream);
+    });
+    group.all_gather(all.reshaped({all.numel()}), stream);
+    detail::scales_of_ranks(scales_, all, stream);
+    zero(words(numbers_), stream);
+    for_parts(own, [&](const TiledPart& part, int64_t tile, const Range& r) {
+      detail::tiles_to_fp8(slice_of(numbers_, own, r), slice_of(unit_.weight_shard(), own, r),
+                           scales_.slice(tile, {part.tiles()}), part, stream);
+    });
+    zero(rest_, stream);  // the others' parts, to which they add theirs: exactly
+    for_rest(own, [&](const Range& r, int64_t at) {
+      copy(rest_.slice(at, {r.size}), slice_of(unit_.weight_shard(), own, r), stream);
+    });
+    if (!rest_.empty()) group.all_reduce(rest_, stream);
+  }
+
+  const UnitState& unit_;
+  bool outdated_ = true;
+  Tensor numbers_;  // (shard) E4M3; 0 where other parameters are
+  Tensor scales_;   // (blocks of all matrices) fp32
+  Tensor rest_;     // of the whole unit
+};
 
 class GatheredWeights {
  public:
@@ -42,16 +138,13 @@ class GatheredWeights {
   void start_pass(std::vector<size_t> order, Stream& compute, Travel travel = Travel::as_stored) {
     if (!sharded()) return;
     travel_ = travel;
-    // Frees the buffers that an interrupted pass had gathered ahead or still held.
-    for (Buffer* buffer : gathered_) held_.emplace_back(0, buffer);
-    gathered_.clear();
-    for (const auto& [u, buffer] : held_) {
-      compute.wait(buffer->ready);
-      buffer->release(compute);
+    for (const Gathered& g : gathered_) {  // what an interrupted pass had gathered ahead or still held
+      compute.wait(g.buffer->ready);
+      g.buffer->release(compute);
     }
-    held_.clear();
+    gathered_.clear();
     order_ = std::move(order);
-    acquired_ = issued_ = 0;
+    issued_ = 0;
     updated_weights_ = compute.record();
     gather_ahead();
   }
@@ -67,23 +160,21 @@ class GatheredWeights {
       units_.unit(u).make_fp8_again(compute);
       return units_.unit(u);
     }
-    CHECK(acquired_ < issued_ && order_[acquired_] == u);
-    Buffer* buffer = gathered_.front();
-    gathered_.erase(gathered_.begin());
-    compute.wait(buffer->ready);
-    units_.unit(u).attach_weights(buffer->memory);
-    held_.emplace_back(u, buffer);
-    ++acquired_;
+    const auto next = std::ranges::find(gathered_, false, &Gathered::acquired);
+    CHECK(next != gathered_.end() && next->unit == u);
+    compute.wait(next->buffer->ready);
+    units_.unit(u).attach_weights(next->buffer->memory);
+    next->acquired = true;
     gather_ahead();
     return units_.unit(u);
   }
   void release(size_t u, Stream& compute) {
     if (!sharded()) return;
-    const auto held = std::find_if(held_.begin(), held_.end(), [&](const auto& h) { return h.first == u; });
-    CHECK(held != held_.end());
-    units_.groups().hooks.released(held->second->memory, compute);
-    held->second->release(compute);
-    held_.erase(held);
+    const auto held = std::ranges::find(gathered_, u, &Gathered::unit);
+    CHECK(held != gathered_.end() && held->acquired);
+    units_.groups().hooks.released(held->buffer->memory, compute);
+    held->buffer->release(compute);
+    gathered_.erase(held);
     gather_ahead();
   }
 
@@ -102,7 +193,7 @@ class GatheredWeights {
     while (!outdated_.empty()) gather_updated();
     for (const auto& [u, event] : arriving_) compute.wait(event);
     arriving_.clear();
-    for (const Buffer* buffer : gathered_) compute.wait(buffer->ready);  // of an interrupted pass
+    for (const Gathered& g : gathered_) compute.wait(g.buffer->ready);  // of an interrupted pass
     units_.for_each([&](size_t u) {
       host_update_.wait_for(u, compute);
       units_.unit(u).make_fp8_again(compute);
@@ -125,15 +216,19 @@ class GatheredWeights {
   }
 
  private:
-  using Buffer = UnitBuffers::Buffer;
+  struct Gathered {
+    size_t unit;
+    UnitBuffers::Buffer* buffer;
+    bool acquired = false;
+  };
 
   // Issues the gather of the next unit of order_, if it has not been issued and a buffer is free.
   void gather_ahead() {
-    if (issued_ > acquired_ || issued_ == order_.size()) return;
+    if (issued_ == order_.size() || (!gathered_.empty() && !gathered_.back().acquired)) return;
     const size_t u = order_[issued_];
-    Buffer* buffer = buffers_.take(u);
+    UnitBuffers::Buffer* buffer = buffers_.take(u);
     if (buffer == nullptr) return;
-    gathered_.push_back(buffer);
+    gathered_.push_back({u, buffer});
     ++issued_;
     Stream& stream = units_.groups().gather_stream();
     stream.wait(updated_weights_);
@@ -150,7 +245,7 @@ class GatheredWeights {
     }
     const Tensor own = all.slice(unit.shard_range().begin, {unit.shard_range().size});
     if (units_.zero_config().offload.has(Offloaded::weights)) {
-      stream.wait(units_.groups().find_stream(Lane::to_host)->record());  // the last update's
+      stream.wait(units_.lane(Lane::to_host).record());  // the last update's
       copy_to_device(own, unit.weight_shard(), stream);
     } else {
       copy(own, unit.weight_shard(), stream);
@@ -189,9 +284,8 @@ class GatheredWeights {
   std::deque<std::pair<size_t, Event>> outdated_;  // units updated, whose gathers are not begun
   std::map<size_t, Event> arriving_;               // units whose gathers are begun, and not yet waited for
   std::vector<size_t> order_;                      // the units to acquire in this pass
-  size_t issued_ = 0, acquired_ = 0;               // how many of them have their gather begun, and are acquired
-  std::vector<Buffer*> gathered_;                  // issued and not yet acquired
-  std::vector<std::pair<size_t, Buffer*>> held_;   // unit and buffer, between acquire and release
+  size_t issued_ = 0;                              // how many of them have their gather begun
+  std::vector<Gathered> gathered_;                 // issued and not yet released; at most the last one is not acquired
   Event updated_weights_;
 };
 

@@ -1,15 +1,79 @@
 // gradient_reducer.h: the sums of the gradients over micro-batches and ranks: reduced once per step, or after every
 // micro-batch, unit by unit while the next one computes; and their square sums, right after they are reduced.
 //
-// NCCL launches the collectives of a rank in the order in which the host enqueues them: one of the compute stream, as
-// in a layer of --tp, begins only when the reductions enqueued before it have begun. A unit's reduction begins when
-// that of the unit before is over, which a block's backward has hidden by then. Only the embedding's backward hides
-// nothing: its reduction is enqueued after the first block of the next micro-batch.
+// A collective of the compute stream waits for the reductions enqueued before it (llmc/README.md: the order of
+// collectives). A unit's reduction begins when that of the unit before is over, which a block's backward has hidden by
+// then. Only the embedding's backward hides nothing: its reduction comes after the next micro-batch's first block.
 #pragma once
-#include "shard/narrow_sums.h"
 #include "shard/units.h"
 
 namespace llmc {
+
+// Sums of gradients over ranks that travel in a narrower dtype than they are kept in (--reduce-dtype bf16). Every
+// rank's part is rounded once, the parts of an element are added in fp32 in rank order, and the sum is rounded once
+// (contract 12); so all shards, and all stages of ZeRO, have the same bits. A rank sends what a ring sends, half as
+// wide: (P - 1) n elements for P shards of n.
+class NarrowSums {
+ public:
+  NarrowSums() = default;  // gradients travel in the dtype in which they are kept
+  // ranks: the most of a group; elements: of the largest buffer, and of the pieces in which larger ones go
+  NarrowSums(DType dtype, int64_t ranks, int64_t elements, Arena& arena, int64_t piece = 1 << 24) {
+    const int64_t room = std::min(elements, std::max(piece, ranks * alignment));
+    for (Tensor* t : {&sent_, &received_}) *t = arena.alloc("gradients on their way", "a piece", dtype, {room});
+  }
+
+  // Shard rank() of all (P n) = its sum over the ranks; the other shards are left alone.
+  void reduce_scatter(const Tensor& all, Comm& group, Stream& stream) const {
+    if (sent_.empty()) return group.reduce_scatter(all, stream);
+    const int64_t P = group.size(), n = exact_div(all.numel(), P, "reduce_scatter: elements over ranks");
+    if (P == 1) return;
+    for_pieces(P, n, [&](int64_t begin, int64_t c) {
+      const Tensor sent = sent_.slice(0, {P, c}), received = received_.slice(0, {P, 1, c}),
+                   sum = sent_.slice(0, {1, c});
+      copy_box(sent, {0, c, 0}, all, {begin, n, 0}, {P, 1, c}, stream);
+      group.all_to_all(received, sent, stream);
+      merge_parts(sum, received, {}, stream);
+      convert(all.slice(group.rank() * n + begin, {1, c}), sum, stream);
+    });
+  }
+  // all (P n) = the shards of all ranks, which reduce_scatter() or round() has made.
+  void all_gather(const Tensor& all, Comm& group, Stream& stream) const {
+    if (sent_.empty()) return group.all_gather(all, stream);
+    const int64_t P = group.size(), n = exact_div(all.numel(), P, "all_gather: elements over ranks");
+    if (P == 1) return;
+    for_pieces(P, n, [&](int64_t begin, int64_t c) {
+      const Tensor piece = sent_.slice(0, {P, c});
+      convert(piece.slice(group.rank() * c, {c}), all.slice(group.rank() * n + begin, {c}), stream);
+      group.all_gather(piece, stream);
+      copy_box(all, {begin, n, 0}, piece, {0, c, 0}, {P, 1, c}, stream);
+    });
+  }
+  void all_reduce(const Tensor& all, Comm& group, Stream& stream) const {
+    if (sent_.empty()) return group.all_reduce(all, stream);
+    reduce_scatter(all, group, stream);
+    all_gather(all, group, stream);
+  }
+  // Rounds what was added since.
+  void round(const Tensor& t, Stream& stream) const {
+    if (sent_.empty()) return;
+    for_pieces(1, t.numel(), [&](int64_t begin, int64_t c) {
+      convert(sent_.slice(0, {c}), t.slice(begin, {c}), stream);
+      convert(t.slice(begin, {c}), sent_.slice(0, {c}), stream);
+    });
+  }
+
+ private:
+  static constexpr int64_t alignment = 64;
+
+  // Calls f(begin, count) for pieces of n elements, P of which fit into the room.
+  template <class F>
+  void for_pieces(int64_t P, int64_t n, F&& f) const {
+    const int64_t fits = sent_.numel() / P, most = n <= fits ? n : fits / alignment * alignment;
+    for (int64_t begin = 0; begin < n; begin += most) f(begin, std::min(most, n - begin));
+  }
+
+  Tensor sent_, received_;
+};
 
 class GradientReducer {
  public:
@@ -156,10 +220,10 @@ class GradientReducer {
     const Tensor shard = all.slice(unit.shard_range().begin, {unit.shard_range().size});
     if (zero().sync == DpSync::all_reduce) {
       Comm& sharers = units_.sharers(u).gradients;
-      reduce_scatter(all, sharers, stream);  // the shard group first, then the replicas (contract 3)
-      all_reduce(shard, groups[GroupName::replicas], stream);
+      narrow_.reduce_scatter(all, sharers, stream);  // the shard group first, then the replicas (contract 3)
+      narrow_.all_reduce(shard, groups[GroupName::replicas], stream);
       sum_partial(unit, all, stream);
-      if (zero().stage == 0) all_gather(all, sharers, stream);
+      if (zero().stage == 0) narrow_.all_gather(all, sharers, stream);
     } else {
       groups[GroupName::gradients].push(all, zero().owners(), stream);
     }
@@ -197,21 +261,6 @@ class GradientReducer {
     unit.detach();
   }
 
-  // The collectives of data-parallel ranks, in the dtype in which gradients travel.
-  void reduce_scatter(const Tensor& all, Comm& group, Stream& stream) const {
-    if (narrow_.empty()) group.reduce_scatter(all, stream);
-    else narrow_.reduce_scatter(all, group, stream);
-  }
-  void all_gather(const Tensor& all, Comm& group, Stream& stream) const {
-    if (narrow_.empty()) group.all_gather(all, stream);
-    else narrow_.all_gather(all, group, stream);
-  }
-  void all_reduce(const Tensor& all, Comm& group, Stream& stream) const {
-    if (narrow_.empty()) return group.all_reduce(all, stream);
-    reduce_scatter(all, group, stream);
-    all_gather(all, group, stream);
-  }
-
   Tensor place_of_sum(size_t u) const { return square_sums_.slice(static_cast<int64_t>(u), {1}); }
   // On the stream of reductions, unless more is added to the gradients, or its scratch memory is too small.
   void sum_squares(size_t u, Stream& stream) {
@@ -230,13 +279,12 @@ class GradientReducer {
     Groups& groups = units_.groups();
     for (const auto& [range, copies] : unit.partial_sums()) {
       const Range r = overlap(range, unit.shard_range());
+      if (r.size == 0) continue;
       Comm& group =
           groups[copies == groups.layout.tensor.ranks ? GroupName::partial_gradients : GroupName::head_gradients];
-      if (r.size == 0) continue;
       const Tensor partial = gradients.slice(r.begin, {r.size});
       group.all_reduce(partial, stream);
-      if (units_.zero_config(unit.spec().sharing).ranks() == 1 || narrow_.empty()) continue;
-      narrow_.round(partial, stream);  // stage 0 gathers it
+      if (units_.zero_config(unit.spec().sharing).ranks() > 1) narrow_.round(partial, stream);  // stage 0 gathers it
     }
   }
   void add_squares(int64_t sum, const std::vector<Tensor>& gradients, Stream& compute) const {
@@ -251,7 +299,7 @@ class GradientReducer {
   Units& units_;
   UnitBuffers buffers_;
   Tensor arriving_;    // a piece of a sum from host memory
-  NarrowSums narrow_;  // with a wire narrower than the state
+  NarrowSums narrow_;  // in the dtype in which gradients travel among data-parallel ranks
   std::vector<Waiting> waiting_;
   Tensor square_sums_;
   std::set<size_t> summed_;                          // units whose square sums are there, or on their way

@@ -9,39 +9,37 @@
 // A step copies, for each element that a rank updates, its gradient to the host (4 bytes; with --offload gradients it
 // is there) and its weight back (2 or 4; with --offload weights it stays). Weights that an update reads because there
 // are no separate masters, or split ones, go to the host as well. So does the control of the step (ops_step.h), once.
-// Moments in a file are read into host memory and written from there (file_state.h).
+// Moments in a file are read into host memory and written from there (FileState).
 //
 // Updates work on each element alone, by the ops of CPUs: on a CPU the bits are those of a run that keeps everything on
 // the device. A GPU rounds elsewhere where a compiler contracts a product and a sum (contract 5). Beside a GPU the
-// update is a thread of the host; as it and a GPU's stream cannot wait for each other, there the host waits for either
-// (Stream::wait): so it enqueues an update before it waits for the one before.
+// update is a thread, and the host waits in place of a stream (FileState): so it enqueues an update before it waits for
+// the one before.
 //
 // The next step begins meanwhile: the first use of a unit's weights waits for its update (wait_for()), so that updates
 // go on while the units before compute. What is on the device stays as it is until it was copied, since a step begins
 // the gradients of a unit after it has used its weights (GradientReducer::start()). A gather is enqueued one or two
 // units ahead of its use: beside a GPU the host waits for the updates of those units as well. With several versions of
-// the weights (weight_versions.h), and on paper with several stages, updates end before anything else begins.
+// the weights (WeightVersions), and on paper with several stages, updates end before anything else begins.
 #pragma once
-#include "shard/file_state.h"
-#include "shard/offload_pieces.h"
+#include "shard/host_state.h"
 
 namespace llmc {
 
 class HostUpdate {
  public:
   // host: the memory that has the state; none: nothing is offloaded
-  HostUpdate(Units& units, Arena* host) : units_(units), offload_(units.zero_config().offload), files_(units.groups()) {
+  HostUpdate(Units& units, Arena* host) : units_(units), offload_(units.zero_config().offload), files_(units) {
     if (!offload_.updates_at_host() || units.zero_config().holds != Holds::training_state) return;
     const Precision& precision = units.precision();
     CHECK(offload_.has_all_of_update(precision),
           "updates in host memory: masters and averages must be there, too, and --offload is {}",
           std::string(offload_));
     CHECK(!rule_of(units.zero_config().optimizer).of_matrices, "updates in host memory: not of matrices");
-    int64_t pieces = 0, largest = 0, file_bytes = 0;
+    int64_t pieces = 0, largest = 0;
     for (const OffloadPiece& piece : offload_pieces(units_)) {
       pieces += piece.range.size > 0;
       largest = std::max(largest, piece.range.size);
-      file_bytes = std::max(file_bytes, FileState::room_for(in_file(units_, piece)));
     }
     if (pieces == 0) return;
     control_ = host->alloc(label, "update control", DType::fp64, {4});
@@ -51,7 +49,7 @@ class HostUpdate {
       if (travels(Offloaded::weights))
         weights_.emplace_back(host->alloc(label, "weights", precision.weights, {largest}));
     }
-    files_.take_buffers(pieces, file_bytes, *host);
+    files_.take_buffers(*host);
   }
 
   // Does the host update anything?
@@ -63,15 +61,15 @@ class HostUpdate {
   using Change = std::function<void(size_t u, const Tensor& control, Stream& stream)>;
   void begin(const Tensor& control, Stream& compute, Change change) {
     CHECK(!under_way(), "updates in host memory: one begins before all weights of the last were waited for");
-    is_update_ = control.empty() ? IsUpdate::no : IsUpdate::yes;
+    is_update_ = !control.empty();
     change_ = std::move(change);
     for (const OffloadPiece& piece : offload_pieces(units_)) {
       pieces_.push_back({piece});
       under_way_.insert(piece.unit);
     }
     read_ = enqueued_ = sent_ = 0;
-    to_host().wait(compute.record());
-    if (is_update_ == IsUpdate::yes) copy_to_host(control_, control, to_host());
+    units_.lane(Lane::to_host).wait(compute.record());
+    if (is_update_) copy_to_host(control_, control, units_.lane(Lane::to_host));
     if (!pieces_.empty()) fetch(pieces_[0]);
   }
   // Are there units whose weights nobody has waited for?
@@ -94,12 +92,7 @@ class HostUpdate {
 
  private:
   static constexpr const char* label = "buffers of host updates";
-  enum class IsUpdate : uint8_t { no, yes };
-  struct Buffer {
-    Tensor memory;
-    Event free;
-    explicit Buffer(const Tensor& m) : memory(m) { free.signal(); }
-  };
+  using Buffer = UnitBuffers::Buffer;
   struct Piece : OffloadPiece {
     FileState::Piece from_file = {};
     Buffer *gradients = nullptr, *weights = nullptr;  // none: they are in host memory
@@ -108,10 +101,6 @@ class HostUpdate {
     Event fetched = {}, updated = {}, sent = {};
   };
 
-  Stream& to_host() const { return *units_.groups().find_stream(Lane::to_host); }
-  Stream& to_device() const { return *units_.groups().find_stream(Lane::to_device); }
-  Stream& host_update() const { return *units_.groups().find_stream(Lane::host_update); }
-
   bool travels(Offloaded part) const { return !offload_.has(part); }
   bool reads_weights() const { return !units_.precision().keeps_masters() || units_.precision().split_masters; }
 
@@ -119,8 +108,8 @@ class HostUpdate {
   void proceed() {
     const size_t i = enqueued_;
     if (i < pieces_.size()) {
-      for (; read_ < std::min(i + 2, pieces_.size()) && is_update_ == IsUpdate::yes; ++read_)
-        pieces_[read_].from_file = files_.read(in_file(units_, pieces_[read_]));
+      for (; read_ < std::min(i + 2, pieces_.size()) && is_update_; ++read_)
+        pieces_[read_].from_file = files_.read(pieces_[read_]);
       ++enqueued_;
       enqueue(pieces_[i]);
     }
@@ -130,10 +119,10 @@ class HostUpdate {
   // Begins to copy what the update of a piece reads on the device.
   void fetch(Piece& piece) {
     if (piece.range.size == 0) return;
-    Stream& stream = to_host();
+    Stream& stream = units_.lane(Lane::to_host);
     const size_t turn = turn_++;
     for (const UnitState::StatePart& part : state_of(units_, piece)) {
-      const bool gradients = part.what == Offloaded::gradients && is_update_ == IsUpdate::yes;
+      const bool gradients = part.what == Offloaded::gradients && is_update_;
       if (!(gradients || part.what == Offloaded::weights) || !travels(part.what)) continue;
       std::vector<Buffer>& buffers = gradients ? gradients_ : weights_;
       Buffer& buffer = buffers[turn % buffers.size()];
@@ -150,7 +139,7 @@ class HostUpdate {
   }
   void enqueue(Piece& piece) {
     if (piece.range.size == 0) return;
-    Stream& stream = host_update();
+    Stream& stream = units_.lane(Lane::host_update);
     stream.wait(piece.fetched);
     if (piece.weights != nullptr && !reads_weights()) {
       stream.wait(piece.weights->free);
@@ -170,10 +159,10 @@ class HostUpdate {
   }
   void send(Piece& piece) {
     if (piece.weights == nullptr) return;
-    Stream& stream = to_device();
+    Stream& stream = units_.lane(Lane::to_device);
     stream.wait(piece.updated);
     const auto& [device, host] = piece.changed;
-    if (is_update_ == IsUpdate::yes) copy_updated_to_device(device, host, control_, stream);
+    if (is_update_) copy_updated_to_device(device, host, control_, stream);
     else copy_to_device(device, host, stream);
     piece.sent = piece.weights->free = stream.record();
   }
@@ -185,7 +174,7 @@ class HostUpdate {
   std::vector<Buffer> gradients_, weights_;
   size_t turn_ = 0;
   // Of the update that began last.
-  IsUpdate is_update_ = IsUpdate::no;
+  bool is_update_ = false;
   Change change_;
   std::vector<Piece> pieces_;
   size_t read_ = 0, enqueued_ = 0, sent_ = 0;  // how many pieces are

@@ -6,7 +6,7 @@
 // the rank with the least to do so far.
 #pragma once
 #include "ops/ops_muon.h"
-#include "shard/parts.h"
+#include "shard/params.h"
 
 namespace llmc {
 
@@ -97,7 +97,6 @@ class UnitHolders {
   int contents() const {
     return (zero_.updates() == ZeroConfig::Updates::everyone ? 1 : seats_.shards) * seats_.tensors;
   }
-  // A seat with this content.
   int seat_of(int content) const { return content; }
   // The seats that may own matrices: those that update anything.
   int owners() const { return zero_.updates() == ZeroConfig::Updates::server ? 1 : seats_.count(); }

@@ -8,12 +8,8 @@
 //   gather                           `--> parts of u + 1                           `--> results of u
 //
 // A rank has memory for the matrices that it owns in one round, and for the elements of one unit that it sends and
-// receives in either direction. Traffic, of all ranks together, for a matrix of n elements of s bytes with Q replicas
-// of P shards and T tensor-parallel ranks that hold different parts:
-//   at stages 1 to 3    n s to the owner, Q n s back, without what the owner itself holds
-//   at stage 0          (T - 1) n s / T to the owner, (Q P - 1 / T) n s back
-// Experts have the shards of their own group, and T = 1. With --muon-rows normalised the second moments of all rows of
-// a unit, in fp32, are summed over the ranks, of which each has those of its own matrices.
+// receives in either direction; parallel/README.md has the traffic. With --muon-rows normalised the second moments of
+// all rows of a unit, in fp32, are summed over the ranks, of which each has those of its own matrices.
 #pragma once
 #include "shard/matrix_owners.h"
 #include "shard/units.h"
@@ -31,9 +27,9 @@ class MatrixUpdates {
     const auto room = [&](const char* label, int64_t n) {
       return n > 0 ? arena.alloc(label, "matrices", dtype, {n, 1}) : Tensor{};
     };
-    own_ = room("matrices iterated", sizes_.own);
-    to_owners_ = {room("matrices sent", sizes_.to_owners.sent), room("matrices received", sizes_.to_owners.received)};
-    back_ = {room("results sent", sizes_.back.sent), room("results received", sizes_.back.received)};
+    own_ = room("matrices iterated", most_own_);
+    to_owners_ = {room("matrices sent", most_to_owners_.sent), room("matrices received", most_to_owners_.received)};
+    back_ = {room("results sent", most_back_.sent), room("results received", most_back_.received)};
   }
 
   // Replaces the reduced gradients of all matrices by their updates; momenta follow.
@@ -65,17 +61,14 @@ class MatrixUpdates {
     size_t index;
     UnitHolders holders;
     std::vector<Matrix> matrices;
-    std::vector<int64_t> place;  // -1: another rank owns it
-    std::vector<Batch> own;
+    std::vector<std::vector<int>> ranks = {};  // of the stage, in each seat
+    std::vector<int64_t> place = {};           // -1: another rank owns it
+    std::vector<Batch> own = {};
     bool gathers = false;  // does any rank send anything to an owner?
   };
   using Round = std::vector<OfUnit>;
   struct Elements {
     int64_t sent = 0, received = 0;
-  };
-  struct Sizes {
-    int64_t own = 0;
-    Elements to_owners, back;
   };
   // What is on its way, in one direction.
   struct Exchange {
@@ -83,66 +76,51 @@ class MatrixUpdates {
     Event arrived = {};
   };
 
-  int seat(const OfUnit& u) const {
-    const Coordinates& me = units_.groups().me;
-    const bool experts = units_.sharing_of(u.index) == Sharing::experts;
-    return u.holders.seats().at(me.replica, units_.sharers(u.index).shard, experts ? 0 : me.tensor);
+  // Where experts are shared as dense weights are, the seats are the same.
+  bool apart(const OfUnit& u) const {
+    return units_.sharing_of(u.index) == Sharing::experts && units_.groups().layout.experts_apart();
   }
+  int seat(const OfUnit& u, const Coordinates& c) const {
+    return apart(u) ? u.holders.seats().at(c.replica, c.expert_shard, 0)
+                    : u.holders.seats().at(c.replica, c.shard, c.tensor);
+  }
+  int seat(const OfUnit& u) const { return seat(u, units_.groups().me); }
   Comm& group(const OfUnit& u) const {
-    const Groups& groups = units_.groups();
-    const bool experts = units_.sharing_of(u.index) == Sharing::experts && groups.layout.experts_apart();
-    return groups[experts ? GroupName::expert_matrices : GroupName::matrices];
+    return units_.groups()[apart(u) ? GroupName::expert_matrices : GroupName::matrices];
   }
 
   // Rounds of at least two matrices for every rank of the stage, and their owners.
   void make_rounds() {
     const Layout& layout = units_.groups().layout;
     const int ranks = units_.groups().ranks_of_stage();
+    std::vector<Coordinates> all;
+    for (int r = 0; r < ranks; ++r) all.push_back(layout.coordinates(r));
     Loads loads(static_cast<size_t>(ranks));
     int64_t in_round = 2 * ranks;
     units_.for_each([&](size_t u) {
       const UnitSpec& spec = units_.unit(u).spec();
-      OfUnit of_unit{u,
-                     UnitHolders(spec, units_.zero_config(spec.sharing), layout.tensor),
-                     matrices_of(spec, u, muon_.heads),
-                     {},
-                     {}};
+      OfUnit of_unit{u, UnitHolders(spec, units_.zero_config(spec.sharing), layout.tensor),
+                     matrices_of(spec, u, muon_.heads)};
       if (of_unit.matrices.empty()) return;
+      of_unit.ranks.resize(static_cast<size_t>(of_unit.holders.seats().count()));
+      for (const Coordinates& c : all) of_unit.ranks[static_cast<size_t>(seat(of_unit, c))].push_back(c.rank);
       if (in_round >= 2 * ranks) rounds_.emplace_back(), in_round = 0;
       in_round += std::ssize(of_unit.matrices) * (spec.sharing == Sharing::experts ? layout.expert.ranks : 1);
       rounds_.back().push_back(std::move(of_unit));
     });
-    std::vector<Coordinates> all;
-    for (int r = 0; r < ranks; ++r) all.push_back(layout.coordinates(r));
     for (Round& round : rounds_) {
       std::vector<Matrix*> matrices;
-      std::vector<std::vector<std::vector<int>>> ranks_of;  // unit, seat
-      for (OfUnit& u : round) {
-        const bool experts = units_.sharing_of(u.index) == Sharing::experts;
-        auto& of_seats = ranks_of.emplace_back(static_cast<size_t>(u.holders.seats().count()));
-        for (const Coordinates& c : all)
-          of_seats[static_cast<size_t>(
-                       u.holders.seats().at(c.replica, experts ? shard_of_expert(c) : c.shard, experts ? 0 : c.tensor))]
-              .push_back(c.rank);
+      for (OfUnit& u : round)
         for (Matrix& m : u.matrices) matrices.push_back(&m);
-      }
-      const auto of = [&](const Matrix& m) {
-        size_t i = 0;
-        while (round[i].index != m.unit) ++i;
-        return i;
+      const auto of = [&](const Matrix& m) -> const OfUnit& {
+        return *std::ranges::find(round, m.unit, &OfUnit::index);
       };
       deal_out(
-          matrices, loads, [&](const Matrix& m) { return round[of(m)].holders.owners(); },
-          [&](const Matrix& m, int seat) -> const std::vector<int>& {
-            return ranks_of[of(m)][static_cast<size_t>(seat)];
-          });
+          matrices, loads, [&](const Matrix& m) { return of(m).holders.owners(); },
+          [&](const Matrix& m, int seat) -> const std::vector<int>& { return of(m).ranks[static_cast<size_t>(seat)]; });
       place_own(round);
-      measure(round, ranks_of);
+      measure(round);
     }
-  }
-  // Where experts are shared as dense weights are, the shards are the same.
-  int shard_of_expert(const Coordinates& c) const {
-    return units_.groups().layout.experts_apart() ? c.expert_shard : c.shard;
   }
 
   static bool exchanges(const OfUnit& u) { return u.holders.owners() > 1; }
@@ -177,15 +155,14 @@ class MatrixUpdates {
   }
 
   // The most that any rank of the stage needs.
-  void measure(Round& round, const std::vector<std::vector<std::vector<int>>>& ranks_of) {
+  void measure(Round& round) {
     std::vector<int64_t> own(static_cast<size_t>(units_.groups().ranks_of_stage()));
-    for (size_t i = 0; i < round.size(); ++i) {
-      OfUnit& u = round[i];
+    for (OfUnit& u : round) {
       const int seats = u.holders.seats().count();
       std::vector<Elements> gather(static_cast<size_t>(seats)), back(gather);
       for (const Matrix& m : u.matrices) {
         Elements &to_owner = gather[static_cast<size_t>(m.owner)], &of_owner = back[static_cast<size_t>(m.owner)];
-        for (const int rank : ranks_of[i][static_cast<size_t>(m.owner)]) own[static_cast<size_t>(rank)] += room_of(m);
+        for (const int rank : u.ranks[static_cast<size_t>(m.owner)]) own[static_cast<size_t>(rank)] += room_of(m);
         for (int s = 0; s < seats; ++s) {
           const int64_t n = u.holders.piece(m, s).held.size;
           if (s != m.owner && u.holders.sends(m, s)) {
@@ -200,10 +177,10 @@ class MatrixUpdates {
       const auto include = [](Elements& most, const std::vector<Elements>& all) {
         for (const Elements& e : all) most = {std::max(most.sent, e.sent), std::max(most.received, e.received)};
       };
-      include(sizes_.to_owners, gather);
-      if (exchanges(u)) include(sizes_.back, back);
+      include(most_to_owners_, gather);
+      if (exchanges(u)) include(most_back_, back);
     }
-    sizes_.own = std::max(sizes_.own, *std::max_element(own.begin(), own.end()));
+    most_own_ = std::max(most_own_, *std::max_element(own.begin(), own.end()));
   }
 
   Tensor own_matrix(const OfUnit& u, size_t i) const {
@@ -214,69 +191,64 @@ class MatrixUpdates {
     return own_.slice(u.place[batch[0]], {std::ssize(batch), m.rows, m.columns});
   }
 
-  // Calls f(element of the piece, element of the matrix, rows, columns) for each box of a piece: where it has all
-  // columns, one.
-  template <class F>
-  static void for_each_box(const UnitHolders::Piece& p, const Matrix& m, F&& f) {
-    if (p.columns == m.columns) return p.held.size > 0 ? f(0, p.begin, 1, p.held.size) : void();
-    for (int64_t i = 0; i < p.held.size;) {
-      const int64_t row = (p.begin + i) / p.columns, column = (p.begin + i) % p.columns, left = p.held.size - i;
-      const int64_t rows = column == 0 ? std::max<int64_t>(1, left / p.columns) : 1,
-                    columns = std::min(p.columns - column, left);
-      f(i, row * m.columns + p.column + column, rows, columns);
-      i += rows * columns;
+  // Copies a piece of own matrix `i`, which is flat elsewhere, to its place in the matrix, or back: box by box, or at
+  // once where it has all columns.
+  enum class Way : uint8_t { to_matrix, to_flat };
+  void copy_piece(Way way, const OfUnit& u, size_t i, const UnitHolders::Piece& p, const Tensor& flat,
+                  Stream& stream) const {
+    const Tensor matrix = own_matrix(u, i);
+    const int64_t width = matrix.shape[1];
+    const bool all_columns = p.columns == width;
+    for (int64_t at = 0, n; at < p.held.size; at += n) {
+      const int64_t row = (p.begin + at) / p.columns, column = (p.begin + at) % p.columns, left = p.held.size - at;
+      const int64_t rows = all_columns || column > 0 ? 1 : std::max<int64_t>(1, left / p.columns),
+                    columns = all_columns ? left : std::min(p.columns - column, left);
+      const BoxStrides in_matrix{row * width + p.column + column, width, 0}, in_flat{at, columns, 0};
+      n = rows * columns;
+      if (way == Way::to_matrix) copy_box(matrix, in_matrix, flat, in_flat, {rows, 1, columns}, stream);
+      else copy_box(flat, in_flat, matrix, in_matrix, {rows, 1, columns}, stream);
     }
   }
-  // Copies a piece between flat memory, from element `at` on, and its matrix.
-  static void put(const Tensor& matrix, const Matrix& m, const UnitHolders::Piece& p, const Tensor& flat, int64_t at,
-                  Stream& stream) {
-    for_each_box(p, m, [&](int64_t i, int64_t element, int64_t rows, int64_t columns) {
-      copy_box(matrix, {element, m.columns, 0}, flat, {at + i, columns, 0}, {rows, 1, columns}, stream);
-    });
-  }
-  static void take(const Tensor& flat, int64_t at, const Tensor& matrix, const Matrix& m, const UnitHolders::Piece& p,
-                   Stream& stream) {
-    for_each_box(p, m, [&](int64_t i, int64_t element, int64_t rows, int64_t columns) {
-      copy_box(flat, {at + i, columns, 0}, matrix, {element, m.columns, 0}, {rows, 1, columns}, stream);
-    });
+
+  // A piece of this rank in its reduced gradients.
+  Tensor gradients(const OfUnit& u, const UnitHolders::Piece& p) const {
+    return p.held.size > 0 ? units_.unit(u.index).reduced_gradients(p.held) : Tensor{};
   }
 
-  // Where in the reduced gradients a piece of this rank is.
-  int64_t place_in_gradients(const OfUnit& u, const UnitHolders::Piece& p) const {
-    return p.held.begin - units_.unit(u.index).update_range().begin;
+  // Calls f(owner, matrix, piece) for the pieces of this rank, by owner; they may be empty.
+  template <class F>
+  void for_each_held(const OfUnit& u, F&& f) const {
+    const int me = seat(u);
+    for (int s = 0; s < u.holders.seats().count(); ++s)
+      for (size_t i = 0; i < u.matrices.size(); ++i)
+        if (u.matrices[i].owner == s) f(s, i, u.holders.piece(u.matrices[i], me));
   }
+  // Blocks of elements for each seat, which follow each other in memory.
+  struct Blocks {
+    std::vector<Range> all;
+    int64_t end = 0;
+    // Appends n elements to the last block, or to one after it; returns where they begin.
+    int64_t append(int block, int64_t n) {
+      Range& r = all[static_cast<size_t>(block)];
+      if (r.size == 0) r.begin = end;
+      r.size += n;
+      return std::exchange(end, end + n);
+    }
+  };
 
   // The directions of a unit's matrices begin their way to the owners.
   void send_to_owners(const OfUnit& u, Stream& compute) {
-    const int me = seat(u), seats = u.holders.seats().count();
-    const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
-    std::vector<Range> send(static_cast<size_t>(seats)), receive(send);
-    int64_t at = 0;
-    for (int s = 0; s < seats; ++s) {
-      const int64_t begin = at;
-      for (size_t i = 0; i < u.matrices.size(); ++i) {
-        const Matrix& m = u.matrices[i];
-        if (m.owner != s || !u.holders.sends(m, me)) continue;
-        const UnitHolders::Piece p = u.holders.piece(m, me);
-        if (p.held.size == 0) continue;
-        if (s == me) {
-          put(own_matrix(u, i), m, p, gradients, place_in_gradients(u, p), compute);
-        } else {
-          const int64_t n = p.held.size;
-          copy_box(to_owners_.sent, {at, 0, 0}, gradients, {place_in_gradients(u, p), 0, 0}, {1, 1, n}, compute);
-          at += n;
-        }
-      }
-      send[static_cast<size_t>(s)] = {begin, at - begin};
-    }
-    if (!u.gathers) return;
-    at = 0;
-    for_each_received(u, [&](int s, size_t, const UnitHolders::Piece& p) {
-      Range& block = receive[static_cast<size_t>(s)];
-      if (block.size == 0) block.begin = at;
-      block.size += p.held.size, at += p.held.size;
+    const int me = seat(u);
+    Blocks send{std::vector<Range>(u.ranks.size())}, receive(send);
+    for_each_held(u, [&](int owner, size_t i, const UnitHolders::Piece& p) {
+      const int64_t n = p.held.size;
+      if (n == 0 || !u.holders.sends(u.matrices[i], me)) return;
+      if (owner == me) copy_piece(Way::to_matrix, u, i, p, gradients(u, p), compute);
+      else copy_box(to_owners_.sent, {send.append(owner, n), 0, 0}, gradients(u, p), {0, 0, 0}, {1, 1, n}, compute);
     });
-    start(to_owners_, u, send, receive, compute);
+    if (!u.gathers) return;
+    for_each_received(u, [&](int s, size_t, const UnitHolders::Piece& p) { receive.append(s, p.held.size); });
+    start(to_owners_, u, send.all, receive.all, compute);
   }
   // Own matrices = the directions of all that hold parts of them.
   void take_own(const OfUnit& u, Stream& compute) {
@@ -284,7 +256,7 @@ class MatrixUpdates {
     compute.wait(to_owners_.arrived);
     int64_t at = 0;
     for_each_received(u, [&](int, size_t i, const UnitHolders::Piece& p) {
-      put(own_matrix(u, i), u.matrices[i], p, to_owners_.received, at, compute);
+      copy_piece(Way::to_matrix, u, i, p, to_owners_.received.slice(at, {p.held.size}), compute);
       at += p.held.size;
     });
   }
@@ -335,49 +307,35 @@ class MatrixUpdates {
 
   // The updates of own matrices begin their way to all that hold parts of them.
   void send_back(const OfUnit& u, Stream& compute) {
-    const int me = seat(u), seats = u.holders.seats().count();
-    const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
-    std::vector<Range> send(static_cast<size_t>(seats)), receive(send), by_content;
-    int64_t at = 0;
-    if (exchanges(u))
-      for (int c = 0; c < u.holders.contents(); ++c) {
-        by_content.push_back({at, 0});
-        for (size_t i = 0; i < u.matrices.size(); ++i) {
-          if (u.place[i] < 0) continue;
-          const UnitHolders::Piece p = u.holders.piece(u.matrices[i], u.holders.seat_of(c));
-          take(back_.sent, at, own_matrix(u, i), u.matrices[i], p, compute);
-          at += p.held.size;
-        }
-        by_content.back().size = at - by_content.back().begin;
-      }
-    at = 0;
-    for (int s = 0; s < seats; ++s) {
-      if (s != me && exchanges(u)) send[static_cast<size_t>(s)] = by_content[static_cast<size_t>(u.holders.content(s))];
-      const int64_t begin = at;
+    const int me = seat(u);
+    Blocks receive{std::vector<Range>(u.ranks.size())},
+        by_content{std::vector<Range>(static_cast<size_t>(u.holders.contents()))};
+    for (int c = 0; c < u.holders.contents() && exchanges(u); ++c)
       for (size_t i = 0; i < u.matrices.size(); ++i) {
-        if (u.matrices[i].owner != s) continue;
-        const UnitHolders::Piece p = u.holders.piece(u.matrices[i], me);
-        if (s == me) take(gradients, place_in_gradients(u, p), own_matrix(u, i), u.matrices[i], p, compute);
-        else at += p.held.size;
+        if (u.place[i] < 0) continue;
+        const UnitHolders::Piece p = u.holders.piece(u.matrices[i], u.holders.seat_of(c));
+        copy_piece(Way::to_flat, u, i, p, back_.sent.slice(by_content.append(c, p.held.size), {p.held.size}), compute);
       }
-      receive[static_cast<size_t>(s)] = {begin, at - begin};
-    }
-    if (exchanges(u)) start(back_, u, send, receive, compute);
+    for_each_held(u, [&](int owner, size_t i, const UnitHolders::Piece& p) {
+      if (owner == me) copy_piece(Way::to_flat, u, i, p, gradients(u, p), compute);
+      else receive.append(owner, p.held.size);
+    });
+    if (!exchanges(u)) return;
+    std::vector<Range> send(u.ranks.size());
+    for (int s = 0; s < u.holders.seats().count(); ++s)
+      if (s != me) send[static_cast<size_t>(s)] = by_content.all[static_cast<size_t>(u.holders.content(s))];
+    start(back_, u, send, receive.all, compute);
   }
   // The gradients of this rank = the updates of all owners.
   void take_results(const OfUnit& u, Stream& compute) {
     if (!exchanges(u)) return;
     compute.wait(back_.arrived);
-    const int me = seat(u);
-    const Tensor gradients = units_.unit(u.index).reduced_gradients_or_none();
     int64_t at = 0;
-    for (int s = 0; s < u.holders.seats().count(); ++s)
-      for (const Matrix& m : u.matrices) {
-        if (s == me || m.owner != s) continue;
-        const UnitHolders::Piece p = u.holders.piece(m, me);
-        copy_box(gradients, {place_in_gradients(u, p), 0, 0}, back_.received, {at, 0, 0}, {1, 1, p.held.size}, compute);
-        at += p.held.size;
-      }
+    for_each_held(u, [&](int owner, size_t, const UnitHolders::Piece& p) {
+      if (owner == seat(u)) return;
+      copy_box(gradients(u, p), {0, 0, 0}, back_.received, {at, 0, 0}, {1, 1, p.held.size}, compute);
+      at += p.held.size;
+    });
   }
 
   void start(Exchange& exchange, const OfUnit& u, const std::vector<Range>& send, const std::vector<Range>& receive,
@@ -418,7 +376,8 @@ class MatrixUpdates {
   Units& units_;
   Muon muon_;
   std::vector<Round> rounds_;
-  Sizes sizes_;
+  int64_t most_own_ = 0;  // elements of a round, on any rank of the stage
+  Elements most_to_owners_, most_back_;
   int64_t scratch_bytes_ = 0;
   Tensor own_;  // flat, in the dtype of the products
   Exchange to_owners_, back_;

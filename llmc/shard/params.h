@@ -1,19 +1,16 @@
 // params.h: the one list of parameters. A ParamSpec describes a canonical parameter completely; sizes, gradients,
 // optimizer state, checkpoints and plans derive from the table. Units group parameters into flat, padded buffers: one
 // per block, one more for the experts of a block, one for the embedding, one for the head. A unit is gathered, reduced
-// and updated as a whole.
+// and updated as a whole. And which part of a parameter a rank has.
 #pragma once
 #include "comm/layout.h"
-#include "core/precision.h"
-#include "core/shape.h"
 #include "ops/optimizers.h"
-#include "ops/types.h"
 
 namespace llmc {
 
 enum class Init : uint8_t { normal, zeros, constant };
 
-// How tensor parallelism divides a parameter among the ranks of a group (parts.h).
+// How tensor parallelism divides a parameter among the ranks of a group (part_of()).
 enum class TensorSplit : uint8_t {
   outputs,     // column parallel: each rank has rows of the (out, in) matrix, or elements of its bias
   inputs,      // row parallel: each rank has columns of the (out, in) matrix
@@ -50,9 +47,9 @@ struct ParamSpec {
   int64_t most_parts = 0;  // it divides into at most this many parts; further ranks have copies; 0: any number
   int64_t group_rows = 0;  // rows of a group of heads (HeadGroups); 0: it has no heads
   ClipShare clip = ClipShare::none;    // its share of what QK-clip takes from the logits of a head
-  std::optional<int64_t> expert = {};  // which expert of its layer it is a part of (expert_parallel.h)
+  std::optional<int64_t> expert = {};  // which expert of its layer it is a part of (ExpertParallel)
 
-  // The part that this rank has, and who shares it (parts.h); none: the whole parameter.
+  // The part that this rank has, and who shares it (part_of()); none: the whole parameter.
   std::optional<Box> part = {};
   int copies = 1;          // ranks of its tensor-parallel group that have the same part
   bool first_copy = true;  // this rank is the first of them: it alone counts the part in the norm and writes it
@@ -60,7 +57,6 @@ struct ParamSpec {
 
   int64_t numel() const { return shape.numel(); }  // of the whole parameter
   Box box() const { return part ? *part : Box{0, shape[0], 0, numel() / shape[0]}; }
-  // The shape that this rank stores.
   Shape stored_shape() const {
     const Box held = box();
     Shape stored = shape;
@@ -131,6 +127,82 @@ inline size_t param_index(const UnitSpec& unit, const std::string& suffix) {
   for (size_t i = 0; i < unit.params.size(); ++i)
     if (unit.params[i].name.ends_with(suffix)) return i;
   throw Error(formatted("unit {} has no parameter ...{}", unit.name, suffix));
+}
+
+// ---- Parts: tensor parallelism cuts matrices, expert parallelism deals experts out ----------------------------------
+
+inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
+  if (tp.ranks == 1) return p;
+  Box box = p.box();
+  switch (p.tp) {
+    case TensorSplit::outputs: {
+      const int64_t parts = p.most_parts > 0 ? std::min<int64_t>(p.most_parts, tp.ranks) : tp.ranks;
+      p.copies = static_cast<int>(exact_div(tp.ranks, parts, "tensor-parallel ranks over the parts of a parameter"));
+      box.rows = exact_div(box.rows, parts, "outputs over tensor-parallel ranks");
+      box.row = box.rows * (rank / p.copies);
+      p.first_copy = rank % p.copies == 0;
+      p.partial = p.copies > 1;
+      break;
+    }
+    case TensorSplit::inputs:
+      box.columns = exact_div(box.columns, tp.ranks, "inputs over tensor-parallel ranks");
+      box.column = box.columns * rank;
+      break;
+    case TensorSplit::vocabulary: {
+      const int64_t V = box.rows, each = ceil_div(V, tp.ranks);
+      box.row = std::min(V, each * rank);
+      box.rows = std::min(V, each * (rank + 1)) - box.row;
+      p.padded_rows = tp.stored_vocab(V);
+      break;
+    }
+    case TensorSplit::by_row:
+    case TensorSplit::by_head:
+      p.copies = tp.ranks;
+      p.first_copy = rank == 0;
+      // Without sequence parallelism every rank sees all rows: its gradient is whole already.
+      p.partial = p.tp == TensorSplit::by_head || tp.sequence;
+      break;
+  }
+  p.part = box;
+  return p;
+}
+
+// The parts of a table that a rank has. Parameters that all ranks of the group have come last in their unit, so that
+// one exchange sums their partial gradients; adjacent parameters stay together. Tensor parallelism does not divide
+// experts: their sharing treats the ranks of the group like any others (ExpertParallel).
+inline ParamTable part_of(ParamTable table, const TensorParallel& tp, int rank) {
+  if (tp.ranks == 1) return table;
+  ParamTable parts;
+  for (const UnitSpec& unit : table) {
+    UnitSpec& mine = parts.emplace_back(UnitSpec{unit.name, {}, unit.sharing, unit.block});
+    std::vector<ParamSpec> everybodys;
+    bool last = false;
+    for (const ParamSpec& whole : unit.params) {
+      ParamSpec p = unit.sharing == Sharing::experts ? whole : part_of(whole, tp, rank);
+      if (p.placement == Placement::aligned) last = p.copies == tp.ranks;
+      (last ? everybodys : mine.params).push_back(std::move(p));
+    }
+    mine.params.insert(mine.params.end(), everybodys.begin(), everybodys.end());
+  }
+  return parts;
+}
+
+// The part of a table that a rank of an ep group has: of the experts, only its own.
+inline ParamTable part_of(ParamTable table, const ExpertParallel& expert, int rank) {
+  if (expert.ranks == 1) return table;
+  const Range held = expert.held_by(rank);
+  ParamTable parts;
+  for (const UnitSpec& unit : table) {
+    UnitSpec& mine = parts.emplace_back(UnitSpec{unit.name, {}, unit.sharing, unit.block});
+    bool follows = true;  // the rank has the parameter before this one, too
+    for (const ParamSpec& p : unit.params) {
+      const bool has = !p.expert || overlap({*p.expert, 1}, held).size > 0;
+      if (has) mine.params.push_back(p);
+      if (has && !follows) mine.params.back().placement = Placement::aligned;
+      follows = has;
+    }
+  }
+  return parts;
 }
 
 }  // namespace llmc

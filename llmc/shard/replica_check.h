@@ -11,7 +11,6 @@
 #include <sstream>
 
 #include "core/checksum.h"
-#include "device/host_copy.h"
 #include "shard/zero.h"
 
 namespace llmc {
@@ -26,24 +25,25 @@ namespace detail {
 
 // The part of a parameter's state that a rank holds.
 struct HeldCopy {
-  std::string name;  // as in a checkpoint: PARAMETER:KIND[BEGIN:END]; a weight has no KIND, a whole tensor no range
-  std::string unit;
+  // As in a checkpoint, and its unit: PARAMETER:KIND[BEGIN:END]; a weight has no KIND, a whole tensor no range
+  std::string name;
   uint64_t where = 0, contents = 0;  // which elements; their bits
 };
 // Parts that the same ranks hold: those of one unit, kind of state and number of tensor-parallel copies.
 struct HeldCopies {
   std::vector<HeldCopy> parts;
-  uint64_t where() const { return of_parts(&HeldCopy::where); }
-  uint64_t contents() const { return of_parts(&HeldCopy::contents); }
-
- private:
-  uint64_t of_parts(uint64_t HeldCopy::*which) const {
-    RunningHash hash;
-    for (const HeldCopy& part : parts) hash.add(&(part.*which), sizeof(uint64_t));
-    return hash.value();
+  uint64_t hash(uint64_t HeldCopy::*which) const {
+    RunningHash all;
+    for (const HeldCopy& part : parts) all.add(&(part.*which), sizeof(uint64_t));
+    return all.value();
   }
 };
 
+inline uint64_t hash_of(const void* data, int64_t bytes) {
+  RunningHash hash;
+  hash.add(data, bytes);
+  return hash.value();
+}
 // Hashes in pieces, so that the copy of a GPU's memory takes little memory of the host.
 inline uint64_t hash_of_bits(const Tensor& t, Stream& stream) {
   constexpr int64_t piece_bytes = int64_t{16} << 20;
@@ -63,18 +63,17 @@ inline HeldCopy held_copy(const StateEntry& e, const std::string& unit, Stream& 
   where.add(e.param->name.data(), std::ssize(e.param->name));
   where.add(e.name(), static_cast<int64_t>(std::strlen(e.name())));
   where.add(numbers, sizeof numbers);
-  HeldCopy held{e.param->name, unit, where.value(), 0};
+  HeldCopy held{e.param->name, where.value()};
   if (e.small() && !e.is_bf16_slot()) {
     const StateView view(e, stream);
-    RunningHash contents;
-    contents.add(view.tensor().bytes, view.tensor().size_bytes());
-    held.contents = contents.value();
+    held.contents = hash_of(view.tensor().bytes, view.tensor().size_bytes());
   } else {
     held.contents = hash_of_bits(e.tensor, stream);
   }
   if (e.kind != StateKind::weight) held.name += formatted(":{}", e.name());
   if (e.tensor.numel() < e.param->numel())
     held.name += formatted("[{}:{}]", elements.index(0), elements.index(e.tensor.numel() - 1) + 1);
+  held.name += " of unit " + unit;
   return held;
 }
 
@@ -91,12 +90,9 @@ inline std::vector<HeldCopies> copies_held(const ModelState& state, const std::v
       of_unit[{e.kind, e.slot, e.param->copies}].parts.push_back(held_copy(e, state.unit(u).spec().name, stream));
     for (auto& [key, copies] : of_unit) held.push_back(std::move(copies));
   }
-  for (const SharedByAll& s : shared) {
-    RunningHash where, contents;
-    where.add(s.name.data(), std::ssize(s.name));
-    contents.add(s.values.data(), std::ssize(s.values) * static_cast<int64_t>(sizeof(float)));
-    held.push_back({{{s.name, "", where.value(), contents.value()}}});
-  }
+  for (const SharedByAll& s : shared)
+    held.push_back({{{s.name, hash_of(s.name.data(), std::ssize(s.name)),
+                      hash_of(s.values.data(), std::ssize(s.values) * static_cast<int64_t>(sizeof(float)))}}});
   return held;
 }
 
@@ -139,7 +135,8 @@ inline std::optional<std::string> diverged_copies(const ModelState& state, const
   Comm& control = state.groups()[GroupName::control];
   const std::vector<detail::HeldCopies> held = detail::copies_held(state, shared, stream, only);
   std::vector<uint64_t> hashes;
-  for (const detail::HeldCopies& copies : held) hashes.insert(hashes.end(), {copies.where(), copies.contents()});
+  for (const detail::HeldCopies& copies : held)
+    hashes.insert(hashes.end(), {copies.hash(&detail::HeldCopy::where), copies.hash(&detail::HeldCopy::contents)});
   std::map<uint64_t, uint64_t> first;
   std::vector<uint64_t> differ;  // the `where` of copies that differ
   for (const std::string& theirs : control.gather_text(0, "hashes of copies", detail::bytes_of(hashes))) {
@@ -152,9 +149,9 @@ inline std::optional<std::string> diverged_copies(const ModelState& state, const
 
   std::string mine = me + '\n';
   for (const detail::HeldCopies& copies : held)
-    if (std::ranges::find(differ, copies.where()) != differ.end())
+    if (std::ranges::find(differ, copies.hash(&detail::HeldCopy::where)) != differ.end())
       for (const detail::HeldCopy& part : copies.parts)
-        mine += formatted("{} {} {}\t{}\n", part.where, part.contents, part.name, part.unit);
+        mine += formatted("{} {} {}\n", part.where, part.contents, part.name);
   std::vector<std::pair<std::string, uint64_t>> names;  // with `where`, in the order of the model
   std::map<uint64_t, std::vector<std::pair<std::string, uint64_t>>> holders;
   for (const std::string& theirs : control.gather_text(0, "what differs", mine)) {
@@ -164,12 +161,10 @@ inline std::optional<std::string> diverged_copies(const ModelState& state, const
     while (std::getline(in, line)) {
       std::istringstream words(line);
       uint64_t where, contents;
-      std::string name, unit;
+      std::string name;
       words >> where >> contents >> std::ws;
-      std::getline(words, name, '\t');
-      std::getline(words, unit);
-      if (!holders.contains(where))
-        names.emplace_back(unit.empty() ? name : formatted("{} of unit {}", name, unit), where);
+      std::getline(words, name);
+      if (!holders.contains(where)) names.emplace_back(name, where);
       holders[where].emplace_back(rank, contents);
     }
   }

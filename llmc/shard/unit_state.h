@@ -16,44 +16,48 @@
 // llmc/README.md draws how a unit goes through a step at each stage.
 #pragma once
 #include "comm/groups.h"
-#include "device/arena.h"
-#include "device/device.h"
-#include "device/host_copy.h"
 #include "ops/ops.h"
 #include "shard/fp8_weights.h"
-#include "shard/offload_memory.h"
 #include "shard/state_table.h"
 
 namespace llmc {
+
+// What has the offloaded state of a rank (core/offload.h): memory of its host, or a file.
+struct OffloadMemory {
+  Arena *host = nullptr, *file = nullptr;  // none: nothing is there
+
+  // Where this part of the state is; if it is not offloaded, in the device's memory.
+  Arena& of(Offloaded part, const Offload& offload, Arena& device) const {
+    Arena* const arena = offload.in_file(part) ? file : offload.has(part) ? host : &device;
+    CHECK(arena != nullptr, "--offload {}: there is no {}", std::string(offload),
+          offload.in_file(part) ? "file" : "host memory");
+    return *arena;
+  }
+};
 
 class UnitState {
  public:
   // versions: how many versions of the weights are kept; one is used at a time
   UnitState(const UnitSpec& spec, const Precision& precision, const ZeroConfig& zero, int shard, Arena& arena,
             const OffloadMemory& elsewhere = {}, int64_t versions = 1)
-      : spec_(spec), layout_(spec, zero.ranks()), small_(precision.small_state()), offload_(zero.offload) {
+      : spec_(spec), layout_(spec, zero.ranks()), small_(precision.small_state()), zero_(zero) {
     const DType dtype = precision.weights, state = precision.state;
-    whole_ = {0, layout_.size};
     find_copies();
     find_matrices();
     shard_range_ = {layout_.size / zero.shards * shard, layout_.size / zero.shards};
     update_range_ = update_range_of(layout_.size, zero, shard);
-    sharded_ = zero.stage == 3                                       ? Sharded::weights
-               : zero.updates() == ZeroConfig::Updates::shard_owners ? Sharded::optimizer
-                                                                     : Sharded::nothing;
     auto flat = [&](const char* label, DType d, const Range& r, std::optional<Offloaded> part = std::nullopt) {
-      Arena& memory = part ? elsewhere.of(*part, offload_, arena) : arena;
+      Arena& memory = part ? elsewhere.of(*part, zero.offload, arena) : arena;
       return r.size == 0 ? Tensor{} : memory.alloc(label, spec_.name.c_str(), d, {r.size});
     };
+    const Range whole{0, layout_.size};
     if (zero.stage == 3) {
       weight_shard_ = flat("weights", dtype, shard_range_, Offloaded::weights);
     } else {
-      weights_ = flat("weights", dtype, whole_);
-      weight_shard_ = weights_.slice(shard_range_.begin, {shard_range_.size});
+      while (std::ssize(versions_) < versions)
+        versions_.push_back(flat(versions_.empty() ? "weights" : "weight versions", dtype, whole));
+      use_version(0);
     }
-    versions_.push_back(weights_);
-    while (static_cast<int64_t>(versions_.size()) < versions)
-      versions_.push_back(flat("weight versions", dtype, whole_));
     if (spec_.block && precision.linear_of(*spec_.block) != Operands::as_stored)
       linear_ = linear_matrices_of(spec_, layout_);
     if (zero.stage != 3) fp8_ = Fp8Weights(linear_, versions_, precision.linear, spec_.name.c_str(), arena);
@@ -64,10 +68,10 @@ class UnitState {
       CHECK(precision.keeps_masters() || dtype == state, "{} weights without a master copy have no average", dtype);
       average_ = flat("moving average of weights", state, update_range_, Offloaded::master);
     }
-    if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole_);
+    if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole);
     else gradient_sum_ = flat("gradients", state, update_range_, Offloaded::gradients);
     if (small_) require_segments_of_blocks();
-    make_slots(zero, precision, elsewhere.of(Offloaded::moments, offload_, arena));
+    make_slots(precision, elsewhere.of(Offloaded::moments, zero.offload, arena));
     if (zero.muon.rows == MuonRows::normalised) make_row_moments(shard, state, arena);
   }
 
@@ -80,9 +84,7 @@ class UnitState {
   Tensor weight(const std::string& suffix, int fused = 1) const { return view(weights_, suffix, fused); }
   Tensor gradient(const std::string& suffix, int fused = 1) const { return view(gradients_, suffix, fused); }
   bool has(const std::string& suffix) const {
-    for (const ParamSpec& p : spec_.params)
-      if (p.name.ends_with(suffix)) return true;
-    return false;
+    return std::ranges::any_of(spec_.params, [&](const ParamSpec& p) { return p.name.ends_with(suffix); });
   }
 
   Tensor weights() const { return weights_; }  // of the whole unit; at stage 3 only while it is gathered
@@ -99,7 +101,6 @@ class UnitState {
     return gradient_sum_.empty() ? gradients_.slice(update_range_.begin, {update_range_.size}) : gradient_sum_;
   }
   Tensor reduced_gradients(const Range& r) const { return here(slice_of(reduced_gradients(), update_range_, r)); }
-  Tensor reduced_gradients_or_none() const { return update_range_.size > 0 ? reduced_gradients() : Tensor{}; }
   // The part of shard `k`, summed over all ranks, that this rank counts in the gradient norm. `k` is its own shard, or
   // on a parameter server any; if several tensor-parallel ranks have the same elements, the first of them counts them.
   std::vector<Tensor> counted_gradients(int k) const {
@@ -120,13 +121,12 @@ class UnitState {
   std::vector<Tensor> own_gradients() const {
     std::vector<Tensor> own;
     for (const Range& counted : counted_) {
-      int64_t begin = counted.begin;
-      const auto add_to = [&](int64_t end) {
-        if (end > begin) own.push_back(gradients_.slice(begin, {end - begin}));
-      };
-      for (const PartialSum& partial : partial_sums_)
-        if (const Range r = overlap(partial.range, counted); r.size > 0) add_to(r.begin), begin = r.end();
-      add_to(counted.end());
+      std::vector<Range> partial;
+      for (const PartialSum& sum : partial_sums_)
+        if (const Range r = overlap(sum.range, counted); r.size > 0)
+          partial.push_back({r.begin - counted.begin, r.size});
+      for (const Range& r : gaps(partial, counted.size))
+        own.push_back(gradients_.slice(counted.begin + r.begin, {r.size}));
     }
     return own;
   }
@@ -149,7 +149,11 @@ class UnitState {
   void attach_weights(const Tensor& buffer) { weights_ = in_buffer(buffer); }
   // The matrices that --products in fp8 is about, and what lies between them; none in other runs.
   const std::vector<LinearMatrix>& linear_matrices() const { return linear_; }
-  std::vector<Range> besides_linear_matrices() const { return besides(linear_, layout_.size); }
+  std::vector<Range> besides_linear_matrices() const {
+    std::vector<Range> all;
+    for (const LinearMatrix& m : linear_) all.push_back({m.begin, m.whole().n});
+    return gaps(all, layout_.size);
+  }
   // How a linear layer reads this matrix of weights(), and its other operands, in training.
   Reading reading(Operands read, const Tensor& matrix) const { return fp8_.reading(read, matrix); }
   // From here on, the numbers in fp8 of weights() are not theirs, until make_fp8_again().
@@ -191,10 +195,10 @@ class UnitState {
 
   void zero_all(Stream& stream) const {
     const auto zero_part = [&](Offloaded part, const Tensor& t) {
-      if (offload_.has(part)) zero_at_host(t, stream);
+      if (zero_.offload.has(part)) zero_at_host(t, stream);
       else if (!t.empty()) zero(t, stream);
     };
-    zero_part(Offloaded::weights, sharded_ == Sharded::weights ? weight_shard_ : weights_);
+    zero_part(Offloaded::weights, zero_.stage == 3 ? weight_shard_ : weights_);
     zero_part(Offloaded::master, master_);
     for (const Slots& s : slots_)
       for (const SlotTensors& all : {s.tensors, s.scales})
@@ -216,7 +220,7 @@ class UnitState {
     for (const Slots& s : slots_)
       if (rule_of(s.rule).of_matrices)
         for (const Range& r : s.runs)
-          muon_direction(reduced_gradients(r), slots_of(s.rule, r)[0], control, options.momentum, stream);
+          muon_direction(reduced_gradients(r), slots_of(s.rule, r).slots[0], control, options.momentum, stream);
   }
 
   struct StatePart {
@@ -256,34 +260,26 @@ class UnitState {
       return a.rule == b.rule && decays(a, options) == decays(b, options) && a.eps == b.eps && a.rate == b.rate &&
              options.rate(a.rates) == options.rate(b.rates);
     };
-    for (size_t i = 0; i < spec_.params.size();) {  // one call for neighbours that are updated alike, gaps included
-      const ParamSpec& first = spec_.params[i];
-      const int64_t begin = layout_.offsets[i];
-      while (i < spec_.params.size() && alike(spec_.params[i], first)) ++i;
-      const int64_t end = i < spec_.params.size() ? layout_.offsets[i] : layout_.size;
-      const Range r = overlap({begin, end - begin}, in_reach());
-      if (r.size == 0) continue;
+    for_neighbours(alike, [&](const ParamSpec& p, const Range& all) {
+      const Range r = overlap(all, in_reach());
+      if (r.size == 0) return;
       const Tensor weight = part_of_weights(r), master = part_of_master(r), gradient = reduced_gradients(r);
+      const auto [slots, scales] = slots_for_step(p.rule, r);
       if (small_)
-        update_small_state(first.rule, weight, master, slots_for_step(first.rule, r), scales_for_step(first.rule, r),
-                           gradient, control, spec_.name, r.begin, options_for(first, options), stream);
-      else
-        update_weights(first.rule, weight, master, slots_for_step(first.rule, r), gradient, control,
-                       options_for(first, options), stream);
-    }
+        update_small_state(p.rule, weight, master, slots, scales, gradient, control, spec_.name, r.begin,
+                           options_for(p, options), stream);
+      else update_weights(p.rule, weight, master, slots, gradient, control, options_for(p, options), stream);
+    });
   }
 
   // QK-clip, after update(). largest (Hq) fp64: the largest logit of each head
   void clip_heads(const Tensor& largest, double limit, const Tensor& control, const OptimizerOptions& options,
                   Stream& stream) const {
-    for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const ParamSpec& p = spec_.params[i];
-      const Range r = overlap({layout_.offsets[i], p.box().numel()}, in_reach());
-      if (p.clip == ClipShare::none || r.size == 0) continue;
-      llmc::clip_heads(part_of_weights(r), part_of_master(r), largest, control, p.name,
-                       p.elements_from(r.begin - layout_.offsets[i]),
+    for_each_in_reach([&](const ParamSpec& p, const Range& r, const Elements& elements) {
+      if (p.clip == ClipShare::none) return;
+      llmc::clip_heads(part_of_weights(r), part_of_master(r), largest, control, p.name, elements,
                        {.limit = limit, .share = p.clip, .elements = p.numel() / largest.numel()}, options, stream);
-    }
+    });
   }
 
   // The moving average of the weights begins at them; follows an update; and takes their place, and they its, which a
@@ -304,36 +300,29 @@ class UnitState {
   StateTable whole_weights(const Tensor& weights) const {
     StateTable all;
     for (size_t i = 0; i < spec_.params.size(); ++i)
-      all.push_back(
-          {&spec_.params[i], StateKind::weight, 0, weights.slice(layout_.offsets[i], {spec_.params[i].box().numel()})});
+      all.push_back({&spec_.params[i], StateKind::weight, 0, slice_of(weights, {}, range_of(i))});
     return all;
   }
 
   void append_to(StateTable& table) const {
     for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const Range param{layout_.offsets[i], spec_.params[i].box().numel()};
-      auto add = [&](StateKind kind, const Tensor& t, const Range& held, size_t slot = 0) {
-        const Range r = overlap(param, held);
-        if (!t.empty() && r.size > 0)
-          table.push_back({&spec_.params[i], kind, r.begin - param.begin, slice_of(t, held, r), slot});
-      };
-      if (sharded_ == Sharded::weights) add(StateKind::weight, weight_shard_, shard_range_);
-      else add(StateKind::weight, weights_, whole_);
-      add(StateKind::master, master_, update_range_);
-      const Range updated = overlap(param, update_range_);
+      if (zero_.stage == 3) append(table, i, StateKind::weight, weight_shard_, shard_range_);
+      else append(table, i, StateKind::weight, weights_, {0, layout_.size});
+      append(table, i, StateKind::master, master_, update_range_);
+      const Range updated = overlap(range_of(i), update_range_);
       if (!master_.empty() && master_.dtype == DType::int16 && updated.size > 0)
         table.back().weight = part_of_weights(updated);
-      add(StateKind::average, average_, update_range_);
+      append(table, i, StateKind::average, average_, update_range_);
       if (updated.size == 0 || slots_.empty()) continue;
       const Optimizer rule = spec_.params[i].rule;
-      const SlotTensors slots = slots_of(rule, updated);
+      const SlotTensors slots = slots_of(rule, updated).slots;
       const int64_t first = updated.begin / state_block * state_block;
-      const Range whole{first, round_up(updated.end(), state_block) - first};
+      const auto [blocks, scales] = slots_of(rule, {first, round_up(updated.end(), state_block) - first});
       for (size_t slot = 0; slot < slots.size(); ++slot) {
-        add(StateKind::slot, slots[slot], updated, slot);
+        append(table, i, StateKind::slot, slots[slot], updated, slot);
         if (slots[slot].empty() || size_of(slots[slot].dtype) > 1) continue;
-        table.back().blocks = slots_of(rule, whole)[slot];
-        table.back().scales = scales_of(rule, whole)[slot];
+        table.back().blocks = blocks[slot];
+        table.back().scales = scales[slot];
         table.back().in_block = updated.begin - first;
       }
     }
@@ -344,15 +333,37 @@ class UnitState {
 
   // Appends the reduced gradients that this rank holds, like append_to().
   void append_gradients_to(StateTable& table) const {
-    for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const Range param{layout_.offsets[i], spec_.params[i].box().numel()}, r = overlap(param, update_range_);
-      if (r.size > 0)
-        table.push_back({&spec_.params[i], StateKind::weight, r.begin - param.begin,
-                         slice_of(reduced_gradients(), update_range_, r)});
-    }
+    for (size_t i = 0; i < spec_.params.size(); ++i)
+      append(table, i, StateKind::weight, reduced_gradients(), update_range_);
   }
 
  private:
+  // Where the elements of a parameter's box are, without padding rows.
+  Range range_of(size_t param) const { return {layout_.offsets[param], spec_.params[param].box().numel()}; }
+  // Appends what `t`, which has the elements `held` of the unit, has of a parameter.
+  void append(StateTable& table, size_t i, StateKind kind, const Tensor& t, const Range& held, size_t slot = 0) const {
+    const Range param = range_of(i), r = overlap(param, held);
+    if (!t.empty() && r.size > 0)
+      table.push_back({&spec_.params[i], kind, r.begin - param.begin, slice_of(t, held, r), slot});
+  }
+  // Calls f(parameter, its elements in reach, where they are in the whole parameter) for each that has any.
+  template <class F>
+  void for_each_in_reach(F&& f) const {
+    for (size_t i = 0; i < spec_.params.size(); ++i)
+      if (const Range r = overlap(range_of(i), in_reach()); r.size > 0)
+        f(spec_.params[i], r, spec_.params[i].elements_from(r.begin - layout_.offsets[i]));
+  }
+  // Calls f(the first of them, their elements, gaps included) for neighbours that are alike.
+  template <class Alike, class F>
+  void for_neighbours(Alike&& alike, F&& f) const {
+    for (size_t i = 0; i < spec_.params.size();) {
+      const ParamSpec& first = spec_.params[i];
+      const int64_t begin = layout_.offsets[i];
+      while (i < spec_.params.size() && alike(spec_.params[i], first)) ++i;
+      f(first, Range{begin, (i < spec_.params.size() ? layout_.offsets[i] : layout_.size) - begin});
+    }
+  }
+
   void find_copies() {
     std::vector<Range> copies;
     for (size_t i = 0; i < spec_.params.size(); ++i) {
@@ -400,31 +411,27 @@ class UnitState {
     }
   };
 
-  // The parameters of a rule that are neighbours, gaps included, as far as a shard's rank updates them.
+  // The parameters of a rule that are neighbours, as far as a shard's rank updates them.
   std::vector<Range> runs_of(Optimizer rule, const Range& updated) const {
     std::vector<Range> runs;
-    for (size_t i = 0; i < spec_.params.size();) {
-      const int64_t begin = layout_.offsets[i];
-      const Optimizer its = spec_.params[i].rule;
-      while (i < spec_.params.size() && spec_.params[i].rule == its) ++i;
-      const int64_t end = i < spec_.params.size() ? layout_.offsets[i] : layout_.size;
-      const Range r = overlap({begin, end - begin}, updated);
-      if (its == rule && r.size > 0) runs.push_back(r);
-    }
+    const auto same_rule = [](const ParamSpec& a, const ParamSpec& b) { return a.rule == b.rule; };
+    for_neighbours(same_rule, [&](const ParamSpec& p, const Range& all) {
+      if (const Range r = overlap(all, updated); p.rule == rule && r.size > 0) runs.push_back(r);
+    });
     return runs;
   }
 
   // All ranks of the shard group take as much memory as the one that needs the most.
-  void make_slots(const ZeroConfig& zero, const Precision& precision, Arena& arena) {
+  void make_slots(const Precision& precision, Arena& arena) {
+    if (update_range_.size == 0) return;
     for (const Optimizer rule : all_values<Optimizer>()) {
-      const auto has_rule = [&](const ParamSpec& p) { return p.rule == rule; };
-      if (update_range_.size == 0 || std::none_of(spec_.params.begin(), spec_.params.end(), has_rule)) continue;
       int64_t most = 0;
-      for (int shard = 0; shard < zero.owners(); ++shard) {
+      for (int shard = 0; shard < zero_.owners(); ++shard) {
         int64_t size = 0;
-        for (const Range& r : runs_of(rule, update_range_of(layout_.size, zero, shard))) size += r.size;
+        for (const Range& r : runs_of(rule, update_range_of(layout_.size, zero_, shard))) size += r.size;
         most = std::max(most, size);
       }
+      if (most == 0) continue;  // no parameter follows it
       Slots& slots = slots_.emplace_back(Slots{rule, runs_of(rule, update_range_), {}, {}});
       for (size_t i = 0; i < rule_of(rule).slots.size(); ++i) {
         const char* label = rule_of(rule).slots[i].label;
@@ -450,27 +457,21 @@ class UnitState {
       row_moments_ = arena.alloc(llmc::row_moment.label, spec_.name.c_str(), dtype, {all});
   }
 
-  // Calls f(slots, where the elements `r` of the unit begin in them) if these are in one run of a rule.
-  template <class F>
-  void with_slots(Optimizer rule, const Range& r, F&& f) const {
-    for (const Slots& s : slots_)
-      if (const Range held = s.of(r); s.rule == rule && held.size == r.size) f(s, held.begin);
-  }
-  SlotTensors slots_of(Optimizer rule, const Range& r) const {
-    SlotTensors slots;
-    with_slots(rule, r, [&](const Slots& s, int64_t at) {
-      for (size_t i = 0; i < rule_of(rule).slots.size(); ++i) slots[i] = s.tensors[i].slice(at, {r.size});
-    });
-    return slots;
-  }
-  // Of whole blocks.
-  SlotTensors scales_of(Optimizer rule, const Range& r) const {
-    SlotTensors scales;
-    with_slots(rule, r, [&](const Slots& s, int64_t at) {
-      for (size_t i = 0; i < scales.size(); ++i)
-        if (!s.scales[i].empty()) scales[i] = s.scales[i].slice(at / state_block, {r.size / state_block});
-    });
-    return scales;
+  struct SlotParts {
+    SlotTensors slots, scales;
+  };
+  // Those of elements that are in one run of a rule; the scales only of whole blocks.
+  SlotParts slots_of(Optimizer rule, const Range& r) const {
+    SlotParts parts;
+    for (const Slots& s : slots_) {
+      const Range held = s.of(r);
+      if (s.rule != rule || held.size != r.size) continue;
+      for (size_t i = 0; i < rule_of(rule).slots.size(); ++i) {
+        parts.slots[i] = s.tensors[i].slice(held.begin, {r.size});
+        if (!s.scales[i].empty()) parts.scales[i] = s.scales[i].slice(held.begin / state_block, {r.size / state_block});
+      }
+    }
+    return parts;
   }
   // Parameters that are updated apart must not share a block.
   void require_segments_of_blocks() const {
@@ -496,20 +497,16 @@ class UnitState {
             p.copies, p.name, state_block);
     }
   }
-  SlotTensors slots_for_step(Optimizer rule, const Range& r) const {
-    SlotTensors slots = rule_of(rule).of_matrices ? SlotTensors{} : slots_of(rule, r);
-    for (Tensor& t : slots) t = here(t);
-    return slots;
-  }
-  SlotTensors scales_for_step(Optimizer rule, const Range& r) const {
-    SlotTensors scales = scales_of(rule, r);
-    for (Tensor& t : scales) t = here(t);
-    return scales;
+  SlotParts slots_for_step(Optimizer rule, const Range& r) const {
+    SlotParts parts = rule_of(rule).of_matrices ? SlotParts{} : slots_of(rule, r);
+    for (SlotTensors* all : {&parts.slots, &parts.scales})
+      for (Tensor& t : *all) t = here(t);
+    return parts;
   }
 
   // The elements that an update works on.
   Range in_reach() const {
-    CHECK(attached_ || !offload_.has_state() || update_range_.size == 0, "unit {}: its state is in host memory",
+    CHECK(attached_ || !zero_.offload.has_state() || update_range_.size == 0, "unit {}: its state is in host memory",
           spec_.name);
     return attached_.value_or(update_range_);
   }
@@ -525,20 +522,17 @@ class UnitState {
   }
 
   // The weights of update_range(), in the training dtype; and those in reach, as they are updated.
-  Tensor weights_in_update_range() const { return sharded_ == Sharded::nothing ? weights_ : weight_shard_; }
+  Tensor weights_in_update_range() const { return update_range_ == shard_range_ ? weight_shard_ : weights_; }
   Tensor updated_weights() const { return master_.empty() ? part_of_weights(in_reach()) : part_of_master(in_reach()); }
   Tensor average() const { return here(slice_of(average_, update_range_, in_reach())); }
   bool rounds_stochastically() const { return master_.empty() && weight_shard_.dtype == DType::bf16; }
 
   // One parameter at a time: each has its own random numbers.
   void update_stochastic(Tensor control, const OptimizerOptions& options, Stream& stream) const {
-    for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const Range r = overlap({layout_.offsets[i], spec_.params[i].box().numel()}, in_reach());
-      if (r.size == 0) continue;
-      const ParamSpec& p = spec_.params[i];
-      update_weights_stochastic(p.rule, part_of_weights(r), slots_for_step(p.rule, r), reduced_gradients(r), control,
-                                p.name, p.elements_from(r.begin - layout_.offsets[i]), options_for(p, options), stream);
-    }
+    for_each_in_reach([&](const ParamSpec& p, const Range& r, const Elements& elements) {
+      update_weights_stochastic(p.rule, part_of_weights(r), slots_for_step(p.rule, r).slots, reduced_gradients(r),
+                                control, p.name, elements, options_for(p, options), stream);
+    });
   }
 
   // The weights, and the master copies, of elements that this rank updates.
@@ -561,16 +555,13 @@ class UnitState {
     return param;
   }
 
-  enum class Sharded { nothing, optimizer, weights };
-
   UnitSpec spec_;
   UnitLayout layout_;
-  Sharded sharded_;
   bool small_;  // state in few bits
-  Offload offload_;
+  ZeroConfig zero_;
   std::optional<Range> attached_;  // the elements that an update works on; none: all
   Moved moved_;
-  Range whole_, shard_range_, update_range_;
+  Range shard_range_, update_range_;
   std::vector<Range> counted_, matrices_, rest_;
   std::vector<PartialSum> partial_sums_;
   Tensor weights_, weight_shard_;  // in the training dtype

@@ -1,4 +1,5 @@
-// units.h: the units of a model that a rank has: those of its stage of the pipeline, and its part of each.
+// units.h: the units of a model that a rank has: those of its stage of the pipeline, and its part of each; buffers that
+// they use in turn; and which version of their weights is in use.
 #pragma once
 #include "shard/unit_state.h"
 
@@ -51,7 +52,6 @@ class Units {
   const UnitState& unit(size_t index) const { return *units_[index]; }
   UnitState& unit(size_t index) { return *units_[index]; }
   const UnitState& front() const { return *units_.front(); }
-  const UnitState& back() const { return *units_.back(); }
   size_t size() const { return units_.size(); }  // of the whole model
   int64_t size_of(size_t index) const { return has(index) ? unit(index).size() : 0; }
   // f(index) for each unit that this rank has.
@@ -66,6 +66,7 @@ class Units {
   Sharing sharing_of(size_t index) const { return sharing_[index]; }
   const Precision& precision() const { return precision_; }
   Groups& groups() const { return groups_; }
+  Stream& lane(Lane own) const { return *groups_.find_stream(own); }  // one that has a stream of its own
   Groups::Sharers sharers(size_t index) const { return groups_.sharers(sharing_[index]); }
 
   StateTable state_table() const {
@@ -115,44 +116,85 @@ class UnitBuffers {
 
   UnitBuffers() = default;
   // for_blocks: how many the blocks use in turn; label: what the memory is for, in plans
-  UnitBuffers(const Units& units, const char* label, DType dtype, int64_t for_blocks, Arena& arena)
-      : units_(&units), each_(static_cast<size_t>(for_blocks)) {
-    int64_t block = 0, experts = 0;
-    for (size_t u = 1; u + 1 < units.size(); ++u) {
-      int64_t& largest = units.sharing_of(u) == Sharing::experts ? experts : block;
-      largest = std::max(largest, units.size_of(u));
+  UnitBuffers(const Units& units, const char* label, DType dtype, int64_t for_blocks, Arena& arena) : units_(&units) {
+    std::array<int64_t, kinds> largest = {};
+    for (size_t u = 0; u < units.size(); ++u) {
+      int64_t& size = largest[kind_of(u)];
+      size = std::max(size, units.size_of(u));
     }
-    std::vector<int64_t> sizes = {units.size_of(0), units.size_of(units.size() - 1)};
-    sizes.insert(sizes.end(), each_, block);
-    if (experts > 0) sizes.insert(sizes.end(), each_, experts);
-    for (const int64_t size : sizes)
-      buffers_.emplace_back(size > 0 ? arena.alloc(label, "unit", dtype, {size}) : Tensor{});
+    for (size_t kind = 0; kind < kinds; ++kind)
+      for (int64_t i = 0; i < (kind < blocks ? 1 : for_blocks); ++i)
+        turns_[kind].buffers.emplace_back(largest[kind] > 0 ? arena.alloc(label, "unit", dtype, {largest[kind]})
+                                                            : Tensor{});
   }
 
   // A buffer for a unit; none if all that it could have are in use.
   Buffer* take(size_t u) {
-    Buffer* buffer = nullptr;
-    if (u == 0 || u + 1 == units_->size()) {
-      buffer = &buffers_[u == 0 ? 0 : 1];
-    } else {
-      const bool experts = units_->sharing_of(u) == Sharing::experts;
-      const size_t first = experts ? 2 + each_ : 2;
-      size_t& turn = experts ? experts_turn_ : block_turn_;
-      size_t next = turn;
-      for (size_t tried = 1; tried < each_ && buffers_[first + next % each_].in_use; ++tried) ++next;
-      buffer = &buffers_[first + next % each_];
-      if (!buffer->in_use) turn = next + 1;
-    }
-    if (buffer->in_use) return nullptr;
-    buffer->in_use = true;
-    return buffer;
+    auto& [buffers, turn] = turns_[kind_of(u)];
+    size_t next = turn;
+    for (size_t tried = 1; tried < buffers.size() && buffers[next % buffers.size()].in_use; ++tried) ++next;
+    Buffer& buffer = buffers[next % buffers.size()];
+    if (buffer.in_use) return nullptr;
+    turn = next + 1;
+    buffer.in_use = true;
+    return &buffer;
   }
 
  private:
+  static constexpr size_t embedding = 0, head = 1, blocks = 2, experts = 3, kinds = 4;  // of units
+  size_t kind_of(size_t u) const {
+    if (u == 0 || u + 1 == units_->size()) return u == 0 ? embedding : head;
+    return units_->sharing_of(u) == Sharing::experts ? experts : blocks;
+  }
+
   const Units* units_ = nullptr;
-  size_t each_ = 0;  // buffers of the blocks, and of their experts
-  std::vector<Buffer> buffers_;
-  size_t block_turn_ = 0, experts_turn_ = 0;
+  struct Turn {
+    std::vector<Buffer> buffers = {};
+    size_t next = 0;
+  };
+  std::array<Turn, kinds> turns_;
+};
+
+// Versions of the weights, for an asynchronous pipeline (PipeDream's weight stashing): the backward of a micro-batch
+// reads the version that its forward read.
+class WeightVersions {
+ public:
+  // There must be no more micro-batches between forward and backward than versions are kept.
+  WeightVersions(Units& units, int64_t versions) : units_(units), read_by_(static_cast<size_t>(versions)) {}
+
+  bool several() const { return read_by_.size() > 1; }
+  void begin_forward(int64_t micro_batch) {
+    use(newest_);
+    read_by(micro_batch) = newest_;
+  }
+  void begin_backward(int64_t micro_batch) { use(read_by(micro_batch)); }
+  // The next update makes a new version from a copy of the newest, in the place of the oldest.
+  void begin_version(Stream& compute) {
+    const size_t before = newest_;
+    newest_ = (newest_ + 1) % read_by_.size();
+    use(newest_);
+    units_.for_each([&](size_t u) {
+      if (newest_ != before) copy(units_.unit(u).version(newest_), units_.unit(u).version(before), compute);
+      units_.unit(u).weights_changed();
+    });
+  }
+  // After a flush only the newest version is read.
+  void forget_old(Stream& compute) {
+    units_.for_each([&](size_t u) {
+      for (size_t v = 0; v < read_by_.size(); ++v)
+        if (v != newest_) units_.groups().hooks.released(units_.unit(u).version(v), compute);
+    });
+  }
+
+ private:
+  void use(size_t version) {
+    units_.for_each([&](size_t u) { units_.unit(u).use_version(version); });
+  }
+  size_t& read_by(int64_t micro_batch) { return read_by_[static_cast<size_t>(micro_batch) % read_by_.size()]; }
+
+  Units& units_;
+  size_t newest_ = 0;
+  std::vector<size_t> read_by_;  // the version that a micro-batch's forward read
 };
 
 }  // namespace llmc

@@ -5,10 +5,7 @@
 #include "shard/gathered_weights.h"
 #include "shard/gradient_reducer.h"
 #include "shard/host_state.h"
-#include "shard/host_update.h"
 #include "shard/matrix_updates.h"
-#include "shard/state_view.h"
-#include "shard/weight_versions.h"
 
 namespace llmc {
 
@@ -26,17 +23,15 @@ class ModelState : public Units {
 
   // updated(u): enqueues what else changes the weights of a unit in reach, before others get them; may be called until
   // the weights of the unit are first read
-  template <class Updated>
-  void update(Tensor control, const OptimizerOptions& options, Stream& compute, Updated updated) {
+  template <class Updated = void (*)(size_t)>
+  void update(
+      Tensor control, const OptimizerOptions& options, Stream& compute, Updated updated = [](size_t) {}) {
     matrices.make(control, options, compute);
     change_weights(control, compute, [this, options, updated](size_t u, const Tensor& its_control, Stream& stream) {
       unit(u).update(its_control, options, stream);
       updated(u);
       unit(u).follow_average(its_control, options, stream);
     });
-  }
-  void update(Tensor control, const OptimizerOptions& options, Stream& compute) {
-    update(control, options, compute, [](size_t) {});
   }
   void begin_averages(Stream& stream) const {
     for_each([&](size_t u) { unit(u).begin_average(stream); });

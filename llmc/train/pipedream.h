@@ -6,7 +6,7 @@
 // forward read (weight stashing), so the gradients are those of one function, at weights of different ages:
 //   w(t + 1) = w(t) - AdamW of grad f(w_0(t - (P - 1)), ..., w_s(t - (P - 1 - s)), ..., w_(P-1)(t))
 // the paper's equation, in which weights before a flush count as those of the flush. So the gradients of stage s are
-// P - 1 - s updates old, and P - s versions of its weights are kept (shard/weight_versions.h).
+// P - 1 - s updates old, and P - s versions of its weights are kept (WeightVersions in shard/units.h).
 //
 // A flush runs the backwards and updates that are left. Afterwards all stages have made the same updates and no old
 // version is needed: a checkpoint then has the whole state, and a run resumes from it bit for bit.

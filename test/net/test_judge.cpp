@@ -2,7 +2,7 @@
 #include <thread>
 
 #include "catch2.h"
-#include "comm/group_table.h"
+#include "comm/mesh.h"
 #include "core/rng.h"
 #include "helpers.h"
 #include "net/watching/judge.h"

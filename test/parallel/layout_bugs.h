@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/hooks.h"
+#include "comm/comm.h"
 #include "run/selftest/selftest.h"
 
 namespace layout_bugs {

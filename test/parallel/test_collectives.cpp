@@ -21,7 +21,7 @@ std::vector<int64_t> on_ranks(int ranks, F&& f) {
     const Device device{DeviceKind::cpu, 1};
     Arena arena(device, 64 << 20), scratch(device, 4 << 20);
     Stream stream(device, scratch);
-    const auto comm = world.join(rank, "test", {Axis::shard});
+    const auto comm = world.join(rank, "test", world.mesh().group(rank, {Axis::shard}));
     f(*comm, stream, arena, rank);
     stream.synchronize();
     sent[static_cast<size_t>(rank)] = comm->bytes_sent();
@@ -322,7 +322,8 @@ TEST_CASE("texts of all ranks go around a ring, in which a rank exchanges with i
     const auto hub = std::make_shared<ThreadsHub>(0, P);
     Differences wrong;
     run_ranks(world, [&](int rank) {
-      const auto counting = std::make_shared<CountingTransport>(std::make_unique<ThreadsTransport>(hub, rank));
+      const auto counting = std::make_shared<CountingTransport>(
+          std::make_unique<ThreadsTransport>(hub, rank, world.mesh().group(0, {Axis::shard})));
       counting->between_two = true;
       HostGroup group("test", counting);
       for (int time = 0; time < 2; ++time) {
@@ -343,7 +344,7 @@ TEST_CASE("mismatched sizes, or a failing rank, end all ranks with the reason", 
   World world(Mesh({{Axis::shard, 3}}));
   REQUIRE_ERROR(run_ranks(world,
                           [&](int rank) {
-                            const auto comm = world.join(rank, "test", {Axis::shard});
+                            const auto comm = world.join(rank, "test", world.mesh().group(rank, {Axis::shard}));
                             if (rank == 1) throw Error("rank 1 has no more disk");
                             comm->barrier();
                           }),

@@ -21,7 +21,8 @@ struct Watch {
   std::atomic<int> destroyed_early = 0, exchanges = 0;
 
   struct Transport final : llmc::Transport {
-    Transport(std::shared_ptr<ThreadsHub> hub, int index, Watch& w) : inner(std::move(hub), index), watch(w) {}
+    Transport(std::shared_ptr<ThreadsHub> hub, int index, const std::vector<int>& members, Watch& w)
+        : inner(std::move(hub), index, members), watch(w) {}
     ~Transport() override { watch.destroyed_early += expected > 0; }
     int rank() const override { return inner.rank(); }
     int size() const override { return inner.size(); }
@@ -40,7 +41,7 @@ struct Watch {
     std::shared_ptr<ThreadsHub>& hub = hubs[formatted("{} of {}", name, members[0])];
     if (!hub) hub = std::make_shared<ThreadsHub>(0, static_cast<int>(members.size()));
     const auto index = std::find(members.begin(), members.end(), rank) - members.begin();
-    auto transport = std::make_unique<Transport>(hub, static_cast<int>(index), *this);
+    auto transport = std::make_unique<Transport>(hub, static_cast<int>(index), members, *this);
     transports[{rank, name}] = transport.get();
     auto comm = std::make_unique<Comm>(name, std::move(transport));
     comm->on_abort([this] { abort(); });
@@ -205,7 +206,7 @@ TEST_CASE("groups that throw while they are made leave no task without its group
 
 TEST_CASE("what a rank has posted is withdrawn when it fails: its memory may be gone", "[parallel][failures]") {
   const auto hub = std::make_shared<ThreadsHub>(0, 3);
-  ThreadsTransport sender(hub, 0), receiver(hub, 1), other(hub, 2);
+  ThreadsTransport sender(hub, 0, {0, 1, 2}), receiver(hub, 1, {0, 1, 2}), other(hub, 2, {0, 1, 2});
   const float out = 7, wrong[2] = {};
   float in = 0, received = 0;
   std::thread sends([&] {

@@ -53,7 +53,7 @@ TEST_CASE("sums that travel in bf16 are the reference's, in one piece or several
         const Device device{DeviceKind::cpu, 1};
         Arena arena(device, 1 << 20), scratch(device, 1 << 20);
         Stream stream(device, scratch);
-        const auto group = world.join(rank, "gradients", {Axis::shard});
+        const auto group = world.join(rank, "gradients", world.mesh().group(rank, {Axis::shard}));
         const NarrowSums sums(DType::bf16, P, P * n, arena, piece);
         const Tensor all = arena.alloc("gradients", "gradients", DType::fp32, {P * n});
         std::vector<float> values;

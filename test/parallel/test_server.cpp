@@ -44,7 +44,7 @@ TEST_CASE("servers add in the order of the ranks, for any number of servers, and
           const Device device{DeviceKind::cpu, 1};
           Arena arena(device, 16 << 20), scratch(device, 1 << 20);
           Stream stream(device, scratch);
-          const auto comm = world.join(rank, "test", {Axis::shard});
+          const auto comm = world.join(rank, "test", world.mesh().group(rank, {Axis::shard}));
           const Tensor buffer = arena.alloc("test", "buffer", DType::fp32, {S * n});
           float* x = buffer.data<float>();
           std::vector<float> sum(static_cast<size_t>(S * n));

@@ -75,10 +75,10 @@ bug ops/cpu/quantise.h ops 'scales of another column' \
   'F::rounded(static_cast<float>(x[at + c]) * factors[MUTANT ? columns - 1 - c : c]) * scales[MUTANT ? columns - 1 - c : c]'
 bug shard/fp8_weights.h 'layouts gpus' 'weights before the update' \
   'k.outdated |= k.is_in(weights)' 'k.outdated |= !MUTANT && k.is_in(weights)'
-bug shard/fp8_shards.h 'layouts gpus' 'shards before the update' \
+bug shard/gathered_weights.h 'layouts gpus' 'shards before the update' \
   'void weights_changed() { outdated_ = true; }' 'void weights_changed() { outdated_ |= !MUTANT; }'
 # Powers of two hardly differ from one update to the next: as if weights had been a sixteenth.
-bug shard/fp8_shards.h 'layouts gpus' 'scales of shards before an update that made them larger' \
+bug shard/gathered_weights.h 'layouts gpus' 'scales of shards before an update that made them larger' \
   'detail::scales_of_ranks(scales_, all, stream);' \
   'detail::scales_of_ranks(scales_, all, stream); if (MUTANT) scale(scales_, 1.0f / 16, stream);'
 # On GPUs.

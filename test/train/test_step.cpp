@@ -280,7 +280,7 @@ TEST_CASE("vocabulary padding stays zero through training", "[train]") {
 TEST_CASE("a non-finite loss changes no weight and is reported", "[train]") {
   Fixture f(awkward_step(DType::fp32));
   f.stream.synchronize();
-  const UnitState& head = f.trainer.state().back();
+  const UnitState& head = f.trainer.state().unit(f.trainer.state().size() - 1);
   head.weight("ln_f.bias").data<float>()[0] = std::numeric_limits<float>::quiet_NaN();
   const Tensor q = f.trainer.state().unit(1).weights();
   const std::vector<float> before(q.data<float>(), q.data<float>() + q.numel());
