@@ -88,11 +88,10 @@ inline std::string multiples_beside(int64_t x, int64_t n) {
 // The tokens of a micro-batch of each of the readers, the ranks that take their own.
 inline int64_t micro_batch_tokens(const Options& o, int64_t readers) {
   const int64_t tokens = o.batch_size * o.seq_len;  // each is at most largest_size
-  CHECK(
-      tokens <= std::numeric_limits<int64_t>::max() / readers,
-      "--batch-size {} x --seq-len {} x {} ranks that take samples of their own: more tokens than 64 bits count: use a "
-      "smaller --batch-size",
-      o.batch_size, o.seq_len, readers);
+  CHECK(tokens <= std::numeric_limits<int64_t>::max() / readers,
+        "--batch-size {} x --seq-len {} x {} ranks that take samples of their own: more tokens than 64 bits count: use "
+        "a smaller --batch-size",
+        o.batch_size, o.seq_len, readers);
   return tokens * readers;
 }
 
@@ -270,10 +269,10 @@ inline void validate_optimizer(const Options& o) {
         "--beta2 {} with --optimizer {}, which has no second moment: leave it out", o.beta2.value_or(0), o.optimizer);
   CHECK(o.adam_eps == Options{}.adam_eps || rule_of(o.optimizer).uses_eps,
         "--adam-eps {} with --optimizer {}, which divides by nothing: leave it out", o.adam_eps, o.optimizer);
-  CHECK(!o.ema || (o.dtype == WeightType::fp32 && !o.plan_auto) || o.master_weights == MasterWeights::fp32,
-        "--ema {} with --master-weights {}, but it averages fp32 weights: use --master-weights fp32, or leave out "
-        "--ema",
-        o.ema.value_or(0), o.master_weights);
+  CHECK(
+      !o.ema || (o.dtype == WeightType::fp32 && !o.plan_auto) || o.master_weights == MasterWeights::fp32,
+      "--ema {} with --master-weights {}, but it averages fp32 weights: use --master-weights fp32, or leave out --ema",
+      o.ema.value_or(0), o.master_weights);
   const Options usual;
   for (const auto& [given, option] :
        {std::pair{o.muon_ns != usual.muon_ns, "--muon-ns"}, std::pair{o.muon_scale != usual.muon_scale, "--muon-scale"},

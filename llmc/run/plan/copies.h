@@ -59,8 +59,8 @@ inline std::string copies_notice(const Options& o, const Plan& plan) {
   const Plan& p = plan.of_stage(plan.stage_with_most([](const Plan& s) { return s.share_bytes - s.copy_bytes; }));
   if (!copies_checkpoints(o) || p.copy_bytes >= p.share_bytes) return "";
   const std::string least = formatted(
-      "notice: --checkpoint-mode async: {} of host memory are left for copies of the {} "
-      "that a rank writes of a checkpoint: ",
+      "notice: --checkpoint-mode async: {} of host memory are left for copies of the {} that a rank writes of a "
+      "checkpoint: ",
       human_bytes(p.copy_bytes), human_bytes(p.share_bytes));
   return least + (p.copy_bytes > 0 ? "they are copied a part at a time, and training waits until the rest is written"
                                    : "training waits until a checkpoint is written, as with --checkpoint-mode sync");

@@ -157,8 +157,7 @@ inline std::vector<PublishedTable> published_tables() {
         sharded({"529.6B", 128, 20480, 105, 1, 1, 2, 1, 1120, 2240, 98}),
         sharded({"529.6B", 128, 20480, 105, 1, 1, 1, 1, 2240, 2240, 48})},
        "DeepSpeed's gathers of 2021 reached the rate of one card per server, and hid less behind computation where "
-       "that "
-       "takes as long; NCCL's rings use all cards (rails: true), by which the last step would take a quarter"},
+       "that takes as long; NCCL's rings use all cards (rails: true), by which the last step would take a quarter"},
       {"Korthikanti et al. 2022 (arXiv 2205.05198), table 5: blocks recomputed",
        selene,
        Measured::seconds,
@@ -202,8 +201,7 @@ inline std::vector<PublishedTable> published_tables() {
        Measured::seconds,
        {deepseek_v3()},
        "to plan the run itself would need latent attention, products in fp8, a sigmoid router with node-limited "
-       "choices, "
-       "multi-token prediction, and DualPipe, which hides the exchange of rows behind another micro-batch",
+       "choices, multi-token prediction, and DualPipe, which hides the exchange of rows behind another micro-batch",
        true},
   };
 }
@@ -344,13 +342,12 @@ inline std::vector<Sharding> hybrid_sharding() {
 inline Rows hybrid_rows() {
   Rows rows;
   for (const Sharding& s : hybrid_sharding())
-    rows.emplace_back(s.name,
-                      formatted("within a group {:.4f} Psi of each rank (3 (P - 1) / P = {:.4f}), between groups "
-                                "{:.4f} (2 (Q - 1) / (Q P) = {:.4f})",
-                                s.within, s.law_within, s.between, s.law_between));
+    rows.emplace_back(s.name, formatted("within a group {:.4f} Psi of each rank (3 (P - 1) / P = {:.4f}), between "
+                                        "groups {:.4f} (2 (Q - 1) / (Q P) = {:.4f})",
+                                        s.within, s.law_within, s.between, s.law_between));
   rows.emplace_back("between servers",
-                    "a server of 8 sends 3 Psi for each of its ranks in one group, and with a group "
-                    "in each server Psi once to reduce and once to gather, all ranks together");
+                    "a server of 8 sends 3 Psi for each of its ranks in one group, and with a group in each server Psi "
+                    "once to reduce and once to gather, all ranks together");
   return rows;
 }
 
@@ -368,10 +365,10 @@ inline void report_examples(Log& log) {
                     run.gpus, run.tp, run.pp, run.cp, r.measured, r.planned, r.error(), human_bytes(r.bytes)));
       if (run.tokens > 0) {
         const double planned = run.planned_gpu_hours(r.planned);
-        rows.emplace_back("", formatted("all of {:.1f} trillion tokens: published {:.2f} million GPU-hours, planned "
-                                        "{:.2f}, {:6.1f}%",
-                                        run.tokens * 1e-12, run.gpu_hours * 1e-6, planned * 1e-6,
-                                        100 * (planned / run.gpu_hours - 1)));
+        rows.emplace_back(
+            "",
+            formatted("all of {:.1f} trillion tokens: published {:.2f} million GPU-hours, planned {:.2f}, {:6.1f}%",
+                      run.tokens * 1e-12, run.gpu_hours * 1e-6, planned * 1e-6, 100 * (planned / run.gpu_hours - 1)));
       }
     }
     const Errors e = errors_of(errors);

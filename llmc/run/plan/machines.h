@@ -260,8 +260,8 @@ class MachineReader {
     require_known(tflops, {"fp8", "bf16", "tf32", "fp32"});
     const char* of = dtype == DType::bf16 ? "bf16" : tf32 ? "tf32" : "fp32";
     CHECK(tflops.contains(of),
-          "--machine {}: tflops has no {}: such a processor cannot compute this run; use another "
-          "--dtype, or another machine",
+          "--machine {}: tflops has no {}: such a processor cannot compute this run; use another --dtype, or another "
+          "machine",
           shown(where_), of);
     m.flops_per_s = number(tflops, of, positive) * 1e12;
     m.fp8_flops_per_s = number(tflops, "fp8", 0, 0) * 1e12;

@@ -129,8 +129,8 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
   const std::string bubble =
       step.layout.pipeline.asynchronous()
           ? formatted(
-                "none between flushes but for unequal stages (the slowest has {:.1f}% more than the mean); each "
-                "flush costs the time of P - 1 = {} micro-batches",
+                "none between flushes but for unequal stages (the slowest has {:.1f}% more than the mean); each flush "
+                "costs the time of P - 1 = {} micro-batches",
                 above, step.layout.pipeline.stages - 1)
           : formatted("{:.1f}% of the stages' time{}{}", 100 * sim.bubble(),
                       step.pipeline().splits_backward() ? " (both parts of a backward count as equally long)" : "",
@@ -242,8 +242,8 @@ inline std::string topology_notice(const StepConfig& step, const Machine& machin
   const int64_t tp = step.layout.tensor.ranks, server = machine.links[0].ranks;
   if (machine.links.size() == 1 || step.layout.ranks() <= server || server % tp == 0) return "";
   return formatted(
-      "notice: --tp {}: {} of {} ranks, and each layer waits for exchanges over {:.0f} GB/s instead of "
-      "{:.0f} GB/s: use a divisor of {}, with --pp or a higher --zero-stage if memory is short",
+      "notice: --tp {}: {} of {} ranks, and each layer waits for exchanges over {:.0f} GB/s instead of {:.0f} GB/s: "
+      "use a divisor of {}, with --pp or a higher --zero-stage if memory is short",
       tp, tp > server ? "groups are larger than servers" : "some groups lie in two servers", server,
       machine.links[1].bytes_per_s * 1e-9, machine.links[0].bytes_per_s * 1e-9, server);
 }
@@ -278,8 +278,8 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
                            Begun begun = Begun::no) {
   const Plan& most = plan.of_stage(plan.stage_with_most([](const Plan& p) { return p.host_bytes; }));
   CHECK(device.kind != DeviceKind::cuda || most.host_bytes <= free_memory_of_rank(o),
-        "--offload {} needs {} of host memory for a rank, and its share of what is free is {}: leave out a part, "
-        "share the state among more ranks, with --zero-stage 1, or have moments in files, with --offload-dir",
+        "--offload {} needs {} of host memory for a rank, and its share of what is free is {}: leave out a part, share "
+        "the state among more ranks, with --zero-stage 1, or have moments in files, with --offload-dir",
         std::string(step.layout.zero.offload), human_bytes(most.host_bytes), human_bytes(free_memory_of_rank(o)));
   if (fits(plan, memory_limit(o, device))) return;
   std::string message =

@@ -105,12 +105,11 @@ inline SearchResult search_layouts(const Options& o, const std::vector<SearchFor
         shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", asked.sequences,
         result.counts.front().second.reasons_text(), asked.ranks * o.seq_len,
         asked.sequences % asked.ranks == 0 ? "" : ", or a multiple of it");
-  CHECK(
-      !result.rows.empty(),
-      "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute,{} and --batch-size "
-      "1: use more ranks, a smaller --model or a smaller --seq-len",
-      shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", human_bytes(asked.memory), shown(o.machine),
-      precisions.back().less_exact ? " bf16 without master weights," : "");
+  CHECK(!result.rows.empty(),
+        "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute,{} and "
+        "--batch-size 1: use more ranks, a smaller --model or a smaller --seq-len",
+        shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", human_bytes(asked.memory), shown(o.machine),
+        precisions.back().less_exact ? " bf16 without master weights," : "");
   return result;
 }
 

@@ -83,8 +83,7 @@ class LayoutSearch {
   std::string counts_text() const {
     return formatted(
         "{}: {} layouts: {} ways to divide the ranks cannot be{}, {} do not fit by the estimate, {} were planned in "
-        "full, "
-        "of which {} do not fit; the others would be slower",
+        "full, of which {} do not fit; the others would be slower",
         what_.step.precision.weights, counts_.tried, counts_.impossible,
         counts_.impossible == 0 ? std::string() : formatted(" ({})", counts_.reasons_text()), counts_.small,
         counts_.planned, counts_.too_large);

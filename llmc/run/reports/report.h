@@ -61,8 +61,8 @@ inline std::vector<std::string> tokenizer_notices(const Options& o, const ModelC
   if (!sample.empty() && train->document_mark(0) == DocumentMark::end_of_text_before &&
       sample[0] != tokenizer.end_of_text())
     notices.push_back(
-        formatted("notice: the training data begin with token {}, not with the tokenizer's end of text, {}: "
-                  "were they made with another tokenizer?",
+        formatted("notice: the training data begin with token {}, not with the tokenizer's end of text, {}: were they "
+                  "made with another tokenizer?",
                   sample[0], tokenizer.end_of_text()));
   const auto ends = model.special_tokens.find("eos_token_id");
   if (const std::string end = formatted("{}", tokenizer.end_of_text());
@@ -113,11 +113,10 @@ inline void report_unlikely_data(Log& log, const StepConfig& step, const RunData
                   "{}: for bytes --vocab-size 257 is enough",
                   V));
   if (look_like_fewer(largest, tokens, V))
-    log.line(
-        formatted("notice: the largest of the first {} tokens of the training data is {}, and the model has a "
-                  "vocabulary of {}: were they made with a smaller tokenizer? --tokenizer names it, and a new model "
-                  "takes its vocabulary from it",
-                  human_count(tokens), largest, V));
+    log.line(formatted(
+        "notice: the largest of the first {} tokens of the training data is {}, and the model has a vocabulary of {}: "
+        "were they made with a smaller tokenizer? --tokenizer names it, and a new model takes its vocabulary from it",
+        human_count(tokens), largest, V));
   std::set<FileIdentity> trained;  // whatever their paths
   for (const std::string& path : data.train.paths()) trained.insert(identity_of(path));
   for (const ValidationSet& set : data.val)

@@ -71,8 +71,8 @@ class StepReport {
     const bool on_gpu = job_.device.kind == DeviceKind::cuda;
     if (peaks_.raise(job_.flops_per_step() / seconds) && !std::exchange(raised_, true))
       log_.line(
-          formatted("notice: step {} was faster than the matmul peak that was measured at the start, when the "
-                    "machine was busy: MFU refers to the fastest step from here on",
+          formatted("notice: step {} was faster than the matmul peak that was measured at the start, when the machine "
+                    "was busy: MFU refers to the fastest step from here on",
                     step));
     log_.train({.step = step,
                 .max_steps = job_.max_steps,
@@ -104,11 +104,10 @@ class StepReport {
   void notices(int64_t step, const StepResult& result) {
     if (monitor_ && step % o_.log_gpu_every == 0) read_gpu(step);
     if (result.experts && result.experts->rounds > 1 && !std::exchange(rounds_said_, true))
-      log_.line(
-          formatted("notice: in step {} tokens went to the experts of other ranks in {} rounds, because one rank "
-                    "got more than --moe-imbalance has room for; expert_rounds in metrics.jsonl has the number of "
-                    "every step",
-                    step, result.experts->rounds));
+      log_.line(formatted(
+          "notice: in step {} tokens went to the experts of other ranks in {} rounds, because one rank got more than "
+          "--moe-imbalance has room for; expert_rounds in metrics.jsonl has the number of every step",
+          step, result.experts->rounds));
   }
 
   // The duration of the last update, in seconds.

@@ -187,10 +187,11 @@ inline Rerouted rerouted(const Routes& one, const Routes& found) {
     if (token.step > first_step || first_layer.try_emplace(token.sample, token.layer).first->second < token.layer)
       continue;
     const Margin m = margin_of(route, other->second.experts);
-    add(m.is_tie(), formatted("{}: experts {}, but {} on one rank, which chose {} before {} by a margin of {:.1e}: {} "
-                              "rounding, {:.1e}",
-                              to_string(token), other->second.experts, route.experts, m.chosen, m.other, m.by,
-                              m.is_tie() ? "a near tie, within" : "more than", m.rounding));
+    add(m.is_tie(),
+        formatted(
+            "{}: experts {}, but {} on one rank, which chose {} before {} by a margin of {:.1e}: {} rounding, {:.1e}",
+            to_string(token), other->second.experts, route.experts, m.chosen, m.other, m.by,
+            m.is_tie() ? "a near tie, within" : "more than", m.rounding));
   }
   if (found.size() > one.size()) ++all.tokens, add(false, "tokens that one rank does not have");
   return all;

@@ -174,12 +174,12 @@ inline std::string plan_trace(const StepConfig& config, const Device& device, co
   CHECK(!whole.others, "--trace with --plan: there is no clock for --dp-sync {}: leave it out",
         config.layout.zero.sync);
   const KeptLists kept;
-  TraceArgs about = about_trace(
-      config, "plan",
-      formatted("computed for {}: nothing ran. A stage's actions take what the clock of --plan says, and wait for each "
-                "other as in a simulation of the stages; its peers in data, tensor, context and expert parallelism do "
-                "the same at the same time",
-                device.machine->name));
+  TraceArgs about =
+      about_trace(config, "plan",
+                  formatted("computed for {}: nothing ran. A stage's actions take what the clock of --plan says, and "
+                            "wait for each other as in a simulation of the stages; its peers in data, tensor, context "
+                            "and expert parallelism do the same at the same time",
+                            device.machine->name));
   Pipeline p = config.pipeline();
   if (p.stages == 1) {
     const detail::StageAlone alone = detail::stage_alone(config, device, 0);
