@@ -1,7 +1,7 @@
 // replicas.h: ends a run whose replicas have diverged, because nobody knows what it trains.
 #pragma once
 #include "core/host_name.h"
-#include "run/options/place.h"
+#include "run/options/option_fields.h"
 #include "run/ranks.h"
 #include "shard/replica_check.h"
 

@@ -4,9 +4,7 @@
 
 #include "core/check.h"
 #include "core/files.h"
-#include "run/options/options.h"
-#include "run/options/print.h"
-#include "run/options/unknown_option.h"
+#include "run/options/translate.h"
 
 namespace llmc {
 
@@ -50,11 +48,11 @@ inline void read_config(Options& o, const std::string& path) {
       CHECK(name != mode.name, "{}{}: give this on the command line", where, name);
     const auto row = std::ranges::find(rows, name, &OptionRow::name);
     if (row == rows.end()) throw Error(unknown_option_text(name, where));
-    const bool list = row->field.is_list();
-    if (list && !seen.contains(name)) row->field.clear();  // another file's
+    if (!seen.contains(name)) row->field.clear_list();  // another file's
     row->field.parse(where + name, value);
     const auto [first, is_new] = seen.emplace(name, number);
-    CHECK(is_new || list, "{}{}: line {} sets it too; leave out one of them", where, name, first->second);
+    CHECK(is_new || row->field.is_list(), "{}{}: line {} sets it too; leave out one of them", where, name,
+          first->second);
     o.config_lines[name] = place;
   }
 }

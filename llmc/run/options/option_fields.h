@@ -1,4 +1,5 @@
-// option_fields.h: the values of every option, with their defaults. options.h says how each is given.
+// option_fields.h: the values of every option, with their defaults, and the place of a process in its job. options.h
+// says how each option is given.
 #pragma once
 #include "comm/layout.h"
 #include "data/packing.h"
@@ -8,12 +9,23 @@
 #include "ops/cpu/isa.h"
 #include "ops/optimizers.h"
 #include "run/options/option_values.h"
-#include "run/options/place.h"
-#include "run/options/text_list.h"
-#include "run/options/token_count.h"
 #include "train/lr_schedule.h"
 
 namespace llmc {
+
+// This process among those of the job, and its ranks among all ranks. A process alone has all ranks.
+struct Place {
+  int64_t process = 0, processes = 1, hosts = 1;
+  int64_t local_ranks = 1;                      // of each process
+  int64_t ranks_on_host = 1, rank_on_host = 0;  // ranks on this host; this process's first among them
+  int64_t sharers = 1;                          // processes that may use the same processors
+  bool own_gpus = false;                        // the launcher shows each process GPUs of its own
+  bool by_mpi = false;                          // MPI has started the processes
+  std::string started_by = {};
+  std::vector<std::string> host_of_process = {};
+
+  int64_t first_rank() const { return process * local_ranks; }
+};
 
 inline constexpr const char* local_machine = "local";  // for --machine: this one
 

@@ -304,11 +304,11 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--head-chunks", "", o.head_chunks, between(0, 1 << 20), warn,
       "compute the head in this many chunks of a micro-batch, so that the logits of only one exist at a time; 0: as "
       "few as keep them below 1 GiB");
-  add("--recompute", "-r", o.recompute, with_segments(all_names<Recompute>()), free,
+  add("--recompute", "-r", o.recompute, one_of(all_names<Recompute>(), {"block:N"}), free,
       "what the backward recomputes instead of keeping it: activation functions, also norms, or whole blocks; block:N "
       "keeps the input of only every N-th block, and computes those between forward once more; about the square root "
       "of the blocks of a stage needs least; less memory, more time, the same numbers");
-  add("--offload", "", o.offload, any_of_list<Offloaded>(), free,
+  add("--offload", "", o.offload, one_of({"none"}, all_names<Offloaded>()), free,
       "state that is in pinned host memory, separated by commas: moments of the optimizer, master weights (and --ema's "
       "average), gradients, whose sums each micro-batch adds to, and weights (with --zero-stage 3); also activations, "
       "the inputs of blocks that wait for their backward (with --recompute block); the device has a part of all that "
@@ -462,7 +462,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "GPUs compute fp32 products on tensor cores with a 10-bit mantissa: faster, less exact than fp32");
   add("--threads", "", o.threads, between(0, 1024), warn,
       "threads of this process, divided among its ranks; OMP_NUM_THREADS is not used; 0: all available processors");
-  add("--cpu-isa", "", o.cpu_isa, one_of(with_auto(cpu::isa_choices())), warn,
+  add("--cpu-isa", "", o.cpu_isa, one_of({"auto"}, cpu::isa_choices()), warn,
       "instructions that the CPU's ops may use; auto: the best that the processor has. Each set rounds differently");
   group = "Modes";
   add("--evaluate", "", o.evaluate, Limits{}, free,

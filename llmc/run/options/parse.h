@@ -1,7 +1,6 @@
 // parse.h: reads options from the command line and from --config files, and rejects combinations that do not work.
 #pragma once
 #include <CLI/CLI.hpp>
-#include <charconv>
 
 #include "core/check.h"
 #include "core/files.h"
@@ -10,8 +9,6 @@
 #include "run/options/config_file.h"
 #include "run/options/file_defaults.h"
 #include "run/options/ignored.h"
-#include "run/options/translate.h"
-#include "run/options/unknown_option.h"
 #include "schedule/pipeline.h"
 #include "schedule/stage_partition.h"
 
@@ -127,10 +124,8 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
 // The number of slices into which --token-slices cuts sequences; none: auto.
 inline std::optional<int64_t> token_slices(const Options& o) {
   if (o.token_slices == "auto") return std::nullopt;
-  int64_t slices = 0;
-  const char* end = o.token_slices.data() + o.token_slices.size();
-  const auto [read, error] = std::from_chars(o.token_slices.data(), end, slices);
-  CHECK(error == std::errc() && read == end && slices >= 1 && slices <= most_pipeline_passes,
+  const int64_t slices = number_from<int64_t>(o.token_slices).value_or(0);
+  CHECK(slices >= 1 && slices <= most_pipeline_passes,
         "--token-slices '{}': expected a whole number from 1 to {}, or auto", shown(o.token_slices),
         most_pipeline_passes);
   return slices;
@@ -143,10 +138,9 @@ struct NumberRange {
 };
 inline NumberRange number_range(const char* option, const std::string& text, const char* expected) {
   const auto number = [&](const std::string& digits) {
-    uint64_t value = 0;
-    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-    CHECK(error == std::errc() && end == digits.data() + digits.size() && value < std::numeric_limits<uint64_t>::max(),
-          "{} '{}': expected {}, such as 123, or a range, 120-129", option, shown(text), expected);
+    constexpr uint64_t none = std::numeric_limits<uint64_t>::max();
+    const uint64_t value = number_from<uint64_t>(digits).value_or(none);
+    CHECK(value != none, "{} '{}': expected {}, such as 123, or a range, 120-129", option, shown(text), expected);
     return value;
   };
   const size_t dash = text.find('-');
@@ -514,7 +508,7 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
   for (const std::string& path : configs) detail::read_config(command.options, path);
   for (const OptionRow& row : rows) {
     if (app.count(row.name) == 0) continue;
-    if (row.field.is_list()) row.field.clear();
+    row.field.clear_list();
     row.field.parse(row.name, given[row.name]);
     command.options.config_lines.erase(row.name);
     const bool files = row.name == std::string("--train-data") || row.name == std::string("--val-data");

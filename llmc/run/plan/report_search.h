@@ -37,13 +37,13 @@ inline std::string options_text(const StepConfig& step) {
 // The options that a layout was searched for and a command does not have otherwise: of the model, its tokenizer and its
 // products, of the optimizer and its state. Without a --vocab-size that follows from --tokenizer.
 inline std::string other_options(const Options& o) {
-  using K = OptionKind;
+  constexpr Kinds searched_for = kinds({Kind::model, Kind::tokenizer, Kind::epilogues, Kind::update, Kind::state});
   std::string text;
   for (const OptionText& option : option_texts(o))
-    for (const K& kind : option_kinds())
-      if ((kind.kind & (K::model | K::tokenizer | K::epilogues | K::update | K::state)) != 0 &&
-          option.name != "--model" && option.name != "--seq-len" && option.name != "--dtype" &&
-          option.name != "--master-weights" && (option.name != "--vocab-size" || o.preset_vocabulary == 0) &&
+    for (const OptionKind& kind : option_kinds())
+      if ((searched_for & kinds({kind.kind})) != 0 && option.name != "--model" && option.name != "--seq-len" &&
+          option.name != "--dtype" && option.name != "--master-weights" &&
+          (option.name != "--vocab-size" || o.preset_vocabulary == 0) &&
           std::ranges::find(kind.names, option.name) != kind.names.end())
         text += words_of(option);
   for (const OptionText& option : option_texts(o))
