@@ -6,9 +6,8 @@
 #include "core/files.h"
 #include "core/words.h"
 #include "run/options/choose_layout.h"
-#include "run/options/config_file.h"
-#include "run/options/file_defaults.h"
 #include "run/options/ignored.h"
+#include "run/options/option_files.h"
 #include "schedule/pipeline.h"
 #include "schedule/stage_partition.h"
 

@@ -3,7 +3,6 @@
 #include "core/log.h"
 #include "run/length.h"
 #include "run/plan/copies.h"
-#include "run/plan/count_costs.h"
 #include "run/plan/describe.h"
 #include "run/plan/remedy.h"
 #include "run/plan/report_time.h"

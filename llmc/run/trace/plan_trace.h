@@ -6,7 +6,6 @@
 #include <iterator>
 
 #include "run/plan/report_time.h"
-#include "run/trace/rank_trace.h"
 #include "run/trace/trace_file.h"
 #include "schedule/action_span.h"
 
