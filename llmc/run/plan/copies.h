@@ -41,29 +41,26 @@ inline Plan plan_run(const Options& o, const StepConfig& step, const Device& dev
   if (!copies_checkpoints(o)) return plan;
   const int64_t limit = memory_limit(o, device);
   detail::add_copies(plan, device, limit, free);
-  if (plan.others) {
-    Plan others = *plan.others;
-    detail::add_copies(others, device, limit, free);
-    plan.others = std::make_shared<Plan>(std::move(others));
-  }
-  for (auto& stage : plan.stages) {
-    Plan with = *stage;
+  const auto add_to = [&](std::shared_ptr<const Plan>& part) {
+    Plan with = *part;
     detail::add_copies(with, device, limit, free);
-    stage = std::make_shared<Plan>(std::move(with));
-  }
+    part = std::make_shared<Plan>(std::move(with));
+  };
+  if (plan.others) add_to(plan.others);
+  std::ranges::for_each(plan.stages, add_to);
   return plan;
 }
 
 // A notice if there is not enough memory for the copies of a rank; empty: there is.
 inline std::string copies_notice(const Options& o, const Plan& plan) {
-  const Plan& p = plan.of_stage(plan.stage_with_most([](const Plan& s) { return s.share_bytes - s.copy_bytes; }));
+  const Plan& p = plan.with_most([](const auto& stage) { return stage->share_bytes - stage->copy_bytes; });
   if (!copies_checkpoints(o) || p.copy_bytes >= p.share_bytes) return "";
-  const std::string least = formatted(
+  return formatted(
       "notice: --checkpoint-mode async: {} of host memory are left for copies of the {} that a rank writes of a "
-      "checkpoint: ",
-      human_bytes(p.copy_bytes), human_bytes(p.share_bytes));
-  return least + (p.copy_bytes > 0 ? "they are copied a part at a time, and training waits until the rest is written"
-                                   : "training waits until a checkpoint is written, as with --checkpoint-mode sync");
+      "checkpoint: {}",
+      human_bytes(p.copy_bytes), human_bytes(p.share_bytes),
+      p.copy_bytes > 0 ? "they are copied a part at a time, and training waits until the rest is written"
+                       : "training waits until a checkpoint is written, as with --checkpoint-mode sync");
 }
 
 }  // namespace llmc

@@ -9,16 +9,16 @@
 
 namespace llmc {
 
-// A run of a paper: a GPT with a vocabulary of 51,200 unless a preset is named.
+// A run of a paper: a GPT of this shape with a vocabulary of 51,200 unless a preset is named.
 struct PublishedRun {
   std::string name;
-  int64_t heads, width, layers;
-  int tp, pp;
-  int64_t batch;            // sequences of a micro-batch
-  int chunks;               // of each stage
-  int64_t gpus, sequences;  // of a step
-  double measured;          // seconds of a step, or TFLOP/s per GPU
-  int stage = 0;            // of ZeRO
+  int64_t heads = 0, width = 0, layers = 0;
+  int tp = 1, pp = 1;
+  int64_t batch = 1;                // sequences of a micro-batch
+  int chunks = 1;                   // of each stage
+  int64_t gpus = 0, sequences = 0;  // of a step
+  double measured = 0;              // seconds of a step, or TFLOP/s per GPU
+  int stage = 0;                    // of ZeRO
   Recompute recompute = Recompute::block;
   bool sequence_parallel = false;
   int cp = 1;
@@ -45,11 +45,8 @@ struct PublishedTable {
 
 namespace detail {
 
-inline PublishedRun sharded(PublishedRun run) {
-  run.stage = 3;
-  return run;
-}
-inline PublishedRun selective(PublishedRun run) {
+inline PublishedRun selective(PublishedRun run, double seconds) {
+  run.measured = seconds;
   run.recompute = Recompute::none;
   run.sequence_parallel = true;
   return run;
@@ -58,12 +55,8 @@ inline PublishedRun selective(PublishedRun run) {
 inline PublishedRun llama3(int64_t gpus, int cp, int64_t T, double tflops) {
   constexpr int64_t tokens = 1 << 24;
   PublishedRun run{.name = formatted("T {}", T),
-                   .heads = 128,
-                   .width = 16384,
-                   .layers = 126,
                    .tp = 8,
                    .pp = 16,
-                   .batch = 1,
                    .chunks = 8,
                    .gpus = gpus,
                    .sequences = tokens / T,
@@ -85,16 +78,10 @@ inline PublishedRun deepseek_v3() {
   constexpr double tokens = 14.8e12, hours = 2.664e6;  // 2.788M with longer sequences and what followed
   PublishedRun run{
       .name = "V3 (671B)",
-      .heads = 128,
-      .width = 7168,
-      .layers = 61,
-      .tp = 1,
       .pp = 16,
-      .batch = 1,
       .chunks = 2,
       .gpus = 2048,
       .sequences = 15360,
-      .measured = 0,
       .stage = 1,
       .recompute = Recompute::activation,
       .T = 4096,
@@ -117,10 +104,6 @@ inline std::vector<PublishedTable> published_tables() {
       gpt3{"175B", 96, 12288, 96, 8, 8, 1, 3, 64, 64, 18.13},
       large{"530B", 128, 20480, 105, 8, 35, 1, 3, 280, 280, 49.05},
       largest{"1T", 160, 25600, 128, 8, 64, 1, 1, 512, 512, 94.42};
-  const auto taking = [](PublishedRun run, double seconds) {
-    run.measured = seconds;
-    return run;
-  };
   return {
       {"Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473), table 1: the fit",
        selene,
@@ -150,12 +133,12 @@ inline std::vector<PublishedTable> published_tables() {
       {"the same table: ZeRO-3 alone, through one card of each server",
        R"({"like": "a100x8", "score_bytes": 13, "rails": false})",
        Measured::tflops,
-       {sharded({"174.6B", 96, 12288, 96, 1, 1, 4, 1, 384, 1536, 144}),
-        sharded({"174.6B", 96, 12288, 96, 1, 1, 2, 1, 768, 1536, 88}),
-        sharded({"174.6B", 96, 12288, 96, 1, 1, 1, 1, 1536, 1536, 44}),
-        sharded({"529.6B", 128, 20480, 105, 1, 1, 4, 1, 640, 2560, 138}),
-        sharded({"529.6B", 128, 20480, 105, 1, 1, 2, 1, 1120, 2240, 98}),
-        sharded({"529.6B", 128, 20480, 105, 1, 1, 1, 1, 2240, 2240, 48})},
+       {{"174.6B", 96, 12288, 96, 1, 1, 4, 1, 384, 1536, 144, 3},
+        {"174.6B", 96, 12288, 96, 1, 1, 2, 1, 768, 1536, 88, 3},
+        {"174.6B", 96, 12288, 96, 1, 1, 1, 1, 1536, 1536, 44, 3},
+        {"529.6B", 128, 20480, 105, 1, 1, 4, 1, 640, 2560, 138, 3},
+        {"529.6B", 128, 20480, 105, 1, 1, 2, 1, 1120, 2240, 98, 3},
+        {"529.6B", 128, 20480, 105, 1, 1, 1, 1, 2240, 2240, 48, 3}},
        "DeepSpeed's gathers of 2021 reached the rate of one card per server, and hid less behind computation where "
        "that takes as long; NCCL's rings use all cards (rails: true), by which the last step would take a quarter"},
       {"Korthikanti et al. 2022 (arXiv 2205.05198), table 5: blocks recomputed",
@@ -166,8 +149,7 @@ inline std::vector<PublishedTable> published_tables() {
       {"the same, with sequence parallelism and attention recomputed",
        selene,
        Measured::seconds,
-       {selective(taking(small, 1.10)), selective(taking(gpt3, 13.75)), selective(taking(large, 37.83)),
-        selective(taking(largest, 71.49))},
+       {selective(small, 1.10), selective(gpt3, 13.75), selective(large, 37.83), selective(largest, 71.49)},
        "Megatron-LM hid communication here that is exposed in a plan, and its kernels were faster than those of 2021"},
       {"Llama 3 405B (arXiv 2407.21783), table 4",
        R"({"like": "h100x8"})",
@@ -178,13 +160,6 @@ inline std::vector<PublishedTable> published_tables() {
        R"({"like": "a100x8"})",
        Measured::seconds,
        {{.name = "65B",
-         .heads = 64,
-         .width = 8192,
-         .layers = 80,
-         .tp = 1,
-         .pp = 1,
-         .batch = 1,
-         .chunks = 1,
          .gpus = 2048,
          .sequences = 2048,
          .measured = 2048 / 380.0,

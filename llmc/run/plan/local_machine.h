@@ -136,7 +136,7 @@ inline std::vector<StepConfig> steps_to_measure(const StepConfig& step) {
   m.experts.dense_layers.clear();
   if (both) m.experts.dense_layers = {0};
   std::vector<StepConfig> all = {one};
-  const auto add = [&](bool rows, bool widths) {
+  for (const auto& [rows, widths] : {std::pair{true, false}, std::pair{false, true}, std::pair{true, true}}) {
     StepConfig part = one;
     if (rows && part.batch.T >= 64) part.batch.T /= 2;
     else if (rows) part.batch.B = std::max<int64_t>(1, part.batch.B / 2);
@@ -152,10 +152,7 @@ inline std::vector<StepConfig> steps_to_measure(const StepConfig& step) {
       c.vocab_size = std::max<int64_t>(8, c.vocab_size / 2);
     }
     all.push_back(part);
-  };
-  add(true, false);
-  add(false, true);
-  add(true, true);
+  }
   return all;
 }
 

@@ -5,6 +5,7 @@
 
 #include "core/dtype.h"
 #include "core/json.h"
+#include "core/words.h"
 #include "device/machine.h"
 
 namespace llmc {
@@ -154,7 +155,9 @@ class MachineReader {
     m.memory_bytes = number(json_, "memory_gib", 0, 0) * (1 << 30);
     m.bytes_per_s = number(json_, "memory_gb_per_s", positive) * 1e9;
     read_links(m);
-    if (!json_.contains("cores")) m.host_bytes_per_s = host_rate(json_.value("host_link", usual_host_link()));
+    if (!json_.contains("cores"))
+      m.host_bytes_per_s = host_rate(
+          json_.value("host_link", nlohmann::json{{"gb_per_s", 32}, {"share", 0.8}}));  // PCIe 4, if it does not say
     m.disk_bytes_per_s = number(json_, "disk_gb_per_s", 0, 0) * 1e9;
     m.host_update_bytes_per_s = number(json_, "host_update_gb_per_s", 0, 0) * 1e9;
     m.share_links = true;
@@ -175,27 +178,10 @@ class MachineReader {
     m.memory_share = number(json_, "memory_share", positive, 1);
     m.op_s = number(json_, "op_us", 0, 0) * 1e-6;
     m.watts = number(json_, "watts", 0, 0);
-    require_known(json_, {"source",
-                          "cores",
-                          "tflops",
-                          "memory_gib",
-                          "memory_gb_per_s",
-                          "links",
-                          "host_link",
-                          "host_update_gb_per_s",
-                          "disk_gb_per_s",
-                          "rails",
-                          "product_share",
-                          "multiprocessors",
-                          "tile_fill",
-                          "attention_share",
-                          "half_keys",
-                          "half_channels",
-                          "score_bytes",
-                          "memory_share",
-                          "op_us",
-                          "core_gb_per_s",
-                          "watts"});
+    require_known(json_, split("source cores tflops memory_gib memory_gb_per_s links host_link host_update_gb_per_s "
+                               "disk_gb_per_s rails product_share multiprocessors tile_fill attention_share half_keys "
+                               "half_channels score_bytes memory_share op_us core_gb_per_s watts",
+                               ' '));
     if (json_.contains("cores")) share_out(m, use);
     return m;
   }
@@ -213,8 +199,6 @@ class MachineReader {
           least > 0 ? " above 0" : " of at least 0");
     return value.get<double>();
   }
-  // PCIe 4, if a machine does not say.
-  static nlohmann::json usual_host_link() { return {{"gb_per_s", 32}, {"share", 0.8}}; }
   double host_rate(const nlohmann::json& link) const {
     CHECK(link.is_object(), "--machine {}: host_link is not an object with gb_per_s and share", shown(where_));
     require_known(link, {"gb_per_s", "share"});

@@ -8,16 +8,11 @@
 
 namespace llmc {
 
-// The label, in a plan's memory, of the memory that NCCL takes for a rank's groups.
-inline constexpr const char* nccl_label = "NCCL";
-// That of the work space of ops.
+// Labels in a plan's memory.
+inline constexpr const char* nccl_label = "NCCL";  // what it takes for a rank's groups
 inline constexpr const char* scratch_label = "op scratch";
-
-// That of what is offloaded, where the device uses the host's memory.
-inline constexpr const char* offloaded_label = "offloaded";
-
-// That of the copies of an asynchronous checkpoint.
-inline constexpr const char* copies_label = "checkpoint copies";
+inline constexpr const char* offloaded_label = "offloaded";       // where the device uses the host's memory
+inline constexpr const char* copies_label = "checkpoint copies";  // of asynchronous ones
 
 struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
@@ -45,18 +40,17 @@ struct Plan {
     if (!stages.empty()) return *stages[static_cast<size_t>(rank / ranks_of_stage)];
     return rank > 0 && others ? *others : *this;
   }
-  // The stage with the largest f(plan); among equals, the first.
-  template <class F>
-  size_t stage_with_most(F&& f) const {
-    size_t most = 0;
-    for (size_t s = 1; s < stages.size(); ++s)
-      if (f(*stages[s]) > f(*stages[most])) most = s;
-    return most;
-  }
-  size_t stage_with_most_memory() const {
-    return stage_with_most([](const Plan& p) { return p.total_bytes(); });
-  }
   const Plan& of_stage(size_t s) const { return stages.empty() ? *this : *stages[s]; }
+  // The stage with the most of a member, such as &Plan::total_bytes; among equals, the first.
+  template <class Member>
+  size_t stage_with_most(Member of) const {
+    if (stages.empty()) return 0;
+    return static_cast<size_t>(std::ranges::max_element(stages, {}, of) - stages.begin());
+  }
+  template <class Member>
+  const Plan& with_most(Member of) const {
+    return of_stage(stage_with_most(of));
+  }
   double flops() const {  // of a rank of this stage, per step
     double sum = 0;
     for (const auto& [op, totals] : step_ops) sum += totals.flops;
@@ -109,8 +103,7 @@ inline bool ends_updates(const Layout& layout) {
 }
 
 // Runs on paper: one training step, if the rank trains; one evaluation, unless it only generates; and rank 0's
-// generation at all lengths.
-// `target`: a rank's device.
+// generation at all lengths. `target`: a rank's device.
 inline Plan make_plan(const StepConfig& config, const Device& target, int rank = 0, Passes passes = Passes::all) {
   std::optional<KeptLists> kept;
   if (!KeptLists::exist()) kept.emplace();
@@ -132,7 +125,6 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     for (const Stream* s : groups.streams()) all.read += s->file_bytes().read, all.written += s->file_bytes().written;
     return all;
   };
-  const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
   if (config.layout.zero.holds == Holds::training_state && passes != Passes::forwards) {
     trainer.follow_another_step();
@@ -145,7 +137,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     stream.set_ledger(&plan.step_ops);
     std::vector<PassTime> actions;
     if (device.machine) trainer.time_actions(&actions);
-    trainer.begin_step(nothing, {}, {.max_norm = 1});
+    trainer.begin_step([](int64_t) { return HostBatch{}; }, {}, {.max_norm = 1});
     if (ends_updates(config.layout) || config.layout.pipeline.asynchronous()) trainer.flush();
     trainer.time_actions(nullptr);
     for (const PassTime& a : actions) plan.action_seconds.push_back(a.end - a.begin);

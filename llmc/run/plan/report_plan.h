@@ -14,30 +14,12 @@ namespace llmc {
 
 namespace detail {
 
-inline Rows rows_of(const std::vector<MemoryLine>& lines, int64_t total) {
+inline Rows rows_of(const std::vector<MemoryLine>& lines, int64_t total, const Rows& more = {}) {
   Rows rows;
   for (const MemoryLine& line : lines)
     if (line.bytes > 0) rows.emplace_back(line.label, human_bytes(line.bytes));
   rows.emplace_back("total", human_bytes(total));
-  return rows;
-}
-
-inline Rows memory_rows(const Plan& plan) { return rows_of(plan.memory, plan.total_bytes()); }
-
-// What is offloaded, and the bytes that a step copies.
-inline Rows host_rows(const Plan& plan) {
-  Rows rows = rows_of(plan.host_memory, plan.host_bytes);
-  rows.emplace_back("copied per step", formatted("{} to the device, {} to the host",
-                                                 human_bytes(static_cast<int64_t>(plan.step_host.to_device)),
-                                                 human_bytes(static_cast<int64_t>(plan.step_host.to_host))));
-  return rows;
-}
-
-// What is in a rank's file, and the bytes of it that a step reads and writes.
-inline Rows file_rows(const Plan& plan) {
-  Rows rows = rows_of(plan.file_contents, plan.file_bytes);
-  rows.emplace_back("per step", formatted("{} read, {} written", human_bytes(static_cast<int64_t>(plan.step_file.read)),
-                                          human_bytes(static_cast<int64_t>(plan.step_file.written))));
+  rows.insert(rows.end(), more.begin(), more.end());
   return rows;
 }
 
@@ -184,23 +166,29 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
 
 // more: rows to append to the table.
 inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, const Rows& more = {}) {
-  const size_t largest = plan.stage_with_most_memory();
-  Rows rows = memory_rows(plan.of_stage(largest));
-  rows.insert(rows.end(), more.begin(), more.end());
+  const size_t largest = plan.stage_with_most(&Plan::total_bytes);
   const Plan& p = plan.of_stage(largest);
-  if (p.copy_bytes > 0 && std::ranges::none_of(p.memory, [](const auto& line) { return line.label == copies_label; }))
+  const auto has = [&](const char* label) { return std::ranges::count(p.memory, label, &MemoryLine::label) > 0; };
+  Rows rows = rows_of(p.memory, p.total_bytes(), more);
+  if (p.copy_bytes > 0 && !has(copies_label))
     rows.emplace_back(copies_label, human_bytes(p.copy_bytes) + " of host memory, pinned");
   log.table(step.layout.ranks() == 1          ? std::string("memory")
             : plan.others                     ? "memory of rank 0, the server"
             : step.layout.pipeline.stages > 1 ? formatted("memory per rank of stage {}, which needs most", largest)
                                               : "memory per rank",
             rows);
-  const bool apart =
-      std::ranges::none_of(p.memory, [](const MemoryLine& line) { return line.label == offloaded_label; });
-  if (p.host_bytes > 0) log.table(apart ? "host memory of a rank, pinned" : "of it offloaded", host_rows(p));
+  const auto bytes = [](double n) { return human_bytes(static_cast<int64_t>(n)); };
+  if (p.host_bytes > 0)
+    log.table(has(offloaded_label) ? "of it offloaded" : "host memory of a rank, pinned",
+              rows_of(p.host_memory, p.host_bytes,
+                      {{"copied per step", formatted("{} to the device, {} to the host", bytes(p.step_host.to_device),
+                                                     bytes(p.step_host.to_host))}}));
   if (p.file_bytes > 0)
-    log.table(formatted("file of a rank, in {}", shown(step.layout.zero.offload.directory)), file_rows(p));
-  if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
+    log.table(
+        formatted("file of a rank, in {}", shown(step.layout.zero.offload.directory)),
+        rows_of(p.file_contents, p.file_bytes,
+                {{"per step", formatted("{} read, {} written", bytes(p.step_file.read), bytes(p.step_file.written))}}));
+  if (plan.others) log.table("memory of each other rank", rows_of(plan.others->memory, plan.others->total_bytes()));
   if (step.layout.pipeline.stages > 1)
     log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
 }
@@ -247,25 +235,34 @@ inline std::string topology_notice(const StepConfig& step, const Machine& machin
       machine.links[1].bytes_per_s * 1e-9, machine.links[0].bytes_per_s * 1e-9, server);
 }
 
+// "activations (--tp)": a group of ranks, and the option that makes it, unless all layouts have it.
+inline std::string axis_of_group(const std::string& name) {
+  const bool tensor = name == "activations" || name == "partial gradients" || name == "head gradients";
+  return name == "keys and values" ? "attention (--cp)" : name + (tensor ? " (--tp)" : "");
+}
+
 // What a plan has to say beside its numbers: lines that begin with "notice: ".
-inline std::vector<std::string> plan_notices(const Options& o, const Device& device, const StepConfig& step) {
+inline std::vector<std::string> plan_notices(const Options& o, const Device& device, const StepConfig& step,
+                                             const Plan& plan) {
   std::vector<std::string> notices = {depth_notice(o)};
-  if (device.machine) notices.push_back(topology_notice(step, *device.machine));
-  if (device.machine && step.layout.zero.offload.any_in_file() && device.machine->disk_bytes_per_s == 0)
-    notices.push_back(
-        formatted("notice: {} does not say how fast its disks are: times are without what --offload-dir reads and "
-                  "writes: give disk_gb_per_s in a file of --machine",
-                  device.machine->name));
-  if (device.machine && device.computes_as() == DeviceKind::cuda && step.layout.zero.offload.updates_at_host() &&
-      device.machine->host_update_bytes_per_s == 0)
-    notices.push_back(
-        formatted("notice: {} does not say how fast its hosts update: times are without what --offload-update host "
-                  "computes: give host_update_gb_per_s in a file of --machine",
-                  device.machine->name));
+  if (const Machine* const m = device.machine.get()) {
+    const auto untimed = [&](const char* what, const char* left_out, const char* member) {
+      notices.push_back(formatted(
+          "notice: {} does not say how fast its {}: times are without what {}: give {} in a file of --machine", m->name,
+          what, left_out, member));
+    };
+    notices.push_back(topology_notice(step, *m));
+    if (step.layout.zero.offload.any_in_file() && m->disk_bytes_per_s == 0)
+      untimed("disks are", "--offload-dir reads and writes", "disk_gb_per_s");
+    if (device.computes_as() == DeviceKind::cuda && step.layout.zero.offload.updates_at_host() &&
+        m->host_update_bytes_per_s == 0)
+      untimed("hosts update", "--offload-update host computes", "host_update_gb_per_s");
+  }
   std::string threads;
   if (device.computes_as() != DeviceKind::cuda)
     threads = crowded_notice(o.place, o.place.local_ranks * device.threads, processors_of(device));
   notices.push_back(threads.empty() ? too_many_ranks_notice(o, device) : threads);
+  notices.push_back(copies_notice(o, plan));
   std::erase(notices, "");
   return notices;
 }
@@ -275,34 +272,25 @@ inline std::vector<std::string> plan_notices(const Options& o, const Device& dev
 // Rejects a run, or a generation, that needs more memory than --memory-limit or the machine allows.
 inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, const Device& device,
                            Begun begun = Begun::no) {
-  const Plan& most = plan.of_stage(plan.stage_with_most([](const Plan& p) { return p.host_bytes; }));
-  CHECK(device.kind != DeviceKind::cuda || most.host_bytes <= free_memory_of_rank(o),
+  const int64_t host_bytes = plan.with_most(&Plan::host_bytes).host_bytes;
+  CHECK(device.kind != DeviceKind::cuda || host_bytes <= free_memory_of_rank(o),
         "--offload {} needs {} of host memory for a rank, and its share of what is free is {}: leave out a part, share "
         "the state among more ranks, with --zero-stage 1, or have moments in files, with --offload-dir",
-        std::string(step.layout.zero.offload), human_bytes(most.host_bytes), human_bytes(free_memory_of_rank(o)));
+        step.layout.zero.offload, human_bytes(host_bytes), human_bytes(free_memory_of_rank(o)));
   if (fits(plan, memory_limit(o, device))) return;
+  const size_t largest = plan.stage_with_most(&Plan::total_bytes);
   std::string message =
       formatted("{} needs {} and {}",
-                step.layout.ranks() == 1 ? "the run"
-                : plan.others            ? "the server, rank 0,"
-                : step.layout.pipeline.stages > 1
-                    ? formatted("each rank of stage {}, which needs most,", plan.stage_with_most_memory())
-                    : "each rank",
+                step.layout.ranks() == 1          ? "the run"
+                : plan.others                     ? "the server, rank 0,"
+                : step.layout.pipeline.stages > 1 ? formatted("each rank of stage {}, which needs most,", largest)
+                                                  : "each rank",
                 human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, device, begun));
-  const Plan& largest = plan.of_stage(plan.stage_with_most_memory());
-  for (const auto& [name, value] : detail::memory_rows(largest)) message += formatted("\n  {:-22} {}", name, value);
+  const Plan& p = plan.of_stage(largest);
+  for (const auto& [name, value] : detail::rows_of(p.memory, p.total_bytes()))
+    message += formatted("\n  {:-22} {}", name, value);
   throw Error(message);
 }
-
-namespace detail {
-
-// "activations (--tp)": a group of ranks, and the option that makes it, unless all layouts have it.
-inline std::string axis_of_group(const std::string& name) {
-  const bool tensor = name == "activations" || name == "partial gradients" || name == "head gradients";
-  return name == "keys and values" ? "attention (--cp)" : name + (tensor ? " (--tp)" : "");
-}
-
-}  // namespace detail
 
 // --plan: prints what a run needs without running it; an error if that exceeds --memory-limit. run: if its length is
 // known.
@@ -328,7 +316,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     };
     // Partial gradients of --tp are reduced by the ranks that hold their shard.
     const bool alike = !plan.others && (step.layout.tensor.ranks == 1 || step.layout.zero.shards == 1);
-    const size_t most = plan.stage_with_most([](const Plan& p) { return p.bytes_sent(); });
+    const size_t most = plan.stage_with_most(&Plan::bytes_sent);
     log.table(step.layout.pipeline.stages > 1 ? formatted("sent by a rank of stage {} per step, which sends most", most)
               : alike                         ? "sent per rank and step"
                                               : "sent by rank 0 per step",
@@ -336,8 +324,8 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     if (plan.others) log.table("sent by rank 1 per step", rows(*plan.others));
     if (step.layout.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
   }
-  const size_t slowest = device.machine ? plan.stage_with_most([](const Plan& p) { return p.step_seconds; })
-                                        : plan.stage_with_most([](const Plan& p) { return p.flops(); });
+  const size_t slowest =
+      device.machine ? plan.stage_with_most(&Plan::step_seconds) : plan.stage_with_most(&Plan::flops);
   log.table(o.ranks == 1  ? std::string("work per step")
             : plan.others ? "work of rank 0 per step"
             : step.layout.pipeline.stages > 1
@@ -351,8 +339,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
                                                 : o.machine == local_machine ? "what was measured here"
                                                                              : o.machine),
               time);
-  for (const std::string& notice : detail::plan_notices(o, device, step)) log.line(notice);
-  if (const std::string notice = copies_notice(o, plan); !notice.empty()) log.line(notice);
+  for (const std::string& notice : detail::plan_notices(o, device, step, plan)) log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
   if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
   log.line("=> " + verdict);

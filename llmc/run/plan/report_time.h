@@ -58,7 +58,7 @@ inline StageTimes stage_times(const StepConfig& step, const Plan& whole, const M
 // ranks they serve.
 inline std::optional<StepTime> step_time(const StepConfig& step, const Plan& whole, const Device& device) {
   if (!device.machine || whole.others) return std::nullopt;
-  const size_t slowest = whole.stage_with_most([](const Plan& p) { return p.step_seconds; });
+  const size_t slowest = whole.stage_with_most(&Plan::step_seconds);
   const Plan& plan = whole.of_stage(slowest);
   StepTime time{slowest, plan.step_seconds - plan.exposed_seconds, plan.exposed_seconds, 0};
   // Between two flushes, the slowest stage of an asynchronous pipeline never waits.

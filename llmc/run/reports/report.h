@@ -246,25 +246,26 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
   if (step.layout.ranks() > 1) report_ranks(log, o, device, job.backend, step.layout.mesh());
   if (step.layout.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
   detail::report_memory(log, step, job.plan);
-  if (const std::string notice = copies_notice(o, job.plan); !notice.empty()) log.line(notice);
+  const auto notice = [&](const std::string& text) {
+    if (!text.empty()) log.line(text);
+  };
+  notice(copies_notice(o, job.plan));
   detail::report_unlikely_data(log, step, *job.data);
-  for (const std::string& notice : job.data->notices) log.line("notice: " + notice);
-  for (const std::string& notice : detail::tokenizer_notices(o, step.model, *job.tokenizer, &job.data->train[0].shards))
-    log.line(notice);
-  if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
-  std::string crowded;
-  if (device.kind == DeviceKind::cpu)
-    crowded =
-        detail::crowded_notice(o.place, std::max<int64_t>(o.place.local_ranks, device.threads), available_processors());
-  for (const std::string& notice : attention_notices(device, step.precision.products, step.model.head_size))
-    log.line(notice);
-  if (!crowded.empty()) log.line(crowded);
-  else if (device.kind == DeviceKind::cpu && o.place.local_ranks > device.threads)
-    log.line(formatted(
-        "notice: {} ranks share {} thread{} (--threads): fine for tests and for learning, not faster than one",
-        o.place.local_ranks, device.threads, device.threads == 1 ? "" : "s"));
-  if (device.kind == DeviceKind::cpu && o.dtype == WeightType::bf16 && cpu::isa_in_use() < cpu::Isa::avx512_bf16)
-    log.line(
+  for (const std::string& text : job.data->notices) notice("notice: " + text);
+  std::ranges::for_each(detail::tokenizer_notices(o, step.model, *job.tokenizer, &job.data->train[0].shards), notice);
+  notice(detail::depth_notice(o));
+  std::ranges::for_each(attention_notices(device, step.precision.products, step.model.head_size), notice);
+  if (device.kind != DeviceKind::cpu) return;
+  const int64_t ranks = o.place.local_ranks;
+  const std::string crowded =
+      detail::crowded_notice(o.place, std::max<int64_t>(ranks, device.threads), available_processors());
+  notice(crowded);
+  if (crowded.empty() && ranks > device.threads)
+    notice(formatted(
+        "notice: {} ranks share {} thread{} (--threads): fine for tests and for learning, not faster than one", ranks,
+        device.threads, device.threads == 1 ? "" : "s"));
+  if (o.dtype == WeightType::bf16 && cpu::isa_in_use() < cpu::Isa::avx512_bf16)
+    notice(
         "notice: this processor has no bf16 products, or --cpu-isa leaves them out: they are widened to fp32, correct "
         "but slow");
 }
