@@ -76,8 +76,7 @@ struct SearchResult {
     double tokens_per_second, mfu;
   };
   std::vector<Row> rows;  // the fastest first
-  std::vector<std::pair<const SearchFor*, LayoutSearch::Counts>> counts;
-  std::vector<std::string> texts;  // of the counts
+  std::vector<LayoutSearch> searches;
 };
 
 // Throws Error if there is none, or none fits.
@@ -86,24 +85,21 @@ inline SearchResult search_layouts(const Options& o, const std::vector<SearchFor
   SearchResult result;
   for (const SearchFor& what : precisions) {
     if (!result.rows.empty() && what.less_exact) break;
-    LayoutSearch search(what);
-    for (const Found& f : search.find(count)) {
+    for (const Found& f : result.searches.emplace_back(what).find(count)) {
       const double per_second = static_cast<double>(f.step.tokens()) / f.seconds;
       result.rows.push_back({f, &what, per_second,
                              training_flops_per_token(f.step.model, f.step.batch.T) * per_second /
                                  (what.device.machine->flops_per_s * static_cast<double>(what.ranks))});
     }
-    result.counts.emplace_back(&what, search.counts());
-    result.texts.push_back(search.counts_text());
   }
   std::ranges::stable_sort(result.rows, [](const auto& a, const auto& b) { return a.found.seconds < b.found.seconds; });
   if (result.rows.size() > count) result.rows.erase(result.rows.begin() + count, result.rows.end());
   const SearchFor& asked = precisions.front();
-  CHECK(std::ranges::any_of(result.counts, [](const auto& c) { return c.second.tried > 0; }),
+  CHECK(std::ranges::any_of(result.searches, [](const LayoutSearch& s) { return s.counts().tried > 0; }),
         "--plan-auto: no layout of {} on {} rank{} divides a step of {} sequences: of the ways to divide the ranks, "
         "{}: use --total-batch-size {}, a sequence for each rank{}",
         shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", asked.sequences,
-        result.counts.front().second.reasons_text(), asked.ranks * o.seq_len,
+        result.searches.front().counts().reasons_text(), asked.ranks * o.seq_len,
         asked.sequences % asked.ranks == 0 ? "" : ", or a multiple of it");
   CHECK(!result.rows.empty(),
         "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute,{} and "
@@ -126,7 +122,7 @@ inline void report_search(Log& log, const Options& o, const std::vector<SearchFo
   log.table(formatted("fastest layouts of {} on {} rank{} of {}, {} tokens per step", o.model, asked.ranks,
                       asked.ranks == 1 ? "" : "s", o.machine, human_count(asked.sequences * o.seq_len)),
             rows);
-  for (const std::string& text : result.texts) log.line(text);
+  for (const LayoutSearch& search : result.searches) log.line(search.counts_text());
   const Found& first = result.rows[0].found;
   log.line("=> " + detail::command_of(o, asked, first.step));
   if (const auto seconds = detail::run_seconds(o, first)) {
@@ -154,15 +150,18 @@ inline std::string search_json(const Options& o, const std::vector<SearchFor>& p
     if (const auto seconds = detail::run_seconds(o, f))
       layouts.back()["run"] = detail::run_json(o, f.step, *what->device.machine, *seconds);
   }
-  for (const auto& [what, counts] : result.counts)
-    searched.push_back({{"weights", name_of(what->step.precision.weights)},
-                        {"master_weights", what->step.precision.keeps_masters()},
+  for (size_t i = 0; i < result.searches.size(); ++i) {
+    const Precision& precision = precisions[i].step.precision;
+    const LayoutSearch::Counts& counts = result.searches[i].counts();
+    searched.push_back({{"weights", name_of(precision.weights)},
+                        {"master_weights", precision.keeps_masters()},
                         {"layouts", counts.tried},
                         {"impossible", counts.impossible},
                         {"reasons", counts.reasons},
                         {"do_not_fit_by_estimate", counts.small},
                         {"planned", counts.planned},
                         {"planned_and_do_not_fit", counts.too_large}});
+  }
   const SearchFor& asked = precisions.front();
   OrderedJson notices = OrderedJson::array();
   if (const std::string notice = detail::vocabulary_notice(o, asked.step.model); !notice.empty())

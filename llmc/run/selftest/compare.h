@@ -97,6 +97,22 @@ struct Comparison {
   }
 };
 
+// How many comparisons ended in which way.
+struct Count {
+  int64_t good = 0, failed = 0, not_compared = 0;
+
+  Count& operator+=(const Count& other) {
+    good += other.good;
+    failed += other.failed;
+    not_compared += other.not_compared;
+    return *this;
+  }
+  Count& operator+=(const Comparison& c) { return *this += Count{c.good(), !c.fault.empty(), c.not_compared()}; }
+  std::string not_compared_text() const {
+    return not_compared == 0 ? "" : formatted("; near ties of routers: {} not compared", not_compared);
+  }
+};
+
 inline Comparison compare(const Reference& reference, const StepConfig& step, const Machine& machine,
                           const Parts& parts) {
   const Parts used = reference.parts_for(parts);

@@ -208,30 +208,26 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
           }
         }
   };
-  if (shared_out != nullptr && shared_out->experts.count > 0) {
-    expert_layouts(*shared_out);
-    return all;
-  }
-  if (shared_out != nullptr && shared_out->n_layer != few_layers) {
-    pipeline_layouts(*shared_out);
-    return all;
-  }
-  if (shared_out != nullptr && shared_out->n_positions != seq_len) {
-    context_layouts(*shared_out);
-    return all;
-  }
-  if (shared_out != nullptr) {
+  auto tensor_layouts = [&](const ModelConfig& m) {
     for (int tp = 2; tp <= ranks; ++tp)
       for (const bool sequence : {true, false})
-        if (ranks % tp == 0 && can_share_out(*shared_out, tp))
-          zero_layouts(ranks / tp, tensor_parallel(*shared_out, tp, sequence));
-    return all;
+        if (ranks % tp == 0 && can_share_out(m, tp)) zero_layouts(ranks / tp, tensor_parallel(m, tp, sequence));
+  };
+  if (shared_out == nullptr) {
+    zero_layouts(ranks, {});
+    for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
+      for (const DpSync sync : all_values<DpSync>())
+        if (sequences % ranks == 0 && ranks > 1 && sync != DpSync::all_reduce)
+          all.push_back({{.grad_reduce = reduce, .shards = ranks, .sync = sync}});
+  } else if (shared_out->experts.count > 0) {
+    expert_layouts(*shared_out);
+  } else if (shared_out->n_layer != few_layers) {
+    pipeline_layouts(*shared_out);
+  } else if (shared_out->n_positions != seq_len) {
+    context_layouts(*shared_out);
+  } else {
+    tensor_layouts(*shared_out);
   }
-  zero_layouts(ranks, {});
-  for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
-    for (const DpSync sync : all_values<DpSync>())
-      if (sequences % ranks == 0 && ranks > 1 && sync != DpSync::all_reduce)
-        all.push_back({{.grad_reduce = reduce, .shards = ranks, .sync = sync}});
   return all;
 }
 

@@ -12,20 +12,6 @@ namespace llmc {
 
 namespace selftest {
 
-struct Count {
-  int64_t good = 0, failed = 0, not_compared = 0;
-  void add(const Comparison& c) {
-    good += c.good();
-    not_compared += c.not_compared();
-    failed += !c.good() && !c.not_compared();
-  }
-  void add(const Count& other) {
-    good += other.good;
-    failed += other.failed;
-    not_compared += other.not_compared;
-  }
-};
-
 // The layouts of all models, compared with one rank: a table for each model, with a row for each number of ranks.
 class LayoutTables {
  public:
@@ -38,7 +24,7 @@ class LayoutTables {
     Count all;
     for (auto from = m.layouts.begin(); from != m.layouts.end();) {
       const auto to = std::find_if(from, m.layouts.end(), [&](const Layout& l) { return l.ranks() != from->ranks(); });
-      all.add(compare(m.model, reference, std::span(from, to)));
+      all += compare(m.model, reference, std::span(from, to));
       from = to;
     }
     if (all.good == 0 && all.not_compared > 0) {
@@ -75,7 +61,7 @@ class LayoutTables {
       // either. But zb-v has both parts of a tied table's gradient on one rank, and adds them in another order.
       if (!model.tied || layout.pipeline.schedule != Schedule::zb_v) c.require_same_bits(first);
       largest = largest.or_larger(c.distances);
-      count.add(c);
+      count += c;
       if (!c.good()) log_.line(formatted("  {} | {} | {}", to_string(layout), c.distances.text(), c.verdict()));
     }
     log_.line(row(formatted("{}: {} of {} layouts good", of_ranks, count.good, layouts.size()), largest));
@@ -113,13 +99,11 @@ inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& mo
                      total, max_ranks, steps));
   LayoutTables tables(log, machine, parts, total);
   Count count;
-  for (const ModelLayouts& m : models) count.add(tables.compare(m));
+  for (const ModelLayouts& m : models) count += tables.compare(m);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   log.line("");
-  log.line(
-      formatted("self-test: {} of {} layouts are good{} | {}", count.good, total,
-                count.not_compared == 0 ? "" : formatted("; near ties of routers: {} not compared", count.not_compared),
-                human_duration(seconds)));
+  log.line(formatted("self-test: {} of {} layouts are good{} | {}", count.good, total, count.not_compared_text(),
+                     human_duration(seconds)));
   return count.failed == 0;
 }
 

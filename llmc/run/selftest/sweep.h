@@ -85,9 +85,9 @@ class SweepRun {
                           sweep_.minutes ? formatted(" for {} minute(s)", *sweep_.minutes) : ""));
       for (uint64_t number = sweep_.first; !is_over(number); ++number) compare(number);
     }
-    log_.line(formatted("self-test: {} of {} draws are good{}{} | {}{}", good_, count(), failed_text(), not_compared(),
-                        human_duration(seconds()), count() == 0 ? "" : formatted(" | the last: {}", last_)));
-    return failed_ == 0;
+    log_.line(formatted("self-test: {} of {} draws are good{} | {}{}", count_.good, number(), not_good_text(),
+                        human_duration(seconds()), number() == 0 ? "" : formatted(" | the last: {}", last_)));
+    return count_.failed == 0;
   }
 
  private:
@@ -108,9 +108,7 @@ class SweepRun {
       failed("FAILED");
       throw;
     }
-    good_ += c.good();
-    ties_ += c.not_compared();
-    failed_ += !c.good() && !c.not_compared();
+    count_ += c;
     const bool threw = c.outcome.losses.empty();
     if (!c.fault.empty()) return failed((threw ? "" : c.distances.text() + " | ") + c.verdict());
     if (sweep_.lists_all)
@@ -132,20 +130,19 @@ class SweepRun {
     constexpr double pause = 60;
     const double now = seconds();
     if (!log_.live() && now < line_at_ + pause) return;
-    std::string text = formatted("  draw {} | {} draws", last_, count());
-    if (now > 0) text += formatted(" | {:.1f} per second", static_cast<double>(count()) / now);
+    std::string text = formatted("  draw {} | {} draws", last_, number());
+    if (now > 0) text += formatted(" | {:.1f} per second", static_cast<double>(number()) / now);
     if (sweep_.minutes) text += formatted(" | {} left", human_duration(60 * *sweep_.minutes - now));
-    text += failed_text() + not_compared();
+    text += not_good_text();
     if (log_.live()) return log_.progress(text);
     line_at_ = now;
     log_.line(text);
   }
 
-  int64_t count() const { return good_ + failed_ + ties_; }
+  int64_t number() const { return count_.good + count_.failed + count_.not_compared; }
   double seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
-  std::string failed_text() const { return failed_ == 0 ? "" : formatted(", {} FAILED", failed_); }
-  std::string not_compared() const {
-    return ties_ == 0 ? "" : formatted("; near ties of routers: {} not compared", ties_);
+  std::string not_good_text() const {
+    return (count_.failed == 0 ? "" : formatted(", {} FAILED", count_.failed)) + count_.not_compared_text();
   }
 
   Log& log_;
@@ -154,7 +151,7 @@ class SweepRun {
   DrawComparer comparer_;
   Clock::time_point begin_ = Clock::now();
   uint64_t last_ = 0;  // the newest draw
-  int64_t good_ = 0, failed_ = 0, ties_ = 0;
+  Count count_;
   double line_at_ = 0;  // seconds
 };
 
