@@ -194,7 +194,7 @@ TEST_CASE("a plan has a row for each stage, and the largest decides", "[pp]") {
   for (size_t s = 0; s < 3; ++s) flops += plan.of_stage(s).flops();
   StepConfig alone = step_of(step.model, DType::fp32, Schedule::one_f_one_b, 1, 1, {});
   REQUIRE(flops == Catch::Approx(make_plan(alone, {DeviceKind::cpu, 1}).flops()));
-  REQUIRE(detail::flops_of_step(plan, step) == Catch::Approx(flops));
+  REQUIRE(flops_of_step(plan, step) == Catch::Approx(flops));
   Options o;
   o.memory_limit = 1e-6;
   REQUIRE_ERROR(require_memory(o, step, plan, {DeviceKind::cpu, 1}), "each rank of stage 1, which needs most, needs");

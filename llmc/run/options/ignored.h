@@ -1,6 +1,5 @@
-// ignored.h: the modes, and the options that each of them does not use. On the command line these are rejected; those
-// of a --config file, which may be that of a run, keep their defaults and get a notice. --plan is about a run, and
-// takes all options of runs.
+// ignored.h: the modes, and the options that each of them does not use: rejected on the command line; those of a
+// --config file, which may be a run's, keep their defaults, with a notice. --plan, about a run, takes all of a run's.
 #pragma once
 #include "core/check.h"
 #include "core/words.h"
@@ -10,11 +9,10 @@ namespace llmc {
 
 namespace detail {
 
-// What options are about.
 // clang-format off
 enum class Kind : uint8_t {
-  // Of runs. evaluation: of batches, layouts and validation; length: of sequences; state: kept for every weight; steps:
-  // how many a run has; epilogues: of products on GPUs.
+  // About runs. evaluation: batches, layout, validation; length: of sequences; state: kept for each weight; steps: how
+  // many; epilogues: of products on GPUs.
   training, train_data, val_data, evaluation, step_size, sampling, stages, slices, model, length, tokenizer,
   interruption, update, state, steps, epilogues, threads, local_ranks, spare, device, transport, memory,
   // Of some modes alone:
@@ -214,8 +212,7 @@ void drop_ignored(Options& o, IsGiven&& is_given) {
         refused.size() == 1 ? "it" : "them");
 }
 
-// Lines naming the options of --config files that the mode does not use, and data that a later option has replaced;
-// empty: none.
+// Names the options of --config files that the mode does not use, and data that a later option has replaced, if any.
 inline std::string notice_of_ignored(const Options& o) {
   std::string lines;
   const auto add = [&](const std::string& line) { lines += (lines.empty() ? "notice: " : "\nnotice: ") + line; };

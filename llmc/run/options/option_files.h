@@ -93,8 +93,7 @@ inline int64_t default_length(const Options& o) {
 
 namespace detail {
 
-// The --vocab-size recorded by the checkpoint from which a run resumes or branches; "": none was given. None: a new
-// run.
+// The --vocab-size in the checkpoint from which a run resumes or branches; "": none was given. None: a new run.
 inline std::optional<std::string> recorded_vocabulary(const Options& o) {
   if (o.restart || o.resume == "never") return std::nullopt;
   std::vector<std::string> checkpoints;

@@ -1,5 +1,4 @@
-// option_row.h: an option as a row of the list in options.h: its value, of any type, is read from text, written as text
-// and checked on its own.
+// option_row.h: a row of the list in options.h: an option, whose value of any type is read, written and checked here.
 #pragma once
 #include <charconv>
 #include <cstdlib>

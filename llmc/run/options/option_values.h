@@ -1,5 +1,4 @@
-// option_values.h: the values that options take: words, numbers of tokens, lists, intervals, and whether a resumed run
-// may change them.
+// option_values.h: the values that options take, words, numbers and lists; whether a resumed run may change them.
 #pragma once
 #include <cctype>
 #include <charconv>

@@ -5,7 +5,6 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/words.h"
-#include "run/options/choose_layout.h"
 #include "run/options/ignored.h"
 #include "run/options/option_files.h"
 #include "schedule/pipeline.h"
@@ -37,8 +36,7 @@ inline void refuse_missing_values(int argc, const char* const* argv) {
           "{}: the value after '=' is missing; leave the option out for its default", shown(a.words[0]));
 }
 
-// The words of a command line; --tokenize and --average take several, as a shell expands a pattern, with commas between
-// them.
+// The words of a command line; the several that --tokenize and --average take (patterns, expanded) joined by commas.
 inline std::vector<std::string> joined_words(int argc, const char* const* argv) {
   std::vector<std::string> words;
   enum { none, first, more } files = none;  // what the next word may be
@@ -91,8 +89,7 @@ inline int64_t micro_batch_tokens(const Options& o, int64_t readers) {
   return tokens * readers;
 }
 
-// Checks the options that do not go with an asynchronous pipeline, whose stages update by themselves after every
-// micro-batch.
+// Checks options that may not go with an asynchronous pipeline, whose stages each update after every micro-batch.
 inline void validate_pipedream(const Options& o, int64_t readers) {
   auto refuse = [](bool asked, const std::string& option, const char* why, const char* remedy) {
     CHECK(!asked, "{} with --schedule pipedream: {}; {}, or use --schedule 1f1b", option, why, remedy);
@@ -209,13 +206,6 @@ inline void validate_layout(const Options& o) {
         *o.total_batch_size, o.batch_size, o.seq_len, readers,
         together == 1 ? "rank(s)" : "group(s) of " + group + " ranks", micro,
         std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
-}
-
-inline void validate_pipeline(const Options& o) {
-  const PipelineLayout layout = pipeline_layout_from_name(o.pp_layout);
-  CHECK(o.pp > 1 || layout.kind == LayoutKind::even,
-        "--pp-layout {} is for the stages of a pipeline, and --pp 1 has one: give --pp, or leave out --pp-layout",
-        shown(o.pp_layout));
 }
 
 inline void validate_trace(const Options& o) {
@@ -374,14 +364,11 @@ inline void validate_tokenize(const Options& o) {
   CHECK(o.tokenizer != "auto", "--tokenize needs a --tokenizer: bytes, or a tokenizer.json");
 }
 
-inline void validate_average(const Options& o) {
-  CHECK(!o.tokenize_out.empty(), "--average {} needs --out with the directory to make", o.average);
-}
-
 // Checks combinations of options that the mode uses, as far as the options alone decide.
 inline void validate(const Options& o) {
   if (!o.tokenize.empty()) return validate_tokenize(o);
-  if (!o.average.empty()) return validate_average(o);
+  CHECK(o.average.empty() || !o.tokenize_out.empty(), "--average {} needs --out with the directory to make", o.average);
+  if (!o.average.empty()) return;
   validate_selftest(o);
   CHECK(!o.plan_ranks || (o.local_ranks == 0 && !o.world_size),
         "--ranks {} with --local-ranks or --world-size, for which it stands: leave out one of them",
@@ -398,7 +385,10 @@ inline void validate(const Options& o) {
   if (!o.coord_check.empty()) return validate_optimizer(o);
   if (o.plan_auto) return validate_optimizer(o), validate_length(o);
   if (o.print_schedule || o.plan_examples) return;
-  validate_pipeline(o);
+  const LayoutKind layers = pipeline_layout_from_name(o.pp_layout).kind;
+  CHECK(o.pp > 1 || layers == LayoutKind::even,
+        "--pp-layout {} is for the stages of a pipeline, and --pp 1 has one: give --pp, or leave out --pp-layout",
+        shown(o.pp_layout));
   if (o.selftest) return;
   CHECK(!o.generate || !o.from_scratch,
         "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");

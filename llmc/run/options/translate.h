@@ -1,5 +1,5 @@
-// translate.h: unknown options, such as another trainer's: ours that is meant; and for a command line of them one error
-// that names all, with the command that would do the same as far as ours are the same.
+// translate.h: unknown options, such as another trainer's: which of ours is meant; and for a whole command line one
+// error, with the command that would do the same as far as ours are the same.
 #pragma once
 #include <cctype>
 #include <sstream>

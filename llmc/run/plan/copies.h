@@ -1,5 +1,4 @@
-// copies.h: the host memory that copies of a checkpoint take while it is written (--checkpoint-mode async): all that a
-// rank writes, or as much as there is.
+// copies.h: host memory for copies of a checkpoint (--checkpoint-mode async): all that a rank writes, or what there is.
 #pragma once
 #include "device/host.h"
 #include "run/plan/planner.h"

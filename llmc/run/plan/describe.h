@@ -3,7 +3,8 @@
 #include "core/log.h"
 #include "run/length.h"
 #include "run/options/options.h"
-#include "run/plan/remedy.h"
+#include "run/plan/planner.h"
+#include "run/rank_device.h"
 #include "run/reports/gpu_peaks.h"
 #include "run/reports/peak.h"
 

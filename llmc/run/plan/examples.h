@@ -1,5 +1,5 @@
-// examples.h: published runs, planned by the code that plans a user's (--plan-examples), beside what was measured. The
-// machines' constants are fitted on the first table alone.
+// examples.h: --plan-examples: published runs, planned as a user's are, beside what was measured. The machines'
+// constants are fitted on the first table alone.
 #pragma once
 #include "core/json.h"
 #include "model/hf_config.h"

@@ -1,6 +1,5 @@
-// local_machine.h: --machine local: how fast this machine's processors are at a run's ops, measured by training one
-// layer of each kind of its model for a few steps, at its shapes and at halves of them, and by moving bytes between its
-// ranks.
+// local_machine.h: --machine local: how fast this machine's processors are at a run's ops, by training a layer of each
+// kind of its model for a few steps, at its shapes and at halves of them, and by moving bytes between ranks.
 #pragma once
 #include <chrono>
 #include <mutex>
@@ -69,8 +68,8 @@ inline OpRate fit_rate(const std::vector<Sample>& samples) {
   return best;
 }
 
-// The ops of one step of one rank: of each op and size the mean of its calls, in the best of a few steps, since another
-// program may have come between.
+// The ops of a rank's step: for each op and size the mean of its calls, in the best of a few steps (others may be slow
+// because of another program).
 using Samples = std::map<std::string, std::vector<Sample>>;
 inline void time_ops(const StepConfig& step, const Device& device, Samples& samples) {
   const Plan plan = make_plan(step, device);
@@ -120,8 +119,7 @@ inline void time_ops(const StepConfig& step, const Device& device, Samples& samp
     if (seconds > 0) samples[std::get<0>(size)].push_back({std::get<1>(size), std::get<2>(size), seconds});
 }
 
-// The steps to measure for a run: one layer of each kind on one rank, at the run's shapes, at half of its rows, at half
-// of its widths, and at half of both.
+// The steps to measure: a layer of each kind, at the run's shapes, half of its rows, half of its widths, half of both.
 inline std::vector<StepConfig> steps_to_measure(const StepConfig& step) {
   StepConfig one = step;
   one.layout = {};

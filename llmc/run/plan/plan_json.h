@@ -133,8 +133,7 @@ inline OrderedJson layout_json(const StepConfig& step) {
 
 }  // namespace detail
 
-// run: if its length is known. stretches: of a run of stages, whose step with most memory is planned. Fields that are
-// not known are null.
+// run: if its length is known. stretches: of a run of stages, whose step with most memory is planned. Unknown: null.
 inline std::string plan_json(const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
                              const std::optional<detail::PlannedRun>& run = std::nullopt,
                              const detail::OrderedJson& stretches = {}) {
@@ -162,7 +161,7 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
     per_second = tokens / *seconds;
     mfu = training_flops_per_token(step.model, step.batch.T) * *per_second /
           (device.machine->flops_per_s * step.layout.ranks());
-    hfu = detail::flops_of_step(plan, step) / (device.machine->flops_per_s * step.layout.ranks() * *seconds);
+    hfu = flops_of_step(plan, step) / (device.machine->flops_per_s * step.layout.ranks() * *seconds);
   }
   OrderedJson json = {
       {"step_seconds", known(seconds)},

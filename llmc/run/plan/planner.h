@@ -1,6 +1,5 @@
-// planner.h: finds what a run needs by running the trainer itself on the null device. Nothing is computed; memory is
-// counted by name, work by op, and, at given rates, time. The real run's arenas have exactly this size, so the plan
-// cannot drift from the code.
+// planner.h: finds what a run needs by running the trainer itself on the null device, which computes nothing: memory by
+// name, work by op, at given rates time. The run's arenas have exactly this size, so plan and code cannot drift apart.
 #pragma once
 #include "run/checkpoints/checkpoint_share.h"
 #include "schedule/balance.h"
@@ -68,6 +67,12 @@ struct Plan {
     return bytes;
   }
 };
+
+inline double flops_of_step(const Plan& plan, const StepConfig& step) {
+  double flops = 0;  // sum over one rank of each stage
+  for (size_t s = 0; s < static_cast<size_t>(step.layout.pipeline.stages); ++s) flops += plan.of_stage(s).flops();
+  return flops * step.layout.ranks() / step.layout.pipeline.stages;
+}
 
 // Which passes a plan runs: a search needs them apart.
 enum class Passes : uint8_t { all, step, forwards };
@@ -183,8 +188,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   return plan;
 }
 
-// A limit beyond any run: layers times the micro-batches of a step, whose actions and activations are listed before it
-// begins.
+// A limit beyond any run: layers x micro-batches of a step, whose actions and activations are listed before it begins.
 inline constexpr int64_t most_passes = 1 << 18;
 
 // Rejects what cannot even be planned: a step with more actions than can be listed, or sizes whose products overflow 64
@@ -214,7 +218,7 @@ inline void require_countable(const StepConfig& config) {
 // Whether the plan fits into `limit` bytes.
 inline bool fits(const Plan& plan, int64_t limit) { return plan.total_bytes() <= limit; }
 
-// ---- The cost of each module of a model, for --pp-layout balanced and for what --plan says about it ----------------
+// ---- For --pp-layout balanced, and for what --plan says about it ----------------------------------------------------
 
 namespace detail {
 

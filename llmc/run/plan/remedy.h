@@ -1,5 +1,4 @@
-// remedy.h: how to make a run fit into memory: changes of its options, each planned before it is suggested, with its
-// costs.
+// remedy.h: how to make a run fit into memory: changes of its options and their costs, planned before suggested.
 #pragma once
 #include <ranges>
 
@@ -66,19 +65,22 @@ inline std::vector<Precision> precisions_to_try(const StepConfig& asked) {
   return all;
 }
 
-// Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce), which are, in this
-// order, ZeRO stage 1, recomputation, smaller micro-batches and higher stages, then recomputation of segments; then
-// another number of ranks; then, on all GPUs of the server, state in host memory, part by part; then state in fewer
-// bits (precisions_to_try()); last, fewer tokens per sequence. Where the server of --machine has no more GPUs, host
-// memory comes first. A few plans suffice for each choice of ranks and dtype: memory grows with the micro-batch and
-// falls with recomputation, so the smallest plan is tried first.
+// Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce): ZeRO stage 1,
+// recomputation, smaller micro-batches, higher stages, recomputation of segments; then another number of ranks; then,
+// on all GPUs of the server, state in host memory, part by part; then state in fewer bits (precisions_to_try()); last,
+// fewer tokens per sequence. Where the server of --machine has no more GPUs, host memory comes first. Memory grows with
+// the micro-batch and falls with recomputation: for each choice of ranks and dtype, the smallest plan is tried first.
 class RemedySearch {
  public:
   RemedySearch(const Options& o, const StepConfig& asked, const Device& device, Begun begun)
       : options_(o), asked_(asked), device_(device), begun_(begun) {}
 
   std::optional<Remedy> find() {
-    for (const StepConfig& numerics : numerics_to_try()) {
+    std::vector<Precision> precisions = precisions_to_try(asked_);
+    if (begun_ == Begun::yes) precisions = {asked_.precision};
+    for (const Precision& precision : precisions) {
+      StepConfig numerics = asked_;
+      numerics.precision = precision;
       std::vector<StepConfig> steps;
       for (const int ranks : ranks_to_try())
         if (const std::optional<StepConfig> step = with_ranks(numerics, ranks)) steps.push_back(*step);
@@ -98,16 +100,6 @@ class RemedySearch {
   const std::optional<Remedy>& least() const { return least_; }
 
  private:
-  std::vector<StepConfig> numerics_to_try() const {
-    std::vector<StepConfig> all;
-    for (const Precision& precision : precisions_to_try(asked_)) {
-      all.push_back(asked_);
-      all.back().precision = precision;
-      if (begun_ == Begun::yes) break;
-    }
-    return all;
-  }
-
   // On a CPU, one rank instead of several, which share its memory; on GPUs, twice as many, and so on, as far as there
   // are GPUs. Only data-parallel ranks change: --pp, --tp and --cp are kept.
   std::vector<int> ranks_to_try() const {
@@ -307,14 +299,5 @@ class RemedySearch {
   Begun begun_;
   std::optional<Remedy> least_;
 };
-
-namespace detail {
-
-inline double flops_of_step(const Plan& plan, const StepConfig& step) {
-  double flops = 0;  // sum over one rank of each stage
-  for (size_t s = 0; s < static_cast<size_t>(step.layout.pipeline.stages); ++s) flops += plan.of_stage(s).flops();
-  return flops * step.layout.ranks() / step.layout.pipeline.stages;
-}
-}  // namespace detail
 
 }  // namespace llmc

@@ -193,12 +193,6 @@ inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, co
     log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
 }
 
-// GPU memory that the plan does not count.
-inline std::string not_counted_text() {
-  return formatted("about {} for the CUDA context and cuBLASLt{}", human_bytes(gpu_reserve),
-                   built_for_gpus ? "" : "; some MiB of op scratch, which only a build for GPUs counts");
-}
-
 // A notice if processes that may share processors have more threads, `threads` each, than there are processors.
 inline std::string crowded_notice(const llmc::Place& place, int64_t threads, int64_t processors) {
   if (place.sharers == 1 || place.sharers * threads <= processors) return "";
@@ -292,8 +286,7 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
   throw Error(message);
 }
 
-// --plan: prints what a run needs without running it; an error if that exceeds --memory-limit. run: if its length is
-// known.
+// --plan: prints what a run needs without running it; an error if it exceeds --memory-limit. run: if of known length
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
                         const std::optional<detail::PlannedRun>& run = std::nullopt) {
   Rows rows_of_run = detail::run_rows(o, step);
@@ -302,7 +295,10 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
                                                 human_count(run->tokens), human_flops(run->flops)));
   log.table("plan for " + describe(device), rows_of_run);
   Rows not_counted;
-  if (device.computes_as() == DeviceKind::cuda) not_counted = {{"not counted", detail::not_counted_text()}};
+  if (device.computes_as() == DeviceKind::cuda)
+    not_counted = {{"not counted",
+                    formatted("about {} for the CUDA context and cuBLASLt{}", human_bytes(gpu_reserve),
+                              built_for_gpus ? "" : "; some MiB of op scratch, which only a build for GPUs counts")}};
   detail::report_memory(log, step, plan, not_counted);
   if (step.layout.ranks() > 1) {
     auto rows = [](const Plan& p) {

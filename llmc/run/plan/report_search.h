@@ -1,5 +1,4 @@
-// report_search.h: what --plan-auto prints: the fastest layouts that were found, as a table or as JSON, and the command
-// of the first.
+// report_search.h: what --plan-auto prints: the fastest layouts, as a table with the command of the first, or as JSON.
 #pragma once
 #include "core/log.h"
 #include "run/length.h"

@@ -8,15 +8,6 @@ namespace llmc {
 
 namespace detail {
 
-// The options of the state's dtypes that turn one precision into the other.
-inline std::string state_options(const Precision& from, const Precision& to) {
-  std::string text;
-  if (to.masters != from.masters || to.split_masters != from.split_masters)
-    text += formatted(" --master-weights {}", !to.masters ? "none" : to.split_masters ? "split" : "fp32");
-  if (to.moment1 != from.moment1) text += " --moment1-dtype 8bit";
-  if (to.moment2 != from.moment2) text += " --moment2-dtype 8bit";
-  return text;
-}
 // So many ranks, by the option that says how many there are.
 inline std::string ranks_option(const Options& o, int64_t ranks) {
   if (o.plan_ranks) return formatted(" --ranks {}", ranks);
@@ -26,12 +17,16 @@ inline std::string ranks_option(const Options& o, int64_t ranks) {
 // The options that turn one step, of these options, into the other.
 inline std::string change_text(const Options& o, const StepConfig& from, const StepConfig& to) {
   const Layout &was = from.layout, &is = to.layout;
+  const Precision &had = from.precision, &has = to.precision;
   std::string text;
   const auto add = [&](const char* option, const auto& before, const auto& now) {
     if (before != now) text += formatted(" {} {}", option, now);
   };
-  add("--dtype", from.precision.weights, to.precision.weights);
-  text += state_options(from.precision, to.precision);
+  add("--dtype", had.weights, has.weights);
+  if (has.masters != had.masters || has.split_masters != had.split_masters)
+    text += formatted(" --master-weights {}", !has.masters ? "none" : has.split_masters ? "split" : "fp32");
+  if (has.moment1 != had.moment1) text += " --moment1-dtype 8bit";
+  if (has.moment2 != had.moment2) text += " --moment2-dtype 8bit";
   if (is.ranks() != was.ranks()) text += ranks_option(o, is.ranks());
   add("--tp", was.tensor.ranks, is.tensor.ranks);
   add("--cp", was.context.ranks, is.context.ranks);
@@ -91,9 +86,8 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
   return text;
 }
 
-// On a GPU that is not here, the fastest layout of these ranks that fits, if need be with state in fewer bits. None:
-// nothing fits, or the layout has parts that the search does not choose. Times are those of an H100 if no machine is
-// named.
+// On a GPU that is not here (an H100 unless a machine is named), the fastest layout of these ranks that fits, if need
+// be with state in fewer bits. None: nothing fits, or the layout has parts that the search does not choose.
 inline std::optional<Remedy> fastest_remedy(const StepConfig& asked, const Device& device, int64_t limit) {
   const Layout& l = asked.layout;
   const bool searched = l.zero.replicas == 1 && !l.zero.offload.any() && l.zero.sync == DpSync::all_reduce &&

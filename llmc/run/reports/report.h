@@ -1,5 +1,5 @@
-// report.h: what the user sees before and after a run: the header (machine, model, data, memory, batch arithmetic) and
-// the summary with the exact next commands.
+// report.h: what the user sees before a run, the header: machine, model, data, ranks, memory, batch arithmetic; and the
+// table of --profile after it.
 #pragma once
 #if __has_include("build_info.h")
 #include "build_info.h"  // written by the Makefile
@@ -270,10 +270,10 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
         "but slow");
 }
 
-// The time of each op in a rank's training steps, the longest first, and the share of its roof that it reached. The
-// roof: the time that its flops take at the matmul peak, or its bytes at the measured speed of memory, whichever is
-// longer. All ranks may multiply at once, so each has its share of that peak; one may use memory alone. Only an op
-// whose data are still in a cache can beat memory's speed.
+// The time of each op in a rank's training steps, the longest first, and the share of its roof that it reached: the
+// time that its flops take at the matmul peak, or its bytes at the measured speed of memory, whichever is longer. All
+// ranks may multiply at once, each with its share of that peak; one may use memory alone, and only a cache can beat its
+// speed.
 inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const Peaks& roof) {
   std::vector<std::pair<std::string, OpTotals>> sorted(ops.begin(), ops.end());
   std::sort(sorted.begin(), sorted.end(),

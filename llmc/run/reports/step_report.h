@@ -1,5 +1,4 @@
-// step_report.h: what a run prints about its updates: a line for each with speed and time left, GPU readings, and the
-// summary at the end.
+// step_report.h: what a run prints about its updates: a line for each, GPU readings, and the summary at the end.
 #pragma once
 #include <chrono>
 #include <deque>
@@ -189,8 +188,7 @@ class StepReport {
     return peak ? std::optional(job_.flops_per_step() / seconds / *peak) : std::nullopt;
   }
 
-  // Estimated from the times of recent updates and of the last validation, sample and checkpoint. Tasks that have not
-  // run yet are left out.
+  // Estimated from recent updates and the last validation, sample and checkpoint; tasks that never ran are left out.
   double seconds_left(int64_t step) const {
     std::vector<double> sorted(recent_.begin(), recent_.end());
     std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2,

@@ -1,5 +1,4 @@
-// compare.h: a layout against one rank: near enough (contract 5), and bit for bit like others of its kind (contracts 3
-// and 4).
+// compare.h: a layout against one rank: near enough (contract 5); bit for bit like others of its kind (contracts 3, 4).
 #pragma once
 #include "run/selftest/run_layout.h"
 
@@ -32,9 +31,8 @@ class Reference {
   const Distances& near() const { return near_; }
   const Distances& farther() const { return farther_; }
   // Another device rounds differently in bf16, and so do ranks that add parts of a product or merge parts of attention:
-  // they may be as far away as both are from fp32. (Two runs that differ only in the micro-batch round every activation
-  // alike.) Muon amplifies whatever its products round in directions with small singular values. Products in fp8: as
-  // far as both are from the dtype.
+  // they may be as far away as both are from fp32, with products in fp8 from the dtype. (Two runs that differ only in
+  // the micro-batch round alike.) Muon amplifies what its products round in directions with small singular values.
   const Distances& allowed(const Layout& layout, const Device& device) const {
     const bool amplifies = layout.zero.optimizer == Optimizer::muon;
     return device.kind != DeviceKind::cpu || in_parts(layout) || amplifies ? farther_ : near_;

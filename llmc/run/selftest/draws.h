@@ -1,8 +1,8 @@
 // draws.h: models, options and layouts drawn at random for --selftest-minutes, in any combination that is possible. A
 // draw is a pure function of its number and of the most ranks it may have, so a number repeats it.
 //
-// Consecutive draws share a model and the options that change what is computed, so that one rank has to compute it only
-// once for all of them; the layout and the options that must not change results are drawn for each.
+// Consecutive draws share a model and the options that change what is computed, which one rank computes once for all;
+// the layout and the options that must not change results are drawn for each.
 //
 // What pipedream computes between two flushes is something else than one rank does (contract 4); test_pipedream.cpp has
 // a reference for that. Here every update is followed by a flush, and then it is the same: with one micro-batch in a
@@ -120,16 +120,14 @@ inline Draw draw_task(Dice& dice) {
 inline void draw_ranks(Dice& dice, int max_ranks, StepConfig& step) {
   Layout& l = step.layout;
   const auto any = [&] { return static_cast<int>(dice.below(static_cast<uint64_t>(max_ranks))) + 1; };
-  int64_t left = std::max(any(), any()), tensor = 1;
-  std::vector<int> axes = {0, 1, 2, 3};
+  int64_t left = std::max(any(), any());
+  int tensor = 1;
+  std::vector<int*> axes = {&l.pipeline.stages, &tensor, &l.context.ranks, &l.zero.replicas};
   while (!axes.empty()) {
     const auto axis = axes.begin() + static_cast<int64_t>(dice.below(axes.size()));
     const int size = dice.one_in(2) ? 1 : static_cast<int>(dice.pick(divisors(left)));
     left /= size;
-    if (*axis == 0) l.pipeline.stages = size;
-    if (*axis == 1) tensor = size;
-    if (*axis == 2) l.context.ranks = size;
-    if (*axis == 3) l.zero.replicas = size;
+    **axis = size;
     axes.erase(axis);
   }
   l.zero.shards = static_cast<int>(left) * l.context.ranks;
@@ -326,8 +324,7 @@ inline std::string to_string(const Draw& d) {
   return formatted("{} | {}", all.task, all.layout);
 }
 
-// The value that a draw has on each axis: "schedule gpipe", "recompute block". Sizes only as far as they differ in
-// kind.
+// The value that a draw has on each axis: "schedule gpipe", "recompute block"; of sizes only their kind.
 inline std::vector<std::string> axis_values(const Draw& d) {
   const StepConfig& s = d.step;
   const auto& [zero, tensor, context, expert, pipeline] = s.layout;

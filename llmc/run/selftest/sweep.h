@@ -157,8 +157,7 @@ class SweepRun {
 
 }  // namespace selftest
 
-// Compares draws with one rank. Prints a line for each that failed, with the command that repeats it; false: one
-// failed.
+// Compares draws with one rank. Prints a line for each that failed, and the command that repeats it; false: one did.
 inline bool run_sweep(Log& log, const selftest::Sweep& sweep, const selftest::Machine& machine = {},
                       const selftest::Parts& parts = {}) {
   return selftest::SweepRun(log, sweep, machine, parts).run();

@@ -1,7 +1,6 @@
 // plan_trace.h: --trace with --plan: a step on paper as a file like that of a run. Each stage of a pipeline is a
 // process: its ranks all do the same. What a stage does within an action is that of its trainer on the null device;
-// when the action begins follows from the simulation of all stages (schedule/simulate.h), as in a plan's table of
-// times.
+// when the action begins follows from the simulation of all stages (schedule/simulate.h), as in a plan's times.
 #pragma once
 #include <iterator>
 

@@ -1,5 +1,4 @@
-// trace_file.h: the traces of all streams of a rank, in a run or on paper; the file of --trace, and what it says about
-// itself.
+// trace_file.h: the traces of all streams of a rank, in a run or on paper, and the file of --trace.
 #pragma once
 #include <cstdio>
 #include <deque>
