@@ -1,7 +1,6 @@
 // options.h: every option, defined once: its name, its allowed values, whether a resumed run may change it, and its
 // help. option_fields.h has its value. print.h prints the rows of this list; parse.h reads and checks their values.
 #pragma once
-#include "core/enum_names.h"
 #include "run/options/option_fields.h"
 #include "run/options/option_row.h"
 

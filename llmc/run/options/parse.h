@@ -15,14 +15,14 @@ namespace llmc {
 namespace detail {
 
 // Rejects words after one dash that CLI11 would misread: -inf, or a letter joined to a path.
-inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
+inline void refuse_words_after_one_dash(const Words& words) {
+  for (size_t i = 1; i < words.size(); ++i) {
+    const std::string &word = words[i], &before = words[i - 1];
     if (word == "--") return;
     if (word.size() < 2 || word[0] != '-' || !is_letter(word[1])) continue;
     const bool infinite = plain_name(word) == "inf" || plain_name(word) == "nan";
-    CHECK(!infinite || argv[i - 1][0] != '-', "{} {}: expected a finite number; text would be given as {}={}",
-          shown(argv[i - 1]), word, shown(argv[i - 1]), word);
+    CHECK(!infinite || !before.starts_with('-'), "{} {}: expected a finite number; text would be given as {}={}",
+          shown(before), word, shown(before), word);
     CHECK(!is_word_after_one_dash(word) || word.starts_with("-h") || word.find('/') == std::string::npos,
           "{}: put a space between the letter and its value: {} {}", shown(word), word.substr(0, 2),
           shown(word.substr(2)));
@@ -30,17 +30,17 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
 }
 
 // Rejects "--lr=", for which CLI11 would take the next word as the value. (Unknown options are named all at once.)
-inline void refuse_missing_values(int argc, const char* const* argv) {
-  for (const Argument& a : split_arguments(argc, argv))
+inline void refuse_missing_values(const Words& words) {
+  for (const Argument& a : split_arguments(words))
     CHECK(!a.known || !a.has_value || !a.value.empty() || a.words.size() > 1,
           "{}: the value after '=' is missing; leave the option out for its default", shown(a.words[0]));
 }
 
 // The words of a command line; the several that --tokenize and --average take (patterns, expanded) joined by commas.
-inline std::vector<std::string> joined_words(int argc, const char* const* argv) {
-  std::vector<std::string> words;
+inline Words joined_words(const Words& given) {
+  Words words;
   enum { none, first, more } files = none;  // what the next word may be
-  for (const std::string word : std::span(argv, static_cast<size_t>(argc))) {
+  for (const std::string& word : given) {
     const bool option = word.starts_with('-');
     if (files == more && !option) {
       words.back() += "," + word;
@@ -421,17 +421,15 @@ struct Command {
 };
 
 template <class TakePlace>
-Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_place);
+Command parse_command_line(const std::vector<std::string>& given, TakePlace&& take_place);
 
 namespace detail {
 
 // The first fault in the values of a command line, each checked on its own and for the mode; "": none.
-inline std::string fault_of_values(const std::vector<std::string>& words) {
+inline std::string fault_of_values(const Words& words) {
   struct ValuesAreRight {};
-  std::vector<const char*> argv;
-  for (const std::string& word : words) argv.push_back(word.c_str());
   try {
-    parse_command_line(static_cast<int>(argv.size()), argv.data(), [](Options&) { throw ValuesAreRight(); });
+    parse_command_line(words, [](Options&) { throw ValuesAreRight(); });
   } catch (const ValuesAreRight&) {
   } catch (const Error& error) {
     return error.what();
@@ -441,24 +439,22 @@ inline std::string fault_of_values(const std::vector<std::string>& words) {
 
 }  // namespace detail
 
-// take_place(options): sets the number of ranks, and which of them are this process's.
+// given: the words, with that of the program. take_place(options): sets the number of ranks, and which of them are this
+// process's.
 template <class TakePlace>
-Command parse_command_line(int words, const char* const* given_words, TakePlace&& take_place) {
-  const std::vector<std::string> joined = detail::joined_words(words, given_words);
-  std::vector<const char*> pointers;
-  for (const std::string& word : joined) pointers.push_back(word.c_str());
-  const int argc = static_cast<int>(pointers.size());
-  const char* const* argv = pointers.data();
+Command parse_command_line(const std::vector<std::string>& given, TakePlace&& take_place) {
+  const std::vector<std::string> words = detail::joined_words(given);
   Command command;
+  Options& o = command.options;
   CLI::App app;
   app.set_help_flag();
   app.allow_extras();
-  std::map<std::string, std::string> given;  // CLI11 splits the command line, OptionField parses
-  const std::vector<OptionRow> rows = option_rows(command.options);
+  std::map<std::string, std::string> texts;  // CLI11 splits the command line, OptionField parses
+  const std::vector<OptionRow> rows = option_rows(o);
   for (const OptionRow& row : rows) {
     const std::string both = *row.letter ? formatted("{},{}", row.letter, row.name) : row.name;
     const auto last = CLI::MultiOptionPolicy::TakeLast, join = CLI::MultiOptionPolicy::Join;
-    std::string& text = given[row.name];
+    std::string& text = texts[row.name];
     if (row.field.is_flag())
       app.add_flag(both + "{true}" + (row.field.has_negation() ? "," + row.negation() + "{false}" : ""), text)
           ->multi_option_policy(last);
@@ -473,12 +469,12 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
   app.add_flag("--print-config", print_config);
   app.add_flag("--print-options-markdown", markdown);
   app.add_flag("--version", command.version);
-  detail::refuse_words_after_one_dash(argc, argv);
-  detail::refuse_missing_values(words, given_words);
-  refuse_unknown_options(argc, argv, detail::fault_of_values);
+  detail::refuse_words_after_one_dash(words);
+  detail::refuse_missing_values(given);
+  refuse_unknown_options(words, detail::fault_of_values);
   try {
-    app.parse(argc, argv);
-  } catch (const CLI::ArgumentMismatch& error) {  // "--lr: 1 required TEXT missing"
+    app.parse(std::vector<std::string>(words.rbegin(), words.rend() - 1));  // from the last to the first
+  } catch (const CLI::ArgumentMismatch& error) {                            // "--lr: 1 required TEXT missing"
     const std::string text = error.what();
     throw Error(formatted("{} needs a value; see --help", text.substr(0, text.find(':'))));
   } catch (const CLI::ParseError& error) {
@@ -490,35 +486,35 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
     return command;
   }
   for (const std::string& word : app.remaining()) {
-    const char* const* at = std::find(argv + 1, argv + argc, word);
-    detail::refuse_stray_word(word, at < argv + argc ? *(at - 1) : "");
+    const auto at = std::find(words.begin() + 1, words.end(), word);
+    detail::refuse_stray_word(word, at < words.end() ? *(at - 1) : "");
   }
   if (command.version) return command;
-  for (const std::string& path : configs) detail::read_config(command.options, path);
+  for (const std::string& path : configs) detail::read_config(o, path);
   for (const OptionRow& row : rows) {
     if (app.count(row.name) == 0) continue;
     row.field.clear_list();
-    row.field.parse(row.name, given[row.name]);
-    command.options.config_lines.erase(row.name);
+    row.field.parse(row.name, texts[row.name]);
+    o.config_lines.erase(row.name);
     const bool files = row.name == std::string("--train-data") || row.name == std::string("--val-data");
     const std::vector<std::string>& values = app.get_option(row.name)->results();
     if (files && std::ranges::any_of(values, [&](const std::string& value) { return value != values.back(); }))
-      command.options.repeated.emplace_back(row.name);
+      o.repeated.emplace_back(row.name);
   }
   try {
-    check_limits(command.options);
+    check_limits(o);
     if (print_config) {
-      command.text = config_text(command.options);
+      command.text = config_text(o);
       return command;
     }
-    drop_ignored(command.options, [&](const std::string& name) { return app.count(name) > 0; });
-    if (command.options.evaluate && app.count("--seq-len") == 0 && !command.options.config_lines.contains("--seq-len"))
-      command.options.seq_len = default_length(command.options);
-    if (reads_train_data(command.options) || command.options.plan_auto) take_vocabulary(command.options);
-    take_place(command.options);
-    validate(command.options);
+    drop_ignored(o, [&](const std::string& name) { return app.count(name) > 0; });
+    if (o.evaluate && app.count("--seq-len") == 0 && !o.config_lines.contains("--seq-len"))
+      o.seq_len = default_length(o);
+    if (reads_train_data(o) || o.plan_auto) take_vocabulary(o);
+    take_place(o);
+    validate(o);
   } catch (const Error& error) {
-    throw Error(with_config_lines(error.what(), command.options.config_lines), error.status());
+    throw Error(with_config_lines(error.what(), o.config_lines), error.status());
   }
   return command;
 }

@@ -2,7 +2,6 @@
 #pragma once
 #include "core/log.h"
 #include "run/length.h"
-#include "run/options/options.h"
 #include "run/plan/planner.h"
 #include "run/rank_device.h"
 #include "run/reports/gpu_peaks.h"

@@ -37,9 +37,9 @@ struct PublishedRun {
 enum class Measured : uint8_t { seconds, tflops };
 struct PublishedTable {
   std::string title, machine;  // JSON
-  Measured measured;
   std::vector<PublishedRun> runs;
-  std::string why;          // planned and measured times differ
+  std::string why;  // planned and measured times differ
+  Measured measured = Measured::seconds;
   bool shown_only = false;  // the run computed something else than its plan: its error is none of the model of time
 };
 
@@ -107,7 +107,6 @@ inline std::vector<PublishedTable> published_tables() {
   return {
       {"Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473), table 1: the fit",
        selene,
-       Measured::seconds,
        {{"1.7B", 24, 2304, 24, 1, 1, 4, 1, 32, 512, 3.53},
         {"3.6B", 32, 3072, 30, 2, 1, 4, 1, 64, 512, 3.70},
         {"7.5B", 32, 4096, 36, 4, 1, 4, 1, 128, 512, 3.70},
@@ -122,17 +121,16 @@ inline std::vector<PublishedTable> published_tables() {
        "reduction of gradients behind the last backward"},
       {"the same paper, table 2: tensor and pipeline parallelism",
        selene,
-       Measured::tflops,
        {{"174.6B", 96, 12288, 96, 8, 12, 1, 1, 384, 1536, 153},
         {"174.6B", 96, 12288, 96, 8, 12, 1, 1, 768, 1536, 149},
         {"174.6B", 96, 12288, 96, 8, 12, 1, 1, 1536, 1536, 141},
         {"529.6B", 128, 20480, 105, 8, 35, 1, 1, 560, 2240, 171},
         {"529.6B", 128, 20480, 105, 8, 35, 1, 1, 1120, 2240, 167},
         {"529.6B", 128, 20480, 105, 8, 35, 1, 1, 2240, 2240, 159}},
-       "as above"},
+       "as above",
+       Measured::tflops},
       {"the same table: ZeRO-3 alone, through one card of each server",
        R"({"like": "a100x8", "score_bytes": 13, "rails": false})",
-       Measured::tflops,
        {{"174.6B", 96, 12288, 96, 1, 1, 4, 1, 384, 1536, 144, 3},
         {"174.6B", 96, 12288, 96, 1, 1, 2, 1, 768, 1536, 88, 3},
         {"174.6B", 96, 12288, 96, 1, 1, 1, 1, 1536, 1536, 44, 3},
@@ -140,25 +138,23 @@ inline std::vector<PublishedTable> published_tables() {
         {"529.6B", 128, 20480, 105, 1, 1, 2, 1, 1120, 2240, 98, 3},
         {"529.6B", 128, 20480, 105, 1, 1, 1, 1, 2240, 2240, 48, 3}},
        "DeepSpeed's gathers of 2021 reached the rate of one card per server, and hid less behind computation where "
-       "that takes as long; NCCL's rings use all cards (rails: true), by which the last step would take a quarter"},
+       "that takes as long; NCCL's rings use all cards (rails: true), by which the last step would take a quarter",
+       Measured::tflops},
       {"Korthikanti et al. 2022 (arXiv 2205.05198), table 5: blocks recomputed",
        selene,
-       Measured::seconds,
        {small, gpt3, large, largest},
        "as above"},
       {"the same, with sequence parallelism and attention recomputed",
        selene,
-       Measured::seconds,
        {selective(small, 1.10), selective(gpt3, 13.75), selective(large, 37.83), selective(largest, 71.49)},
        "Megatron-LM hid communication here that is exposed in a plan, and its kernels were faster than those of 2021"},
       {"Llama 3 405B (arXiv 2407.21783), table 4",
        R"({"like": "h100x8"})",
-       Measured::tflops,
        {llama3(8192, 1, 8192, 430), llama3(16384, 1, 8192, 400), llama3(16384, 16, 131072, 380)},
-       "the paper does not say how it counts attention, half of the work at 131,072 tokens: in full is assumed"},
+       "the paper does not say how it counts attention, half of the work at 131,072 tokens: in full is assumed",
+       Measured::tflops},
       {"Llama 1 65B (arXiv 2302.13971), 380 tokens/s per GPU",
        R"({"like": "a100x8"})",
-       Measured::seconds,
        {{.name = "65B",
          .gpus = 2048,
          .sequences = 2048,
@@ -173,10 +169,10 @@ inline std::vector<PublishedTable> published_tables() {
       {"DeepSeek-V3 (arXiv 2412.19437), 2.788M H800 hours in all, on the nearest model that this program has, in bf16",
        R"({"like": "h100x8", "links": [{"ranks": 8, "gb_per_s": 200, "share": 0.8, "us": 1.9},
                                       {"gb_per_s": 50, "share": 0.85, "us": 4}]})",
-       Measured::seconds,
        {deepseek_v3()},
        "to plan the run itself would need latent attention, products in fp8, a sigmoid router with node-limited "
        "choices, multi-token prediction, and DualPipe, which hides the exchange of rows behind another micro-batch",
+       Measured::seconds,
        true},
   };
 }

@@ -3,7 +3,6 @@
 #pragma once
 #include <chrono>
 #include <mutex>
-#include <nlohmann/json.hpp>
 
 #include "core/json.h"
 #include "core/log.h"

@@ -1,7 +1,6 @@
 // machines.h: machines to plan for, by name or from a file, as JSON. A file may change some members of another machine:
 // {"like": "h100x8", "op_us": 5}.
 #pragma once
-#include <nlohmann/json.hpp>
 
 #include "core/dtype.h"
 #include "core/json.h"

@@ -5,7 +5,6 @@
 #include "core/log.h"
 #include "device/gpu.h"
 #include "model/layout_faults.h"
-#include "run/options/options.h"
 #include "run/plan/planner.h"
 #include "run/rank_device.h"
 #include "run/requirements.h"

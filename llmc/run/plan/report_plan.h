@@ -1,13 +1,10 @@
 // report_plan.h: prints what a run needs: memory by name, the stages of a pipeline, work by op, traffic, time.
 #pragma once
 #include "core/log.h"
-#include "run/length.h"
 #include "run/plan/copies.h"
 #include "run/plan/describe.h"
-#include "run/plan/remedy.h"
 #include "run/plan/report_time.h"
 #include "run/plan/verdict.h"
-#include "schedule/simulate.h"
 #include "train/slice_times.h"
 
 namespace llmc {
@@ -101,9 +98,6 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
   const auto law = bubble_law(step.pipeline());
   const double most = *std::ranges::max_element(sim.busy);
   const auto slowest = std::ranges::find_if(sim.busy, [&](double b) { return b > most * (1 - 1e-9); });
-  const auto layers_text = [](const std::vector<int64_t>& layers) {
-    return name_of(PipelineLayout{LayoutKind::list, layers});
-  };
   double mean = 0;
   for (const double b : sim.busy) mean += b / step.layout.pipeline.stages;
   const double above = 100 * (most / mean - 1);
@@ -135,9 +129,10 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
     const std::vector<int64_t> balanced = balanced_layers(costs, step.stages_of_chunks());
     std::vector<int64_t> used;
     for (const Chunk& chunk : step.model_chunks()) used.push_back(static_cast<int64_t>(chunk.layers.size()));
-    rows.emplace_back("--pp-layout balanced", balanced == used        ? "the same layers"
-                                              : balanced.size() <= 64 ? layers_text(balanced)
-                                                                      : numbers_text(balanced));
+    rows.emplace_back("--pp-layout balanced", balanced == used ? "the same layers"
+                                              : balanced.size() <= 64
+                                                  ? name_of(PipelineLayout{LayoutKind::list, balanced})
+                                                  : numbers_text(balanced));
   }
   if (!machine) return rows;
   // A PipeDream worker is a group of tensor- and context-parallel ranks; beyond this many, they are counted in groups:

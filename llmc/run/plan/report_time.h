@@ -1,7 +1,6 @@
 // report_time.h: what a plan says about time: a step on paper, what of it is lost and to what, and what a run costs.
 #pragma once
 #include "core/log.h"
-#include "run/length.h"
 #include "run/plan/describe.h"
 #include "run/plan/planner.h"
 #include "schedule/simulate.h"

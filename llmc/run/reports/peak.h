@@ -4,8 +4,6 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
-#include <nlohmann/json.hpp>
-#include <system_error>
 
 #include "core/environment.h"
 #include "core/files.h"

@@ -13,12 +13,9 @@
 #include "model/hf_config.h"
 #include "ops/ops_attention.h"
 #include "run/job.h"
-#include "run/length.h"
 #include "run/options/print.h"
-#include "run/plan/report_plan.h"
 #include "run/recipe/print_stages.h"
 #include "run/reports/peak.h"
-#include "run/setup.h"
 #include "text/tokenizer.h"
 
 #ifndef TRAIN_GPT_GIT_HASH

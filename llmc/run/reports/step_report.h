@@ -3,11 +3,9 @@
 #include <chrono>
 #include <deque>
 
-#include "core/log.h"
 #include "device/nvml.h"
 #include "run/checkpoints/progress.h"
 #include "run/job.h"
-#include "run/reports/peak.h"
 #include "run/reports/report.h"
 
 namespace llmc {

@@ -1,7 +1,6 @@
 // layouts.h: the models and layouts that --selftest compares: tiny models with awkward sizes, and the layouts
 // of a number of ranks. A new axis of parallelism is a few more lines of layouts().
 #pragma once
-#include <compare>
 
 #include "core/rng.h"
 #include "model/layout_faults.h"

@@ -6,7 +6,6 @@
 
 #include "core/log.h"
 #include "run/selftest/compare.h"
-#include "run/selftest/layouts.h"
 
 namespace llmc {
 
@@ -40,9 +39,9 @@ class LayoutTables {
     log_.line("");
     log_.line(formatted("{} | {}", to_string(m.model), axes_of(m.layouts)));
     log_.line(row("largest distance from one rank", "loss", "norm", "gradients", "weights"));
-    log_.line(row("allowed", other_device ? reference.farther() : reference.near()));
-    if (!reference.is_fp32() && !other_device && std::ranges::any_of(m.layouts, Reference::in_parts))
-      log_.line(row("allowed with tp or cp", reference.farther()));
+    log_.line(row("allowed", other_device ? reference.farther : reference.near));
+    if (!reference.fp32 && !other_device && std::ranges::any_of(m.layouts, Reference::in_parts))
+      log_.line(row("allowed with tp or cp", reference.farther));
   }
 
   // Layouts of the same number of ranks.

@@ -1,7 +1,6 @@
 // ties.h: the experts to which a run sends its tokens. If the scores of two experts are closer than rounding,
 // a layout that rounds differently may choose the other one, and then differs from one rank by more than rounding.
 #pragma once
-#include <compare>
 #include <mutex>
 
 #include "device/host_copy.h"
