@@ -9,7 +9,6 @@
 #include "run/checkpoints/run_dir.h"
 #include "run/length.h"
 #include "run/options/options.h"
-#include "run/plan/copies.h"
 #include "run/plan/report_plan.h"
 #include "run/recipe/run_data.h"
 #include "run/requirements.h"

@@ -256,16 +256,10 @@ inline void validate_optimizer(const Options& o) {
       !o.ema || (o.dtype == WeightType::fp32 && !o.plan_auto) || o.master_weights == MasterWeights::fp32,
       "--ema {} with --master-weights {}, but it averages fp32 weights: use --master-weights fp32, or leave out --ema",
       o.ema.value_or(0), o.master_weights);
-  const Options usual;
-  for (const auto& [given, option] :
-       {std::pair{o.muon_ns != usual.muon_ns, "--muon-ns"}, std::pair{o.muon_scale != usual.muon_scale, "--muon-scale"},
-        std::pair{o.muon_heads != usual.muon_heads, "--muon-heads"},
-        std::pair{o.muon_rows != usual.muon_rows, "--muon-rows"},
-        std::pair{o.muon_products != usual.muon_products, "--muon-products"},
-        std::pair{o.muon_momentum != usual.muon_momentum, "--muon-momentum"},
-        std::pair{o.cautious_decay, "--cautious-decay"}})
-    CHECK(!given || o.optimizer == Optimizer::muon,
-          "{} with --optimizer {}: it is for the matrices of muon: use --optimizer muon, or leave it out", option,
+  for (const OptionText& option : option_texts(o))
+    CHECK(o.optimizer == Optimizer::muon || option.text == option.usual ||
+              !(option.name.starts_with("--muon-") || option.name == "--cautious-decay"),
+          "{} with --optimizer {}: it is for the matrices of muon: use --optimizer muon, or leave it out", option.name,
           o.optimizer);
   const bool scaled = o.parametrization != Parametrization::standard,
              by_depth = o.parametrization == Parametrization::completep;

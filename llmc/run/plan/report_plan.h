@@ -1,7 +1,6 @@
 // report_plan.h: prints what a run needs: memory by name, the stages of a pipeline, work by op, traffic, time.
 #pragma once
 #include "core/log.h"
-#include "run/plan/copies.h"
 #include "run/plan/describe.h"
 #include "run/plan/report_time.h"
 #include "run/plan/verdict.h"
@@ -39,26 +38,23 @@ inline std::string modules_text(const StepConfig& step, const std::vector<Chunk>
 inline Rows stage_rows(const StepConfig& step, const Plan& plan) {
   struct StageRun {
     int first, last;
-    std::string modules, numbers;
+    std::string numbers, modules;
   };
   std::vector<StageRun> runs;
-  const std::vector<Chunk> chunks = step.model_chunks();
-  size_t width = 0;
   for (int s = 0; s < step.layout.pipeline.stages; ++s) {
     const Plan& its = plan.of_stage(static_cast<size_t>(s));
     const std::string numbers = formatted("{:10} {:12}, sends {:10} a step", human_bytes(its.total_bytes()),
                                           human_flops(its.flops()), human_bytes(its.bytes_sent()));
-    if (!runs.empty() && runs.back().numbers == numbers) {
-      StageRun& run = runs.back();
-      run.modules =
-          (run.first == run.last ? run.modules + " to " : run.modules.substr(0, run.modules.find(" to ") + 4)) +
-          modules_text(step, chunks, s);
-      run.last = s;
-    } else {
-      runs.push_back({s, s, modules_text(step, chunks, s), numbers});
-    }
+    if (runs.empty() || runs.back().numbers != numbers) runs.push_back({s, s, numbers, ""});
+    runs.back().last = s;
   }
-  for (const StageRun& run : runs) width = std::max(width, run.modules.size());
+  const std::vector<Chunk> chunks = step.model_chunks();
+  size_t width = 0;
+  for (StageRun& run : runs) {
+    run.modules = modules_text(step, chunks, run.first);
+    if (run.last > run.first) run.modules += " to " + modules_text(step, chunks, run.last);
+    width = std::max(width, run.modules.size());
+  }
   Rows rows;
   for (StageRun& run : runs) {
     run.modules.resize(width, ' ');
@@ -201,13 +197,11 @@ inline std::string crowded_notice(const llmc::Place& place, int64_t threads, int
 inline std::string too_many_ranks_notice(const Options& o, const Device& device) {
   const int64_t ranks = o.place.local_ranks;
   constexpr int largest_server = 16;  // in GPUs
-  const bool elsewhere = is_gpu_elsewhere(device);
-  const bool gpus = device.computes_as() == DeviceKind::cuda;
+  const bool elsewhere = is_gpu_elsewhere(device), gpus = device.computes_as() == DeviceKind::cuda;
   if (elsewhere ? ranks <= largest_server : gpus ? device.sharers <= 1 : ranks <= processors_of(device)) return "";
-  const std::string shared = elsewhere ? formatted("each with a GPU of its own in one machine")
-                             : device.computes_as() == DeviceKind::cuda
-                                 ? formatted("which share {} GPU(s)", visible_gpus().count)
-                                 : formatted("which share {} processor(s)", processors_of(device));
+  const std::string shared = elsewhere ? "each with a GPU of its own in one machine"
+                             : gpus    ? formatted("which share {} GPU(s)", visible_gpus().count)
+                                       : formatted("which share {} processor(s)", processors_of(device));
   return formatted(
       "notice: {} ranks would be threads of one process, {}; scripts/multi_node/ starts processes on several hosts",
       ranks, shared);
