@@ -36,25 +36,19 @@ inline OpRate fit_rate(const std::vector<Sample>& samples) {
       }
     }
     std::array<double, 3> rate{};
-    std::array<size_t, 3> chosen{};
-    size_t n = 0;
-    bool solved = true;
+    std::vector<size_t> chosen;
     for (size_t i = 0; i < 3; ++i)
-      if ((parts >> i & 1) != 0) chosen[n++] = i;
-    for (size_t k = 0; k < n; ++k) {  // Gauss: they are symmetric and positive
-      const size_t pivot = chosen[k];
-      const double diagonal = m[pivot][pivot];
-      for (size_t r = 0; r < n; ++r) {
-        const size_t row = chosen[r];
+      if ((parts >> i & 1) != 0) chosen.push_back(i);
+    for (const size_t pivot : chosen)  // Gauss: they are symmetric and positive
+      for (const size_t row : chosen) {
         if (row == pivot) continue;
-        const double factor = m[row][pivot] / diagonal;
+        const double factor = m[row][pivot] / m[pivot][pivot];
         for (size_t column = 0; column < 4; ++column) m[row][column] -= factor * m[pivot][column];
       }
-    }
-    for (size_t k = 0; k < n; ++k) {
-      const double value = m[chosen[k]][3] / m[chosen[k]][chosen[k]];
-      solved = solved && std::isfinite(value) && value >= 0;
-      rate[chosen[k]] = value;
+    bool solved = true;
+    for (const size_t i : chosen) {
+      rate[i] = m[i][3] / m[i][i];
+      solved = solved && std::isfinite(rate[i]) && rate[i] >= 0;
     }
     if (!solved) continue;
     double off = 0;
