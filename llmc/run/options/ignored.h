@@ -158,19 +158,6 @@ inline const Mode& mode_of(const Options& o) {
   return *asked;
 }
 
-}  // namespace detail
-
-// Is it about the ranks of a run, even one on paper?
-inline bool has_ranks(const Options& o) { return detail::mode_of(o).ranks != detail::ModeRanks::none; }
-
-// Do all ranks of the job meet and compute? Other modes need one process.
-inline bool needs_ranks(const Options& o) { return detail::mode_of(o).ranks == detail::ModeRanks::meet; }
-
-// Is it about a run's training data: a run that trains, or one on paper, or a check of its data?
-inline bool reads_train_data(const Options& o) { return detail::uses(detail::mode_of(o), detail::Kind::train_data); }
-
-namespace detail {
-
 // The kind for which the mode does not use the option; null: it uses it.
 inline const OptionKind* unused_kind(const Mode& mode, std::string_view option) {
   for (const OptionKind& kind : option_kinds())
@@ -189,6 +176,15 @@ inline const OptionKind* unused_kind(const Mode& mode, std::string_view option) 
 }
 
 }  // namespace detail
+
+// Is it about the ranks of a run, even one on paper?
+inline bool has_ranks(const Options& o) { return detail::mode_of(o).ranks != detail::ModeRanks::none; }
+
+// Do all ranks of the job meet and compute? Other modes need one process.
+inline bool needs_ranks(const Options& o) { return detail::mode_of(o).ranks == detail::ModeRanks::meet; }
+
+// Is it about a run's training data: a run that trains, or one on paper, or a check of its data?
+inline bool reads_train_data(const Options& o) { return detail::uses(detail::mode_of(o), detail::Kind::train_data); }
 
 // Rejects options of the command line that the mode does not use. Those of --config files get their defaults back.
 // is_given(name): whether the command line has it.

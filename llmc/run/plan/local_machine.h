@@ -61,8 +61,7 @@ inline OpRate fit_rate(const std::vector<Sample>& samples) {
   return best;
 }
 
-// The ops of a rank's step: for each op and size the mean of its calls, in the best of a few steps (others may be slow
-// because of another program).
+// The ops of a rank's step: for each op and size the mean of its calls, in the least disturbed of a few steps.
 using Samples = std::map<std::string, std::vector<Sample>>;
 inline void time_ops(const StepConfig& step, const Device& device, Samples& samples) {
   const Plan plan = make_plan(step, device);

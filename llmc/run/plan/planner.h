@@ -220,8 +220,6 @@ inline bool fits(const Plan& plan, int64_t limit) { return plan.total_bytes() <=
 
 // ---- For --pp-layout balanced, and for what --plan says about it ----------------------------------------------------
 
-namespace detail {
-
 // The costs of the embedding, a layer and the head, from a model with this one layer. A pipeline of three stages is
 // planned with two micro-batches and with one; costs common to both, such as the update, cancel.
 inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per_s) {
@@ -253,8 +251,6 @@ inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per
   return modules;
 }
 
-}  // namespace detail
-
 // The costs of one micro-batch, forward and backward, on a rank: the flops of its ops, at `flops_per_s`; with experts,
 // as if all ranks had equally many rows.
 inline ModelCosts count_costs(const StepConfig& step, double flops_per_s = 1e12) {
@@ -268,7 +264,7 @@ inline ModelCosts count_costs(const StepConfig& step, double flops_per_s = 1e12)
       one.model.experts.every = 1;
       one.model.experts.dense_layers = {};
       if (!step.model.is_sparse(l)) one.model.experts.dense_layers = {0};
-      modules = detail::count_modules(one, flops_per_s);
+      modules = count_modules(one, flops_per_s);
     }
     blocks.push_back((*modules)[1]);
   }

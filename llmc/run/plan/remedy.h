@@ -42,8 +42,6 @@ inline bool copies_checkpoints(const Options& o) {
 // Bytes of this host's memory that are free for one of its ranks, before it takes any.
 inline int64_t free_memory_of_rank(const Options& o) { return free_host_memory() / o.place.ranks_on_host; }
 
-namespace detail {
-
 // On a CPU they are a line of the plan; memory of a GPU they do not take.
 inline void add_copies(Plan& plan, const Device& device, int64_t limit, int64_t free) {
   const bool on_cpu = device.computes_as() != DeviceKind::cuda;
@@ -55,18 +53,16 @@ inline void add_copies(Plan& plan, const Device& device, int64_t limit, int64_t 
   if (on_cpu && plan.copy_bytes > 0) plan.memory.push_back({copies_label, plan.copy_bytes});
 }
 
-}  // namespace detail
-
 // The plan of a run, with its copies. free: bytes of this host's memory that a rank can still take; none: a plan alone
 inline Plan plan_run(const Options& o, const StepConfig& step, const Device& device,
                      int64_t free = std::numeric_limits<int64_t>::max()) {
   Plan plan = make_plan(step, device);
   if (!copies_checkpoints(o)) return plan;
   const int64_t limit = memory_limit(o, device);
-  detail::add_copies(plan, device, limit, free);
+  add_copies(plan, device, limit, free);
   const auto add_to = [&](std::shared_ptr<const Plan>& part) {
     Plan with = *part;
-    detail::add_copies(with, device, limit, free);
+    add_copies(with, device, limit, free);
     part = std::make_shared<Plan>(std::move(with));
   };
   if (plan.others) add_to(plan.others);

@@ -84,34 +84,8 @@ class LayoutTables {
   int64_t number_ = 0, total_;  // of layouts
 };
 
-}  // namespace selftest
-
-// Compares these layouts on the machine with one rank on the CPU. Prints a line for each layout that failed; false: one
-// failed. The layouts run with `parts`, the one rank does not.
-inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& models,
-                         const selftest::Machine& machine = {}, const selftest::Parts& parts = {}) {
-  using namespace selftest;
-  const auto begin = std::chrono::steady_clock::now();
-  const int64_t total = count_layouts(models);
-  CHECK(total > 0, "the self-test has no layout to compare");
-  int max_ranks = 0;
-  for (const ModelLayouts& m : models) max_ranks = std::max(max_ranks, m.layouts.back().ranks());
-  log.line(formatted("self-test: {} layouts of up to {} ranks; in each, ranks together train a tiny model for {} steps",
-                     total, max_ranks, steps));
-  LayoutTables tables(log, machine, parts, total);
-  Count count;
-  for (const ModelLayouts& m : models) count += tables.compare(m);
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  log.line("");
-  log.line(formatted("self-test: {} of {} layouts are good{} | {}", count.good, total, count.not_compared_text(),
-                     human_duration(seconds)));
-  return count.failed == 0;
-}
-
 // ---- Draws, for some minutes or up to a number
 // ------------------------------------------------------------------------
-
-namespace selftest {
 
 // Compares draws; what one rank computes is kept for those that share it.
 class DrawComparer {
@@ -258,6 +232,28 @@ class SweepRun {
 };
 
 }  // namespace selftest
+
+// Compares these layouts on the machine with one rank on the CPU. Prints a line for each layout that failed; false: one
+// failed. The layouts run with `parts`, the one rank does not.
+inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& models,
+                         const selftest::Machine& machine = {}, const selftest::Parts& parts = {}) {
+  using namespace selftest;
+  const auto begin = std::chrono::steady_clock::now();
+  const int64_t total = count_layouts(models);
+  CHECK(total > 0, "the self-test has no layout to compare");
+  int max_ranks = 0;
+  for (const ModelLayouts& m : models) max_ranks = std::max(max_ranks, m.layouts.back().ranks());
+  log.line(formatted("self-test: {} layouts of up to {} ranks; in each, ranks together train a tiny model for {} steps",
+                     total, max_ranks, steps));
+  LayoutTables tables(log, machine, parts, total);
+  Count count;
+  for (const ModelLayouts& m : models) count += tables.compare(m);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  log.line("");
+  log.line(formatted("self-test: {} of {} layouts are good{} | {}", count.good, total, count.not_compared_text(),
+                     human_duration(seconds)));
+  return count.failed == 0;
+}
 
 // Compares draws with one rank. Prints a line for each that failed, and the command that repeats it; false: one did.
 inline bool run_sweep(Log& log, const selftest::Sweep& sweep, const selftest::Machine& machine = {},
