@@ -7,12 +7,12 @@
 // An index of another file of tokens, or of another state of this one, and a damaged index are made again. Numbers are
 // little-endian.
 #pragma once
-#include <cerrno>
-#include <cstdio>
-#include <filesystem>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
+#include <cerrno>
+#include <cstdio>
+#include <filesystem>
 
 #include "core/checksum.h"
 #include "core/environment.h"

@@ -3,7 +3,7 @@
 #include "core/signals.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/length.h"
-#include "run/plan/copies.h"
+#include "run/options/options.h"
 #include "run/plan/report_plan.h"
 #include "run/recipe/run_data.h"
 #include "run/requirements.h"

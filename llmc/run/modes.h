@@ -19,7 +19,7 @@
 #include "run/reports/report.h"
 #include "run/requirements.h"
 #include "run/selftest/selftest.h"
-#include "run/selftest/sweep.h"
+#include "run/setup.h"
 #include "run/trace/plan_trace.h"
 #include "schedule/picture.h"
 

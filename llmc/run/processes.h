@@ -231,7 +231,7 @@ inline void tell_refusal(int argc, const char* const* argv, const std::string& e
 
 // The options and this process's place.
 inline Command read_command_line(int argc, const char* const* argv) try {
-  return parse_command_line(argc, argv, take_place);
+  return parse_command_line({argv, argv + argc}, take_place);
 } catch (const Error& error) {
   tell_refusal(argc, argv, error.what());
   throw;

@@ -4,7 +4,6 @@
 #include "core/shape.h"
 #include "device/gpu.h"
 #include "run/options/options.h"
-#include "run/options/place.h"
 
 namespace llmc {
 

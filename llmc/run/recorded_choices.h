@@ -5,7 +5,7 @@
 
 #include "core/log.h"
 #include "run/ranks.h"
-#include "run/reports/measurement_cache.h"
+#include "run/reports/peak.h"
 
 namespace llmc {
 

@@ -5,7 +5,6 @@
 #include "run/checkpoints/checkpoint.h"
 #include "run/length.h"
 #include "run/options/parse.h"
-#include "run/plan/count_costs.h"
 #include "run/plan/machines.h"
 #include "run/rank_device.h"
 #include "run/ranks.h"

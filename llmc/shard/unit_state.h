@@ -22,7 +22,7 @@
 
 namespace llmc {
 
-// What has the offloaded state of a rank (core/offload.h): memory of its host, or a file.
+// What has the offloaded state of a rank (core/precision.h): memory of its host, or a file.
 struct OffloadMemory {
   Arena *host = nullptr, *file = nullptr;  // none: nothing is there
 

@@ -171,8 +171,7 @@ inline std::string read_safetensors(const std::string& path) {
 }
 
 inline std::string read_config_file(const std::string& path) {
-  const char* words[] = {"train_gpt", "--config", path.c_str()};
-  return config_text(parse_command_line(3, words, [](const Options&) {}).options);
+  return config_text(parse_command_line({"train_gpt", "--config", path}, [](const Options&) {}).options);
 }
 
 // The steps of a run of these stages over two sources.

@@ -19,12 +19,10 @@ Options parse(std::vector<std::string> arguments) {
                                          "--average",    "--coord-check"};
   const bool reads = std::ranges::none_of(arguments, [&](const std::string& a) { return without.contains(a); });
   if (reads) arguments.insert(arguments.begin() + 1, {"--train-data", "x"});
-  std::vector<const char*> argv;
-  for (const std::string& a : arguments) argv.push_back(a.c_str());
   const auto take_place = [](Options& o) {
     o.ranks = o.plan_ranks.value_or(o.local_ranks > 0 ? o.local_ranks : o.seed == 4 ? 4 : 1);
   };
-  return parse_command_line(static_cast<int>(argv.size()), argv.data(), take_place).options;
+  return parse_command_line(arguments, take_place).options;
 }
 
 }  // namespace

@@ -15,9 +15,7 @@ namespace {
 
 Options parse(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), {"train_gpt", "--train-data", "x"});
-  std::vector<const char*> argv;
-  for (const std::string& a : arguments) argv.push_back(a.c_str());
-  return parse_command_line(static_cast<int>(argv.size()), argv.data(), [](Options& o) { o.ranks = 4; }).options;
+  return parse_command_line(arguments, [](Options& o) { o.ranks = 4; }).options;
 }
 
 std::string refusal(const std::vector<std::string>& arguments) {

@@ -11,10 +11,8 @@ namespace {
 // What the program says to these arguments.
 std::string answer(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), "train_gpt");
-  std::vector<const char*> argv;
-  for (const std::string& a : arguments) argv.push_back(a.c_str());
   try {
-    const Command command = parse_command_line(static_cast<int>(argv.size()), argv.data(), [](const Options&) {});
+    const Command command = parse_command_line(arguments, [](const Options&) {});
     return command.text.empty() ? "accepted" : command.text;
   } catch (const Error& error) {
     return error.what();

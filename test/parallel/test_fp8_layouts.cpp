@@ -98,7 +98,7 @@ TEST_CASE("layouts of every kind of fp8 agree with one rank as those of bf16 do"
   const Operands read = kinds[kind];
   const auto agree = [&](const char* family, int64_t T, const std::vector<StepConfig>& steps) {
     const selftest::Reference reference(step_of(small_model(family, T, 2, 2), {}, read), {});
-    REQUIRE(reference.farther().gradients > 0x1p-7);  // fp8's distance from bf16, not the floor of bf16
+    REQUIRE(reference.farther.gradients > 0x1p-7);  // fp8's distance from bf16, not the floor of bf16
     for (const StepConfig& step : steps) {
       const selftest::Comparison c = selftest::compare(reference, step, {}, {});
       INFO(selftest::to_string(step.layout) << " | " << c.distances.text() << " | " << c.verdict());

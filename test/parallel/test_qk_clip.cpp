@@ -170,7 +170,7 @@ TEST_CASE("every layout clips the heads that one rank does", "[parallel][muon]")
     const selftest::Reference reference(step, parts);
     StepConfig unclipped = selftest::on_one_rank(step);
     unclipped.qk_clip.reset();
-    REQUIRE_FALSE(selftest::run_layout(unclipped, {}, parts).losses == reference.alone().losses);
+    REQUIRE_FALSE(selftest::run_layout(unclipped, {}, parts).losses == reference.alone.losses);
     for (const Layout& layout : layouts)
       for (const Recompute recompute : {Recompute::none, Recompute::block}) {
         StepConfig its = step_of(model, layout, limit);

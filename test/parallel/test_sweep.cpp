@@ -209,7 +209,7 @@ TEST_CASE("with Lion, weights are not compared where a sign is mere rounding, no
     StepConfig step = selftest::step_config(selftest::awkward_model("llama", false), dtype, 1, Layout{});
     step.layout.zero.optimizer = Optimizer::lion;
     const selftest::Reference reference(step, {});
-    selftest::Outcome one = reference.alone();
+    selftest::Outcome one = reference.alone;
     REQUIRE(one.losses.size() == 2);
     REQUIRE(one.earlier_weights.size() == 1);
     for (const size_t s : {0, 1}) {
@@ -236,7 +236,7 @@ TEST_CASE("with Lion, weights are not compared where a sign is mere rounding, no
     for (const size_t s : {0, 1})
       for (const bool sure : {true, false}) {
         const selftest::Distances d(with_other_signs(s, sure), one);
-        REQUIRE((d.weights > reference.near().weights) == sure);
+        REQUIRE((d.weights > reference.near.weights) == sure);
       }
     // What comes after it does not count either, but all that came before.
     for (const size_t s : {0, 1}) {
@@ -259,7 +259,7 @@ TEST_CASE("a key bias that Lion moves by the sign of rounding counts for what fo
     StepConfig step = selftest::step_config(selftest::awkward_model("gpt2"), DType::fp32, 1, Layout{});
     step.layout.zero.optimizer = Optimizer::lion;
     if (limit) step.qk_clip = 0.01;
-    const selftest::Outcome one = selftest::Reference(step, {}).alone();
+    const selftest::Outcome one = selftest::Reference(step, {}).alone;
     selftest::Outcome other = one;
     other.earlier_weights[0].at("blocks.1.attn.k.bias").values[0] += static_cast<float>(2 * one.directions.lr);
     REQUIRE(selftest::Distances(other, one).weights == 0);

@@ -398,7 +398,9 @@ TEST_CASE("a plan as JSON has the numbers of the plan, for each stage", "[run][p
                         "1024",
                         "--zero-stage",
                         "2"};
-  o = parse_command_line(std::ssize(argv), argv, [](Options& at) { at.ranks = at.place.ranks_on_host = 8; }).options;
+  o = parse_command_line({std::begin(argv), std::end(argv)}, [](Options& at) {
+        at.ranks = at.place.ranks_on_host = 8;
+      }).options;
   const StepConfig step = choose_step(o);
   const Plan plan = plan_run(o, step, {DeviceKind::cpu, 1});
   REQUIRE(json["memory_bytes"] == plan.total_bytes());

@@ -13,7 +13,6 @@
 #include "core/json.h"
 #include "helpers.h"
 #include "run/ranks.h"
-#include "run/trace/clocks.h"
 #include "run/trace/step_trace.h"
 #include "run/trace_checker.h"
 #include "tiny_run.h"

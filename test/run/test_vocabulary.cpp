@@ -4,7 +4,7 @@
 #include "catch2.h"
 #include "core/files.h"
 #include "helpers.h"
-#include "run/options/file_defaults.h"
+#include "run/options/option_files.h"
 #include "tiny_run.h"
 
 using namespace llmc;

@@ -1,6 +1,6 @@
 // The cost of layers with experts, and how --pp-layout balanced therefore divides a model that has some.
 #include "catch2.h"
-#include "run/plan/count_costs.h"
+#include "run/plan/planner.h"
 #include "run/selftest/layouts.h"
 
 using namespace llmc;

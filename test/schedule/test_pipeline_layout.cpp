@@ -187,14 +187,14 @@ TEST_CASE("a plan has a row for each stage, and the largest decides", "[pp]") {
 
   StepConfig step = step_of(tiny(true, 6), DType::fp32, Schedule::one_f_one_b, 3, 1, {1, 4, 1});
   const Plan plan = make_plan(step, {DeviceKind::cpu, 1});
-  REQUIRE(plan.stage_with_most_memory() == 1);
+  REQUIRE(plan.stage_with_most(&Plan::total_bytes) == 1);
   REQUIRE(plan.total_bytes() == make_plan(step, {DeviceKind::cpu, 1}, 1).total_bytes());
   REQUIRE(plan.of_stage(2).total_bytes() == make_plan(step, {DeviceKind::cpu, 1}, 2).total_bytes());
   double flops = 0;
   for (size_t s = 0; s < 3; ++s) flops += plan.of_stage(s).flops();
   StepConfig alone = step_of(step.model, DType::fp32, Schedule::one_f_one_b, 1, 1, {});
   REQUIRE(flops == Catch::Approx(make_plan(alone, {DeviceKind::cpu, 1}).flops()));
-  REQUIRE(detail::flops_of_step(plan, step) == Catch::Approx(flops));
+  REQUIRE(flops_of_step(plan, step) == Catch::Approx(flops));
   Options o;
   o.memory_limit = 1e-6;
   REQUIRE_ERROR(require_memory(o, step, plan, {DeviceKind::cpu, 1}), "each rank of stage 1, which needs most, needs");
@@ -230,7 +230,7 @@ TEST_CASE("a plan says how well the stages are balanced, by the schedule, the sl
   const Rows time = detail::time_rows({}, step, plan, gpu);
   Text shown(time.begin(), time.end());
   REQUIRE(shown["bubble"] == "none between flushes");
-  const double slowest = plan.of_stage(plan.stage_with_most([](const Plan& p) { return p.step_seconds; })).step_seconds;
+  const double slowest = plan.with_most(&Plan::step_seconds).step_seconds;
   REQUIRE(std::stod(shown["step"]) == Catch::Approx(1e3 * slowest).margin(1e-3));
 
   step.layout.pipeline.layers = balanced_layers(count_costs(step), step.stages_of_chunks());

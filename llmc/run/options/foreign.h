@@ -1,5 +1,4 @@
-// foreign.h: the names that other trainers give to options, with ours: the one list behind the answer to an unknown
-// option and the tables in dev/docs/options.md.
+// foreign.h: other trainers' names for options, with ours: behind hints about unknown ones, and dev/docs/options.md.
 #pragma once
 #include "core/check.h"
 #include "core/words.h"

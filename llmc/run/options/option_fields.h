@@ -1,19 +1,32 @@
-// option_fields.h: the values of every option, with their defaults. options.h says how each is given.
+// option_fields.h: the values of all options (options.h), with their defaults, and the layout that they describe; the
+// place of a process in its job.
 #pragma once
 #include "comm/layout.h"
 #include "data/packing.h"
 #include "data/token_format.h"
 #include "model/activations.h"
+#include "model/layout_faults.h"
 #include "model/parametrization.h"
 #include "ops/cpu/isa.h"
 #include "ops/optimizers.h"
 #include "run/options/option_values.h"
-#include "run/options/place.h"
-#include "run/options/text_list.h"
-#include "run/options/token_count.h"
 #include "train/lr_schedule.h"
 
 namespace llmc {
+
+// This process among those of the job, and its ranks among all ranks. A process alone has all ranks.
+struct Place {
+  int64_t process = 0, processes = 1, hosts = 1;
+  int64_t local_ranks = 1;                      // of each process
+  int64_t ranks_on_host = 1, rank_on_host = 0;  // ranks on this host; this process's first among them
+  int64_t sharers = 1;                          // processes that may use the same processors
+  bool own_gpus = false;                        // the launcher shows each process GPUs of its own
+  bool by_mpi = false;                          // MPI has started the processes
+  std::string started_by = {};
+  std::vector<std::string> host_of_process = {};
+
+  int64_t first_rank() const { return process * local_ranks; }
+};
 
 inline constexpr const char* local_machine = "local";  // for --machine: this one
 
@@ -118,8 +131,7 @@ struct Options {
   int64_t pp = 1;
   std::optional<int64_t> pp_chunks;  // none: the fewest that --schedule has
   std::string pp_layout = "even";
-  int64_t local_ranks = 0, zero_stage = 0, dp_replicate = 1;
-  int64_t tp = 1, cp = 1, ep = 1;
+  int64_t local_ranks = 0, zero_stage = 0, dp_replicate = 1, tp = 1, cp = 1, ep = 1;
   OnOff sequence_parallel = OnOff::on;
   ContextAttention cp_attention = ContextAttention::ring;
   bool tp_overlap = false;
@@ -140,8 +152,7 @@ struct Options {
   bool tf32 = false, tune_matmul = false;
   OnOff cuda_graphs = OnOff::on;
   std::optional<double> peak_tflops;
-  int64_t log_gpu_every = 0;
-  int64_t threads = 0;
+  int64_t log_gpu_every = 0, threads = 0;
   std::string cpu_isa = "auto";
   std::optional<int64_t> rank, world_size;
   std::string rendezvous;
@@ -168,16 +179,60 @@ struct Options {
   std::string print_samples;
   std::optional<int64_t> micro_batches;  // to draw; none: twice --pp
 
-  // Not options, but derived from them, the model and the launcher: the default of --moe-aux-loss, the number of ranks
-  // in all processes, and this process's place.
-  double usual_aux_loss = 0;
+  // Not options, but derived from them, the model and the launcher:
+  double usual_aux_loss = 0;      // the default of --moe-aux-loss
   int64_t preset_vocabulary = 0;  // the preset's, if --vocab-size comes from the tokenizer; 0: it does not
-  int64_t ranks = 1;
+  int64_t ranks = 1;              // of all processes
   Place place;
   // Where a --config file sets an option, unless the command line does: {"--lr", "run.ini:3"}.
   std::map<std::string, std::string> config_lines;
   std::vector<std::string> unused;    // options of --config files that the mode does not use: they have their defaults
   std::vector<std::string> repeated;  // options given more than once that take the files of one set: the last counts
 };
+
+// How the ranks shard the state.
+inline ZeroConfig choose_zero(const Options& o) {
+  ZeroConfig zero;
+  zero.replicas = static_cast<int>(o.dp_replicate);
+  zero.shards = static_cast<int>(o.ranks / o.tp / o.pp / o.dp_replicate);
+  zero.offload = o.offload;
+  zero.offload.directory = o.offload_dir;
+  zero.offload.update = o.offload_update;
+  zero.reduce_by_stage = o.grad_reduce == GradReduceChoice::automatic;
+  zero.set_stage(static_cast<int>(o.zero_stage));
+  if (!zero.reduce_by_stage)
+    zero.grad_reduce = o.grad_reduce == GradReduceChoice::micro ? GradReduce::micro : GradReduce::step;
+  zero.optimizer = o.optimizer;
+  zero.muon = {.coefficients = o.muon_ns, .scale = o.muon_scale, .heads = o.muon_heads, .rows = o.muon_rows};
+  if (o.muon_products != MuonProducts::automatic)
+    zero.muon.dtype = o.muon_products == MuonProducts::bf16 ? DType::bf16 : DType::fp32;
+  zero.sync = o.dp_sync;
+  return zero;
+}
+
+// The stages of a pipeline and their chunks, which have no layers yet.
+inline PipelineParallel choose_pipeline(const Options& o) {
+  const int64_t chunks = o.pp_chunks.value_or(has_chunks(o.schedule) ? 2 : 1);
+  return {.schedule = o.schedule, .stages = static_cast<int>(o.pp), .chunks_per_stage = static_cast<int>(chunks)};
+}
+
+// How the ranks divide the work of any model. The lengths of token slices are decided later (with_token_slices()).
+inline Layout choose_layout(const Options& o) {
+  return {.zero = choose_zero(o),
+          .tensor = {.ranks = static_cast<int>(o.tp),
+                     .sequence = o.sequence_parallel == OnOff::on,
+                     .overlap = o.tp_overlap && o.tp > 1},
+          .context = {static_cast<int>(o.cp), o.cp_attention},
+          .expert = {.ranks = static_cast<int>(o.ep)},
+          .pipeline = choose_pipeline(o)};
+}
+// The same for this model. Rejects layouts that it cannot have.
+inline Layout choose_layout(const Options& o, const ModelConfig& model) {
+  Layout l = choose_layout(o);
+  l.tensor = tensor_parallel(model, o.tp, l.tensor.sequence, l.tensor.overlap);
+  l.expert = expert_parallel(model, o.ep);
+  layout_faults(l, model).refuse();
+  return l;
+}
 
 }  // namespace llmc

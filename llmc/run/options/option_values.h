@@ -1,10 +1,12 @@
-// option_values.h: the values that options take: words, intervals, and whether a resumed run may change them.
+// option_values.h: the values that options take, words, numbers and lists; whether a resumed run may change them.
 #pragma once
+#include <cctype>
+#include <charconv>
+
 #include "core/precision.h"
+#include "core/words.h"
 
 namespace llmc {
-
-// ---- Words -------------------------------------------------------------------------------------------------------
 
 enum class DataChanged : uint8_t { refuse, accept };
 constexpr auto names_of_values(DataChanged) { return std::array{"refuse", "accept"}; }
@@ -43,9 +45,59 @@ enum class GpuEpilogue : uint8_t { own, cublaslt };
 constexpr auto names_of_values(GpuEpilogue) { return std::array{"own", "cublaslt"}; }
 enum class SelftestLayouts : uint8_t { pairs, all };
 constexpr auto names_of_values(SelftestLayouts) { return std::array{"pairs", "all"}; }
-
 enum class TokenizeSplit : uint8_t { train, val };
 constexpr auto names_of_values(TokenizeSplit) { return std::array{"train", "val"}; }
+
+// All of `text` as a decimal number; none: it is something else, or out of range.
+template <class Number>
+std::optional<Number> number_from(std::string_view text) {
+  Number number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() && end == text.data() + text.size() ? std::optional(number) : std::nullopt;
+}
+
+// A number of tokens as people write it: 1000000, 300M, 1.5B.
+struct TokenCount {
+  int64_t tokens = 0;
+  std::string text;  // as given and recorded
+
+  operator const std::string&() const { return text; }
+  explicit operator double() const { return static_cast<double>(tokens); }
+};
+
+// With k, M, B (or G) and T for thousands, millions, billions and trillions; none: not a whole number of tokens, or one
+// that does not fit into 64 bits.
+inline std::optional<TokenCount> token_count(const std::string& text) {
+  if (const std::optional<int64_t> tokens = number_from<int64_t>(text)) return TokenCount{*tokens, text};
+  double number = 0, scale = 1;
+  const char* const end = text.data() + text.size();
+  const auto [suffix, error] = std::from_chars(text.data(), end, number);
+  if (error != std::errc() || end - suffix > 1) return std::nullopt;
+  if (suffix < end) {
+    constexpr std::pair<char, double> scales[] = {{'k', 1e3}, {'m', 1e6}, {'b', 1e9}, {'g', 1e9}, {'t', 1e12}};
+    const char letter = static_cast<char>(std::tolower(static_cast<unsigned char>(*suffix)));
+    const auto* const known = std::ranges::find(scales, letter, &std::pair<char, double>::first);
+    if (known == std::end(scales)) return std::nullopt;
+    scale = known->second;
+  }
+  const double tokens = number * scale, whole = std::round(tokens);
+  if (!(std::abs(tokens) < 9.2e18) || std::abs(tokens - whole) > 1e-9 * std::abs(whole)) return std::nullopt;
+  return TokenCount{static_cast<int64_t>(whole), text};
+}
+
+// The values of an option that may be given several times, such as --data.
+struct TextList {
+  std::vector<std::string> items;
+  std::string text;  // all of them, as recorded: separated by semicolons
+
+  bool empty() const { return items.empty(); }
+  // Adds the values of a text that has one or several.
+  void add(const std::string& more) {
+    text += (text.empty() ? "" : ";") + more;
+    for (std::string& item : split(more, ';')) items.push_back(std::move(item));
+  }
+  operator const std::string&() const { return text; }
+};
 
 // On resume an option must match, must match unless --branch-from begins another run, also unless --data-changed accept
 // takes a new recipe from here on, may change with a notice, or may change freely.
@@ -58,30 +110,18 @@ constexpr auto names_of_values(ResumeRule) {
 // The values that an option takes: a closed interval, or one of a list.
 struct Limits {
   double min = -std::numeric_limits<double>::infinity(), max = std::numeric_limits<double>::infinity();
-  std::vector<std::string> choices;
+  std::vector<std::string> choices = {};
 };
-inline Limits at_least(double min) { return {.min = min, .choices = {}}; }
-inline Limits above_zero() { return {.min = std::numeric_limits<double>::min(), .choices = {}}; }
-inline Limits between(double min, double max) { return {.min = min, .max = max, .choices = {}}; }
-inline Limits one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
+inline Limits at_least(double min) { return {.min = min}; }
+inline Limits above_zero() { return {.min = std::numeric_limits<double>::min()}; }
+inline Limits between(double min, double max) { return {.min = min, .max = max}; }
+inline Limits one_of(std::vector<std::string> choices, const std::vector<std::string>& more = {}) {
+  choices.insert(choices.end(), more.begin(), more.end());
+  return {.choices = std::move(choices)};
+}
 template <NamedEnum E>
 Limits any_of() {
   return one_of(all_names<E>());
-}
-// Some of them, separated by commas.
-template <NamedEnum E>
-Limits any_of_list() {
-  Limits limits = any_of<E>();
-  limits.choices.insert(limits.choices.begin(), "none");
-  return limits;
-}
-inline Limits with_segments(std::vector<std::string> choices) {
-  choices.push_back("block:N");
-  return one_of(std::move(choices));
-}
-inline std::vector<std::string> with_auto(std::vector<std::string> choices) {
-  choices.insert(choices.begin(), "auto");
-  return choices;
 }
 
 }  // namespace llmc

@@ -55,15 +55,15 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "whole documents together, only longer ones cut, with padding that has no loss; document-start: each sequence "
       "begins a document, and what does not fit is dropped. An index of documents is kept in ~/.cache/train_gpt");
   add("--tokenizer", "", o.tokenizer, Limits{}, warn,
-      "encodes prompts and decodes samples: bytes, a Hugging Face tokenizer.json (BPE) or its directory, "
-      "or a gpt2_tokenizer.bin, which only decodes; auto: the tokenizer.json of a --model directory if the "
-      "vocabulary has its tokens, otherwise bytes");
+      "encodes prompts and decodes samples: bytes, a Hugging Face tokenizer.json (BPE) or its directory, or a "
+      "gpt2_tokenizer.bin, which only decodes; auto: the tokenizer.json of a --model directory if the vocabulary has "
+      "its tokens, otherwise bytes");
   group = "Model";
   add("--model", "-e", o.model, Limits{}, must_match,
       "gpt2:, gpt3:, llama2:, llama3:, qwen2.5:, qwen3:, smollm2:, mixtral: or olmoe: with a size, such as llama3:8B "
-      "or mixtral:8x7B; d<N>: GPT-2 with N layers, N heads, 64 N channels; d<N>-e<E>: Mixtral of these sizes, two of "
-      "E experts for each token, as much work as d<N>; or a directory with a Hugging Face config.json (and weights) "
-      "of one of these families");
+      "or mixtral:8x7B; d<N>: GPT-2 with N layers, N heads, 64 N channels; d<N>-e<E>: Mixtral of these sizes, two of E "
+      "experts for each token, as much work as d<N>; or a directory with a Hugging Face config.json (and weights) of "
+      "one of these families");
   add("--from-scratch", "", o.from_scratch, Limits{}, must_match, "random weights, even if --model is a directory");
   add("--n-layer", "", o.n_layer, between(1, largest_size), must_match, "layers; default: the model's");
   add("--n-head", "", o.n_head, between(1, largest_size), must_match, "attention heads; default: the model's");
@@ -76,8 +76,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "vocabulary size, 257 for byte tokens; default: the model's; of a preset with a --tokenizer, its number of "
       "tokens");
   add("--init-std", "", o.init_std, between(1e-6, 1), must_match,
-      "standard deviation of a new model's weights; of those into the residual stream, this over the root of twice "
-      "the layers; with --parametrization, of the base. A narrow model learns faster from about 1 / sqrt(--n-embd); "
+      "standard deviation of a new model's weights; of those into the residual stream, this over the root of twice the "
+      "layers; with --parametrization, of the base. A narrow model learns faster from about 1 / sqrt(--n-embd); "
       "default: the model's, 0.02");
   add("--rope-theta", "", o.rope_theta, between(1e-3, 1e12), recipe,
       "base of the rotary positions' wavelengths; default: the model's");
@@ -90,8 +90,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--seq-len", "-t", o.seq_len, between(1, largest_size), recipe,
       "tokens per sequence; at most the model's positions");
   add("--total-batch-size", "-d", o.total_batch_size, at_least(1), free,
-      "tokens per step, by gradient accumulation; default: one micro-batch of all ranks. A resumed run must keep "
-      "it, in any layout");
+      "tokens per step, by gradient accumulation; default: one micro-batch of all ranks. A resumed run must keep it, "
+      "in any layout");
   group = "Run";
   add("--max-steps", "-x", o.max_steps, at_least(1), warn,
       "number of updates, and so the end of the learning-rate schedule; default: those of one epoch");
@@ -102,20 +102,19 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "instead of --max-steps, how often to train on the data: as many updates as that takes, rounded up");
   add("--out-dir", "-o", o.out_dir, Limits{}, free, "directory for metrics.jsonl and the checkpoints of one run");
   add("--resume", "", o.resume, Limits{}, free,
-      "auto: resume from the newest complete checkpoint in --out-dir, or start there; never: refuse an --out-dir "
-      "that holds a run; or the directory of a checkpoint to resume from");
+      "auto: resume from the newest complete checkpoint in --out-dir, or start there; never: refuse an --out-dir that "
+      "holds a run; or the directory of a checkpoint to resume from");
   add("--branch-from", "", o.branch_from, Limits{}, free,
       "the directory of a checkpoint from which a run in a new --out-dir continues; give the options of its run, but "
-      "learning rate and schedule, clipping, skipped outliers and --seed may differ; optimizer state and data "
-      "position are kept");
+      "learning rate and schedule, clipping, skipped outliers and --seed may differ; optimizer state and data position "
+      "are kept");
   add("--restart", "", o.restart, Limits{}, free,
       "start over where --out-dir holds a run: its directory is renamed to OUT.before-N, nothing is deleted; leave it "
       "out to resume the new run");
   add("--log-every", "", o.log_every, at_least(1), free,
       "updates between lines on the console, which show one update each; metrics.jsonl has a line for every update");
   add("--time-limit", "", o.time_limit, above_zero(), free,
-      "minutes after which the run saves and exits with status 75, as on SIGINT, SIGTERM, SIGHUP, SIGUSR1 "
-      "and SIGUSR2");
+      "minutes after which the run saves and exits with status 75, as on SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2");
   add("--seed", "", o.seed, at_least(0), branch, "seed of initial weights, data order and samples");
   add("--overfit-batch", "-a", o.overfit_batch, Limits{}, must_match,
       "train on the first batch only: the loss must fall towards zero");
@@ -145,8 +144,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "instead of --weight-decay, its time scale: at the peak learning rate, weights decay by a factor of e over this "
       "many tokens, such as 2B, whatever the batch: the weight decay is the tokens of a step / (--lr x this)");
   add("--decay-embeddings", "", o.decay_embeddings, any_of<OnOff>(), must_match,
-      "whether the tables of tokens and positions decay like other matrices; a table that is also the output layer "
-      "is one of them");
+      "whether the tables of tokens and positions decay like other matrices; a table that is also the output layer is "
+      "one of them");
   add("--beta1", "", o.beta1, between(0, 0.9999999), must_match,
       "decay of AdamW's first moment; sgd's momentum; the momentum's share in lion's update direction");
   add("--beta2", "", o.beta2, between(0, 0.9999999), must_match,
@@ -209,10 +208,10 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "none (in this stage); default: never");
   add("--skip-grad-z", "", o.skip_grad_z, at_least(0), branch, "the same for the gradient norm");
   add("--on-spike", "", o.on_spike, any_of<OnSpike>(), warn,
-      "what to do about a spike, which a loss or gradient norm that is not finite always is; its update is never "
-      "made. stop: end the run with status 2; skip: go on with the next samples; rollback: return to the last "
-      "checkpoint of --checkpoint-every or --keep-best, or to the beginning, and leave out all samples from there to "
-      "those of the spike. Default: skip beyond --skip-loss-z and --skip-grad-z, stop where a number is not finite");
+      "what to do about a spike, which a loss or gradient norm that is not finite always is; its update is never made. "
+      "stop: end the run with status 2; skip: go on with the next samples; rollback: return to the last checkpoint of "
+      "--checkpoint-every or --keep-best, or to the beginning, and leave out all samples from there to those of the "
+      "spike. Default: skip beyond --skip-loss-z and --skip-grad-z, stop where a number is not finite");
   add("--max-rollbacks", "", o.max_rollbacks, at_least(1), free,
       "with --on-spike rollback, rollbacks in a row, without such a checkpoint between them, after which the next "
       "spike ends the run with status 2");
@@ -220,8 +219,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--val-every", "-v", o.val_every, at_least(0), free,
       "updates between validations, besides one at the start and one at the end; 0: no validation");
   add("--val-steps", "-m", o.val_steps, at_least(1), free,
-      "size of a validation, in batches of a step's size; "
-      "its samples are from all of --val-data, and the same every time; default: 20, with --evaluate all of them");
+      "size of a validation, in batches of a step's size; its samples are from all of --val-data, and the same every "
+      "time; default: 20, with --evaluate all of them");
   add("--eval-choices", "", o.eval_choices, Limits{}, free,
       "multiple-choice questions to answer with every validation, or with --evaluate, as data/hellaswag.py writes "
       "them; default: none");
@@ -257,8 +256,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "only the last checkpoint must succeed; fail: end the run");
   add("--checkpoint-mode", "", o.checkpoint_mode, any_of<CheckpointMode>(), free,
       "async: copy what a checkpoint holds to host memory, and write it while training goes on; takes as much memory "
-      "as "
-      "a rank writes or, where there is less, training waits for the rest; the last checkpoint, and those before an "
+      "as a rank writes or, where there is less, training waits for the rest; the last checkpoint, and those before an "
       "early end, are waited for; sync: all are");
   add("--checkpoint-local", "", o.checkpoint_local, Limits{}, free,
       "a directory on each node's own disk, or in /dev/shm, for checkpoints that are more frequent than those in "
@@ -272,8 +270,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "on: send what is saved in --checkpoint-local to another process, on another host if there is one, which keeps a "
       "copy in its own --checkpoint-local, so that the loss of a node loses nothing");
   add("--check-replicas", "", o.check_replicas, at_least(0), free,
-      "updates between comparisons of what ranks hold copies of, weights and optimizer state, bit for bit, besides "
-      "the one before each checkpoint; a difference ends the run with status 2; 0: no others");
+      "updates between comparisons of what ranks hold copies of, weights and optimizer state, bit for bit, besides the "
+      "one before each checkpoint; a difference ends the run with status 2; 0: no others");
   add("--verify-updates", "", o.verify_updates, at_least(0), free,
       "updates between comparisons of one unit (a block, say), another one each time, between the ranks that have all "
       "made its update: as --check-replicas, at a fraction of its cost; 0: none");
@@ -284,22 +282,20 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--dtype", "", o.dtype, any_of<WeightType>(), must_match,
       "type of weights and activations; gradients and optimizer state are fp32");
   add("--products", "", o.products, any_of<Operands>(), warn,
-      "what the linear layers of blocks, and their experts, multiply in training, forward and backward: dtype: "
-      "numbers as --dtype stores them; fp8-block: numbers rounded to fp8 (E4M3), in blocks of 128 along the sum, or "
-      "of 128 x 128 weights, that are scaled by powers of two; fp8: the same, but gradients as E5M2; mxfp8: E4M3 in "
-      "blocks of 32 along the sum; fp8-tensor: as fp8, but one scale for an operand, so that numbers depend on "
-      "--batch-size, without --tp, --cp, --ep and --token-slices. Sums stay fp32, and embedding, head, norms, router "
-      "and attention --dtype. On GPUs "
-      "fp8-block runs on Hopper (compute capability 9.0) with cuBLASLt 12.9; fp8 and fp8-tensor (from 8.9 on), mxfp8 "
-      "(from 10.0 "
-      "on) and experts multiply the same numbers as CPUs, but in bf16, which gains no speed");
+      "what the linear layers of blocks, and their experts, multiply in training, forward and backward: dtype: numbers "
+      "as --dtype stores them; fp8-block: numbers rounded to fp8 (E4M3), in blocks of 128 along the sum, or of 128 x "
+      "128 weights, that are scaled by powers of two; fp8: the same, but gradients as E5M2; mxfp8: E4M3 in blocks of "
+      "32 along the sum; fp8-tensor: as fp8, but one scale for an operand, so that numbers depend on --batch-size, "
+      "without --tp, --cp, --ep and --token-slices. Sums stay fp32, and embedding, head, norms, router and attention "
+      "--dtype. On GPUs fp8-block runs on Hopper (compute capability 9.0) with cuBLASLt 12.9; fp8 and fp8-tensor (from "
+      "8.9 on), mxfp8 (from 10.0 on) and experts multiply the same numbers as CPUs, but in bf16, which gains no speed");
   add("--fp8-skip", "", o.fp8_skip, one_of({"N", "N,M"}), warn,
       "with --products in fp8: the first N blocks, and the last M, multiply numbers as --dtype stores them; they are "
       "the most sensitive, and few");
   add("--master-weights", "-w", o.master_weights, any_of<MasterWeights>(), must_match,
       "master copy of bf16 weights; split: the same numbers as fp32, kept as the bf16 weights and 16 more bits, which "
-      "saves 2 bytes per parameter; none: the optimizer updates the bf16 weights with stochastic rounding, which "
-      "saves 4");
+      "saves 2 bytes per parameter; none: the optimizer updates the bf16 weights with stochastic rounding, which saves "
+      "4");
   add("--moment1-dtype", "", o.moment1_dtype, any_of<MomentType>(), warn,
       "type of AdamW's first moment, or the momentum of Lion and SGD, rounded stochastically: 8bit: E4M3 with a scale "
       "for 64 numbers; saves 2 bytes per parameter (bf16) or 2.94 (8bit)");
@@ -308,20 +304,20 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--head-chunks", "", o.head_chunks, between(0, 1 << 20), warn,
       "compute the head in this many chunks of a micro-batch, so that the logits of only one exist at a time; 0: as "
       "few as keep them below 1 GiB");
-  add("--recompute", "-r", o.recompute, with_segments(all_names<Recompute>()), free,
-      "what the backward recomputes instead of keeping it: activation functions, also norms, or whole blocks; "
-      "block:N keeps the input of only every N-th block, and computes those between forward once more; about the "
-      "square root of the blocks of a stage needs least; less memory, more time, the same numbers");
-  add("--offload", "", o.offload, any_of_list<Offloaded>(), free,
+  add("--recompute", "-r", o.recompute, one_of(all_names<Recompute>(), {"block:N"}), free,
+      "what the backward recomputes instead of keeping it: activation functions, also norms, or whole blocks; block:N "
+      "keeps the input of only every N-th block, and computes those between forward once more; about the square root "
+      "of the blocks of a stage needs least; less memory, more time, the same numbers");
+  add("--offload", "", o.offload, one_of({"none"}, all_names<Offloaded>()), free,
       "state that is in pinned host memory, separated by commas: moments of the optimizer, master weights (and --ema's "
       "average), gradients, whose sums each micro-batch adds to, and weights (with --zero-stage 3); also activations, "
       "the inputs of blocks that wait for their backward (with --recompute block); the device has a part of all that "
       "while it is used; the same numbers; less memory, more time on the bus, which --plan states");
   add("--offload-dir", "", o.offload_dir, Limits{}, free,
       "with --offload moments: a directory on a fast disk of each node's own (NVMe), where each rank has its moments "
-      "in a file instead of host memory; an update reads and writes them piece by piece; the file has no name, so "
-      "that it is gone when the run ends; checkpoints have the moments as always; the same numbers; --plan states "
-      "its size, and what a step reads and writes");
+      "in a file instead of host memory; an update reads and writes them piece by piece; the file has no name, so that "
+      "it is gone when the run ends; checkpoints have the moments as always; the same numbers; --plan states its size, "
+      "and what a step reads and writes");
   add("--offload-update", "", o.offload_update, any_of<OffloadUpdate>(), warn,
       "who updates moments and masters that are all offloaded; host: its processors: only gradients go there, and "
       "weights come back; a GPU's run then rounds as --cpu-isa does; not with Muon and --qk-clip");
@@ -331,10 +327,10 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "memory, or of the GPU's free memory");
   group = "Parallelism";
   add("--schedule", "", o.schedule, any_of<Schedule>(), free,
-      "order of forwards and backwards; 1f1b needs less memory than gpipe; the others are for pipelines and idle "
-      "less: interleaved has more chunks, zb-h1 and zb-v compute weight gradients later. All but pipedream compute "
-      "the same numbers; with pipedream every stage updates after each micro-batch without waiting for the others, "
-      "and clips by its own norm; its gradients are as many updates old as there are stages after it");
+      "order of forwards and backwards; 1f1b needs less memory than gpipe; the others are for pipelines and idle less: "
+      "interleaved has more chunks, zb-h1 and zb-v compute weight gradients later. All but pipedream compute the same "
+      "numbers; with pipedream every stage updates after each micro-batch without waiting for the others, and clips by "
+      "its own norm; its gradients are as many updates old as there are stages after it");
   add("--pp", "", o.pp, between(1, 1 << 10), warn,
       "pipeline parallelism: stages, each with some of the layers, on ranks of their own; for slow links");
   add("--pp-chunks", "", o.pp_chunks, between(1, 1 << 10), free,
@@ -346,30 +342,30 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "for each stage, with --pp-chunks one for each chunk, in the order of the model");
   add("--token-slices", "", o.token_slices, Limits{}, warn,
       "a micro-batch passes through the stages in this many slices of its sequences, one after the other; each slice "
-      "attends to the keys of those before it (TeraPipe). With long sequences and few micro-batches the bubble is "
-      "that many times shorter; products are smaller. auto: the number and the lengths that are best on paper, later "
-      "slices shorter; needs gpipe or 1f1b, and no --cp");
+      "attends to the keys of those before it (TeraPipe). With long sequences and few micro-batches the bubble is that "
+      "many times shorter; products are smaller. auto: the number and the lengths that are best on paper, later slices "
+      "shorter; needs gpipe or 1f1b, and no --cp");
   add("--zero-stage", "-z", o.zero_stage, between(0, 3), free,
-      "what data-parallel ranks shard: 1 optimizer state, 2 also gradients, 3 also weights; the same numbers at "
-      "equal --grad-reduce");
+      "what data-parallel ranks shard: 1 optimizer state, 2 also gradients, 3 also weights; the same numbers at equal "
+      "--grad-reduce");
   add("--dp-replicate", "", o.dp_replicate, between(1, 1 << 20), warn,
       "hybrid sharding: number of replicas; each is sharded over its part of the ranks");
   add("--dp-sync", "", o.dp_sync, any_of<DpSync>(), warn,
-      "how data-parallel ranks synchronise: all-reduce: in a ring; parameter-server: rank 0 alone keeps the "
-      "optimizer state, adds all gradients, updates, and sends the weights to every rank; parameter-server-chain: "
-      "the weights go from rank to rank; partitioned-server: every rank is the server of its shard. Servers add in a "
-      "different order from the ring, and so round differently; they need --zero-stage 0");
+      "how data-parallel ranks synchronise: all-reduce: in a ring; parameter-server: rank 0 alone keeps the optimizer "
+      "state, adds all gradients, updates, and sends the weights to every rank; parameter-server-chain: the weights go "
+      "from rank to rank; partitioned-server: every rank is the server of its shard. Servers add in a different order "
+      "from the ring, and so round differently; they need --zero-stage 0");
   add("--grad-reduce", "", o.grad_reduce, any_of<GradReduceChoice>(), warn,
-      "reduce gradients across ranks once per step, or after every micro-batch, with less memory and more traffic; "
-      "the two round differently; auto: as before on resume, otherwise step, or micro from ZeRO stage 2 on");
+      "reduce gradients across ranks once per step, or after every micro-batch, with less memory and more traffic; the "
+      "two round differently; auto: as before on resume, otherwise step, or micro from ZeRO stage 2 on");
   add("--reduce-dtype", "", o.reduce_dtype, any_of<WeightType>(), warn,
       "type in which gradients travel between data-parallel ranks: bf16: half the traffic; every rank's part is "
       "rounded to bf16, parts are added in fp32 in rank order, and the sum is rounded to bf16; what accumulates over "
       "micro-batches stays fp32");
   add("--gather-dtype", "", o.gather_dtype, any_of<GatherType>(), warn,
-      "how --zero-stage 3 gathers the weights of linear layers in training; fp8: with --products fp8-block or fp8, "
-      "as the E4M3 numbers that they multiply, rounded once per update, and scales: half the bytes of bf16, and the "
-      "same bits");
+      "how --zero-stage 3 gathers the weights of linear layers in training; fp8: with --products fp8-block or fp8, as "
+      "the E4M3 numbers that they multiply, rounded once per update, and scales: half the bytes of bf16, and the same "
+      "bits");
   add("--tp", "", o.tp, between(1, 1 << 10), warn,
       "tensor parallelism: ranks that share every layer, each with some of its heads, feed-forward channels and "
       "vocabulary; neighbours, best on the fastest links; the others are data-parallel");
@@ -381,11 +377,11 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "products of other sizes differently");
   add("--cp", "", o.cp, between(1, 1 << 10), warn,
       "context parallelism: ranks that share every sequence, for long sequences: each rank has two of 2 N equal "
-      "slices, an early and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is "
-      "not divided");
+      "slices, an early and a late one, so that all do the same work; 2 N must divide --seq-len; generated text is not "
+      "divided");
   add("--cp-attention", "", o.cp_attention, any_of<ContextAttention>(), warn,
-      "with --cp, how queries meet the keys of other ranks: ring: keys and values travel from rank to rank during "
-      "the computation; all-gather: every rank gathers all of them; ulysses: each rank computes some heads of whole "
+      "with --cp, how queries meet the keys of other ranks: ring: keys and values travel from rank to rank during the "
+      "computation; all-gather: every rank gathers all of them; ulysses: each rank computes some heads of whole "
       "sequences");
   add("--ep", "", o.ep, between(1, 1 << 10), warn,
       "expert parallelism: ranks that divide the experts of each layer among themselves and send each other tokens: "
@@ -394,24 +390,24 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   group = "Mixture of experts";
   add("--moe-aux-loss", "", o.moe_aux_loss, between(0, 1000), must_match,
       "coefficient of a loss that balances the experts; training minimizes it too, but the reported loss leaves it "
-      "out. It is the mean, over sequences and layers with experts, of E x the sum over the E experts of f x P, "
-      "where f is an expert's share of the choices and P the mean of its probabilities; 1 if all experts are chosen "
-      "equally often. transformers takes f and P over the whole batch and all layers, and not per choice: its number "
-      "is k times as large for k experts per token. Default: k x router_aux_loss_coef if config.json has "
+      "out. It is the mean, over sequences and layers with experts, of E x the sum over the E experts of f x P, where "
+      "f is an expert's share of the choices and P the mean of its probabilities; 1 if all experts are chosen equally "
+      "often. transformers takes f and P over the whole batch and all layers, and not per choice: its number is k "
+      "times as large for k experts per token. Default: k x router_aux_loss_coef if config.json has "
       "output_router_logits, with which transformers adds it, otherwise 0; 0.01 is usual");
   add("--moe-z-loss", "", o.moe_z_loss, between(0, 1000), must_match,
       "coefficient of a loss that keeps the routers' logits small (ST-MoE): the mean, over tokens and layers with "
       "experts, of the square of the logarithm of the sum of their exponentials; 0.001 is usual");
   add("--moe-bias-rate", "", o.moe_bias_rate, between(0, 1), must_match,
-      "balances the experts without a loss (DeepSeek-V3): every expert has a bias that counts for the choice, not "
-      "for the weight; after every step it rises by this much if the expert was chosen less often than the mean, and "
-      "falls if more often; 0.001 is usual; trainer.json keeps the biases for a resumed run and --evaluate; "
-      "--generate and transformers choose without them; 0: no biases");
+      "balances the experts without a loss (DeepSeek-V3): every expert has a bias that counts for the choice, not for "
+      "the weight; after every step it rises by this much if the expert was chosen less often than the mean, and falls "
+      "if more often; 0.001 is usual; trainer.json keeps the biases for a resumed run and --evaluate; --generate and "
+      "transformers choose without them; 0: no biases");
   add("--moe-dispatch", "", o.moe_dispatch, any_of<Dispatch>(), must_match,
-      "dropless: every expert computes all tokens that chose it, as the families define it; capacity: in training, "
-      "an expert takes at most --moe-capacity-factor x T x k / E, rounded up, of the choices of a sequence of T "
-      "tokens, in their order, and drops later ones, whose tokens go on without this expert; validation and "
-      "generation drop nothing");
+      "dropless: every expert computes all tokens that chose it, as the families define it; capacity: in training, an "
+      "expert takes at most --moe-capacity-factor x T x k / E, rounded up, of the choices of a sequence of T tokens, "
+      "in their order, and drops later ones, whose tokens go on without this expert; validation and generation drop "
+      "nothing");
   add("--moe-capacity-factor", "", o.moe_capacity_factor, between(0.01, 1e6), must_match,
       "with --moe-dispatch capacity, the most that an expert takes, in multiples of its equal share; default: 1.25");
   add("--moe-imbalance", "", o.moe_imbalance, between(1, 1e6), free,
@@ -466,7 +462,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "GPUs compute fp32 products on tensor cores with a 10-bit mantissa: faster, less exact than fp32");
   add("--threads", "", o.threads, between(0, 1024), warn,
       "threads of this process, divided among its ranks; OMP_NUM_THREADS is not used; 0: all available processors");
-  add("--cpu-isa", "", o.cpu_isa, one_of(with_auto(cpu::isa_choices())), warn,
+  add("--cpu-isa", "", o.cpu_isa, one_of({"auto"}, cpu::isa_choices()), warn,
       "instructions that the CPU's ops may use; auto: the best that the processor has. Each set rounds differently");
   group = "Modes";
   add("--evaluate", "", o.evaluate, Limits{}, free,
@@ -479,8 +475,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "with --generate, take each line of stdin as a prompt, and continue it before the next is read; the end of the "
       "file (Ctrl-D) ends it");
   add("--plan", "", o.plan, Limits{}, free,
-      "instead of training, print what the run would need: memory by name and by stage, work by op; needs neither "
-      "data nor, for --device cuda, a GPU");
+      "instead of training, print what the run would need: memory by name and by stage, work by op; needs neither data "
+      "nor, for --device cuda, a GPU");
   add("--plan-auto", "", o.plan_auto, Limits{}, free,
       "instead of training, search the layouts of --model on --ranks of --machine for the fastest ones that fit: --tp, "
       "--cp, --ep, --pp, schedule, ZeRO stage, micro-batches, recomputation; the options of the optimizer and of its "
@@ -491,8 +487,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "instead of training, plan the runs of Megatron-LM's, Llama's and other papers, and print the times beside the "
       "published ones");
   add("--machine", "", o.machine, Limits{}, free,
-      "with --plan and --plan-auto, the machine to plan for, which need not be here: h100x8, h200x8, b200x8, "
-      "gb200x72, a100x8, a100-40x8, l40sx8, rtx4090x8 or v100x8, with any number of GPUs per server, or a FILE.json "
+      "with --plan and --plan-auto, the machine to plan for, which need not be here: h100x8, h200x8, b200x8, gb200x72, "
+      "a100x8, a100-40x8, l40sx8, rtx4090x8 or v100x8, with any number of GPUs per server, or a FILE.json "
       "(llmc/run/README.md); with --plan also servers without GPUs: cpu, cpu-avx2 or cpu-amx, with any number of "
       "cores, as in cpux16; local: the processors of this machine, measured for some seconds; default: the GPUs of "
       "this machine, by their datasheet");
@@ -506,8 +502,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--coord-depths", "", o.coord_depths, Limits{}, free,
       "with --coord-check, also train the first width with each of these numbers of layers, such as 2,4,8");
   add("--print-schedule", "", o.print_schedule, Limits{}, free,
-      "instead of training, draw what each stage of a pipeline of --pp stages does when, with --schedule, "
-      "--pp-chunks and --token-slices, how long it idles and how much it keeps; needs no data");
+      "instead of training, draw what each stage of a pipeline of --pp stages does when, with --schedule, --pp-chunks "
+      "and --token-slices, how long it idles and how much it keeps; needs no data");
   add("--print-stages", "", o.print_stages, Limits{}, free,
       "instead of training, print the stages of the run: tokens, steps, mix, batch, sequence length and learning rate; "
       "with --json for scripts/plot_stages.py");
@@ -525,9 +521,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "JSON lines (.jsonl, .ndjson, .json), also compressed with gzip or zstd; files, or quoted patterns, with commas "
       "between them. Every document begins with the end of text. An interrupted command, repeated, goes on");
   add("--average", "", o.average, Limits{}, free,
-      "instead of training, average the weights of several models of one shape, such as the last checkpoints of a "
-      "run or their folders ema: directories, with commas between them; the mean is a new model in the directory "
-      "--out");
+      "instead of training, average the weights of several models of one shape, such as the last checkpoints of a run "
+      "or their folders ema: directories, with commas between them; the mean is a new model in the directory --out");
   add("--out", "", o.tokenize_out, Limits{}, free,
       "with --tokenize, what the names of the shards begin with: PREFIX_train_000000.bin; --restart replaces those "
       "that are there; with --average, the directory to make");
@@ -539,8 +534,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--selftest", "", o.selftest, Limits{}, free,
       "instead of training, compare layouts of up to --local-ranks ranks with one rank, on tiny models");
   add("--selftest-layouts", "", o.selftest_layouts, any_of<SelftestLayouts>(), free,
-      "pairs: a subset in which every pair of choices occurs (of axes, stages, schedules, families, in either "
-      "dtype); all: every layout");
+      "pairs: a subset in which every pair of choices occurs (of axes, stages, schedules, families, in either dtype); "
+      "all: every layout");
   add("--selftest-minutes", "", o.selftest_minutes, between(0, 1e6), free,
       "then go on for so many minutes with models, options and layouts drawn at random, in any possible combination; "
       "each sweep has other draws; a draw that fails is printed with the command that repeats it");

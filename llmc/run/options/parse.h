@@ -1,17 +1,12 @@
 // parse.h: reads options from the command line and from --config files, and rejects combinations that do not work.
 #pragma once
 #include <CLI/CLI.hpp>
-#include <charconv>
 
 #include "core/check.h"
 #include "core/files.h"
 #include "core/words.h"
-#include "run/options/choose_layout.h"
-#include "run/options/config_file.h"
-#include "run/options/file_defaults.h"
 #include "run/options/ignored.h"
-#include "run/options/translate.h"
-#include "run/options/unknown_option.h"
+#include "run/options/option_files.h"
 #include "schedule/pipeline.h"
 #include "schedule/stage_partition.h"
 
@@ -20,14 +15,14 @@ namespace llmc {
 namespace detail {
 
 // Rejects words after one dash that CLI11 would misread: -inf, or a letter joined to a path.
-inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
+inline void refuse_words_after_one_dash(const Words& words) {
+  for (size_t i = 1; i < words.size(); ++i) {
+    const std::string &word = words[i], &before = words[i - 1];
     if (word == "--") return;
     if (word.size() < 2 || word[0] != '-' || !is_letter(word[1])) continue;
     const bool infinite = plain_name(word) == "inf" || plain_name(word) == "nan";
-    CHECK(!infinite || argv[i - 1][0] != '-', "{} {}: expected a finite number; text would be given as {}={}",
-          shown(argv[i - 1]), word, shown(argv[i - 1]), word);
+    CHECK(!infinite || !before.starts_with('-'), "{} {}: expected a finite number; text would be given as {}={}",
+          shown(before), word, shown(before), word);
     CHECK(!is_word_after_one_dash(word) || word.starts_with("-h") || word.find('/') == std::string::npos,
           "{}: put a space between the letter and its value: {} {}", shown(word), word.substr(0, 2),
           shown(word.substr(2)));
@@ -35,18 +30,17 @@ inline void refuse_words_after_one_dash(int argc, const char* const* argv) {
 }
 
 // Rejects "--lr=", for which CLI11 would take the next word as the value. (Unknown options are named all at once.)
-inline void refuse_missing_values(int argc, const char* const* argv) {
-  for (const Argument& a : split_arguments(argc, argv))
+inline void refuse_missing_values(const Words& words) {
+  for (const Argument& a : split_arguments(words))
     CHECK(!a.known || !a.has_value || !a.value.empty() || a.words.size() > 1,
           "{}: the value after '=' is missing; leave the option out for its default", shown(a.words[0]));
 }
 
-// The words of a command line; --tokenize and --average take several, as a shell expands a pattern, with commas between
-// them.
-inline std::vector<std::string> joined_words(int argc, const char* const* argv) {
-  std::vector<std::string> words;
+// The words of a command line; the several that --tokenize and --average take (patterns, expanded) joined by commas.
+inline Words joined_words(const Words& given) {
+  Words words;
   enum { none, first, more } files = none;  // what the next word may be
-  for (const std::string word : std::span(argv, static_cast<size_t>(argc))) {
+  for (const std::string& word : given) {
     const bool option = word.starts_with('-');
     if (files == more && !option) {
       words.back() += "," + word;
@@ -88,16 +82,14 @@ inline std::string multiples_beside(int64_t x, int64_t n) {
 // The tokens of a micro-batch of each of the readers, the ranks that take their own.
 inline int64_t micro_batch_tokens(const Options& o, int64_t readers) {
   const int64_t tokens = o.batch_size * o.seq_len;  // each is at most largest_size
-  CHECK(
-      tokens <= std::numeric_limits<int64_t>::max() / readers,
-      "--batch-size {} x --seq-len {} x {} ranks that take samples of their own: more tokens than 64 bits count: use a "
-      "smaller --batch-size",
-      o.batch_size, o.seq_len, readers);
+  CHECK(tokens <= std::numeric_limits<int64_t>::max() / readers,
+        "--batch-size {} x --seq-len {} x {} ranks that take samples of their own: more tokens than 64 bits count: use "
+        "a smaller --batch-size",
+        o.batch_size, o.seq_len, readers);
   return tokens * readers;
 }
 
-// Checks the options that do not go with an asynchronous pipeline, whose stages update by themselves after every
-// micro-batch.
+// Checks options that may not go with an asynchronous pipeline, whose stages each update after every micro-batch.
 inline void validate_pipedream(const Options& o, int64_t readers) {
   auto refuse = [](bool asked, const std::string& option, const char* why, const char* remedy) {
     CHECK(!asked, "{} with --schedule pipedream: {}; {}, or use --schedule 1f1b", option, why, remedy);
@@ -128,10 +120,8 @@ inline void validate_pipedream(const Options& o, int64_t readers) {
 // The number of slices into which --token-slices cuts sequences; none: auto.
 inline std::optional<int64_t> token_slices(const Options& o) {
   if (o.token_slices == "auto") return std::nullopt;
-  int64_t slices = 0;
-  const char* end = o.token_slices.data() + o.token_slices.size();
-  const auto [read, error] = std::from_chars(o.token_slices.data(), end, slices);
-  CHECK(error == std::errc() && read == end && slices >= 1 && slices <= most_pipeline_passes,
+  const int64_t slices = number_from<int64_t>(o.token_slices).value_or(0);
+  CHECK(slices >= 1 && slices <= most_pipeline_passes,
         "--token-slices '{}': expected a whole number from 1 to {}, or auto", shown(o.token_slices),
         most_pipeline_passes);
   return slices;
@@ -144,10 +134,9 @@ struct NumberRange {
 };
 inline NumberRange number_range(const char* option, const std::string& text, const char* expected) {
   const auto number = [&](const std::string& digits) {
-    uint64_t value = 0;
-    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-    CHECK(error == std::errc() && end == digits.data() + digits.size() && value < std::numeric_limits<uint64_t>::max(),
-          "{} '{}': expected {}, such as 123, or a range, 120-129", option, shown(text), expected);
+    constexpr uint64_t none = std::numeric_limits<uint64_t>::max();
+    const uint64_t value = number_from<uint64_t>(digits).value_or(none);
+    CHECK(value != none, "{} '{}': expected {}, such as 123, or a range, 120-129", option, shown(text), expected);
     return value;
   };
   const size_t dash = text.find('-');
@@ -219,13 +208,6 @@ inline void validate_layout(const Options& o) {
         std::max<int64_t>(1, *o.total_batch_size / micro) * micro);
 }
 
-inline void validate_pipeline(const Options& o) {
-  const PipelineLayout layout = pipeline_layout_from_name(o.pp_layout);
-  CHECK(o.pp > 1 || layout.kind == LayoutKind::even,
-        "--pp-layout {} is for the stages of a pipeline, and --pp 1 has one: give --pp, or leave out --pp-layout",
-        shown(o.pp_layout));
-}
-
 inline void validate_trace(const Options& o) {
   CHECK(!o.trace_step || !o.trace.empty(), "--trace-step {} is for --trace: name its file, or leave out --trace-step",
         o.trace_step.value_or(0));
@@ -270,20 +252,14 @@ inline void validate_optimizer(const Options& o) {
         "--beta2 {} with --optimizer {}, which has no second moment: leave it out", o.beta2.value_or(0), o.optimizer);
   CHECK(o.adam_eps == Options{}.adam_eps || rule_of(o.optimizer).uses_eps,
         "--adam-eps {} with --optimizer {}, which divides by nothing: leave it out", o.adam_eps, o.optimizer);
-  CHECK(!o.ema || (o.dtype == WeightType::fp32 && !o.plan_auto) || o.master_weights == MasterWeights::fp32,
-        "--ema {} with --master-weights {}, but it averages fp32 weights: use --master-weights fp32, or leave out "
-        "--ema",
-        o.ema.value_or(0), o.master_weights);
-  const Options usual;
-  for (const auto& [given, option] :
-       {std::pair{o.muon_ns != usual.muon_ns, "--muon-ns"}, std::pair{o.muon_scale != usual.muon_scale, "--muon-scale"},
-        std::pair{o.muon_heads != usual.muon_heads, "--muon-heads"},
-        std::pair{o.muon_rows != usual.muon_rows, "--muon-rows"},
-        std::pair{o.muon_products != usual.muon_products, "--muon-products"},
-        std::pair{o.muon_momentum != usual.muon_momentum, "--muon-momentum"},
-        std::pair{o.cautious_decay, "--cautious-decay"}})
-    CHECK(!given || o.optimizer == Optimizer::muon,
-          "{} with --optimizer {}: it is for the matrices of muon: use --optimizer muon, or leave it out", option,
+  CHECK(
+      !o.ema || (o.dtype == WeightType::fp32 && !o.plan_auto) || o.master_weights == MasterWeights::fp32,
+      "--ema {} with --master-weights {}, but it averages fp32 weights: use --master-weights fp32, or leave out --ema",
+      o.ema.value_or(0), o.master_weights);
+  for (const OptionText& option : option_texts(o))
+    CHECK(o.optimizer == Optimizer::muon || option.text == option.usual ||
+              !(option.name.starts_with("--muon-") || option.name == "--cautious-decay"),
+          "{} with --optimizer {}: it is for the matrices of muon: use --optimizer muon, or leave it out", option.name,
           o.optimizer);
   const bool scaled = o.parametrization != Parametrization::standard,
              by_depth = o.parametrization == Parametrization::completep;
@@ -382,14 +358,11 @@ inline void validate_tokenize(const Options& o) {
   CHECK(o.tokenizer != "auto", "--tokenize needs a --tokenizer: bytes, or a tokenizer.json");
 }
 
-inline void validate_average(const Options& o) {
-  CHECK(!o.tokenize_out.empty(), "--average {} needs --out with the directory to make", o.average);
-}
-
 // Checks combinations of options that the mode uses, as far as the options alone decide.
 inline void validate(const Options& o) {
   if (!o.tokenize.empty()) return validate_tokenize(o);
-  if (!o.average.empty()) return validate_average(o);
+  CHECK(o.average.empty() || !o.tokenize_out.empty(), "--average {} needs --out with the directory to make", o.average);
+  if (!o.average.empty()) return;
   validate_selftest(o);
   CHECK(!o.plan_ranks || (o.local_ranks == 0 && !o.world_size),
         "--ranks {} with --local-ranks or --world-size, for which it stands: leave out one of them",
@@ -406,7 +379,10 @@ inline void validate(const Options& o) {
   if (!o.coord_check.empty()) return validate_optimizer(o);
   if (o.plan_auto) return validate_optimizer(o), validate_length(o);
   if (o.print_schedule || o.plan_examples) return;
-  validate_pipeline(o);
+  const LayoutKind layers = pipeline_layout_from_name(o.pp_layout).kind;
+  CHECK(o.pp > 1 || layers == LayoutKind::even,
+        "--pp-layout {} is for the stages of a pipeline, and --pp 1 has one: give --pp, or leave out --pp-layout",
+        shown(o.pp_layout));
   if (o.selftest) return;
   CHECK(!o.generate || !o.from_scratch,
         "--generate with --from-scratch: random weights generate nothing useful; leave out one of them");
@@ -439,17 +415,15 @@ struct Command {
 };
 
 template <class TakePlace>
-Command parse_command_line(int argc, const char* const* argv, TakePlace&& take_place);
+Command parse_command_line(const std::vector<std::string>& given, TakePlace&& take_place);
 
 namespace detail {
 
 // The first fault in the values of a command line, each checked on its own and for the mode; "": none.
-inline std::string fault_of_values(const std::vector<std::string>& words) {
+inline std::string fault_of_values(const Words& words) {
   struct ValuesAreRight {};
-  std::vector<const char*> argv;
-  for (const std::string& word : words) argv.push_back(word.c_str());
   try {
-    parse_command_line(static_cast<int>(argv.size()), argv.data(), [](Options&) { throw ValuesAreRight(); });
+    parse_command_line(words, [](Options&) { throw ValuesAreRight(); });
   } catch (const ValuesAreRight&) {
   } catch (const Error& error) {
     return error.what();
@@ -459,24 +433,22 @@ inline std::string fault_of_values(const std::vector<std::string>& words) {
 
 }  // namespace detail
 
-// take_place(options): sets the number of ranks, and which of them are this process's.
+// given: the words, with that of the program. take_place(options): sets the number of ranks, and which of them are this
+// process's.
 template <class TakePlace>
-Command parse_command_line(int words, const char* const* given_words, TakePlace&& take_place) {
-  const std::vector<std::string> joined = detail::joined_words(words, given_words);
-  std::vector<const char*> pointers;
-  for (const std::string& word : joined) pointers.push_back(word.c_str());
-  const int argc = static_cast<int>(pointers.size());
-  const char* const* argv = pointers.data();
+Command parse_command_line(const std::vector<std::string>& given, TakePlace&& take_place) {
+  const std::vector<std::string> words = detail::joined_words(given);
   Command command;
+  Options& o = command.options;
   CLI::App app;
   app.set_help_flag();
   app.allow_extras();
-  std::map<std::string, std::string> given;  // CLI11 splits the command line, OptionField parses
-  const std::vector<OptionRow> rows = option_rows(command.options);
+  std::map<std::string, std::string> texts;  // CLI11 splits the command line, OptionField parses
+  const std::vector<OptionRow> rows = option_rows(o);
   for (const OptionRow& row : rows) {
     const std::string both = *row.letter ? formatted("{},{}", row.letter, row.name) : row.name;
     const auto last = CLI::MultiOptionPolicy::TakeLast, join = CLI::MultiOptionPolicy::Join;
-    std::string& text = given[row.name];
+    std::string& text = texts[row.name];
     if (row.field.is_flag())
       app.add_flag(both + "{true}" + (row.field.has_negation() ? "," + row.negation() + "{false}" : ""), text)
           ->multi_option_policy(last);
@@ -491,12 +463,12 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
   app.add_flag("--print-config", print_config);
   app.add_flag("--print-options-markdown", markdown);
   app.add_flag("--version", command.version);
-  detail::refuse_words_after_one_dash(argc, argv);
-  detail::refuse_missing_values(words, given_words);
-  refuse_unknown_options(argc, argv, detail::fault_of_values);
+  detail::refuse_words_after_one_dash(words);
+  detail::refuse_missing_values(given);
+  refuse_unknown_options(words, detail::fault_of_values);
   try {
-    app.parse(argc, argv);
-  } catch (const CLI::ArgumentMismatch& error) {  // "--lr: 1 required TEXT missing"
+    app.parse(std::vector<std::string>(words.rbegin(), words.rend() - 1));  // from the last to the first
+  } catch (const CLI::ArgumentMismatch& error) {                            // "--lr: 1 required TEXT missing"
     const std::string text = error.what();
     throw Error(formatted("{} needs a value; see --help", text.substr(0, text.find(':'))));
   } catch (const CLI::ParseError& error) {
@@ -508,35 +480,35 @@ Command parse_command_line(int words, const char* const* given_words, TakePlace&
     return command;
   }
   for (const std::string& word : app.remaining()) {
-    const char* const* at = std::find(argv + 1, argv + argc, word);
-    detail::refuse_stray_word(word, at < argv + argc ? *(at - 1) : "");
+    const auto at = std::find(words.begin() + 1, words.end(), word);
+    detail::refuse_stray_word(word, at < words.end() ? *(at - 1) : "");
   }
   if (command.version) return command;
-  for (const std::string& path : configs) detail::read_config(command.options, path);
+  for (const std::string& path : configs) detail::read_config(o, path);
   for (const OptionRow& row : rows) {
     if (app.count(row.name) == 0) continue;
-    if (row.field.is_list()) row.field.clear();
-    row.field.parse(row.name, given[row.name]);
-    command.options.config_lines.erase(row.name);
+    row.field.clear_list();
+    row.field.parse(row.name, texts[row.name]);
+    o.config_lines.erase(row.name);
     const bool files = row.name == std::string("--train-data") || row.name == std::string("--val-data");
     const std::vector<std::string>& values = app.get_option(row.name)->results();
     if (files && std::ranges::any_of(values, [&](const std::string& value) { return value != values.back(); }))
-      command.options.repeated.emplace_back(row.name);
+      o.repeated.emplace_back(row.name);
   }
   try {
-    check_limits(command.options);
+    check_limits(o);
     if (print_config) {
-      command.text = config_text(command.options);
+      command.text = config_text(o);
       return command;
     }
-    drop_ignored(command.options, [&](const std::string& name) { return app.count(name) > 0; });
-    if (command.options.evaluate && app.count("--seq-len") == 0 && !command.options.config_lines.contains("--seq-len"))
-      command.options.seq_len = default_length(command.options);
-    if (reads_train_data(command.options) || command.options.plan_auto) take_vocabulary(command.options);
-    take_place(command.options);
-    validate(command.options);
+    drop_ignored(o, [&](const std::string& name) { return app.count(name) > 0; });
+    if (o.evaluate && app.count("--seq-len") == 0 && !o.config_lines.contains("--seq-len"))
+      o.seq_len = default_length(o);
+    if (reads_train_data(o) || o.plan_auto) take_vocabulary(o);
+    take_place(o);
+    validate(o);
   } catch (const Error& error) {
-    throw Error(with_config_lines(error.what(), command.options.config_lines), error.status());
+    throw Error(with_config_lines(error.what(), o.config_lines), error.status());
   }
   return command;
 }

@@ -80,10 +80,8 @@ inline std::string help_text(const std::string& asked = "") {
     if (group != row.group) text += formatted("{}{}\n", text.empty() ? "" : "\n", group = row.group);
     const std::string value = row.field.text(), negation = row.negation();
     const char* type = row.limits.choices.empty() ? row.field.placeholder() : "TEXT";
-    std::string help = row.help;
-    if (!row.limits.choices.empty()) help += formatted(" ({})", row.limits.choices);
-    if (*type && !value.empty()) help += formatted(" [{}]", value);
-    line(row.letter, row.name + (negation.empty() ? "" : " / " + negation), type, help);
+    line(row.letter, row.name + (negation.empty() ? "" : " / " + negation), type,
+         row.whole_help() + (*type && !value.empty() ? formatted(" [{}]", value) : ""));
   }
   if (!only.empty()) {
     text.pop_back();
@@ -148,11 +146,9 @@ inline std::string options_markdown() {
     if (group != row.group)
       text += formatted("{}**{}**\n\n| option | default | meaning | on resume |\n| --- | --- | --- | --- |\n",
                         text.empty() ? "" : "\n", group = row.group);
-    std::string help = row.help;
-    if (!row.limits.choices.empty()) help += formatted(" ({})", row.limits.choices);
     std::string others = *row.letter ? formatted(" `{}`", row.letter) : "";
     if (row.field.has_negation()) others += formatted(" `{}`", row.negation());
-    text += formatted("| `{}`{} | {} | {} | {} |\n", row.name, others, row.field.text(), help, row.rule);
+    text += formatted("| `{}`{} | {} | {} | {} |\n", row.name, others, row.field.text(), row.whole_help(), row.rule);
   }
   text.pop_back();
   return text;

@@ -1,5 +1,5 @@
-// translate.h: a command line with unknown options, such as another trainer's: one error names all of them, with the
-// command that would do the same as far as ours are the same.
+// translate.h: unknown options, such as another trainer's: which of ours is meant; and for a whole command line one
+// error, with the command that would do the same as far as ours are the same.
 #pragma once
 #include <cctype>
 #include <sstream>
@@ -8,11 +8,31 @@
 #include "core/words.h"
 #include "run/options/foreign.h"
 #include "run/options/print.h"
-#include "run/options/unknown_option.h"
 
 namespace llmc {
 
 namespace detail {
+
+// Our names that resemble this one; none if there are too many.
+inline std::vector<std::string> our_similar_names(const std::string& word) {
+  std::vector<std::string> names;
+  for (const ModeOption& mode : mode_options) names.emplace_back(mode.name);
+  Options o;
+  for (const OptionRow& row : option_rows(o)) names.emplace_back(row.name);
+  std::vector<std::string> similar = similar_names(word, names);
+  if (similar.size() > 5) similar.clear();
+  return similar;
+}
+
+// "there is no such option", and one that may be meant: ours for another trainer's, or a similar name.
+inline std::string unknown_option_text(const std::string& word, const std::string& where) {
+  std::string hint;
+  if (const std::optional<std::string> foreign = foreign_hint(word)) hint = "; " + *foreign;
+  else if (const auto similar = our_similar_names(word); !similar.empty())
+    hint = "; did you mean " + either(similar) + "?";
+  return formatted("{}{}: there is no such option{}{} see --help", where, shown(word), hint,
+                   hint.ends_with('?') ? "" : ";");
+}
 
 inline bool is_letter(char c) { return std::isalpha(static_cast<unsigned char>(c)) != 0; }
 
@@ -49,16 +69,18 @@ inline std::map<std::string, bool> known_names() {
   return takes_value;
 }
 
-inline std::vector<Argument> split_arguments(int argc, const char* const* argv) {
+using Words = std::vector<std::string>;
+
+inline std::vector<Argument> split_arguments(const Words& words) {
   const std::map<std::string, bool> takes_value = known_names();
   std::vector<Argument> all;
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
+  for (size_t i = 1; i < words.size(); ++i) {
+    const std::string& word = words[i];
     Argument a;
     a.words = {word};
-    const bool last = i + 1 == argc, value_follows = !last && !is_option_word(argv[i + 1]);
+    const bool last = i + 1 == words.size(), value_follows = !last && !is_option_word(words[i + 1]);
     if (word == "--") {
-      while (++i < argc) a.words.emplace_back(argv[i]);
+      while (++i < words.size()) a.words.push_back(words[i]);
     } else if (is_option_word(word)) {
       const bool letter = word[1] != '-' && !is_word_after_one_dash(word), help = letter && word[1] == 'h';
       const size_t equals = std::min(word.find('='), word.size());
@@ -68,26 +90,21 @@ inline std::vector<Argument> split_arguments(int argc, const char* const* argv) 
       const auto known = takes_value.find(a.name);
       a.known = known != takes_value.end() && !(help && (a.name != "-h" || a.has_value || value_follows));
       // Our flags take no value, but llm.c's "-a 1" has one.
-      const bool number_follows = value_follows && (std::string(argv[i + 1]) == "0" || std::string(argv[i + 1]) == "1");
+      const bool number_follows = value_follows && (words[i + 1] == "0" || words[i + 1] == "1");
       const bool takes = !a.known ? value_follows : known->second ? !last : number_follows;
-      if (!a.has_value && takes) a.words.emplace_back(a.value = argv[++i]), a.has_value = true;
+      if (!a.has_value && takes) a.words.push_back(a.value = words[++i]), a.has_value = true;
     }
     all.push_back(std::move(a));
   }
   return all;
 }
 
-using Words = std::vector<std::string>;
-
 inline Words with_value(const std::string& name, const std::string& value) {
   return is_option_word(value) ? Words{name + "=" + value} : Words{name, value};
 }
 inline std::string as_command(const Words& words) {
   std::string text;
-  for (const std::string& word : words) {
-    if (!text.empty()) text += ' ';
-    text += shell_word(word);
-  }
+  for (const std::string& word : words) text += (text.empty() ? "" : " ") + shell_word(word);
   return text;
 }
 
@@ -140,11 +157,11 @@ inline Translation translate(const Argument& a, const Words& all) {
 
 // Rejects unknown options: all of them at once, with what they are called here and a command to use instead.
 // fault_of(words): why that command would be rejected in turn; "": it would not.
-template <class FaultOf>
-void refuse_unknown_options(int argc, const char* const* argv, FaultOf&& fault_of) {
+inline void refuse_unknown_options(const std::vector<std::string>& words,
+                                   std::string (*fault_of)(const std::vector<std::string>&)) {
   using namespace detail;
-  const std::vector<Argument> arguments = split_arguments(argc, argv);
-  Words unknown, command = {argv[0]};
+  const std::vector<Argument> arguments = split_arguments(words);
+  Words unknown, command = {words[0]};
   for (const Argument& a : arguments) {
     if (a.known && (a.name == "-h" || a.name == "--help")) return;
     if (!a.known) unknown.push_back(a.name);

@@ -2,8 +2,8 @@
 #pragma once
 #include "core/log.h"
 #include "run/length.h"
-#include "run/options/options.h"
-#include "run/plan/remedy.h"
+#include "run/plan/planner.h"
+#include "run/rank_device.h"
 #include "run/reports/gpu_peaks.h"
 #include "run/reports/peak.h"
 
@@ -150,11 +150,10 @@ inline Rows expert_rows(const StepConfig& step) {
   add(o.z_loss, "z-loss x");
   add(o.bias_rate, "biases that change by");
   const std::string dispatch =
-      o.capacity_factor ? formatted(
-                              "at most {} choices of an expert in a sequence (capacity factor {}), later ones are "
-                              "dropped",
-                              *o.capacity(step.batch.T, e), *o.capacity_factor)
-                        : std::string("dropless");
+      o.capacity_factor
+          ? formatted("at most {} choices of an expert in a sequence (capacity factor {}), later ones are dropped",
+                      *o.capacity(step.batch.T, e), *o.capacity_factor)
+          : std::string("dropless");
   Rows rows = {{"experts",
                 formatted("{} of width {} in {}, {} for each token{}; {}", e.count, e.width,
                           layers == step.model.n_layer ? "each layer" : formatted("{} of the layers", layers),
@@ -213,8 +212,7 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
   if (const Growth by = m.growth(); m.base)
     rows.emplace_back(
         "parametrization",
-        formatted("{}: {} channels for {} of the base (x {}), {} layers for {} (x {}), heads of {} for {} "
-                  "(x {})",
+        formatted("{}: {} channels for {} of the base (x {}), {} layers for {} (x {}), heads of {} for {} (x {})",
                   o.parametrization, m.n_embd, m.base->width, by.width, m.n_layer, m.base->depth, by.depth, m.head_size,
                   m.base->head_size, by.head_size));
   if (m.experts.count > 0)

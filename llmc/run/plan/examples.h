@@ -1,5 +1,5 @@
-// examples.h: published runs, planned by the code that plans a user's (--plan-examples), beside what was measured. The
-// machines' constants are fitted on the first table alone.
+// examples.h: --plan-examples: published runs, planned as a user's are, beside what was measured. The machines'
+// constants are fitted on the first table alone.
 #pragma once
 #include "core/json.h"
 #include "model/layout_faults.h"
@@ -9,16 +9,16 @@
 
 namespace llmc {
 
-// A run of a paper: a GPT with a vocabulary of 51,200 unless a preset is named.
+// A run of a paper: a GPT of this shape with a vocabulary of 51,200 unless a preset is named.
 struct PublishedRun {
   std::string name;
-  int64_t heads, width, layers;
-  int tp, pp;
-  int64_t batch;            // sequences of a micro-batch
-  int chunks;               // of each stage
-  int64_t gpus, sequences;  // of a step
-  double measured;          // seconds of a step, or TFLOP/s per GPU
-  int stage = 0;            // of ZeRO
+  int64_t heads = 0, width = 0, layers = 0;
+  int tp = 1, pp = 1;
+  int64_t batch = 1;                // sequences of a micro-batch
+  int chunks = 1;                   // of each stage
+  int64_t gpus = 0, sequences = 0;  // of a step
+  double measured = 0;              // seconds of a step, or TFLOP/s per GPU
+  int stage = 0;                    // of ZeRO
   Recompute recompute = Recompute::block;
   bool sequence_parallel = false;
   int cp = 1;
@@ -37,19 +37,16 @@ struct PublishedRun {
 enum class Measured : uint8_t { seconds, tflops };
 struct PublishedTable {
   std::string title, machine;  // JSON
-  Measured measured;
   std::vector<PublishedRun> runs;
-  std::string why;          // planned and measured times differ
+  std::string why;  // planned and measured times differ
+  Measured measured = Measured::seconds;
   bool shown_only = false;  // the run computed something else than its plan: its error is none of the model of time
 };
 
 namespace detail {
 
-inline PublishedRun sharded(PublishedRun run) {
-  run.stage = 3;
-  return run;
-}
-inline PublishedRun selective(PublishedRun run) {
+inline PublishedRun selective(PublishedRun run, double seconds) {
+  run.measured = seconds;
   run.recompute = Recompute::none;
   run.sequence_parallel = true;
   return run;
@@ -58,12 +55,8 @@ inline PublishedRun selective(PublishedRun run) {
 inline PublishedRun llama3(int64_t gpus, int cp, int64_t T, double tflops) {
   constexpr int64_t tokens = 1 << 24;
   PublishedRun run{.name = formatted("T {}", T),
-                   .heads = 128,
-                   .width = 16384,
-                   .layers = 126,
                    .tp = 8,
                    .pp = 16,
-                   .batch = 1,
                    .chunks = 8,
                    .gpus = gpus,
                    .sequences = tokens / T,
@@ -85,16 +78,10 @@ inline PublishedRun deepseek_v3() {
   constexpr double tokens = 14.8e12, hours = 2.664e6;  // 2.788M with longer sequences and what followed
   PublishedRun run{
       .name = "V3 (671B)",
-      .heads = 128,
-      .width = 7168,
-      .layers = 61,
-      .tp = 1,
       .pp = 16,
-      .batch = 1,
       .chunks = 2,
       .gpus = 2048,
       .sequences = 15360,
-      .measured = 0,
       .stage = 1,
       .recompute = Recompute::activation,
       .T = 4096,
@@ -117,14 +104,9 @@ inline std::vector<PublishedTable> published_tables() {
       gpt3{"175B", 96, 12288, 96, 8, 8, 1, 3, 64, 64, 18.13},
       large{"530B", 128, 20480, 105, 8, 35, 1, 3, 280, 280, 49.05},
       largest{"1T", 160, 25600, 128, 8, 64, 1, 1, 512, 512, 94.42};
-  const auto taking = [](PublishedRun run, double seconds) {
-    run.measured = seconds;
-    return run;
-  };
   return {
       {"Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473), table 1: the fit",
        selene,
-       Measured::seconds,
        {{"1.7B", 24, 2304, 24, 1, 1, 4, 1, 32, 512, 3.53},
         {"3.6B", 32, 3072, 30, 2, 1, 4, 1, 64, 512, 3.70},
         {"7.5B", 32, 4096, 36, 4, 1, 4, 1, 128, 512, 3.70},
@@ -139,53 +121,41 @@ inline std::vector<PublishedTable> published_tables() {
        "reduction of gradients behind the last backward"},
       {"the same paper, table 2: tensor and pipeline parallelism",
        selene,
-       Measured::tflops,
        {{"174.6B", 96, 12288, 96, 8, 12, 1, 1, 384, 1536, 153},
         {"174.6B", 96, 12288, 96, 8, 12, 1, 1, 768, 1536, 149},
         {"174.6B", 96, 12288, 96, 8, 12, 1, 1, 1536, 1536, 141},
         {"529.6B", 128, 20480, 105, 8, 35, 1, 1, 560, 2240, 171},
         {"529.6B", 128, 20480, 105, 8, 35, 1, 1, 1120, 2240, 167},
         {"529.6B", 128, 20480, 105, 8, 35, 1, 1, 2240, 2240, 159}},
-       "as above"},
+       "as above",
+       Measured::tflops},
       {"the same table: ZeRO-3 alone, through one card of each server",
        R"({"like": "a100x8", "score_bytes": 13, "rails": false})",
-       Measured::tflops,
-       {sharded({"174.6B", 96, 12288, 96, 1, 1, 4, 1, 384, 1536, 144}),
-        sharded({"174.6B", 96, 12288, 96, 1, 1, 2, 1, 768, 1536, 88}),
-        sharded({"174.6B", 96, 12288, 96, 1, 1, 1, 1, 1536, 1536, 44}),
-        sharded({"529.6B", 128, 20480, 105, 1, 1, 4, 1, 640, 2560, 138}),
-        sharded({"529.6B", 128, 20480, 105, 1, 1, 2, 1, 1120, 2240, 98}),
-        sharded({"529.6B", 128, 20480, 105, 1, 1, 1, 1, 2240, 2240, 48})},
+       {{"174.6B", 96, 12288, 96, 1, 1, 4, 1, 384, 1536, 144, 3},
+        {"174.6B", 96, 12288, 96, 1, 1, 2, 1, 768, 1536, 88, 3},
+        {"174.6B", 96, 12288, 96, 1, 1, 1, 1, 1536, 1536, 44, 3},
+        {"529.6B", 128, 20480, 105, 1, 1, 4, 1, 640, 2560, 138, 3},
+        {"529.6B", 128, 20480, 105, 1, 1, 2, 1, 1120, 2240, 98, 3},
+        {"529.6B", 128, 20480, 105, 1, 1, 1, 1, 2240, 2240, 48, 3}},
        "DeepSpeed's gathers of 2021 reached the rate of one card per server, and hid less behind computation where "
-       "that "
-       "takes as long; NCCL's rings use all cards (rails: true), by which the last step would take a quarter"},
+       "that takes as long; NCCL's rings use all cards (rails: true), by which the last step would take a quarter",
+       Measured::tflops},
       {"Korthikanti et al. 2022 (arXiv 2205.05198), table 5: blocks recomputed",
        selene,
-       Measured::seconds,
        {small, gpt3, large, largest},
        "as above"},
       {"the same, with sequence parallelism and attention recomputed",
        selene,
-       Measured::seconds,
-       {selective(taking(small, 1.10)), selective(taking(gpt3, 13.75)), selective(taking(large, 37.83)),
-        selective(taking(largest, 71.49))},
+       {selective(small, 1.10), selective(gpt3, 13.75), selective(large, 37.83), selective(largest, 71.49)},
        "Megatron-LM hid communication here that is exposed in a plan, and its kernels were faster than those of 2021"},
       {"Llama 3 405B (arXiv 2407.21783), table 4",
        R"({"like": "h100x8"})",
-       Measured::tflops,
        {llama3(8192, 1, 8192, 430), llama3(16384, 1, 8192, 400), llama3(16384, 16, 131072, 380)},
-       "the paper does not say how it counts attention, half of the work at 131,072 tokens: in full is assumed"},
+       "the paper does not say how it counts attention, half of the work at 131,072 tokens: in full is assumed",
+       Measured::tflops},
       {"Llama 1 65B (arXiv 2302.13971), 380 tokens/s per GPU",
        R"({"like": "a100x8"})",
-       Measured::seconds,
        {{.name = "65B",
-         .heads = 64,
-         .width = 8192,
-         .layers = 80,
-         .tp = 1,
-         .pp = 1,
-         .batch = 1,
-         .chunks = 1,
          .gpus = 2048,
          .sequences = 2048,
          .measured = 2048 / 380.0,
@@ -199,11 +169,10 @@ inline std::vector<PublishedTable> published_tables() {
       {"DeepSeek-V3 (arXiv 2412.19437), 2.788M H800 hours in all, on the nearest model that this program has, in bf16",
        R"({"like": "h100x8", "links": [{"ranks": 8, "gb_per_s": 200, "share": 0.8, "us": 1.9},
                                       {"gb_per_s": 50, "share": 0.85, "us": 4}]})",
-       Measured::seconds,
        {deepseek_v3()},
        "to plan the run itself would need latent attention, products in fp8, a sigmoid router with node-limited "
-       "choices, "
-       "multi-token prediction, and DualPipe, which hides the exchange of rows behind another micro-batch",
+       "choices, multi-token prediction, and DualPipe, which hides the exchange of rows behind another micro-batch",
+       Measured::seconds,
        true},
   };
 }
@@ -344,13 +313,12 @@ inline std::vector<Sharding> hybrid_sharding() {
 inline Rows hybrid_rows() {
   Rows rows;
   for (const Sharding& s : hybrid_sharding())
-    rows.emplace_back(s.name,
-                      formatted("within a group {:.4f} Psi of each rank (3 (P - 1) / P = {:.4f}), between groups "
-                                "{:.4f} (2 (Q - 1) / (Q P) = {:.4f})",
-                                s.within, s.law_within, s.between, s.law_between));
+    rows.emplace_back(s.name, formatted("within a group {:.4f} Psi of each rank (3 (P - 1) / P = {:.4f}), between "
+                                        "groups {:.4f} (2 (Q - 1) / (Q P) = {:.4f})",
+                                        s.within, s.law_within, s.between, s.law_between));
   rows.emplace_back("between servers",
-                    "a server of 8 sends 3 Psi for each of its ranks in one group, and with a group "
-                    "in each server Psi once to reduce and once to gather, all ranks together");
+                    "a server of 8 sends 3 Psi for each of its ranks in one group, and with a group in each server Psi "
+                    "once to reduce and once to gather, all ranks together");
   return rows;
 }
 
@@ -368,10 +336,10 @@ inline void report_examples(Log& log) {
                     run.gpus, run.tp, run.pp, run.cp, r.measured, r.planned, r.error(), human_bytes(r.bytes)));
       if (run.tokens > 0) {
         const double planned = run.planned_gpu_hours(r.planned);
-        rows.emplace_back("", formatted("all of {:.1f} trillion tokens: published {:.2f} million GPU-hours, planned "
-                                        "{:.2f}, {:6.1f}%",
-                                        run.tokens * 1e-12, run.gpu_hours * 1e-6, planned * 1e-6,
-                                        100 * (planned / run.gpu_hours - 1)));
+        rows.emplace_back(
+            "",
+            formatted("all of {:.1f} trillion tokens: published {:.2f} million GPU-hours, planned {:.2f}, {:6.1f}%",
+                      run.tokens * 1e-12, run.gpu_hours * 1e-6, planned * 1e-6, 100 * (planned / run.gpu_hours - 1)));
       }
     }
     const Errors e = errors_of(errors);

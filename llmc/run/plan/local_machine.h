@@ -1,10 +1,8 @@
-// local_machine.h: --machine local: how fast this machine's processors are at a run's ops, measured by training one
-// layer of each kind of its model for a few steps, at its shapes and at halves of them, and by moving bytes between its
-// ranks.
+// local_machine.h: --machine local: how fast this machine's processors are at a run's ops, by training a layer of each
+// kind of its model for a few steps, at its shapes and at halves of them, and by moving bytes between ranks.
 #pragma once
 #include <chrono>
 #include <mutex>
-#include <nlohmann/json.hpp>
 
 #include "core/json.h"
 #include "core/log.h"
@@ -38,25 +36,19 @@ inline OpRate fit_rate(const std::vector<Sample>& samples) {
       }
     }
     std::array<double, 3> rate{};
-    std::array<size_t, 3> chosen{};
-    size_t n = 0;
-    bool solved = true;
+    std::vector<size_t> chosen;
     for (size_t i = 0; i < 3; ++i)
-      if ((parts >> i & 1) != 0) chosen[n++] = i;
-    for (size_t k = 0; k < n; ++k) {  // Gauss: they are symmetric and positive
-      const size_t pivot = chosen[k];
-      const double diagonal = m[pivot][pivot];
-      for (size_t r = 0; r < n; ++r) {
-        const size_t row = chosen[r];
+      if ((parts >> i & 1) != 0) chosen.push_back(i);
+    for (const size_t pivot : chosen)  // Gauss: they are symmetric and positive
+      for (const size_t row : chosen) {
         if (row == pivot) continue;
-        const double factor = m[row][pivot] / diagonal;
+        const double factor = m[row][pivot] / m[pivot][pivot];
         for (size_t column = 0; column < 4; ++column) m[row][column] -= factor * m[pivot][column];
       }
-    }
-    for (size_t k = 0; k < n; ++k) {
-      const double value = m[chosen[k]][3] / m[chosen[k]][chosen[k]];
-      solved = solved && std::isfinite(value) && value >= 0;
-      rate[chosen[k]] = value;
+    bool solved = true;
+    for (const size_t i : chosen) {
+      rate[i] = m[i][3] / m[i][i];
+      solved = solved && std::isfinite(rate[i]) && rate[i] >= 0;
     }
     if (!solved) continue;
     double off = 0;
@@ -69,8 +61,7 @@ inline OpRate fit_rate(const std::vector<Sample>& samples) {
   return best;
 }
 
-// The ops of one step of one rank: of each op and size the mean of its calls, in the best of a few steps, since another
-// program may have come between.
+// The ops of a rank's step: for each op and size the mean of its calls, in the least disturbed of a few steps.
 using Samples = std::map<std::string, std::vector<Sample>>;
 inline void time_ops(const StepConfig& step, const Device& device, Samples& samples) {
   const Plan plan = make_plan(step, device);
@@ -120,8 +111,7 @@ inline void time_ops(const StepConfig& step, const Device& device, Samples& samp
     if (seconds > 0) samples[std::get<0>(size)].push_back({std::get<1>(size), std::get<2>(size), seconds});
 }
 
-// The steps to measure for a run: one layer of each kind on one rank, at the run's shapes, at half of its rows, at half
-// of its widths, and at half of both.
+// The steps to measure: a layer of each kind, at the run's shapes, half of its rows, half of its widths, half of both.
 inline std::vector<StepConfig> steps_to_measure(const StepConfig& step) {
   StepConfig one = step;
   one.layout = {};
@@ -136,7 +126,7 @@ inline std::vector<StepConfig> steps_to_measure(const StepConfig& step) {
   m.experts.dense_layers.clear();
   if (both) m.experts.dense_layers = {0};
   std::vector<StepConfig> all = {one};
-  const auto add = [&](bool rows, bool widths) {
+  for (const auto& [rows, widths] : {std::pair{true, false}, std::pair{false, true}, std::pair{true, true}}) {
     StepConfig part = one;
     if (rows && part.batch.T >= 64) part.batch.T /= 2;
     else if (rows) part.batch.B = std::max<int64_t>(1, part.batch.B / 2);
@@ -152,10 +142,7 @@ inline std::vector<StepConfig> steps_to_measure(const StepConfig& step) {
       c.vocab_size = std::max<int64_t>(8, c.vocab_size / 2);
     }
     all.push_back(part);
-  };
-  add(true, false);
-  add(false, true);
-  add(true, true);
+  }
   return all;
 }
 

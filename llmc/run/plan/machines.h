@@ -1,10 +1,10 @@
-// machines.h: machines to plan for, by name or from a file. Each is JSON, of which a file may change some members:
+// machines.h: machines to plan for, by name or from a file, as JSON. A file may change some members of another machine:
 // {"like": "h100x8", "op_us": 5}.
 #pragma once
-#include <nlohmann/json.hpp>
 
 #include "core/dtype.h"
 #include "core/json.h"
+#include "core/words.h"
 #include "device/machine.h"
 
 namespace llmc {
@@ -17,13 +17,12 @@ struct ServerUse {
 
 namespace detail {
 
-// Peaks, memory and links are the datasheets'; memory_gib is what the driver reports as total. Then what is reached of
-// them:
+// Peaks, memory and links are the datasheets'; memory_gib is what the driver reports as total. What is reached of them:
 //   product_share: of the best product that anybody found (A100 271, H100 792, B200 1745 TFLOP/s: Bekman, "Machine
 //     Learning Engineering", maximum achievable matmul FLOPS), 83%, which was fitted: with it the plans of
 //     Megatron-LM's Table 1 take as long as published, but for a few percent (dev/results/plans.md). Clocks sink under
-//     load. Of the H200: fitted to three models on one of them, and to two in fp8
-//     (dev/results/gpu-h200.md); of the H100 in fp8, where none was measured, in the same proportion.
+//     load. Of the H200: fitted to three models on one of them, and to two in fp8 (dev/results/gpu-h200.md); of the
+//     H100 in fp8, where none was measured, in the same proportion.
 //   share of a link: NCCL's bus bandwidth in all-reduces of 1 GiB and more, about 230 GB/s with NVLink 3 and 360 with
 //     NVLink 4; between servers, 85%.
 //   disk_gb_per_s: of a rank's share of the disks of its server, in each of two directions, for --offload-dir; without
@@ -31,9 +30,8 @@ namespace detail {
 //   host_update_gb_per_s: that a rank's share of the processors beside its GPU reads and writes in updates, for
 //     --offload-update host; without it, they take no time.
 //   host_link: PCIe's 16 lanes, in each of two directions; 80% of it is usual for copies of pinned memory.
-//   us of a link: a step of NCCL's rings by the protocol LL128, from the tables by which NCCL chooses
-//   (graph/tuning.cc). attention_share, half_keys, half_channels: FlashAttention-2, forward and backward together, on
-//   an A100 (up to 220
+//   us of a link: a step of NCCL's rings by the protocol LL128, from NCCL's own tables (graph/tuning.cc).
+//   attention_share, half_keys, half_channels: FlashAttention-2, forward and backward together, on an A100 (up to 220
 //     TFLOP/s) and an H100 (up to 335), by sequence length and channels of a head (Dao 2023, figures 4 to 7).
 //   memory_share, op_us, tile_fill: usual values, which no paper prints.
 //   watts: of a server at full load, by its datasheet, over its GPUs.
@@ -42,7 +40,7 @@ namespace detail {
 // is cores x clock x operations of a cycle: fp32 32 with AVX2 or Zen 4, 64 with two units of 512 bits; bf16 twice that
 // with AVX-512-BF16, 2,048 with AMX, and as fp32 without either, since it is then multiplied as such. The clock is that
 // of all cores where the datasheet has one, otherwise the base. Shares and rates are those of this program's own ops,
-// measured on two cores of a Zen 4 (dev/results/cpu-products.md, bench-cpu.md, comm-threads.md) and one with AMX
+// measured on two cores of a Zen 4 (dev/results/cpu-products.md, bench-cpu.md, comm-threads.md), one with AMX
 // (plans.md):
 //   product_share: products in steps; with AMX they wait for memory.
 //   attention_share, half_keys: a third of the peak at 256 tokens, half at 2,048.
@@ -154,7 +152,9 @@ class MachineReader {
     m.memory_bytes = number(json_, "memory_gib", 0, 0) * (1 << 30);
     m.bytes_per_s = number(json_, "memory_gb_per_s", positive) * 1e9;
     read_links(m);
-    if (!json_.contains("cores")) m.host_bytes_per_s = host_rate(json_.value("host_link", usual_host_link()));
+    if (!json_.contains("cores"))
+      m.host_bytes_per_s = host_rate(
+          json_.value("host_link", nlohmann::json{{"gb_per_s", 32}, {"share", 0.8}}));  // PCIe 4, if it does not say
     m.disk_bytes_per_s = number(json_, "disk_gb_per_s", 0, 0) * 1e9;
     m.host_update_bytes_per_s = number(json_, "host_update_gb_per_s", 0, 0) * 1e9;
     m.share_links = true;
@@ -175,27 +175,10 @@ class MachineReader {
     m.memory_share = number(json_, "memory_share", positive, 1);
     m.op_s = number(json_, "op_us", 0, 0) * 1e-6;
     m.watts = number(json_, "watts", 0, 0);
-    require_known(json_, {"source",
-                          "cores",
-                          "tflops",
-                          "memory_gib",
-                          "memory_gb_per_s",
-                          "links",
-                          "host_link",
-                          "host_update_gb_per_s",
-                          "disk_gb_per_s",
-                          "rails",
-                          "product_share",
-                          "multiprocessors",
-                          "tile_fill",
-                          "attention_share",
-                          "half_keys",
-                          "half_channels",
-                          "score_bytes",
-                          "memory_share",
-                          "op_us",
-                          "core_gb_per_s",
-                          "watts"});
+    require_known(json_, split("source cores tflops memory_gib memory_gb_per_s links host_link host_update_gb_per_s "
+                               "disk_gb_per_s rails product_share multiprocessors tile_fill attention_share half_keys "
+                               "half_channels score_bytes memory_share op_us core_gb_per_s watts",
+                               ' '));
     if (json_.contains("cores")) share_out(m, use);
     return m;
   }
@@ -213,8 +196,6 @@ class MachineReader {
           least > 0 ? " above 0" : " of at least 0");
     return value.get<double>();
   }
-  // PCIe 4, if a machine does not say.
-  static nlohmann::json usual_host_link() { return {{"gb_per_s", 32}, {"share", 0.8}}; }
   double host_rate(const nlohmann::json& link) const {
     CHECK(link.is_object(), "--machine {}: host_link is not an object with gb_per_s and share", shown(where_));
     require_known(link, {"gb_per_s", "share"});
@@ -260,8 +241,8 @@ class MachineReader {
     require_known(tflops, {"fp8", "bf16", "tf32", "fp32"});
     const char* of = dtype == DType::bf16 ? "bf16" : tf32 ? "tf32" : "fp32";
     CHECK(tflops.contains(of),
-          "--machine {}: tflops has no {}: such a processor cannot compute this run; use another "
-          "--dtype, or another machine",
+          "--machine {}: tflops has no {}: such a processor cannot compute this run; use another --dtype, or another "
+          "machine",
           shown(where_), of);
     m.flops_per_s = number(tflops, of, positive) * 1e12;
     m.fp8_flops_per_s = number(tflops, "fp8", 0, 0) * 1e12;
@@ -300,8 +281,7 @@ inline void set_cores(nlohmann::json& machine, int cores) {
   for (const char* member : {"memory_gib", "memory_gb_per_s"}) machine[member] = machine[member].get<double>() * times;
 }
 
-// Of the table, with any number of GPUs (h100x4) or cores (cpux16; cpu: as many as in the table) per server, or from a
-// file.
+// From a file, or of the table with any number of GPUs (h100x4) or cores (cpux16; cpu: as in the table) per server.
 inline nlohmann::json machine_json(const std::string& name) {
   if (name.ends_with(".json")) return whole_machine(name, read_json(name));
   for (const std::string& row : machine_names())

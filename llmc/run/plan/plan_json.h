@@ -13,28 +13,28 @@ using OrderedJson = nlohmann::ordered_json;
 
 // What a rank of a stage holds, computes and sends.
 inline OrderedJson rank_json(const Plan& plan) {
-  OrderedJson memory = OrderedJson::array(), sent = OrderedJson::array(), ops = OrderedJson::array(),
-              exposed = OrderedJson::array();
-  for (const MemoryLine& line : plan.memory)
-    if (line.bytes > 0) memory.push_back({{"name", line.label}, {"bytes", line.bytes}});
+  OrderedJson sent = OrderedJson::array(), ops = OrderedJson::array(), exposed = OrderedJson::array();
+  const auto lines = [](const std::vector<MemoryLine>& all, int64_t least) {
+    OrderedJson json = OrderedJson::array();
+    for (const MemoryLine& line : all)
+      if (line.bytes >= least) json.push_back({{"name", line.label}, {"bytes", line.bytes}});
+    return json;
+  };
   for (const auto& [group, of_group] : plan.step_traffic)
     if (of_group > 0) sent.push_back({{"group", group}, {"bytes", of_group}});
   for (const auto& [name, t] : plan.step_ops)
     ops.push_back({{"op", name}, {"calls", t.calls}, {"flops", t.flops}, {"bytes", t.bytes}, {"seconds", t.seconds}});
   for (const auto& [group, seconds] : plan.exposed_by_group)
     if (seconds > 0) exposed.push_back({{"group", group}, {"seconds", seconds}});
-  OrderedJson host = OrderedJson::array(), file = OrderedJson::array();
-  for (const MemoryLine& line : plan.host_memory) host.push_back({{"name", line.label}, {"bytes", line.bytes}});
-  for (const MemoryLine& line : plan.file_contents) file.push_back({{"name", line.label}, {"bytes", line.bytes}});
   return {{"memory_bytes", plan.total_bytes()},
-          {"memory", memory},
+          {"memory", lines(plan.memory, 1)},
           {"checkpoint_copy_bytes", plan.copy_bytes},
           {"host_memory_bytes", plan.host_bytes},
-          {"host_memory", host},
+          {"host_memory", lines(plan.host_memory, 0)},
           {"to_device_bytes", plan.step_host.to_device},
           {"to_host_bytes", plan.step_host.to_host},
           {"file_bytes", plan.file_bytes},
-          {"file", file},
+          {"file", lines(plan.file_contents, 0)},
           {"file_read_bytes", plan.step_file.read},
           {"file_written_bytes", plan.step_file.written},
           {"flops", plan.flops()},
@@ -133,8 +133,7 @@ inline OrderedJson layout_json(const StepConfig& step) {
 
 }  // namespace detail
 
-// run: if its length is known. stretches: of a run of stages, whose step with most memory is planned. Fields that are
-// not known are null.
+// run: if its length is known. stretches: of a run of stages, whose step with most memory is planned. Unknown: null.
 inline std::string plan_json(const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
                              const std::optional<detail::PlannedRun>& run = std::nullopt,
                              const detail::OrderedJson& stretches = {}) {
@@ -144,10 +143,9 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
   const int64_t limit = memory_limit(o, device);
   const bool limited = limit < std::numeric_limits<int64_t>::max();
   const double tokens = static_cast<double>(step.tokens());
-  OrderedJson notices = OrderedJson::array();
-  if (const std::string notice = detail::vocabulary_notice(o, step.model); !notice.empty()) notices.push_back(notice);
-  for (const std::string& notice : detail::plan_notices(o, device, step)) notices.push_back(notice);
-  if (const std::string notice = copies_notice(o, plan); !notice.empty()) notices.push_back(notice);
+  std::vector<std::string> notices = detail::plan_notices(o, device, step, plan);
+  if (const std::string notice = detail::vocabulary_notice(o, step.model); !notice.empty())
+    notices.insert(notices.begin(), notice);
   OrderedJson stages = OrderedJson::array();
   const std::vector<OrderedJson> timelines = detail::timelines_json(step, plan, device);
   const std::vector<Chunk> chunks = step.model_chunks();
@@ -163,7 +161,7 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
     per_second = tokens / *seconds;
     mfu = training_flops_per_token(step.model, step.batch.T) * *per_second /
           (device.machine->flops_per_s * step.layout.ranks());
-    hfu = detail::flops_of_step(plan, step) / (device.machine->flops_per_s * step.layout.ranks() * *seconds);
+    hfu = flops_of_step(plan, step) / (device.machine->flops_per_s * step.layout.ranks() * *seconds);
   }
   OrderedJson json = {
       {"step_seconds", known(seconds)},

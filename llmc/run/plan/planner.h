@@ -1,22 +1,17 @@
-// planner.h: finds what a run needs by running the trainer itself on the null device. Nothing is computed; memory is
-// counted by name, work by op, and, at given rates, time. The real run's arenas have exactly this size, so the plan
-// cannot drift from the code.
+// planner.h: finds what a run needs by running the trainer itself on the null device, which computes nothing: memory by
+// name, work by op, at given rates time. The run's arenas have exactly this size, so plan and code cannot drift apart.
 #pragma once
 #include "run/checkpoints/checkpoint_share.h"
+#include "schedule/balance.h"
 #include "train/sample.h"
 
 namespace llmc {
 
-// The label, in a plan's memory, of the memory that NCCL takes for a rank's groups.
-inline constexpr const char* nccl_label = "NCCL";
-// That of the work space of ops.
+// Labels in a plan's memory.
+inline constexpr const char* nccl_label = "NCCL";  // what it takes for a rank's groups
 inline constexpr const char* scratch_label = "op scratch";
-
-// That of what is offloaded, where the device uses the host's memory.
-inline constexpr const char* offloaded_label = "offloaded";
-
-// That of the copies of an asynchronous checkpoint.
-inline constexpr const char* copies_label = "checkpoint copies";
+inline constexpr const char* offloaded_label = "offloaded";       // where the device uses the host's memory
+inline constexpr const char* copies_label = "checkpoint copies";  // of asynchronous ones
 
 struct Plan {
   int64_t arena_bytes = 0, scratch_bytes = 0;
@@ -25,7 +20,7 @@ struct Plan {
   int64_t file_bytes = 0;               // of the file that has some of it instead
   std::vector<MemoryLine> file_contents;
   int64_t share_bytes = 0;         // of a checkpoint that a rank writes, at most
-  int64_t copy_bytes = 0;          // host memory for copies of them (copies.h)
+  int64_t copy_bytes = 0;          // host memory for copies of them (plan_run())
   std::vector<MemoryLine> memory;  // of a rank, live at the high-water mark, scratch last
   OpLedger step_ops;               // calls, flops and bytes per training step of a rank, if it trains
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group
@@ -44,18 +39,17 @@ struct Plan {
     if (!stages.empty()) return *stages[static_cast<size_t>(rank / ranks_of_stage)];
     return rank > 0 && others ? *others : *this;
   }
-  // The stage with the largest f(plan); among equals, the first.
-  template <class F>
-  size_t stage_with_most(F&& f) const {
-    size_t most = 0;
-    for (size_t s = 1; s < stages.size(); ++s)
-      if (f(*stages[s]) > f(*stages[most])) most = s;
-    return most;
-  }
-  size_t stage_with_most_memory() const {
-    return stage_with_most([](const Plan& p) { return p.total_bytes(); });
-  }
   const Plan& of_stage(size_t s) const { return stages.empty() ? *this : *stages[s]; }
+  // The stage with the most of a member, such as &Plan::total_bytes; among equals, the first.
+  template <class Member>
+  size_t stage_with_most(Member of) const {
+    if (stages.empty()) return 0;
+    return static_cast<size_t>(std::ranges::max_element(stages, {}, of) - stages.begin());
+  }
+  template <class Member>
+  const Plan& with_most(Member of) const {
+    return of_stage(stage_with_most(of));
+  }
   double flops() const {  // of a rank of this stage, per step
     double sum = 0;
     for (const auto& [op, totals] : step_ops) sum += totals.flops;
@@ -73,6 +67,12 @@ struct Plan {
     return bytes;
   }
 };
+
+inline double flops_of_step(const Plan& plan, const StepConfig& step) {
+  double flops = 0;  // sum over one rank of each stage
+  for (size_t s = 0; s < static_cast<size_t>(step.layout.pipeline.stages); ++s) flops += plan.of_stage(s).flops();
+  return flops * step.layout.ranks() / step.layout.pipeline.stages;
+}
 
 // Which passes a plan runs: a search needs them apart.
 enum class Passes : uint8_t { all, step, forwards };
@@ -108,8 +108,7 @@ inline bool ends_updates(const Layout& layout) {
 }
 
 // Runs on paper: one training step, if the rank trains; one evaluation, unless it only generates; and rank 0's
-// generation at all lengths.
-// `target`: a rank's device.
+// generation at all lengths. `target`: a rank's device.
 inline Plan make_plan(const StepConfig& config, const Device& target, int rank = 0, Passes passes = Passes::all) {
   std::optional<KeptLists> kept;
   if (!KeptLists::exist()) kept.emplace();
@@ -131,7 +130,6 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     for (const Stream* s : groups.streams()) all.read += s->file_bytes().read, all.written += s->file_bytes().written;
     return all;
   };
-  const BatchSource nothing = [](int64_t) { return HostBatch{}; };
   Plan plan;
   if (config.layout.zero.holds == Holds::training_state && passes != Passes::forwards) {
     trainer.follow_another_step();
@@ -144,7 +142,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
     stream.set_ledger(&plan.step_ops);
     std::vector<PassTime> actions;
     if (device.machine) trainer.time_actions(&actions);
-    trainer.begin_step(nothing, {}, {.max_norm = 1});
+    trainer.begin_step([](int64_t) { return HostBatch{}; }, {}, {.max_norm = 1});
     if (ends_updates(config.layout) || config.layout.pipeline.asynchronous()) trainer.flush();
     trainer.time_actions(nullptr);
     for (const PassTime& a : actions) plan.action_seconds.push_back(a.end - a.begin);
@@ -190,8 +188,7 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   return plan;
 }
 
-// A limit beyond any run: layers times the micro-batches of a step, whose actions and activations are listed before it
-// begins.
+// A limit beyond any run: layers x micro-batches of a step, whose actions and activations are listed before it begins.
 inline constexpr int64_t most_passes = 1 << 18;
 
 // Rejects what cannot even be planned: a step with more actions than can be listed, or sizes whose products overflow 64
@@ -220,5 +217,59 @@ inline void require_countable(const StepConfig& config) {
 
 // Whether the plan fits into `limit` bytes.
 inline bool fits(const Plan& plan, int64_t limit) { return plan.total_bytes() <= limit; }
+
+// ---- For --pp-layout balanced, and for what --plan says about it ----------------------------------------------------
+
+// The costs of the embedding, a layer and the head, from a model with this one layer. A pipeline of three stages is
+// planned with two micro-batches and with one; costs common to both, such as the update, cancel.
+inline std::array<ModuleCost, 3> count_modules(StepConfig step, double flops_per_s) {
+  PipelineParallel& pipeline = step.layout.pipeline;
+  pipeline = {.schedule = Schedule::one_f_one_b, .stages = 3, .layers = {0, 1, 0}, .slices = pipeline.slices};
+  step.generates = false;
+  const auto flops_with = [&](int64_t micro_batches) {
+    step.micro_batches = micro_batches;
+    std::vector<double> flops;
+    for (const auto& stage : make_plan(step, Device{}).stages) flops.push_back(stage->flops());
+    return flops;
+  };
+  const std::vector<double> one = flops_with(1), two = flops_with(2);
+  const double message =
+      static_cast<double>(step.layout.tensor.stream_rows(step.share(step.batch, Purpose::train).rows()) *
+                          step.model.n_embd * size_of(step.precision.activations));
+  const ParamTable table = part_of(parameter_table(step.model), step.layout.tensor, 0);
+  std::array<int64_t, 3> elements = {};
+  for (size_t u = 0; u < table.size(); ++u)  // a layer may have two units
+    for (const ParamSpec& p : table[u].params) elements[u == 0 ? 0 : u + 1 == table.size() ? 2 : 1] += p.box().numel();
+  if (step.model.tied)  // the head's table is the embedding's
+    for (const ParamSpec& p : table[0].params) elements[2] += p.name.starts_with("wte") ? p.box().numel() : 0;
+  std::array<ModuleCost, 3> modules;
+  for (size_t m = 0; m < 3; ++m)
+    modules[m] = {.seconds = (two[m] - one[m]) / flops_per_s,
+                  .weight_bytes = static_cast<double>(elements[m] * size_of(step.precision.state)),
+                  .activation_bytes = m == 2 ? 0 : message,
+                  .gradient_bytes = m == 2 ? 0 : message};
+  return modules;
+}
+
+// The costs of one micro-batch, forward and backward, on a rank: the flops of its ops, at `flops_per_s`; with experts,
+// as if all ranks had equally many rows.
+inline ModelCosts count_costs(const StepConfig& step, double flops_per_s = 1e12) {
+  std::array<std::optional<std::array<ModuleCost, 3>>, 2> kinds;  // with a dense layer, and with a sparse one
+  std::vector<ModuleCost> blocks;
+  for (int64_t l = 0; l < step.model.n_layer; ++l) {
+    auto& modules = kinds[step.model.is_sparse(l)];
+    if (!modules) {
+      StepConfig one = step;
+      one.model.n_layer = 1;
+      one.model.experts.every = 1;
+      one.model.experts.dense_layers = {};
+      if (!step.model.is_sparse(l)) one.model.experts.dense_layers = {0};
+      modules = count_modules(one, flops_per_s);
+    }
+    blocks.push_back((*modules)[1]);
+  }
+  const auto& any = kinds[0] ? *kinds[0] : *kinds[1];
+  return {any[0], std::move(blocks), any[2]};
+}
 
 }  // namespace llmc

@@ -1,44 +1,21 @@
 // report_plan.h: prints what a run needs: memory by name, the stages of a pipeline, work by op, traffic, time.
 #pragma once
 #include "core/log.h"
-#include "run/length.h"
-#include "run/plan/copies.h"
-#include "run/plan/count_costs.h"
 #include "run/plan/describe.h"
-#include "run/plan/remedy.h"
 #include "run/plan/report_time.h"
 #include "run/plan/verdict.h"
-#include "schedule/simulate.h"
 #include "train/slice_times.h"
 
 namespace llmc {
 
 namespace detail {
 
-inline Rows rows_of(const std::vector<MemoryLine>& lines, int64_t total) {
+inline Rows rows_of(const std::vector<MemoryLine>& lines, int64_t total, const Rows& more = {}) {
   Rows rows;
   for (const MemoryLine& line : lines)
     if (line.bytes > 0) rows.emplace_back(line.label, human_bytes(line.bytes));
   rows.emplace_back("total", human_bytes(total));
-  return rows;
-}
-
-inline Rows memory_rows(const Plan& plan) { return rows_of(plan.memory, plan.total_bytes()); }
-
-// What is offloaded, and the bytes that a step copies.
-inline Rows host_rows(const Plan& plan) {
-  Rows rows = rows_of(plan.host_memory, plan.host_bytes);
-  rows.emplace_back("copied per step", formatted("{} to the device, {} to the host",
-                                                 human_bytes(static_cast<int64_t>(plan.step_host.to_device)),
-                                                 human_bytes(static_cast<int64_t>(plan.step_host.to_host))));
-  return rows;
-}
-
-// What is in a rank's file, and the bytes of it that a step reads and writes.
-inline Rows file_rows(const Plan& plan) {
-  Rows rows = rows_of(plan.file_contents, plan.file_bytes);
-  rows.emplace_back("per step", formatted("{} read, {} written", human_bytes(static_cast<int64_t>(plan.step_file.read)),
-                                          human_bytes(static_cast<int64_t>(plan.step_file.written))));
+  rows.insert(rows.end(), more.begin(), more.end());
   return rows;
 }
 
@@ -61,26 +38,23 @@ inline std::string modules_text(const StepConfig& step, const std::vector<Chunk>
 inline Rows stage_rows(const StepConfig& step, const Plan& plan) {
   struct StageRun {
     int first, last;
-    std::string modules, numbers;
+    std::string numbers, modules;
   };
   std::vector<StageRun> runs;
-  const std::vector<Chunk> chunks = step.model_chunks();
-  size_t width = 0;
   for (int s = 0; s < step.layout.pipeline.stages; ++s) {
     const Plan& its = plan.of_stage(static_cast<size_t>(s));
     const std::string numbers = formatted("{:10} {:12}, sends {:10} a step", human_bytes(its.total_bytes()),
                                           human_flops(its.flops()), human_bytes(its.bytes_sent()));
-    if (!runs.empty() && runs.back().numbers == numbers) {
-      StageRun& run = runs.back();
-      run.modules =
-          (run.first == run.last ? run.modules + " to " : run.modules.substr(0, run.modules.find(" to ") + 4)) +
-          modules_text(step, chunks, s);
-      run.last = s;
-    } else {
-      runs.push_back({s, s, modules_text(step, chunks, s), numbers});
-    }
+    if (runs.empty() || runs.back().numbers != numbers) runs.push_back({s, s, numbers, ""});
+    runs.back().last = s;
   }
-  for (const StageRun& run : runs) width = std::max(width, run.modules.size());
+  const std::vector<Chunk> chunks = step.model_chunks();
+  size_t width = 0;
+  for (StageRun& run : runs) {
+    run.modules = modules_text(step, chunks, run.first);
+    if (run.last > run.first) run.modules += " to " + modules_text(step, chunks, run.last);
+    width = std::max(width, run.modules.size());
+  }
   Rows rows;
   for (StageRun& run : runs) {
     run.modules.resize(width, ' ');
@@ -120,17 +94,14 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
   const auto law = bubble_law(step.pipeline());
   const double most = *std::ranges::max_element(sim.busy);
   const auto slowest = std::ranges::find_if(sim.busy, [&](double b) { return b > most * (1 - 1e-9); });
-  const auto layers_text = [](const std::vector<int64_t>& layers) {
-    return name_of(PipelineLayout{LayoutKind::list, layers});
-  };
   double mean = 0;
   for (const double b : sim.busy) mean += b / step.layout.pipeline.stages;
   const double above = 100 * (most / mean - 1);
   const std::string bubble =
       step.layout.pipeline.asynchronous()
           ? formatted(
-                "none between flushes but for unequal stages (the slowest has {:.1f}% more than the mean); each "
-                "flush costs the time of P - 1 = {} micro-batches",
+                "none between flushes but for unequal stages (the slowest has {:.1f}% more than the mean); each flush "
+                "costs the time of P - 1 = {} micro-batches",
                 above, step.layout.pipeline.stages - 1)
           : formatted("{:.1f}% of the stages' time{}{}", 100 * sim.bubble(),
                       step.pipeline().splits_backward() ? " (both parts of a backward count as equally long)" : "",
@@ -154,9 +125,10 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
     const std::vector<int64_t> balanced = balanced_layers(costs, step.stages_of_chunks());
     std::vector<int64_t> used;
     for (const Chunk& chunk : step.model_chunks()) used.push_back(static_cast<int64_t>(chunk.layers.size()));
-    rows.emplace_back("--pp-layout balanced", balanced == used        ? "the same layers"
-                                              : balanced.size() <= 64 ? layers_text(balanced)
-                                                                      : numbers_text(balanced));
+    rows.emplace_back("--pp-layout balanced", balanced == used ? "the same layers"
+                                              : balanced.size() <= 64
+                                                  ? name_of(PipelineLayout{LayoutKind::list, balanced})
+                                                  : numbers_text(balanced));
   }
   if (!machine) return rows;
   // A PipeDream worker is a group of tensor- and context-parallel ranks; beyond this many, they are counted in groups:
@@ -185,31 +157,31 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
 
 // more: rows to append to the table.
 inline void report_memory(Log& log, const StepConfig& step, const Plan& plan, const Rows& more = {}) {
-  const size_t largest = plan.stage_with_most_memory();
-  Rows rows = memory_rows(plan.of_stage(largest));
-  rows.insert(rows.end(), more.begin(), more.end());
+  const size_t largest = plan.stage_with_most(&Plan::total_bytes);
   const Plan& p = plan.of_stage(largest);
-  if (p.copy_bytes > 0 && std::ranges::none_of(p.memory, [](const auto& line) { return line.label == copies_label; }))
+  const auto has = [&](const char* label) { return std::ranges::count(p.memory, label, &MemoryLine::label) > 0; };
+  Rows rows = rows_of(p.memory, p.total_bytes(), more);
+  if (p.copy_bytes > 0 && !has(copies_label))
     rows.emplace_back(copies_label, human_bytes(p.copy_bytes) + " of host memory, pinned");
   log.table(step.layout.ranks() == 1          ? std::string("memory")
             : plan.others                     ? "memory of rank 0, the server"
             : step.layout.pipeline.stages > 1 ? formatted("memory per rank of stage {}, which needs most", largest)
                                               : "memory per rank",
             rows);
-  const bool apart =
-      std::ranges::none_of(p.memory, [](const MemoryLine& line) { return line.label == offloaded_label; });
-  if (p.host_bytes > 0) log.table(apart ? "host memory of a rank, pinned" : "of it offloaded", host_rows(p));
+  const auto bytes = [](double n) { return human_bytes(static_cast<int64_t>(n)); };
+  if (p.host_bytes > 0)
+    log.table(has(offloaded_label) ? "of it offloaded" : "host memory of a rank, pinned",
+              rows_of(p.host_memory, p.host_bytes,
+                      {{"copied per step", formatted("{} to the device, {} to the host", bytes(p.step_host.to_device),
+                                                     bytes(p.step_host.to_host))}}));
   if (p.file_bytes > 0)
-    log.table(formatted("file of a rank, in {}", shown(step.layout.zero.offload.directory)), file_rows(p));
-  if (plan.others) log.table("memory of each other rank", memory_rows(*plan.others));
+    log.table(
+        formatted("file of a rank, in {}", shown(step.layout.zero.offload.directory)),
+        rows_of(p.file_contents, p.file_bytes,
+                {{"per step", formatted("{} read, {} written", bytes(p.step_file.read), bytes(p.step_file.written))}}));
+  if (plan.others) log.table("memory of each other rank", rows_of(plan.others->memory, plan.others->total_bytes()));
   if (step.layout.pipeline.stages > 1)
     log.table("stages: layers; memory, work and traffic of a rank", stage_rows(step, plan));
-}
-
-// GPU memory that the plan does not count.
-inline std::string not_counted_text() {
-  return formatted("about {} for the CUDA context and cuBLASLt{}", human_bytes(gpu_reserve),
-                   built_for_gpus ? "" : "; some MiB of op scratch, which only a build for GPUs counts");
 }
 
 // A notice if processes that may share processors have more threads, `threads` each, than there are processors.
@@ -225,13 +197,11 @@ inline std::string crowded_notice(const llmc::Place& place, int64_t threads, int
 inline std::string too_many_ranks_notice(const Options& o, const Device& device) {
   const int64_t ranks = o.place.local_ranks;
   constexpr int largest_server = 16;  // in GPUs
-  const bool elsewhere = is_gpu_elsewhere(device);
-  const bool gpus = device.computes_as() == DeviceKind::cuda;
+  const bool elsewhere = is_gpu_elsewhere(device), gpus = device.computes_as() == DeviceKind::cuda;
   if (elsewhere ? ranks <= largest_server : gpus ? device.sharers <= 1 : ranks <= processors_of(device)) return "";
-  const std::string shared = elsewhere ? formatted("each with a GPU of its own in one machine")
-                             : device.computes_as() == DeviceKind::cuda
-                                 ? formatted("which share {} GPU(s)", visible_gpus().count)
-                                 : formatted("which share {} processor(s)", processors_of(device));
+  const std::string shared = elsewhere ? "each with a GPU of its own in one machine"
+                             : gpus    ? formatted("which share {} GPU(s)", visible_gpus().count)
+                                       : formatted("which share {} processor(s)", processors_of(device));
   return formatted(
       "notice: {} ranks would be threads of one process, {}; scripts/multi_node/ starts processes on several hosts",
       ranks, shared);
@@ -242,31 +212,40 @@ inline std::string topology_notice(const StepConfig& step, const Machine& machin
   const int64_t tp = step.layout.tensor.ranks, server = machine.links[0].ranks;
   if (machine.links.size() == 1 || step.layout.ranks() <= server || server % tp == 0) return "";
   return formatted(
-      "notice: --tp {}: {} of {} ranks, and each layer waits for exchanges over {:.0f} GB/s instead of "
-      "{:.0f} GB/s: use a divisor of {}, with --pp or a higher --zero-stage if memory is short",
+      "notice: --tp {}: {} of {} ranks, and each layer waits for exchanges over {:.0f} GB/s instead of {:.0f} GB/s: "
+      "use a divisor of {}, with --pp or a higher --zero-stage if memory is short",
       tp, tp > server ? "groups are larger than servers" : "some groups lie in two servers", server,
       machine.links[1].bytes_per_s * 1e-9, machine.links[0].bytes_per_s * 1e-9, server);
 }
 
+// "activations (--tp)": a group of ranks, and the option that makes it, unless all layouts have it.
+inline std::string axis_of_group(const std::string& name) {
+  const bool tensor = name == "activations" || name == "partial gradients" || name == "head gradients";
+  return name == "keys and values" ? "attention (--cp)" : name + (tensor ? " (--tp)" : "");
+}
+
 // What a plan has to say beside its numbers: lines that begin with "notice: ".
-inline std::vector<std::string> plan_notices(const Options& o, const Device& device, const StepConfig& step) {
+inline std::vector<std::string> plan_notices(const Options& o, const Device& device, const StepConfig& step,
+                                             const Plan& plan) {
   std::vector<std::string> notices = {depth_notice(o)};
-  if (device.machine) notices.push_back(topology_notice(step, *device.machine));
-  if (device.machine && step.layout.zero.offload.any_in_file() && device.machine->disk_bytes_per_s == 0)
-    notices.push_back(
-        formatted("notice: {} does not say how fast its disks are: times are without what --offload-dir reads and "
-                  "writes: give disk_gb_per_s in a file of --machine",
-                  device.machine->name));
-  if (device.machine && device.computes_as() == DeviceKind::cuda && step.layout.zero.offload.updates_at_host() &&
-      device.machine->host_update_bytes_per_s == 0)
-    notices.push_back(
-        formatted("notice: {} does not say how fast its hosts update: times are without what --offload-update host "
-                  "computes: give host_update_gb_per_s in a file of --machine",
-                  device.machine->name));
+  if (const Machine* const m = device.machine.get()) {
+    const auto untimed = [&](const char* what, const char* left_out, const char* member) {
+      notices.push_back(formatted(
+          "notice: {} does not say how fast its {}: times are without what {}: give {} in a file of --machine", m->name,
+          what, left_out, member));
+    };
+    notices.push_back(topology_notice(step, *m));
+    if (step.layout.zero.offload.any_in_file() && m->disk_bytes_per_s == 0)
+      untimed("disks are", "--offload-dir reads and writes", "disk_gb_per_s");
+    if (device.computes_as() == DeviceKind::cuda && step.layout.zero.offload.updates_at_host() &&
+        m->host_update_bytes_per_s == 0)
+      untimed("hosts update", "--offload-update host computes", "host_update_gb_per_s");
+  }
   std::string threads;
   if (device.computes_as() != DeviceKind::cuda)
     threads = crowded_notice(o.place, o.place.local_ranks * device.threads, processors_of(device));
   notices.push_back(threads.empty() ? too_many_ranks_notice(o, device) : threads);
+  notices.push_back(copies_notice(o, plan));
   std::erase(notices, "");
   return notices;
 }
@@ -276,37 +255,27 @@ inline std::vector<std::string> plan_notices(const Options& o, const Device& dev
 // Rejects a run, or a generation, that needs more memory than --memory-limit or the machine allows.
 inline void require_memory(const Options& o, const StepConfig& step, const Plan& plan, const Device& device,
                            Begun begun = Begun::no) {
-  const Plan& most = plan.of_stage(plan.stage_with_most([](const Plan& p) { return p.host_bytes; }));
-  CHECK(device.kind != DeviceKind::cuda || most.host_bytes <= free_memory_of_rank(o),
-        "--offload {} needs {} of host memory for a rank, and its share of what is free is {}: leave out a part, "
-        "share the state among more ranks, with --zero-stage 1, or have moments in files, with --offload-dir",
-        std::string(step.layout.zero.offload), human_bytes(most.host_bytes), human_bytes(free_memory_of_rank(o)));
+  const int64_t host_bytes = plan.with_most(&Plan::host_bytes).host_bytes;
+  CHECK(device.kind != DeviceKind::cuda || host_bytes <= free_memory_of_rank(o),
+        "--offload {} needs {} of host memory for a rank, and its share of what is free is {}: leave out a part, share "
+        "the state among more ranks, with --zero-stage 1, or have moments in files, with --offload-dir",
+        step.layout.zero.offload, human_bytes(host_bytes), human_bytes(free_memory_of_rank(o)));
   if (fits(plan, memory_limit(o, device))) return;
+  const size_t largest = plan.stage_with_most(&Plan::total_bytes);
   std::string message =
       formatted("{} needs {} and {}",
-                step.layout.ranks() == 1 ? "the run"
-                : plan.others            ? "the server, rank 0,"
-                : step.layout.pipeline.stages > 1
-                    ? formatted("each rank of stage {}, which needs most,", plan.stage_with_most_memory())
-                    : "each rank",
+                step.layout.ranks() == 1          ? "the run"
+                : plan.others                     ? "the server, rank 0,"
+                : step.layout.pipeline.stages > 1 ? formatted("each rank of stage {}, which needs most,", largest)
+                                                  : "each rank",
                 human_bytes(plan.total_bytes()), detail::memory_verdict(o, step, plan, device, begun));
-  const Plan& largest = plan.of_stage(plan.stage_with_most_memory());
-  for (const auto& [name, value] : detail::memory_rows(largest)) message += formatted("\n  {:-22} {}", name, value);
+  const Plan& p = plan.of_stage(largest);
+  for (const auto& [name, value] : detail::rows_of(p.memory, p.total_bytes()))
+    message += formatted("\n  {:-22} {}", name, value);
   throw Error(message);
 }
 
-namespace detail {
-
-// "activations (--tp)": a group of ranks, and the option that makes it, unless all layouts have it.
-inline std::string axis_of_group(const std::string& name) {
-  const bool tensor = name == "activations" || name == "partial gradients" || name == "head gradients";
-  return name == "keys and values" ? "attention (--cp)" : name + (tensor ? " (--tp)" : "");
-}
-
-}  // namespace detail
-
-// --plan: prints what a run needs without running it; an error if that exceeds --memory-limit. run: if its length is
-// known.
+// --plan: prints what a run needs without running it; an error if it exceeds --memory-limit. run: if of known length
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
                         const std::optional<detail::PlannedRun>& run = std::nullopt) {
   Rows rows_of_run = detail::run_rows(o, step);
@@ -315,7 +284,10 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
                                                 human_count(run->tokens), human_flops(run->flops)));
   log.table("plan for " + describe(device), rows_of_run);
   Rows not_counted;
-  if (device.computes_as() == DeviceKind::cuda) not_counted = {{"not counted", detail::not_counted_text()}};
+  if (device.computes_as() == DeviceKind::cuda)
+    not_counted = {{"not counted",
+                    formatted("about {} for the CUDA context and cuBLASLt{}", human_bytes(gpu_reserve),
+                              built_for_gpus ? "" : "; some MiB of op scratch, which only a build for GPUs counts")}};
   detail::report_memory(log, step, plan, not_counted);
   if (step.layout.ranks() > 1) {
     auto rows = [](const Plan& p) {
@@ -329,7 +301,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     };
     // Partial gradients of --tp are reduced by the ranks that hold their shard.
     const bool alike = !plan.others && (step.layout.tensor.ranks == 1 || step.layout.zero.shards == 1);
-    const size_t most = plan.stage_with_most([](const Plan& p) { return p.bytes_sent(); });
+    const size_t most = plan.stage_with_most(&Plan::bytes_sent);
     log.table(step.layout.pipeline.stages > 1 ? formatted("sent by a rank of stage {} per step, which sends most", most)
               : alike                         ? "sent per rank and step"
                                               : "sent by rank 0 per step",
@@ -337,8 +309,8 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
     if (plan.others) log.table("sent by rank 1 per step", rows(*plan.others));
     if (step.layout.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
   }
-  const size_t slowest = device.machine ? plan.stage_with_most([](const Plan& p) { return p.step_seconds; })
-                                        : plan.stage_with_most([](const Plan& p) { return p.flops(); });
+  const size_t slowest =
+      device.machine ? plan.stage_with_most(&Plan::step_seconds) : plan.stage_with_most(&Plan::flops);
   log.table(o.ranks == 1  ? std::string("work per step")
             : plan.others ? "work of rank 0 per step"
             : step.layout.pipeline.stages > 1
@@ -352,8 +324,7 @@ inline void report_plan(Log& log, const Options& o, const Device& device, const 
                                                 : o.machine == local_machine ? "what was measured here"
                                                                              : o.machine),
               time);
-  for (const std::string& notice : detail::plan_notices(o, device, step)) log.line(notice);
-  if (const std::string notice = copies_notice(o, plan); !notice.empty()) log.line(notice);
+  for (const std::string& notice : detail::plan_notices(o, device, step, plan)) log.line(notice);
   const std::string verdict = detail::memory_verdict(o, step, plan, device);
   if (o.memory_limit && !fits(plan, memory_limit(o, device))) throw Error(verdict);
   log.line("=> " + verdict);

@@ -1,5 +1,4 @@
-// report_search.h: what --plan-auto prints: the fastest layouts that were found, as a table or as JSON, and the command
-// of the first.
+// report_search.h: what --plan-auto prints: the fastest layouts, as a table with the command of the first, or as JSON.
 #pragma once
 #include "core/log.h"
 #include "run/length.h"
@@ -37,13 +36,13 @@ inline std::string options_text(const StepConfig& step) {
 // The options that a layout was searched for and a command does not have otherwise: of the model, its tokenizer and its
 // products, of the optimizer and its state. Without a --vocab-size that follows from --tokenizer.
 inline std::string other_options(const Options& o) {
-  using K = OptionKind;
+  constexpr Kinds searched_for = kinds({Kind::model, Kind::tokenizer, Kind::epilogues, Kind::update, Kind::state});
   std::string text;
   for (const OptionText& option : option_texts(o))
-    for (const K& kind : option_kinds())
-      if ((kind.kind & (K::model | K::tokenizer | K::epilogues | K::update | K::state)) != 0 &&
-          option.name != "--model" && option.name != "--seq-len" && option.name != "--dtype" &&
-          option.name != "--master-weights" && (option.name != "--vocab-size" || o.preset_vocabulary == 0) &&
+    for (const OptionKind& kind : option_kinds())
+      if ((searched_for & kinds({kind.kind})) != 0 && option.name != "--model" && option.name != "--seq-len" &&
+          option.name != "--dtype" && option.name != "--master-weights" &&
+          (option.name != "--vocab-size" || o.preset_vocabulary == 0) &&
           std::ranges::find(kind.names, option.name) != kind.names.end())
         text += words_of(option);
   for (const OptionText& option : option_texts(o))
@@ -76,8 +75,7 @@ struct SearchResult {
     double tokens_per_second, mfu;
   };
   std::vector<Row> rows;  // the fastest first
-  std::vector<std::pair<const SearchFor*, LayoutSearch::Counts>> counts;
-  std::vector<std::string> texts;  // of the counts
+  std::vector<LayoutSearch> searches;
 };
 
 // Throws Error if there is none, or none fits.
@@ -86,31 +84,27 @@ inline SearchResult search_layouts(const Options& o, const std::vector<SearchFor
   SearchResult result;
   for (const SearchFor& what : precisions) {
     if (!result.rows.empty() && what.less_exact) break;
-    LayoutSearch search(what);
-    for (const Found& f : search.find(count)) {
+    for (const Found& f : result.searches.emplace_back(what).find(count)) {
       const double per_second = static_cast<double>(f.step.tokens()) / f.seconds;
       result.rows.push_back({f, &what, per_second,
                              training_flops_per_token(f.step.model, f.step.batch.T) * per_second /
                                  (what.device.machine->flops_per_s * static_cast<double>(what.ranks))});
     }
-    result.counts.emplace_back(&what, search.counts());
-    result.texts.push_back(search.counts_text());
   }
   std::ranges::stable_sort(result.rows, [](const auto& a, const auto& b) { return a.found.seconds < b.found.seconds; });
   if (result.rows.size() > count) result.rows.erase(result.rows.begin() + count, result.rows.end());
   const SearchFor& asked = precisions.front();
-  CHECK(std::ranges::any_of(result.counts, [](const auto& c) { return c.second.tried > 0; }),
+  CHECK(std::ranges::any_of(result.searches, [](const LayoutSearch& s) { return s.counts().tried > 0; }),
         "--plan-auto: no layout of {} on {} rank{} divides a step of {} sequences: of the ways to divide the ranks, "
         "{}: use --total-batch-size {}, a sequence for each rank{}",
         shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", asked.sequences,
-        result.counts.front().second.reasons_text(), asked.ranks * o.seq_len,
+        result.searches.front().counts().reasons_text(), asked.ranks * o.seq_len,
         asked.sequences % asked.ranks == 0 ? "" : ", or a multiple of it");
-  CHECK(
-      !result.rows.empty(),
-      "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute,{} and --batch-size "
-      "1: use more ranks, a smaller --model or a smaller --seq-len",
-      shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", human_bytes(asked.memory), shown(o.machine),
-      precisions.back().less_exact ? " bf16 without master weights," : "");
+  CHECK(!result.rows.empty(),
+        "--plan-auto: no layout of {} on {} rank{} fits into {} of a GPU of {}, with any --recompute,{} and "
+        "--batch-size 1: use more ranks, a smaller --model or a smaller --seq-len",
+        shown(o.model), asked.ranks, asked.ranks == 1 ? "" : "s", human_bytes(asked.memory), shown(o.machine),
+        precisions.back().less_exact ? " bf16 without master weights," : "");
   return result;
 }
 
@@ -127,7 +121,7 @@ inline void report_search(Log& log, const Options& o, const std::vector<SearchFo
   log.table(formatted("fastest layouts of {} on {} rank{} of {}, {} tokens per step", o.model, asked.ranks,
                       asked.ranks == 1 ? "" : "s", o.machine, human_count(asked.sequences * o.seq_len)),
             rows);
-  for (const std::string& text : result.texts) log.line(text);
+  for (const LayoutSearch& search : result.searches) log.line(search.counts_text());
   const Found& first = result.rows[0].found;
   log.line("=> " + detail::command_of(o, asked, first.step));
   if (const auto seconds = detail::run_seconds(o, first)) {
@@ -155,15 +149,18 @@ inline std::string search_json(const Options& o, const std::vector<SearchFor>& p
     if (const auto seconds = detail::run_seconds(o, f))
       layouts.back()["run"] = detail::run_json(o, f.step, *what->device.machine, *seconds);
   }
-  for (const auto& [what, counts] : result.counts)
-    searched.push_back({{"weights", name_of(what->step.precision.weights)},
-                        {"master_weights", what->step.precision.keeps_masters()},
+  for (size_t i = 0; i < result.searches.size(); ++i) {
+    const Precision& precision = precisions[i].step.precision;
+    const LayoutSearch::Counts& counts = result.searches[i].counts();
+    searched.push_back({{"weights", name_of(precision.weights)},
+                        {"master_weights", precision.keeps_masters()},
                         {"layouts", counts.tried},
                         {"impossible", counts.impossible},
                         {"reasons", counts.reasons},
                         {"do_not_fit_by_estimate", counts.small},
                         {"planned", counts.planned},
                         {"planned_and_do_not_fit", counts.too_large}});
+  }
   const SearchFor& asked = precisions.front();
   OrderedJson notices = OrderedJson::array();
   if (const std::string notice = detail::vocabulary_notice(o, asked.step.model); !notice.empty())

@@ -1,7 +1,6 @@
 // report_time.h: what a plan says about time: a step on paper, what of it is lost and to what, and what a run costs.
 #pragma once
 #include "core/log.h"
-#include "run/length.h"
 #include "run/plan/describe.h"
 #include "run/plan/planner.h"
 #include "schedule/simulate.h"
@@ -29,8 +28,8 @@ inline double message_seconds(const StepConfig& step, const Machine& machine) {
                           .members = &ends});
 }
 
-// What the stages do when. The stages of a pipeline are planned alone; how they wait for each other is simulated with
-// the times of their actions.
+// What the stages of a pipeline do when: planned alone, they wait for each other as simulated with their actions'
+// times.
 struct StageTimes {
   std::vector<ActionList> lists;  // of each stage
   Simulation passes;
@@ -54,11 +53,10 @@ inline StageTimes stage_times(const StepConfig& step, const Plan& whole, const M
   return times;
 }
 
-// On the machine of the plan's clock; none without. The clock does not cover servers, which do not run in step with the
-// ranks they serve.
+// On the machine of the plan's clock; none without, or with servers, which are not in step with the ranks they serve.
 inline std::optional<StepTime> step_time(const StepConfig& step, const Plan& whole, const Device& device) {
   if (!device.machine || whole.others) return std::nullopt;
-  const size_t slowest = whole.stage_with_most([](const Plan& p) { return p.step_seconds; });
+  const size_t slowest = whole.stage_with_most(&Plan::step_seconds);
   const Plan& plan = whole.of_stage(slowest);
   StepTime time{slowest, plan.step_seconds - plan.exposed_seconds, plan.exposed_seconds, 0};
   // Between two flushes, the slowest stage of an asynchronous pipeline never waits.
@@ -114,40 +112,37 @@ inline std::string remedy_of_group(const std::string& group, const StepConfig& s
 }
 inline std::vector<Loss> losses_of(const StepConfig& step, const Plan& plan, const StepTime& time,
                                    const Machine& machine) {
-  std::vector<Loss> losses;
-  const auto add = [&](double seconds, std::string what, std::string remedy) {
-    losses.push_back({seconds, std::move(what), std::move(remedy)});
-  };
-  add(time.bubble, "the pipeline's bubble",
-      step.layout.pipeline.chunks_per_stage == 1
-          ? "more micro-batches (--total-batch-size), or --schedule interleaved or zb-v"
-          : "more micro-batches (--total-batch-size), or more --pp-chunks");
+  std::vector<Loss> losses = {{time.bubble, "the pipeline's bubble",
+                               step.layout.pipeline.chunks_per_stage == 1
+                                   ? "more micro-batches (--total-batch-size), or --schedule interleaved or zb-v"
+                                   : "more micro-batches (--total-batch-size), or more --pp-chunks"}};
   for (const auto& [group, seconds] : plan.exposed_by_group)
-    add(seconds, "exposed communication: " + group, remedy_of_group(group, step));
-  double products = 0, memory = 0;  // beyond the peak; ops bound by memory
+    losses.push_back({seconds, "exposed communication: " + group, remedy_of_group(group, step)});
+  double products = 0, memory = 0, computed = 0;  // beyond the peak; ops bound by memory; at the peak
   for (const auto& [name, t] : plan.step_ops) {
+    computed += t.flops / machine.flops_per_s;
     if (t.flops > 0) products += t.seconds - t.flops / machine.flops_per_s;
     else if (t.bytes > 0 && !plan.exposed_by_group.contains(name)) memory += t.seconds;
   }
-  add(products, "products and attention below the peak",
-      step.precision.linear == Operands::as_stored && machine.fp8_flops_per_s > machine.flops_per_s &&
-              step.precision.weights == DType::bf16
-          ? "a larger --batch-size; a smaller --tp; --products fp8-block, which rounds to eight bits"
-          : "a larger --batch-size; a smaller --tp");
-  add(memory, "ops bound by memory",
-      step.recompute == Recompute::none ? "a larger --batch-size and fewer micro-batches, which update less often"
-                                        : "less --recompute");
+  const bool gains_by_fp8 = step.precision.linear == Operands::as_stored && step.precision.weights == DType::bf16 &&
+                            machine.fp8_flops_per_s > machine.flops_per_s;
+  losses.push_back({products, "products and attention below the peak",
+                    formatted("a larger --batch-size; a smaller --tp{}",
+                              gains_by_fp8 ? "; --products fp8-block, which rounds to eight bits" : "")});
+  losses.push_back({memory, "ops bound by memory",
+                    step.recompute == Recompute::none
+                        ? "a larger --batch-size and fewer micro-batches, which update less often"
+                        : "less --recompute"});
   const double model = training_flops_per_token(step.model, step.batch.T) * static_cast<double>(step.tokens()) /
                        step.layout.ranks() / machine.flops_per_s;
-  double computed = 0;
-  for (const auto& [name, t] : plan.step_ops) computed += t.flops / machine.flops_per_s;
   if (step.recompute != Recompute::none && step.layout.pipeline.stages == 1)
-    add(computed - model, "computing again", "--recompute none, with a smaller --batch-size or a higher --zero-stage");
+    losses.push_back({computed - model, "computing again",
+                      "--recompute none, with a smaller --batch-size or a higher --zero-stage"});
   std::ranges::stable_sort(losses, [](const Loss& a, const Loss& b) { return a.seconds > b.seconds; });
   return losses;
 }
 
-// The norm of the gradients and the update, which are part of the computation.
+// The seconds of a rank's step on the norm of the gradients and the update, which are part of the computation.
 inline double update_seconds(const Plan& plan) {
   double sum = 0;
   for (const auto& [name, t] : plan.step_ops)

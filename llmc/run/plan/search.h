@@ -83,8 +83,7 @@ class LayoutSearch {
   std::string counts_text() const {
     return formatted(
         "{}: {} layouts: {} ways to divide the ranks cannot be{}, {} do not fit by the estimate, {} were planned in "
-        "full, "
-        "of which {} do not fit; the others would be slower",
+        "full, of which {} do not fit; the others would be slower",
         what_.step.precision.weights, counts_.tried, counts_.impossible,
         counts_.impossible == 0 ? std::string() : formatted(" ({})", counts_.reasons_text()), counts_.small,
         counts_.planned, counts_.too_large);
@@ -117,48 +116,11 @@ class LayoutSearch {
 
   std::vector<Guess> all_guesses() {
     std::vector<Guess> guesses;
-    const ModelConfig& m = what_.step.model;
-    const int64_t server = machine_.links[0].ranks, T = what_.step.batch.T;
-    for (const int tp : powers(std::min<int64_t>(server, what_.ranks)))
-      for (const int cp : powers(std::max<int64_t>(1, std::min(what_.ranks, T / 4096))))
-        for (const int ep : powers(m.experts.count > 0 ? std::min(m.experts.count, what_.ranks) : 1))
-          for (const int64_t pp : stages()) {
-            if (what_.ranks % (tp * cp * pp) != 0) {
-              reject("leave ranks over");
-              continue;
-            }
-            const int64_t readers = what_.ranks / (tp * cp * pp);
-            if (what_.sequences % readers != 0) {
-              reject("leave sequences of a step over");
-              continue;
-            }
-            if (tp > 1 && (what_.device.gelu_in_products || what_.device.residual_in_products)) {
-              reject(what_.device.gelu_in_products ? "have --tp, which --gelu cublaslt does not allow"
-                                                   : "have --tp, which --residual cublaslt does not allow");
-              continue;
-            }
-            StepConfig step = what_.step;
-            ZeroConfig zero = step.layout.zero;  // with the optimizer
-            zero.shards = static_cast<int>(readers * cp);
-            step.layout = {.zero = zero,
-                           .tensor = tensor_parallel(m, tp),
-                           .context = {.ranks = cp},
-                           .expert = expert_parallel(m, ep),
-                           .pipeline = {.stages = static_cast<int>(pp)}};
-            if (T % step.layout.context.slices() != 0) {
-              reject("cut sequences unevenly");
-              continue;
-            }
-            if (readers * cp * tp % ep != 0 || !layout_faults(step.layout, m).empty()) {
-              reject("divide heads or experts unevenly");
-              continue;
-            }
-            if (!fp8_can(step, what_.device)) {
-              reject("divide what --products rounds in blocks, or as a whole");
-              continue;
-            }
-            add_guesses(guesses, step, what_.sequences / readers);
-          }
+    const int64_t experts = what_.step.model.experts.count, most_cp = std::min(what_.ranks, what_.step.batch.T / 4096);
+    for (const int tp : powers(std::min<int64_t>(machine_.links[0].ranks, what_.ranks)))
+      for (const int cp : powers(std::max<int64_t>(1, most_cp)))
+        for (const int ep : powers(experts > 0 ? std::min(experts, what_.ranks) : 1))
+          for (const int64_t pp : stages()) add_guesses(guesses, tp, cp, ep, pp);
     return guesses;
   }
   std::vector<int64_t> stages() const {
@@ -168,6 +130,29 @@ class LayoutSearch {
     return all;
   }
 
+  // Of one way to divide the ranks, unless it cannot be.
+  void add_guesses(std::vector<Guess>& guesses, int tp, int cp, int ep, int64_t pp) {
+    const ModelConfig& m = what_.step.model;
+    if (what_.ranks % (tp * cp * pp) != 0) return reject("leave ranks over");
+    const int64_t readers = what_.ranks / (tp * cp * pp);
+    if (what_.sequences % readers != 0) return reject("leave sequences of a step over");
+    if (tp > 1 && what_.device.gelu_in_products) return reject("have --tp, which --gelu cublaslt does not allow");
+    if (tp > 1 && what_.device.residual_in_products)
+      return reject("have --tp, which --residual cublaslt does not allow");
+    StepConfig step = what_.step;
+    ZeroConfig zero = step.layout.zero;  // with the optimizer
+    zero.shards = static_cast<int>(readers * cp);
+    step.layout = {.zero = zero,
+                   .tensor = tensor_parallel(m, tp),
+                   .context = {.ranks = cp},
+                   .expert = expert_parallel(m, ep),
+                   .pipeline = {.stages = static_cast<int>(pp)}};
+    if (step.batch.T % step.layout.context.slices() != 0) return reject("cut sequences unevenly");
+    if (readers * cp * tp % ep != 0 || !layout_faults(step.layout, m).empty())
+      return reject("divide heads or experts unevenly");
+    if (!fp8_can(step, what_.device)) return reject("divide what --products rounds in blocks, or as a whole");
+    add_guesses(guesses, step, what_.sequences / readers);
+  }
   // sequences: of a reader
   void add_guesses(std::vector<Guess>& guesses, StepConfig& step, int64_t sequences) {
     const bool sharded = step.layout.zero.shards > 1;

@@ -8,15 +8,6 @@ namespace llmc {
 
 namespace detail {
 
-// The options of the state's dtypes that turn one precision into the other.
-inline std::string state_options(const Precision& from, const Precision& to) {
-  std::string text;
-  if (to.masters != from.masters || to.split_masters != from.split_masters)
-    text += formatted(" --master-weights {}", !to.masters ? "none" : to.split_masters ? "split" : "fp32");
-  if (to.moment1 != from.moment1) text += " --moment1-dtype 8bit";
-  if (to.moment2 != from.moment2) text += " --moment2-dtype 8bit";
-  return text;
-}
 // So many ranks, by the option that says how many there are.
 inline std::string ranks_option(const Options& o, int64_t ranks) {
   if (o.plan_ranks) return formatted(" --ranks {}", ranks);
@@ -25,57 +16,51 @@ inline std::string ranks_option(const Options& o, int64_t ranks) {
 }
 // The options that turn one step, of these options, into the other.
 inline std::string change_text(const Options& o, const StepConfig& from, const StepConfig& to) {
+  const Layout &was = from.layout, &is = to.layout;
+  const Precision &had = from.precision, &has = to.precision;
   std::string text;
-  if (to.precision.weights != from.precision.weights) text += formatted(" --dtype {}", to.precision.weights);
-  text += state_options(from.precision, to.precision);
-  if (to.layout.ranks() != from.layout.ranks()) text += ranks_option(o, to.layout.ranks());
-  const auto axis = [&](const char* option, int64_t was, int64_t is) {
-    if (was != is) text += formatted(" {} {}", option, is);
+  const auto add = [&](const char* option, const auto& before, const auto& now) {
+    if (before != now) text += formatted(" {} {}", option, now);
   };
-  axis("--tp", from.layout.tensor.ranks, to.layout.tensor.ranks);
-  axis("--cp", from.layout.context.ranks, to.layout.context.ranks);
-  axis("--ep", from.layout.expert.ranks, to.layout.expert.ranks);
-  axis("--pp", from.layout.pipeline.stages, to.layout.pipeline.stages);
-  if (to.layout.pipeline.layers.empty() && o.pp_layout != Options().pp_layout) text += " --pp-layout even";
-  if (to.layout.zero.replicas != from.layout.zero.replicas)
-    text += formatted(" --dp-replicate {}", to.layout.zero.replicas);
-  if (to.batch.T != from.batch.T) text += formatted(" --seq-len {}", to.batch.T);
-  if (to.batch.B != from.batch.B) text += formatted(" --batch-size {}", to.batch.B);
-  const bool trains = from.layout.zero.holds == Holds::training_state;
-  if (trains &&
-      (to.batch.B != from.batch.B || to.batch.T != from.batch.T || to.layout.zero.ranks() != from.layout.zero.ranks()))
-    text += formatted(" --total-batch-size {}", to.tokens());
-  if (to.layout.zero.sync != from.layout.zero.sync) text += formatted(" --dp-sync {}", to.layout.zero.sync);
-  if (to.layout.zero.stage != from.layout.zero.stage) text += formatted(" --zero-stage {}", to.layout.zero.stage);
-  if (to.layout.zero.offload != from.layout.zero.offload)
-    text += formatted(" --offload {}", std::string(to.layout.zero.offload));
-  if (to.recomputation() != from.recomputation()) text += formatted(" --recompute {}", to.recomputation());
+  add("--dtype", had.weights, has.weights);
+  if (has.masters != had.masters || has.split_masters != had.split_masters)
+    text += formatted(" --master-weights {}", !has.masters ? "none" : has.split_masters ? "split" : "fp32");
+  if (has.moment1 != had.moment1) text += " --moment1-dtype 8bit";
+  if (has.moment2 != had.moment2) text += " --moment2-dtype 8bit";
+  if (is.ranks() != was.ranks()) text += ranks_option(o, is.ranks());
+  add("--tp", was.tensor.ranks, is.tensor.ranks);
+  add("--cp", was.context.ranks, is.context.ranks);
+  add("--ep", was.expert.ranks, is.expert.ranks);
+  add("--pp", was.pipeline.stages, is.pipeline.stages);
+  if (is.pipeline.layers.empty() && o.pp_layout != Options().pp_layout) text += " --pp-layout even";
+  add("--dp-replicate", was.zero.replicas, is.zero.replicas);
+  add("--seq-len", from.batch.T, to.batch.T);
+  add("--batch-size", from.batch.B, to.batch.B);
+  const bool other_step =
+      to.batch.B != from.batch.B || to.batch.T != from.batch.T || is.zero.ranks() != was.zero.ranks();
+  if (other_step && was.zero.holds == Holds::training_state) text += formatted(" --total-batch-size {}", to.tokens());
+  add("--dp-sync", was.zero.sync, is.zero.sync);
+  add("--zero-stage", was.zero.stage, is.zero.stage);
+  add("--offload", was.zero.offload, is.zero.offload);
+  add("--recompute", from.recomputation(), to.recomputation());
   const auto simple = [](Schedule s) { return s == Schedule::gpipe || s == Schedule::one_f_one_b; };
-  const bool alike =
-      from.micro_batches == 1 && simple(from.layout.pipeline.schedule) && simple(to.layout.pipeline.schedule);
-  if (to.layout.pipeline.schedule != from.layout.pipeline.schedule && !alike)
-    text += formatted(" --schedule {}", to.layout.pipeline.schedule);
-  if (to.layout.pipeline.schedule == Schedule::interleaved || o.pp_chunks)  // other schedules have their usual number
-    axis("--pp-chunks", from.layout.pipeline.chunks_per_stage, to.layout.pipeline.chunks_per_stage);
+  const bool alike = from.micro_batches == 1 && simple(was.pipeline.schedule) && simple(is.pipeline.schedule);
+  if (!alike) add("--schedule", was.pipeline.schedule, is.pipeline.schedule);
+  if (is.pipeline.schedule == Schedule::interleaved || o.pp_chunks)  // other schedules have their usual number
+    add("--pp-chunks", was.pipeline.chunks_per_stage, is.pipeline.chunks_per_stage);
   return text;
 }
 
-// The bytes that a rank sends in a step, on the stage whose ranks send the most.
-inline int64_t traffic_of_step(const Plan& plan) {
-  const auto sent = [](const Plan& p) { return p.bytes_sent(); };
-  return sent(plan.of_stage(plan.stage_with_most(sent)));
-}
-
 // The costs of the change besides the memory that it saves: "; 33% more work; each rank sends 3.1 GiB a step instead of
-// ..".
-// machine: of the plan's clock, if it has one
+// ..". machine: of the plan's clock, if it has one
 inline std::string price_text(const StepConfig& from, const Plan& before, const Remedy& remedy,
                               const Machine* machine) {
   const StepConfig& to = remedy.step;
   std::string text;
   const double work = flops_of_step(remedy.plan, to) / flops_of_step(before, from);
   if (to.batch.T == from.batch.T && work > 1.005) text += formatted("; {:.0f}% more work", 100 * (work - 1));
-  const int64_t sent = traffic_of_step(remedy.plan), sent_before = traffic_of_step(before);
+  const int64_t sent = remedy.plan.with_most(&Plan::bytes_sent).bytes_sent(),  // on the stage that sends the most
+      sent_before = before.with_most(&Plan::bytes_sent).bytes_sent();
   if (sent * 100 > sent_before * 101 || sent * 101 < sent_before * 100)
     text += formatted("; each rank sends {}{} a step{}", to.layout.pipeline.stages > 1 ? "at most " : "",
                       sent == 0 ? "nothing" : human_bytes(sent),
@@ -88,7 +73,7 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
   as_exact.split_masters = from.precision.split_masters;  // the same numbers
   if (as_exact != from.precision) text += "; less exact";
   if (to.layout.zero.offload.any()) {
-    const Plan& plan = remedy.plan.of_stage(remedy.plan.stage_with_most([](const Plan& p) { return p.host_bytes; }));
+    const Plan& plan = remedy.plan.with_most(&Plan::host_bytes);
     const HostBytes& host = plan.step_host;
     text += formatted("; each rank has {} in host memory, and copies {} a step to its device and {} back",
                       human_bytes(plan.host_bytes), human_bytes(static_cast<int64_t>(host.to_device)),
@@ -101,9 +86,8 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
   return text;
 }
 
-// On a GPU that is not here, the fastest layout of these ranks that fits, if need be with state in fewer bits. None:
-// nothing fits, or the layout has parts that the search does not choose. Times are those of an H100 if no machine is
-// named.
+// On a GPU that is not here (an H100 unless a machine is named), the fastest layout of these ranks that fits, if need
+// be with state in fewer bits. None: nothing fits, or the layout has parts that the search does not choose.
 inline std::optional<Remedy> fastest_remedy(const StepConfig& asked, const Device& device, int64_t limit) {
   const Layout& l = asked.layout;
   const bool searched = l.zero.replicas == 1 && !l.zero.offload.any() && l.zero.sync == DpSync::all_reduce &&

@@ -1,6 +1,5 @@
-// device_check.h: --check-devices: before the first step every rank multiplies and copies for some milliseconds, all at
-// the same time. A rank whose device is much slower than those of the others would keep all of them waiting in every
-// step: it is named.
+// device_check.h: --check-devices: before the first step all ranks multiply and copy for some milliseconds, at the same
+// time. One whose device is much slower would keep the others waiting in every step: it is named.
 #pragma once
 #include <chrono>
 #include <nlohmann/json.hpp>

@@ -4,7 +4,7 @@
 #pragma once
 #include <cctype>
 
-#include "core/std.h"
+#include "core/words.h"
 
 namespace llmc {
 
@@ -92,11 +92,9 @@ inline constexpr GpuPeaks gpu_peaks_table[] = {
 
 // "NVIDIA A100-SXM4-80GB" -> a100, sxm4, 80gb: without the brand, which drivers have reported since 2021.
 inline std::vector<std::string> words_of_gpu(std::string_view name) {
-  std::vector<std::string> words(1);
-  for (const char c : name) {
-    if (c != ' ' && c != '-') words.back() += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-    else if (!words.back().empty()) words.emplace_back();
-  }
+  std::string lower(name);
+  for (char& c : lower) c = c == '-' ? ' ' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  std::vector<std::string> words = split(lower, ' ');
   std::erase_if(words, [](const std::string& word) { return word.empty() || word == "nvidia" || word == "tesla"; });
   return words;
 }

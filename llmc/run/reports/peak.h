@@ -1,14 +1,16 @@
-// peak.h: the device's matmul and memory peaks, measured with the kernels that training uses, and the peak that MFU
-// refers to.
+// peak.h: the device's matmul and memory peaks, measured with training's kernels, and the peak that MFU refers to; a
+// cache of such measurements.
 #pragma once
 #include <chrono>
+#include <filesystem>
 #include <fstream>
-#include <nlohmann/json.hpp>
 
+#include "core/environment.h"
+#include "core/files.h"
+#include "core/json.h"
 #include "device/gpu.h"
 #include "ops/ops.h"
 #include "run/reports/gpu_peaks.h"
-#include "run/reports/measurement_cache.h"
 
 namespace llmc {
 
@@ -106,6 +108,50 @@ inline double measure_bandwidth(const Device& device) {
   return std::max({rate(8, seconds[0]), rate(12, seconds[1]), rate(8, seconds[2]), rate(14, seconds[3])});
 }
 
+// What was measured before, by what it is of: a JSON object in a file of the user's cache directory. Works without a
+// readable or writable cache: then it is measured again.
+class MeasurementCache {
+ public:
+  explicit MeasurementCache(const std::string& name) : file_(cache_directory() + "/" + name) {
+    try {
+      if (path_exists(file_)) all_ = read_json(file_);
+    } catch (const Error&) {
+    }
+    if (!all_.is_object()) all_ = nlohmann::json::object();
+  }
+  // Null: there is none, or it is older than `seconds`.
+  nlohmann::json find(const std::string& key, double seconds = std::numeric_limits<double>::infinity()) const {
+    if (!all_.contains(key) || !all_[key].is_object()) return {};
+    const nlohmann::json& entry = all_[key];
+    const double age = entry.contains("measured_at") && entry["measured_at"].is_number()
+                           ? now() - entry["measured_at"].get<double>()
+                           : -1;
+    return age >= 0 && age < seconds ? entry : nlohmann::json();
+  }
+  // seconds: what is older goes
+  void keep(const std::string& key, nlohmann::json entry, double seconds = std::numeric_limits<double>::infinity()) {
+    std::erase_if(all_.get_ref<nlohmann::json::object_t&>(),
+                  [&](const auto& e) { return find(e.first, seconds).is_null(); });
+    entry["measured_at"] = now();
+    all_[key] = std::move(entry);
+    std::error_code ignored;
+    std::filesystem::create_directories(cache_directory(), ignored);
+    try {
+      write_text_durably(file_, all_.dump(1) + "\n");
+    } catch (const Error&) {
+    }
+  }
+  const std::string& file() const { return file_; }
+
+ private:
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  }
+
+  std::string file_;
+  nlohmann::json all_ = nlohmann::json::object();
+};
+
 // The best ever measured for this processor, library, dtype and number of threads. It is cached, because the machine
 // may be busy now and idle next time, and measured again (a fraction of a second) after ten minutes.
 inline double matmul_peak(const Device& device, DType dtype) {
@@ -147,8 +193,7 @@ struct Peaks {
   Peaks of_rank(int64_t ranks) const { return times(1 / static_cast<double>(ranks)); }
 };
 
-// For one device. MFU refers to --peak-tflops or a GPU's datasheet; a CPU has no datasheet, so it refers to the
-// measured peak.
+// For one device. MFU refers to --peak-tflops or a GPU's datasheet; on a CPU, which has none, to the measured peak.
 inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<double>& peak_tflops) {
   Peaks peaks;
   peaks.measured = matmul_peak(device, dtype);
@@ -161,8 +206,7 @@ inline Peaks find_peaks(const Device& device, DType dtype, const std::optional<d
   return peaks;
 }
 
-// A machine of GPUs that reach their datasheet's peaks, for a plan's clock. None if the datasheet lacks some of them:
-// for fp32, and for several ranks without NVLink.
+// GPUs that reach their datasheet's peaks, for a plan's clock. None: it lacks some, for fp32, or ranks without NVLink.
 inline std::shared_ptr<const Machine> datasheet_machine(const GpuPeaks& chip, DType dtype, int ranks) {
   if (dtype != DType::bf16 || !chip.bf16 || !chip.bandwidth || (ranks > 1 && !chip.link)) return nullptr;
   return ideal_machine(*chip.bf16 * 1e12, *chip.bandwidth * 1e9,

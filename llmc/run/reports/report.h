@@ -1,10 +1,11 @@
-// report.h: what the user sees before and after a run: the header (machine, model, data, memory, batch arithmetic) and
-// the summary with the exact next commands.
+// report.h: what the user sees before a run, the header: machine, model, data, ranks, memory, batch arithmetic; and the
+// table of --profile after it.
 #pragma once
 #if __has_include("build_info.h")
 #include "build_info.h"  // written by the Makefile
 #endif
 
+#include "comm/connected_processes.h"
 #include "comm/world.h"
 #include "core/environment.h"
 #include "core/files.h"
@@ -12,13 +13,9 @@
 #include "model/presets.h"
 #include "ops/ops_attention.h"
 #include "run/job.h"
-#include "run/length.h"
 #include "run/options/print.h"
-#include "run/plan/report_plan.h"
 #include "run/recipe/print_stages.h"
 #include "run/reports/peak.h"
-#include "run/reports/report_ranks.h"
-#include "run/setup.h"
 #include "text/tokenizer.h"
 
 #ifndef TRAIN_GPT_GIT_HASH
@@ -61,8 +58,8 @@ inline std::vector<std::string> tokenizer_notices(const Options& o, const ModelC
   if (!sample.empty() && train->document_mark(0) == DocumentMark::end_of_text_before &&
       sample[0] != tokenizer.end_of_text())
     notices.push_back(
-        formatted("notice: the training data begin with token {}, not with the tokenizer's end of text, {}: "
-                  "were they made with another tokenizer?",
+        formatted("notice: the training data begin with token {}, not with the tokenizer's end of text, {}: were they "
+                  "made with another tokenizer?",
                   sample[0], tokenizer.end_of_text()));
   const auto ends = model.special_tokens.find("eos_token_id");
   if (const std::string end = formatted("{}", tokenizer.end_of_text());
@@ -113,11 +110,10 @@ inline void report_unlikely_data(Log& log, const StepConfig& step, const RunData
                   "{}: for bytes --vocab-size 257 is enough",
                   V));
   if (look_like_fewer(largest, tokens, V))
-    log.line(
-        formatted("notice: the largest of the first {} tokens of the training data is {}, and the model has a "
-                  "vocabulary of {}: were they made with a smaller tokenizer? --tokenizer names it, and a new model "
-                  "takes its vocabulary from it",
-                  human_count(tokens), largest, V));
+    log.line(formatted(
+        "notice: the largest of the first {} tokens of the training data is {}, and the model has a vocabulary of {}: "
+        "were they made with a smaller tokenizer? --tokenizer names it, and a new model takes its vocabulary from it",
+        human_count(tokens), largest, V));
   std::set<FileIdentity> trained;  // whatever their paths
   for (const std::string& path : data.train.paths()) trained.insert(identity_of(path));
   for (const ValidationSet& set : data.val)
@@ -165,7 +161,56 @@ inline void add_data_rows(Rows& rows, const Job& job) {
   }
 }
 
+// How tensors travel between the ranks, and why --comm auto chose this way.
+inline std::string transport_text(const Options& o, Backend backend) {
+  const bool chosen = o.comm == CommChoice::automatic, several = o.place.processes > 1;
+  const std::string within =
+      o.place.local_ranks > 1 && several ? "; within a process, through its memory" : std::string();
+  switch (backend) {
+    case Backend::threads: return "through the process's memory, thread to thread";
+    case Backend::nccl: return "by " + nccl_version() + (chosen ? ", because each rank has its own GPU" : "");
+    case Backend::mpi: return "by " + mpi_version() + (chosen ? ", which started them" : "") + within;
+    case Backend::tcp:
+      return "by TCP" + std::string(chosen ? ", because MPI, which is faster, has not started them" : "") + within;
+  }
+  throw Error("no such transport");
+}
+
+// A line for each rank, or, if there are many, for each process.
+inline std::vector<std::pair<std::string, std::string>> rank_rows(const Options& o, const Mesh& mesh) {
+  std::vector<std::pair<std::string, std::string>> rows;
+  const int local = static_cast<int>(o.place.local_ranks);
+  const auto where = [&](int rank) {
+    return o.place.processes == 1 ? std::string() : "on " + o.place.host_of_process[static_cast<size_t>(rank / local)];
+  };
+  constexpr int most = 16;
+  if (mesh.size() <= most)
+    for (int rank = 0; rank < mesh.size(); ++rank) {
+      const std::string coordinates = mesh.coordinates(rank), host = where(rank);
+      rows.emplace_back(formatted("rank {}", rank), coordinates + (host.empty() ? "" : ", ") + host);
+    }
+  for (int first = 0, end = 0; mesh.size() > most && first < mesh.size(); first = end) {
+    for (end = first + 1; end < mesh.size() && where(end) == where(first); ++end) continue;
+    rows.emplace_back(formatted("ranks {}-{}", first, end - 1),
+                      formatted("{} to {} {}", mesh.coordinates(first), mesh.coordinates(end - 1), where(first)));
+  }
+  return rows;
+}
+
 }  // namespace detail
+
+// Where the ranks are, and how they exchange tensors.
+inline void report_ranks(Log& log, const Options& o, const Device& device, Backend backend, const Mesh& mesh) {
+  const std::string who = o.place.processes == 1
+                              ? std::string("threads of this process")
+                              : formatted("{} processes of {} rank{} each, started by {}", o.place.processes,
+                                          o.place.local_ranks, o.place.local_ranks == 1 ? "" : "s", o.place.started_by);
+  log.table(formatted("ranks: {}; tensors go {}", who, detail::transport_text(o, backend)), detail::rank_rows(o, mesh));
+  if (backend == Backend::nccl)
+    for (const std::string& notice : nccl_notices()) log.line(notice);
+  if (device.kind == DeviceKind::cuda && backend != Backend::nccl)
+    log.line("notice: ranks share GPUs, or this build has no NCCL: every exchange waits for the GPU: correct but slow");
+}
 
 inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
   const Options& o = job.options;
@@ -198,33 +243,34 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
   if (step.layout.ranks() > 1) report_ranks(log, o, device, job.backend, step.layout.mesh());
   if (step.layout.zero.sync != DpSync::all_reduce) detail::report_links(log, step);
   detail::report_memory(log, step, job.plan);
-  if (const std::string notice = copies_notice(o, job.plan); !notice.empty()) log.line(notice);
+  const auto notice = [&](const std::string& text) {
+    if (!text.empty()) log.line(text);
+  };
+  notice(copies_notice(o, job.plan));
   detail::report_unlikely_data(log, step, *job.data);
-  for (const std::string& notice : job.data->notices) log.line("notice: " + notice);
-  for (const std::string& notice : detail::tokenizer_notices(o, step.model, *job.tokenizer, &job.data->train[0].shards))
-    log.line(notice);
-  if (const std::string notice = detail::depth_notice(o); !notice.empty()) log.line(notice);
-  std::string crowded;
-  if (device.kind == DeviceKind::cpu)
-    crowded =
-        detail::crowded_notice(o.place, std::max<int64_t>(o.place.local_ranks, device.threads), available_processors());
-  for (const std::string& notice : attention_notices(device, step.precision.products, step.model.head_size))
-    log.line(notice);
-  if (!crowded.empty()) log.line(crowded);
-  else if (device.kind == DeviceKind::cpu && o.place.local_ranks > device.threads)
-    log.line(formatted(
-        "notice: {} ranks share {} thread{} (--threads): fine for tests and for learning, not faster than one",
-        o.place.local_ranks, device.threads, device.threads == 1 ? "" : "s"));
-  if (device.kind == DeviceKind::cpu && o.dtype == WeightType::bf16 && cpu::isa_in_use() < cpu::Isa::avx512_bf16)
-    log.line(
+  for (const std::string& text : job.data->notices) notice("notice: " + text);
+  std::ranges::for_each(detail::tokenizer_notices(o, step.model, *job.tokenizer, &job.data->train[0].shards), notice);
+  notice(detail::depth_notice(o));
+  std::ranges::for_each(attention_notices(device, step.precision.products, step.model.head_size), notice);
+  if (device.kind != DeviceKind::cpu) return;
+  const int64_t ranks = o.place.local_ranks;
+  const std::string crowded =
+      detail::crowded_notice(o.place, std::max<int64_t>(ranks, device.threads), available_processors());
+  notice(crowded);
+  if (crowded.empty() && ranks > device.threads)
+    notice(formatted(
+        "notice: {} ranks share {} thread{} (--threads): fine for tests and for learning, not faster than one", ranks,
+        device.threads, device.threads == 1 ? "" : "s"));
+  if (o.dtype == WeightType::bf16 && cpu::isa_in_use() < cpu::Isa::avx512_bf16)
+    notice(
         "notice: this processor has no bf16 products, or --cpu-isa leaves them out: they are widened to fp32, correct "
         "but slow");
 }
 
-// The time of each op in a rank's training steps, the longest first, and the share of its roof that it reached. The
-// roof: the time that its flops take at the matmul peak, or its bytes at the measured speed of memory, whichever is
-// longer. All ranks may multiply at once, so each has its share of that peak; one may use memory alone. Only an op
-// whose data are still in a cache can beat memory's speed.
+// The time of each op in a rank's training steps, the longest first, and the share of its roof that it reached: the
+// time that its flops take at the matmul peak, or its bytes at the measured speed of memory, whichever is longer. All
+// ranks may multiply at once, each with its share of that peak; one may use memory alone, and only a cache can beat its
+// speed.
 inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const Peaks& roof) {
   std::vector<std::pair<std::string, OpTotals>> sorted(ops.begin(), ops.end());
   std::sort(sorted.begin(), sorted.end(),

@@ -1,14 +1,11 @@
-// step_report.h: what a run prints about its updates: a line for each with speed and time left, GPU readings, and the
-// summary at the end.
+// step_report.h: what a run prints about its updates: a line for each, GPU readings, and the summary at the end.
 #pragma once
 #include <chrono>
 #include <deque>
 
-#include "core/log.h"
 #include "device/nvml.h"
 #include "run/checkpoints/progress.h"
 #include "run/job.h"
-#include "run/reports/peak.h"
 #include "run/reports/report.h"
 
 namespace llmc {
@@ -71,8 +68,8 @@ class StepReport {
     const bool on_gpu = job_.device.kind == DeviceKind::cuda;
     if (peaks_.raise(job_.flops_per_step() / seconds) && !std::exchange(raised_, true))
       log_.line(
-          formatted("notice: step {} was faster than the matmul peak that was measured at the start, when the "
-                    "machine was busy: MFU refers to the fastest step from here on",
+          formatted("notice: step {} was faster than the matmul peak that was measured at the start, when the machine "
+                    "was busy: MFU refers to the fastest step from here on",
                     step));
     log_.train({.step = step,
                 .max_steps = job_.max_steps,
@@ -104,11 +101,10 @@ class StepReport {
   void notices(int64_t step, const StepResult& result) {
     if (monitor_ && step % o_.log_gpu_every == 0) read_gpu(step);
     if (result.experts && result.experts->rounds > 1 && !std::exchange(rounds_said_, true))
-      log_.line(
-          formatted("notice: in step {} tokens went to the experts of other ranks in {} rounds, because one rank "
-                    "got more than --moe-imbalance has room for; expert_rounds in metrics.jsonl has the number of "
-                    "every step",
-                    step, result.experts->rounds));
+      log_.line(formatted(
+          "notice: in step {} tokens went to the experts of other ranks in {} rounds, because one rank got more than "
+          "--moe-imbalance has room for; expert_rounds in metrics.jsonl has the number of every step",
+          step, result.experts->rounds));
   }
 
   // The duration of the last update, in seconds.
@@ -190,8 +186,7 @@ class StepReport {
     return peak ? std::optional(job_.flops_per_step() / seconds / *peak) : std::nullopt;
   }
 
-  // Estimated from the times of recent updates and of the last validation, sample and checkpoint. Tasks that have not
-  // run yet are left out.
+  // Estimated from recent updates and the last validation, sample and checkpoint; tasks that never ran are left out.
   double seconds_left(int64_t step) const {
     std::vector<double> sorted(recent_.begin(), recent_.end());
     std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2,

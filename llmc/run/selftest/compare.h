@@ -1,43 +1,42 @@
-// compare.h: a layout against one rank: near enough (contract 5), and bit for bit like others of its kind (contracts 3
-// and 4).
+// compare.h: a layout against one rank: near enough (contract 5); bit for bit like others of its kind (contracts 3, 4).
 #pragma once
 #include "run/selftest/run_layout.h"
 
 namespace llmc::selftest {
 
 // What one rank computes on the CPU, and how far from it a layout may be.
-class Reference {
- public:
+struct Reference {
+  StepConfig one;
+  bool fp32;
+  Outcome alone;
+  Distances near, farther;
+
   // step: any layout of the model, with the options that change results. parts: those of the layouts.
   Reference(const StepConfig& step, const Parts& parts)
-      : one_(on_one_rank(step)), parts_{.init = parts.init, .max_norm = parts.max_norm}, fp32_(is_fp32(step)) {
+      : one(on_one_rank(step)),
+        fp32(step.precision.activations == DType::fp32 && step.precision.linear == Operands::as_stored),
+        parts_{.init = parts.init, .max_norm = parts.max_norm} {
     // Without this some tokens in bf16 would have scores of two experts that are closer than rounding.
-    if (step.model.experts.count > 0 && !fp32_ && parts.init == init_drawn) parts_.init = init_routes_by_token;
-    alone_ = run_layout(one_, {}, parts_);
-    near_ = farther_ = Distances(1e-6, 1e-5, 1e-5, 1e-5);
-    if (!fp32_) measure_bounds();
-    alone_.directions.rounding = roundings * farther_.gradients;
-    if (!fp32_ && !alone_.directions.of_steps.empty()) measure_bounds();  // again, of the weights that are compared
+    if (step.model.experts.count > 0 && !fp32 && parts.init == init_drawn) parts_.init = init_routes_by_token;
+    alone = run_layout(one, {}, parts_);
+    near = farther = Distances(1e-6, 1e-5, 1e-5, 1e-5);
+    if (!fp32) measure_bounds();
+    alone.directions.rounding = roundings * farther.gradients;
+    if (!fp32 && !alone.directions.of_steps.empty()) measure_bounds();  // again, of the weights that are compared
   }
 
-  const StepConfig& one() const { return one_; }
-  const Outcome& alone() const { return alone_; }
   // The parts of a layout that is compared with it.
   Parts parts_for(const Parts& parts) const {
     Parts used = parts;
     used.init = parts_.init;
     return used;
   }
-  bool is_fp32() const { return fp32_; }
-  const Distances& near() const { return near_; }
-  const Distances& farther() const { return farther_; }
   // Another device rounds differently in bf16, and so do ranks that add parts of a product or merge parts of attention:
-  // they may be as far away as both are from fp32. (Two runs that differ only in the micro-batch round every activation
-  // alike.) Muon amplifies whatever its products round in directions with small singular values. Products in fp8: as
-  // far as both are from the dtype.
+  // they may be as far away as both are from fp32, with products in fp8 from the dtype. (Two runs that differ only in
+  // the micro-batch round alike.) Muon amplifies what its products round in directions with small singular values.
   const Distances& allowed(const Layout& layout, const Device& device) const {
     const bool amplifies = layout.zero.optimizer == Optimizer::muon;
-    return device.kind != DeviceKind::cpu || in_parts(layout) || amplifies ? farther_ : near_;
+    return device.kind != DeviceKind::cpu || in_parts(layout) || amplifies ? farther : near;
   }
   static bool in_parts(const Layout& layout) {
     return layout.tensor.ranks > 1 || layout.context.ranks > 1 || !layout.pipeline.slices.empty();
@@ -46,39 +45,29 @@ class Reference {
  private:
   static constexpr double roundings = 8;  // of an element, in those of its tensor's root mean square
 
-  static bool is_fp32(const StepConfig& step) {
-    return step.precision.activations == DType::fp32 && step.precision.linear == Operands::as_stored;
-  }
-
   // Contract 5: twice the largest distance from the run in micro-batches of one sequence, of runs in micro-batches of
   // two and of all; or a bound where that is larger. What is rounded to fp8 is compared with what is not.
   void measure_bounds() {
-    const Outcome pairs = run_layout(on_one_rank(one_, 2), {}, parts_),
-                  whole =
-                      one_.micro_batches == 2 ? pairs : run_layout(on_one_rank(one_, one_.micro_batches), {}, parts_);
-    StepConfig exact = one_;
-    if (one_.precision.linear != Operands::as_stored) exact.precision.linear = Operands::as_stored;
+    const Outcome pairs = run_layout(on_one_rank(one, 2), {}, parts_),
+                  whole = one.micro_batches == 2 ? pairs : run_layout(on_one_rank(one, one.micro_batches), {}, parts_);
+    StepConfig exact = one;
+    if (one.precision.linear != Operands::as_stored) exact.precision.linear = Operands::as_stored;
     else exact.precision = DType::fp32;
     const Outcome less_rounded = run_layout(exact, {}, parts_);
-    const Distances noise = Distances(pairs, alone_).or_larger(Distances(whole, alone_)),
-                    from_exact(less_rounded, alone_);
+    const Distances noise = Distances(pairs, alone).or_larger(Distances(whole, alone)), from_exact(less_rounded, alone);
     const auto twice = [](const Distances& usual) {
       return Distances(2 * usual.loss, 2 * usual.norm, 2 * usual.gradients, 2 * usual.weights)
           .or_larger(Distances(1e-3, 0x1p-8, 0x1p-8, 0x1p-8));
     };
-    near_ = twice(noise);
-    farther_ = twice(noise.or_larger(from_exact));
+    near = twice(noise);
+    farther = twice(noise.or_larger(from_exact));
     // Norms of gradients differ by no more than the gradients do. In bf16 they are bounded closer; in fp8 one
     // difference between two norms says little, since a gradient errs by several percent, mostly across its direction.
-    if (one_.precision.linear != Operands::as_stored)
-      farther_.norm = std::max(farther_.norm, 2 * whole_distance(less_rounded.gradients, alone_.gradients));
+    if (one.precision.linear != Operands::as_stored)
+      farther.norm = std::max(farther.norm, 2 * whole_distance(less_rounded.gradients, alone.gradients));
   }
 
-  StepConfig one_;
   Parts parts_;
-  bool fp32_;
-  Outcome alone_;
-  Distances near_, farther_;
 };
 
 // How a layout compares with one rank.
@@ -97,17 +86,33 @@ struct Comparison {
   }
 };
 
+// How many comparisons ended in which way.
+struct Count {
+  int64_t good = 0, failed = 0, not_compared = 0;
+
+  Count& operator+=(const Count& other) {
+    good += other.good;
+    failed += other.failed;
+    not_compared += other.not_compared;
+    return *this;
+  }
+  Count& operator+=(const Comparison& c) { return *this += Count{c.good(), !c.fault.empty(), c.not_compared()}; }
+  std::string not_compared_text() const {
+    return not_compared == 0 ? "" : formatted("; near ties of routers: {} not compared", not_compared);
+  }
+};
+
 inline Comparison compare(const Reference& reference, const StepConfig& step, const Machine& machine,
                           const Parts& parts) {
   const Parts used = reference.parts_for(parts);
   Comparison c{.outcome = run_layout(step, machine, used), .distances = {}, .fault = {}, .tie = {}};
-  c.distances = Distances(c.outcome, reference.alone());
+  c.distances = Distances(c.outcome, reference.alone);
   if (!c.outcome.fault.empty()) c.fault = " " + c.outcome.fault;
   const Distances& allowed = reference.allowed(step.layout, machine.device);
   const bool too_far = !c.distances.within(allowed);
   const bool sparse = step.model.experts.count > 0;
   const Rerouted routes = sparse && any_process(machine.processes, "distances of a layout", too_far)
-                              ? rerouted(reference.one(), step, machine, used)
+                              ? rerouted(reference.one, step, machine, used)
                               : Rerouted();
   if (too_far && routes.tokens > 0 && routes.ties) c.tie = to_string(routes);
   else if (too_far)

@@ -1,8 +1,8 @@
 // draws.h: models, options and layouts drawn at random for --selftest-minutes, in any combination that is possible. A
 // draw is a pure function of its number and of the most ranks it may have, so a number repeats it.
 //
-// Consecutive draws share a model and the options that change what is computed, so that one rank has to compute it only
-// once for all of them; the layout and the options that must not change results are drawn for each.
+// Consecutive draws share a model and the options that change what is computed, which one rank computes once for all;
+// the layout and the options that must not change results are drawn for each.
 //
 // What pipedream computes between two flushes is something else than one rank does (contract 4); test_pipedream.cpp has
 // a reference for that. Here every update is followed by a flush, and then it is the same: with one micro-batch in a
@@ -120,16 +120,14 @@ inline Draw draw_task(Dice& dice) {
 inline void draw_ranks(Dice& dice, int max_ranks, StepConfig& step) {
   Layout& l = step.layout;
   const auto any = [&] { return static_cast<int>(dice.below(static_cast<uint64_t>(max_ranks))) + 1; };
-  int64_t left = std::max(any(), any()), tensor = 1;
-  std::vector<int> axes = {0, 1, 2, 3};
+  int64_t left = std::max(any(), any());
+  int tensor = 1;
+  std::vector<int*> axes = {&l.pipeline.stages, &tensor, &l.context.ranks, &l.zero.replicas};
   while (!axes.empty()) {
     const auto axis = axes.begin() + static_cast<int64_t>(dice.below(axes.size()));
     const int size = dice.one_in(2) ? 1 : static_cast<int>(dice.pick(divisors(left)));
     left /= size;
-    if (*axis == 0) l.pipeline.stages = size;
-    if (*axis == 1) tensor = size;
-    if (*axis == 2) l.context.ranks = size;
-    if (*axis == 3) l.zero.replicas = size;
+    **axis = size;
     axes.erase(axis);
   }
   l.zero.shards = static_cast<int>(left) * l.context.ranks;
@@ -264,61 +262,43 @@ inline StepConfig first_of_its_kind(const StepConfig& step) {
 
 // The choices that make up a draw: those that one rank has too, then the others.
 struct Choices {
-  std::vector<std::string> task, layout;
+  std::string task, layout;
 };
 inline Choices choices(const Draw& d) {
   const StepConfig& s = d.step;
   const ModelConfig& m = s.model;
   const auto& [zero, tensor, context, expert, pipeline] = s.layout;
   Choices all;
-  all.task = {formatted("{}", m.family.model_type),
-              formatted("{}{}", name_of(s.precision.activations), s.precision.masters ? "" : " without master weights"),
-              m.tied ? "tied" : "untied",
-              formatted("heads {} on {}", m.n_head, m.n_kv_head),
-              formatted("of {}", m.head_size),
-              formatted("layers {}", m.n_layer),
-              formatted("ffn {}", m.n_ffn),
-              formatted("vocabulary {}", m.vocab_size),
-              formatted("T {}", s.batch.T),
-              formatted("documents {}", s.documents == Documents::apart ? "apart" : "together"),
-              formatted("{} sequences", d.sequences()),
-              zero.optimizer == Optimizer::muon
-                  ? formatted("muon {}, heads {}, rows {}", zero.muon.coefficients, zero.muon.heads, zero.muon.rows)
-                  : formatted("{}", zero.optimizer),
-              formatted("z-loss x {}", s.z_loss),
-              formatted("{}", s.precision.averages ? "weights averaged" : "not averaged"),
-              d.max_norm > 0 ? "clipped" : "not clipped",
-              s.qk_clip ? formatted("logits to {}", *s.qk_clip) : "any logits"};
+  all.task = formatted(
+      "{}, {}{}, {}, heads {} on {}, of {}, layers {}, ffn {}, vocabulary {}, T {}, documents {}, {} sequences, {}, "
+      "z-loss x {}, {}, {}, {}",
+      m.family.model_type, s.precision.activations, s.precision.masters ? "" : " without master weights",
+      m.tied ? "tied" : "untied", m.n_head, m.n_kv_head, m.head_size, m.n_layer, m.n_ffn, m.vocab_size, s.batch.T,
+      s.documents == Documents::apart ? "apart" : "together", d.sequences(),
+      zero.optimizer == Optimizer::muon
+          ? formatted("muon {}, heads {}, rows {}", zero.muon.coefficients, zero.muon.heads, zero.muon.rows)
+          : std::string(name_of(zero.optimizer)),
+      s.z_loss, s.precision.averages ? "weights averaged" : "not averaged", d.max_norm > 0 ? "clipped" : "not clipped",
+      s.qk_clip ? formatted("logits to {}", *s.qk_clip) : "any logits");
   if (m.experts.count > 0)
-    for (const std::string& choice :
-         {formatted("experts {} of {}", m.experts.per_token, m.experts.count), formatted("width {}", m.experts.width),
-          formatted("every {} but {}", m.experts.every, m.experts.dense_layers),
-          formatted("{}", m.experts.normalised ? "normalised" : "not normalised"),
-          formatted("aux loss {}", s.experts.aux_loss), formatted("z loss {}", s.experts.z_loss),
-          formatted("bias rate {}", s.experts.bias_rate),
-          s.experts.capacity_factor ? formatted("capacity {}", *s.experts.capacity_factor) : "dropless"})
-      all.task.push_back(choice);
-  all.layout = {formatted("ranks {}", s.layout.ranks()),
-                formatted("dp {}", s.layout.readers()),
-                formatted("replicas {}", zero.replicas),
-                formatted("stage {}", zero.stage),
-                formatted("reduce {}", zero.grad_reduce),
-                formatted("offload {}{}", std::string(zero.offload),
-                          zero.offload.updates_at_host() ? ", updated by the host" : ""),
-                formatted("{}", zero.sync),
-                tensor.ranks > 1 ? formatted("tp {}{}{}", tensor.ranks, tensor.sequence ? " by rows" : "",
-                                             tensor.overlap ? " overlapped" : "")
-                                 : "tp 1",
-                context.ranks > 1 ? formatted("cp {} {}", context.ranks, context.attention) : "cp 1",
-                formatted("pp {}", pipeline.stages),
-                formatted("{}{}", pipeline.schedule,
-                          pipeline.chunks_per_stage > 1 ? formatted(" in {} chunks", pipeline.chunks_per_stage) : ""),
-                pipeline.layers.empty() ? "even layers" : formatted("layers {}", pipeline.layers),
-                pipeline.slices.empty() ? "whole sequences" : formatted("slices {}", pipeline.slices),
-                formatted("micro-batches {} of {}", s.micro_batches, s.batch.B),
-                formatted("recompute {}", s.recomputation()),
-                formatted("head chunks {}", s.head_chunks)};
-  if (m.experts.count > 0) all.layout.push_back(formatted("ep {} imbalance {}", expert.ranks, s.experts.imbalance));
+    all.task +=
+        formatted(", experts {} of {}, width {}, every {} but {}, {}, aux loss {}, z loss {}, bias rate {}, {}",
+                  m.experts.per_token, m.experts.count, m.experts.width, m.experts.every, m.experts.dense_layers,
+                  m.experts.normalised ? "normalised" : "not normalised", s.experts.aux_loss, s.experts.z_loss,
+                  s.experts.bias_rate,
+                  s.experts.capacity_factor ? formatted("capacity {}", *s.experts.capacity_factor) : "dropless");
+  all.layout = formatted(
+      "ranks {}, dp {}, replicas {}, stage {}, reduce {}, offload {}{}, {}, tp {}{}{}, cp {}{}, pp {}, {}{}, {}, {}, "
+      "micro-batches {} of {}, recompute {}, head chunks {}",
+      s.layout.ranks(), s.layout.readers(), zero.replicas, zero.stage, zero.grad_reduce, zero.offload,
+      zero.offload.updates_at_host() ? ", updated by the host" : "", zero.sync, tensor.ranks,
+      tensor.ranks > 1 && tensor.sequence ? " by rows" : "", tensor.ranks > 1 && tensor.overlap ? " overlapped" : "",
+      context.ranks, context.ranks > 1 ? formatted(" {}", context.attention) : "", pipeline.stages, pipeline.schedule,
+      pipeline.chunks_per_stage > 1 ? formatted(" in {} chunks", pipeline.chunks_per_stage) : "",
+      pipeline.layers.empty() ? "even layers" : formatted("layers {}", pipeline.layers),
+      pipeline.slices.empty() ? "whole sequences" : formatted("slices {}", pipeline.slices), s.micro_batches, s.batch.B,
+      s.recomputation(), s.head_chunks);
+  if (m.experts.count > 0) all.layout += formatted(", ep {} imbalance {}", expert.ranks, s.experts.imbalance);
   return all;
 }
 inline std::string to_string(const Draw& d) {
@@ -326,8 +306,7 @@ inline std::string to_string(const Draw& d) {
   return formatted("{} | {}", all.task, all.layout);
 }
 
-// The value that a draw has on each axis: "schedule gpipe", "recompute block". Sizes only as far as they differ in
-// kind.
+// The value that a draw has on each axis: "schedule gpipe", "recompute block"; of sizes only their kind.
 inline std::vector<std::string> axis_values(const Draw& d) {
   const StepConfig& s = d.step;
   const auto& [zero, tensor, context, expert, pipeline] = s.layout;

@@ -1,7 +1,6 @@
 // layouts.h: the models and layouts that --selftest compares: tiny models with awkward sizes, and the layouts
 // of a number of ranks. A new axis of parallelism is a few more lines of layouts().
 #pragma once
-#include <compare>
 
 #include "core/rng.h"
 #include "model/layout_faults.h"
@@ -82,8 +81,7 @@ inline std::vector<Model> all_models() {
     all.push_back({"llama", false, dtype, 8, 4, seq_len, 9});
     all.push_back({"gpt2", true, dtype, 8, 8, seq_len, 8});
   }
-  // With experts. With these sizes, no token has scores of two experts closer than the rounding of fp32; for bf16 see
-  // init_routes_by_token().
+  // With these sizes no token has scores of two experts closer than fp32's rounding; for bf16: init_routes_by_token().
   all.push_back({"qwen2_moe", false, DType::fp32, 8, 2, 20});
   all.push_back({"qwen2_moe", false, DType::bf16, 8, 2, 20});
   return all;
@@ -133,8 +131,7 @@ inline std::string to_string(const Model& m) {
 }
 
 // Every layout of this many ranks; tensor or context parallelism and pipelines only for a model that can be divided.
-// Empty if the ranks cannot share a step equally. A layout that begins() is followed by those that agree with it bit
-// for bit.
+// Empty if the ranks cannot share a step equally. After a layout that begins() come those with the same bits.
 inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nullptr) {
   std::vector<Layout> all;
   auto zero_layouts = [&](int readers, const TensorParallel& tensor) {
@@ -208,30 +205,26 @@ inline std::vector<Layout> layouts(int ranks, const ModelConfig* shared_out = nu
           }
         }
   };
-  if (shared_out != nullptr && shared_out->experts.count > 0) {
-    expert_layouts(*shared_out);
-    return all;
-  }
-  if (shared_out != nullptr && shared_out->n_layer != few_layers) {
-    pipeline_layouts(*shared_out);
-    return all;
-  }
-  if (shared_out != nullptr && shared_out->n_positions != seq_len) {
-    context_layouts(*shared_out);
-    return all;
-  }
-  if (shared_out != nullptr) {
+  auto tensor_layouts = [&](const ModelConfig& m) {
     for (int tp = 2; tp <= ranks; ++tp)
       for (const bool sequence : {true, false})
-        if (ranks % tp == 0 && can_share_out(*shared_out, tp))
-          zero_layouts(ranks / tp, tensor_parallel(*shared_out, tp, sequence));
-    return all;
+        if (ranks % tp == 0 && can_share_out(m, tp)) zero_layouts(ranks / tp, tensor_parallel(m, tp, sequence));
+  };
+  if (shared_out == nullptr) {
+    zero_layouts(ranks, {});
+    for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
+      for (const DpSync sync : all_values<DpSync>())
+        if (sequences % ranks == 0 && ranks > 1 && sync != DpSync::all_reduce)
+          all.push_back({{.grad_reduce = reduce, .shards = ranks, .sync = sync}});
+  } else if (shared_out->experts.count > 0) {
+    expert_layouts(*shared_out);
+  } else if (shared_out->n_layer != few_layers) {
+    pipeline_layouts(*shared_out);
+  } else if (shared_out->n_positions != seq_len) {
+    context_layouts(*shared_out);
+  } else {
+    tensor_layouts(*shared_out);
   }
-  zero_layouts(ranks, {});
-  for (const GradReduce reduce : {GradReduce::step, GradReduce::micro})
-    for (const DpSync sync : all_values<DpSync>())
-      if (sequences % ranks == 0 && ranks > 1 && sync != DpSync::all_reduce)
-        all.push_back({{.grad_reduce = reduce, .shards = ranks, .sync = sync}});
   return all;
 }
 
@@ -280,24 +273,13 @@ inline std::vector<std::string> choices(const Model& model, const Layout& l) {
                     l.pipeline.stages > 1 ? name_of(l.pipeline.schedule) : "", l.pipeline.chunks_per_stage),
           formatted("ep {}", l.expert.ranks)};
 }
-using PairOfChoices = std::tuple<DType, std::string, std::string>;
-// Calls visit(pair) for every pair of choices. fp32 and bf16 have pairs of their own: their bounds differ by a factor
-// of 1,000, so bf16 alone hardly tests a pair.
-template <class F>
-void for_each_pair(const Model& model, const Layout& layout, F&& visit) {
-  const std::vector<std::string> all = choices(model, layout);
-  for (auto a = all.begin(); a != all.end(); ++a)
-    for (auto b = a + 1; b != all.end(); ++b) visit(PairOfChoices(model.dtype, *a, *b));
-}
 
 // A subset that contains every pair of choices in `all`: most faults that only a combination reveals need just two
 // choices (Kuhn, Wallace and Gallo, 2004). In random order, a layout with a new pair is kept, along with the first of
-// its kind, with which it must agree bit for bit.
+// its kind, with which it must agree bit for bit. fp32 and bf16 have pairs of their own: their bounds differ by a
+// factor of 1,000, so bf16 alone hardly tests a pair.
 inline std::vector<ModelLayouts> every_pair(const std::vector<ModelLayouts>& all) {
-  struct Place {
-    size_t model, layout;
-    auto operator<=>(const Place&) const = default;
-  };
+  using Place = std::pair<size_t, size_t>;  // the model, and its layout
   struct Drawn {
     Place place, first;
   };
@@ -312,12 +294,14 @@ inline std::vector<ModelLayouts> every_pair(const std::vector<ModelLayouts>& all
   const Philox rng(7, "layouts of the self-test");
   for (size_t i = drawn.size(); i > 1; --i) std::swap(drawn[i - 1], drawn[rng.bits(i) % i]);
 
-  std::set<PairOfChoices> tried;
+  std::set<std::tuple<DType, std::string, std::string>> tried;
   std::set<Place> kept;
   const auto tries_new = [&](const Place& place) {
     const auto before = tried.size();
-    for_each_pair(all[place.model].model, all[place.model].layouts[place.layout],
-                  [&](const PairOfChoices& pair) { tried.insert(pair); });
+    const auto& [model, layouts_of_model] = all[place.first];
+    const std::vector<std::string> values = choices(model, layouts_of_model[place.second]);
+    for (auto a = values.begin(); a != values.end(); ++a)
+      for (auto b = a + 1; b != values.end(); ++b) tried.emplace(model.dtype, *a, *b);
     return tried.size() > before;
   };
   for (const Drawn& d : drawn)

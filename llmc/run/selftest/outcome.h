@@ -1,5 +1,4 @@
-// outcome.h: what a layout of the self-test computed, as whole tensors put together from the parts of all ranks, and
-// how far two such outcomes are from each other.
+// outcome.h: what a layout of the self-test computed, as whole tensors of all ranks' parts; how far two of them differ.
 #pragma once
 #include "device/host_copy.h"
 #include "run/processes.h"
@@ -110,8 +109,7 @@ inline void collect_state(Outcome& outcome, const ModelState& state, int rank, S
     else collect(outcome.optimizer_state, outcome.fault, e, formatted("{}:{}", e.param->name, e.name()), rank, stream);
 }
 
-// Checks that every element of every parameter is held exactly as often as the layout says (contract 15); called when
-// the slices of all ranks are collected.
+// Checks that every element of every parameter is held exactly as often as the layout says (contract 15), by all ranks.
 inline void require_whole(Outcome& outcome, const StepConfig& step) {
   struct Expected {
     int weights, state, row_moments;
@@ -262,8 +260,8 @@ inline double distance(const std::vector<double>& a, const std::vector<double>& 
   return largest;
 }
 
-// Did one of two outcomes move a weight by the other sign of a direction that is little more than rounding? Signs
-// differ by lr where one is 0.
+// Did one outcome move a weight by the other sign where the direction is little more than rounding? (By lr if one is
+// 0.)
 inline bool other_sign(const Wholes& a, const Wholes& b, const Outcome& one, size_t step) {
   const Directions& directions = one.directions;
   for (const auto& [name, whole] : b) {
@@ -299,12 +297,8 @@ struct Distances {
     return loss <= bound.loss && norm <= bound.norm && gradients <= bound.gradients && weights <= bound.weights;
   }
   Distances or_larger(const Distances& other) const {
-    Distances both = *this;
-    both.loss = std::max(loss, other.loss);
-    both.norm = std::max(norm, other.norm);
-    both.gradients = std::max(gradients, other.gradients);
-    both.weights = std::max(weights, other.weights);
-    return both;
+    return {std::max(loss, other.loss), std::max(norm, other.norm), std::max(gradients, other.gradients),
+            std::max(weights, other.weights)};
   }
   std::string text() const {
     return formatted("loss {:.1e} | norm {:.1e} | gradients {:.1e} | weights {:.1e}", loss, norm, gradients, weights);

@@ -1,5 +1,4 @@
-// run_layout.h: trains a tiny model for a few steps in a layout, on threads or in several processes, and collects what
-// comes out.
+// run_layout.h: trains a tiny model for a few steps in a layout, in one process or several, and collects the outcome.
 #pragma once
 #include <mutex>
 

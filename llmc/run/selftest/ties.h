@@ -1,7 +1,6 @@
 // ties.h: the experts to which a run sends its tokens. If the scores of two experts are closer than rounding,
 // a layout that rounds differently may choose the other one, and then differs from one rank by more than rounding.
 #pragma once
-#include <compare>
 #include <mutex>
 
 #include "device/host_copy.h"
@@ -187,10 +186,11 @@ inline Rerouted rerouted(const Routes& one, const Routes& found) {
     if (token.step > first_step || first_layer.try_emplace(token.sample, token.layer).first->second < token.layer)
       continue;
     const Margin m = margin_of(route, other->second.experts);
-    add(m.is_tie(), formatted("{}: experts {}, but {} on one rank, which chose {} before {} by a margin of {:.1e}: {} "
-                              "rounding, {:.1e}",
-                              to_string(token), other->second.experts, route.experts, m.chosen, m.other, m.by,
-                              m.is_tie() ? "a near tie, within" : "more than", m.rounding));
+    add(m.is_tie(),
+        formatted(
+            "{}: experts {}, but {} on one rank, which chose {} before {} by a margin of {:.1e}: {} rounding, {:.1e}",
+            to_string(token), other->second.experts, route.experts, m.chosen, m.other, m.by,
+            m.is_tie() ? "a near tie, within" : "more than", m.rounding));
   }
   if (found.size() > one.size()) ++all.tokens, add(false, "tokens that one rank does not have");
   return all;
@@ -198,11 +198,6 @@ inline Rerouted rerouted(const Routes& one, const Routes& found) {
 
 // ---- Weights with which no token is near a tie ----------------------------------------------------------------------
 
-// In the first E channels of its embedding, a token is nonzero in two: those of its two experts.
-inline float routing_channel(int64_t token, int64_t channel, int64_t E) {
-  const int64_t first = token % E, second = (first + 1 + token / E % (E - 1)) % E;
-  return channel == first ? 0.25f : channel == second ? 0.1875f : 0.0f;
-}
 // Replaces fresh weights by f(name, value drawn, element).
 template <class F>
 void change_weights(const ModelState& state, Stream& stream, F&& f) {
@@ -228,7 +223,10 @@ inline void init_routes_by_token(const StepConfig& step, const ModelState& state
   change_weights(state, stream, [&](const std::string& name, float drawn, int64_t element) {
     const int64_t row = element / C, channel = element % C;
     if (name.ends_with("moe.router.weight")) return channel == row ? 0.5f : 0.0f;
-    return name == "wte.weight" && channel < E ? routing_channel(row, channel, E) : drawn;
+    if (name != "wte.weight" || channel >= E) return drawn;
+    // In the first E channels of its embedding, a token is nonzero in two: those of its two experts.
+    const int64_t first = row % E, second = (first + 1 + row / E % (E - 1)) % E;
+    return channel == first ? 0.25f : channel == second ? 0.1875f : 0.0f;
   });
 }
 inline void init_drawn(const StepConfig&, const ModelState& state, Stream& stream) { init_weights(state, 42, stream); }

@@ -1,12 +1,10 @@
 // plan_trace.h: --trace with --plan: a step on paper as a file like that of a run. Each stage of a pipeline is a
 // process: its ranks all do the same. What a stage does within an action is that of its trainer on the null device;
-// when the action begins follows from the simulation of all stages (schedule/simulate.h), as in a plan's table of
-// times.
+// when the action begins follows from the simulation of all stages (schedule/simulate.h), as in a plan's times.
 #pragma once
 #include <iterator>
 
 #include "run/plan/report_time.h"
-#include "run/trace/rank_trace.h"
 #include "run/trace/trace_file.h"
 
 namespace llmc {
@@ -173,12 +171,12 @@ inline std::string plan_trace(const StepConfig& config, const Device& device, co
   CHECK(!whole.others, "--trace with --plan: there is no clock for --dp-sync {}: leave it out",
         config.layout.zero.sync);
   const KeptLists kept;
-  TraceArgs about = about_trace(
-      config, "plan",
-      formatted("computed for {}: nothing ran. A stage's actions take what the clock of --plan says, and wait for each "
-                "other as in a simulation of the stages; its peers in data, tensor, context and expert parallelism do "
-                "the same at the same time",
-                device.machine->name));
+  TraceArgs about =
+      about_trace(config, "plan",
+                  formatted("computed for {}: nothing ran. A stage's actions take what the clock of --plan says, and "
+                            "wait for each other as in a simulation of the stages; its peers in data, tensor, context "
+                            "and expert parallelism do the same at the same time",
+                            device.machine->name));
   Pipeline p = config.pipeline();
   if (p.stages == 1) {
     const detail::StageAlone alone = detail::stage_alone(config, device, 0);

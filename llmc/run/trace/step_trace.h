@@ -1,15 +1,63 @@
-// step_trace.h: --trace in a run: records one step of every rank; rank 0 writes the file.
+// step_trace.h: --trace in a run: records one step of every rank; rank 0 writes the file. The clocks of several
+// machines are compared over messages (as in NTP, Mills 1991), so that the times of all ranks fit into one trace.
 #pragma once
 #include <chrono>
+#include <sstream>
 
+#include "core/environment.h"
 #include "core/json.h"
 #include "core/log.h"
 #include "run/ranks.h"
-#include "run/trace/clocks.h"
-#include "run/trace/rank_trace.h"
 #include "run/trace/trace_file.h"
 
 namespace llmc {
+
+// How far this clock is ahead of rank 0's. The error is at most the uncertainty.
+struct ClockOffset {
+  int64_t ns = 0, uncertainty_ns = 0;
+};
+
+// Equal for processes that have the same steady clock: those of one running kernel.
+inline std::string name_of_clock() {
+  std::string boot;
+  try {
+    boot = read_text("/proc/sys/kernel/random/boot_id");
+  } catch (const Error&) {  // the name of the host must do
+  }
+  return host_name() + " " + boot;
+}
+
+// A text that takes d from rank 0 to this rank, by their own clocks, has taken d - offset; one that takes d' back,
+// d' + offset. Both are positive, so the offset lies between -d' and d: in the middle, if both take equally long. Of
+// several texts the fastest count, and of the ranks with the same clock the one that knows best.
+// All ranks call it, between two steps. clock: equal for ranks with the same clock; now(): its time in nanoseconds
+inline ClockOffset compare_clocks(HostGroup& control, const std::string& clock, const std::function<int64_t()>& now) {
+  constexpr int rounds = 8;
+  const std::vector<std::string> clocks = control.all_gather_text("clocks", clock);
+  const size_t ranks = clocks.size(), me = static_cast<size_t>(control.rank());
+  if (std::ranges::count(clocks, clocks[0]) == std::ssize(clocks)) return {};
+  std::vector<int64_t> fastest(ranks, std::numeric_limits<int64_t>::max());  // from each rank to this one
+  for (int round = 0; round < rounds; ++round) {
+    const std::vector<std::string> sent = control.all_gather_text("time", std::to_string(now()));
+    const int64_t arrived = now();
+    for (size_t r = 0; r < ranks; ++r) fastest[r] = std::min(fastest[r], arrived - int64_t{std::stoll(sent[r])});
+  }
+  std::string mine = std::to_string(fastest[0]);
+  if (me == 0)
+    for (size_t r = 1; r < ranks; ++r) mine += " " + std::to_string(fastest[r]);
+  const std::vector<std::string> all = control.all_gather_text("times between clocks", mine);
+  if (clock == clocks[0]) return {};
+  ClockOffset best{0, std::numeric_limits<int64_t>::max()};
+  std::istringstream to_first(all[0]);
+  for (size_t r = 0; r < ranks; ++r) {
+    int64_t to = 0;
+    to_first >> to;
+    if (clocks[r] != clock) continue;
+    const int64_t from = std::stoll(all[r]), uncertainty = (from + to) / 2;
+    if (uncertainty < best.uncertainty_ns) best = {(from - to) / 2, uncertainty};
+  }
+  return best;
+}
 
 // The step that is recorded: by default the third that this start makes, whose memory has been touched before, or the
 // last if there are fewer. done: those before this start

@@ -35,7 +35,7 @@ TEST_CASE(
     CAPTURE(static_cast<int>(read));
     const selftest::Reference reference(step_in_fp8(read), {});
     const selftest::Comparison c = selftest::compare(reference, step_in_fp8(read), gpu, {});
-    CAPTURE(c.distances.text(), reference.farther().text(), c.verdict());
+    CAPTURE(c.distances.text(), reference.farther.text(), c.verdict());
     EXPECT(c.good());
   }
   StepConfig three = step_in_fp8(Operands::fp8_block, 2, 3);

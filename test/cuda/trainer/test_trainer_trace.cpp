@@ -1,4 +1,3 @@
-// Traces of a step on GPUs (run/trace/rank_trace.h): CUDA events around actions, layers and ops; what a CUDA graph
 // contains is not seen, and recording changes no number.
 #include <algorithm>
 #include <chrono>
@@ -9,7 +8,6 @@
 #include <vector>
 
 #include "cuda/trainer/trainer_test.h"
-#include "run/trace/rank_trace.h"
 #include "run/trace/trace_file.h"
 #include "run/trace_checker.h"
 
