@@ -1,8 +1,11 @@
 // layout.h: how the ranks of a run divide the work of a step, as one value: by data (ZeRO), by tensors, by context, by
 // experts and by layers. All ranks have the same layout; groups.h says who talks to whom in it.
 #pragma once
+#include "comm/context_parallel.h"
+#include "comm/expert_parallel.h"
 #include "comm/mesh.h"
 #include "comm/server.h"
+#include "comm/tensor_parallel.h"
 #include "core/precision.h"
 #include "ops/optimizers.h"
 #include "schedule/pipeline.h"
@@ -49,95 +52,6 @@ struct ZeroConfig {
   int owners() const { return updates() == Updates::shard_owners ? shards : 1; }
 };
 
-inline constexpr int64_t vocab_multiple = 128;  // rows of a vocabulary that a rank stores are a multiple of this
-
-// How tensor parallelism (Shoeybi et al. 2019) divides a layer's vocabulary, and with sequence parallelism (Korthikanti
-// et al. 2022) the rows of the residual stream, among the ranks of a group. shard/params.h divides the parameters.
-struct TensorParallel {
-  int ranks = 1;
-  bool sequence = true;  // sequence parallelism: between the products each rank has some rows of the residual stream
-  bool overlap = false;  // exchange one piece of a product while another is computed (parallel/group.h)
-  int head_copies = 1;   // ranks that have the same key-value head: more than one if there are fewer heads than ranks
-
-  bool by_rows() const { return ranks > 1 && sequence; }
-  // How many of R rows each rank exchanges with every other; those of the last ranks may be padding.
-  int64_t slice_rows(int64_t R) const { return ceil_div(R, ranks); }
-  int64_t padded_rows(int64_t R) const { return slice_rows(R) * ranks; }
-  // How many rows of the residual stream a rank has, padding included.
-  int64_t stream_rows(int64_t R) const { return by_rows() ? slice_rows(R) : R; }
-  // How many rows of a vocabulary of V a rank stores, padding included.
-  int64_t stored_vocab(int64_t V) const { return round_up(ceil_div(V, ranks), vocab_multiple); }
-};
-
-// How a rank's queries meet the keys and values of the others.
-enum class ContextAttention : uint8_t {
-  ring,        // keys and values go round a ring while the ranks compute (Liu et al. 2023)
-  all_gather,  // every rank gathers them all (Llama Team 2024)
-  ulysses,     // each rank computes some heads of whole sequences (Jacobs et al. 2023)
-};
-constexpr auto names_of_values(ContextAttention) { return std::array{"ring", "all-gather", "ulysses"}; }
-
-// How context parallelism divides a sequence among the ranks of a group (parallel/context_attention.h). A sequence is
-// cut into 2 P equal slices; rank r has slices r and 2 P - 1 - r, so all ranks have the same causal work (Llama Team
-// 2024).
-struct ContextParallel {
-  int ranks = 1;
-  ContextAttention attention = ContextAttention::ring;
-
-  int slices() const { return ranks == 1 ? 1 : 2 * ranks; }
-  // How many of the T rows of a sequence a rank has, and how many a slice has.
-  int64_t share(int64_t T) const { return exact_div(T, slices(), "rows over the slices of --cp") * (slices() / ranks); }
-  int64_t slice_rows(int64_t T) const { return T / slices(); }
-  // Slice i of a rank; its slices are in the order of their rows.
-  int slice_of(int rank, int i) const { return i == 0 ? rank : 2 * ranks - 1 - rank; }
-  // T rounded up to a number of rows that can be divided into slices.
-  int64_t padded(int64_t T) const { return round_up(T, slices()); }
-
-  // A rank has rows (B share(T)) of B sequences; returns the index of its row `row` among all rows (B T).
-  int64_t row_of_all(int64_t row, int64_t T, int rank) const {
-    const int64_t mine = share(T), L = slice_rows(T), in_share = row % mine;
-    return row / mine * T + slice_of(rank, static_cast<int>(in_share / L)) * L + in_share % L;
-  }
-  // The elements of x (B T) that a rank has, in the order of its rows.
-  template <class X>
-  std::vector<X> share_of(std::vector<X> x, int64_t T, int rank) const {
-    if (ranks == 1) return x;
-    std::vector<X> mine(x.size() / static_cast<size_t>(ranks));
-    for (size_t row = 0; row < mine.size(); ++row)
-      mine[row] = x[static_cast<size_t>(row_of_all(static_cast<int64_t>(row), T, rank))];
-    return mine;
-  }
-};
-
-// Which experts of a layer a rank has (Shazeer et al. 2017; Lepikhin et al. 2020): E / ep consecutive ones of E, and a
-// part of none. An ep group takes neighbours: the ranks of tp, then of cp, then of shard. So the ranks of a stage are
-// numbered in two ways, in the same order (parallel/README.md has a picture): for dense weights by shard, cp and tp,
-// for experts by shard and ep. With one rank in an ep group and no tensor parallelism the views are the same, and so
-// are the groups.
-//
-// Every rank has rows of its own: data and context parallelism divide them, and within a tensor-parallel group so does
-// sequence parallelism. An expert sees all rows of its ep group, so its gradient is the sum over the ranks with the
-// same ep coordinate: over the shards of this view, over which ZeRO shards its state, then over the replicas. No other
-// sum over tensor-parallel ranks is needed, and no division: losses are divided by the global number of tokens.
-struct ExpertParallel {
-  int ranks = 1;      // of an ep group
-  int64_t count = 0;  // experts of a layer; 0: a dense model
-
-  Range held_by(int rank) const {
-    const int64_t each = exact_div(count, ranks, "experts over --ep");
-    return {each * rank, each};
-  }
-};
-
-// The ranks of a mesh, in the same order, with the axes by which experts are shared.
-inline Mesh expert_view(const Mesh& mesh, const ExpertParallel& expert) {
-  const int ranks = mesh.size(Axis::shard) * mesh.size(Axis::cp) * mesh.size(Axis::tp);
-  return Mesh({{Axis::pp, mesh.size(Axis::pp)},
-               {Axis::replicate, mesh.size(Axis::replicate)},
-               {Axis::shard, static_cast<int>(exact_div(ranks, expert.ranks, "ranks of a replica over --ep"))},
-               {Axis::ep, expert.ranks}});
-}
-
 // How the stages of a pipeline divide the layers, and the sequences of a micro-batch in time.
 struct PipelineParallel {
   Schedule schedule = Schedule::one_f_one_b;
@@ -158,6 +72,7 @@ struct PipelineParallel {
 // Which ranks share a unit of parameters: all that have the layer, or those that have the same experts of it.
 enum class Sharing : uint8_t { dense, experts };
 
+// Where a rank is in a layout.
 struct Coordinates {
   int rank, stage, replica, shard;  // shard: its place in the shard group
   int context, tensor;              // its places in the context- and tensor-parallel groups

@@ -7,7 +7,7 @@
 namespace llmc {
 
 // Data parallelism is replicate x shard: the shard ranks of one replica together hold one copy of what ZeRO shards.
-// ep is an axis of another view of the same ranks (ExpertParallel).
+// ep is an axis of another view of the same ranks (expert_parallel.h).
 enum class Axis : uint8_t { pp, replicate, shard, cp, tp, ep };
 constexpr auto names_of_values(Axis) { return std::array{"pp", "replicate", "shard", "cp", "tp", "ep"}; }
 
@@ -137,7 +137,7 @@ inline constexpr int lanes = static_cast<int>(Lane::host) + 1;
 // How the members are found; in every case this rank is one of them.
 enum class View : uint8_t {
   mesh,       // the ranks along the axes
-  experts,    // the same in the mesh by which experts are shared (ExpertParallel), if that makes a difference
+  experts,    // the same in the mesh by which experts are shared (expert_parallel.h), if that makes a difference
   same_head,  // those along the axes that have the same key-value head
   ends,       // the first and the last along the axes
   row,        // all ranks in rows of row_length(): this rank's row

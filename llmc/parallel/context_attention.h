@@ -1,6 +1,5 @@
 // context_attention.h: causal attention over sequences that are divided among the ranks of a context-parallel group
-// (ContextParallel in comm/layout.h says who has which rows). On a group of one it is the plain op: the same bits, and
-// no copy.
+// (context_parallel.h says who has which rows). On a group of one it is the plain op: the same bits, and no copy.
 //
 //   ring         P steps. In each, a rank's queries meet the keys and values of one rank, which then go on to its
 //                neighbour; they travel on a stream of their own while the step computes. In the backward the gradients
@@ -13,7 +12,16 @@
 //                If there are fewer key-value heads than ranks, several ranks get the same one; their gradients are
 //                added in fp32 in rank order.
 //
-// parallel/README.md has the bytes that a rank sends. Partial results stay in fp32 (contract 12).
+// Bytes that a rank sends to the others, with P ranks and f = (P - 1) / P. K: its own keys and values (K32: in fp32);
+// Q: its queries; A: the keys and values that it packs for all ranks (A32: in fp32); H = Q + A: all heads it sends:
+//
+//                forward            backward
+//   ring         (P - 1) K          (P - 1) (K + K32)
+//   all-gather   (P - 1) K          (P - 1) (K + K32)
+//   ulysses      f (H + Q)          f (H + 3 Q + A): the heads again rather than kept, the output with its gradient;
+//                                   A32 instead of A where ranks share key-value heads
+//
+// Partial results stay in fp32 (contract 12).
 #pragma once
 #include <source_location>
 
@@ -57,7 +65,13 @@ struct ContextGroup {
   int slice_of(int rank, int i) const { return g.ranks.layout.context.slice_of(rank, i); }
   // The queries of this rank's slice `i` against some keys.
   AttentionBlock block(int i, const SequenceRows& keys, int64_t offset) const {
-    return {shape.B, shape.Hq, shape.Hkv, shape.D, {2 * L, i * L, L}, keys, offset};
+    return {.B = shape.B,
+            .Hq = shape.Hq,
+            .Hkv = shape.Hkv,
+            .D = shape.D,
+            .queries = {2 * L, i * L, L},
+            .keys = keys,
+            .offset = offset};
   }
   int next() const { return (r + 1) % P; }
   int previous() const { return (r + P - 1) % P; }

@@ -1,14 +1,22 @@
 // expert_exchange.h: rows on their way to the ranks that have their experts, and back.
 //
 // Every rank of an ep group has put its rows into the order of their experts, so that those for each rank of the group
-// are one block. They arrive by rank, are computed by expert and then by rank, and go back the same way; each token
-// then adds the outputs of its choices, in their order (parallel/README.md has a picture).
+// are one block. Two ranks with two experts each, and tokens that choose two:
 //
-// A rank has room for a planned number of rows. Those beyond it come in further rounds, so that none is dropped: with
-// all its rows in order, those of rank 0 first, round i brings rows [i room, (i + 1) room). All ranks take part in as
-// many rounds as the rank with the most rows needs. The rows of each round follow from one table, how many rows each
-// rank has for each expert, which all ranks gather and their hosts read: the host waits for the device once in each
-// forward of a layer, recomputed ones included, after it has enqueued the shared expert.
+//   rank 0: a chose 1 3, b 0 1            a row for each choice, by expert:  b0 a1 b1 | a3
+//   rank 1: c chose 2 3, d 1 2                                                     d1 | c2 d2 c3
+//   arrived, by rank:                     rank 0:  b0 a1 b1 | d1             rank 1:  a3 | c2 d2 c3
+//   by expert, then by rank: computed     rank 0:  b0 a1 b1 d1               rank 1:  c2 d2 a3 c3
+//   and back the same way; each token then adds the outputs of its choices, in their order
+//
+// A rank has room for a planned number of rows. If it gets more, they come in further rounds: with all its rows in
+// order, those of rank 0 first, then those of rank 1, and so on, round i brings rows [i room, (i + 1) room). So the
+// rows never exceed the room, and none is dropped; all ranks take part in as many rounds as the rank with the most rows
+// needs.
+//
+// The rows of each round follow from one table: how many rows each rank has for each expert. All ranks gather it and
+// their hosts read it: the host waits for the device once in each forward of a layer, recomputed ones included, after
+// it has enqueued the shared expert.
 //
 // The host does not wait where a capacity bounds the rows from each rank to every other, and a rank has room for that
 // many from every rank (ExpertPlacement::stride() in model/activations.h). Then each rank sends that many in one

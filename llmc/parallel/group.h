@@ -1,6 +1,6 @@
-// group.h: the group of a tensor-parallel rank, and how rows travel in it. TensorParallel in comm/layout.h divides rows
-// and the vocabulary, shard/params.h the parameters. The layers that the ranks compute together are in tensor_layers.h.
-// On a group of one each is the plain op: the same bits, and no copy.
+// group.h: the group of a tensor-parallel rank, and how rows travel in it. comm/tensor_parallel.h divides rows and the
+// vocabulary, shard/params.h the parameters. The layers that the ranks compute together are in tensor_layers.h. On a
+// group of one each is the plain op: the same bits, and no copy.
 //
 // Rows. A micro-batch has R rows. With sequence parallelism, each of the P ranks has S = ceil(R / P) rows of the
 // residual stream between the parallel products: rank p has those from p S on, and the last rows may be padding.

@@ -1,9 +1,14 @@
 // tensor_layers.h: the layers that the ranks of a tensor-parallel group compute together (Shoeybi et al. 2019; with
-// sequence parallelism Korthikanti et al. 2022), each with its forward beside its backward; parallel/README.md has a
-// picture of a block. The ranks have S of R rows between the products (group.h).
+// sequence parallelism Korthikanti et al. 2022), each with its forward beside its backward. A block, whose ranks have S
+// of R rows between the products (group.h):
 //
-// The backward of a ColumnLinear communicates like the forward of a RowLinear, and the other way round. Bytes that a
-// rank sends, with A the size of R rows of C (padded) and f = (P - 1) / P:
+//   S rows:   x -> norm1 -.                          .-> + x -> norm2 -.                       .-> + -> out
+//                      gather                     reduce           gather                   reduce
+//   R rows:               `-> ColumnLinear -> attention -> RowLinear   `-> ColumnLinear -> RowLinear
+//                             own heads         own inputs               own channels     own inputs
+//
+// The backward of one communicates like the forward of the other. Bytes that a rank sends, with A the size of R rows of
+// C (padded) and f = (P - 1) / P:
 //
 //                                    sequence parallelism                   without: all rows on every rank
 //   ColumnLinear   forward           f A: gather x                          nothing
@@ -142,6 +147,7 @@ struct RowLinear {
                            p.reading());
     if (const Tensor dbias = p.dbias(); !dbias.empty()) linear_backward_bias(dbias, dout, g.compute);
   }
+  // Both at once.
   void backward(Tensor dx, Tensor dout, Tensor x) const {
     if (g.size() == 1 && before_gelu.empty())
       return linear_backward(dx, p.dweight(), p.dbias(), dout, x, p.weight(), p.accumulate(), g.compute, p.reading());
