@@ -2,13 +2,14 @@
 // its neighbours, with a stream of its own at both ends, so that messages travel while the stages compute. A message
 // goes through a buffer at either end; its last bytes are a header that says what it is.
 //
-// No ranks wait in a cycle. A link has a direction, and a group of its two ranks that nothing else uses: neighbours
-// that send both ways at the same time have two groups on two streams, so that neither waits behind the other. (NCCL
-// needs a group call only where a send and a receive share a communicator and a stream.) The first message of a
-// communicator may block the host until its peer gets there, too, and NCCL runs a rank's work on all communicators in
-// the order of enqueueing (comm_nccl.h): it is as if sends and receives blocked, and check.h proves that the lists
-// complete even then. The groups are made in rounds, two for each colour of the pipeline's edges: edges of one colour
-// share no stage, so a rank joins at most one group in a round, and all ranks go through the rounds in the same order.
+// No ranks wait in a cycle. A link has a direction, and a group of its two ranks that nothing else uses: where
+// neighbours send both ways at the same time, these are two groups on two streams, so that neither waits behind the
+// other. (NCCL needs a group call only where a send and a receive share a communicator and a stream.) The first message
+// of a communicator may block the host until its peer gets there, too, and NCCL runs the work that a rank has enqueued
+// on all of its communicators in the order of enqueueing (comm_nccl.h): in both cases it is as if sends and receives
+// blocked, and check.h proves that the lists complete even then. The groups themselves are made in rounds, two for each
+// colour of the pipeline's edges: edges of one colour share no stage, so a rank joins at most one group in a round, and
+// all ranks go through the rounds in the same order.
 #pragma once
 #include "comm/comm.h"
 #include "comm/layout.h"
@@ -161,6 +162,7 @@ class StageLink {
   std::vector<Buffer*> posted_;
 };
 
+// The links of a stage to and from its neighbours.
 class StageLinks {
  public:
   // f(name, members): the group of these two ranks, ascending; the same names in the same order on all ranks.

@@ -4,8 +4,9 @@
 // At stage 0 every rank has updated all of them. At every stage acquire() waits for what the host updates
 // (host_update.h).
 //
-// A gather is enqueued two units ahead of its use, not right after the update, because a collective of the compute
-// stream would wait for all gathers enqueued before it (llmc/README.md: the order of collectives).
+// A gather is enqueued two units ahead of its use, not right after the update: NCCL launches the collectives of a rank
+// in the order in which the host enqueues them, and one of the compute stream, as in a layer of --tp, would begin only
+// when all gathers enqueued before it have begun.
 #pragma once
 #include <deque>
 
@@ -32,6 +33,7 @@ class Fp8Shard {
     rest_ = alloc(unit.weight_shard().dtype, rest);
   }
 
+  // Before a step: the weights may have changed.
   void weights_changed() { outdated_ = true; }
 
   int64_t tiles() const { return scales_.numel(); }

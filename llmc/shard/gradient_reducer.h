@@ -1,9 +1,10 @@
 // gradient_reducer.h: the sums of the gradients over micro-batches and ranks: reduced once per step, or after every
 // micro-batch, unit by unit while the next one computes; and their square sums, right after they are reduced.
 //
-// A collective of the compute stream waits for the reductions enqueued before it (llmc/README.md: the order of
-// collectives). A unit's reduction begins when that of the unit before is over, which a block's backward has hidden by
-// then. Only the embedding's backward hides nothing: its reduction comes after the next micro-batch's first block.
+// NCCL launches the collectives of a rank in the order in which the host enqueues them: one of the compute stream, as
+// in a layer of --tp, begins only when the reductions enqueued before it have begun. A unit's reduction begins when
+// that of the unit before is over, which a block's backward has hidden by then. Only the embedding's backward hides
+// nothing: its reduction is enqueued after the first block of the next micro-batch.
 #pragma once
 #include "shard/units.h"
 

@@ -13,8 +13,8 @@
 //
 // Updates work on each element alone, by the ops of CPUs: on a CPU the bits are those of a run that keeps everything on
 // the device. A GPU rounds elsewhere where a compiler contracts a product and a sum (contract 5). Beside a GPU the
-// update is a thread, and the host waits in place of a stream (FileState): so it enqueues an update before it waits for
-// the one before.
+// update is a thread of the host; as it and a GPU's stream cannot wait for each other, there the host waits for either
+// (Stream::wait): so it enqueues an update before it waits for the one before.
 //
 // The next step begins meanwhile: the first use of a unit's weights waits for its update (wait_for()), so that updates
 // go on while the units before compute. What is on the device stays as it is until it was copied, since a step begins

@@ -8,8 +8,12 @@
 //   gather                           `--> parts of u + 1                           `--> results of u
 //
 // A rank has memory for the matrices that it owns in one round, and for the elements of one unit that it sends and
-// receives in either direction; parallel/README.md has the traffic. With --muon-rows normalised the second moments of
-// all rows of a unit, in fp32, are summed over the ranks, of which each has those of its own matrices.
+// receives in either direction. Traffic, of all ranks together, for a matrix of n elements of s bytes with Q replicas
+// of P shards and T tensor-parallel ranks that hold different parts:
+//   at stages 1 to 3    n s to the owner, Q n s back, without what the owner itself holds
+//   at stage 0          (T - 1) n s / T to the owner, (Q P - 1 / T) n s back
+// Experts have the shards of their own group, and T = 1. With --muon-rows normalised the second moments of all rows of
+// a unit, in fp32, are summed over the ranks, of which each has those of its own matrices.
 #pragma once
 #include "shard/matrix_owners.h"
 #include "shard/units.h"
