@@ -1,7 +1,7 @@
 // comm.h: collectives and point-to-point on the groups of a mesh, asynchronous on a stream. Every member of a group
 // calls the same collectives in the same order. Tensors go through a transport (threads; between processes TCP or MPI;
 // on the null device one that only counts) by the algorithms of ring.h and server.h, or through a library (NCCL).
-// Groups are made by world.h.
+// Groups are made by world.h. Hooks are what a test installs to watch all this, or to break it on purpose.
 //
 // A group may be destroyed while stream tasks still use it: the tasks own the parts of it that they use (on GPUs, calls
 // to a library return once their work is enqueued). But a task may wait for a peer that waits for this rank; so a rank
@@ -176,6 +176,7 @@ class Comm : public HostGroup {
  private:
   CountingTransport& counted() const { return counted_ ? *counted_ : *transport_; }
 
+  // Sends and receives of the library.
   struct LibraryTransport final : Transport {
     explicit LibraryTransport(Comm& c) : comm(c) {}
     int rank() const override { return comm.rank(); }
@@ -300,7 +301,8 @@ class Hooks {
   virtual std::unique_ptr<Comm> joined(std::unique_ptr<Comm> group) const { return group; }
 };
 
-// Fills free and released memory, which nobody may read, with bytes that are a NaN in every floating-point dtype.
+// Fills free and released memory, which nobody may read, with bytes that are a NaN in every floating-point dtype, so
+// that such reads show.
 class Poison : public Hooks {
  public:
   void arena_created(Arena& arena) const override { arena.poison_free(); }

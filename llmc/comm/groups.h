@@ -193,6 +193,7 @@ class Groups {
     if (device.machine) device.machine = std::make_shared<const Machine>(device.machine->host());
     return device;
   }
+  // Which lanes have a stream of their own.
   static Streams make_streams(const Layout& layout, const Device& device) {
     Streams streams;
     const auto make = [&](Lane lane, bool needed) {

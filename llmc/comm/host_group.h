@@ -21,6 +21,7 @@ class NullTransport final : public Transport {
   int rank_, size_;
 };
 
+// Counts the bytes that are sent and received.
 struct CountingTransport final : Transport {
   explicit CountingTransport(std::unique_ptr<Transport> t) : inner(std::move(t)) {}
   int rank() const override { return inner->rank(); }

@@ -97,6 +97,7 @@ class UnitHolders {
   int contents() const {
     return (zero_.updates() == ZeroConfig::Updates::everyone ? 1 : seats_.shards) * seats_.tensors;
   }
+  // A seat with this content.
   int seat_of(int content) const { return content; }
   // The seats that may own matrices: those that update anything.
   int owners() const { return zero_.updates() == ZeroConfig::Updates::server ? 1 : seats_.count(); }

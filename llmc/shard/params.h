@@ -1,7 +1,7 @@
 // params.h: the one list of parameters. A ParamSpec describes a canonical parameter completely; sizes, gradients,
 // optimizer state, checkpoints and plans derive from the table. Units group parameters into flat, padded buffers: one
 // per block, one more for the experts of a block, one for the embedding, one for the head. A unit is gathered, reduced
-// and updated as a whole. And which part of a parameter a rank has.
+// and updated as a whole. part_of() says which part of a parameter a rank has.
 #pragma once
 #include "comm/layout.h"
 #include "ops/optimizers.h"
@@ -47,7 +47,7 @@ struct ParamSpec {
   int64_t most_parts = 0;  // it divides into at most this many parts; further ranks have copies; 0: any number
   int64_t group_rows = 0;  // rows of a group of heads (HeadGroups); 0: it has no heads
   ClipShare clip = ClipShare::none;    // its share of what QK-clip takes from the logits of a head
-  std::optional<int64_t> expert = {};  // which expert of its layer it is a part of (ExpertParallel)
+  std::optional<int64_t> expert = {};  // which expert of its layer it is a part of (expert_parallel.h)
 
   // The part that this rank has, and who shares it (part_of()); none: the whole parameter.
   std::optional<Box> part = {};
@@ -131,6 +131,7 @@ inline size_t param_index(const UnitSpec& unit, const std::string& suffix) {
 
 // ---- Parts: tensor parallelism cuts matrices, expert parallelism deals experts out ----------------------------------
 
+// The part of a parameter that a rank has.
 inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
   if (tp.ranks == 1) return p;
   Box box = p.box();
@@ -169,7 +170,7 @@ inline ParamSpec part_of(ParamSpec p, const TensorParallel& tp, int rank) {
 
 // The parts of a table that a rank has. Parameters that all ranks of the group have come last in their unit, so that
 // one exchange sums their partial gradients; adjacent parameters stay together. Tensor parallelism does not divide
-// experts: their sharing treats the ranks of the group like any others (ExpertParallel).
+// experts: their sharing treats the ranks of the group like any others (expert_parallel.h).
 inline ParamTable part_of(ParamTable table, const TensorParallel& tp, int rank) {
   if (tp.ranks == 1) return table;
   ParamTable parts;

@@ -25,17 +25,21 @@ namespace detail {
 
 // The part of a parameter's state that a rank holds.
 struct HeldCopy {
-  // As in a checkpoint, and its unit: PARAMETER:KIND[BEGIN:END]; a weight has no KIND, a whole tensor no range
+  // PARAMETER:KIND[BEGIN:END], as in a checkpoint, and its unit; a weight has no KIND, a whole tensor no range
   std::string name;
   uint64_t where = 0, contents = 0;  // which elements; their bits
 };
 // Parts that the same ranks hold: those of one unit, kind of state and number of tensor-parallel copies.
 struct HeldCopies {
   std::vector<HeldCopy> parts;
-  uint64_t hash(uint64_t HeldCopy::*which) const {
-    RunningHash all;
-    for (const HeldCopy& part : parts) all.add(&(part.*which), sizeof(uint64_t));
-    return all.value();
+  uint64_t where() const { return of_parts(&HeldCopy::where); }
+  uint64_t contents() const { return of_parts(&HeldCopy::contents); }
+
+ private:
+  uint64_t of_parts(uint64_t HeldCopy::*which) const {
+    RunningHash hash;
+    for (const HeldCopy& part : parts) hash.add(&(part.*which), sizeof(uint64_t));
+    return hash.value();
   }
 };
 
@@ -135,8 +139,7 @@ inline std::optional<std::string> diverged_copies(const ModelState& state, const
   Comm& control = state.groups()[GroupName::control];
   const std::vector<detail::HeldCopies> held = detail::copies_held(state, shared, stream, only);
   std::vector<uint64_t> hashes;
-  for (const detail::HeldCopies& copies : held)
-    hashes.insert(hashes.end(), {copies.hash(&detail::HeldCopy::where), copies.hash(&detail::HeldCopy::contents)});
+  for (const detail::HeldCopies& copies : held) hashes.insert(hashes.end(), {copies.where(), copies.contents()});
   std::map<uint64_t, uint64_t> first;
   std::vector<uint64_t> differ;  // the `where` of copies that differ
   for (const std::string& theirs : control.gather_text(0, "hashes of copies", detail::bytes_of(hashes))) {
@@ -149,7 +152,7 @@ inline std::optional<std::string> diverged_copies(const ModelState& state, const
 
   std::string mine = me + '\n';
   for (const detail::HeldCopies& copies : held)
-    if (std::ranges::find(differ, copies.hash(&detail::HeldCopy::where)) != differ.end())
+    if (std::ranges::find(differ, copies.where()) != differ.end())
       for (const detail::HeldCopy& part : copies.parts)
         mine += formatted("{} {} {}\n", part.where, part.contents, part.name);
   std::vector<std::pair<std::string, uint64_t>> names;  // with `where`, in the order of the model

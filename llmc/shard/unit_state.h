@@ -300,7 +300,8 @@ class UnitState {
   StateTable whole_weights(const Tensor& weights) const {
     StateTable all;
     for (size_t i = 0; i < spec_.params.size(); ++i)
-      all.push_back({&spec_.params[i], StateKind::weight, 0, slice_of(weights, {}, range_of(i))});
+      all.push_back(
+          {&spec_.params[i], StateKind::weight, 0, weights.slice(layout_.offsets[i], {spec_.params[i].box().numel()})});
     return all;
   }
 

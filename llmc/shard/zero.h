@@ -23,15 +23,17 @@ class ModelState : public Units {
 
   // updated(u): enqueues what else changes the weights of a unit in reach, before others get them; may be called until
   // the weights of the unit are first read
-  template <class Updated = void (*)(size_t)>
-  void update(
-      Tensor control, const OptimizerOptions& options, Stream& compute, Updated updated = [](size_t) {}) {
+  template <class Updated>
+  void update(Tensor control, const OptimizerOptions& options, Stream& compute, Updated updated) {
     matrices.make(control, options, compute);
     change_weights(control, compute, [this, options, updated](size_t u, const Tensor& its_control, Stream& stream) {
       unit(u).update(its_control, options, stream);
       updated(u);
       unit(u).follow_average(its_control, options, stream);
     });
+  }
+  void update(Tensor control, const OptimizerOptions& options, Stream& compute) {
+    update(control, options, compute, [](size_t) {});
   }
   void begin_averages(Stream& stream) const {
     for_each([&](size_t u) { unit(u).begin_average(stream); });
