@@ -4,7 +4,9 @@
 #include <sstream>
 
 #include "core/files.h"
+#include "core/utf8.h"
 #include "run/reports/report.h"
+#include "run/setup.h"
 #include "train/sample.h"
 
 namespace llmc {

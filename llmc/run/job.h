@@ -1,13 +1,18 @@
 // job.h: a training run with every choice made: all is chosen, read and validated here, before anything is created.
 #pragma once
+#include "core/log.h"
 #include "core/signals.h"
+#include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/run_dir.h"
+#include "run/checkpoints/run_record.h"
 #include "run/length.h"
 #include "run/options/options.h"
 #include "run/plan/report_plan.h"
 #include "run/recipe/run_data.h"
 #include "run/requirements.h"
+#include "run/setup.h"
 #include "run/validation.h"
+#include "train/choices.h"
 
 namespace llmc {
 

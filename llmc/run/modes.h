@@ -7,8 +7,12 @@
 #include <cstdio>
 
 #include "core/environment.h"
+#include "core/log.h"
 #include "data/verify_data.h"
 #include "run/checkpoints/recipe_record.h"
+#include "run/checkpoints/run_record.h"
+#include "run/length.h"
+#include "run/options/parse.h"
 #include "run/plan/examples.h"
 #include "run/plan/local_machine.h"
 #include "run/plan/plan_json.h"

@@ -13,9 +13,11 @@
 #include "device/gpu.h"
 #include "device/host.h"
 #include "net/meeting/rendezvous.h"
+#include "run/checkpoints/checkpoint.h"
 #include "run/options/parse.h"
 #include "run/options/print.h"
 #include "run/reports/report.h"
+#include "run/setup.h"
 
 namespace llmc {
 
@@ -102,18 +104,27 @@ class SpareFiles {
   using Say = std::function<void(const std::string&)>;
 
   SpareFiles(std::string out_dir, Say say)
-      : out_dir_(std::move(out_dir)),
-        say_(std::move(say)),
-        thread_([this](const std::stop_token& stop) { run(stop); }) {}
+      : out_dir_(std::move(out_dir)), say_(std::move(say)), thread_([this] { run(); }) {}
+  // What is being read is read to its end: a resume would need it next.
+  ~SpareFiles() {
+    {
+      const std::lock_guard lock(mutex_);
+      ending_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+  SpareFiles(const SpareFiles&) = delete;
+  SpareFiles& operator=(const SpareFiles&) = delete;
 
  private:
-  // At the end, what is being read is read to its end: a resume would need it next.
-  void run(const std::stop_token& stop) {
-    std::mutex mutex;
-    std::condition_variable_any stopped;
-    for (std::unique_lock lock(mutex); !stop.stop_requested();) {
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (!ending_) {
+      lock.unlock();
       look();
-      stopped.wait_for(lock, stop, std::chrono::seconds(1), [] { return false; });
+      lock.lock();
+      changed_.wait_for(lock, std::chrono::seconds(1), [this] { return ending_; });
     }
   }
   // Reads the newest checkpoint, if it is another one than the last time.
@@ -134,7 +145,10 @@ class SpareFiles {
   std::string out_dir_;
   Say say_;
   std::string last_;
-  std::jthread thread_;  // last: it uses all of them
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool ending_ = false;
+  std::thread thread_;  // last: it uses all of them
 };
 
 // Meets the other processes of the job, and completes this process's place. None: a spare that was not needed.

@@ -1,11 +1,16 @@
 // setup.h: the options translated into the trainer's terms: the device and each rank's part of it, the model, the
 // layout, the step, the schedule, the tokenizer, the first weights.
 #pragma once
+#include "core/json.h"
 #include "data/dataloader.h"
+#include "device/gpu.h"
+#include "model/presets.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/length.h"
+#include "run/options/options.h"
 #include "run/options/parse.h"
 #include "run/plan/machines.h"
+#include "run/plan/planner.h"
 #include "run/rank_device.h"
 #include "run/ranks.h"
 #include "text/tokenizer.h"
@@ -196,7 +201,8 @@ inline double devices_in_use(const Device& device, const Options& o, int process
   return static_cast<double>(o.place.processes) * std::min(1.0, std::max(processors, device.threads) / threads);
 }
 
-// The device of this process's first rank, and who moves its tensors.
+// The device of this process's first rank, and who moves its tensors: NCCL on a GPU of its own, even in a plan for a
+// GPU that is not here.
 inline Device first_rank_device(const Device& device, const Options& o) {
   Device rank = rank_device(device, o.place);
   rank.collectives = collectives_of(rank, o.ranks, o.comm);

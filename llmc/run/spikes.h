@@ -2,7 +2,11 @@
 // which the loss is not finite. All ranks see the same, because loss and norm have one value on all (step_scalars.h),
 // and so do the limits, which follow from earlier values alone.
 #pragma once
+#include "comm/comm.h"
 #include "run/checkpoints/progress.h"
+#include "run/checkpoints/run_record.h"
+#include "run/options/options.h"
+#include "train/step_config.h"
 
 namespace llmc {
 

@@ -1,8 +1,13 @@
 // start.h: where a run begins: process 0 looks in the out directory and tells the others; what each process finds by
 // itself must be the same on all. A notice says if weights were trained on the very samples that come next.
 #pragma once
+#include "core/checksum.h"
 #include "run/checkpoints/local_resume.h"
 #include "run/checkpoints/recipe_record.h"
+#include "run/checkpoints/run_dir.h"
+#include "run/checkpoints/shared_check.h"
+#include "run/job.h"
+#include "run/processes.h"
 
 namespace llmc {
 

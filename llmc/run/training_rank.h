@@ -1,9 +1,15 @@
 // training_rank.h: a rank at work on a stretch of a run: what its parts share, and how ranks agree to go on.
 #pragma once
+#include "core/environment.h"
 #include "core/log.h"
 #include "core/signals.h"
 #include "run/checkpoints/checkpoint_saver.h"
+#include "run/checkpoints/progress.h"
+#include "run/job.h"
+#include "run/news.h"
+#include "run/ranks.h"
 #include "run/reports/peak.h"
+#include "run/reports/step_report.h"
 #include "run/trace/step_trace.h"
 
 namespace llmc {

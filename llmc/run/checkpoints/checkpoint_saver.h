@@ -2,10 +2,13 @@
 // whose replicas have diverged, because nobody knows what it trains.
 #pragma once
 #include "core/environment.h"
+#include "core/json.h"
 #include "run/checkpoints/checkpoint_write.h"
 #include "run/checkpoints/local_copies.h"
+#include "run/checkpoints/local_parts.h"
 #include "run/checkpoints/progress.h"
 #include "run/checkpoints/run_dir.h"
+#include "run/job.h"
 #include "run/news.h"
 #include "run/reports/next_steps.h"
 #include "run/reports/step_report.h"

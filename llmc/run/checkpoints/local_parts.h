@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <deque>
 
+#include "core/files.h"
 #include "core/json.h"
 #include "net/meeting/secret.h"
 

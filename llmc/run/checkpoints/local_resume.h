@@ -4,8 +4,11 @@
 // on it is a checkpoint like any other. A file is only copied if it has the checksums of the manifest; if not, another
 // process may have it, or an older checkpoint is taken.
 #pragma once
+#include "run/checkpoints/checkpoint.h"
+#include "run/checkpoints/local_parts.h"
 #include "run/checkpoints/run_dir.h"
 #include "run/checkpoints/shared_check.h"
+#include "run/processes.h"
 
 namespace llmc {
 

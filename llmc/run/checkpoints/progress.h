@@ -1,7 +1,9 @@
 // progress.h: a run's progress apart from its tensors: trainer.json, written to each checkpoint and read on resume.
 #pragma once
+#include "model/hf_config.h"
 #include "model/presets.h"
 #include "run/checkpoints/recipe_record.h"
+#include "run/job.h"
 #include "train/step_statistics.h"
 
 namespace llmc {

@@ -1,7 +1,10 @@
 // recipe_record.h: what trainer.json records of a run's recipe and of how far it has read its sources, and the course
 // that a resumed run or a branch takes from there.
 #pragma once
+#include "core/checksum.h"
+#include "core/log.h"
 #include "run/checkpoints/resume_point.h"
+#include "run/checkpoints/run_record.h"
 #include "run/job.h"
 
 namespace llmc {

@@ -3,9 +3,12 @@
 #pragma once
 #include <cstdlib>
 
+#include "core/files.h"
+#include "core/log.h"
 #include "model/presets.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/run_record.h"
+#include "run/recipe/sources.h"
 #include "text/unicode.h"
 
 namespace llmc {

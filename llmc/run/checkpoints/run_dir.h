@@ -4,8 +4,11 @@
 #include <climits>
 
 #include "core/files.h"
+#include "core/log.h"
+#include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/resume_point.h"
 #include "run/checkpoints/retention.h"
+#include "run/checkpoints/run_record.h"
 #include "run/news.h"
 
 namespace llmc {
@@ -307,6 +310,7 @@ class RunDirectory {
     return point;
   }
 
+  // Whether there was a run.json, of a run that has completed a step.
   bool recorded() const { return !record_.options.is_null(); }
   // Whether the run has done anything worth keeping.
   bool has_steps() const {
@@ -341,7 +345,8 @@ class RunDirectory {
 
   std::string path_;
   Retention retention_{path_};
-  // run.json, if the run has completed a step; of this start once it has claimed the directory, but for the options
+  // What run.json says, if the run has completed a step; then what this start will write there besides its options:
+  // the parent (from resume_point() on), the rollbacks (roll_back()) and the local checkpoints (claim()).
   RunRecord record_;
   bool shuffled_before_ = true;
   DirectoryLock lock_;
