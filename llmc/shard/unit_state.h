@@ -18,7 +18,7 @@
 #include "comm/groups.h"
 #include "ops/ops.h"
 #include "shard/fp8_weights.h"
-#include "shard/state_table.h"
+#include "shard/unit_slots.h"
 
 namespace llmc {
 
@@ -70,9 +70,9 @@ class UnitState {
     }
     if (zero.grad_reduce == GradReduce::step) gradients_ = flat("gradients", state, whole);
     else gradient_sum_ = flat("gradients", state, update_range_, Offloaded::gradients);
-    if (small_) require_segments_of_blocks();
-    make_slots(precision, elsewhere.of(Offloaded::moments, zero.offload, arena));
-    if (zero.muon.rows == MuonRows::normalised) make_row_moments(shard, state, arena);
+    slots_ = UnitSlots(spec_, layout_, zero, update_range_, precision,
+                       elsewhere.of(Offloaded::moments, zero.offload, arena));
+    if (zero.muon.rows == MuonRows::normalised) slots_.add_row_moments(spec_, shard, update_range_, state, arena);
   }
 
   const UnitSpec& spec() const { return spec_; }
@@ -200,27 +200,23 @@ class UnitState {
     };
     zero_part(Offloaded::weights, zero_.stage == 3 ? weight_shard_ : weights_);
     zero_part(Offloaded::master, master_);
-    for (const Slots& s : slots_)
+    for (const UnitSlots::OfRule& s : slots_.rules())
       for (const SlotTensors& all : {s.tensors, s.scales})
         for (const Tensor& t : all) zero_part(Offloaded::moments, t);
-    if (!row_moments_.empty()) zero(row_moments_, stream);
+    if (!row_moments().empty()) zero(row_moments(), stream);
   }
 
-  // The second moments of a parameter's rows (MuonRows), all of them on every rank; of the whole unit
-  Tensor row_moments(size_t param) const {
-    int64_t begin = 0;
-    for (size_t i = 0; i < param; ++i) begin += rows_[i].numel();
-    return row_moments_.slice(begin, {rows_[param].numel()});
-  }
-  const Tensor& row_moments() const { return row_moments_; }
+  // The second moments of a parameter's rows; of the whole unit
+  Tensor row_moments(size_t param) const { return slots_.row_moments(param); }
+  const Tensor& row_moments() const { return slots_.row_moments(); }
 
   // The gradients of matrices become the directions of their updates, and their momenta follow. What
   // shard/matrix_updates.h makes of them must be in the same place when update() is called.
   void begin_matrices(const Tensor& control, const OptimizerOptions& options, Stream& stream) const {
-    for (const Slots& s : slots_)
+    for (const UnitSlots::OfRule& s : slots_.rules())
       if (rule_of(s.rule).of_matrices)
         for (const Range& r : s.runs)
-          muon_direction(reduced_gradients(r), slots_of(s.rule, r).slots[0], control, options.momentum, stream);
+          muon_direction(reduced_gradients(r), slots_.of(s.rule, r).slots[0], control, options.momentum, stream);
   }
 
   struct StatePart {
@@ -237,7 +233,7 @@ class UnitState {
     add(Offloaded::master, master_);
     add(Offloaded::master, average_);
     add(Offloaded::gradients, reduced_gradients());
-    for (const Slots& s : slots_) {
+    for (const UnitSlots::OfRule& s : slots_.rules()) {
       const Range held = s.of(r);
       for (size_t i = 0; i < s.tensors.size() && held.size > 0; ++i) {
         if (!s.tensors[i].empty()) all.push_back({Offloaded::moments, s.tensors[i].slice(held.begin, {held.size})});
@@ -260,7 +256,7 @@ class UnitState {
       return a.rule == b.rule && decays(a, options) == decays(b, options) && a.eps == b.eps && a.rate == b.rate &&
              options.rate(a.rates) == options.rate(b.rates);
     };
-    for_neighbours(alike, [&](const ParamSpec& p, const Range& all) {
+    for_neighbours(spec_, layout_, alike, [&](const ParamSpec& p, const Range& all) {
       const Range r = overlap(all, in_reach());
       if (r.size == 0) return;
       const Tensor weight = part_of_weights(r), master = part_of_master(r), gradient = reduced_gradients(r);
@@ -314,11 +310,11 @@ class UnitState {
       if (!master_.empty() && master_.dtype == DType::int16 && updated.size > 0)
         table.back().weight = part_of_weights(updated);
       append(table, i, StateKind::average, average_, update_range_);
-      if (updated.size == 0 || slots_.empty()) continue;
+      if (updated.size == 0 || slots_.rules().empty()) continue;
       const Optimizer rule = spec_.params[i].rule;
-      const SlotTensors slots = slots_of(rule, updated).slots;
+      const SlotTensors slots = slots_.of(rule, updated).slots;
       const int64_t first = updated.begin / state_block * state_block;
-      const auto [blocks, scales] = slots_of(rule, {first, round_up(updated.end(), state_block) - first});
+      const auto [blocks, scales] = slots_.of(rule, {first, round_up(updated.end(), state_block) - first});
       for (size_t slot = 0; slot < slots.size(); ++slot) {
         append(table, i, StateKind::slot, slots[slot], updated, slot);
         if (slots[slot].empty() || size_of(slots[slot].dtype) > 1) continue;
@@ -327,9 +323,7 @@ class UnitState {
         table.back().in_block = updated.begin - first;
       }
     }
-    if (!row_moments_.empty())
-      for (size_t i = 0; i < rows_.size(); ++i)
-        if (rows_[i].numel() > 0) table.push_back({&rows_[i], StateKind::row_moment, 0, row_moments(i)});
+    slots_.append_row_moments_to(table);
   }
 
   // Appends the reduced gradients that this rank holds, like append_to().
@@ -354,17 +348,6 @@ class UnitState {
       if (const Range r = overlap(range_of(i), in_reach()); r.size > 0)
         f(spec_.params[i], r, spec_.params[i].elements_from(r.begin - layout_.offsets[i]));
   }
-  // Calls f(the first of them, their elements, gaps included) for neighbours that are alike.
-  template <class Alike, class F>
-  void for_neighbours(Alike&& alike, F&& f) const {
-    for (size_t i = 0; i < spec_.params.size();) {
-      const ParamSpec& first = spec_.params[i];
-      const int64_t begin = layout_.offsets[i];
-      while (i < spec_.params.size() && alike(spec_.params[i], first)) ++i;
-      f(first, Range{begin, (i < spec_.params.size() ? layout_.offsets[i] : layout_.size) - begin});
-    }
-  }
-
   void find_copies() {
     std::vector<Range> copies;
     for (size_t i = 0; i < spec_.params.size(); ++i) {
@@ -392,114 +375,8 @@ class UnitState {
     rest_ = gaps(matrices_, layout_.size);
   }
 
-  // The slots of one rule: those of all its parameters in update_range(), one after another.
-  struct Slots {
-    Optimizer rule;
-    std::vector<Range> runs;  // of the unit
-    SlotTensors tensors, scales;
-    // Where in them those of the elements `r` of the unit are.
-    Range of(const Range& r) const {
-      Range all;
-      int64_t begin = 0;
-      for (const Range& run : runs) {
-        if (const Range both = overlap(run, r); both.size > 0) {
-          if (all.size == 0) all.begin = begin + both.begin - run.begin;
-          all.size += both.size;
-        }
-        begin += run.size;
-      }
-      return all;
-    }
-  };
-
-  // The parameters of a rule that are neighbours, as far as a shard's rank updates them.
-  std::vector<Range> runs_of(Optimizer rule, const Range& updated) const {
-    std::vector<Range> runs;
-    const auto same_rule = [](const ParamSpec& a, const ParamSpec& b) { return a.rule == b.rule; };
-    for_neighbours(same_rule, [&](const ParamSpec& p, const Range& all) {
-      if (const Range r = overlap(all, updated); p.rule == rule && r.size > 0) runs.push_back(r);
-    });
-    return runs;
-  }
-
-  // All ranks of the shard group take as much memory as the one that needs the most.
-  void make_slots(const Precision& precision, Arena& arena) {
-    if (update_range_.size == 0) return;
-    for (const Optimizer rule : all_values<Optimizer>()) {
-      int64_t most = 0;
-      for (int shard = 0; shard < zero_.owners(); ++shard) {
-        int64_t size = 0;
-        for (const Range& r : runs_of(rule, update_range_of(layout_.size, zero_, shard))) size += r.size;
-        most = std::max(most, size);
-      }
-      if (most == 0) continue;  // no parameter follows it
-      Slots& slots = slots_.emplace_back(Slots{rule, runs_of(rule, update_range_), {}, {}});
-      for (size_t i = 0; i < rule_of(rule).slots.size(); ++i) {
-        const char* label = rule_of(rule).slots[i].label;
-        const DType dtype = precision.slot_dtype(i);
-        slots.tensors[i] = arena.alloc(label, spec_.name.c_str(), dtype, {most});
-        if (size_of(dtype) > 1) continue;
-        require_own_blocks();
-        slots.scales[i] = arena.alloc(label, "scales", DType::fp32, {ceil_div(most, state_block)});
-      }
-    }
-  }
-
-  // They are few, and so every rank has all of them: its part of a matrix may have any of its rows.
-  void make_row_moments(int shard, DType dtype, Arena& arena) {
-    int64_t all = 0;
-    for (const ParamSpec& p : spec_.params) {
-      const Box box = p.box();
-      rows_.push_back({.name = p.name, .shape = {rule_of(p.rule).of_matrices ? p.shape[0] : 0}, .rule = p.rule});
-      rows_.back().first_copy = p.first_copy && box.row == 0 && box.column == 0 && shard == 0;
-      all += rows_.back().numel();
-    }
-    if (all > 0 && update_range_.size > 0)
-      row_moments_ = arena.alloc(llmc::row_moment.label, spec_.name.c_str(), dtype, {all});
-  }
-
-  struct SlotParts {
-    SlotTensors slots, scales;
-  };
-  // Those of elements that are in one run of a rule; the scales only of whole blocks.
-  SlotParts slots_of(Optimizer rule, const Range& r) const {
-    SlotParts parts;
-    for (const Slots& s : slots_) {
-      const Range held = s.of(r);
-      if (s.rule != rule || held.size != r.size) continue;
-      for (size_t i = 0; i < rule_of(rule).slots.size(); ++i) {
-        parts.slots[i] = s.tensors[i].slice(held.begin, {r.size});
-        if (!s.scales[i].empty()) parts.scales[i] = s.scales[i].slice(held.begin / state_block, {r.size / state_block});
-      }
-    }
-    return parts;
-  }
-  // Parameters that are updated apart must not share a block.
-  void require_segments_of_blocks() const {
-    for (size_t i = 1; i < spec_.params.size(); ++i) {
-      const ParamSpec &p = spec_.params[i], &before = spec_.params[i - 1];
-      CHECK((p.rate == before.rate && p.eps == before.eps) || layout_.offsets[i] % state_block == 0,
-            "{} begins within a block of {} elements of optimizer state, and is updated at another rate than {} before "
-            "it: use --moment1-dtype fp32 --moment2-dtype fp32 and no --master-weights split, or leave out "
-            "--base-head-size",
-            p.name, state_block, before.name);
-    }
-  }
-  // Ranks that have copies of a parameter must scale them alike: none of its blocks has another parameter's elements.
-  void require_own_blocks() const {
-    for (size_t i = 0; i < spec_.params.size(); ++i) {
-      const ParamSpec& p = spec_.params[i];
-      const int64_t begin = layout_.offsets[i], end = begin + p.stored_shape().numel();
-      const bool shared_end =
-          end % state_block != 0 && i + 1 < spec_.params.size() && spec_.params[i + 1].placement == Placement::adjacent;
-      CHECK(p.copies == 1 || (begin % state_block == 0 && !shared_end),
-            "moments in 8 bits: {} ranks have copies of {}, which shares blocks of {} elements with other parameters: "
-            "use --moment1-dtype bf16 --moment2-dtype bf16, or a smaller --tp",
-            p.copies, p.name, state_block);
-    }
-  }
-  SlotParts slots_for_step(Optimizer rule, const Range& r) const {
-    SlotParts parts = rule_of(rule).of_matrices ? SlotParts{} : slots_of(rule, r);
+  UnitSlots::Parts slots_for_step(Optimizer rule, const Range& r) const {
+    UnitSlots::Parts parts = rule_of(rule).of_matrices ? UnitSlots::Parts{} : slots_.of(rule, r);
     for (SlotTensors* all : {&parts.slots, &parts.scales})
       for (Tensor& t : *all) t = here(t);
     return parts;
@@ -573,9 +450,7 @@ class UnitState {
   // Matrices of gradients that nothing has been added to since their sums began, by the buffer that they are in.
   mutable std::map<const std::byte*, std::vector<Tensor>> unwritten_;
   Tensor master_, average_;  // fp32, or masters int16: of update_range_, as the slots are
-  std::vector<Slots> slots_;
-  std::vector<ParamSpec> rows_;  // the row moments of each parameter as a parameter of its own
-  Tensor row_moments_;           // fp32, of all of them
+  UnitSlots slots_;
 };
 
 }  // namespace llmc
