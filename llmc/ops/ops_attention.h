@@ -77,30 +77,6 @@ inline Tensor attention_scratch(Stream& stream, DType dtype, int64_t (*on_cpu)(c
   return scratch(stream, "attention", stat, ceil_div(on_cpu(block, element, stream.device().threads), element), on_gpu);
 }
 
-// What AttentionOutputs points to; empty tensors where it points to nothing.
-struct ForwardOutputs {
-  Tensor out = {}, lse = {}, sums = {}, largest = {}, total = {};
-};
-// Our own kernels. on_gpu: accumulators of scratch
-inline void run_attention_forward(Stream& stream, const OpCost& cost, const std::vector<Tensor>& written,
-                                  const ForwardOutputs& outputs, Tensor q, Tensor kv, Tensor positions,
-                                  const AttentionBlock& block, int64_t on_gpu) {
-  const int threads = stream.device().threads;
-  auto scope = stream.scratch().scope();
-  const Tensor scratch = attention_scratch(stream, q.dtype, cpu::attention_forward_scratch, on_gpu, block);
-  run_op(stream, q.dtype, cost, written, [=, &stream]<class X, class A>(OpTypes<X, A>) {
-    const auto& [out, lse, sums, largest, total] = outputs;
-    const AttentionOutputs<X, A> to{{data_or_null<X>(out), out.shape[1]},
-                                    data_or_null<A>(lse),
-                                    {data_or_null<A>(sums), sums.shape[1]},
-                                    data_or_null<A>(largest),
-                                    data_or_null<A>(total)};
-    const AttentionInputs<X> from = attention_inputs<X>(q, kv, positions, block);
-    RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
-                  cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
-  });
-}
-
 // Checked on the null device too: a plan is refused whenever the run would be.
 inline void check_heads_of_gpu([[maybe_unused]] Stream& stream, [[maybe_unused]] DType dtype,
                                [[maybe_unused]] int64_t head_size) {
@@ -127,6 +103,8 @@ inline Tensor cudnn_scratch(Stream& stream, cuda::AttentionPass pass, const Atte
 #endif
 
 }  // namespace detail
+
+// ---- Attention -----------------------------------------------------------------------------------------------------
 
 // Notices about the kernels for heads of D channels on this GPU, for the start of a run: which of them are slower there
 // than intended, if any. Throws Error if one of them cannot run there at all.
@@ -166,10 +144,10 @@ inline void attention_forward(Tensor out, RowStatistics rows, Tensor q, Tensor k
                     .flops = detail::attention_flops(block),
                     .bytes = 2 * detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype),
                     .attention = detail::attention_size(block)};
+  auto scope = stream.scratch().scope();
 #ifdef TRAIN_GPT_CUDNN
   if (detail::by_cudnn(stream, q, kv, block)) {
     CHECK(rows.largest.empty(), "cuDNN's attention returns no largest scores: use --attention own");
-    auto scope = stream.scratch().scope();
     const AttentionShape shape = detail::shape_of(block);
     const Tensor work = detail::cudnn_scratch(stream, cuda::AttentionPass::forward, shape);
     return stream.run(cost, {out, rows.lse}, [=, &stream] {
@@ -180,9 +158,19 @@ inline void attention_forward(Tensor out, RowStatistics rows, Tensor q, Tensor k
   }
 #endif
   detail::check_heads_of_gpu(stream, q.dtype, block.D);
-  detail::run_attention_forward(stream, cost, detail::rows_written(out, block.B, block.queries),
-                                {.out = out, .lse = rows.lse, .largest = rows.largest}, q, kv, positions, block,
-                                ON_GPU(cuda::attention_forward_scratch(block)));
+  const int threads = stream.device().threads;
+  const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_forward_scratch,
+                                                   ON_GPU(cuda::attention_forward_scratch(block)), block);
+  detail::run_op(stream, q.dtype, cost, detail::rows_written(out, block.B, block.queries),
+                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   const AttentionOutputs<X, A> to{{out.data<X>(), out.shape[1]},
+                                                   detail::data_or_null<A>(rows.lse),
+                                                   {},
+                                                   detail::data_or_null<A>(rows.largest)};
+                   const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+                   RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
+                                 cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
+                 });
 }
 
 // Attention over keys that come in several blocks. Exponentials are relative to the largest score so far, so that none
@@ -206,14 +194,25 @@ inline void attention_merge(const RunningAttention& running, Tensor q, Tensor kv
   detail::check_tensor("attention_merge", "total", running.total, stat, running.largest.shape);
   detail::check_heads_of_gpu(stream, q.dtype, block.D);
   if (block.pairs() == 0) return;
-  const OpCost cost{.name = "attention_merge",
-                    .flops = detail::attention_flops(block),
-                    .bytes = detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) +
-                             2 * detail::query_bytes(block, stat),
-                    .attention = detail::attention_size(block)};
-  detail::run_attention_forward(stream, cost, {running.sums},
-                                {.sums = running.sums, .largest = running.largest, .total = running.total}, q, kv,
-                                positions, block, 0);
+  const int threads = stream.device().threads;
+  auto scope = stream.scratch().scope();
+  const Tensor scratch = detail::attention_scratch(stream, q.dtype, cpu::attention_forward_scratch, 0, block);
+  detail::run_op(stream, q.dtype,
+                 {.name = "attention_merge",
+                  .flops = detail::attention_flops(block),
+                  .bytes = detail::query_bytes(block, q.dtype) + detail::key_bytes(block, q.dtype) +
+                           2 * detail::query_bytes(block, stat),
+                  .attention = detail::attention_size(block)},
+                 {running.sums}, [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   const AttentionOutputs<X, A> to{{},
+                                                   nullptr,
+                                                   {running.sums.data<A>(), running.sums.shape[1]},
+                                                   running.largest.data<A>(),
+                                                   running.total.data<A>()};
+                   const AttentionInputs<X> from = detail::attention_inputs<X>(q, kv, positions, block);
+                   RUN_ON_DEVICE(stream, X, cuda::attention_forward(to, from, scratch.data<A>(), block, stream.cuda()),
+                                 cpu::products<X>().attention_forward(to, from, scratch.bytes, block, threads));
+                 });
 }
 // After the last block: out (B T, Hq D) = sums / total, rounded once; lse (B, Hq, T) = largest + log(total).
 inline void attention_finish(Tensor out, Tensor lse, const RunningAttention& running, Stream& stream) {

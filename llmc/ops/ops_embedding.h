@@ -17,26 +17,6 @@ inline double bytes_of_rows(const Tensor& table, int64_t N) {
   return static_cast<double>(std::min(N, table.shape[0]) * table.shape[1] * size_of(table.dtype));
 }
 
-// Either table may be empty.
-inline void embedding_backward(const char* name, Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions,
-                               const Vocabulary& part, Stream& stream) {
-  const int64_t N = dout.shape[0], C = dout.shape[1];
-  [[maybe_unused]] const int64_t V = dwte.empty() ? 0 : dwte.shape[0], P = dwpe.empty() ? 0 : dwpe.shape[0];
-  [[maybe_unused]] const int tables = (dwte.empty() ? 0 : 1) + (dwpe.empty() ? 0 : 1);
-  auto scope = stream.scratch().scope();
-  [[maybe_unused]] const Tensor scratch = detail::scratch(stream, "embedding rows in order", DType::int32, 0,
-                                                          ON_GPU(cuda::embedding_backward_scratch(N, C, tables)));
-  const double bytes = bytes_of({dout}) + 2 * (bytes_of_rows(dwte, N) + bytes_of_rows(dwpe, N));
-  run_op(stream, dout.dtype, {name, 0, bytes}, {dwte, dwpe}, [=, &stream]<class X, class A>(OpTypes<X, A>) {
-    A *const of_tokens = data_or_null<A>(dwte), *const of_positions = data_or_null<A>(dwpe);
-    const int32_t *ids = data_or_null<int32_t>(tokens), *places = positions.data<int32_t>();
-    RUN_ON_DEVICE(stream, X,
-                  cuda::embedding_backward({of_tokens, of_positions, V, P}, scratch.data<int32_t>(), dout.data<X>(),
-                                           ids, places, N, C, part, stream.cuda()),
-                  cpu::ops<X>().embedding_backward(of_tokens, of_positions, dout.data<X>(), ids, places, N, C, part));
-  });
-}
-
 }  // namespace detail
 
 // out (N, C) = wte[tokens] + wpe[positions]. wte holds the rows of the tokens in `part`; other tokens contribute zero.
@@ -63,7 +43,22 @@ inline void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tok
   CHECK_TENSOR(dwte, grad, dwte.shape[0], C);
   detail::check_rows("embedding_backward", part, dwte);
   if (!dwpe.empty()) CHECK_TENSOR(dwpe, grad, dwpe.shape[0], C);
-  detail::embedding_backward(__func__, dwte, dwpe, dout, tokens, positions, part, stream);
+  [[maybe_unused]] const int64_t V = dwte.shape[0], P = dwpe.empty() ? 0 : dwpe.shape[0];
+  auto scope = stream.scratch().scope();
+  [[maybe_unused]] const Tensor scratch =
+      detail::scratch(stream, "embedding rows in order", DType::int32, 0,
+                      ON_GPU(cuda::embedding_backward_scratch(N, C, dwpe.empty() ? 1 : 2)));
+  const double bytes = detail::bytes_of({dout}) + 2 * (detail::bytes_of_rows(dwte, N) + detail::bytes_of_rows(dwpe, N));
+  detail::run_op(stream, dout.dtype, {"embedding_backward", 0, bytes}, {dwte, dwpe},
+                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   A* const dwpe_data = detail::data_or_null<A>(dwpe);
+                   const int32_t *ids = tokens.data<int32_t>(), *places = positions.data<int32_t>();
+                   RUN_ON_DEVICE(stream, X,
+                                 cuda::embedding_backward({dwte.data<A>(), dwpe_data, V, P}, scratch.data<int32_t>(),
+                                                          dout.data<X>(), ids, places, N, C, part, stream.cuda()),
+                                 cpu::ops<X>().embedding_backward(dwte.data<A>(), dwpe_data, dout.data<X>(), ids,
+                                                                  places, N, C, part));
+                 });
 }
 
 // x (N, C) += wpe[positions], rounded once.   positions (N) int32; wpe (P, C)
@@ -78,9 +73,23 @@ inline void add_positions(Tensor x, Tensor positions, Tensor wpe, Stream& stream
 // dwpe[positions] += dout, in row order.   dwpe (P, C); dout (N, C)
 inline void add_positions_backward(Tensor dwpe, Tensor dout, Tensor positions, Stream& stream) {
   const int64_t N = dout.shape[0], C = dout.shape[1];
+  [[maybe_unused]] const int64_t P = dwpe.shape[0];
   CHECK_TENSOR(positions, DType::int32, N);
-  CHECK_TENSOR(dwpe, accumulator_of(dout.dtype), dwpe.shape[0], C);
-  detail::embedding_backward(__func__, {}, dwpe, dout, {}, positions, {}, stream);
+  CHECK_TENSOR(dwpe, accumulator_of(dout.dtype), P, C);
+  auto scope = stream.scratch().scope();
+  [[maybe_unused]] const Tensor scratch = detail::scratch(stream, "embedding rows in order", DType::int32, 0,
+                                                          ON_GPU(cuda::embedding_backward_scratch(N, C, 1)));
+  const double bytes = detail::bytes_of({dout}) + 2 * detail::bytes_of_rows(dwpe, N);
+  detail::run_op(stream, dout.dtype, {"add_positions_backward", 0, bytes}, {dwpe},
+                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   A* const no_table = nullptr;
+                   const int32_t* places = positions.data<int32_t>();
+                   RUN_ON_DEVICE(stream, X,
+                                 cuda::embedding_backward({nullptr, dwpe.data<A>(), 0, P}, scratch.data<int32_t>(),
+                                                          dout.data<X>(), nullptr, places, N, C, {}, stream.cuda()),
+                                 cpu::ops<X>().embedding_backward(no_table, dwpe.data<A>(), dout.data<X>(), nullptr,
+                                                                  places, N, C, {}));
+                 });
 }
 
 }  // namespace llmc

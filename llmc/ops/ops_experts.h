@@ -20,13 +20,6 @@ inline void check_segments(const char* op, const Segments& s) {
         "{}: a first row {} of segments of {} rows; it must be one of them", op, s.first, s.length);
 }
 
-// The rows of the choices: places (N, k); or an empty tensor: in the order (row, choice), k rows for each row.
-inline void check_places(const char* op, const Tensor& places, const Tensor& y, int64_t N, int64_t k) {
-  if (!places.empty()) return check_tensor(op, "places", places, DType::int32, {N, k});
-  CHECK(y.shape[0] == N * k, "{}: {} rows of {} choices each, but there are {}: give their places", op, N, k,
-        y.shape[0]);
-}
-
 // Three bf16 matrices whose sum is exactly the fp32 matrix x (N, E), so that bf16 products do not round the router's
 // gradient. They are side by side, (N, 3, E), or one after the other, (3, N, E).
 enum class Parts : uint8_t { side_by_side, one_after_the_other };
@@ -204,6 +197,17 @@ inline void dispatch_rows(Tensor out, Tensor x, Tensor places, Stream& stream) {
          C, k);
 }
 
+namespace detail {
+
+// The rows of the choices: places (N, k); or an empty tensor: in the order (row, choice), k rows for each row.
+inline void check_places(const char* op, const Tensor& places, const Tensor& y, int64_t N, int64_t k) {
+  if (!places.empty()) return check_tensor(op, "places", places, DType::int32, {N, k});
+  CHECK(y.shape[0] == N * k, "{}: {} rows of {} choices each, but there are {}: give their places", op, N, k,
+        y.shape[0]);
+}
+
+}  // namespace detail
+
 // out = or += (as requested) the sum over j of weights[n, j] y[places[n, j]], in this order, rounded once; dropped
 // choices add nothing. Without weights it is the backward of dispatch_rows.   out (N, C); y (R, C); weights (N, k) in
 // the accumulator dtype, or an empty tensor: all 1; places (N, k) int32, or an empty tensor: y has the choices in order
@@ -257,28 +261,6 @@ inline Tensor grouped_weight(Tensor weight, SumAlong sum, const Reading& read, S
   return (sum == SumAlong::rows ? q.rows : q.columns).values;
 }
 
-// Rows of expert e: out (R, N) = x (R, K) op(weight[e]).
-inline void grouped_linear(const char* name, Tensor out, Tensor x, Role role, Tensor weight, Transpose as,
-                           Tensor offsets, Stream& stream, const Reading& read) {
-  const int64_t R = x.shape[0], N = out.shape[1], K = x.shape[1], E = weight.shape[0];
-  [[maybe_unused]] const int64_t O = weight.shape[1], I = weight.shape[2];
-  const bool forward = as == Transpose::yes;
-  auto scope = stream.scratch().scope();
-  x = grouped_rows(x, role, offsets, read, stream);
-  weight = grouped_weight(weight, forward ? SumAlong::rows : SumAlong::columns, read, stream);
-  const Tensor scratch = grouped_scratch(stream, K, x.dtype);
-  const OpCost cost = grouped_cost(name, R, weight, x, out, {ceil_div(R, E), N, K, E});
-  run_op(stream, x.dtype, cost, {}, [=, &stream]<class X, class A>(OpTypes<X, A>) {
-    X* const to = out.data<X>();
-    const X *const rows = x.data<X>(), *const weights = weight.data<X>();
-    const int32_t* const at = offsets.data<int32_t>();
-    RUN_ON_DEVICE(stream, X,
-                  (forward ? cuda::grouped_linear_forward<X>
-                           : cuda::grouped_linear_backward_input<X>)(to, rows, weights, at, R, E, O, I, stream.cuda()),
-                  cpu::products<X>().grouped_linear(to, rows, weights, at, scratch.bytes, R, E, N, K, as));
-  });
-}
-
 }  // namespace detail
 
 // Rows of expert e: out = x weight[e]^T.   out (R, O); x (R, I); weight (E, O, I); offsets (E + 1) int32
@@ -289,8 +271,22 @@ inline void grouped_linear_forward(Tensor out, Tensor x, Tensor weight, Tensor o
   CHECK_TENSOR(x, x.dtype, R, I);
   CHECK_TENSOR(weight, x.dtype, E, O, I);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
-  detail::grouped_linear(__func__, out, x, detail::Role::activations, weight, Transpose::yes, offsets, stream, read);
+  auto scope = stream.scratch().scope();
+  x = detail::grouped_rows(x, detail::Role::activations, offsets, read, stream);
+  weight = detail::grouped_weight(weight, detail::SumAlong::rows, read, stream);
+  const Tensor scratch = detail::grouped_scratch(stream, I, x.dtype);
+  detail::run_op(stream, x.dtype,
+                 detail::grouped_cost("grouped_linear_forward", R, weight, x, out, {ceil_div(R, E), O, I, E}), {},
+                 [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+                   RUN_ON_DEVICE(stream, X,
+                                 cuda::grouped_linear_forward(out.data<X>(), x.data<X>(), weight.data<X>(),
+                                                              offsets.data<int32_t>(), R, E, O, I, stream.cuda()),
+                                 cpu::products<X>().grouped_linear(out.data<X>(), x.data<X>(), weight.data<X>(),
+                                                                   offsets.data<int32_t>(), scratch.bytes, R, E, O, I,
+                                                                   Transpose::yes));
+                 });
 }
+
 // Rows of expert e: dx = dout weight[e].
 inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight, Tensor offsets, Stream& stream,
                                           const Reading& read = {}) {
@@ -299,7 +295,21 @@ inline void grouped_linear_backward_input(Tensor dx, Tensor dout, Tensor weight,
   CHECK_TENSOR(dout, dout.dtype, R, O);
   CHECK_TENSOR(weight, dout.dtype, E, O, I);
   CHECK_TENSOR(offsets, DType::int32, E + 1);
-  detail::grouped_linear(__func__, dx, dout, detail::Role::gradients, weight, Transpose::no, offsets, stream, read);
+  auto scope = stream.scratch().scope();
+  dout = detail::grouped_rows(dout, detail::Role::gradients, offsets, read, stream);
+  weight = detail::grouped_weight(weight, detail::SumAlong::columns, read, stream);
+  const Tensor scratch = detail::grouped_scratch(stream, O, dout.dtype);
+  detail::run_op(
+      stream, dout.dtype,
+      detail::grouped_cost("grouped_linear_backward_input", R, weight, dout, dx, {ceil_div(R, E), I, O, E}), {},
+      [=, &stream]<class X, class A>(detail::OpTypes<X, A>) {
+        RUN_ON_DEVICE(
+            stream, X,
+            cuda::grouped_linear_backward_input(dx.data<X>(), dout.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
+                                                R, E, O, I, stream.cuda()),
+            cpu::products<X>().grouped_linear(dx.data<X>(), dout.data<X>(), weight.data<X>(), offsets.data<int32_t>(),
+                                              scratch.bytes, R, E, I, O, Transpose::no));
+      });
 }
 
 // dweight[e] = or += (as requested) dout^T x over the rows of expert e, 0 if it has none.   dweight (E, O, I) in the

@@ -13,104 +13,6 @@ inline std::string matmul_library([[maybe_unused]] const Device& device) {
   return formatted("our own, for {}", cpu::recorded_isa());
 }
 
-namespace detail {
-
-// dx is read too if it is added to.
-inline double norm_backward_bytes(const Tensor& dx, const Tensor& dout, const Tensor& x, Accumulate accumulate_dx) {
-  return bytes_of({dx, dout, x}) + (accumulate_dx == Accumulate::yes ? bytes_of({dx}) : 0);
-}
-
-struct ProductEpilogue {
-  Epilogue kind = Epilogue::none;  // others: on GPUs
-  Tensor z = {};                   // (M, N)
-};
-
-// c (M, N) = or += op(a) op(b) + bias, summing K products per element.   bias (N), or an empty tensor. Or c (B, M, N),
-// and a and b are B matrices, without a bias.
-inline void matmul(const char* name, Tensor c, const Operand& first, const Operand& second, int64_t K, Tensor bias,
-                   Accumulate accumulate, Stream& stream, const ProductEpilogue& epilogue = {}) {
-  const int axis = c.shape.rank() - 2;
-  const int64_t B = axis > 0 ? c.shape[0] : 1, M = c.shape[axis], N = c.shape[axis + 1];
-  const Tensor a = first.values, b = second.values;
-  const Transpose a_as = first.as, b_as = second.as;
-  const Bias with_bias = bias.empty() ? Bias::no : Bias::yes;
-  const double flops = 2.0 * static_cast<double>(c.numel()) * static_cast<double>(K);
-  const bool has_z = epilogue.kind != Epilogue::none;
-  const double bytes =
-      bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0) + (has_z ? bytes_of({epilogue.z}) : 0);
-  const OpCost cost{.name = name, .flops = flops, .bytes = bytes, .product = {M, N, K, B, a.dtype == DType::e4m3}};
-  auto scope = stream.scratch().scope();
-  if (stream.device().computes_as() == DeviceKind::cuda) {
-    const Tensor workspace = stream.scratch().alloc("scratch", "matmul", DType::int32, {gpu_matmul_workspace / 4});
-    const Tensor also = epilogue.kind == Epilogue::gelu ? epilogue.z : Tensor{};
-    return stream.run(cost, {c, also}, [=, &stream] {
-#ifdef TRAIN_GPT_CUDA
-      if (a.dtype == DType::fp64) refuse_fp64();
-      const auto second_of_batch = [&](const Tensor& t) { return B > 1 ? t.bytes + t.size_bytes() / B : nullptr; };
-      const int alignment = cuda::alignment_of({c.bytes, a.bytes, b.bytes, bias.bytes, second_of_batch(c),
-                                                second_of_batch(a), second_of_batch(b), epilogue.z.bytes});
-      stream.kept<cuda::MatmulPlans>().run(
-          {M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().tf32, alignment, first.scaled,
-           second.scaled, B, epilogue.kind},
-          {c.bytes, a.bytes, b.bytes, bias.bytes, workspace.bytes, first.scales.bytes, second.scales.bytes,
-           epilogue.z.bytes},
-          stream.cuda());
-#else
-      (void)workspace, (void)stream;  // planned only
-#endif
-    });
-  }
-  const cpu::MatmulShape shape = {M,          N,       K,       a_as,      b_as,
-                                  accumulate, a.dtype, c.dtype, with_bias, stream.device().threads};
-  const DType sum = accumulator_of(a.dtype);
-  CHECK(c.dtype == a.dtype || c.dtype == sum, "matmul cannot write {} from {} inputs: use {} or {}; {}", c.dtype,
-        a.dtype, a.dtype, sum, cpu::to_string(shape));
-  const Tensor scratch =
-      stream.scratch().alloc("scratch", "matmul", DType::int32, {ceil_div(cpu::matmul_scratch(shape), int64_t{4})});
-  run_op(stream, a.dtype, cost, {c}, [=]<class X, class A>(OpTypes<X, A>) {
-    const X* bias_data = data_or_null<X>(bias);
-    for (int64_t i = 0; i < B; ++i) {
-      const X *const of_a = a.data<X>() + i * M * K, *const of_b = b.data<X>() + i * K * N;
-      const int64_t at = i * M * N;
-      if (c.dtype == a.dtype) cpu::products<X>().matmul(c.data<X>() + at, of_a, of_b, bias_data, scratch.bytes, shape);
-      else cpu::products<X>().matmul_sum(c.data<A>() + at, of_a, of_b, bias_data, scratch.bytes, shape);
-    }
-  });
-}
-
-// out = x weight^T + bias, with an epilogue. On GPUs alone.
-inline void linear_with(const char* name, Tensor out, Tensor x, Tensor weight, Tensor bias,
-                        const ProductEpilogue& epilogue, Stream& stream) {
-  const int64_t N = x.shape[0], I = x.shape[1], O = weight.shape[0];
-  check_tensor(name, "out", out, x.dtype, {N, O});
-  check_tensor(name, "z", epilogue.z, x.dtype, {N, O});
-  check_tensor(name, "weight", weight, x.dtype, {O, I});
-  if (!bias.empty()) check_tensor(name, "bias", bias, x.dtype, {O});
-  matmul(name, out, {x, Transpose::no}, {weight, Transpose::yes}, I, bias, Accumulate::no, stream, epilogue);
-}
-
-// For sums over the rows of (N, O).
-inline PartsOfSums parts_of_columns(Tensor sums, [[maybe_unused]] int64_t N, int64_t O, Stream& stream) {
-  return {stream, "bias partial sums", {sums}, cpu::row_partitions * O, ON_GPU(cuda::column_sum_scratch(N, O))};
-}
-
-// dweight = or += dout^T x, from dout as that product reads it.
-inline void weight_gradient(Tensor dweight, const Operand& dout_turned, Tensor x, Accumulate accumulate, Stream& stream,
-                            const Reading& read) {
-  auto scope = stream.scratch().scope();
-  const Operand b = second_operand(x, Transpose::no, Role::activations, read, stream);
-  matmul("linear_backward_weight", dweight, dout_turned, b, x.shape[0], {}, accumulate, stream);
-}
-
-// The number of rows, on the device; nullptr: all.
-inline const int32_t* rows_on_device(const Tensor& rows) {
-  if (rows.empty()) return nullptr;
-  CHECK_TENSOR(rows, DType::int32, 1);
-  return rows.data<int32_t>();
-}
-
-}  // namespace detail
-
 // out = (x - mean) rstd weight + bias over the last axis.   x, out (N, C); mean, rstd (N); weight, bias (C)
 inline void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor weight, Tensor bias, float eps,
                               Stream& stream) {
@@ -133,6 +35,15 @@ inline void residual_layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Ten
          mean.data<A>(), rstd.data<A>(), sum.data<X>(), a.data<X>(), b.data<X>(), weight.data<X>(), bias.data<X>(), eps,
          N, C);
 }
+
+namespace detail {
+
+// dx is read too if it is added to.
+inline double norm_backward_bytes(const Tensor& dx, const Tensor& dout, const Tensor& x, Accumulate accumulate_dx) {
+  return bytes_of({dx, dout, x}) + (accumulate_dx == Accumulate::yes ? bytes_of({dx}) : 0);
+}
+
+}  // namespace detail
 
 // dx = or += (as requested), dweight +=, dbias +=.
 inline void layernorm_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
@@ -196,6 +107,68 @@ inline void residual_forward(Tensor out, Tensor a, Tensor b, Stream& stream) {
          out.numel());
 }
 
+namespace detail {
+
+struct ProductEpilogue {
+  Epilogue kind = Epilogue::none;  // others: on GPUs
+  Tensor z = {};                   // (M, N)
+};
+
+// c (M, N) = or += op(a) op(b) + bias, summing K products per element.   bias (N), or an empty tensor. Or c (B, M, N),
+// and a and b are B matrices, without a bias.
+inline void matmul(const char* name, Tensor c, const Operand& first, const Operand& second, int64_t K, Tensor bias,
+                   Accumulate accumulate, Stream& stream, const ProductEpilogue& epilogue = {}) {
+  const int axis = c.shape.rank() - 2;
+  const int64_t B = axis > 0 ? c.shape[0] : 1, M = c.shape[axis], N = c.shape[axis + 1];
+  const Tensor a = first.values, b = second.values;
+  const Transpose a_as = first.as, b_as = second.as;
+  const Bias with_bias = bias.empty() ? Bias::no : Bias::yes;
+  const double flops = 2.0 * static_cast<double>(c.numel()) * static_cast<double>(K);
+  const bool has_z = epilogue.kind != Epilogue::none;
+  const double bytes =
+      bytes_of({a, b, c}) + (accumulate == Accumulate::yes ? bytes_of({c}) : 0) + (has_z ? bytes_of({epilogue.z}) : 0);
+  const OpCost cost{.name = name, .flops = flops, .bytes = bytes, .product = {M, N, K, B, a.dtype == DType::e4m3}};
+  auto scope = stream.scratch().scope();
+  if (stream.device().computes_as() == DeviceKind::cuda) {
+    const Tensor workspace = stream.scratch().alloc("scratch", "matmul", DType::int32, {gpu_matmul_workspace / 4});
+    const Tensor also = epilogue.kind == Epilogue::gelu ? epilogue.z : Tensor{};
+    return stream.run(cost, {c, also}, [=, &stream] {
+#ifdef TRAIN_GPT_CUDA
+      if (a.dtype == DType::fp64) refuse_fp64();
+      const auto second_of_batch = [&](const Tensor& t) { return B > 1 ? t.bytes + t.size_bytes() / B : nullptr; };
+      const int alignment = cuda::alignment_of({c.bytes, a.bytes, b.bytes, bias.bytes, second_of_batch(c),
+                                                second_of_batch(a), second_of_batch(b), epilogue.z.bytes});
+      stream.kept<cuda::MatmulPlans>().run(
+          {M, N, K, a_as, b_as, accumulate, a.dtype, c.dtype, with_bias, stream.device().tf32, alignment, first.scaled,
+           second.scaled, B, epilogue.kind},
+          {c.bytes, a.bytes, b.bytes, bias.bytes, workspace.bytes, first.scales.bytes, second.scales.bytes,
+           epilogue.z.bytes},
+          stream.cuda());
+#else
+      (void)workspace, (void)stream;  // planned only
+#endif
+    });
+  }
+  const cpu::MatmulShape shape = {M,          N,       K,       a_as,      b_as,
+                                  accumulate, a.dtype, c.dtype, with_bias, stream.device().threads};
+  const DType sum = accumulator_of(a.dtype);
+  CHECK(c.dtype == a.dtype || c.dtype == sum, "matmul cannot write {} from {} inputs: use {} or {}; {}", c.dtype,
+        a.dtype, a.dtype, sum, cpu::to_string(shape));
+  const Tensor scratch =
+      stream.scratch().alloc("scratch", "matmul", DType::int32, {ceil_div(cpu::matmul_scratch(shape), int64_t{4})});
+  run_op(stream, a.dtype, cost, {c}, [=]<class X, class A>(OpTypes<X, A>) {
+    const X* bias_data = data_or_null<X>(bias);
+    for (int64_t i = 0; i < B; ++i) {
+      const X *const of_a = a.data<X>() + i * M * K, *const of_b = b.data<X>() + i * K * N;
+      const int64_t at = i * M * N;
+      if (c.dtype == a.dtype) cpu::products<X>().matmul(c.data<X>() + at, of_a, of_b, bias_data, scratch.bytes, shape);
+      else cpu::products<X>().matmul_sum(c.data<A>() + at, of_a, of_b, bias_data, scratch.bytes, shape);
+    }
+  });
+}
+
+}  // namespace detail
+
 // out = x weight^T + bias.   out (N, O); x (N, I), or kept in fp8 along its rows; weight (O, I); bias (O), or an empty
 // tensor
 inline void linear_forward(Tensor out, const detail::Operand& x, Tensor weight, Tensor bias, Stream& stream,
@@ -215,6 +188,21 @@ inline void linear_forward(Tensor out, Tensor x, Tensor weight, Tensor bias, Str
   linear_forward(out, detail::first_operand(x, Transpose::no, detail::Role::activations, read, stream), weight, bias,
                  stream, read);
 }
+
+namespace detail {
+
+// out = x weight^T + bias, with an epilogue. On GPUs alone.
+inline void linear_with(const char* name, Tensor out, Tensor x, Tensor weight, Tensor bias,
+                        const ProductEpilogue& epilogue, Stream& stream) {
+  const int64_t N = x.shape[0], I = x.shape[1], O = weight.shape[0];
+  check_tensor(name, "out", out, x.dtype, {N, O});
+  check_tensor(name, "z", epilogue.z, x.dtype, {N, O});
+  check_tensor(name, "weight", weight, x.dtype, {O, I});
+  if (!bias.empty()) check_tensor(name, "bias", bias, x.dtype, {O});
+  matmul(name, out, {x, Transpose::no}, {weight, Transpose::yes}, I, bias, Accumulate::no, stream, epilogue);
+}
+
+}  // namespace detail
 
 // out (N, O) = residual + x weight^T + bias. On a GPU by the product, which does not round its sums first.
 inline void linear_residual_forward(Tensor out, Tensor residual, Tensor x, Tensor weight, Tensor bias, Stream& stream) {
@@ -269,6 +257,15 @@ inline void linear_gelu_backward_input(Tensor dz, Tensor dout, Tensor weight, Te
                  Accumulate::no, stream, {Epilogue::gelu_backward, z});
 }
 
+namespace detail {
+
+// For sums over the rows of (N, O).
+inline PartsOfSums parts_of_columns(Tensor sums, [[maybe_unused]] int64_t N, int64_t O, Stream& stream) {
+  return {stream, "bias partial sums", {sums}, cpu::row_partitions * O, ON_GPU(cuda::column_sum_scratch(N, O))};
+}
+
+}  // namespace detail
+
 // dbias += column sums of dout.   dbias (O), dout (N, O)
 inline void linear_backward_bias(Tensor dbias, Tensor dout, Stream& stream) {
   const int64_t N = dout.shape[0], O = dout.shape[1];
@@ -278,6 +275,18 @@ inline void linear_backward_bias(Tensor dbias, Tensor dout, Stream& stream) {
   RUN_OP(column_sum, dout.dtype, detail::bytes_of({dout}), (dbias), dbias.data<A>(), partials.template room<A>(),
          dout.data<X>(), N, O);
 }
+
+namespace detail {
+
+// dweight = or += dout^T x, from dout as that product reads it.
+inline void weight_gradient(Tensor dweight, const Operand& dout_turned, Tensor x, Accumulate accumulate, Stream& stream,
+                            const Reading& read) {
+  auto scope = stream.scratch().scope();
+  const Operand b = second_operand(x, Transpose::no, Role::activations, read, stream);
+  matmul("linear_backward_weight", dweight, dout_turned, b, x.shape[0], {}, accumulate, stream);
+}
+
+}  // namespace detail
 
 // dweight = or += (as requested) dout^T x, dbias += column sums of dout (dbias may be empty).
 inline void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Accumulate accumulate_dweight,
@@ -326,13 +335,25 @@ inline void linear_backward(Tensor dx, Tensor dweight, Tensor dbias, Tensor dout
 // read dx again.
 inline void gelu_backward_with_bias(Tensor dx, Tensor dbias, Tensor dout, Tensor x, Stream& stream) {
   const int64_t N = x.shape[0], C = x.shape[1];
-  CHECK_TENSORS((dx, dout), x.dtype, N, C);
+  CHECK_TENSOR(dx, x.dtype, N, C);
   CHECK_TENSOR(dbias, accumulator_of(x.dtype), C);
+  CHECK_TENSOR(dout, x.dtype, N, C);
   auto scope = stream.scratch().scope();
   const detail::PartsOfSums partials = detail::parts_of_columns(dbias, N, C, stream);
   RUN_OP(gelu_backward_with_bias, x.dtype, detail::bytes_of({dx, dout, x}), (dx, dbias), dx.data<X>(), dbias.data<A>(),
          partials.template room<A>(), dout.data<X>(), x.data<X>(), N, C);
 }
+
+namespace detail {
+
+// The number of rows, on the device; nullptr: all.
+inline const int32_t* rows_on_device(const Tensor& rows) {
+  if (rows.empty()) return nullptr;
+  CHECK_TENSOR(rows, DType::int32, 1);
+  return rows.data<int32_t>();
+}
+
+}  // namespace detail
 
 // out = silu(gate) up.   out (N, F); gate_up (N, 2 F): per row the gates, then the ups. rows (1) int32: how many rows
 // are read and written; or an empty tensor: all
@@ -340,15 +361,17 @@ inline void swiglu_forward(Tensor out, Tensor gate_up, Stream& stream, Tensor ro
   const int64_t N = out.shape[0], F = out.shape[1];
   CHECK_TENSOR(gate_up, out.dtype, N, 2 * F);
   const int32_t* count = detail::rows_on_device(rows);
-  RUN_OP(swiglu_forward, out.dtype, detail::bytes_of({out, gate_up}), (rows.empty() ? out : Tensor{}), out.data<X>(),
-         gate_up.data<X>(), N, F, count);
+  const Tensor checked = rows.empty() ? out : Tensor{};
+  RUN_OP(swiglu_forward, out.dtype, detail::bytes_of({out, gate_up}), (checked), out.data<X>(), gate_up.data<X>(), N, F,
+         count);
 }
 inline void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream& stream, Tensor rows = {}) {
   const int64_t N = dout.shape[0], F = dout.shape[1];
   CHECK_TENSORS((gate_up, dgate_up), dout.dtype, N, 2 * F);
   const int32_t* count = detail::rows_on_device(rows);
-  RUN_OP(swiglu_backward, dout.dtype, detail::bytes_of({dgate_up, dout, gate_up}), (rows.empty() ? dgate_up : Tensor{}),
-         dgate_up.data<X>(), dout.data<X>(), gate_up.data<X>(), N, F, count);
+  const Tensor checked = rows.empty() ? dgate_up : Tensor{};
+  RUN_OP(swiglu_backward, dout.dtype, detail::bytes_of({dgate_up, dout, gate_up}), (checked), dgate_up.data<X>(),
+         dout.data<X>(), gate_up.data<X>(), N, F, count);
 }
 
 // Whether SwiGLU and its gradient, of F gates and ups, can be written as products in fp8 read them, for tensor cores.

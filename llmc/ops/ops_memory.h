@@ -74,7 +74,8 @@ void with_types(DType out, DType x, F&& f) {
 // RUN_OP(f, dtype, bytes, (outputs), arguments...): the same for CALL_OP(stream, X, f, arguments...), which costs these
 // bytes, under the name of the function that has it. The arguments may name X and A.
 // RUN_OP_AT(f, dtype, cost, (outputs), arguments...): with another name or cost.
-// RUN_OP_ON_GPU(f, dtype, bytes, arguments...): an op that only GPUs have, under its own name; no output is checked.
+// RUN_OP_ON_GPU(f, dtype, bytes, arguments...): an op that only GPUs have, and others only plan, under its
+// own name; no output is checked.
 // RUN_UNTYPED_OP(f, bytes, (outputs), arguments...): an op that is not written for several types.
 #define RUN_OP(f, dtype, bytes, outputs, ...) RUN_OP_AT(f, dtype, (OpCost{__func__, 0, bytes}), outputs, __VA_ARGS__)
 #define RUN_OP_AT(f, dtype, cost, outputs, ...) \

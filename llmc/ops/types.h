@@ -111,7 +111,13 @@ constexpr AttentionBlock whole_sequences(const AttentionShape& s) {
 }
 // New rows, from `begin` on, of one sequence against all of its keys so far, which begin a cache of `rows` rows.
 constexpr AttentionBlock continuation(const AttentionShape& s, int64_t begin, int64_t rows) {
-  return {1, s.Hq, s.Hkv, s.D, {s.T, 0, s.T}, {rows, 0, begin + s.T}, begin};
+  return {.B = 1,
+          .Hq = s.Hq,
+          .Hkv = s.Hkv,
+          .D = s.D,
+          .queries = {s.T, 0, s.T},
+          .keys = {rows, 0, begin + s.T},
+          .offset = begin};
 }
 
 // Heads side by side in the rows of a matrix: head h of row t is at data + t * stride + h * D.

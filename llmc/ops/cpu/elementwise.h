@@ -1,5 +1,5 @@
-// elementwise.h: GELU, SwiGLU, residual addition, embeddings, zeroing, copies, conversion, sums of parts and columns,
-// initial weights. Contracts: ops/ops.h.
+// elementwise.h: GELU, SwiGLU, residual addition, zeroing, copies, conversion, sums of parts and columns, initial
+// weights. Contracts: ops/ops.h.
 #pragma once
 #include "core/rng.h"
 #include "ops/cpu/simd.h"
@@ -80,49 +80,6 @@ void convert(To* out, const From* x, int64_t n) {
   using A = accumulator_t<From>;
 #pragma omp parallel for simd schedule(static)
   for (int64_t i = 0; i < n; ++i) store(out[i], static_cast<accumulator_t<To>>(static_cast<A>(x[i])));
-}
-
-// wte: the rows of the tokens in `part`.
-template <class T>
-void embedding_forward(T* out, const int32_t* tokens, const int32_t* positions, const T* wte, const T* wpe, int64_t N,
-                       int64_t C, const Vocabulary& part = {}) {
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < N; ++n) {
-    T* row = out + n * C;
-    if (part.has(tokens[n])) std::copy_n(wte + (tokens[n] - part.first) * C, C, row);
-    else std::fill_n(row, C, T(accumulator_t<T>(0)));
-    if (wpe != nullptr) add_rows(row, row, wpe + positions[n] * C, C);
-  }
-}
-
-// x (N, C) += wpe[positions]
-template <class T>
-void add_positions(T* x, const int32_t* positions, const T* wpe, int64_t N, int64_t C) {
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < N; ++n) add_rows(x + n * C, x + n * C, wpe + positions[n] * C, C);
-}
-
-// Threads split the columns, not the rows: each element is summed in row order for any thread count, and no two threads
-// write to the same element. Either table may be nullptr.
-template <class T, class G = accumulator_t<T>>
-void embedding_backward(G* dwte, G* dwpe, const T* dout, const int32_t* tokens, const int32_t* positions, int64_t N,
-                        int64_t C, const Vocabulary& part = {}) {
-  constexpr int64_t columns = 64;
-#pragma omp parallel for schedule(static)
-  for (int64_t block = 0; block < ceil_div(C, columns); ++block) {
-    const int64_t begin = block * columns, end = std::min(C, begin + columns);
-    for (int64_t n = 0; n < N; ++n) {
-      if (dwte != nullptr && part.has(tokens[n])) {
-        G* token = dwte + (tokens[n] - part.first) * C;
-#pragma omp simd
-        for (int64_t c = begin; c < end; ++c) token[c] += static_cast<G>(dout[n * C + c]);
-      }
-      if (dwpe == nullptr) continue;
-      G* position = dwpe + positions[n] * C;
-#pragma omp simd
-      for (int64_t c = begin; c < end; ++c) position[c] += static_cast<G>(dout[n * C + c]);
-    }
-  }
 }
 
 // A box of out = a box of x; with equal dtypes the bits are copied, NaN too.

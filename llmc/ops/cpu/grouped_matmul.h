@@ -29,8 +29,8 @@ void grouped_tile(Out* c, int64_t stride, const Lines<T>& a, const Lines<T>& b, 
 
 }  // namespace detail
 
-// out (rows, N) = x (rows, K) op(weight of their expert), for all experts. R: the most rows that there may be. scratch:
-// grouped_scratch() bytes
+// out (rows, N) = x (rows, K) op(weight of their expert), for all experts.   weight (E, K, N), or to transpose (E, N,
+// K). R: the most rows that there may be. scratch: grouped_scratch() bytes
 template <class T, class How = Multiply<accumulator_t<T>>>
 void grouped_linear(T* out, const T* x, const T* weight, const int32_t* offsets, std::byte* scratch, int64_t R,
                     int64_t E, int64_t N, int64_t K, Transpose transpose) {

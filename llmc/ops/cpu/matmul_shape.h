@@ -84,7 +84,16 @@ struct GroupedTile {
   static constexpr int64_t rows = 448, columns = 512;
 };
 inline MatmulShape grouped_tile_shape(int64_t M, int64_t N, int64_t K, DType in) {
-  return {M, N, K, Transpose::no, Transpose::no, Accumulate::no, in, in, Bias::no, /*threads=*/1};
+  return {.M = M,
+          .N = N,
+          .K = K,
+          .a = Transpose::no,
+          .b = Transpose::no,
+          .accumulate = Accumulate::no,
+          .in = in,
+          .out = in,
+          .bias = Bias::no,
+          .threads = 1};
 }
 // Bytes of scratch for each thread, and for all, for products that sum at most K elements.
 inline int64_t grouped_thread_bytes(int64_t K, DType in) {

@@ -93,7 +93,8 @@ void round_to_fp8(T* out, const T* x, int64_t G, int64_t R, int64_t C, ScaleBloc
       if (block.columns > 1) detail::round_rows_to_fp8<F>(out + at, x + at, R, C, block);
       else detail::round_columns_to_fp8<F>(out + at, x + at, R, C, block);
   };
-  format == Fp8Format::e4m3 ? round(e4m3{}) : round(e5m2{});
+  if (format == Fp8Format::e4m3) round(e4m3{});
+  else round(e5m2{});
 }
 
 // out (G, R, C) = x, each matrix rounded to fp8 with one scale. maxima (G): room

@@ -5,13 +5,16 @@
 #include "ops/cpu/attention_backward.h"
 #include "ops/cpu/cross_entropy.h"
 #include "ops/cpu/elementwise.h"
+#include "ops/cpu/embedding.h"
 #include "ops/cpu/expert_ranks.h"
 #include "ops/cpu/experts.h"
 #include "ops/cpu/grouped_matmul.h"
 #include "ops/cpu/heads.h"
 #include "ops/cpu/isa.h"
 #include "ops/cpu/matmul.h"
+#include "ops/cpu/muon.h"
 #include "ops/cpu/norms.h"
+#include "ops/cpu/qk_clip.h"
 #include "ops/cpu/quantise.h"
 #include "ops/cpu/router.h"
 #include "ops/cpu/small_state.h"
@@ -103,7 +106,9 @@ namespace detail {
 // The table of a set: any processor's, AVX2's or AVX-512's.
 template <class Table>
 const Table& of_vectors(Isa isa, const Table& portable, const Table& avx2, const Table& avx512) {
-  return isa == Isa::avx2 ? avx2 : isa >= Isa::avx512 && isa <= Isa::amx ? avx512 : portable;
+  if (isa == Isa::avx2) return avx2;
+  if (isa >= Isa::avx512 && isa <= Isa::amx) return avx512;
+  return portable;
 }
 
 }  // namespace detail

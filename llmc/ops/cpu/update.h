@@ -1,5 +1,4 @@
-// update.h: an optimizer's step on one segment, and the moving average of its weights; what Muon does to a matrix
-// besides products; QK-clip. Contracts: ops/ops.h.
+// update.h: an optimizer's step on one segment, and the moving average of its weights. Contracts: ops/ops.h.
 #pragma once
 #include "ops/cpu/simd.h"
 #include "ops/optimizers.h"
@@ -112,104 +111,6 @@ template <class A>
 void exchange(A* a, A* b, int64_t n) {
 #pragma omp parallel for simd schedule(static)
   for (int64_t i = 0; i < n; ++i) std::swap(a[i], b[i]);
-}
-
-template <class A>
-void muon_direction(A* gradient, A* momentum, const double* control, int64_t n, A beta) {
-  if (control[2] == 0) return;
-  const A gradient_scale = static_cast<A>(control[1]);
-#pragma omp parallel for simd schedule(static)
-  for (int64_t i = 0; i < n; ++i) {
-    const A g = gradient[i] * gradient_scale;
-    momentum[i] += (A(1) - beta) * (g - momentum[i]);
-    gradient[i] = g + beta * (momentum[i] - g);
-  }
-}
-
-template <class T>
-void divide_by_norm(T* x, const double* square_sum, int64_t n, double margin, double least) {
-  using A = accumulator_t<T>;
-  const A norm = static_cast<A>(std::max(margin * std::sqrt(*square_sum), least));
-#pragma omp parallel for simd schedule(static)
-  for (int64_t i = 0; i < n; ++i) store(x[i], static_cast<A>(x[i]) / norm);
-}
-
-template <class T, class A = accumulator_t<T>>
-void linear_combination(T* out, A a, const T* x, A b, const A* y, int64_t n) {
-#pragma omp parallel for simd schedule(static)
-  for (int64_t i = 0; i < n; ++i) store(out[i], a * static_cast<A>(x[i]) + b * y[i]);
-}
-
-// sums: two doubles for each row
-template <class T, class A = accumulator_t<T>>
-void normalise_rows(T* x, A* second_moments, double* sums, const double* control, int64_t rows, int64_t columns,
-                    double beta2) {
-  double *const squares = sums, *const divided = sums + rows;
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < rows; ++i) {
-    const T* row = x + i * columns;
-    double square = 0;
-#pragma omp simd reduction(+ : square)
-    for (int64_t j = 0; j < columns; ++j)
-      square += static_cast<double>(static_cast<A>(row[j])) * static_cast<A>(row[j]);
-    const double mean = square / static_cast<double>(columns);
-    if (control[2] != 0) second_moments[i] = static_cast<A>(beta2 * second_moments[i] + (1 - beta2) * mean);
-    squares[i] = square, divided[i] = square * std::pow(row_factor(second_moments[i]), 2);
-  }
-  double before = 0, after = 0;
-  for (int64_t i = 0; i < rows; ++i) before += squares[i], after += divided[i];
-  const double whole = after > 0 ? std::sqrt(before / after) : 0;
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < rows; ++i) {
-    const A factor = static_cast<A>(whole * row_factor(second_moments[i]));
-    T* row = x + i * columns;
-#pragma omp simd
-    for (int64_t j = 0; j < columns; ++j) store(row[j], static_cast<A>(row[j]) * factor);
-  }
-}
-
-template <class A>
-void largest_logits(double* most, const A* largest, int64_t B, int64_t Hq, int64_t T) {
-#pragma omp parallel for schedule(static)
-  for (int64_t h = 0; h < Hq; ++h)
-    for (int64_t b = 0; b < B; ++b) {
-      const A* rows = largest + (b * Hq + h) * T;
-      A row_most = rows[0];
-#pragma omp simd reduction(max : row_most)
-      for (int64_t t = 0; t < T; ++t) row_most = rows[t] > row_most ? rows[t] : row_most;
-      most[h] = std::max(most[h], static_cast<double>(row_most));
-    }
-}
-
-inline void largest_of_ranks(double* most, const double* gathered, int64_t ranks, int64_t n) {
-  for (int64_t r = 0; r < ranks; ++r)
-    for (int64_t i = 0; i < n; ++i) most[i] = std::max(most[i], gathered[r * n + i]);
-}
-
-// master == nullptr: the weights are their own master copy; in bf16 they are then rounded stochastically, by `words` of
-// the whole parameter.
-template <class W, class A = accumulator_t<W>>
-void clip_heads(W* weight, A* master, const double* largest, const double* control, const Elements& elements, int64_t n,
-                const HeadClip& clip, const Philox& words) {
-  if (control[2] == 0) return;
-  constexpr int64_t chunk = 1 << 10;
-#pragma omp parallel for schedule(static)
-  for (int64_t c = 0; c < ceil_div(n, chunk); ++c)
-    for (int64_t first = c * chunk, last = 0, end = std::min(n, first + chunk); first < end; first = last) {
-      const int64_t begin = elements.index(first), head = begin / clip.elements;
-      last = first + std::min({end - first, elements.run(first), (head + 1) * clip.elements - begin});
-      const A factor = static_cast<A>(clip.factor(largest[head]));
-      for (int64_t i = first; i < last && factor != A(1); ++i) {
-        if (master != nullptr) store(weight[i], master[i] *= factor);
-        else if constexpr (std::is_same_v<W, A>) weight[i] *= factor;
-        else {
-          const int64_t index = begin + i - first;
-          weight[i].bits =
-              bf16::stochastic_bits(static_cast<A>(weight[i]) * factor,
-                                    words.words(static_cast<uint64_t>(index / 4))[static_cast<size_t>(index % 4)]);
-        }
-      }
-    }
 }
 
 }  // namespace CPU_ISA

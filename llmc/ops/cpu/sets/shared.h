@@ -7,8 +7,14 @@
 #include <omp.h>
 
 #include <atomic>
+#include <bit>
 #include <thread>
 
+#include "core/dtype.h"
+#include "core/rng.h"
+#include "core/shape.h"
 #include "ops/cpu/attention_shape.h"
 #include "ops/cpu/isa.h"
+#include "ops/cpu/matmul_shape.h"
 #include "ops/optimizers.h"
+#include "ops/types.h"
