@@ -42,43 +42,6 @@ inline Layers kind_of_layer(const ModelConfig& c, int64_t layer) {
 // Whether the backward of a block is done at once, or in two parts: the second, for the weights, comes later.
 enum class Backward : uint8_t { whole, in_parts };
 
-// The ranks that share the experts of a layer, and how many rows for them a rank has room for.
-struct ExpertPlacement {
-  int64_t count = 0, per_token = 0;      // as in Experts
-  int64_t ranks = 1;                     // those that share the experts of a layer
-  double imbalance = 1;                  // rows that a rank has room for, divided by an equal share of all choices
-  int64_t sequence = 1, segment = 1;     // rows of a training sequence, and of a contiguous part that a rank has
-  bool spread = false;                   // a sequence may be spread over ranks
-  bool cut = false;                      // a rank's rows may begin within a segment
-  std::optional<int64_t> capacity = {};  // rows of an expert from one training sequence; none: any number (dropless)
-
-  bool exchanged() const { return ranks > 1; }  // rows go to experts of other ranks
-  int64_t own() const { return count / ranks; }
-
-  // If every rank has S rows: the most rows that the capacity lets through from any rank to any other.
-  int64_t most_to_each(int64_t S) const {
-    const int64_t segments = cut ? Segments{segment}.most(S) : ceil_div(S, segment);
-    return std::min(std::min(per_token, own()) * S, segments * own() * std::min(*capacity, segment));
-  }
-  // The same, if a rank has room for that many rows from every rank, by the capacities of all experts or by
-  // `imbalance`. 0: it has no such room, or there is no capacity.
-  int64_t stride(int64_t S) const {
-    if (ranks == 1 || !capacity) return 0;
-    const int64_t most = most_to_each(S), all = ranks * most;
-    const bool of_capacities = all * sequence <= count * *capacity * S,
-               of_imbalance = static_cast<double>(all) <= imbalance * static_cast<double>(per_token * S) + 0.5;
-    return of_capacities || of_imbalance ? most : 0;
-  }
-  // How many rows a rank has room for, for its experts.
-  int64_t room(int64_t S) const {
-    const int64_t share = per_token * S, padded = ranks * stride(S);
-    if (padded > 0) return padded;
-    return ranks == 1 ? share : static_cast<int64_t>(std::ceil(imbalance * static_cast<double>(share)));
-  }
-  // How many rows, in the order of experts, a rank sends.
-  int64_t sent(int64_t S) const { return std::max(per_token * S, ranks * stride(S)); }
-};
-
 // The rows and the layers of a model that activations are for.
 struct BlockShape {
   const ModelConfig& config;  // of this rank's part
@@ -95,7 +58,7 @@ struct BlockShape {
   bool has_sparse() const { return layers != Layers::dense && config.experts.count > 0; }
 };
 
-// The tensors that the token slices of a micro-batch share in a block (SliceAttention).
+// The tensors that the token slices of a micro-batch share in a block (slice_attention.h).
 struct SliceKeys {
   Tensor keys_values;  // (B T, 2 Hkv D) of whole sequences, as far as their slices have gone forward
   Tensor gradient;     // its gradient, in fp32, as far as the slices have gone backward
@@ -122,7 +85,8 @@ struct ExpertActivations {
 };
 
 // The input of a linear layer as the gradient of its weights reads it on tensor cores that multiply fp8: the forward
-// rounds it along its rows for itself and along its columns for the backward, which keeps 1 byte, not 2: the same bits.
+// rounds it once, along its rows for itself and along its columns for the backward, which keeps 1 byte in place of 2
+// and computes the same bits.
 struct InputInFp8 {
   Tensor values, scales;  // (C, N) E4M3, (ceil(N / 128), C) fp32; or empty tensors
 };
@@ -155,7 +119,8 @@ struct BlockActivations {
     if (recompute == Recompute::block) all.set_rounds(shape);
     return all;
   }
-  // The tensors that each block keeps, except `out` and, with a backward in parts, product_inputs(). Others: `shared`.
+  // The tensors that each block keeps, except `out`; the others are in `shared`. With a backward in parts,
+  // product_inputs() are left out.
   static BlockActivations kept(const BlockShape& shape, Recompute recompute, Backward backward,
                                const BlockActivations& shared, Arena& arena) {
     auto wanted = [=](const Activation& a) {

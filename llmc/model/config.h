@@ -2,6 +2,7 @@
 #pragma once
 #include <ranges>
 
+#include "model/expert_config.h"
 #include "model/parametrization.h"
 #include "ops/ops_attention.h"
 #include "shard/params.h"
@@ -47,23 +48,6 @@ inline std::optional<Family> find_family(std::string_view model_type) {
   return std::nullopt;
 }
 inline std::string family_names() { return formatted("{}", std::views::transform(families, &Family::model_type)); }
-
-// The experts of sparse layers (Shazeer et al. 2017): for each token the router chooses some experts, and their outputs
-// are added with weights: their scores, normalised or not, times the scaling.
-struct Experts {
-  int64_t count = 0;         // E; 0: a dense model
-  int64_t per_token = 0;     // k
-  int64_t width = 0;         // of the feed-forward of each expert
-  int64_t shared = 0;        // width of the expert that every token passes through; 0: none
-  bool shared_gate = false;  // its output is multiplied by the sigmoid of a product of the token and a vector
-  RouterScores scores = RouterScores::softmax;
-  bool normalised = false;  // the scores of the chosen experts are divided by their sum
-  float scaling = 1;
-  int64_t every = 1;                       // layers l with (l + 1) % every == 0 are sparse
-  std::vector<int64_t> dense_layers = {};  // except these
-  double aux_loss = 0;                     // the coefficient of the balancing loss, as config.json has it
-  bool adds_aux_loss = false;              // whether transformers adds that loss ("output_router_logits")
-};
 
 struct ModelConfig {
   Family family = families[0];

@@ -189,7 +189,8 @@ class ExpertLayer : SparseLayer {
     shared().activation();
   }
 
-  // dx = the gradient of norm2 (S, C), from dout, that of the sum; gradients += ... May overwrite the experts' outputs.
+  // dx = the gradient of norm2 (S, C), from dout, the gradient of the sum; the gradients of the units += ... It may
+  // overwrite the outputs of the experts with their gradients.
   void backward(Tensor dx, Tensor dout) const {
     auto scope = group.arena.scope();
     const OutputGradients::OfExperts d = later != nullptr ? later->experts : gradients(dout);

@@ -151,7 +151,8 @@ void for_each_part(const HfTensor& hf, const StateTable& table, std::initializer
 
 // Calls f(i, at, step, n) for runs of a part's elements: element i of the entry is at `at` in the Hugging Face tensor,
 // and the n - 1 after it every `step`. Where rows become columns the runs are short, and those of all rows come one
-// after the other, so that neighbours in the columns are in the cache together; threads have columns of their own.
+// after the other, so that neighbours in the columns are together in the cache. Several threads then call f, each for
+// columns of its own.
 template <class F>
 void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
   constexpr int64_t tile = 32;
@@ -174,8 +175,9 @@ void for_each_run(const HfTensor& hf, size_t part, const StateEntry& e, F&& f) {
 
 }  // namespace detail
 
-// A Hugging Face tensor, from boxes in host memory that together are its parts, among others in `weights`: where it
-// lies as it is stored there, else put together in `room`, whose memory is used again.
+// A Hugging Face tensor, from boxes in host memory that together are its parts; `weights` may also have boxes of other
+// tensors. Where it lies there as it is stored, the result is that; else it is put together in `room`, whose memory is
+// used again.
 inline const std::byte* gather_hf(std::vector<std::byte>& room, const HfTensor& hf, const StateTable& weights) {
   const int64_t elements = TensorInfo{"", DType::fp32, hf.shape}.numel();
   int64_t gathered = 0;

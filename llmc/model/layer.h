@@ -49,7 +49,8 @@ struct Routing {
 
   // Rows of an expert from one sequence; none: any number (dropless).
   std::optional<int64_t> capacity() const { return training ? placement.capacity : std::nullopt; }
-  // How many of S rows each rank sends to every other, with padding, if a capacity bounds them; 0: only the real rows.
+  // How many rows each rank sends to every other, padding included, if a capacity bounds them; 0: only the real rows.
+  // S: rows of the residual stream
   int64_t padded_rows(int64_t S) const { return capacity() ? placement.stride(S) : 0; }
 };
 
@@ -94,12 +95,14 @@ struct Layer {
   const BlockActivations& a;
   const Sequences& sequences;
   const parallel::Group& group;
-  // With `later`, the input part sets these gradients, and the weight part, without weights, reads them: the same bits.
+  // With `later` the backward comes in two parts: the input part sets these gradients, and the weight part, which needs
+  // no weights, reads them. The bits are the same.
   const OutputGradients* later = nullptr;
   GatheredRows gathered = {};
 
   bool has_experts() const { return unit.has("moe.router.weight"); }
-  // Whether the last products of attention and feed-forward add to the residual stream, where --residual cublaslt can.
+  // Whether the last products of attention and feed-forward add to the residual stream, in layouts that --residual
+  // cublaslt is for.
   bool adds_in_products() const {
     return stream().device().residual_in_products && group.size() == 1 && sequences.linear == Operands::as_stored;
   }

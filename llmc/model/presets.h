@@ -19,7 +19,7 @@ struct PresetExperts {
 struct Preset {
   const char* name;
   const char* family;
-  int64_t n_layer, n_head, n_kv_head, head_size, n_embd, n_ffn, vocab_size, n_positions;  // as in ModelConfig
+  int64_t n_layer, n_head, n_kv_head, head_size, n_embd, n_ffn, vocab_size, n_positions;
   bool tied;
   float norm_eps;
   double theta;          // of rotary positions; 0: learned positions
@@ -91,15 +91,10 @@ inline std::optional<double> size_from_text(const std::string& text) {
   return number * (unit == "b" ? 1e9 : 1e6);
 }
 
-// "12" -> 12; -1: not a number of up to three digits.
-inline int64_t dial_number(const std::string& digits) {
-  const bool number = !digits.empty() && digits.size() <= 3 && digits.find_first_not_of("0123456789") == digits.npos;
-  return number ? std::stoll(digits) : -1;
-}
-
 }  // namespace detail
 
-// What an unknown name may mean: "the nearest is llama3:8B" for llama3:9B; a family's sizes, if it has none; or all.
+// The possible meanings of a name that is not a preset: "the nearest is llama3:8B" for llama3:9B; the sizes of a
+// family, if the name has none; or all presets.
 inline std::string presets_like(const std::string& name) {
   const size_t colon = std::min(name.find_first_of(":-_"), name.size());
   const std::optional<double> size = detail::size_from_text(name.substr(std::min(colon + 1, name.size())));
@@ -127,8 +122,18 @@ inline std::string presets_like(const std::string& name) {
 }
 
 inline ModelConfig config_of(const Preset& p) {
-  ModelConfig c{*find_family(p.family), p.n_layer,     p.n_head, p.n_kv_head, p.head_size, p.n_embd, p.n_ffn,
-                p.vocab_size,           p.n_positions, p.tied,   p.norm_eps};
+  ModelConfig c;
+  c.family = *find_family(p.family);
+  c.n_layer = p.n_layer;
+  c.n_head = p.n_head;
+  c.n_kv_head = p.n_kv_head;
+  c.head_size = p.head_size;
+  c.n_embd = p.n_embd;
+  c.n_ffn = p.n_ffn;
+  c.vocab_size = p.vocab_size;
+  c.n_positions = p.n_positions;
+  c.tied = p.tied;
+  c.norm_eps = p.norm_eps;
   if (p.theta > 0) c.rotary.theta = p.theta;
   c.experts = {.count = p.experts.count,
                .per_token = p.experts.per_token,
@@ -139,6 +144,16 @@ inline ModelConfig config_of(const Preset& p) {
   if (c.rotary.scaled) c.rotary.scaling.factor = p.rotary_factor;
   return c;
 }
+
+namespace detail {
+
+// "12" -> 12; -1: not a number of up to three digits.
+inline int64_t dial_number(const std::string& digits) {
+  const bool number = !digits.empty() && digits.size() <= 3 && digits.find_first_not_of("0123456789") == digits.npos;
+  return number ? std::stoll(digits) : -1;
+}
+
+}  // namespace detail
 
 // A published shape, or "d<N>": GPT-2 with N layers, N heads, C = 64 N; or "d<N>-e<E>": Mixtral with the same sizes and
 // E experts, two for each token. The experts' width F gives a token as many multiplications as in d<N>: 3 matrices of

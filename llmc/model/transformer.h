@@ -6,76 +6,9 @@
 // config.h says which of these a model has. Sizes: layer.h. What --tp divides and sends: parallel/tensor_layers.h.
 #pragma once
 #include "model/experts.h"
+#include "model/slice_attention.h"
 
 namespace llmc {
-
-// Attention of a micro-batch that goes through the model in slices of its sequences (Li et al. 2021, TeraPipe). Slice k
-// attends to the keys of slices 0 to k, and so the forward goes from the first slice to the last. The backward goes
-// from the last to the first: when it comes to slice k, the slices after it have added their parts to the gradients of
-// its keys and values, and its own part completes them. They are added up in fp32 (contract 12).
-//
-//   keys of slice    0 1 2 3
-//   queries of 0     c
-//              1     # c           c: causal, #: all of them
-//              2     # # c
-//              3     # # # c
-//
-// Whole sequences add up the same pairs of queries and keys in another order: the difference is rounding (contract 5).
-class SliceAttention {
- public:
-  // shape: of the slice; slice: which tokens of each sequence
-  SliceAttention(const SliceKeys& keys, const AttentionShape& shape, const SequenceRows& slice,
-                 const parallel::Group& group)
-      : keys_(keys), shape_(shape), slice_(slice), g_(group) {}
-
-  // Appends the slice's keys and values to those of the slices before, and attends to all of them.
-  void forward(const parallel::AttentionTensors& a) const {
-    copy_box(keys_.keys_values, in_sequences(), a.qkv, in_slice(), box(), g_.compute);
-    auto scope = g_.arena.scope();
-    const RowStatistics rows = a.rows(g_);
-    attention_forward(a.out, rows, a.qkv, keys_.keys_values, a.positions, pairs(), g_.compute);
-    a.record(rows.largest, g_);
-  }
-  // dqkv (B T_k, (Hq + 2 Hkv) D) = ... (overwrites all of it); the gradient of the keys += ... for the slices before.
-  void backward(Tensor dqkv, Tensor dout, const parallel::AttentionTensors& a) const {
-    Stream& stream = g_.compute;
-    auto scope = g_.arena.scope();
-    const int64_t rows = shape_.B * shape_.T;
-    const Tensor dq = g_.temporary("gradient of queries", accumulator_of(a.qkv.dtype), {rows, query_width()});
-    zero(dq, stream);
-    if (slice_.first + slice_.rows == slice_.length) zero(keys_.gradient, stream);
-    attention_backward(dq, keys_.gradient, dout, a.out, a.qkv, keys_.keys_values, a.lse, a.positions, pairs(),
-                       Accumulate::yes, stream);
-    copy_box(dqkv, {0, dqkv.shape[1], 0}, dq, {0, query_width(), 0}, {rows, 1, query_width()}, stream);
-    copy_box(dqkv, in_slice(), keys_.gradient, in_sequences(), box(), stream);
-  }
-
- private:
-  // The slice's queries against all keys up to its own.
-  AttentionBlock pairs() const {
-    return {.B = shape_.B,
-            .Hq = shape_.Hq,
-            .Hkv = shape_.Hkv,
-            .D = shape_.D,
-            .queries = {slice_.rows, 0, slice_.rows},
-            .keys = {slice_.length, 0, slice_.first + slice_.rows},
-            .offset = slice_.first};
-  }
-  // Where the slice's keys and values are, in a matrix of whole sequences and in one of the slice's rows; and how many.
-  int64_t query_width() const { return shape_.Hq * shape_.D; }
-  int64_t key_width() const { return 2 * shape_.Hkv * shape_.D; }
-  BoxStrides in_sequences() const { return {slice_.first * key_width(), slice_.length * key_width(), key_width()}; }
-  BoxStrides in_slice() const {
-    const int64_t width = query_width() + key_width();
-    return {query_width(), slice_.rows * width, width};
-  }
-  BoxSizes box() const { return {shape_.B, slice_.rows, key_width()}; }
-
-  const SliceKeys& keys_;
-  AttentionShape shape_;
-  SequenceRows slice_;
-  const parallel::Group& g_;
-};
 
 // proj(attention(heads(qkv(norm1)))): the heads of a rank, over the rows of its sequences.
 class Attention : Layer {
@@ -209,7 +142,8 @@ class FeedForward : Layer {
   bool in_fp8() const { return gated() && swiglu_writes_fp8(sequences.linear, a.up.shape[1] / 2, stream().device()); }
   // An inspector of numbers is to see what is rounded.
   bool activates_in_fp8() const { return !a.activated_in_fp8.values.empty() && in_fp8() && !stream().is_inspected(); }
-  // Whether the products of up and down compute GELU: where --gelu cublaslt can, not in generated text, of few rows.
+  // Whether the products of up and down compute GELU: in layouts that --gelu cublaslt is for, and not in a text that is
+  // being generated, of few rows.
   bool in_products() const {
     const Tensor& x = a.activated;  // which the weight part has, too
     return !gated() && stream().device().gelu_in_products && x.dtype == DType::bf16 && x.shape[1] % 8 == 0 &&
@@ -258,7 +192,8 @@ class Block : Layer {
     feed_forward([&](const auto& f) { f.recompute(recompute); });
   }
 
-  // dx: the gradient of a.out, then of x; the unit's += ..., with `later` only those of layers that are not linear.
+  // dx: on entry the gradient of a.out, on return that of x; the gradients of the unit += ..., or with `later` only
+  // those of layers that are not linear.
   void backward(Tensor dx, Tensor x) const {
     auto scope = group.arena.scope();
     RowSumsTogether sums(stream());
@@ -270,7 +205,8 @@ class Block : Layer {
     norm1().backward(dx, dbranch, x, Accumulate::yes);
     sums.add();
   }
-  // The weight part: gradients of linear layers += ..., from inputs in `a` and gradients of outputs in `later`.
+  // The weight part: the gradients of the linear layers += ..., from the inputs of their products in `a` and the
+  // gradients of their outputs in `later`.
   void backward_weight() const {
     RowSumsTogether sums(stream());
     feed_forward([](const auto& f) { f.backward_weight(); });
@@ -331,7 +267,8 @@ struct Logits {
   }
 };
 
-// logits = matrix(norm(x)), and their loss. The matrix is the head's own or, if tied, that of `embedding`.
+// logits = matrix(norm(x)), and their loss. The matrix is the head's own or, if tied, the token embedding, which is
+// then read from `embedding`.
 struct Head {
   const ModelConfig& config;
   const UnitState &unit, &embedding;

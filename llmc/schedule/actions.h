@@ -45,7 +45,9 @@ enum class Schedule : uint8_t { gpipe, one_f_one_b, interleaved, zb_h1, zb_v, pi
 constexpr auto names_of_values(Schedule) {
   return std::array{"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream"};
 }
+// Do its stages have several chunks each?
 inline bool has_chunks(Schedule s) { return s == Schedule::interleaved || s == Schedule::zb_v; }
+// Can it take a micro-batch in token slices?
 inline bool has_slices(Schedule s) { return s == Schedule::gpipe || s == Schedule::one_f_one_b; }
 // The list for one rank that holds all chunks.
 // gpipe: all forwards, then all backwards, in the order of the micro-batches (Huang et al. 2019).

@@ -108,7 +108,7 @@ class Pipedream {
     const double all_reduce = m == 1 ? 0 : 2.0 * (m - 1) / m * weight_bytes_[at(i, j)] / *link_;
     return std::max(seconds_[at(i, j)], all_reduce) / m;
   }
-  // The messages before module s.
+  // The messages between modules s - 1 and s.
   double link_seconds(size_t s) const {
     return (modules_[s - 1].activation_bytes + modules_[s - 1].gradient_bytes) / *link_;
   }
@@ -209,7 +209,8 @@ class Pipedream {
 
 }  // namespace detail
 
-// Exactly `stages` stages, none replicated, whose slowest is the fastest. The first and the last may have no layers.
+// The pipeline of exactly `stages` stages, none replicated, whose slowest stage is the fastest. The first and the last
+// stage may have no layers, only the embedding or the head.
 inline BalancedPipeline balanced_stages(const ModelCosts& costs, int stages) {
   const int64_t modules = static_cast<int64_t>(costs.blocks.size()) + 2;
   CHECK(stages >= 1 && stages <= modules,

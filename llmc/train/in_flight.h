@@ -345,24 +345,28 @@ class Uploads {
       ids->resize(padded, ids == &from.targets ? -1 : 0);  // padding has no targets
     }
     if (on_paper) all_positions.resize(static_cast<size_t>(to.all_positions.numel()));
-    const std::pair<Tensor MicroBatch::*, std::vector<int32_t>*> inputs[] = {
-        {&MicroBatch::tokens, &from.tokens},
-        {&MicroBatch::targets, &from.targets},
-        {&MicroBatch::positions, &from.positions},
-        {&MicroBatch::all_positions, &all_positions}};
-    Arriving* next = context.copies == nullptr ? nullptr : &arriving_[static_cast<size_t>(uploads_++ % 2)];
-    Stream& stream = next == nullptr ? context.compute : *context.copies;
-    auto room = [&](Tensor MicroBatch::*which) {
-      return next == nullptr ? to.*which : (next->inputs.*which).slice(0, (to.*which).shape);
+    const std::tuple<Tensor, Tensor MicroBatch::*, std::vector<int32_t>*> inputs[] = {
+        {to.tokens, &MicroBatch::tokens, &from.tokens},
+        {to.targets, &MicroBatch::targets, &from.targets},
+        {to.positions, &MicroBatch::positions, &from.positions},
+        {to.all_positions, &MicroBatch::all_positions, &all_positions}};
+    if (context.copies == nullptr) {
+      for (const auto& [tensor, which, ids] : inputs)
+        if (!tensor.empty()) upload(tensor, std::move(*ids), context.compute);
+      return;
+    }
+    Arriving& next = arriving_[static_cast<size_t>(uploads_++ % 2)];
+    Stream& copies = *context.copies;
+    auto arriving = [&](const Tensor& tensor, Tensor MicroBatch::*which) {
+      return (next.inputs.*which).slice(0, tensor.shape);
     };
-    if (next != nullptr) stream.wait(next->free);
-    for (const auto& [which, ids] : inputs)
-      if (!(to.*which).empty()) upload(room(which), std::move(*ids), stream);
-    if (next == nullptr) return;
-    context.compute.wait(stream.record());
-    for (const auto& [which, ids] : inputs)
-      if (!(to.*which).empty()) copy(to.*which, room(which), context.compute);
-    next->free = context.compute.record();
+    copies.wait(next.free);
+    for (const auto& [tensor, which, ids] : inputs)
+      if (!tensor.empty()) upload(arriving(tensor, which), std::move(*ids), copies);
+    context.compute.wait(copies.record());
+    for (const auto& [tensor, which, ids] : inputs)
+      if (!tensor.empty()) copy(tensor, arriving(tensor, which), context.compute);
+    next.free = context.compute.record();
   }
 
  private:

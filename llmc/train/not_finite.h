@@ -11,8 +11,8 @@ struct NotFinite {
   std::string tensor, op;
   Interpreter::Place place = {};  // without a micro-batch: the number was there before the step
   int64_t writes = -1;            // tensors written in the step before it
-  std::vector<int64_t> sequences =
-      {};  // of the micro-batch, with such a number; empty: the tensor has no sequence axis
+  // Those of the micro-batch that contain one; empty: the tensor has no sequence axis.
+  std::vector<int64_t> sequences = {};
 };
 
 inline bool all_finite(const Tensor& tensor, Stream& stream) {

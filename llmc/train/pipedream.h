@@ -23,7 +23,8 @@ namespace llmc {
 
 class Pipedream {
  public:
-  // row (losses + notices + units) fp64: this rank's losses, to which the stage adds, notices and square sums.
+  // row (losses + notices + units) fp64: this rank's losses, to which the stage adds, notices and square sums. control:
+  // of the update.
   Pipedream(const StepConfig& config, const Context& context, ModelState& state, Interpreter& interpreter,
             const Tensor& row, const Tensor& control)
       : config_(config),
@@ -91,7 +92,8 @@ class Pipedream {
     Event ready, free;
   };
 
-  // scalars, control = those of the ranks of a group, which has so many stages, from the row of each.
+  // scalars = those of all ranks of a group, from this rank's row and the others'; control = what the update needs.
+  // stages: those that the group has ranks of
   void combine(const GroupScalars& scalars, const Tensor& control, const Tensor& row, Comm& group, int stages,
                const UpdateRule& rule, Stream& stream) {
     const int64_t n = row.numel();

@@ -98,7 +98,8 @@ class Stage {
     return units;
   }
 
-  // On paper: from here on only memory counts, and forwards without backwards enqueue one of equal layers in a pass.
+  // On paper: from here on only memory counts. Equal layers need equal memory, so forwards without backwards enqueue
+  // one of each kind in a pass.
   void count_memory_alone() { memory_alone_ = true; }
   void begin_pass() { counted_ = {}; }
 

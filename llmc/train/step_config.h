@@ -169,7 +169,8 @@ struct HostBatch {
 using BatchSource = std::function<HostBatch(int64_t micro_batch)>;
 using NoticeSource = std::function<Notices()>;
 
-// Receives the loss of every row (B T) of a micro-batch, 0 for rows of other context-parallel ranks; on the stream.
+// Receives the loss of every row (B T) of a micro-batch of this rank, 0 for rows that other context-parallel ranks
+// have; called on the stream.
 using RowLosses = std::function<void(int64_t micro_batch, std::span<const float> losses)>;
 
 // Sequences that the ranks of a context-parallel group cannot divide are padded to T tokens at their ends, where there
@@ -238,7 +239,8 @@ struct StepResult {
   bool finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
-// A step that has begun. The next may begin before its end; an asynchronous pipeline must begin P - 1 more, or flush.
+// A step that has begun. The host may begin the next one before it waits for this one; with an asynchronous pipeline it
+// has to begin P - 1 further ones first, or flush.
 class PendingStep {
  public:
   explicit PendingStep(double targets) : targets_(targets) {}

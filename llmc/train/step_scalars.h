@@ -61,7 +61,8 @@ class StepScalars {
     all_.combine(config_, config_.layout.pipeline.stages, stream_);
   }
 
-  // control() from loss and norm of all ranks. Only a parameter server has gradients: it decides, and tells the others.
+  // control() from the loss and the gradient norm of all ranks. With a parameter server only the server has gradients,
+  // of all shards: it decides, and tells the others.
   void decide(ModelState& state, const UpdateRule& rule) {
     const int64_t units = static_cast<int64_t>(state.size()), shards = config_.layout.zero.shards;
     combine();

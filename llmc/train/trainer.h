@@ -160,7 +160,8 @@ class Trainer {
     state_.settle(context_.compute);
     return computed;
   }
-  // On paper: as if another step's update preceded, whose weights are still gathered, copied or updated by the host.
+  // On paper: what precedes a step is the update of another one, whose weights are still being gathered, copied to host
+  // memory or updated by the host.
   void follow_another_step() {
     if (config_.layout.zero.updates() != ZeroConfig::Updates::everyone || config_.layout.zero.offload.any()) update({});
   }

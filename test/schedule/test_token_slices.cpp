@@ -7,7 +7,7 @@ using namespace llmc;
 using namespace partitions;
 using Catch::Matchers::ContainsSubstring;
 
-TEST_CASE("token slices are the best of all cuts, for any times, with their number free or given", "[pp][slices]") {
+TEST_CASE("token slices are the best of all cuts, for any times", "[pp][slices]") {
   RandomValues random;
   for (int round = 0; round < 500; ++round) {
     const int64_t tokens = 1 + random.below(10), micro_batches = 1 + random.below(3);
