@@ -17,6 +17,8 @@ std::vector<std::string> attention_occupancy_notices(int64_t D) {
   std::vector<std::string> notices;
   const auto check = [&]<class Block>(const char* name, auto* function, int64_t shared_bytes) {
     const auto kernel = reinterpret_cast<const void*>(function);
+    cudaFuncAttributes compiled{};
+    CUDA_CHECK(cudaFuncGetAttributes(&compiled, kernel));
     int blocks = 0;
     cudaError_t status = allow_shared_bytes(kernel, shared_bytes);
     if (status == cudaSuccess)
@@ -25,8 +27,6 @@ std::vector<std::string> attention_occupancy_notices(int64_t D) {
     if (status != cudaSuccess || blocks == 0)
       launch_failed(kernel, 1, Block::threads, shared_bytes,
                     status == cudaSuccess ? cudaErrorInvalidConfiguration : status);
-    cudaFuncAttributes compiled{};
-    CUDA_CHECK(cudaFuncGetAttributes(&compiled, kernel));
     const int64_t of_block = shared_bytes + static_cast<int64_t>(compiled.sharedSizeBytes) + reserved,
                   meant = std::min<int64_t>(Block::blocks, shared / of_block);
     if (blocks < meant)

@@ -37,8 +37,11 @@ struct RowRange {
       smallest = min(smallest, seen.first(row));
       largest = max(largest, seen.first(row));
     }
-    smallest = warp_reduce(smallest, [](int a, int b) { return min(a, b); });
-    largest = warp_reduce(largest, [](int a, int b) { return max(a, b); });
+#pragma unroll
+    for (int lanes = warp_size / 2; lanes > 0; lanes /= 2) {  // both at once: neither waits for the other
+      smallest = min(smallest, __shfl_xor_sync(all_lanes, smallest, lanes));
+      largest = max(largest, __shfl_xor_sync(all_lanes, largest, lanes));
+    }
   }
   // Does any row see any key of [first, last]? Does every row see all of them?
   __device__ bool sees_any(int first, int last) const { return first < end && last >= smallest; }
@@ -142,8 +145,7 @@ __device__ void for_tiles_of_keys(const Tile<T, DP>& buffers, const Head<const T
       [&](int i) { use(tile(i, 0), tile(i, 1), i * n); });
 }
 
-// ---- Softmax
-// ---------------------------------------------------------------------------------------------------------
+// ---- Softmax --------------------------------------------------------------------------------------------------------
 
 // For the rows that a lane holds: the maximum score so far, and this lane's part of the sum of exponentials.
 template <int M>

@@ -109,8 +109,21 @@ __global__ void update_expert_biases_kernel(float* __restrict__ biases, const do
   if (share > total) biases[e] -= rate;
 }
 
+namespace detail {
+
+// A thread for each of n items of each of `segments`, in smaller blocks than launch_each()'s: a few hundred experts are
+// then on several multiprocessors.
+template <class... Parameters, class... Arguments>
+void launch_experts(void (*kernel)(Parameters...), int64_t n, int64_t segments, cudaStream_t stream,
+                    const Arguments&... arguments) {
+  constexpr int threads = 128;
+  launch(kernel, Grid(ceil_div(n, threads), segments), threads, 0, stream, arguments...);
+}
+
+}  // namespace detail
+
 inline void expert_counts(int32_t* counts, const int32_t* offsets, int64_t E, cudaStream_t stream) {
-  launch_each(expert_counts_kernel<>, E, stream, counts, offsets, E);
+  detail::launch_experts(expert_counts_kernel<>, E, 1, stream, counts, offsets, E);
 }
 
 // Integers of arrival_plan's scratch.
@@ -120,33 +133,33 @@ inline void arrival_plan(int32_t* places, int32_t* offsets, int32_t* scratch, co
                          int64_t E, int64_t rows, int64_t stride, cudaStream_t stream) {
   const int64_t runs = P * E;
   int32_t *by_rank = scratch, *by_expert = scratch + runs;
-  launch_each(order_runs_kernel<>, runs, stream, by_rank, by_expert, counts, P, E);
+  detail::launch_experts(order_runs_kernel<>, runs, 1, stream, by_rank, by_expert, counts, P, E);
   for (int32_t* table : {by_rank, by_expert}) sums_before(table, runs, stream);
-  launch_each(arrival_plan_kernel<>, std::max(rows, E + 1), stream, places, offsets, by_rank, by_expert, counts, P, E,
-              rows, stride);
+  detail::launch_experts(arrival_plan_kernel<>, std::max(rows, E + 1), 1, stream, places, offsets, by_rank, by_expert,
+                         counts, P, E, rows, stride);
 }
 
 inline void join_segments(int32_t* counts, float* probabilities, float* sums, const int32_t* all_counts,
                           const float* all_probabilities, const float* all_sums, const int32_t* order,
                           const int32_t* begins, int64_t B, int64_t E, cudaStream_t stream) {
-  launch(join_segments_kernel<>, Grid(ceil_div(E + 2, item_threads), B), item_threads, 0, stream, counts, probabilities,
-         sums, all_counts, all_probabilities, all_sums, order, begins, E);
+  detail::launch_experts(join_segments_kernel<>, E + 2, B, stream, counts, probabilities, sums, all_counts,
+                         all_probabilities, all_sums, order, begins, E);
 }
 
 inline void segment_starts(int32_t* counts, int32_t* starts, const int32_t* all_counts, const int32_t* sequences,
                            const int32_t* order, const int32_t* begins, int64_t rank, int64_t S, int64_t E,
                            cudaStream_t stream) {
-  launch(segment_starts_kernel<>, Grid(ceil_div(E, item_threads), S), item_threads, 0, stream, counts, starts,
-         all_counts, sequences, order, begins, rank, S, E);
+  detail::launch_experts(segment_starts_kernel<>, E, S, stream, counts, starts, all_counts, sequences, order, begins,
+                         rank, S, E);
 }
 
 inline void add_expert_counts(double* totals, const int32_t* counts, int64_t B, int64_t E, cudaStream_t stream) {
-  launch_each(add_expert_counts_kernel<>, E, stream, totals, counts, B, E);
+  detail::launch_experts(add_expert_counts_kernel<>, E, 1, stream, totals, counts, B, E);
 }
 
 inline void update_expert_biases(float* biases, const double* counts, const double* control, int64_t E, float rate,
                                  cudaStream_t stream) {
-  launch_each(update_expert_biases_kernel<>, E, stream, biases, counts, control, E, rate);
+  detail::launch_experts(update_expert_biases_kernel<>, E, 1, stream, biases, counts, control, E, rate);
 }
 
 }  // namespace llmc::cuda

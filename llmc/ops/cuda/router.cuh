@@ -90,9 +90,8 @@ __global__ void router_forward_kernel(int32_t* __restrict__ choices, float* __re
     }
     if (best.expert % warp_size == lane) keys[best.expert] = NAN;
     chosen += row.scores[best.expert];
-    if (lane != 0) continue;
-    choices[n * r.k + j] = best.expert;
-    weights[n * r.k + j] = row.scores[best.expert];
+    if (lane == 0) choices[n * r.k + j] = best.expert;
+    if (lane == 0) weights[n * r.k + j] = row.scores[best.expert];
   }
   if (lane != 0) return;
   const float factor = r.scaling / (r.normalised ? chosen + 1e-20f : 1.0f);
@@ -173,9 +172,8 @@ __global__ void router_sums_kernel(float* __restrict__ partials, const float* __
   }
   float* out = partials + (segment * gridDim.x + blockIdx.x) * (E + 2);
   detail::for_experts_of_lane(E, [&](int e) { out[e] = sums[e]; });
-  if (lane_of_thread() != 0) return;
-  out[E] = squares;
-  out[E + 1] = entropies;
+  if (lane_of_thread() == 0) out[E] = squares;
+  if (lane_of_thread() == 0) out[E + 1] = entropies;
 }
 
 // Adds up the blocks of each segment. Grid: (blocks of E + 2, segments).
@@ -274,8 +272,8 @@ inline void router_statistics(int32_t* counts, float* probabilities, float* sums
   constexpr int threads = 128;
   const int64_t S = segments.count(N), blocks = ceil_div(std::min(segments.length, N), detail::router_block);
   launch(router_sums_kernel<>, Grid(blocks, S), warp_size, 2 * r.E * bytes, stream, partials, logits, N, r, segments);
-  launch(add_router_sums_kernel<>, Grid(ceil_div(r.E + 2, item_threads), S), item_threads, 0, stream, probabilities,
-         sums, partials, blocks, r.E);
+  launch(add_router_sums_kernel<>, Grid(ceil_div(r.E + 2, threads), S), threads, 0, stream, probabilities, sums,
+         partials, blocks, r.E);
   launch(count_choices_kernel<threads>, S, threads, r.E * bytes, stream, counts, choices, N, r, segments);
 }
 

@@ -75,7 +75,7 @@ __global__ void sums_before_kernel(int32_t* counts, int64_t n) {
     before += count;
   }
 }
-// counts (n) = the sums of those before each.
+// counts (n) = their exclusive prefix sums.
 inline void sums_before(int32_t* counts, int64_t n, cudaStream_t stream) {
   launch(sums_before_kernel<1024>, 1, 1024, 0, stream, counts, n);
 }

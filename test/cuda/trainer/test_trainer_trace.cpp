@@ -1,3 +1,4 @@
+// Traces of a step on GPUs (run/trace/trace_file.h): CUDA events around actions, layers and ops; what a CUDA graph
 // contains is not seen, and recording changes no number.
 #include <algorithm>
 #include <chrono>
