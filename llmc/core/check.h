@@ -3,7 +3,7 @@
 #include <concepts>
 #include <stdexcept>
 
-#include "core/utf8.h"
+#include "core/escape.h"
 
 namespace llmc {
 

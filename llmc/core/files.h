@@ -310,7 +310,8 @@ class AppendFile {
 
   const std::string& path() const { return file_.path(); }
 
-  // Appends as much as the disk takes. Returns why the rest was not written, once whenever that begins; otherwise "".
+  // Appends as much of the text as the disk takes. Returns why the rest was not written, once for each time that
+  // writing begins to fail; otherwise "".
   std::string append(const std::string& text) {
     waiting_ += text;
     const bool failed_before = !fault_.empty();

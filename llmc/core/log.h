@@ -11,7 +11,8 @@
 
 namespace llmc {
 
-// Throws if anything printed to stdout is lost, as on a full disk; but not if the reader of a pipe has read enough.
+// Throws if anything that was printed to stdout is lost, as on a full disk; but not if stdout is a pipe whose reader
+// has read enough.
 inline void check_printed() {
   errno = 0;
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return;
@@ -129,7 +130,8 @@ struct ValLine {
   std::vector<ValLine> averaged = {};                       // the same with the weights' moving average (one at most)
 };
 
-// A checkpoint that has become visible after `step`. Seconds: training waited for stall_s; cpu_s in the background.
+// A checkpoint that has become visible after `step`. stall_s: seconds that training waited; cpu_s: of the processor, in
+// the background.
 struct CheckpointLine {
   int64_t step;
   std::string path;

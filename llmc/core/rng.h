@@ -16,7 +16,8 @@ inline uint64_t hash_name(std::string_view name) {
 }
 
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): four random words per (key,
-// counter). Every counter costs the same: a slice of a tensor is drawn without what precedes it. Kernels call it too.
+// counter). Every counter costs the same: a slice of a tensor is drawn without what precedes it. constexpr: kernels
+// call it too.
 class Philox {
  public:
   Philox(uint64_t seed, std::string_view stream) : seed_(seed), stream_(hash_name(stream)) {}

@@ -1,7 +1,6 @@
 // safetensors.h: the safetensors format: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
 // https://huggingface.co/docs/safetensors. Independent of any model.
 #pragma once
-
 #include "core/checksum.h"
 #include "core/dtype.h"
 

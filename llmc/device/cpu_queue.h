@@ -31,7 +31,8 @@ class Waiting {
 class Event {
  public:
   Event() : state_(std::make_shared<State>()) {}
-  // The null device's event: complete, as nothing runs. By its clock a transfer of this group (none: work) ends then.
+  // The null device's event: complete, as nothing runs, and at this time of its clock, when a transfer of this group
+  // ends (none: work).
   static Event on_paper(double seconds, const char* group) {
     Event event(nullptr);
     event.seconds_ = seconds;

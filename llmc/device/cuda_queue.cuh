@@ -80,7 +80,8 @@ class Queue {
   llmc::Event record() { return llmc::Event(recorded(Event::For::streams)); }
   // An event whose time can be compared with that of others of this GPU.
   Event record_time() { return recorded(Event::For::timing); }
-  // Work enqueued from now on runs after the event. where: the calling line; tests without a GPU disable single waits.
+  // Work enqueued from now on runs after the event. where: the calling line, so that tests without a GPU can disable
+  // single waits.
   template <class Where>
   void wait(const Event& event, [[maybe_unused]] const Where& where) {
     if constexpr (requires { cudaStreamWaitEvent(stream_, event, 0, where); })
@@ -158,9 +159,10 @@ class Queue {
   // f(GPU seconds of what `work` launches) is called by the host thread that waits for this stream.
   void timed(const Work& work, std::function<void(double seconds)> f) {
     if (left_to_host_.size() >= most_timed) synchronize();
-    const auto begin = std::make_shared<const Event>(record_time());
+    auto begin = std::make_shared<Event>(Event::For::timing), end = std::make_shared<Event>(Event::For::timing);
+    CUDA_CHECK(cudaEventRecord(*begin, stream_));
     work();
-    const auto end = std::make_shared<const Event>(record_time());
+    CUDA_CHECK(cudaEventRecord(*end, stream_));
     left_to_host_.push_back([=, f = std::move(f)] { f(milliseconds(*begin, *end) * 1e-3); });
   }
 

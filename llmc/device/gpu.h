@@ -54,14 +54,17 @@ inline constexpr bool built_for_gpus = true;
 
 namespace detail {
 
-// A CUDA version, e.g. 13000.
-inline int answer_of(cudaError_t (*query)(int* version)) {
+// The newest CUDA version that the driver supports, e.g. 13000; 0 without a driver.
+inline int driver_version() {
   int version = 0;
-  query(&version);
+  cudaDriverGetVersion(&version);
   return version;
 }
-inline int driver_version() { return answer_of(cudaDriverGetVersion); }  // the newest it supports; 0: there is none
-inline int runtime_version() { return answer_of(cudaRuntimeGetVersion); }
+inline int runtime_version() {
+  int version = 0;
+  cudaRuntimeGetVersion(&version);
+  return version;
+}
 inline std::string cuda_version_text(int version) { return formatted("{}.{}", version / 1000, version % 1000 / 10); }
 inline std::string cuda_versions() {
   const int driver = driver_version();

@@ -87,7 +87,8 @@ inline std::string processor_set() {
   return text;
 }
 
-// The processors that this process may use, by taskset and containers; a fraction of one counts as a whole one.
+// The processors that this process may use: taskset and containers may leave fewer than the machine has. A fraction of
+// a processor counts as a whole one.
 inline int available_processors(const std::string& root = "") {
   cpu_set_t set;
   CPU_ZERO(&set);

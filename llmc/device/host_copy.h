@@ -33,7 +33,7 @@ inline void copy_now(void* to, const void* from, int64_t bytes, [[maybe_unused]]
 class HostView {
  public:
   HostView(const Tensor& t, Stream& stream) : tensor_(t) {
-    stream.synchronize();  // a peer's error ends this wait, but not that of a copy from a GPU
+    stream.synchronize();  // a peer's error ends this wait, but not that of the pageable copy
     if (t.file == nullptr && stream.device().kind != DeviceKind::cuda) return;
     copy_ = std::make_unique_for_overwrite<std::byte[]>(detail::bytes_of(t));
     tensor_ = detail::at_host(t, copy_.get());

@@ -11,7 +11,8 @@
 
 namespace llmc {
 
-// One reading. None: the GPU does not report it, as some MIG instances, virtual GPUs, and GPUs without own memory.
+// One reading. None: the GPU does not report the value, as with some values of MIG instances, virtual GPUs and GPUs
+// without memory of their own.
 struct GpuReading {
   std::optional<int> busy_percent;  // share of the time in which any kernel ran, not the share of the GPU in use
   std::optional<int64_t> memory_used, memory_total;  // bytes; all processes
@@ -24,7 +25,7 @@ struct GpuReading {
 
 // The bits of nvmlClocksEventReasons.
 inline std::string throttle_reasons(uint64_t bits) {
-  // "hardware slowdown" comes with the cause, if known: thermal or power brake.
+  // In the order of the bits. "hardware slowdown" comes with the cause, if known: thermal or power brake.
   static constexpr std::array<const char*, 11> words = {
       "idle",       "clocks set by the user", "power cap",   "hardware slowdown", "sync boost",
       "thermal",    "hardware thermal",       "power brake", "display clocks",    "board limit",

@@ -25,7 +25,7 @@ struct Greeting {
 struct Peer {
   int process = 0;
   std::string host;     // its name
-  std::string machine;  // equal for two processes that share processors; the name alone two containers may share
+  std::string machine;  // equal for two processes that share processors; two containers may share the name alone
   std::string address;  // where it listens; empty: on the machine of process 0
   int port = 0;
 };

@@ -3,37 +3,18 @@
 // all. The others hear from both regularly, and end by themselves if both are gone. On every process the thread then
 // wakes the ranks that wait, and ends the process if that does not help.
 #pragma once
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
-#include <stop_token>
 #include <thread>
 
 #include "net/meeting/rendezvous.h"
 #include "net/watching/judge.h"
+#include "net/watching/last_resort.h"
 
 namespace llmc {
-
-// Ends the process where its own threads cannot: stuck in MPI, in a file system, in a GPU's driver.
-// If the scope has not been left within `seconds`, prints the error and ends the process with this exit status.
-class LastResort {
- public:
-  LastResort(double seconds, std::string error, ExitStatus status = ExitStatus::lost)
-      : thread_([this, seconds, status, line = "train_gpt: " + std::move(error) + "\n"](const std::stop_token& left) {
-          std::unique_lock lock(mutex_);
-          const auto is_left = [&] { return left.stop_requested(); };
-          if (changed_.wait_for(lock, left, Limit::lasting(seconds), is_left)) return;
-          // Not by stdio, whose locks other threads may hold.
-          [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
-          ::_exit(static_cast<int>(status));
-        }) {}
-
- private:
-  std::mutex mutex_;
-  std::condition_variable_any changed_;
-  std::jthread thread_;  // last: it uses all of them
-};
 
 // The text that all processes print when a rank fails by itself.
 inline std::string failure(const std::string& rank, const std::string& error) {
@@ -50,10 +31,15 @@ class Watchdog {
         timeouts_(timeouts),
         period_(std::clamp(std::min(timeouts.init, timeouts.comm) / 8, 0.05, 1.0)),
         seen_(static_cast<size_t>(control.processes() * control.local_ranks())),
-        thread_([this](const std::stop_token& ending) { run(ending); }) {}
+        thread_([this] { run(); }) {}
   ~Watchdog() {
-    thread_.request_stop();
+    {
+      std::lock_guard lock(mutex_);
+      ending_ = true;
+    }
+    ended_.notify_all();
     control_.wake();
+    thread_.join();
   }
 
   // Sets the function to call, on another thread, when the job cannot go on: it wakes those who wait. Empty: none.
@@ -95,19 +81,19 @@ class Watchdog {
     return ranks;
   }
 
-  void run(const std::stop_token& ending) try {
-    watch(ending);
+  void run() try {
+    watch();
   } catch (const std::exception& error) {  // such as a board that is too long for a message: nobody is watched any more
     failed(control_.process() * control_.local_ranks(), error.what());
-    end_process(fault(), ending);
+    end_process(fault());
   }
 
-  void watch(const std::stop_token& ending) {
+  void watch() {
     auto before = Clock::now();
-    while (!ending.stop_requested()) {
-      const Fault fault = control_.wait_for_fault(Limit::seconds(period_), [&] { return ending.stop_requested(); });
-      if (ending.stop_requested()) return;
-      if (fault.known()) return end_process(fault, ending);
+    while (!ending_) {
+      const Fault fault = control_.wait_for_fault(Limit::seconds(period_), [this] { return ending_.load(); });
+      if (ending_) return;
+      if (fault.known()) return end_process(fault);
       const auto now = Clock::now();
       // Time in which this process itself was stopped or starved does not count.
       const double seconds = std::min(std::chrono::duration<double>(now - before).count(), 2 * period_);
@@ -120,12 +106,12 @@ class Watchdog {
     }
   }
 
-  void end_process(const Fault& fault, const std::stop_token& ending) {
+  void end_process(const Fault& fault) {
     const LastResort last_resort(grace, fault.why, fault.status);
     std::unique_lock lock(mutex_);
     fault_known_ = true;
     if (wake_) wake_();
-    ended_.wait(lock, ending, [&] { return ending.stop_requested(); });
+    ended_.wait(lock, [this] { return ending_.load(); });
   }
 
   void judge(const std::vector<RankState>& mine, double seconds) {
@@ -190,8 +176,9 @@ class Watchdog {
   std::optional<std::string> notice_;
   NowAndThen next_notice_{0, 60, 3600};
 
-  std::condition_variable_any ended_;
-  std::jthread thread_;  // last: it uses all of them
+  std::atomic<bool> ending_ = false;
+  std::condition_variable ended_;
+  std::thread thread_;  // last: it uses all of them
 };
 
 }  // namespace llmc
