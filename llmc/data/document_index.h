@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
+
 #include <cerrno>
 #include <cstdio>
 #include <filesystem>

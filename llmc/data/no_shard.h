@@ -2,7 +2,7 @@
 #pragma once
 #include <filesystem>
 
-#include "data/token_format.h"
+#include "data/megatron_index.h"
 
 namespace llmc::detail {
 
@@ -107,7 +107,8 @@ inline std::string hint_of_no_shard(const File& file) {
     return "; it seems to be text: data/tokenize_text.py makes shards of it";
   std::string end(sample.size(), '\0');
   file.read_at(end.data(), std::ssize(end), (size - std::ssize(end)) / 4 * 4);
-  // GPT-2's tokens are below 50257; Llama's and Qwen's, too large for 16 bits, below 2^18; few other contents are.
+  // GPT-2's tokens are below 50257; those of Llama and Qwen, which do not fit into 16 bits, are below 2^18. Almost any
+  // other contents would have a larger number.
   if (size % 4 == 0 && all_below<uint32_t>(sample, 1 << 18) && all_below<uint32_t>(end, 1 << 18))
     return "; it seems to be uint32 tokens without a header, as OLMo's tools write them: --data-format olmo";
   if (size % 2 == 0 && !seems_weights(sample) && all_below<uint16_t>(sample, 50304) && all_below<uint16_t>(end, 50304))

@@ -206,7 +206,8 @@ inline PackedRows pack_best_fit(std::span<const Range> documents, int64_t T) {
   return in_stream_order(std::move(placed), rows);
 }
 
-// Full rows of T places in the order of the stream, one after another; document_start: each from the next document on.
+// Full rows of T places in the order of the stream: one after another, or with document_start each from the next
+// beginning of a document on.
 inline PackedRows pack_in_order(Packing packing, std::span<const Range> documents, int64_t T) {
   PackedRows packed;
   auto document = documents.begin();  // the first one that ends after `begin`

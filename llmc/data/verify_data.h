@@ -1,4 +1,5 @@
-// verify_data.h: --verify-data reads shards in full and checks header, size and every token against the vocabulary.
+// verify_data.h: --verify-data reads every shard in full and checks header, size and every token against the
+// vocabulary.
 #pragma once
 #include <filesystem>
 

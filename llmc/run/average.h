@@ -1,5 +1,6 @@
 // average.h: --average: the mean of the weights of several models of one shape, as a new Hugging Face directory (model
-// soups, Wortsman et al. 2022; checkpoints of a run, Izmailov et al. 2018); added in fp64, as ordered, rounded once.
+// soups, Wortsman et al. 2022; checkpoints of a run, Izmailov et al. 2018). Weights are added in fp64, in the order of
+// the command line, and rounded once.
 #pragma once
 #include <filesystem>
 

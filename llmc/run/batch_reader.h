@@ -28,7 +28,8 @@ class BatchReader {
     int64_t targets = 0;                   // of all ranks
     std::string fault = {};                // why they cannot be read; empty: they can
   };
-  // All of a step; those that begin at `next` are read while it is computed. Throws Error if it cannot be read.
+  // All of a step. While it is computed, those of the steps that follow, which begin at `next`, are read.
+  // Throws Error if they cannot be read.
   Step take(int64_t cursor, const std::vector<int64_t>& next) {
     const auto begin = std::chrono::steady_clock::now();
     if (ahead_.empty() || ahead_.front().cursor != cursor) ahead_.clear(), begin_reading(cursor);

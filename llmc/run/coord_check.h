@@ -59,7 +59,8 @@ inline std::vector<float> values_of(const Tensor& t, Stream& stream) {
 // The scores of a head in all sequences.
 inline constexpr int64_t scores_of_head = batch_shape.B * batch_shape.T;
 
-// Appends q k / sqrt(D) of the last row of each sequence with all its rows, by heads. heads (N, (Hq + 2 Hkv) D)
+// Appends q k / sqrt(D) of the last row of each sequence with all of its rows, head by head.
+// heads (N, (Hq + 2 Hkv) D)
 inline void append_scores(std::vector<float>& scores, const std::vector<float>& heads, const ModelConfig& c) {
   const int64_t D = c.head_size, width = c.qkv_size(), T = batch_shape.T;
   for (int64_t h = 0; h < c.n_head; ++h)

@@ -1,4 +1,5 @@
-// length.h: --max-steps, --tokens or --epochs as a number of updates; what else is given in tokens, counted in updates.
+// length.h: how long a run is: --max-steps, --tokens or --epochs as a number of updates; and what else is given in
+// tokens and counted in updates.
 #pragma once
 #include "run/options/options.h"
 #include "train/lr_schedule.h"

@@ -3,88 +3,11 @@
 // between them is normalised, split into pieces, and encoded piece by piece. Unknown kinds of these steps are refused
 // by name. "truncation" and "padding" apply to batches and are ignored.
 #pragma once
-#include <iterator>
-
+#include "text/added_tokens.h"
 #include "text/bpe_encoder.h"
 #include "text/pre_tokenizer.h"
 
 namespace llmc {
-
-// Whether the names of special tokens in a text stand for these tokens, as in a prompt, or are text like any other, as
-// in a document: none can forge an end of text.
-enum class Specials : uint8_t { as_tokens, as_text };
-
-// Tokens that are matched literally in a text, before anything else.
-class AddedTokens {
- public:
-  struct Token {
-    std::string text;
-    int32_t id;
-    bool strip_left, strip_right;  // adjacent white space belongs to the token
-    bool special;
-  };
-  void add(const Token& token) {
-    if (token.text.empty()) return;
-    auto& bucket = by_first_byte_[static_cast<unsigned char>(token.text[0])];
-    const auto place = std::ranges::lower_bound(bucket, token.text, {}, &Token::text);
-    if (place == bucket.end() || place->text != token.text) bucket.insert(place, token);
-    all_special_ &= token.special;
-  }
-
-  // Splits the text at its tokens, leftmost first, then longest: passes on their ids and the text between them.
-  template <class OnToken, class OnText>
-  void split(std::string_view text, Specials specials, OnToken&& on_token, OnText&& on_text) const {
-    size_t cut = 0;
-    for (size_t at = specials == Specials::as_text && all_special_ ? text.size() : 0; at < text.size();) {
-      const auto& bucket = by_first_byte_[static_cast<unsigned char>(text[at])];
-      const Token* token = bucket.empty() ? nullptr : find(bucket, text.substr(at));
-      if (!token || (token->special && specials == Specials::as_text)) {
-        at += token ? token->text.size() : 1;
-        continue;
-      }
-      size_t begin = at, end = at += token->text.size();
-      if (token->strip_left)
-        while (begin > cut && is_space(text, utf8_before(text, begin))) begin = utf8_before(text, begin);
-      if (token->strip_right)
-        while (end < text.size() && is_space(text, end)) end += utf8_at(text, end).width;
-      if (cut < begin) on_text(text.substr(cut, begin - cut));
-      on_token(token->id);
-      cut = end;
-    }
-    if (cut < text.size()) on_text(text.substr(cut));
-  }
-
-  // May a token, or the white space that belongs to it, be on both sides of the border of these two characters of a
-  // document, or end there, so that a text begins?
-  bool cross(std::string_view a, std::string_view b) const {
-    if (all_special_) return false;
-    const std::string both = std::string(a) + std::string(b);
-    for (const auto& bucket : by_first_byte_)
-      for (const Token& token : bucket)
-        if (token.text.find(both) != token.text.npos || token.text.ends_with(a) ||
-            ((token.strip_left || token.strip_right) && is_space(a, 0)) || (token.strip_right && is_space(b, 0)))
-          return true;
-    return false;
-  }
-
- private:
-  static bool is_space(std::string_view text, size_t at) {
-    return (traits_of(utf8_at(text, at).code) & white_space_trait) != 0;
-  }
-  // The longest token that the text begins with: in lexicographic order the last one that is not after the text, or
-  // else one that what these two have in common begins with.
-  static const Token* find(const std::vector<Token>& bucket, std::string_view text) {
-    for (;;) {
-      const auto after = std::ranges::upper_bound(bucket, text, {}, [](auto& t) { return std::string_view(t.text); });
-      if (after == bucket.begin()) return nullptr;
-      const Token& token = *std::prev(after);
-      if (text.starts_with(token.text)) return &token;
-      text = {text.begin(), std::ranges::mismatch(text, token.text).in1};
-    }
-  }
-  std::array<std::vector<Token>, 256> by_first_byte_;  // in lexicographic order
-  bool all_special_ = true;                            // in documents, these are text
-};
 
 class Bpe {
  public:
@@ -143,7 +66,7 @@ class Bpe {
     for (size_t at = text.size() - std::min<size_t>(text.size(), 8), before; at > middle; at = before) {
       for (before = at - 1; before > middle && utf8_continues(text[before]);) --before;
       const Utf8Character a = utf8_at(text, before), b = utf8_at(text, at), next = utf8_at(text, at + b.width);
-      if (utf8_continues(text[at]) || a.width != at - before || std::max({a.code, b.code, next.code}) > 0x10ffff)
+      if (utf8_continues(text[at]) || a.width != at - before || std::max({a.code, b.code, next.code}) > last_character)
         continue;
       // nor does what follows b change b
       if (normalizer_.independent(a.code, b.code) && normalizer_.independent(b.code, next.code) &&
@@ -171,6 +94,7 @@ class Bpe {
   bool strips_first_space() const { return strips_first_space_; }
 
  private:
+  static constexpr char32_t last_character = 0x10ffff;
   bool of_bytes() const { return vocabulary_.symbols() == BpeVocabulary::Symbols::bytes; }
 
   [[noreturn]] void refuse(const std::string& what) const {
@@ -187,16 +111,16 @@ class Bpe {
                            first = normalizer_.apply(right, TextPart::continuation, after);
     if (last.empty() || first.empty()) return false;
     const std::string_view a = last.substr(utf8_before(last, last.size())), b = first.substr(0, utf8_width(first[0]));
-    char32_t end = utf8_at(a, 0).code, begin = utf8_at(b, 0).code;
-    const SplitAutomaton::Place place = pre_tokenizer_.between(end, begin);
-    if (place == SplitAutomaton::Place::anything) return false;
-    if (place == SplitAutomaton::Place::independent) {
-      std::string end_text, begin_text;
-      append_utf8(end_text, end);
-      append_utf8(begin_text, begin);
-      if (vocabulary_.joins(end_text, begin_text)) return false;
-    }
-    return !added_.cross(left, right) && !added_normalised_.cross(a, b);
+    return pieces_independent(utf8_at(a, 0).code, utf8_at(b, 0).code) && !added_.cross(left, right) &&
+           !added_normalised_.cross(a, b);
+  }
+  bool pieces_independent(char32_t a, char32_t b) const {
+    const SplitAutomaton::Place place = pre_tokenizer_.between(a, b);
+    if (place != SplitAutomaton::Place::independent) return place == SplitAutomaton::Place::boundary;
+    std::string last, first;
+    append_utf8(last, a);
+    append_utf8(first, b);
+    return !vocabulary_.joins(last, first);
   }
 
   // The text that a token of the vocabulary stands for.

@@ -2,6 +2,8 @@
 // smallest symbols; adjacent pairs merge in the order in which training found them. The symbols are bytes (Radford et
 // al. 2019), or characters, of which those that are no tokens are written as bytes (SentencePiece's byte_fallback).
 #pragma once
+#include <unordered_map>
+
 #include "core/json.h"
 #include "text/token_tables.h"
 #include "text/unicode.h"
@@ -31,13 +33,17 @@ inline std::string byte_level_text(std::string_view bytes) {
 
 // The bytes that a token of a byte-level vocabulary stands for. None: the token holds another character.
 inline std::optional<std::string> bytes_of_byte_level(std::string_view token) {
-  const std::array<char32_t, 256>& characters = byte_level_characters();
+  static const std::unordered_map<char32_t, char> byte_of = [] {
+    std::unordered_map<char32_t, char> map;
+    for (size_t byte = 0; byte < 256; ++byte) map[byte_level_characters()[byte]] = static_cast<char>(byte);
+    return map;
+  }();
   std::string bytes;
   for (size_t at = 0; at < token.size();) {
     const Utf8Character c = utf8_at(token, at);
-    const auto byte = std::ranges::find(characters, c.code);
-    if (byte == characters.end()) return std::nullopt;
-    bytes += static_cast<char>(byte - characters.begin());
+    const auto found = byte_of.find(c.code);
+    if (found == byte_of.end()) return std::nullopt;
+    bytes += found->second;
     at += c.width;
   }
   return bytes;

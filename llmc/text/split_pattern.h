@@ -3,6 +3,8 @@
 // alternatives, * + ? {n,m}, possessive *+ ++ ?+, and lookahead (?=...) (?!...). Anything else is refused by name.
 // Semantics: Oniguruma with Ruby's syntax, as in Hugging Face's tokenizers.
 #pragma once
+#include <bitset>
+
 #include "core/check.h"
 #include "text/unicode.h"
 
@@ -14,21 +16,27 @@ class CharacterSet {
   void add(CharacterTraits traits) { traits_ |= traits; }
   void add(char32_t first, char32_t last) { ranges_.emplace_back(first, last); }
   void invert() { inverted_ = !inverted_; }
-  bool contains(char32_t c) const {
-    const bool in = (traits_of(c) & traits_) != 0 || std::ranges::any_of(ranges_, [&](const auto& range) {
-                      return range.first <= c && c <= range.second;
-                    });
-    return in != inverted_;
+  // Call after the last add(): precomputes the answers for ASCII.
+  void finish() {
+    for (char32_t c = 0; c < 128; ++c) ascii_[c] = look_up(c);
   }
+  bool contains(char32_t c) const { return c < 128 ? ascii_[c] : look_up(c); }
   // Where whether a character is in the set may change for other reasons than its traits.
   void add_bounds(std::set<char32_t>& bounds) const {
     for (const auto& [first, last] : ranges_) bounds.insert({first, last + 1});
   }
 
  private:
+  bool look_up(char32_t c) const {
+    const bool in = (traits_of(c) & traits_) != 0 ||
+                    std::any_of(ranges_.begin(), ranges_.end(),
+                                [&](const auto& range) { return range.first <= c && c <= range.second; });
+    return in != inverted_;
+  }
   CharacterTraits traits_ = 0;  // any of these
   std::vector<std::pair<char32_t, char32_t>> ranges_;
   bool inverted_ = false;
+  std::bitset<128> ascii_;
 };
 
 class SplitPattern {
@@ -218,6 +226,7 @@ class SplitPattern {
     } else {
       item.kind = Kind::characters;
       item.set = parse_set(ignore_case);
+      item.set.finish();
     }
     parse_quantifier(item);
     return item;

@@ -103,7 +103,10 @@ inline void decompose(char32_t c, std::vector<std::pair<char32_t, uint8_t>>& out
     return;
   }
   const auto found = unicode_tables().parts.find(c);
-  if (found == unicode_tables().parts.end()) return void(out.emplace_back(c, combining_class(c)));
+  if (found == unicode_tables().parts.end()) {
+    out.emplace_back(c, combining_class(c));
+    return;
+  }
   for (const char32_t part : found->second)
     if (part != 0) decompose(part, out);
 }
