@@ -6,7 +6,7 @@
 
 #include "core/check.h"
 #include "core/files.h"
-#include "model/hf_config.h"
+#include "model/presets.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/options/translate.h"
 #include "text/tokenizer.h"

@@ -5,6 +5,7 @@
 #include "core/check.h"
 #include "core/files.h"
 #include "core/words.h"
+#include "run/options/choose_layout.h"
 #include "run/options/ignored.h"
 #include "run/options/option_files.h"
 #include "schedule/pipeline.h"

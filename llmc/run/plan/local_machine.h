@@ -1,5 +1,6 @@
-// local_machine.h: --machine local: how fast this machine's processors are at a run's ops, by training a layer of each
-// kind of its model for a few steps, at its shapes and at halves of them, and by moving bytes between ranks.
+// local_machine.h: --machine local: how fast this machine's processors are at a run's ops, measured by training a
+// layer of each kind of its model for a few steps, at its shapes and at halves of them, and by moving bytes between
+// its ranks.
 #pragma once
 #include <chrono>
 #include <mutex>

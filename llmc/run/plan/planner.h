@@ -20,7 +20,7 @@ struct Plan {
   int64_t file_bytes = 0;               // of the file that has some of it instead
   std::vector<MemoryLine> file_contents;
   int64_t share_bytes = 0;         // of a checkpoint that a rank writes, at most
-  int64_t copy_bytes = 0;          // host memory for copies of them (plan_run())
+  int64_t copy_bytes = 0;          // host memory for copies of them (copies.h)
   std::vector<MemoryLine> memory;  // of a rank, live at the high-water mark, scratch last
   OpLedger step_ops;               // calls, flops and bytes per training step of a rank, if it trains
   std::vector<std::pair<std::string, int64_t>> step_traffic;  // bytes that a rank sends in a step, by group

@@ -1,5 +1,5 @@
-// remedy.h: how to make a run fit into memory: changes of its options and their costs, planned before suggested; and
-// host memory for copies of a checkpoint (--checkpoint-mode async): all that a rank writes, or what there is.
+// remedy.h: how to make a run fit into memory: changes of its options, each planned before it is suggested, with its
+// costs.
 #pragma once
 #include <ranges>
 
@@ -28,58 +28,6 @@ inline int64_t memory_limit(const Options& o, const Device& device) {
   const std::vector<int> own = gpus_of_process(o.place);
   const int64_t of_process = ceil_div(o.place.local_ranks, std::ssize(own));  // ranks of a process on one of its GPUs
   return gpu_memory(own, ceil_div(device.sharers, of_process)) / device.sharers;
-}
-
-// With less than this, or than a rank writes, a checkpoint is written before training goes on.
-inline constexpr int64_t least_copies = int64_t{1} << 20;
-
-// Does the run write checkpoints while it goes on? Only the last one, and those before an early end, are waited for.
-inline bool copies_checkpoints(const Options& o) {
-  return o.checkpoint_mode == CheckpointMode::async &&
-         (o.checkpoint_every > 0 || o.minutes_between_checkpoints() > 0 || o.keep_best || !o.checkpoint_local.empty());
-}
-
-// Bytes of this host's memory that are free for one of its ranks, before it takes any.
-inline int64_t free_memory_of_rank(const Options& o) { return free_host_memory() / o.place.ranks_on_host; }
-
-// On a CPU they are a line of the plan; memory of a GPU they do not take.
-inline void add_copies(Plan& plan, const Device& device, int64_t limit, int64_t free) {
-  const bool on_cpu = device.computes_as() != DeviceKind::cuda;
-  int64_t own = 0;  // of this stage, which needs less than another one perhaps
-  for (const MemoryLine& line : plan.memory) own += line.bytes;
-  const int64_t room = on_cpu ? std::min(limit, free) - own : free - plan.host_bytes;
-  plan.copy_bytes = std::min(plan.share_bytes, std::max<int64_t>(0, room) / Arena::alignment * Arena::alignment);
-  if (plan.copy_bytes < std::min(plan.share_bytes, least_copies)) plan.copy_bytes = 0;
-  if (on_cpu && plan.copy_bytes > 0) plan.memory.push_back({copies_label, plan.copy_bytes});
-}
-
-// The plan of a run, with its copies. free: bytes of this host's memory that a rank can still take; none: a plan alone
-inline Plan plan_run(const Options& o, const StepConfig& step, const Device& device,
-                     int64_t free = std::numeric_limits<int64_t>::max()) {
-  Plan plan = make_plan(step, device);
-  if (!copies_checkpoints(o)) return plan;
-  const int64_t limit = memory_limit(o, device);
-  add_copies(plan, device, limit, free);
-  const auto add_to = [&](std::shared_ptr<const Plan>& part) {
-    Plan with = *part;
-    add_copies(with, device, limit, free);
-    part = std::make_shared<Plan>(std::move(with));
-  };
-  if (plan.others) add_to(plan.others);
-  std::ranges::for_each(plan.stages, add_to);
-  return plan;
-}
-
-// A notice if there is not enough memory for the copies of a rank; empty: there is.
-inline std::string copies_notice(const Options& o, const Plan& plan) {
-  const Plan& p = plan.with_most([](const auto& stage) { return stage->share_bytes - stage->copy_bytes; });
-  if (!copies_checkpoints(o) || p.copy_bytes >= p.share_bytes) return "";
-  return formatted(
-      "notice: --checkpoint-mode async: {} of host memory are left for copies of the {} that a rank writes of a "
-      "checkpoint: {}",
-      human_bytes(p.copy_bytes), human_bytes(p.share_bytes),
-      p.copy_bytes > 0 ? "they are copied a part at a time, and training waits until the rest is written"
-                       : "training waits until a checkpoint is written, as with --checkpoint-mode sync");
 }
 
 // Has the run begun? Then its results must not change.
@@ -117,11 +65,12 @@ inline std::vector<Precision> precisions_to_try(const StepConfig& asked) {
   return all;
 }
 
-// Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce): ZeRO stage 1,
-// recomputation, smaller micro-batches, higher stages, recomputation of segments; then another number of ranks; then,
-// on all GPUs of the server, state in host memory, part by part; then state in fewer bits (precisions_to_try()); last,
-// fewer tokens per sequence. Where the server of --machine has no more GPUs, host memory comes first. Memory grows with
-// the micro-batch and falls with recomputation: for each choice of ranks and dtype, the smallest plan is tried first.
+// Looks for the cheapest change: first those that change no numbers (at equal --grad-reduce), which are, in this
+// order, ZeRO stage 1, recomputation, smaller micro-batches and higher stages, then recomputation of segments; then
+// another number of ranks; then, on all GPUs of the server, state in host memory, part by part; then state in fewer
+// bits (precisions_to_try()); last, fewer tokens per sequence. Where the server of --machine has no more GPUs, host
+// memory comes first. A few plans suffice for each choice of ranks and dtype: memory grows with the micro-batch and
+// falls with recomputation, so the smallest plan is tried first.
 class RemedySearch {
  public:
   RemedySearch(const Options& o, const StepConfig& asked, const Device& device, Begun begun)

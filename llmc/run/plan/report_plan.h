@@ -1,6 +1,7 @@
 // report_plan.h: prints what a run needs: memory by name, the stages of a pipeline, work by op, traffic, time.
 #pragma once
 #include "core/log.h"
+#include "run/plan/copies.h"
 #include "run/plan/describe.h"
 #include "run/plan/report_time.h"
 #include "run/plan/verdict.h"
@@ -275,7 +276,8 @@ inline void require_memory(const Options& o, const StepConfig& step, const Plan&
   throw Error(message);
 }
 
-// --plan: prints what a run needs without running it; an error if it exceeds --memory-limit. run: if of known length
+// --plan: prints what a run needs without running it; an error if it exceeds --memory-limit. run: if its length is
+// known
 inline void report_plan(Log& log, const Options& o, const Device& device, const StepConfig& step, const Plan& plan,
                         const std::optional<detail::PlannedRun>& run = std::nullopt) {
   Rows rows_of_run = detail::run_rows(o, step);

@@ -28,8 +28,8 @@ inline double message_seconds(const StepConfig& step, const Machine& machine) {
                           .members = &ends});
 }
 
-// What the stages of a pipeline do when: planned alone, they wait for each other as simulated with their actions'
-// times.
+// What the stages do when. The stages of a pipeline are planned alone; how they wait for each other is simulated with
+// the times of their actions.
 struct StageTimes {
   std::vector<ActionList> lists;  // of each stage
   Simulation passes;

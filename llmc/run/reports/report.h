@@ -252,7 +252,7 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
   std::ranges::for_each(detail::tokenizer_notices(o, step.model, *job.tokenizer, &job.data->train[0].shards), notice);
   notice(detail::depth_notice(o));
   std::ranges::for_each(attention_notices(device, step.precision.products, step.model.head_size), notice);
-  if (device.kind != DeviceKind::cpu) return;
+  if (device.kind != DeviceKind::cpu) return;  // the rest is about processors
   const int64_t ranks = o.place.local_ranks;
   const std::string crowded =
       detail::crowded_notice(o.place, std::max<int64_t>(ranks, device.threads), available_processors());

@@ -262,43 +262,61 @@ inline StepConfig first_of_its_kind(const StepConfig& step) {
 
 // The choices that make up a draw: those that one rank has too, then the others.
 struct Choices {
-  std::string task, layout;
+  std::vector<std::string> task, layout;
 };
 inline Choices choices(const Draw& d) {
   const StepConfig& s = d.step;
   const ModelConfig& m = s.model;
   const auto& [zero, tensor, context, expert, pipeline] = s.layout;
   Choices all;
-  all.task = formatted(
-      "{}, {}{}, {}, heads {} on {}, of {}, layers {}, ffn {}, vocabulary {}, T {}, documents {}, {} sequences, {}, "
-      "z-loss x {}, {}, {}, {}",
-      m.family.model_type, s.precision.activations, s.precision.masters ? "" : " without master weights",
-      m.tied ? "tied" : "untied", m.n_head, m.n_kv_head, m.head_size, m.n_layer, m.n_ffn, m.vocab_size, s.batch.T,
-      s.documents == Documents::apart ? "apart" : "together", d.sequences(),
-      zero.optimizer == Optimizer::muon
-          ? formatted("muon {}, heads {}, rows {}", zero.muon.coefficients, zero.muon.heads, zero.muon.rows)
-          : std::string(name_of(zero.optimizer)),
-      s.z_loss, s.precision.averages ? "weights averaged" : "not averaged", d.max_norm > 0 ? "clipped" : "not clipped",
-      s.qk_clip ? formatted("logits to {}", *s.qk_clip) : "any logits");
+  all.task = {formatted("{}", m.family.model_type),
+              formatted("{}{}", name_of(s.precision.activations), s.precision.masters ? "" : " without master weights"),
+              m.tied ? "tied" : "untied",
+              formatted("heads {} on {}", m.n_head, m.n_kv_head),
+              formatted("of {}", m.head_size),
+              formatted("layers {}", m.n_layer),
+              formatted("ffn {}", m.n_ffn),
+              formatted("vocabulary {}", m.vocab_size),
+              formatted("T {}", s.batch.T),
+              formatted("documents {}", s.documents == Documents::apart ? "apart" : "together"),
+              formatted("{} sequences", d.sequences()),
+              zero.optimizer == Optimizer::muon
+                  ? formatted("muon {}, heads {}, rows {}", zero.muon.coefficients, zero.muon.heads, zero.muon.rows)
+                  : formatted("{}", zero.optimizer),
+              formatted("z-loss x {}", s.z_loss),
+              formatted("{}", s.precision.averages ? "weights averaged" : "not averaged"),
+              d.max_norm > 0 ? "clipped" : "not clipped",
+              s.qk_clip ? formatted("logits to {}", *s.qk_clip) : "any logits"};
   if (m.experts.count > 0)
-    all.task +=
-        formatted(", experts {} of {}, width {}, every {} but {}, {}, aux loss {}, z loss {}, bias rate {}, {}",
-                  m.experts.per_token, m.experts.count, m.experts.width, m.experts.every, m.experts.dense_layers,
-                  m.experts.normalised ? "normalised" : "not normalised", s.experts.aux_loss, s.experts.z_loss,
-                  s.experts.bias_rate,
-                  s.experts.capacity_factor ? formatted("capacity {}", *s.experts.capacity_factor) : "dropless");
-  all.layout = formatted(
-      "ranks {}, dp {}, replicas {}, stage {}, reduce {}, offload {}{}, {}, tp {}{}{}, cp {}{}, pp {}, {}{}, {}, {}, "
-      "micro-batches {} of {}, recompute {}, head chunks {}",
-      s.layout.ranks(), s.layout.readers(), zero.replicas, zero.stage, zero.grad_reduce, zero.offload,
-      zero.offload.updates_at_host() ? ", updated by the host" : "", zero.sync, tensor.ranks,
-      tensor.ranks > 1 && tensor.sequence ? " by rows" : "", tensor.ranks > 1 && tensor.overlap ? " overlapped" : "",
-      context.ranks, context.ranks > 1 ? formatted(" {}", context.attention) : "", pipeline.stages, pipeline.schedule,
-      pipeline.chunks_per_stage > 1 ? formatted(" in {} chunks", pipeline.chunks_per_stage) : "",
-      pipeline.layers.empty() ? "even layers" : formatted("layers {}", pipeline.layers),
-      pipeline.slices.empty() ? "whole sequences" : formatted("slices {}", pipeline.slices), s.micro_batches, s.batch.B,
-      s.recomputation(), s.head_chunks);
-  if (m.experts.count > 0) all.layout += formatted(", ep {} imbalance {}", expert.ranks, s.experts.imbalance);
+    for (const std::string& choice :
+         {formatted("experts {} of {}", m.experts.per_token, m.experts.count), formatted("width {}", m.experts.width),
+          formatted("every {} but {}", m.experts.every, m.experts.dense_layers),
+          formatted("{}", m.experts.normalised ? "normalised" : "not normalised"),
+          formatted("aux loss {}", s.experts.aux_loss), formatted("z loss {}", s.experts.z_loss),
+          formatted("bias rate {}", s.experts.bias_rate),
+          s.experts.capacity_factor ? formatted("capacity {}", *s.experts.capacity_factor) : "dropless"})
+      all.task.push_back(choice);
+  all.layout = {formatted("ranks {}", s.layout.ranks()),
+                formatted("dp {}", s.layout.readers()),
+                formatted("replicas {}", zero.replicas),
+                formatted("stage {}", zero.stage),
+                formatted("reduce {}", zero.grad_reduce),
+                formatted("offload {}{}", std::string(zero.offload),
+                          zero.offload.updates_at_host() ? ", updated by the host" : ""),
+                formatted("{}", zero.sync),
+                tensor.ranks > 1 ? formatted("tp {}{}{}", tensor.ranks, tensor.sequence ? " by rows" : "",
+                                             tensor.overlap ? " overlapped" : "")
+                                 : "tp 1",
+                context.ranks > 1 ? formatted("cp {} {}", context.ranks, context.attention) : "cp 1",
+                formatted("pp {}", pipeline.stages),
+                formatted("{}{}", pipeline.schedule,
+                          pipeline.chunks_per_stage > 1 ? formatted(" in {} chunks", pipeline.chunks_per_stage) : ""),
+                pipeline.layers.empty() ? "even layers" : formatted("layers {}", pipeline.layers),
+                pipeline.slices.empty() ? "whole sequences" : formatted("slices {}", pipeline.slices),
+                formatted("micro-batches {} of {}", s.micro_batches, s.batch.B),
+                formatted("recompute {}", s.recomputation()),
+                formatted("head chunks {}", s.head_chunks)};
+  if (m.experts.count > 0) all.layout.push_back(formatted("ep {} imbalance {}", expert.ranks, s.experts.imbalance));
   return all;
 }
 inline std::string to_string(const Draw& d) {

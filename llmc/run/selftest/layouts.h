@@ -1,6 +1,7 @@
 // layouts.h: the models and layouts that --selftest compares: tiny models with awkward sizes, and the layouts
 // of a number of ranks. A new axis of parallelism is a few more lines of layouts().
 #pragma once
+#include <compare>
 
 #include "core/rng.h"
 #include "model/layout_faults.h"
@@ -279,7 +280,10 @@ inline std::vector<std::string> choices(const Model& model, const Layout& l) {
 // its kind, with which it must agree bit for bit. fp32 and bf16 have pairs of their own: their bounds differ by a
 // factor of 1,000, so bf16 alone hardly tests a pair.
 inline std::vector<ModelLayouts> every_pair(const std::vector<ModelLayouts>& all) {
-  using Place = std::pair<size_t, size_t>;  // the model, and its layout
+  struct Place {
+    size_t model, layout;
+    auto operator<=>(const Place&) const = default;
+  };
   struct Drawn {
     Place place, first;
   };
@@ -298,8 +302,8 @@ inline std::vector<ModelLayouts> every_pair(const std::vector<ModelLayouts>& all
   std::set<Place> kept;
   const auto tries_new = [&](const Place& place) {
     const auto before = tried.size();
-    const auto& [model, layouts_of_model] = all[place.first];
-    const std::vector<std::string> values = choices(model, layouts_of_model[place.second]);
+    const auto& [model, layouts_of_model] = all[place.model];
+    const std::vector<std::string> values = choices(model, layouts_of_model[place.layout]);
     for (auto a = values.begin(); a != values.end(); ++a)
       for (auto b = a + 1; b != values.end(); ++b) tried.emplace(model.dtype, *a, *b);
     return tried.size() > before;

@@ -109,7 +109,8 @@ inline void collect_state(Outcome& outcome, const ModelState& state, int rank, S
     else collect(outcome.optimizer_state, outcome.fault, e, formatted("{}:{}", e.param->name, e.name()), rank, stream);
 }
 
-// Checks that every element of every parameter is held exactly as often as the layout says (contract 15), by all ranks.
+// Checks that every element of every parameter is held exactly as often as the layout says (contract 15); called when
+// the slices of all ranks are collected.
 inline void require_whole(Outcome& outcome, const StepConfig& step) {
   struct Expected {
     int weights, state, row_moments;
@@ -260,8 +261,8 @@ inline double distance(const std::vector<double>& a, const std::vector<double>& 
   return largest;
 }
 
-// Did one outcome move a weight by the other sign where the direction is little more than rounding? (By lr if one is
-// 0.)
+// Did one of two outcomes move a weight by the other sign of a direction that is little more than rounding? Signs
+// differ by lr where one is 0.
 inline bool other_sign(const Wholes& a, const Wholes& b, const Outcome& one, size_t step) {
   const Directions& directions = one.directions;
   for (const auto& [name, whole] : b) {

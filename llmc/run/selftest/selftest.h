@@ -84,8 +84,7 @@ class LayoutTables {
   int64_t number_ = 0, total_;  // of layouts
 };
 
-// ---- Draws, for some minutes or up to a number
-// ------------------------------------------------------------------------
+// ---- Draws, for some minutes or up to a number ----------------------------------------------------------------------
 
 // Compares draws; what one rank computes is kept for those that share it.
 class DrawComparer {
@@ -161,8 +160,8 @@ class SweepRun {
                           sweep_.minutes ? formatted(" for {} minute(s)", *sweep_.minutes) : ""));
       for (uint64_t number = sweep_.first; !is_over(number); ++number) compare(number);
     }
-    log_.line(formatted("self-test: {} of {} draws are good{} | {}{}", count_.good, number(), not_good_text(),
-                        human_duration(seconds()), number() == 0 ? "" : formatted(" | the last: {}", last_)));
+    log_.line(formatted("self-test: {} of {} draws are good{} | {}{}", count_.good, draws(), not_good_text(),
+                        human_duration(seconds()), draws() == 0 ? "" : formatted(" | the last: {}", last_)));
     return count_.failed == 0;
   }
 
@@ -206,8 +205,8 @@ class SweepRun {
     constexpr double pause = 60;
     const double now = seconds();
     if (!log_.live() && now < line_at_ + pause) return;
-    std::string text = formatted("  draw {} | {} draws", last_, number());
-    if (now > 0) text += formatted(" | {:.1f} per second", static_cast<double>(number()) / now);
+    std::string text = formatted("  draw {} | {} draws", last_, draws());
+    if (now > 0) text += formatted(" | {:.1f} per second", static_cast<double>(draws()) / now);
     if (sweep_.minutes) text += formatted(" | {} left", human_duration(60 * *sweep_.minutes - now));
     text += not_good_text();
     if (log_.live()) return log_.progress(text);
@@ -215,7 +214,7 @@ class SweepRun {
     log_.line(text);
   }
 
-  int64_t number() const { return count_.good + count_.failed + count_.not_compared; }
+  int64_t draws() const { return count_.good + count_.failed + count_.not_compared; }
   double seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
   std::string not_good_text() const {
     return (count_.failed == 0 ? "" : formatted(", {} FAILED", count_.failed)) + count_.not_compared_text();

@@ -64,9 +64,15 @@ class RankTrace {
   std::vector<Stream*> streams_;
 };
 
+namespace detail {
+
+inline std::string unfinished_trace(const std::string& path) { return path + ".partial"; }
+
+}  // namespace detail
+
 // The file appears under its name once it is complete.
 inline void write_trace(const std::string& path, const std::string& text) {
-  const std::string unfinished = path + ".partial";
+  const std::string unfinished = detail::unfinished_trace(path);
   try {
     write_text_durably(unfinished, text);
     std::filesystem::rename(unfinished, path);
@@ -79,7 +85,7 @@ inline void write_trace(const std::string& path, const std::string& text) {
 // Rejects a file that cannot be written, before anything is computed for it.
 inline void require_writable_trace(const std::string& path) {
   CHECK(!is_directory(path), "--trace {} is a directory: name a file, such as {}/trace.json", path, path);
-  const std::string unfinished = path + ".partial";
+  const std::string unfinished = detail::unfinished_trace(path);
   try {
     File::create(unfinished);
   } catch (const Error& error) {
