@@ -1,5 +1,5 @@
 // train_gpt.cu: the trainer, and the place to start reading. main() parses the options and picks a mode; run_training()
-// checks the job, finds the checkpoint to resume from and starts the ranks; Training::run() is the loop of each rank,
+// checks the job, finds the checkpoint to resume from and starts the ranks; Training::train() is the loop of each rank,
 // and Updates has its steps. llmc/README.md is a map of the rest.
 #include <cerrno>  // program_invocation_name, from glibc
 #include <cstdio>
@@ -242,7 +242,7 @@ class Updates {
         formatted("{}. The weights were not updated{}.{} Lower --lr, add --warmup-steps or check the data{}; {}", what,
                   job_.step.layout.pipeline.asynchronous() ? ", but those of stages with finite gradients" : "",
                   history, o_.on_spike == OnSpike::stop ? ", or resume with --on-spike skip or rollback" : "",
-                  r_.checkpoints.way_back(program_invocation_name)),
+                  way_back(r_.job, r_.checkpoints.last(), program_invocation_name)),
         ExitStatus::diverged);
   }
 

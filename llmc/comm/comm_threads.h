@@ -1,5 +1,6 @@
 // comm_threads.h: transports between ranks that are threads: of one process, where the receiver copies directly from
-// the sender's buffer, or of several. Private to world.h.
+// the sender's buffer, or of several, to whom bytes go through Links (TCP
+// or MPI). Private to world.h.
 #pragma once
 #include <chrono>
 #include <condition_variable>

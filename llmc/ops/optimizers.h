@@ -1,7 +1,7 @@
 // optimizers.h: the rules by which weights follow their gradients, and their state in few bits. A rule keeps slots for
 // every weight, such as AdamW's moments, and has a step on one weight, the same source for every device. Sharding,
-// checkpoints, plans and checks go through the slots and know no rule by name: a new one is an Optimizer, a row of
-// optimizer_rules, a step, and a case of with_step().
+// checkpoints and plans go through the slots and know no rule by name: a new one is an Optimizer, a row of
+// optimizer_rules, a step, and a case of with_step(). llmc/README.md says where options and tests name it.
 #pragma once
 #include "core/check.h"
 #include "core/dtype.h"
@@ -12,7 +12,8 @@ namespace llmc {
 
 enum class Optimizer : uint8_t { adamw, sgd, lion, muon };
 
-// A number for every weight, in the accumulator dtype, zero before the first step.
+// A number for every weight, in the accumulator dtype, zero before the first step. In 8 bits the second slot of a rule
+// has no sign (core/fp8.h): it is never negative.
 struct OptimizerSlot {
   const char* name;   // in checkpoints: "blocks.0.ln1.weight:moment1"
   const char* label;  // in plans

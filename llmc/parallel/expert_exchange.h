@@ -19,7 +19,7 @@
 // it has enqueued the shared expert.
 //
 // The host does not wait where a capacity bounds the rows from each rank to every other, and a rank has room for that
-// many from every rank (ExpertPlacement::stride() in model/activations.h). Then each rank sends that many in one
+// many from every rank (ExpertPlacement::stride() in model/expert_config.h). Then each rank sends that many in one
 // round, padding included; the number of real rows is sent before them, and only the device learns it.
 //
 // Elements that a rank sends in a forward, with S rows of C elements and k choices each: S k C (P - 1) / P if all

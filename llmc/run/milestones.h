@@ -88,10 +88,11 @@ class Milestones {
       require_same_spike(spike, history.empty() ? OnSpike::rollback : OnSpike::stop, r_.control());
       if (history.empty()) throw RollsBack{spike};
     }
-    throw SharedError(formatted("the last update diverged: with the weights after step {} the {}loss is {}, so they "
-                                "were not saved.{} Lower --lr, add --warmup-steps or check the data; {}",
-                                step, which, loss, history, r_.checkpoints.way_back(program_invocation_name)),
-                      ExitStatus::diverged);
+    throw SharedError(
+        formatted("the last update diverged: with the weights after step {} the {}loss is {}, so they "
+                  "were not saved.{} Lower --lr, add --warmup-steps or check the data; {}",
+                  step, which, loss, history, way_back(r_.job, r_.checkpoints.last(), program_invocation_name)),
+        ExitStatus::diverged);
   }
 
   void validate() {

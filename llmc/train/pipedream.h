@@ -92,17 +92,6 @@ class Pipedream {
     Event ready, free;
   };
 
-  // scalars = those of all ranks of a group, from this rank's row and the others'; control = what the update needs.
-  // stages: those that the group has ranks of
-  void combine(const GroupScalars& scalars, const Tensor& control, const Tensor& row, Comm& group, int stages,
-               const UpdateRule& rule, Stream& stream) {
-    const int64_t n = row.numel();
-    copy(scalars.rows.slice(group.rank() * n, {n}), row, stream);
-    group.all_gather(scalars.rows, stream);
-    scalars.combine(config_, stages, stream);
-    scalars.decide(control, rule, stream);
-  }
-
   // The memory of the steps until the next flush.
   void open() {
     // With n micro-batches in flight, each uses the memory of the n-th one before it.
@@ -150,7 +139,9 @@ class Pipedream {
     compute.wait(report.free);
     copy(report.row, row_, compute);
     report.ready = compute.record();
-    combine(of_stage_, control_, row_, groups_[GroupName::stage_scalars], 1, step(k).rule, compute);
+    of_stage_.gather(row_, groups_[GroupName::stage_scalars], compute);
+    of_stage_.combine(config_, 1, compute);
+    of_stage_.decide(control_, step(k).rule, compute);
     state_.versions.begin_version(compute);
     state_.update(control_, step(k).optimizer, compute);
   }
@@ -160,8 +151,9 @@ class Pipedream {
     Stream& stream = groups_.gather_stream();
     Report& report = reports_[static_cast<size_t>(k) % reports_.size()];
     stream.wait(report.ready);
-    combine(of_all_, report_control_, report.row, groups_[GroupName::scalars], config_.layout.pipeline.stages, {},
-            stream);
+    of_all_.gather(report.row, groups_[GroupName::scalars], stream);
+    of_all_.combine(config_, config_.layout.pipeline.stages, stream);
+    of_all_.decide(report_control_, {}, stream);
     report.free = stream.record();
     under_way_.front().result.enqueued(of_all_.losses, report_control_, interpreter_.take_headers(), stream);
     under_way_.pop_front();

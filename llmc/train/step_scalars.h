@@ -17,6 +17,11 @@ struct GroupScalars {
   static Tensor room(const Context& context, const char* name, const Shape& shape) {
     return context.arena.alloc("step scalars", name, DType::fp64, shape);
   }
+  // rows = those of all ranks of the group, from this rank's row and the others'.
+  void gather(const Tensor& row, Comm& group, Stream& stream) const {
+    copy(rows.slice(group.rank() * row.numel(), {row.numel()}), row, stream);
+    group.all_gather(rows, stream);
+  }
   // losses (with the notices) and square_sums = those of the group's ranks together, in so many stages.
   void combine(const StepConfig& config, int stages, Stream& stream) const {
     const int64_t L = config.loss_sums();

@@ -31,6 +31,62 @@ struct Save {
   Where where = Where::out;
 };
 
+namespace detail {
+
+// Where this stage of a recipe and later ones set lr: "recipe.toml:5".
+inline std::vector<std::string> own_rates_of_stages(const Job& job) {
+  const auto place_of_lr = [](const Options& o) {
+    const auto found = o.config_lines.find("--lr");
+    return found == o.config_lines.end() ? std::string() : found->second;
+  };
+  std::vector<std::string> places;
+  const std::vector<RecipeStage>& stages = job.course.recipe().stages;
+  for (size_t i = job.stretch().stage; i < stages.size(); ++i)
+    if (const std::string place = place_of_lr(stages[i].options); place != place_of_lr(job.asked))
+      places.push_back(place);
+  return places;
+}
+
+// Ends the run on all ranks if their copies of the model's state differ. last: the last checkpoint; empty: none
+inline void require_equal_copies(int64_t step, Run& run, const Place& place, const std::string& last,
+                                 std::optional<size_t> only) {
+  const std::string process = place.processes > 1 ? formatted(" of process {}", place.process) : "",
+                    me = formatted("rank {}{} on {}", run.groups.rank(), process, host_name());
+  std::vector<SharedByAll> shared;
+  const std::vector<float> biases = run.trainer.expert_biases();
+  if (!biases.empty() && !only) shared.push_back({"the biases of the experts", biases});
+  const std::optional<std::string> differ =
+      diverged_copies(run.trainer.state(), me, run.trainer.stream(), shared, only);
+  if (!differ) return;
+  throw SharedError(
+      formatted(
+          "the replicas have diverged by step {}: {}. They began alike and were updated alike, so a bit has flipped "
+          "in the memory of one of them, or a processor computes incorrectly. No checkpoint of it is written; {}",
+          step, *differ,
+          last.empty() ? "there is none to go back to: test these machines, then begin again"
+                       : formatted("the last good one is {}: test these machines, then resume from there", last)),
+      ExitStatus::diverged);
+}
+
+}  // namespace detail
+
+// How a run that diverged goes on from its last checkpoint (last_saved; empty: none), or from the one at which this
+// branch began.
+inline std::string way_back(const Job& job, const std::string& last_saved, const std::string& program) {
+  const std::string last =
+      !last_saved.empty() || job.parent.is_null() ? last_saved : job.parent["path"].get<std::string>();
+  if (last.empty()) return "no checkpoint was written";
+  const std::vector<std::string> places = detail::own_rates_of_stages(job);
+  const std::string command = branch_command(job.asked, last, program);
+  if (places.empty())
+    return formatted("the last checkpoint is {}; this continues from it with half the --lr:\n{}", last, command);
+  return formatted(
+      "the last checkpoint is {}; {}, which --lr does not change: lower {} in a copy and give that to --stages. This "
+      "command continues from the checkpoint, with half the --lr:\n{}",
+      last, either(places, "and") + (places.size() == 1 ? " sets its own rate" : " set their own rates"),
+      places.size() == 1 ? "it" : "them", command);
+}
+
 // One per rank; all ranks call save() and settle() together.
 class CheckpointSaver {
  public:
@@ -41,20 +97,6 @@ class CheckpointSaver {
   const std::string& last() const { return last_; }  // in the out directory; empty: none
   void resumed_from(const std::string& path) { last_ = path; }
   void took(double seconds) { write_seconds_ = seconds; }  // an earlier stretch's last one
-  // How to go on from the last checkpoint, or from the one at which this branch began.
-  std::string way_back(const std::string& program) const {
-    const std::string last = !last_.empty() || job_.parent.is_null() ? last_ : job_.parent["path"].get<std::string>();
-    if (last.empty()) return "no checkpoint was written";
-    const std::vector<std::string> places = own_rates_of_stages();
-    const std::string command = branch_command(job_.asked, last, program);
-    if (places.empty())
-      return formatted("the last checkpoint is {}; this continues from it with half the --lr:\n{}", last, command);
-    return formatted(
-        "the last checkpoint is {}; {}, which --lr does not change: lower {} in a copy and give that to --stages. This "
-        "command continues from the checkpoint, with half the --lr:\n{}",
-        last, either(places, "and") + (places.size() == 1 ? " sets its own rate" : " set their own rates"),
-        places.size() == 1 ? "it" : "them", command);
-  }
   // on_lost(step): the checkpoint of this step, with the best validation loss by then, could not be written.
   void when_best_is_lost(std::function<void(int64_t)> on_lost) { best_is_lost_ = std::move(on_lost); }
   // on_change(whether this rank is writing a checkpoint)
@@ -110,7 +152,7 @@ class CheckpointSaver {
   // Ends the run on all ranks if their copies of the model's state differ after this step; called by all, between two
   // updates. only: of this unit alone; none: of all
   void compare_copies(int64_t step, Run& run, std::optional<size_t> only = {}) const {
-    report_.timed(Task::checkpoint, [&] { require_equal_copies(step, run, only); });
+    report_.timed(Task::checkpoint, [&] { detail::require_equal_copies(step, run, o_.place, last_, only); });
   }
 
   // One unit, another one each time: all ranks that hold its copies have made its update.
@@ -207,26 +249,6 @@ class CheckpointSaver {
   }
 
  private:
-  void require_equal_copies(int64_t step, Run& run, std::optional<size_t> only) const {
-    const Place& place = o_.place;
-    const std::string process = place.processes > 1 ? formatted(" of process {}", place.process) : "",
-                      me = formatted("rank {}{} on {}", run.groups.rank(), process, host_name());
-    std::vector<SharedByAll> shared;
-    const std::vector<float> biases = run.trainer.expert_biases();
-    if (!biases.empty() && !only) shared.push_back({"the biases of the experts", biases});
-    const std::optional<std::string> differ =
-        diverged_copies(run.trainer.state(), me, run.trainer.stream(), shared, only);
-    if (!differ) return;
-    throw SharedError(
-        formatted(
-            "the replicas have diverged by step {}: {}. They began alike and were updated alike, so a bit has flipped "
-            "in the memory of one of them, or a processor computes incorrectly. No checkpoint of it is written; {}",
-            step, *differ,
-            last_.empty() ? "there is none to go back to: test these machines, then begin again"
-                          : formatted("the last good one is {}: test these machines, then resume from there", last_)),
-        ExitStatus::diverged);
-  }
-
   void copy_locally(const Groups& groups, World& world) {
     std::error_code none;
     const std::string directory = std::filesystem::canonical(o_.checkpoint_local, none);
@@ -247,20 +269,6 @@ class CheckpointSaver {
         std::make_unique<LocalCopies>(LocalCopies::Ring{world.local().links, group, groups.rank(),
                                                         (me + distance) % n * ranks, (me + n - distance) % n * ranks},
                                       local_->directory());
-  }
-
-  // Where this stage and later ones set lr: "recipe.toml:5".
-  std::vector<std::string> own_rates_of_stages() const {
-    const auto place_of_lr = [](const Options& o) {
-      const auto found = o.config_lines.find("--lr");
-      return found == o.config_lines.end() ? std::string() : found->second;
-    };
-    std::vector<std::string> places;
-    const std::vector<RecipeStage>& stages = job_.course.recipe().stages;
-    for (size_t i = job_.stretch().stage; i < stages.size(); ++i)
-      if (const std::string place = place_of_lr(stages[i].options); place != place_of_lr(job_.asked))
-        places.push_back(place);
-    return places;
   }
 
   // Whether the out directory had to be made again, or has lost its last checkpoint; all ranks end if another run has

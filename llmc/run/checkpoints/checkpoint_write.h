@@ -5,6 +5,9 @@
 //   capture   all ranks: gathers this rank's tensors, and writes them, or copies them to memory, from which a thread
 //             writes them; with too little memory for all of them, a part at a time
 //   publish   all ranks: are all files there? then rank 0 writes the manifest and renames
+//
+// Nothing half-written is ever read (contract 13): files are written to OUT/.tmp-*, which the next start removes
+// (run_dir.h); RecordedFile::finish() syncs each of them to the disk before the manifest is written.
 #pragma once
 #include <chrono>
 
@@ -17,12 +20,19 @@ namespace llmc {
 
 namespace detail {
 
-// Calls use(bytes) with a Hugging Face tensor (gather_hf()), on rank `writer` of a group whose ranks hold parts of a
-// unit (boxes, or some of the experts). weights: this rank's part of the unit, in host memory. units: the unit on each
-// rank of the group.
+// The ranks that hold parts of a unit: boxes, or some of the experts.
+struct Holders {
+  Comm& group;
+  std::vector<UnitSpec> units = {};  // what each rank of the group has
+  int writer;                        // the rank that writes
+};
+
+// Calls use(bytes) with a Hugging Face tensor (gather_hf()), on the writer. weights: this rank's part of the unit, in
+// host memory.
 template <class Use>
-void gather_boxes(std::vector<std::byte>& room, const HfTensor& hf, StateTable weights,
-                  const std::vector<UnitSpec>& units, DType dtype, int writer, Comm& group, Use&& use) {
+void gather_boxes(std::vector<std::byte>& room, const HfTensor& hf, StateTable weights, DType dtype,
+                  const Holders& holders, Use&& use) {
+  const auto& [group, units, writer] = holders;
   const auto gives = [&](const ParamSpec& p) {
     return p.first_copy && std::find(hf.parts.begin(), hf.parts.end(), p.name) != hf.parts.end();
   };
@@ -319,16 +329,16 @@ class CheckpointWrite {
           const int writer = plan_.writer[u], n = group.size();
           if (writer / n != groups_.rank() / n) return;  // the ranks of either group are adjacent
           const HostView whole(unit.weights(), stream);
-          std::vector<UnitSpec> held;
+          detail::Holders holders{.group = group, .writer = writer % n};
           for (int rank = 0; rank < n; ++rank) {
             const ParamTable all = {parameters[u]};
-            held.push_back(experts ? part_of(all, groups_.layout.expert, rank)[0]
-                                   : part_of(all, groups_.layout.tensor, rank)[0]);
+            holders.units.push_back(experts ? part_of(all, groups_.layout.expert, rank)[0]
+                                            : part_of(all, groups_.layout.tensor, rank)[0]);
           }
           for (size_t i = 0; i < plan_.tensors.size(); ++i)
             if (plan_.unit[i] == u)
-              detail::gather_boxes(room, plan_.tensors[i], unit.whole_weights(whole.tensor()), held, dtype_, writer % n,
-                                   group, [&](const std::byte* bytes) { add(*file, bytes); });
+              detail::gather_boxes(room, plan_.tensors[i], unit.whole_weights(whole.tensor()), dtype_, holders,
+                                   [&](const std::byte* bytes) { add(*file, bytes); });
         });
     if (file != nullptr) end_file(*file);
   }
