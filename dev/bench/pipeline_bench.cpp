@@ -36,11 +36,6 @@ StepConfig step_of(int stages, int64_t micro_batches) {
   return step;
 }
 
-double median(std::vector<double> all) {
-  std::nth_element(all.begin(), all.begin() + static_cast<int64_t>(all.size() / 2), all.end());
-  return all[all.size() / 2];
-}
-
 struct Times {
   std::vector<double> step, idle;  // seconds; share of the ranks' time
 };
