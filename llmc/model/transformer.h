@@ -3,7 +3,8 @@
 // A block (pre-norm):   x1 = x  + proj(attention(heads(qkv(norm1(x)))))     heads: query-key norm, rotary positions
 //                       x2 = x1 + down(activation(up(norm2(x1))))         activation: GELU; SwiGLU of gate and up
 //                 or    x2 = x1 + experts(norm2(x1))                      experts.h
-// config.h says which of these a model has. Sizes: layer.h. What --tp divides and sends: parallel/tensor_layers.h.
+// config.h says which of these a model has. Sizes, and the linear layers as
+// parts of a block: layer.h. What --tp divides and sends: parallel/tensor_layers.h.
 #pragma once
 #include "model/experts.h"
 #include "model/slice_attention.h"
