@@ -281,7 +281,7 @@ TEST_CASE("tensor-parallel ranks all have every expert, and share out the shared
   for (size_t i = 0; i < part[experts].params.size(); ++i) {
     const ParamSpec& p = part[experts].params[i];
     REQUIRE(p.name == whole[experts].params[i].name);  // in the same order, so that adjacent ones stay together
-    // Not as tensor-parallel copies: ExpertParallel.
+    // Not as tensor-parallel copies: expert_parallel.h.
     REQUIRE((p.copies == 1 && !p.partial && p.first_copy && p.box() == whole[experts].params[i].box()));
   }
   const auto of = [&](const char* suffix) { return part[block].params[param_index(part[block], suffix)]; };
