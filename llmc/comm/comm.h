@@ -202,13 +202,14 @@ class Comm : public HostGroup {
     // a message follow each other closely and count once.
     std::optional<int> messages = std::nullopt;
     Inspect inspect = Inspect::yes;
+    Tensor inspected() const { return inspect == Inspect::yes ? buffer : Tensor{}; }
   };
 
-  // Runs a collective by the library if there is one, and `algorithm` over a null transport to count its bytes;
-  // otherwise runs `algorithm` over the transport.
+  // Runs `algorithm` over the transport. If there is a library, it runs the collective, and `algorithm` runs over a
+  // null transport to count its bytes.
   template <class Algorithm, class Library = ByExchanges>
   void run(const Collective& c, Stream& stream, Algorithm&& algorithm, Library&& library = {}) {
-    const Tensor buffer = c.buffer, inspected = c.inspect == Inspect::yes ? buffer : Tensor{};
+    const Tensor buffer = c.buffer;
     if (size() == 1 && buffer.size_bytes() > 0 && c.pattern != Pattern::all_to_all) return;
     auto scope = stream.scratch().scope();
     const Tensor scratch = stream.scratch().alloc("scratch", "ring chunk", buffer.dtype, {ring::chunk_elements});
@@ -219,52 +220,54 @@ class Comm : public HostGroup {
       });
     };
     OpCost cost{.name = c.op, .bytes = static_cast<double>(buffer.size_bytes()), .group = name_.c_str()};
-    const bool between_two = c.pattern != Pattern::ring;
-    if (library_) {
-      stream.run(cost, {inspected}, [=, this, &stream] {
-        if constexpr (std::is_same_v<std::decay_t<Library>, ByExchanges>) {
-          LibraryTransport transport(*this);
-          through(transport, &stream);
-        } else {
-          library(*library_, stream);
-        }
-      });
-      counted_->between_two = between_two;
-      through(*counted_, nullptr);
-    } else {
-      Stream* const gpu = stream.device().kind == DeviceKind::cuda ? &stream : nullptr;
-      if (!transport_->moves_data()) {  // the null device runs no tasks: count now
-        transport_->between_two = between_two;
-        cost.messages = c.messages.value_or(size() - 1);
-        cost.pattern = c.pattern;
-        add_link_costs(cost, stream.device().machine.get(), [&] { through(*transport_, nullptr); });
-        if (stream.device().kind == DeviceKind::null) return stream.run(cost, {inspected}, [] {});
-      }
-      const bool units = traffic_of(name_) == Traffic::units;
-      stream.run(cost, {inspected},
-                 [=, transport = transport_, place = place_, op = c.op, unit = std::string(units ? "unit " : ""),
-                  tensor = std::string(buffer.name)] {
-                   const Waiting waiting;
-                   const Attending attending(place.get(), op, unit, tensor);
-                   through(*transport, gpu);
-                 });
+    if (library_) return run_library(c, cost, stream, through, library);
+    if (!transport_->moves_data()) {  // the null device runs no tasks: count now
+      count(c, cost, stream, through);
+      if (stream.device().kind == DeviceKind::null) return stream.run(cost, {c.inspected()}, [] {});
     }
+    Stream* const gpu = stream.device().kind == DeviceKind::cuda ? &stream : nullptr;
+    const bool units = traffic_of(name_) == Traffic::units;
+    stream.run(cost, {c.inspected()},
+               [=, transport = transport_, place = place_, op = c.op, unit = std::string(units ? "unit " : ""),
+                tensor = std::string(buffer.name)] {
+                 const WaitTimer timer;
+                 const Attending attending(place.get(), op, unit, tensor);
+                 through(*transport, gpu);
+               });
+  }
+  template <class Through, class Library>
+  void run_library(const Collective& c, const OpCost& cost, Stream& stream, const Through& through,
+                   const Library& library) {
+    stream.run(cost, {c.inspected()}, [=, this, &stream] {
+      if constexpr (std::is_same_v<Library, ByExchanges>) {
+        LibraryTransport transport(*this);
+        through(transport, &stream);
+      } else {
+        library(*library_, stream);
+      }
+    });
+    counted_->between_two = c.pattern != Pattern::ring;
+    through(*counted_, nullptr);
   }
 
-  // On the null device: adds to the cost of a collective the bytes that `exchanges` sends or receives, whichever are
-  // more. The rings of shards, whose steps are many, follow their law: every rank sends, and receives, all shards but
-  // one. On a plan's machine, which is always the same, also the path; none: no machine.
-  template <class Exchanges>
-  void add_link_costs(OpCost& cost, const Machine* machine, Exchanges&& exchanges) {
+  // On the null device: adds to the cost of a collective the bytes that it sends or receives, whichever are more. The
+  // rings of shards, whose steps are many, follow their law: every rank sends, and receives, all shards but one. On a
+  // plan's machine, which is always the same, also the path.
+  template <class Through>
+  void count(const Collective& c, OpCost& cost, const Stream& stream, const Through& through) {
+    transport_->between_two = c.pattern != Pattern::ring;
+    cost.messages = c.messages.value_or(size() - 1);
+    cost.pattern = c.pattern;
     const int64_t sent = transport_->sent, received = transport_->received;
     if (const std::string_view op = cost.name; op == "reduce_scatter" || op == "all_gather") {
       const int64_t bytes = (size() - 1) * (static_cast<int64_t>(cost.bytes) / size());
       transport_->sent += bytes, transport_->received += bytes;
     } else {
-      exchanges();
+      through(*transport_, nullptr);
     }
     cost.link_bytes = static_cast<double>(std::max(transport_->sent - sent, transport_->received - received));
     cost.members = &members_;
+    const Machine* const machine = stream.device().machine.get();
     if (machine == nullptr) return;
     std::optional<LinkPath>& path = paths_[static_cast<size_t>(cost.pattern)];
     if (!path) path = machine->path_of(cost);

@@ -18,9 +18,9 @@ namespace llmc {
 
 // How long this thread has waited for other streams and other ranks.
 inline thread_local double waited_seconds = 0;
-class Waiting {
+class WaitTimer {
  public:
-  ~Waiting() { waited_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+  ~WaitTimer() { waited_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
 
  private:
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
@@ -65,7 +65,7 @@ class Event {
     if (!state_) return;
     std::unique_lock lock(state_->mutex);
     if (!state_->done) {
-      const Waiting waiting;
+      const WaitTimer timer;
       state_->changed.wait(lock, [&] { return state_->done; });
     }
     if (state_->error) std::rethrow_exception(state_->error);
@@ -105,9 +105,23 @@ class CpuQueue {
     changed_.notify_all();
   }
 
-  // Runs `task` after everything enqueued before; blocks while the host is far ahead, to keep the queue short. A task
-  // that throws stops the queue; synchronize() rethrows.
-  void enqueue(Work task) { enqueue({std::move(task), Needed::no}); }
+  // Events are signalled even after an error: a stream that waits for one gets the error.
+  enum class Needed { no, yes };
+
+  // The worker runs `task` after everything enqueued before. Blocks while the host is far ahead, to keep the queue
+  // short. A task that throws stops the queue; synchronize() rethrows.
+  void enqueue(Work task, Needed needed = Needed::no) {
+    std::unique_lock lock(mutex_);
+    room_.wait(lock, [&] { return queue_.size() < max_queued || error_; });
+    if (error_) {
+      if (needed == Needed::yes) task();
+      return;
+    }
+    queue_.push_back({std::move(task), needed});
+    const bool asleep = asleep_;
+    lock.unlock();
+    if (asleep) changed_.notify_one();
+  }
 
   void synchronize() {
     std::unique_lock lock(mutex_);
@@ -120,7 +134,7 @@ class CpuQueue {
 
   Event record() {
     Event event;
-    enqueue({[this, event] { event.signal(error_); }, Needed::yes});
+    enqueue([this, event] { event.signal(error_); }, Needed::yes);
     return event;
   }
   void wait(const Event& event) {
@@ -128,62 +142,56 @@ class CpuQueue {
   }
 
  private:
-  // Events are signalled even after an error: a stream that waits for one gets the error.
-  enum class Needed { no, yes };
   struct Task {
     Work run;
     Needed needed;
   };
 
-  void enqueue(Task task) {
-    std::unique_lock lock(mutex_);
-    room_.wait(lock, [&] { return queue_.size() < max_queued || error_; });
-    if (error_) {
-      if (task.needed == Needed::yes) task.run();
-      return;
-    }
-    queue_.push_back(std::move(task));
-    const bool asleep = asleep_;
-    lock.unlock();
-    if (asleep) changed_.notify_one();
-  }
-
-  // Takes the whole queue at once: one lock for many small ops.
+  // The worker thread.
   void work(int threads) {
     omp_set_num_threads(threads);  // a setting of this thread, so that each rank has its own
     std::vector<Task> taken = room();
     std::unique_lock lock(mutex_);
-    for (;;) {
-      if (queue_.empty() && !stopping_) {  // lets the host enqueue more before going to sleep
-        lock.unlock();
-        std::this_thread::yield();
-        lock.lock();
-      }
-      asleep_ = true;
-      changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
-      asleep_ = false;
-      if (queue_.empty()) return;
-      taken.swap(queue_);
-      busy_ = true;
+    while (take(taken, lock)) {
       lock.unlock();
       if (taken.size() == max_queued) room_.notify_all();
-      std::exception_ptr failed;
-      const auto begin = std::chrono::steady_clock::now();
-      const double waited = waited_seconds;
-      for (auto task = taken.begin(); !failed && task != taken.end(); task->run = {}, ++task) try {
-          task->run();
-          pulse();
-        } catch (...) {
-          failed = std::current_exception();
-        }
-      if (!failed) taken.clear();
-      busy_seconds_ = busy_seconds_ + std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() -
-                      (waited_seconds - waited);
+      const std::exception_ptr failed = run(taken);
       lock.lock();
       busy_ = false;
       if (failed) fail(failed, taken);
       if (queue_.empty()) idle_.notify_all();
     }
+  }
+  // Runs tasks in order until one throws, and returns its error. What is left in `tasks` has not run.
+  std::exception_ptr run(std::vector<Task>& tasks) {
+    std::exception_ptr failed;
+    const auto begin = std::chrono::steady_clock::now();
+    const double waited = waited_seconds;
+    for (auto task = tasks.begin(); !failed && task != tasks.end(); task->run = {}, ++task) try {
+        task->run();
+        pulse();
+      } catch (...) {
+        failed = std::current_exception();
+      }
+    if (!failed) tasks.clear();
+    busy_seconds_ = busy_seconds_ + std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() -
+                    (waited_seconds - waited);
+    return failed;
+  }
+  // Waits for tasks and takes all at once: one lock for many small ops. Returns false if there will be no more.
+  bool take(std::vector<Task>& taken, std::unique_lock<std::mutex>& lock) {
+    if (queue_.empty() && !stopping_) {  // lets the host enqueue more before going to sleep
+      lock.unlock();
+      std::this_thread::yield();
+      lock.lock();
+    }
+    asleep_ = true;
+    changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+    asleep_ = false;
+    if (queue_.empty()) return false;
+    taken.swap(queue_);
+    busy_ = true;
+    return true;
   }
   // Under the mutex: nothing more runs, but events are signalled.
   void fail(std::exception_ptr failed, std::vector<Task>& taken) {

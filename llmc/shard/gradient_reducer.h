@@ -10,15 +10,15 @@
 
 namespace llmc {
 
-// Sums of gradients over ranks that travel in a narrower dtype than they are kept in (--reduce-dtype bf16). Every
-// rank's part is rounded once, the parts of an element are added in fp32 in rank order, and the sum is rounded once
-// (contract 12); so all shards, and all stages of ZeRO, have the same bits. A rank sends what a ring sends, half as
-// wide: (P - 1) n elements for P shards of n.
-class NarrowSums {
+// Sums of gradients over ranks. In the dtype in which gradients are kept, a ring makes them. In a narrower one
+// (--reduce-dtype bf16) every rank's part is rounded once, the parts of an element are added in fp32 in rank order, and
+// the sum is rounded once (contract 12); so all shards, and all stages of ZeRO, have the same bits. A rank sends what a
+// ring sends, half as wide: (P - 1) n elements for P shards of n.
+class WireSums {
  public:
-  NarrowSums() = default;  // gradients travel in the dtype in which they are kept
+  WireSums() = default;  // gradients travel in the dtype in which they are kept
   // ranks: the most of a group; elements: of the largest buffer, and of the pieces in which larger ones go
-  NarrowSums(DType dtype, int64_t ranks, int64_t elements, Arena& arena, int64_t piece = 1 << 24) {
+  WireSums(DType dtype, int64_t ranks, int64_t elements, Arena& arena, int64_t piece = 1 << 24) {
     const int64_t room = std::min(elements, std::max(piece, ranks * alignment));
     for (Tensor* t : {&sent_, &received_}) *t = arena.alloc("gradients on their way", "a piece", dtype, {room});
   }
@@ -98,7 +98,7 @@ class GradientReducer {
       ranks = std::max(ranks, its);
       if (its > 1) largest = std::max(largest, units.size_of(u));
     });
-    if (largest > 0) narrow_ = NarrowSums(units.precision().wire, ranks, largest, arena);
+    if (largest > 0) wire_ = WireSums(units.precision().wire, ranks, largest, arena);
   }
 
   // From here on, sums (2) fp64 = the sum of the squares of the gradients before they are reduced, as far as this rank
@@ -151,6 +151,7 @@ class GradientReducer {
     const bool alone = units_.zero_config(units_.sharing_of(u)).ranks() == 1 && unit.partial_sums().empty();
     if (!by_micro_batch() && (!last_micro_batch || alone)) return;
     if (!squares_.empty()) add_squares(0, unit.own_gradients(), compute);
+    // At once, but for the embedding's and where reductions delay other stages: those wait for a later call.
     if (!last_micro_batch || !delays_other_stages()) enqueue_waiting();
     waiting_.push_back({u, last_micro_batch, unit.gradients(), compute.record()});
     if (last_micro_batch ? !delays_other_stages() : u > 0) enqueue_waiting();
@@ -221,10 +222,10 @@ class GradientReducer {
     const Tensor shard = all.slice(unit.shard_range().begin, {unit.shard_range().size});
     if (zero().sync == DpSync::all_reduce) {
       Comm& sharers = units_.sharers(u).gradients;
-      narrow_.reduce_scatter(all, sharers, stream);  // the shard group first, then the replicas (contract 3)
-      narrow_.all_reduce(shard, groups[GroupName::replicas], stream);
+      wire_.reduce_scatter(all, sharers, stream);  // the shard group first, then the replicas (contract 3)
+      wire_.all_reduce(shard, groups[GroupName::replicas], stream);
       sum_partial(unit, all, stream);
-      if (zero().stage == 0) narrow_.all_gather(all, sharers, stream);
+      if (zero().stage == 0) wire_.all_gather(all, sharers, stream);
     } else {
       groups[GroupName::gradients].push(all, zero().owners(), stream);
     }
@@ -285,7 +286,7 @@ class GradientReducer {
           groups[copies == groups.layout.tensor.ranks ? GroupName::partial_gradients : GroupName::head_gradients];
       const Tensor partial = gradients.slice(r.begin, {r.size});
       group.all_reduce(partial, stream);
-      if (units_.zero_config(unit.spec().sharing).ranks() > 1) narrow_.round(partial, stream);  // stage 0 gathers it
+      if (units_.zero_config(unit.spec().sharing).ranks() > 1) wire_.round(partial, stream);  // stage 0 gathers it
     }
   }
   void add_squares(int64_t sum, const std::vector<Tensor>& gradients, Stream& compute) const {
@@ -299,8 +300,8 @@ class GradientReducer {
 
   Units& units_;
   UnitBuffers buffers_;
-  Tensor arriving_;    // a piece of a sum from host memory
-  NarrowSums narrow_;  // in the dtype in which gradients travel among data-parallel ranks
+  Tensor arriving_;  // a piece of a sum from host memory
+  WireSums wire_;    // in the dtype in which gradients travel among data-parallel ranks
   std::vector<Waiting> waiting_;
   Tensor square_sums_;
   std::set<size_t> summed_;                          // units whose square sums are there, or on their way

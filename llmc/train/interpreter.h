@@ -71,17 +71,8 @@ class Interpreter {
     }
     take_message(action, open.memory);
     const StreamRange range(context_.compute, [&] { return action_span(action, config_.pipeline()); });
-    const bool first = action.kind != ActionKind::forward && action.micro_batch == 0;  // writes gradients, does not add
-    if (!replayable(action, pass)) return compute(action, open);
-    state_.weights.settle(context_.compute);  // a graph waits for no other stream
-    const std::byte *tokens = nullptr, *input = nullptr;
-    if (!on_paper()) {
-      tokens = open.memory.inputs(action.micro_batch, action.slice).tokens.bytes;
-      input = open.memory.input(action).bytes;
-    }
-    context_.compute.replayed(replays_[{action.kind, action.chunk, action.slice, first, tokens, input}],
-                              [&] { compute(action, open); });
-    if (is_backward(action.kind)) stage_.gradients_written(action.chunk);
+    if (replayable(action, pass)) replay(action, open);
+    else compute(action, open);
   }
 
   // Reads the headers of the messages taken so far, for take_headers(): whoever waits for the results checks them.
@@ -121,6 +112,18 @@ class Interpreter {
     if (a.kind == ActionKind::forward) return stage_.forward(a.chunk, slot, open.pass, a.micro_batch, open.logits);
     if (a.kind == ActionKind::backward_weight) return stage_.backward_weight(a.chunk, slot, is_last(a));
     stage_.backward(a.chunk, slot, open.pass, is_last(a));
+  }
+  // As a CUDA graph, from the second time on.
+  void replay(const Action& a, const OpenPass& open) {
+    state_.weights.settle(context_.compute);                                 // a graph waits for no other stream
+    const bool first = a.kind != ActionKind::forward && a.micro_batch == 0;  // writes gradients, does not add
+    const std::byte *tokens = nullptr, *input = nullptr;
+    if (!on_paper()) {
+      tokens = open.memory.inputs(a.micro_batch, a.slice).tokens.bytes;
+      input = open.memory.input(a).bytes;
+    }
+    context_.compute.replayed(replays_[{a.kind, a.chunk, a.slice, first, tokens, input}], [&] { compute(a, open); });
+    if (is_backward(a.kind)) stage_.gradients_written(a.chunk);
   }
 
   // ---- Messages between stages -------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ TEST_CASE("sums that travel in bf16 are the reference's, in one piece or several
         Arena arena(device, 1 << 20), scratch(device, 1 << 20);
         Stream stream(device, scratch);
         const auto group = world.join(rank, "gradients", world.mesh().group(rank, {Axis::shard}));
-        const NarrowSums sums(DType::bf16, P, P * n, arena, piece);
+        const WireSums sums(DType::bf16, P, P * n, arena, piece);
         const Tensor all = arena.alloc("gradients", "gradients", DType::fp32, {P * n});
         std::vector<float> values;
         for (int64_t i = 0; i < P * n; ++i) values.push_back(gradient(rank, i));
