@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# ./train_gpt --print-schedule draws schedules, as text and as JSON, and scripts/plot_schedule.py plots the JSON, and
-# the files of --trace; impossible schedules, and runs of those that can only be drawn, are rejected by name.
+# ./train_gpt --print-schedule draws schedules, as text and as JSON, and in the manual; scripts/plot_schedule.py plots
+# the JSON, and the files of --trace; impossible schedules, and runs of those that can only be drawn, are refused.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
@@ -29,6 +29,21 @@ refuses() {
 
 shows 'stage 1  .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3' --pp 2 --schedule zb-h1
 shows '1f1b: 4 stages, 8 micro-batches' --pp 4
+
+# The pictures of the manual, below a line such as "--pp 3 --schedule zb-h1, 4 micro-batches", are those of the program.
+pictures=0 asked=()
+while IFS= read -r line; do
+  if [[ $line =~ ^\ \ --pp\ ([0-9]+)\ --schedule\ ([a-z0-9-]+),\ ([0-9]+)\ micro-batches ]]; then
+    asked=(--pp "${BASH_REMATCH[1]}" --schedule "${BASH_REMATCH[2]}" --micro-batches "${BASH_REMATCH[3]}")
+  elif [[ $line =~ ^\ \ (stage\ [0-9]+\ \ .*[^ ]) ]] && [ ${#asked[@]} -gt 0 ]; then
+    shows "${BASH_REMATCH[1]}"$'\n' "${asked[@]}"
+    pictures=$((pictures + 1))
+  elif [ -n "$line" ]; then
+    asked=()
+  fi
+done <llmc/parallel/README.md
+[ $pictures -ge 10 ] || fail "llmc/parallel/README.md: only $pictures lines of schedules were compared"
+
 shows 'interleaved: 4 stages, 5 micro-batches, 2 chunks per stage' --pp 4 --schedule interleaved --micro-batches 5
 shows 'zb-v: 3 stages, 6 micro-batches, 2 chunks per stage' --pp 3 --schedule zb-v
 shows 'versions of the weights 3' --pp 3 --schedule pipedream
