@@ -7,6 +7,7 @@
 
 #include "comm/group_check.h"
 #include "comm/world.h"
+#include "core/clock.h"
 #include "core/log.h"
 #include "core/signals.h"
 #include "run/average.h"
@@ -450,7 +451,7 @@ class Training {
   std::vector<DataChange> changed_data_;  // since the checkpoint that this start resumes from
 };
 
-void run_training(const Options& o, const Processes& processes, StopCondition::Clock::time_point process_begin) {
+void run_training(const Options& o, const Processes& processes, Clock::time_point process_begin) {
   note_stop_signals();
   const bool first = processes.process() == 0;
   Log log = make_log(o, processes);
@@ -542,7 +543,7 @@ void run_training(const Options& o, const Processes& processes, StopCondition::C
 int main(int argc, char** argv) {
   using namespace llmc;
   constexpr int done = static_cast<int>(ExitStatus::done);
-  auto begin = StopCondition::Clock::now();
+  auto begin = Clock::now();
   prepare_process(argv);
   bool reports = true;  // prints errors common to all processes
   std::unique_ptr<Processes> processes;
@@ -557,8 +558,8 @@ int main(int argc, char** argv) {
     reports = o.place.rank_on_host == 0;
     if (command.text.empty() && !command.version) {
       processes = meet(o);
-      if (!processes) return done;                       // a spare that was not needed
-      if (o.spare) begin = StopCondition::Clock::now();  // --time-limit does not count the wait
+      if (!processes) return done;        // a spare that was not needed
+      if (o.spare) begin = Clock::now();  // --time-limit does not count the wait
       reports = o.place.rank_on_host == 0;
       if (const std::string notice = notice_of_ignored(o); !notice.empty() && o.place.process == 0) print_error(notice);
     }

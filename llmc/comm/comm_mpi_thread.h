@@ -11,6 +11,7 @@
 #include <mutex>
 
 #include "core/check.h"
+#include "core/clock.h"
 #include "net/wire/socket.h"
 
 namespace llmc {
@@ -149,8 +150,6 @@ class MpiThread {
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   // Copies the sides of an exchange, which may be gone when an MPI call returns late.
   struct Posted {
     Exchange* exchange;

@@ -9,6 +9,7 @@
 
 #include "comm/mesh.h"
 #include "comm/ring.h"
+#include "core/clock.h"
 #ifdef TRAIN_GPT_NCCL
 #include <nccl.h>
 #endif
@@ -293,10 +294,9 @@ class NcclGroup final : public GpuCollectives {
   }
   // Waits while a call is in progress. Until it is done, only an abort may be called.
   ncclResult_t await(ncclResult_t status, double seconds = std::numeric_limits<double>::infinity()) {
-    using Clock = std::chrono::steady_clock;
     const Clock::time_point begin = Clock::now();
     for (int looks = 1; status == ncclInProgress && !failed_; detail::pause_after(looks++)) {
-      if (std::chrono::duration<double>(Clock::now() - begin).count() > seconds) break;
+      if (seconds_since(begin) > seconds) break;
       status = state();
     }
     return status;

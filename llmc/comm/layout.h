@@ -6,7 +6,7 @@
 #include "comm/mesh.h"
 #include "comm/server.h"
 #include "comm/tensor_parallel.h"
-#include "core/precision.h"
+#include "core/offload.h"
 #include "ops/optimizers.h"
 #include "schedule/pipeline.h"
 

@@ -4,7 +4,7 @@
 #include <thread>
 
 #include "comm/comm.h"
-#include "comm/comm_threads.h"
+#include "comm/comm_host.h"
 #include "comm/mesh.h"
 #include "net/watching/watchdog.h"
 
@@ -117,7 +117,7 @@ class World {
       hub = std::make_shared<ThreadsHub>(first, count);
       hub->throttle(seconds_per_byte_);
     }
-    return std::make_unique<ThreadsTransport>(hub, index, members, number, local_);
+    return std::make_unique<HostTransport>(hub, index, members, number, local_);
   }
 
   Mesh mesh_;

@@ -230,7 +230,12 @@ inline void write_text_durably(const std::string& path, std::string_view text) {
   file.sync_and_close();
 }
 
-// A rename is durable only once its directory is synced.
+// Replaces a file `to`. A rename is durable only once its directory is synced.
+inline void rename_path(const std::string& from, const std::string& to) {
+  std::error_code error;
+  std::filesystem::rename(from, to, error);
+  CHECK(!error, "cannot rename {} to {}: {}", from, to, error.message());
+}
 inline void fsync_directory(const std::string& path) {
   const Descriptor directory(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   CHECK(directory, "cannot open directory {}: {}", path, std::strerror(errno));

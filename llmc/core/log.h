@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
+#include "core/clock.h"
 #include "core/files.h"
 
 namespace llmc {
@@ -342,7 +343,6 @@ class Log {
     }
   }
 
-  using Clock = std::chrono::steady_clock;
   static constexpr int rows_per_screen = 25;
 
   static std::string share(const std::optional<double>& of_one) {
@@ -361,7 +361,7 @@ class Log {
   void write(nlohmann::ordered_json object) {
     if (!metrics_) return;
     object["time"] = time_stamp();
-    object["elapsed_s"] = elapsed_before_ + std::chrono::duration<double>(Clock::now() - opened_).count();
+    object["elapsed_s"] = elapsed_before_ + seconds_since(opened_);
     warn(*metrics_, metrics_->append(object.dump() + "\n"));
   }
   void warn(const AppendFile& file, const std::string& fault) {

@@ -8,6 +8,7 @@
 #include <ctime>
 
 #include "core/check.h"
+#include "core/clock.h"
 
 namespace llmc {
 
@@ -79,8 +80,6 @@ struct Interrupted {
 
 class StopCondition {
  public:
-  using Clock = std::chrono::steady_clock;
-
   // limit_minutes: counted from `begin`, the start of the process; none: no limit. save_seconds: estimated time of a
   // save until one is measured; the estimate reserves at most half of the limit.
   StopCondition(std::optional<double> limit_minutes, Clock::time_point begin, double save_seconds)

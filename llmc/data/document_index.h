@@ -165,8 +165,7 @@ class DocumentIndex {
       seal.seal = seal.hash();
       file.write(&seal, sizeof seal);
       file.sync_and_close();
-      CHECK(std::rename(temporary.c_str(), path_.c_str()) == 0, "cannot rename {} to {}: {}", temporary, path_,
-            std::strerror(errno));
+      rename_path(temporary, path_);
       documents_ = seal.documents;
     } catch (...) {
       std::remove(temporary.c_str());

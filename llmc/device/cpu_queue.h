@@ -3,12 +3,12 @@
 #include <omp.h>
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <thread>
 
+#include "core/clock.h"
 #include "core/threads.h"
 #ifdef TRAIN_GPT_CUDA
 #include "device/cuda_api.cuh"
@@ -20,10 +20,10 @@ namespace llmc {
 inline thread_local double waited_seconds = 0;
 class WaitTimer {
  public:
-  ~WaitTimer() { waited_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+  ~WaitTimer() { waited_seconds += seconds_since(begin_); }
 
  private:
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  Clock::time_point begin_ = Clock::now();
 };
 
 // A point in a stream's work. Waiting blocks instead of spinning, and rethrows the error if the work before this point
@@ -94,6 +94,9 @@ class Event {
 
 // One thread enqueues, synchronizes and destroys.
 class CpuQueue {
+  // Events are signalled even after an error: a stream that waits for one gets the error.
+  enum class Needed { no, yes };
+
  public:
   // `threads`: OpenMP threads of each op.
   explicit CpuQueue(int threads) : queue_(room()), worker_([this, threads] { work(threads); }) {}
@@ -104,9 +107,6 @@ class CpuQueue {
     }
     changed_.notify_all();
   }
-
-  // Events are signalled even after an error: a stream that waits for one gets the error.
-  enum class Needed { no, yes };
 
   // The worker runs `task` after everything enqueued before. Blocks while the host is far ahead, to keep the queue
   // short. A task that throws stops the queue; synchronize() rethrows.
@@ -162,10 +162,11 @@ class CpuQueue {
       if (queue_.empty()) idle_.notify_all();
     }
   }
-  // Runs tasks in order until one throws, and returns its error. What is left in `tasks` has not run.
+  // Runs tasks in order until one throws, and returns its error; then `tasks` keeps all of
+  // them, those that ran without their `run`.
   std::exception_ptr run(std::vector<Task>& tasks) {
     std::exception_ptr failed;
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     const double waited = waited_seconds;
     for (auto task = tasks.begin(); !failed && task != tasks.end(); task->run = {}, ++task) try {
         task->run();
@@ -174,8 +175,7 @@ class CpuQueue {
         failed = std::current_exception();
       }
     if (!failed) tasks.clear();
-    busy_seconds_ = busy_seconds_ + std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() -
-                    (waited_seconds - waited);
+    busy_seconds_ = busy_seconds_ + seconds_since(begin) - (waited_seconds - waited);
     return failed;
   }
   // Waits for tasks and takes all at once: one lock for many small ops. Returns false if there will be no more.

@@ -6,6 +6,7 @@
 #include <list>
 #include <thread>
 
+#include "core/clock.h"
 #include "device/cpu_queue.h"
 #include "device/cuda_api.cuh"
 
@@ -187,7 +188,7 @@ class Queue {
   // First looks without a pause: a thread that sleeps wakes up tens of microseconds late, as long as the GPU idles
   // where it waits for the host, as for the numbers of rows that go to experts.
   void wait_on_host(const Event& event) {
-    for (const auto end = std::chrono::steady_clock::now() + spin; std::chrono::steady_clock::now() < end;) {
+    for (const auto end = Clock::now() + spin; Clock::now() < end;) {
       const cudaError_t status = cudaEventQuery(event);
       if (status == cudaErrorNotReady) {
         cudaGetLastError();  // "not ready" is not an error

@@ -10,6 +10,7 @@
 #include <typeindex>
 #include <unordered_map>
 
+#include "core/clock.h"
 #include "device/cpu_queue.h"
 #include "device/host.h"
 #include "device/machine.h"
@@ -133,10 +134,10 @@ inline TraceSpan wait_span(const std::string& whom) {
 inline TraceZero gpu_zero(cuda::Queue& gpu) {
   TraceZero best;
   for (int i = 0; i < 8; ++i) {
-    const auto before = std::chrono::steady_clock::now();
+    const auto before = Clock::now();
     auto event = std::make_shared<const cuda::Event>(gpu.record_time());
     gpu.synchronize();
-    const auto half = (std::chrono::steady_clock::now() - before) / 2;
+    const auto half = (Clock::now() - before) / 2;
     const int64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(half).count() + 1;
     if (i == 0 || ns < best.uncertainty_ns) best = {before + half, std::move(event), ns};
   }
@@ -366,9 +367,9 @@ class Stream {
     if (gpu_) return gpu_->timed(task, [this, cost](double seconds) { books_.book(cost, seconds); });
 #endif
     enqueue([this, cost, task = std::move(task)] {
-      const auto begin = std::chrono::steady_clock::now();
+      const auto begin = Clock::now();
       task();
-      books_.book(cost, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+      books_.book(cost, seconds_since(begin));
     });
   }
 

@@ -1,8 +1,8 @@
 // stream_trace.h: records what a stream did when, while a step is traced: one track of a trace (core/trace.h); and
 // named ranges for NVIDIA's profilers (NVTX), no-ops in other builds.
 #pragma once
-#include <chrono>
 
+#include "core/clock.h"
 #include "core/trace.h"
 #ifdef TRAIN_GPT_CUDA
 #include "device/cuda_api.cuh"
@@ -29,7 +29,7 @@ class [[nodiscard]] ProfilerRange {
 
 // Time 0 of the traces of a rank.
 struct TraceZero {
-  std::chrono::steady_clock::time_point host = std::chrono::steady_clock::now();
+  Clock::time_point host = Clock::now();
 #ifdef TRAIN_GPT_CUDA
   std::shared_ptr<const cuda::Event> gpu = nullptr;  // recorded at the same time; none: on a CPU
 #endif
@@ -45,7 +45,7 @@ class StreamTrace {
 
   const std::string& name() const { return track_.name; }
   int64_t ops_left_out() const { return ops_left_out_; }
-  double now() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - zero_.host).count(); }
+  double now() const { return seconds_since(zero_.host); }
 
   // Spans that contain others.
   void open(TraceSpan span, double now) {

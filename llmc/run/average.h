@@ -189,8 +189,7 @@ inline void run_average(const Options& o) {
   try {
     detail::write_average(temporary, models);
     CHECK(!path_exists(out), "--out {} was made in the meantime: name a new directory", out.string());
-    std::filesystem::rename(temporary, out, error);
-    CHECK(!error, "cannot rename {} to {}: {}", temporary, out.string(), error.message());
+    rename_path(temporary, out);
   } catch (...) {
     std::filesystem::remove_all(temporary, error);
     throw;

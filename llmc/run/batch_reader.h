@@ -1,11 +1,11 @@
 // batch_reader.h: the batches of a rank's steps, read by threads while the steps before them are computed.
 #pragma once
-#include <chrono>
 #include <deque>
 #include <future>
 #include <mutex>
 #include <system_error>
 
+#include "core/clock.h"
 #include "data/dataloader.h"
 #include "train/interpreter.h"
 
@@ -31,12 +31,12 @@ class BatchReader {
   // All of a step. While it is computed, those of the steps that follow, which begin at `next`, are read.
   // Throws Error if they cannot be read.
   Step take(int64_t cursor, const std::vector<int64_t>& next) {
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     if (ahead_.empty() || ahead_.front().cursor != cursor) ahead_.clear(), begin_reading(cursor);
     Reading first = std::move(ahead_.front());
     ahead_.pop_front();
     first.done.get();
-    waited_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    waited_ = seconds_since(begin);
     for (size_t i = ahead_.size(); i < next.size(); ++i) begin_reading(next[i]);
     if (!first.step->fault.empty()) throw Error(first.step->fault);
     return std::move(*first.step);

@@ -4,6 +4,7 @@
 #include <numbers>
 
 #include "comm/group_check.h"
+#include "core/clock.h"
 #include "run/checkpoints/shared_check.h"
 #include "run/plan/describe.h"
 #include "run/plan/report_plan.h"
@@ -250,7 +251,6 @@ class EvaluationProgress {
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
   static constexpr double seconds_between_lines = 60;
   Log& log_;
   std::string what_;
@@ -269,9 +269,9 @@ inline Evaluated evaluate_on_rank(const Evaluation& job, World& world, int rank,
   EvaluationProgress progress(log);
   const ValidationHooks hooks{[] {}, [&](const char* what, int64_t m, int64_t count) { progress(what, m, count); }};
   Validation validation(run.trainer, run.groups, job.inputs);
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = Clock::now();
   Evaluated found{.line = validation.line(0, hooks)};
-  found.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  found.seconds = seconds_since(begin);
   return found;
 }
 

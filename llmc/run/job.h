@@ -1,5 +1,6 @@
 // job.h: a training run with every choice made: all is chosen, read and validated here, before anything is created.
 #pragma once
+#include "core/clock.h"
 #include "core/log.h"
 #include "core/signals.h"
 #include "run/checkpoints/checkpoint.h"
@@ -18,10 +19,10 @@ namespace llmc {
 
 // The steps of one stretch of a run (recipe/course.h); a run without stages has one.
 struct Job {
-  Options asked;                           // the run's
-  Options options;                         // the stretch's
-  StopCondition::Clock::time_point begin;  // when the process began
-  std::shared_ptr<RunData> data;           // of all stretches
+  Options asked;                  // the run's
+  Options options;                // the stretch's
+  Clock::time_point begin;        // when the process began
+  std::shared_ptr<RunData> data;  // of all stretches
   Course course;
   size_t number;               // of the stretch
   Device device, rank_device;  // the process's, and its first rank's
@@ -39,10 +40,10 @@ struct Job {
   std::vector<Rollback> rollbacks = {};  // of the run so far
 
   // The first stretch of a new run.
-  Job(const Options& o, StopCondition::Clock::time_point process_begin)
+  Job(const Options& o, Clock::time_point process_begin)
       : Job(o, process_begin, (choose_device(o), read_recipe(o))) {}  // a device that is not here is the first error
-  Job(const Options& o, StopCondition::Clock::time_point process_begin, std::shared_ptr<RunData> run_data,
-      Course run_course, size_t stretch_number)
+  Job(const Options& o, Clock::time_point process_begin, std::shared_ptr<RunData> run_data, Course run_course,
+      size_t stretch_number)
       : asked(o),
         options(run_course.stretches()[stretch_number].options),
         begin(process_begin),
@@ -182,10 +183,9 @@ struct Job {
       CHECK(set.shards.cut(options.seq_len) > 0, "{}: no sample of {} + 1 tokens, the --seq-len of a stage",
             val_option(set.name), options.seq_len);
   }
-  Job(const Options& o, StopCondition::Clock::time_point process_begin, const Recipe& recipe)
+  Job(const Options& o, Clock::time_point process_begin, const Recipe& recipe)
       : Job(o, process_begin, recipe, std::make_shared<RunData>(o, recipe)) {}
-  Job(const Options& o, StopCondition::Clock::time_point process_begin, const Recipe& recipe,
-      const std::shared_ptr<RunData>& run_data)
+  Job(const Options& o, Clock::time_point process_begin, const Recipe& recipe, const std::shared_ptr<RunData>& run_data)
       : Job(o, process_begin, run_data, Course(recipe, run_data->train.epoch_tokens()), 0) {
     require_memory_of_new_run();
   }

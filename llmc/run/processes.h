@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "comm/connected_processes.h"
+#include "core/clock.h"
 #include "core/environment.h"
 #include "core/json.h"
 #include "core/log.h"
@@ -133,9 +134,9 @@ class SpareFiles {
     const std::string path = steps.empty() ? "" : checkpoint_path(out_dir_, steps.back());
     if (path == last_) return;
     last_ = path;
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     const std::optional<std::string> fault = checkpoint_fault(path);
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    const double seconds = seconds_since(begin);
     if (!fault) say_(formatted("{} is read, and intact ({:.1f} s)", path, seconds));
     else if (path_exists(path)) say_(formatted("WARNING: {} is damaged: {}", path, *fault));  // not pruned meanwhile
   } catch (const std::exception& error) {
@@ -253,9 +254,8 @@ inline Command read_command_line(int argc, const char* const* argv) try {
 
 // Waits for what process 0 has written: a network file system may take a moment to show it to the others.
 inline void wait_for_path(const std::string& path) {
-  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  while (!path_exists(path) && std::chrono::steady_clock::now() < limit)
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  const auto limit = Clock::now() + std::chrono::seconds(10);
+  while (!path_exists(path) && Clock::now() < limit) std::this_thread::sleep_for(std::chrono::milliseconds(100));
 }
 
 // Does the same on all processes; if it fails on one, it fails on all, with the error and the process that had it.

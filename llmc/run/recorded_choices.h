@@ -1,8 +1,8 @@
 // recorded_choices.h: what the machine at hand decides and rounding depends on: the algorithms of products on a GPU,
 // the instruction set on a CPU. Checkpoints record them, so that a resumed run computes as before where it can.
 #pragma once
-#include <chrono>
 
+#include "core/clock.h"
 #include "core/log.h"
 #include "run/ranks.h"
 #include "run/reports/peak.h"
@@ -48,9 +48,9 @@ inline std::string time_matmuls(Run& run, const BatchSource& batches, Log& log) 
       "matmul algorithms of earlier runs", run.groups.first() ? matmul_choices_before(title, cache, run, log) : "")[0];
   if (run.groups.first_of_stage() && before.starts_with(title)) set_matmul_choices(before, run.stream);
   log.line("timing matmul algorithms ...");
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = Clock::now();
   std::string choices = run.trainer.tune(batches);
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  const double seconds = seconds_since(begin);
   std::set<std::string> known;
   int64_t shapes = 0, timed = 0;
   for_matmul_choices(before, [&](const std::string&, const std::string& line) { known.insert(line); });

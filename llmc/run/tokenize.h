@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "core/checksum.h"
+#include "core/clock.h"
 #include "core/files.h"
 #include "core/json.h"
 #include "core/log.h"
@@ -103,7 +104,7 @@ class TokenizeProgress {
   TokenizeProgress(Log& log, int64_t all_bytes, int64_t bytes_before)
       : log_(log), all_bytes_(static_cast<double>(all_bytes)), bytes_before_(static_cast<double>(bytes_before)) {}
 
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - began_).count(); }
+  double seconds() const { return seconds_since(began_); }
   void show(double bytes, double text_bytes, int64_t tokens) {
     const auto now = Clock::now();
     if (now < next_) return;
@@ -117,7 +118,6 @@ class TokenizeProgress {
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
   Log& log_;
   double all_bytes_, bytes_before_;  // of the inputs as they are
   Clock::time_point began_ = Clock::now(), next_ = began_ + std::chrono::seconds(log_.live() ? 0 : 5);
@@ -256,7 +256,7 @@ class Tokenization {
     progress_.emplace(log_, all_bytes_, bytes_before);
     reader_.emplace(
         job_.paths, [&](std::string_view text) { return tokenizer_.last_cut(text); }, record_.position);
-    last_record_ = std::chrono::steady_clock::now();
+    last_record_ = Clock::now();
     on_threads(job_.threads, [&] { work(); });
     if (fault_ || !stopped_.empty()) {
       if (stopped_.empty() && record_.tokens == 0 && !path_exists(record_path_)) std::rethrow_exception(fault_);
@@ -356,7 +356,7 @@ class Tokenization {
     record_.position = encoded.end;
     progress_->show(static_cast<double>(encoded.bytes_read),
                     static_cast<double>(record_.text_bytes - text_bytes_before_), record_.tokens);
-    const auto now = std::chrono::steady_clock::now();
+    const auto now = Clock::now();
     if (std::chrono::duration<double>(now - last_record_).count() < job_.record_seconds) return;
     write_record();
     last_record_ = now;
@@ -391,7 +391,7 @@ class Tokenization {
   std::map<int64_t, Encoded> waiting_;
   std::exception_ptr fault_;
   std::string stopped_;
-  std::chrono::steady_clock::time_point last_record_;
+  Clock::time_point last_record_;
 };
 
 }  // namespace detail
@@ -415,7 +415,7 @@ inline void run_tokenize(const Options& o) {
   const std::unique_ptr<Tokenizer> tokenizer = make_tokenizer(o.tokenizer);
   Log log(isatty(STDOUT_FILENO) == 1 ? ProgressLine::shown : ProgressLine::none);
   note_stop_signals();
-  const StopCondition stop(o.time_limit, StopCondition::Clock::now(), 0);
+  const StopCondition stop(o.time_limit, Clock::now(), 0);
   tokenize_files({.paths = files_to_tokenize(o.tokenize),
                   .prefix = formatted("{}_{}", o.tokenize_out, o.tokenize_split),
                   .tokenizer_name = o.tokenizer,

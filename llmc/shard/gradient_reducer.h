@@ -10,10 +10,10 @@
 
 namespace llmc {
 
-// Sums of gradients over ranks. In the dtype in which gradients are kept, a ring makes them. In a narrower one
-// (--reduce-dtype bf16) every rank's part is rounded once, the parts of an element are added in fp32 in rank order, and
-// the sum is rounded once (contract 12); so all shards, and all stages of ZeRO, have the same bits. A rank sends what a
-// ring sends, half as wide: (P - 1) n elements for P shards of n.
+// Sums of gradients over ranks. If they travel in the dtype in which they are kept, a ring makes them. In a narrower
+// one (--reduce-dtype bf16) every rank's part is rounded once, the parts of an element are added in fp32 in rank order,
+// and the sum is rounded once (contract 12); so all shards, and all stages of ZeRO, have the same bits. A rank sends
+// what a ring sends, half as wide: (P - 1) n elements for P shards of n.
 class WireSums {
  public:
   WireSums() = default;  // gradients travel in the dtype in which they are kept
@@ -151,9 +151,10 @@ class GradientReducer {
     const bool alone = units_.zero_config(units_.sharing_of(u)).ranks() == 1 && unit.partial_sums().empty();
     if (!by_micro_batch() && (!last_micro_batch || alone)) return;
     if (!squares_.empty()) add_squares(0, unit.own_gradients(), compute);
-    // At once, but for the embedding's and where reductions delay other stages: those wait for a later call.
     if (!last_micro_batch || !delays_other_stages()) enqueue_waiting();
     waiting_.push_back({u, last_micro_batch, unit.gradients(), compute.record()});
+    // Now, but for the embedding's, before the last micro-batch, and those of the last one that would delay other
+    // stages.
     if (last_micro_batch ? !delays_other_stages() : u > 0) enqueue_waiting();
   }
   // After the forward of a block has been enqueued.

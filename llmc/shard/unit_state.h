@@ -9,7 +9,7 @@
 //                    where every rank repeats the same update; its own shard at stages 1 to 3. With a parameter server:
 //                    the whole unit on the server, nothing on the other ranks; with partitioned ones: its own shard
 //
-// What is offloaded (core/precision.h) is in the host's memory or in a file, and the StateTable finds it there. An
+// What is offloaded (core/offload.h) is in the host's memory or in a file, and the StateTable finds it there. An
 // update reads and writes a piece of it that is attached on the device (host_state.h), or in host memory
 // (host_update.h).
 //
@@ -22,7 +22,7 @@
 
 namespace llmc {
 
-// What has the offloaded state of a rank (core/precision.h): memory of its host, or a file.
+// What has the offloaded state of a rank (core/offload.h): memory of its host, or a file.
 struct OffloadMemory {
   Arena *host = nullptr, *file = nullptr;  // none: nothing is there
 

@@ -113,7 +113,7 @@ class Interpreter {
     if (a.kind == ActionKind::backward_weight) return stage_.backward_weight(a.chunk, slot, is_last(a));
     stage_.backward(a.chunk, slot, open.pass, is_last(a));
   }
-  // As a CUDA graph, from the second time on.
+  // By Stream::replayed(): on a GPU as a CUDA graph, from the second time on.
   void replay(const Action& a, const OpenPass& open) {
     state_.weights.settle(context_.compute);                                 // a graph waits for no other stream
     const bool first = a.kind != ActionKind::forward && a.micro_batch == 0;  // writes gradients, does not add

@@ -323,7 +323,7 @@ TEST_CASE("texts of all ranks go around a ring, in which a rank exchanges with i
     Differences wrong;
     run_ranks(world, [&](int rank) {
       const auto counting = std::make_shared<CountingTransport>(
-          std::make_unique<ThreadsTransport>(hub, rank, world.mesh().group(0, {Axis::shard})));
+          std::make_unique<HostTransport>(hub, rank, world.mesh().group(0, {Axis::shard})));
       counting->between_two = true;
       HostGroup group("test", counting);
       for (int time = 0; time < 2; ++time) {

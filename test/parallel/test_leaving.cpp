@@ -31,7 +31,7 @@ struct Watch {
       ++watch.exchanges;
       inner.exchange(out, in, gpu);
     }
-    ThreadsTransport inner;
+    HostTransport inner;
     Watch& watch;
     std::atomic<int> expected = 0;
   };
@@ -206,7 +206,7 @@ TEST_CASE("groups that throw while they are made leave no task without its group
 
 TEST_CASE("what a rank has posted is withdrawn when it fails: its memory may be gone", "[parallel][failures]") {
   const auto hub = std::make_shared<ThreadsHub>(0, 3);
-  ThreadsTransport sender(hub, 0, {0, 1, 2}), receiver(hub, 1, {0, 1, 2}), other(hub, 2, {0, 1, 2});
+  HostTransport sender(hub, 0, {0, 1, 2}), receiver(hub, 1, {0, 1, 2}), other(hub, 2, {0, 1, 2});
   const float out = 7, wrong[2] = {};
   float in = 0, received = 0;
   std::thread sends([&] {

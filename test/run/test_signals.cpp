@@ -168,7 +168,6 @@ TEST_CASE("a run whose directory is removed meanwhile saves nevertheless, and ca
 }
 
 TEST_CASE("the time limit counts from the start of the process and leaves time for a save", "[run][failures]") {
-  using Clock = StopCondition::Clock;
   const auto ago = [](int seconds) { return Clock::now() - std::chrono::seconds(seconds); };
   REQUIRE(StopCondition(std::nullopt, ago(100000), 1e9).reason().empty());
   REQUIRE(StopCondition(1.0, ago(50), 0).reason().empty());

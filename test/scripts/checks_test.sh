@@ -25,7 +25,7 @@ refuses llmc/data/planted.h '#include "train/trainer.h"' 'data may not include t
 refuses llmc/schedule/planted.h '#include "ops/ops.h"' 'schedule may not include ops'
 refuses llmc/comm/planted.h '#include "shard/zero.h"' 'comm may not include shard'
 refuses llmc/core/planted.h '#include "core/planted.hpp" // "core/check.h"' 'there is no llmc/core/planted.hpp'
-refuses train_gpt.cu '#include "comm/comm_threads.h"' 'the transports are private'
+refuses train_gpt.cu '#include "comm/comm_host.h"' 'the transports are private'
 refuses llmc/ops/planted.h '#  include "comm/mesh_that_is_not_there.h"' 'there is no llmc/comm/mesh_that_is_not_there.h'
 refuses llmc/model/planted.h '#include "../core/check.h"' 'make it relative to llmc/'
 refuses llmc/core/planted.h '#include "check.h"' 'there is no llmc/check.h'

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# ./train_gpt --print-schedule draws schedules, as text and as JSON, and in the manual; scripts/plot_schedule.py plots
-# the JSON, and the files of --trace; impossible schedules, and runs of those that can only be drawn, are refused.
+# ./train_gpt --print-schedule draws schedules, as text and as JSON; the manual's pictures are the program's;
+# scripts/plot_schedule.py plots the JSON, and the files of --trace; impossible schedules, and runs of those that can only
+# be drawn, are refused.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)

@@ -11,6 +11,7 @@
 #include <exception>
 #include <mutex>
 
+#include "core/clock.h"
 #include "net/meeting/gatherings.h"
 #include "net/meeting/meeting.h"
 #include "net/meeting/roster.h"
@@ -344,11 +345,11 @@ class ControlPlane : public Roster {
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::optional<Meeting> meeting_;         // on process 0
-  std::set<int> were_spares_;              // on process 0: the connections of those that were sent to a place
-  std::set<int> given_;                    // on process 0: the processes whose places these are
-  std::map<int, std::string> spares_;      // on process 0: the connections of those that wait, and their hosts
-  Limit::Clock::time_point last_given_{};  // on process 0: when they were given places
+  std::optional<Meeting> meeting_;     // on process 0
+  std::set<int> were_spares_;          // on process 0: the connections of those that were sent to a place
+  std::set<int> given_;                // on process 0: the processes whose places these are
+  std::map<int, std::string> spares_;  // on process 0: the connections of those that wait, and their hosts
+  Clock::time_point last_given_{};     // on process 0: when they were given places
   Say say_;
   std::optional<Fault> verdict_;  // why the job cannot begin; none known: it can
   std::map<int, int> lines_;      // the number of a connection in control_, and the process at its other end

@@ -3,6 +3,7 @@
 #pragma once
 #include <fstream>
 
+#include "core/clock.h"
 #include "net/meeting/agreement.h"
 #include "net/meeting/meeting_point.h"
 
@@ -65,7 +66,7 @@ class Meeting {
     return known.mapped().from;
   }
   void arrive(int line, Introduction introduction) {
-    last_arrival_ = Limit::Clock::now();
+    last_arrival_ = Clock::now();
     lines_.insert(line);
     add({line, std::move(introduction)});
   }
@@ -96,7 +97,7 @@ class Meeting {
   // The verdict has been given, and everyone has read it.
   bool is_over() const { return missing_.empty() && lines_.empty(); }
 
-  Limit::Clock::time_point last_arrival() const { return last_arrival_; }
+  Clock::time_point last_arrival() const { return last_arrival_; }
   // Why a spare cannot take any place; empty: it can.
   std::string fault_of_spare(Introduction spare) const {
     const int number = spare.greeting.process = all_[0].it.greeting.processes;  // beyond all others
@@ -190,7 +191,7 @@ class Meeting {
   bool differs_ = false;          // one that has come is refused, or not like process 0
   std::set<int> lines_;           // the open ones
   std::map<int, Silent> silent_;  // lines without an introduction; those that were late also once they are closed
-  Limit::Clock::time_point last_arrival_ = Limit::Clock::now();
+  Clock::time_point last_arrival_ = Clock::now();
   std::string left_;                // who has ended, as a sentence
   std::optional<Limit> last_call_;  // set once the processes here differ
 };

@@ -89,8 +89,7 @@ class MeetingFile {
         text_(formatted("{}\n{}\n{}\n", detail::first_line, endpoint.text(), hexadecimal(job))) {
     const std::string temporary = formatted("{}.{}.new", path_, ::getpid());
     write_text_durably(temporary, text_);
-    CHECK(::rename(temporary.c_str(), path_.c_str()) == 0, "cannot rename {} to {}: {}", temporary, path_,
-          std::strerror(errno));
+    rename_path(temporary, path_);
   }
   ~MeetingFile() {  // unless it is another job's by now
     try {

@@ -2,6 +2,7 @@
 // a spare, a process beyond their number. It waits at the rendezvous, also while the job runs; when the job starts
 // again and a process stays away, process 0 gives it that one's place. Then it comes again, as that one.
 #pragma once
+#include "core/clock.h"
 #include "net/meeting/control_plane.h"
 
 namespace llmc {
@@ -44,7 +45,7 @@ inline Limit ControlPlane::give_places(double spare_wait) {
   const auto seconds = Limit::lasting(spare_wait);
   const Limit due{std::max(meeting_->last_arrival(), last_given_) + seconds};
   if (!due.passed()) return due;
-  last_given_ = Limit::Clock::now();
+  last_given_ = Clock::now();
   for (const int process : meeting_->missing()) {
     if (spares_.empty()) break;
     const auto spare = spares_.extract(spares_.begin());

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "core/clock.h"
 #include "net/meeting/rendezvous.h"
 #include "net/watching/judge.h"
 #include "net/watching/last_resort.h"
@@ -73,8 +74,6 @@ class Watchdog {
   Board board;
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   static std::vector<int> first_ranks(const ControlPlane& control) {
     std::vector<int> ranks;
     for (int p = 0; p < control.processes(); ++p) ranks.push_back(p * control.local_ranks());

@@ -11,6 +11,7 @@
 
 #include <chrono>
 
+#include "core/clock.h"
 #include "core/files.h"
 
 namespace llmc {
@@ -73,7 +74,6 @@ class Waker {
 
 // How long a wait may take. stop: when woken, ends the wait with a PeerError.
 struct Limit {
-  using Clock = std::chrono::steady_clock;
   Clock::time_point deadline = Clock::time_point::max();
   const Waker* stop = nullptr;
 

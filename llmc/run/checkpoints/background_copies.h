@@ -5,12 +5,12 @@
 #pragma once
 #include <time.h>
 
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <thread>
 
+#include "core/clock.h"
 #include "core/shape.h"
 
 namespace llmc {
@@ -54,7 +54,7 @@ class BackgroundCopies {
       timespec cpu{};
       ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &cpu);
       cpu_seconds_ = static_cast<double>(cpu.tv_sec) + 1e-9 * static_cast<double>(cpu.tv_nsec);
-      seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
+      seconds_ = seconds_since(begin_);
     });
     std::lock_guard lock(mutex_);
     ended_ = true;
@@ -112,7 +112,7 @@ class BackgroundCopies {
 
   const std::span<std::byte> memory_;
   const int64_t piece_;
-  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  const Clock::time_point begin_ = Clock::now();
   int64_t filled_ = 0;  // bytes that were copied so far; only the first thread uses it
   double seconds_ = 0, cpu_seconds_ = 0;
 

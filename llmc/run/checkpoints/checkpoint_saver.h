@@ -1,6 +1,7 @@
 // checkpoint_saver.h: saves a run's checkpoints, retries those that could not be written, deletes old ones; ends a run
 // whose replicas have diverged, because nobody knows what it trains.
 #pragma once
+#include "core/clock.h"
 #include "core/environment.h"
 #include "core/json.h"
 #include "run/checkpoints/checkpoint_write.h"
@@ -203,7 +204,7 @@ class CheckpointSaver {
   void settle(Progress& progress, Run& run, const std::function<void()>& finish = {}) {
     if (!pending_) return;
     Pending pending = std::move(*std::exchange(pending_, std::nullopt));
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     std::string path;
     try {
       path = pending.write->publish();
@@ -286,7 +287,7 @@ class CheckpointSaver {
     Save how;
     CheckpointMode mode;
     nlohmann::ordered_json trainer;
-    std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+    Clock::time_point begin = Clock::now();
     double stalled = 0;  // seconds
     std::unique_ptr<CheckpointWrite> write = nullptr;
   };
@@ -398,7 +399,7 @@ class CheckpointSaver {
   StepReport& report_;
   StopCondition& stop_;
   std::string out_dir_ = o_.out_dir, last_;
-  std::chrono::steady_clock::time_point saved_at_ = std::chrono::steady_clock::now();  // or when the run began
+  Clock::time_point saved_at_ = Clock::now();  // or when the run began
   struct Retry {
     int64_t at = 0;     // step after which to retry; 0: no checkpoint has failed
     int64_t pause = 1;  // updates until the retry after that

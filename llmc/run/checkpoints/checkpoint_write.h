@@ -9,8 +9,8 @@
 // Nothing half-written is ever read (contract 13): files are written to OUT/.tmp-*, which the next start removes
 // (run_dir.h); RecordedFile::finish() syncs each of them to the disk before the manifest is written.
 #pragma once
-#include <chrono>
 
+#include "core/clock.h"
 #include "core/log.h"
 #include "run/checkpoints/background_copies.h"
 #include "run/checkpoints/checkpoint.h"
@@ -154,7 +154,7 @@ class CheckpointWrite {
         leads_(contents_.own ? contents_.own->first : groups_.first()),
         plan_(config, state),
         copy_stream_(memory.stream) {
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     stream.synchronize();
     CHECK(contents_.part == Part::model || !path_exists(path_),
           "{} already exists: remove it, or choose another --out-dir", path_);
@@ -176,7 +176,7 @@ class CheckpointWrite {
     }
     if (leads_) write_texts();
     if (copies_) copies_->end();
-    else seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    else seconds_ = seconds_since(begin);
   }
 
   int64_t step() const { return step_; }
@@ -379,14 +379,13 @@ class CheckpointWrite {
     if (!averages.empty()) write_manifest(averages_folder, averages);
     write_manifest("", all);
     if (contents_.before_visible) contents_.before_visible();
-    std::error_code error;
-    std::filesystem::rename(temporary_, path_, error);
-    CHECK(!error, "cannot rename {} to {}: {}", temporary_, path_, error.message());
+    rename_path(temporary_, path_);
     visible_ = true;
     try {
       fsync_directory(out_dir_);
     } catch (const Error&) {  // a crash could undo the rename, so undo it now
-      std::filesystem::rename(path_, temporary_, error);
+      std::error_code ignored;
+      std::filesystem::rename(path_, temporary_, ignored);
       throw;
     }
   }

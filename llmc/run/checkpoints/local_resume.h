@@ -4,6 +4,7 @@
 // on it is a checkpoint like any other. A file is only copied if it has the checksums of the manifest; if not, another
 // process may have it, or an older checkpoint is taken.
 #pragma once
+#include "core/clock.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/checkpoints/local_parts.h"
 #include "run/checkpoints/run_dir.h"
@@ -239,7 +240,7 @@ inline void adopt_local_checkpoint(const Processes& processes, const Options& o,
     });
     if (processes.all_gather("use local checkpoint", verdict)[0].empty()) return;
 
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     const std::string temporary = formatted("{}/.tmp-step-{:06}", o.out_dir, step);
     together(processes, "room for a local checkpoint", [&] {
       if (!first) return;
@@ -282,9 +283,7 @@ inline void adopt_local_checkpoint(const Processes& processes, const Options& o,
       log.line(formatted(
           "the newest complete checkpoint is a local one, of step {}: copied to {} in {:.1f} s, {} files of {} "
           "process(es)",
-          step, checkpoint_path(o.out_dir, step),
-          std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(), found.choice->files.size(),
-          holders.size()));
+          step, checkpoint_path(o.out_dir, step), seconds_since(begin), found.choice->files.size(), holders.size()));
     });
     return;
   }

@@ -161,9 +161,7 @@ class RunDirectory {
     write_text_durably(temporary + "/manifest.json", manifest);
     fsync_directory(temporary);
     if (path_exists(path)) log.line("WARNING: " + set_aside(step, "damaged"));
-    std::error_code error;
-    std::filesystem::rename(temporary, path, error);
-    CHECK(!error, "cannot rename {} to {}: {}", temporary, path, error.message());
+    rename_path(temporary, path);
     fsync_directory(path_);
   }
 
@@ -248,9 +246,7 @@ class RunDirectory {
   void replace(const std::string& file, const std::string& text) const {
     const std::string temporary = path_ + "/.tmp-" + std::filesystem::path(file).filename().string();
     write_text_durably(temporary, text);
-    std::error_code error;
-    std::filesystem::rename(temporary, file, error);
-    CHECK(!error, "cannot rename {} to {}: {}", temporary, file, error.message());
+    rename_path(temporary, file);
     fsync_directory(path_);
   }
 
@@ -337,9 +333,7 @@ class RunDirectory {
     const std::string from = checkpoint_path(path_, step);
     std::string to = formatted("{}/{}-step-{:06}", path_, why, step);
     for (int i = 2; path_exists(to); ++i) to = formatted("{}/{}-step-{:06}-{}", path_, why, step, i);
-    std::error_code error;
-    std::filesystem::rename(from, to, error);
-    CHECK(!error, "cannot rename {} to {}: {}", from, to, error.message());
+    rename_path(from, to);
     return formatted("renamed {} to {}", from, to);
   }
 

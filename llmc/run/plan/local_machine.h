@@ -2,9 +2,9 @@
 // layer of each kind of its model for a few steps, at its shapes and at halves of them, and by moving bytes between
 // its ranks.
 #pragma once
-#include <chrono>
 #include <mutex>
 
+#include "core/clock.h"
 #include "core/json.h"
 #include "core/log.h"
 #include "model/presets.h"
@@ -171,10 +171,10 @@ inline LinkRate time_links(int ranks, const Device& device) {
         const Tensor x = arena.alloc("links", "numbers", DType::fp32, {elements[size] * ranks});
         if (turn == 0) zero(x, stream);
         stream.synchronize();
-        const auto begin = std::chrono::steady_clock::now();
+        const auto begin = Clock::now();
         groups[GroupName::scalars].all_gather(x, stream);
         stream.synchronize();
-        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        const double seconds = seconds_since(begin);
         std::lock_guard lock(mutex);
         if (turn > 1) best[size] = std::min(best[size], seconds);
       }

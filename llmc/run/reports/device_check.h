@@ -1,10 +1,10 @@
 // device_check.h: --check-devices: before the first step all ranks multiply and copy for some milliseconds, at the same
 // time. One whose device is much slower would keep the others waiting in every step: it is named.
 #pragma once
-#include <chrono>
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "core/clock.h"
 #include "core/environment.h"
 #include "core/log.h"
 #include "run/processes.h"
@@ -71,7 +71,7 @@ inline std::vector<DeviceSpeed> measure_local_speeds(const Device& device, const
 
 // Called by all processes.
 inline void check_devices(const Processes& processes, const Device& device, const Place& place, DType dtype, Log& log) {
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = Clock::now();
   processes.all_gather("devices to check", "");  // at the same time
   nlohmann::json mine = nlohmann::json::array();
   for (const DeviceSpeed& s : measure_local_speeds(device, place, dtype)) mine.push_back({s.flops, s.bytes});
@@ -85,8 +85,7 @@ inline void check_devices(const Processes& processes, const Device& device, cons
   const std::vector<std::string> slow = slow_devices(all, name);
   for (const std::string& line : slow) log.line("WARNING: --check-devices: " + line);
   if (slow.empty())
-    log.line(formatted("--check-devices: {} ranks are alike, {:.0f} ms", all.size(),
-                       1e3 * std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count()));
+    log.line(formatted("--check-devices: {} ranks are alike, {:.0f} ms", all.size(), 1e3 * seconds_since(begin)));
 }
 
 }  // namespace llmc

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "core/clock.h"
 #include "core/environment.h"
 #include "core/files.h"
 #include "core/json.h"
@@ -43,10 +44,10 @@ std::array<double, sizeof...(Ops)> best_seconds(const Device& device, DType dtyp
     const int calls = on.kind == DeviceKind::cuda ? 4 : 1;
     const auto seconds = [&](const auto& op) {
       stream.synchronize();
-      const auto begin = std::chrono::steady_clock::now();
+      const auto begin = Clock::now();
       for (int call = 0; call < calls; ++call) op(out, x, y, stream);
       stream.synchronize();
-      return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() / calls;
+      return seconds_since(begin) / calls;
     };
     for (int i = 0; i < 8; ++i) {
       const std::array<double, sizeof...(Ops)> now = {seconds(ops)...};

@@ -1,8 +1,8 @@
 // step_report.h: what a run prints about its updates: a line for each, GPU readings, and the summary at the end.
 #pragma once
-#include <chrono>
 #include <deque>
 
+#include "core/clock.h"
 #include "device/nvml.h"
 #include "run/checkpoints/progress.h"
 #include "run/job.h"
@@ -10,16 +10,12 @@
 
 namespace llmc {
 
-inline double seconds_since(std::chrono::steady_clock::time_point begin) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
 // What a run does between updates.
 enum class Task : uint8_t { validation, sample, checkpoint };
 
 // The sums of this start of a run, over all of its stretches.
 struct RunTotals {
-  std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+  Clock::time_point begin = Clock::now();
   double step_seconds = 0;  // without validation, sampling and checkpoints
   double data_seconds = 0;  // of these, waiting for data
   int64_t updates = 0, tokens = 0;
@@ -37,7 +33,7 @@ class StepReport {
   // Training resumes after this step, or begins if it is 0.
   void resume_after(int64_t step) { first_ = step; }
   // An update begins, and none is under way.
-  void start_clock() { clock_ = std::chrono::steady_clock::now(); }
+  void start_clock() { clock_ = Clock::now(); }
 
   void saved(double seconds) { totals_.save_seconds = seconds; }
   // The next update waited so long for its batches.
@@ -51,7 +47,7 @@ class StepReport {
   // is flushed, and none while it fills.
   void finished(int64_t step, double lr, const StepResult& result, const NoiseScale& noise) {
     between_.push_back(seconds_since(clock_));
-    clock_ = std::chrono::steady_clock::now();
+    clock_ = Clock::now();
     totals_.step_seconds += between_.back();
     totals_.tokens += job_.step.tokens();
     totals_.flops += job_.flops_per_step();
@@ -92,7 +88,7 @@ class StepReport {
   // Runs a task and records how long it took.
   template <class F>
   void timed(Task task, F&& work) {
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     work();
     task_seconds_[static_cast<size_t>(task)] = seconds_since(begin);
   }
@@ -217,8 +213,8 @@ class StepReport {
   bool first_rank_;
   bool raised_ = false, rounds_said_ = false;  // notices that are printed once
   std::optional<GpuMonitor> monitor_;
-  int64_t first_ = 0;                            // updates done when training began or resumed
-  std::chrono::steady_clock::time_point clock_;  // when the last update finished, or the current one began
+  int64_t first_ = 0;        // updates done when training began or resumed
+  Clock::time_point clock_;  // when the last update finished, or the current one began
   RunTotals& totals_;
   double data_seconds_ = 0;  // that the last update waited for its batches
   static constexpr size_t recent_updates = 16;

@@ -2,9 +2,9 @@
 // models on one rank: loss, gradient norm, every gradient, the resulting weights (contracts 3 and 5). The layouts of
 // layouts.h come first; then, with --selftest-minutes, others at random: draws (draws.h), one after the other.
 #pragma once
-#include <chrono>
 #include <random>
 
+#include "core/clock.h"
 #include "core/log.h"
 #include "run/selftest/compare.h"
 #include "run/selftest/draws.h"
@@ -166,8 +166,6 @@ class SweepRun {
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   void compare(uint64_t number) {
     const Draw d = draw(sweep_.max_ranks, number);
     last_ = number;
@@ -215,7 +213,7 @@ class SweepRun {
   }
 
   int64_t draws() const { return count_.good + count_.failed + count_.not_compared; }
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
+  double seconds() const { return seconds_since(begin_); }
   std::string not_good_text() const {
     return (count_.failed == 0 ? "" : formatted(", {} FAILED", count_.failed)) + count_.not_compared_text();
   }
@@ -237,7 +235,7 @@ class SweepRun {
 inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& models,
                          const selftest::Machine& machine = {}, const selftest::Parts& parts = {}) {
   using namespace selftest;
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = Clock::now();
   const int64_t total = count_layouts(models);
   CHECK(total > 0, "the self-test has no layout to compare");
   int max_ranks = 0;
@@ -247,7 +245,7 @@ inline bool run_selftest(Log& log, const std::vector<selftest::ModelLayouts>& mo
   LayoutTables tables(log, machine, parts, total);
   Count count;
   for (const ModelLayouts& m : models) count += tables.compare(m);
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  const double seconds = seconds_since(begin);
   log.line("");
   log.line(formatted("self-test: {} of {} layouts are good{} | {}", count.good, total, count.not_compared_text(),
                      human_duration(seconds)));

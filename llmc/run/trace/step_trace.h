@@ -4,6 +4,7 @@
 #include <chrono>
 #include <sstream>
 
+#include "core/clock.h"
 #include "core/environment.h"
 #include "core/json.h"
 #include "core/log.h"
@@ -143,7 +144,6 @@ class StepTrace {
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
   static int64_t steady_ns(Clock::time_point t) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(t.time_since_epoch()).count();
   }

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "core/clock.h"
 #include "cuda/emulator/emulator_ranks.h"
 #include "helpers.h"
 
@@ -29,17 +30,13 @@ inline ncclUniqueId told_id() {
 }
 inline std::string told_file(const std::string& name) { return told("TEST_DIR") + "/" + name; }
 
-inline double seconds_since(std::chrono::steady_clock::time_point begin) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
 // What does not wait for anything takes less, even on a busy machine; what waits for a peer would take 10 s or more.
 inline constexpr double prompt = 8;
 
 // Waits until f() is true, for 10 seconds at most.
 template <class F>
 bool eventually(F&& f) {
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = Clock::now();
   while (!f()) {
     if (seconds_since(begin) > 10) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -51,7 +51,7 @@ struct Alone {
 };
 
 // Ranks that live see at once that one has died; after an abort the stream proceeds.
-void expect_a_death(Alone& alone, std::chrono::steady_clock::time_point begin) {
+void expect_a_death(Alone& alone, Clock::time_point begin) {
   REQUIRE(eventually([&] { return alone.state() == ncclRemoteError; }));
   CHECK(seconds_since(begin) < prompt);
   REQUIRE_THAT(ncclGetLastError(nullptr), ContainsSubstring("in another process, has ended or was aborted"));
@@ -189,7 +189,7 @@ TEST_CASE("process: death", "[.process]") {
   const std::string when = told("TEST_WHEN");
   const bool dies = this_process() == 1;
   Alone alone(when == "init" ? 3 : 2, false);
-  const auto begin = std::chrono::steady_clock::now();
+  const auto begin = Clock::now();
   if (when == "init") {  // rank 2 never comes
     REQUIRE(alone.state() != ncclSuccess);
     if (dies) raise(SIGKILL);
@@ -203,7 +203,7 @@ TEST_CASE("process: death", "[.process]") {
   };
   reduce();
   alone.self.finish();
-  const auto after = std::chrono::steady_clock::now();
+  const auto after = Clock::now();
   if (dies) raise(SIGKILL);
   if (when == "in a collective") reduce();
   expect_a_death(alone, after);
@@ -228,7 +228,7 @@ TEST_CASE("process: abort", "[.process]") {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       NCCL_OK(ncclCommAbort(alone.self.comm));
     }).join();
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     alone.self.finish();
     CHECK(seconds_since(begin) < prompt);
   } else {

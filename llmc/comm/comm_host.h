@@ -1,6 +1,5 @@
-// comm_threads.h: transports between ranks that are threads: of one process, where the receiver copies directly from
-// the sender's buffer, or of several, to whom bytes go through Links (TCP
-// or MPI). Private to world.h.
+// comm_host.h: the transport between ranks that are threads: of one process, where the receiver copies directly from
+// the sender's buffer, or of several, between which bytes go through Links (TCP or MPI). Private to world.h.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -107,11 +106,11 @@ struct LocalRanks {
 };
 
 // Ranks of this process talk through its memory, and with other ranks through Links (TCP or MPI).
-class ThreadsTransport final : public Transport {
+class HostTransport final : public Transport {
  public:
   // members: the global ranks of the group; index: this rank's place among them. group: a number, equal on all members.
-  ThreadsTransport(std::shared_ptr<ThreadsHub> hub, int index, std::vector<int> members, int group = 0,
-                   LocalRanks local = {})
+  HostTransport(std::shared_ptr<ThreadsHub> hub, int index, std::vector<int> members, int group = 0,
+                LocalRanks local = {})
       : hub_(std::move(hub)), index_(index), members_(std::move(members)), group_(group), local_(local) {}
   int rank() const override { return index_; }
   int size() const override { return static_cast<int>(members_.size()); }
