@@ -3,7 +3,7 @@
 #include <numeric>
 
 #include "cuda/device_test.h"
-#include "ops/cpu/elementwise.h"
+#include "ops/cpu/embedding.h"
 #include "ops/cuda/embedding.cuh"
 
 using namespace llmc;

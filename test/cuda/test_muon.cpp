@@ -1,6 +1,6 @@
 // Muon's kernels against the CPU ops.
 #include "cuda/device_test.h"
-#include "ops/cpu/update.h"
+#include "ops/cpu/muon.h"
 #include "ops/cuda/muon.cuh"
 
 using namespace llmc;

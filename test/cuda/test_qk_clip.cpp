@@ -1,6 +1,6 @@
 // QK-clip's kernels against the CPU ops.
 #include "cuda/device_test.h"
-#include "ops/cpu/update.h"
+#include "ops/cpu/qk_clip.h"
 #include "ops/cuda/qk_clip.cuh"
 #include "ops/optimizers.h"
 
