@@ -162,8 +162,8 @@ class CpuQueue {
       if (queue_.empty()) idle_.notify_all();
     }
   }
-  // Runs tasks in order until one throws, and returns its error; then `tasks` keeps all of
-  // them, those that ran without their `run`.
+  // Runs tasks in order until one throws, and returns its error; then `tasks` keeps all of them, those that ran without
+  // their `run`.
   std::exception_ptr run(std::vector<Task>& tasks) {
     std::exception_ptr failed;
     const auto begin = Clock::now();

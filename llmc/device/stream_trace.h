@@ -1,7 +1,6 @@
 // stream_trace.h: records what a stream did when, while a step is traced: one track of a trace (core/trace.h); and
 // named ranges for NVIDIA's profilers (NVTX), no-ops in other builds.
 #pragma once
-
 #include "core/clock.h"
 #include "core/trace.h"
 #ifdef TRAIN_GPT_CUDA

@@ -1,7 +1,6 @@
 // recorded_choices.h: what the machine at hand decides and rounding depends on: the algorithms of products on a GPU,
 // the instruction set on a CPU. Checkpoints record them, so that a resumed run computes as before where it can.
 #pragma once
-
 #include "core/clock.h"
 #include "core/log.h"
 #include "run/ranks.h"

@@ -9,7 +9,6 @@
 // Nothing half-written is ever read (contract 13): files are written to OUT/.tmp-*, which the next start removes
 // (run_dir.h); RecordedFile::finish() syncs each of them to the disk before the manifest is written.
 #pragma once
-
 #include "core/clock.h"
 #include "core/log.h"
 #include "run/checkpoints/background_copies.h"
