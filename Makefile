@@ -364,6 +364,15 @@ build/emulated/train_gpt.o: train_gpt.cu build/cuda_test.flags
 	@mkdir -p $(@D) && echo 'train_gpt.cu (emulated)'
 	@$(CXX) -x c++ $(CUDA_TEST_FLAGS) -MMD -MP -c $< -o $@
 
+# The trainer for CPUs with ThreadSanitizer, for test/scripts/long_thread_sanitizer_test.sh: ranks, workers, writers and
+# what watches them are threads. Without OpenMP, as above.
+build/tsan/cpu/train_gpt: build/tsan/cpu/train_gpt.o $(PORTABLE_OPS:%.cpp=build/tsan/%.o) build/tsan/llmc/core/toml.o
+	@$(CXX) $(SANITIZE_tsan) -fopenmp -rdynamic $(filter %.o,$^) -o $@ $(LDFLAGS) $(filter-out -Xlinker $(CPU_OPS) build/cpu/toml.o,$(LIBS))
+build/tsan/cpu/train_gpt.o: train_gpt.cu build/cuda_test.flags
+	@mkdir -p $(@D) && echo 'train_gpt.cu (tsan)'
+	@$(CXX) -x c++ -std=c++20 -O1 -Illmc $(filter-out -DCPU_ISA_SETS,$(DEFINES)) $(ARCH_FLAGS) -Wall -Wextra -Wno-unknown-pragmas \
+	  $(LAVISH) $(CPPFLAGS) $(CXXFLAGS) $(SANITIZE_tsan) -MMD -MP -c $< -o $@
+
 # dev/gpu/rehearse.sh runs these in place of the programs for a GPU.
 build/emulated/ladders: $(patsubst %.cu,build/emulated/%.o,dev/cuda/ladders.cu $(LADDERS))
 build/emulated/op_table: build/emulated/dev/bench/cuda/op_table.o
@@ -467,7 +476,7 @@ check-archs: $(patsubst %,build/all_kernels_%.o,sm_80 sm_90 sm_100)
 build/all_kernels_sm_%.o: test/cuda/all_kernels.cu build/smoke_cuda.flags
 	$(NVCC) -x cu $(call FLAGS_cuda,-O0,sm_$*) -Werror all-warnings -MMD -MP -c $< -o $@
 
--include $(wildcard build/*.d build/test/*.d build/mpi/*.d build/cpu/*.d $(foreach d,/ /*/*/ /*/*/*/ /*/*/*/*/,build/[at]san$d*.d build/emulated$d*.d build/gpu$d*.d))
+-include $(wildcard build/*.d build/test/*.d build/mpi/*.d build/cpu/*.d $(foreach d,/ /*/ /*/*/ /*/*/*/ /*/*/*/*/,build/[at]san$d*.d build/emulated$d*.d build/gpu$d*.d))
 
 # ---- Checks: each may be made alone ----------------------------------------------------------------------------------
 

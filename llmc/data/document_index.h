@@ -58,7 +58,7 @@ class DocumentIndex {
     if (std::filesystem::exists(path_, unknown)) {
       const std::optional<std::string> fault = fault_of_file();
       if (!fault) return;
-      notice(formatted("notice: the documents of {} are indexed again: {}", of_, *fault));
+      notice(formatted("the documents of {} are indexed again: {}", of_, *fault));
     }
     const auto for_blocks = [&](const auto& found) { find_documents(files, i, vocab_size, end_of_text, found); };
     std::optional<std::string> trouble;
@@ -73,19 +73,20 @@ class DocumentIndex {
     CHECK(source(files, i, end_of_text) == source_, "{}: has changed while its documents were indexed; start again",
           of_);
     if (trouble)
-      notice(formatted("notice: the index of the documents of {} cannot be kept, so every run makes it again: {}", of_,
-                       *trouble));
+      notice(
+          formatted("the index of the documents of {} cannot be kept, so every run makes it again: {}", of_, *trouble));
   }
 
   int64_t documents() const { return documents_; }
   const std::string& path() const { return path_; }
 
-  // Where the documents [first, first + n) begin. Thread-safe.
-  std::vector<int64_t> begins(int64_t first, int64_t n) const {
+  // Where the documents [first, first + n) begin. What `open` keeps open outlives its name, and what replaces it.
+  // Thread-safe.
+  std::vector<int64_t> begins(int64_t first, int64_t n, OpenFiles& open) const {
     CHECK(first >= 0 && n >= 0 && first <= documents_ - n);
     if (!in_memory_.empty()) return {in_memory_.begin() + first, in_memory_.begin() + first + n};
     std::vector<int64_t> begins(static_cast<size_t>(n));
-    File::open_read(path_).read_at(begins.data(), n * 8, first * 8);
+    open.open_read(path_)->read_at(begins.data(), n * 8, first * 8);
     const bool ascend = std::ranges::adjacent_find(begins, std::greater_equal<>()) == begins.end();
     CHECK(ascend && (n == 0 || (begins.front() >= 0 && begins.back() < tokens_)),
           "{}: its contents are no places in the {} tokens of {} in ascending order; it is damaged: delete it", path_,
@@ -109,10 +110,11 @@ class DocumentIndex {
 
   // Why the index file is of no use; none: it is good, and sets documents_.
   std::optional<std::string> fault_of_file() try {
-    const File file = File::open_read(path_);
-    const int64_t seal_at = file.size() - static_cast<int64_t>(sizeof(IndexSeal));
+    OpenFiles open;
+    const std::shared_ptr<const File> file = open.open_read(path_);
+    const int64_t seal_at = file->size() - static_cast<int64_t>(sizeof(IndexSeal));
     IndexSeal seal;
-    if (seal_at >= 0) file.read_at(&seal, sizeof seal, seal_at);
+    if (seal_at >= 0) file->read_at(&seal, sizeof seal, seal_at);
     if (seal_at < 0 || seal.version != IndexSeal().version || seal.seal != seal.hash() || seal.documents < 1 ||
         seal.documents != seal_at / 8 || seal_at % 8 != 0)
       return formatted("{} is damaged or of another format", path_);
@@ -120,7 +122,7 @@ class DocumentIndex {
     documents_ = seal.documents;
     RunningHash hash;
     for (int64_t first = 0; first < documents_; first += block) {
-      const std::vector<int64_t> some = begins(first, std::min(block, documents_ - first));
+      const std::vector<int64_t> some = begins(first, std::min(block, documents_ - first), open);
       if (first == 0 && some[0] != 0) return formatted("{} lacks the first document", path_);
       hash.add(some.data(), static_cast<int64_t>(some.size()) * 8);
     }

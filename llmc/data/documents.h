@@ -19,7 +19,8 @@ enum class TextFormat : uint8_t { text, json_lines };
 
 // By the name. A file of text is one document.
 inline TextFormat format_of(std::string path) {
-  for (const char* packed : {".gz", ".zst"})
+  for (char& c : path) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c + ('a' - 'A')) : c;
+  for (const char* packed : {".gz", ".zst", ".zstd"})
     if (path.ends_with(packed)) path.resize(path.find_last_of('.'));
   for (const char* suffix : {".jsonl", ".ndjson", ".json"})
     if (path.ends_with(suffix)) return TextFormat::json_lines;
@@ -67,6 +68,7 @@ class ChunkReader {
       }
       const bool is_json = format_of(file_->path()) == TextFormat::json_lines;
       const std::string_view text = std::string_view(rest_).substr(0, wanted_);
+      if (!is_json && at_.offset == 0) require_text(text);
       std::optional<size_t> end = more ? is_json ? end_of_line(text) : cut_(text) : text.size();
       if (!is_json && !end && text.size() >= longest_part) end = text.size() - detail::unfinished(text);
       CHECK(end || text.size() < longest_line,
@@ -103,6 +105,15 @@ class ChunkReader {
       ended_ = rest_.size() <= wanted_;
     }
     return rest_.size() > wanted_;
+  }
+
+  // The beginning of a file. UTF-16 without a mark is valid UTF-8 where it is ASCII: half of it are NULs.
+  void require_text(std::string_view text) const {
+    const auto nuls = std::ranges::count(text, '\0');
+    CHECK(200 * nuls <= std::ssize(text),
+          "{}: {} of its first {} bytes are NUL, so it is no text in UTF-8: name text files only, and convert UTF-16: "
+          "iconv -f UTF-16LE -t UTF-8",
+          file_->path(), nuls, text.size());
   }
 
   static std::optional<size_t> end_of_line(std::string_view text) {

@@ -150,7 +150,7 @@ class PackedShards {
       begins.clear();
     };
     for (int64_t some = 0; some < index.documents(); some += block)
-      for (const int64_t begin : index.begins(some, std::min(block, index.documents() - some))) {
+      for (const int64_t begin : index.begins(some, std::min(block, index.documents() - some), *open_)) {
         if (!begins.empty() && begin / window != begins.front() / window) end_window(begin);
         begins.push_back(begin);
       }
@@ -186,7 +186,7 @@ class PackedShards {
     }
     const Window& window = windows_[w];
     const std::vector<int64_t> begins =
-        indexes_[static_cast<size_t>(window.file)]->begins(window.first_document, window.documents);
+        indexes_[static_cast<size_t>(window.file)]->begins(window.first_document, window.documents, *open_);
     auto rows = std::make_shared<const PackedRows>(
         pack_rows(config_.packing, documents_of(begins, window.end), config_.seq_len));
     const std::lock_guard lock(mutex_);
@@ -203,7 +203,8 @@ class PackedShards {
 
   const TokenFiles& files_;
   Config config_;
-  std::vector<std::optional<DocumentIndex>> indexes_;  // of each file
+  std::vector<std::optional<DocumentIndex>> indexes_;                // of each file
+  std::unique_ptr<OpenFiles> open_ = std::make_unique<OpenFiles>();  // the indexes
   std::vector<Window> windows_;
   PackingCounts counts_;
   // Of each row, a byte, so that a step's targets are counted without packing the windows of all its rows again.

@@ -2,6 +2,7 @@
 #pragma once
 #include <zlib.h>
 #include <zstd.h>
+#include <zstd_errors.h>
 
 #include "core/files.h"
 
@@ -23,6 +24,7 @@ class TextFile {
       kind_ = Kind::zstd;
       zstd_ = {ZSTD_createDCtx(), ZSTD_freeDCtx};
       CHECK(zstd_ != nullptr, "{}: no memory to decompress it", path);
+      ZSTD_DCtx_setParameter(zstd_.get(), ZSTD_d_windowLogMax, ZSTD_dParam_getBounds(ZSTD_d_windowLogMax).upperBound);
     } else {
       for (const auto& [magic, kind, remedy] : others)
         CHECK(!start.starts_with(magic),
@@ -56,7 +58,8 @@ class TextFile {
   static constexpr Other others[] = {{"\xfd\x37zXZ", "xz", "decompress it: xz -d"},
                                      {"BZh", "bzip2", "decompress it: bunzip2"},
                                      {"PK\x03\x04", "zip", "decompress it: unzip"},
-                                     {"PAR1", "Parquet", "data/tokenize_text.py makes shards of it"}};
+                                     {"PAR1", "Parquet", "data/tokenize_text.py makes shards of it"},
+                                     {"ARROW1", "Arrow", "data/tokenize_text.py makes shards of it"}};
   // pzstd's files begin with one.
   static bool is_skippable_zstd_frame(std::string_view start) {
     return start.size() > 3 && (start[0] & 0xf0) == 0x50 && start.substr(1, 3) == "\x2a\x4d\x18";
@@ -115,6 +118,9 @@ class TextFile {
       ZSTD_inBuffer from{in_.data(), in_end_, in_at_};
       const size_t status = ZSTD_decompressStream(zstd_.get(), &to, &from);
       in_at_ = from.pos;
+      CHECK(ZSTD_getErrorCode(status) != ZSTD_error_memory_allocation,
+            "{}: no memory to decompress it: compressed with zstd --long=31 it takes 2 GiB; compress it without",
+            path());
       CHECK(!ZSTD_isError(status), "{}: damaged zstd data ({}) before byte {}; get the file again", path(),
             ZSTD_getErrorName(status), in_file_);
       within_ = status != 0;

@@ -100,6 +100,7 @@ class PinnedMemory {
   explicit PinnedMemory(size_t bytes) : bytes_(bytes) {
     void* memory = nullptr;
     const cudaError_t status = cudaMallocHost(&memory, bytes);
+    if (status != cudaSuccess) cudaGetLastError();  // a caller may do without
     CHECK(status == cudaSuccess,
           "cannot pin {} bytes of host memory for copies to the GPU: {}; raise `ulimit -l` or the "
           "container's memory limit",

@@ -21,6 +21,7 @@ inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
   job.rollbacks = first.rollbacks;
   job.resume(from, log);
   job.require_later_stretches();
+  require_same_run(from, job);
   return job;
 }
 // The job from the run's beginning on.

@@ -36,6 +36,8 @@ struct TokenizeJob {
 
 namespace detail {
 
+inline constexpr const char* record_suffix = ".tokenized.json";
+
 // What the shards are made of, and how far they have come.
 struct TokenizeRecord {
   nlohmann::json inputs, tokenizer;
@@ -192,8 +194,11 @@ class Tokenization {
     for (const std::string& path : job_.paths) all_bytes_ += File::open_read(path).size();
     const double share = std::min(1.0, most / static_cast<double>(std::max<int64_t>(1, all_bytes_)));
     record_.inputs = nlohmann::json::array();
-    for (const std::string& path : job_.paths)
+    std::set<std::string> named;
+    for (const std::string& path : job_.paths) {
       record_.inputs.push_back({{"path", path}, {"checksum", sampled_checksum(path, share)}});
+      if (!named.insert(path).second) log_.line(formatted("notice: {} is named again, and read again", path));
+    }
     record_.tokenizer = {{"checksum", checksum(tokenizer_.files().at("tokenizer.json"))},
                          {"end_of_text", tokenizer_.end_of_text()},
                          {"vocab_size", tokenizer_.size()}};
@@ -260,7 +265,11 @@ class Tokenization {
     on_threads(job_.threads, [&] { work(); });
     if (fault_ || !stopped_.empty()) {
       if (stopped_.empty() && record_.tokens == 0 && !path_exists(record_path_)) std::rethrow_exception(fault_);
-      write_record();
+      try {
+        write_record();
+      } catch (...) {
+        if (!fault_) throw;  // otherwise it came first, such as a full disk
+      }
       if (fault_) std::rethrow_exception(fault_);
       throw Error(formatted("stopped by {} after {} documents, {} tokens; the same command{} goes on from there",
                             stopped_, record_.documents, record_.tokens, job_.restart ? ", without --restart," : ""),
@@ -364,8 +373,14 @@ class Tokenization {
 
   void write_record() {
     writer_->sync();
-    write_text_durably(record_path_ + ".new", record_.to_json().dump(1) + "\n");
-    std::filesystem::rename(record_path_ + ".new", record_path_);
+    const std::string next = record_path_ + ".new";
+    try {
+      write_text_durably(next, record_.to_json().dump(1) + "\n");
+      rename_path(next, record_path_);
+    } catch (...) {
+      std::remove(next.c_str());
+      throw;
+    }
     writer_->sync();
   }
 
@@ -373,7 +388,7 @@ class Tokenization {
   const Tokenizer& tokenizer_;
   Log& log_;
   const int64_t width_ = token_width(tokenizer_.size());
-  const std::string record_path_ = job_.prefix + ".tokenized.json";
+  const std::string record_path_ = job_.prefix + record_suffix;
   int64_t all_bytes_ = 0, text_bytes_before_ = 0;
   FileLock lock_;
   std::vector<std::string> made_;  // folders, the outermost first
@@ -400,12 +415,13 @@ inline void tokenize_files(const TokenizeJob& job, const Tokenizer& tokenizer, L
   detail::Tokenization(job, tokenizer, log).run();
 }
 
-// The files that --tokenize names: files and patterns, with commas between them.
+// The files that --tokenize names: files and patterns, which its own records do not match, with commas between them.
 inline std::vector<std::string> files_to_tokenize(const std::string& names) {
   std::vector<std::string> paths;
   for (const std::string& name : split(names, ',')) {
     CHECK(!name.empty(), "--tokenize {}: a name is missing: give files or quoted patterns", shown(names, 300));
-    for (std::string& path : expand_glob(name, "--tokenize", ".txt")) paths.push_back(std::move(path));
+    for (std::string& path : expand_glob(name, "--tokenize", ".txt"))
+      if (path == name || !path.ends_with(detail::record_suffix)) paths.push_back(std::move(path));
   }
   return paths;
 }

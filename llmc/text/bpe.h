@@ -66,7 +66,8 @@ class Bpe {
     for (size_t at = text.size() - std::min<size_t>(text.size(), 8), before; at > middle; at = before) {
       for (before = at - 1; before > middle && utf8_continues(text[before]);) --before;
       const Utf8Character a = utf8_at(text, before), b = utf8_at(text, at), next = utf8_at(text, at + b.width);
-      if (utf8_continues(text[at]) || a.width != at - before || std::max({a.code, b.code, next.code}) > last_character)
+      if (utf8_continues(text[before]) || utf8_continues(text[at]) || a.width != at - before ||
+          std::max({a.code, b.code, next.code}) > last_character)
         continue;
       // nor does what follows b change b
       if (normalizer_.independent(a.code, b.code) && normalizer_.independent(b.code, next.code) &&
@@ -86,7 +87,8 @@ class Bpe {
 
   // The id of a token, added or ordinary, by its text.
   std::optional<int32_t> find(std::string_view text) const {
-    const auto found = std::find(tokens_.begin(), tokens_.end(), text);
+    const auto found = text.empty() ? tokens_.end()  // ids without a token have an empty text
+                                    : std::find(tokens_.begin(), tokens_.end(), text);
     return found == tokens_.end() ? std::nullopt : std::optional(static_cast<int32_t>(found - tokens_.begin()));
   }
 
@@ -159,6 +161,7 @@ class Bpe {
     std::map<std::string, int32_t> ids;  // of those that are not in the vocabulary
     for (const nlohmann::json& json : added) {
       const std::string content = json.at("content");
+      if (content.empty()) continue;  // as the library does
       const auto name = [&] { return formatted("{}: added token '{}'", where_, shown(content)); };
       const int32_t id = BpeVocabulary::id_of(json.at("id"), most, name),
                     next = narrow<int32_t>(std::ssize(vocabulary) + std::ssize(ids));

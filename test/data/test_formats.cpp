@@ -109,7 +109,8 @@ TEST_CASE("documents that are packed begin where each format says", "[data][form
   const auto begins_of = [&](const std::string& path, DataFormat format) {
     const DocumentIndex index(TokenFiles(path, "--train-data", format), 0, vocabulary, end_of_text, dir / "cache",
                               notice);
-    return index.begins(0, index.documents());
+    OpenFiles files;
+    return index.begins(0, index.documents(), files);
   };
   for (const std::string& file : foreign_files()) {
     INFO(file);

@@ -418,11 +418,16 @@ TEST_CASE("documents are indexed once; another state of the file, and damage, ha
       if (i == 0 || tokens[i] == end_of_text) begins.push_back(static_cast<int64_t>(i));
     return begins;
   };
-  const auto all = [](const DocumentIndex& index) { return index.begins(0, index.documents()); };
+  const auto all = [](const DocumentIndex& index) {
+    OpenFiles files;
+    return index.begins(0, index.documents(), files);
+  };
   std::vector<uint16_t> tokens = write_documents<uint16_t>(file, random, 2000, 50);
   const DocumentIndex index = open();
   REQUIRE(all(index) == expected(tokens));
-  for (size_t i = 0; i < 4; ++i) REQUIRE(index.begins(3, 4)[i] == all(index)[3 + i]);
+  const std::vector<int64_t> before = all(index);
+  OpenFiles kept;
+  for (size_t i = 0; i < 4; ++i) REQUIRE(index.begins(3, 4, kept)[i] == all(index)[3 + i]);
   REQUIRE(names_in(cache).size() == 1);  // nothing temporary
 
   // Found again, even though it is no longer right: the tokens are not read.
@@ -473,7 +478,10 @@ TEST_CASE("documents are indexed once; another state of the file, and damage, ha
     damaged(std::string(reinterpret_cast<const char*>(begins.data()), sizeof begins) +
             std::string(reinterpret_cast<const char*>(&seal), sizeof seal));
   }
+  REQUIRE(index.begins(3, 4, kept) ==
+          std::vector<int64_t>(before.begin() + 3, before.begin() + 7));  // of a file replaced since
   std::filesystem::remove(index.path());
+  REQUIRE(index.begins(3, 1, kept)[0] == before[3]);
   REQUIRE_ERROR(all(index), "cannot open " + index.path());
 }
 
@@ -485,7 +493,8 @@ TEST_CASE("without a cache directory that can be written, an index stays in memo
   for (int time = 0; time < 2; ++time) {
     std::vector<std::string> notices;
     const DocumentIndex index(files, 0, 5, 0, dir / "file/cache", [&](const std::string& n) { notices.push_back(n); });
-    REQUIRE(index.begins(0, index.documents()) == std::vector<int64_t>{0, 1, 3});
+    OpenFiles none;
+    REQUIRE(index.begins(0, index.documents(), none) == std::vector<int64_t>{0, 1, 3});
     REQUIRE(notices.size() == 1);
     REQUIRE_THAT(notices[0], Catch::Matchers::ContainsSubstring("x.bin cannot be kept, so every run makes it again") &&
                                  Catch::Matchers::ContainsSubstring("file/cache"));

@@ -38,6 +38,19 @@ std::string zstd(const std::string& text) {
   ZSTD_freeCCtx(context);
   return packed;
 }
+// As zstd --long=28 writes it from a pipe: its window is 256 MiB, and the library's usual limit 128.
+std::string zstd_of_long_window(const std::string& text) {
+  std::string packed(ZSTD_compressBound(text.size()), '\0');
+  ZSTD_CCtx* context = ZSTD_createCCtx();
+  ZSTD_CCtx_setParameter(context, ZSTD_c_windowLog, 28);
+  ZSTD_outBuffer to{packed.data(), packed.size(), 0};
+  ZSTD_inBuffer from{text.data(), text.size(), 0}, end{nullptr, 0, 0};
+  REQUIRE_FALSE(ZSTD_isError(ZSTD_compressStream2(context, &to, &from, ZSTD_e_continue)));
+  REQUIRE(ZSTD_compressStream2(context, &to, &end, ZSTD_e_end) == 0);
+  ZSTD_freeCCtx(context);
+  packed.resize(to.pos);
+  return packed;
+}
 void write(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
 
 // Documents of many lengths, some MB of them, as lines of JSON.
@@ -122,8 +135,16 @@ TEST_CASE("texts compressed with gzip or zstd, in one part or several, are read 
   const std::string skipped("\x53\x2a\x4d\x18\4\0\0\0size", 12);  // a frame of pzstd's
   write(dir / "skipped.jsonl.zst", skipped + zstd(first) + skipped + zstd(rest));
   REQUIRE(all_text({dir / "skipped.jsonl.zst"}) == plain);
+  write(dir / "long.jsonl.zst", zstd_of_long_window(lines));
+  REQUIRE(all_text({dir / "long.jsonl.zst"}) == plain);
+  for (const char* name : {"f.JSONL", "g.jsonl.zstd", "h.NDJSON.GZ"}) {  // by its beginning, whatever the name says
+    write(dir / name, lines);
+    REQUIRE(all_text({dir / name}) == plain);
+  }
   write(dir / "e.jsonl", "PAR1....");
   REQUIRE_ERROR(all_text({dir / "e.jsonl"}), "e.jsonl: a Parquet file");
+  write(dir / "utf-16.txt", std::string("t\0e\0x\0t\0", 8));
+  REQUIRE_ERROR(all_text({dir / "utf-16.txt"}), "utf-16.txt: 4 of its first 8 bytes are NUL");
 }
 
 TEST_CASE("a repeated command keeps its shards, however --out is spelled", "[tokenize]") {
@@ -140,6 +161,22 @@ TEST_CASE("a repeated command keeps its shards, however --out is spelled", "[tok
       REQUIRE(std::filesystem::exists(dir / "c_train_000005.bin"));
     }
   }
+}
+
+TEST_CASE("a pattern that matches the record of --tokenize does not make it a text", "[tokenize]") {
+  const TempDir dir;
+  write(dir / "a.json", R"({"text": "one"})"
+                        "\n");
+  const std::string command =
+      "--tokenize '" + (dir / "*.json") + "," + (dir / "a.json") + "' --tokenizer bytes --out " + (dir / "c");
+  for (int again = 0; again < 2; ++again) {
+    const ProgramResult r = run_program(command);
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 0);
+    REQUIRE_THAT(r.out, Catch::Matchers::ContainsSubstring("a.json is named again, and read again"));
+  }
+  REQUIRE(files_to_tokenize(dir / "*.json").size() == 1);
+  REQUIRE(files_to_tokenize(dir / "c_train.tokenized.json").size() == 1);
 }
 
 TEST_CASE("a text without a place to cut is cut between characters", "[tokenize]") {

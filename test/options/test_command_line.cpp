@@ -292,13 +292,19 @@ TEST_CASE("options of some modes are refused by all others, and only noted in a 
 TEST_CASE("where and by how many ranks to compute is refused by modes that do not compute", "[options]") {
   using Words = std::vector<std::string>;
   const TempDir dir;
-  std::ofstream(dir / "c.ini") << "device=cpu\ncomm=threads\nmemory-limit=1\nlocal-ranks=1\n";
+  std::ofstream(dir / "c.ini")
+      << "device=cpu\ncomm=threads\nmemory-limit=1\nlocal-ranks=1\ntf32=true\nattention=cudnn\ncuda-graphs=off\n";
   const auto check = [&](const Words& mode, const Words& ignored) {
     Words configured = mode;
     configured.insert(configured.end(), {"--config", dir / "c.ini"});
     REQUIRE(parse(configured).unused == ignored);
-    for (const Words& option : std::vector<Words>{
-             {"--device", "cpu"}, {"--comm", "threads"}, {"--memory-limit", "1"}, {"--local-ranks", "1"}}) {
+    for (const Words& option : std::vector<Words>{{"--device", "cpu"},
+                                                  {"--comm", "threads"},
+                                                  {"--memory-limit", "1"},
+                                                  {"--local-ranks", "1"},
+                                                  {"--tf32"},
+                                                  {"--attention", "cudnn"},
+                                                  {"--cuda-graphs", "off"}}) {
       Words words = mode;
       words.insert(words.end(), option.begin(), option.end());
       INFO(mode[0] << " " << option[0]);
@@ -306,7 +312,7 @@ TEST_CASE("where and by how many ranks to compute is refused by modes that do no
       else REQUIRE_ERROR(parse(words), option[0] + " with " + mode[0] + ", which ");
     }
   };
-  const Words all = {"--memory-limit", "--local-ranks", "--comm", "--device"};
+  const Words all = {"--memory-limit", "--attention", "--cuda-graphs", "--local-ranks", "--comm", "--device", "--tf32"};
   check({"--verify-data"}, all);
   check({"--tokenize", "x", "--tokenizer", "bytes", "--out", "x"}, all);
   check({"--average", "x", "--out", "x"}, all);

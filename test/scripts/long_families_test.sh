@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Random models of every family train as with PyTorch's AdamW, and transformers loads the results: see
-# check_families.py. With Muon, random layouts do: see check_muon_layouts.py. Needs a Python with torch and
-# transformers. SEED=N repeats a run; otherwise the seed is random.
+# check_families.py. With Muon, random layouts do: see check_muon_layouts.py. Fields of config.json are computed as
+# transformers does, or refused by name: see check_config_fields.py. Needs a Python with torch and transformers. SEED=N
+# repeats a run; otherwise the seed is random.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if ! python=$(scripts/find_python.sh torch transformers safetensors); then
@@ -27,4 +28,6 @@ for wrong in '--weight-decay 0' '--beta2 0.951' '--final-lr-frac 0.101' '--grad-
 done
 layouts=(test/scripts/python/check_muon_layouts.py --count 40 --seed "${SEED:-$RANDOM}")
 "$python" "${layouts[@]}" || fail "layouts with Muon differ from PyTorch: ${layouts[*]} repeats it"
+fields=(test/scripts/python/check_config_fields.py --seed "${SEED:-$RANDOM}")
+"$python" "${fields[@]}" || fail "fields of config.json differ from transformers: ${fields[*]} repeats it"
 echo "long_families_test: ok"

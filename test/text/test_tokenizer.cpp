@@ -246,6 +246,19 @@ TEST_CASE("a document cut where it may be has the tokens of the whole", "[text]"
     cuts += static_cast<int>(tried.size());
   }
   REQUIRE(cuts > 1000);
+  // Without a place to cut, the middle may be within a character.
+  for (const auto& [name, json] : forms)
+    for (const std::string character : {"\u044f", "\u4e2d", "\U0001f600"})
+      for (size_t before = 0; before < 4; ++before) {
+        std::string text(before, 'x');
+        while (text.size() < 64) text += character;
+        const Bpe bpe(json, "test");
+        for (size_t end = 0; end <= text.size(); ++end) {
+          INFO(name << ": " << end << " bytes of " << text);
+          const auto cut = bpe.last_cut(text.substr(0, end));
+          REQUIRE((!cut || (*cut > end / 2 && *cut < end && !utf8_continues(text[*cut]))));
+        }
+      }
   const Bpe bpe(read_golden("llama3.json"), "test");
   for (const char* bad : {"\xff\xff\xff\xff\xff\xff\xff\xff", "\x80\x80\x80\x80\x80\x80\x80\x80\x80", "", "a"})
     REQUIRE_FALSE(bpe.last_cut(bad));

@@ -91,6 +91,7 @@ class ControlPlane : public Roster {
   void report_failure(Fault fault) {
     std::lock_guard lock(mutex_);
     if (fault_.known()) fault = fault_;
+    fault.why = Fault::limited(fault.why);
     tell_judges({Kind::failed, fault.parts()});
     suspect(process(), fault);
   }

