@@ -22,6 +22,7 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -48,6 +49,7 @@ class Part(typing.NamedTuple):
     drawn: bool        # for validation, if it is a block of its own
     text_bytes: int
     packed: bytes      # in shard form, without end of text
+    alone: bytes       # the same if it begins like a document: some tokenizers put a space there
 
 
 class Encoded(typing.NamedTuple):
@@ -64,10 +66,14 @@ class Encoder:
         self.separator, self.json_field, self.draw = options.split_on, options.json_field, options.draw
 
     def encode(self, chunk):
-        return Encoded([Part(block.new_document, self.draw.takes(block.text), len(block.text),
-                             bytes(self.tokenizer.encode(block)))
-                        for piece in documents(chunk, self.separator, self.json_field)
+        return Encoded([self._part(block) for piece in documents(chunk, self.separator, self.json_field)
                         for block in self.draw.blocks(piece)], len(chunk.data))
+
+    def _part(self, block):
+        packed = alone = bytes(self.tokenizer.encode(block))
+        if self.tokenizer.has_prefix and not block.new_document and self.draw.fraction > 0:   # it may follow the other side
+            alone = self.tokenizer.encode(dataclasses.replace(block, new_document=True))
+        return Part(block.new_document, self.draw.takes(block.text), len(block.text), packed, alone)
 
 
 class Splitter:
@@ -88,7 +94,7 @@ class Splitter:
             self.drawn, self.size = drawn, part.text_bytes + (self.size if continues else 0)
             self.documents += part.new_document
             self.text_bytes += part.text_bytes
-            yield "val" if drawn else "train", (self.eot if begins else b"") + part.packed
+            yield "val" if drawn else "train", self.eot + part.alone if begins else part.packed
 
 
 _encoder = None   # a worker process's own

@@ -108,10 +108,10 @@ import types
 from documents import Draw
 from tokenize_text import Part, Splitter
 splitter = Splitter(types.SimpleNamespace(tokenizer="bytes", eot=None, draw=Draw(0.5, 0, 10)))
-parts = [Part(True, True, 5, b"a"), Part(False, False, 5, b"b"), Part(False, False, 5, b"c"), Part(True, False, 5, b"d"),
-         Part(False, False, 9, b"e")]
+parts = [Part(True, True, 5, b"a", b"A"), Part(False, False, 5, b"b", b"B"), Part(False, False, 5, b"c", b"C"),
+         Part(True, False, 5, b"d", b"D"), Part(False, False, 9, b"e", b"E")]
 end = struct.pack("<H", 256)
-assert list(splitter.divide(parts)) == [("val", end + b"a"), ("val", b"b"), ("train", end + b"c"), ("train", end + b"d"),
+assert list(splitter.divide(parts)) == [("val", end + b"A"), ("val", b"b"), ("train", end + b"C"), ("train", end + b"D"),
                                         ("train", b"e")]
 
 # Cutting a document into blocks copies it a few times, not once for each block.
