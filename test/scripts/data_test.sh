@@ -213,6 +213,40 @@ grep -q 'folder: 2 files (1 .*: .*/list.json, .*/rows.csv) skipped' "$dir/err" |
 rm "$dir/folder/a.txt" "$dir/folder/deep/b.txt.gz"
 refused 'no .txt .*; there are 2 files (1 ' "$dir/folder"
 
+# Folders are read through links, each once; one that cannot be read is named.
+mkdir -p "$dir/linked/shut" "$dir/elsewhere"
+cp "$dir/a.txt" "$dir/linked"
+cp "$dir/b.txt" "$dir/elsewhere"
+for link in other also_other; do ln -s ../elsewhere "$dir/linked/$link"; done
+ln -s ../linked "$dir/elsewhere/circle"
+tokenize "$dir/linked" --val-fraction 0 --workers 1 --out "$dir/linked_of" || fail "a folder with links failed"
+cmp "$dir/one_train_000000.bin" "$dir/linked_of_train_000000.bin" || fail "a linked folder is not read once"
+chmod 000 "$dir/linked/shut"
+chmod 711 "$dir"
+python3 - "$dir/linked" >"$dir/out" 2>"$dir/err" <<'PY' || fail "a folder that cannot be read is left out"
+import os, sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+import documents
+if os.getuid() == 0:   # who may read everything
+    os.seteuid(65534)
+try:
+    documents.find_files([sys.argv[1]])
+except documents.DataError as error:
+    assert f"{sys.argv[1]}/shut: this folder cannot be read: Permission denied; " in str(error), error
+else:
+    sys.exit("no error")
+assert documents.kind_of("X.ARROW", "auto") == "columns"
+PY
+
+# Suffixes in capital letters say the same.
+cp "$dir/c.jsonl" "$dir/linked/C.JSONL"
+gzip -c "$dir/c.jsonl" >"$dir/C.JSON.GZ"
+for capitals in linked/C.JSONL C.JSON.GZ; do
+  tokenize "$dir/$capitals" --out "$dir/capitals" --val-fraction 0 --overwrite || fail "$capitals failed"
+  cmp "$dir/json_train_000000.bin" "$dir/capitals_train_000000.bin" || fail "$capitals is read otherwise than c.jsonl"
+done
+
 # Parquet and Arrow files, by their suffix or first bytes, are read as the same documents as JSONL; bad ones are refused.
 printf 'PAR1....' >"$dir/cut.parquet"
 refused 'Parquet, expected text or JSONL\|a Parquet file, expected text' "$dir/cut.parquet" --format text
