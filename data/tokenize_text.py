@@ -246,12 +246,18 @@ def tokenize_natively(options, train_files, val_files):
         raise DataError("--native needs ./train_gpt: build it with make")
     inputs = {split: files for split, files in (("val", val_files), ("train", train_files)) if files}
     for split, files in inputs.items():
+        if table := next((path for path in files if kind_of(path, "auto") == "columns"), None):
+            raise DataError(f"--native with {table}: ./train_gpt reads no Parquet or Arrow files; leave out --native")
         if odd := next((path for path in files if "," in path), None):
             raise DataError(f"--native with {odd}: ./train_gpt takes this name for a list; rename the file, or leave out "
                             "--native")
         if (size := len(os.fsencode(",".join(files)))) > MOST_NAMES:
             raise DataError(f"--native with {len(files):,} files for {split}: their names take {size:,} bytes, at most "
                             f"{MOST_NAMES:,} fit into a command; join files, or leave out --native")
+    stale = [] if val_files else [path for path in existing_shards(options.out) if path.startswith(f"{options.out}_val_")]
+    if stale and not options.overwrite:
+        raise DataError(f"{stale[0]} exists already, and now there is no --val-file; --overwrite removes it, or give another "
+                        "--out")
     process, arrived = None, []
 
     def forward(number, _frame):
@@ -275,6 +281,10 @@ def tokenize_natively(options, train_files, val_files):
             print(f"tokenize_text.py: ./train_gpt --tokenize {ended} (where it names --restart, give --overwrite){complete}",
                   file=sys.stderr)
             sys.exit(status if status > 0 else 128 - status)
+    if stale:   # other tokens, perhaps
+        for path in (*stale, f"{options.out}_val.tokenized.json"):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
 
 
 def unescape(text):

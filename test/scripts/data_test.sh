@@ -480,7 +480,18 @@ for i in range(1200):
 PY
 if native "$dir/many" --val-fraction 0; then fail "--native accepts too many names"; fi
 grep -q -- '--native with 1,200 files for train: their names take .* join files' "$dir/err" || fail "--native: too many names: not said"
+printf 'PAR1....' >"$dir/table.bin"
+if native "$dir/table.bin" --val-fraction 0; then fail "--native accepts a Parquet file"; fi
+grep -q 'table.bin: ./train_gpt reads no Parquet or Arrow files; leave out --native' "$dir/err" || fail "--native: Parquet: not said"
+touch "$dir/native_val_000000.bin" "$dir/native_val.tokenized.json"
+if native "$dir/b.txt" --val-fraction 0; then fail "--native leaves validation shards of other tokens"; fi
+grep -q 'native_val_000000.bin exists already, .*--overwrite' "$dir/err" || fail "--native: validation shards: not said"
 [ ! -s "$dir/calls" ] || fail "--native: called in spite of a refusal"
+if native "$dir/b.txt" --val-fraction 0 --overwrite; then fail "--native: ./train_gpt failed"; fi
+[ -e "$dir/native_val_000000.bin" ] || fail "--native: validation shards were removed, and nothing was written"
+sed -i 's/exit 3/exit 0/' "$dir/tree/train_gpt"
+native "$dir/b.txt" --val-fraction 0 --overwrite || fail "--native --overwrite failed"
+[ -z "$(compgen -G "$dir/native_val*")" ] || fail "--native --overwrite leaves validation shards of other tokens"
 
 # The plot of several runs has its own name; the plot itself, if matplotlib is available.
 mkdir -p "$dir/runs/"{a,b,c,d}
