@@ -310,6 +310,13 @@ def fraction(text):
     return value
 
 
+def seed(text):
+    value = int(text)
+    if len(str(value)) > 64:   # the bytes of Draw's key
+        raise argparse.ArgumentTypeError(f"expected a whole number of at most 64 digits, got {text}")
+    return value
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise DataError(f"{message}; see --help")
@@ -346,7 +353,7 @@ def parse_options(arguments):
                             "text, so that equal documents are in one split; blocks of documents that are too long or "
                             "too few for that (default: 0.05; 0: none)")
     split.add_argument("--val-file", nargs="+", default=[], metavar="INPUT", help="validation files instead")
-    parser.add_argument("--val-seed", type=int, default=0, metavar="N", help="another N draws others (default: 0)")
+    parser.add_argument("--val-seed", type=seed, default=0, metavar="N", help="another N draws others (default: 0)")
     parser.add_argument("--shard-size", type=count, default=10**8, metavar="N", help="tokens per shard (default: 1e8)")
     parser.add_argument("--workers", type=count, default=len(os.sched_getaffinity(0)), metavar="N",
                         help="processes (default: one per core)")
@@ -371,7 +378,10 @@ def main(arguments):
         if standing and not options.overwrite:
             raise DataError(f"{standing[0]} exists already; --overwrite replaces all shards under {options.out}")
         summary = tokenize(options, *inputs, standing)
-    print(*summary, sep="\n")
+    try:
+        print(*summary, sep="\n", flush=True)
+    except BrokenPipeError:   # into head, say: the shards are complete, and nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def find_inputs(options):

@@ -137,6 +137,7 @@ assert Counted.copied < 6 * len(text), Counted.copied / len(text)
 PY
 printf 'a short text\n' >"$dir/short.txt"
 refused 'drew none' "$dir/short.txt" --val-fraction 0.01
+refused 'val-seed: expected a whole number of at most 64 digits' "$dir/short.txt" --val-seed "$(printf '%065d' 0 | tr 0 1)"
 
 # JSONL.
 printf '{"text": "one"}\n{"text": "two"}\n' >"$dir/c.jsonl"
@@ -415,8 +416,14 @@ if not ended:
     os.killpg(run.pid, signal.SIGKILL)
 assert ended, "workers outlived their parent"
 
+# Nobody reads the summary: the shards are there, and this is no error.
+reader, pipe = os.pipe()
+os.close(reader)
+unread = subprocess.run([*command, f"{directory}/a.txt", "--out", f"{directory}/unread"], stdout=pipe, stderr=subprocess.PIPE)
+assert unread.returncode == 0 and not unread.stderr and len(shards(f"{directory}/unread")) == 1, unread
+
 # A file that is replaced is on disk before it has its name; if it cannot be written, nothing is left.
-import prepare, write_tokenizer
+import prepare, programs, write_tokenizer
 from text_tokenizers import ByteTokenizer
 os.mkdir(f"{directory}/replaced")
 prepare.write_json(f"{directory}/replaced/a.json", 1)
@@ -429,6 +436,13 @@ done, fsync, replace = [], os.fsync, os.replace
 os.fsync, os.replace = lambda fd: done.append("fsync") or fsync(fd), lambda *names: done.append("replace") or replace(*names)
 write_tokenizer.write_tokenizer(ByteTokenizer(), f"{directory}/replaced/t.bin")
 assert done == ["fsync", "replace"], done
+for name, reason in ("nowhere/t.bin", "No such file or directory"), ("replaced", "Is a directory"):
+    try:
+        write_tokenizer.write_tokenizer(ByteTokenizer(), f"{directory}/{name}")
+    except programs.DataError as error:
+        assert str(error).startswith(f"{directory}/{name}: cannot be written: {reason}; "), error
+    else:
+        sys.exit("no error")
 PY
 
 # --native: signals go to ./train_gpt, whose exit status is this program's, and names that it would read otherwise are
