@@ -68,6 +68,7 @@ refused() {
 }
 refused 'overwrite replaces it' "$dir/texts" --out "$dir/new/tokenizer"
 refused 'expected 257' "$dir/texts" --out "$dir/none" --vocab-size 256
+refused 'expected 257 .* to 2097409' "$dir/texts" --out "$dir/none" --vocab-size 2097410
 refused 'no such file' "$dir/nowhere" --out "$dir/none"
 refused 'see --help' "$dir/texts" --out "$dir/none" --vocab 300
 printf 'a\nb\xff%600s' '' >"$dir/bad.txt"
