@@ -434,11 +434,12 @@ except TypeError:
 assert os.listdir(f"{directory}/replaced") == ["a.json"] and prepare.read_json(f"{directory}/replaced/a.json") == 1
 done, fsync, replace = [], os.fsync, os.replace
 os.fsync, os.replace = lambda fd: done.append("fsync") or fsync(fd), lambda *names: done.append("replace") or replace(*names)
-write_tokenizer.write_tokenizer(ByteTokenizer(), f"{directory}/replaced/t.bin")
+table = write_tokenizer.vocabulary_table(ByteTokenizer())
+write_tokenizer.write_tokenizer(table, f"{directory}/replaced/t.bin")
 assert done == ["fsync", "replace"], done
 for name, reason in ("nowhere/t.bin", "No such file or directory"), ("replaced", "Is a directory"):
     try:
-        write_tokenizer.write_tokenizer(ByteTokenizer(), f"{directory}/{name}")
+        write_tokenizer.write_tokenizer(table, f"{directory}/{name}")
     except programs.DataError as error:
         assert str(error).startswith(f"{directory}/{name}: cannot be written: {reason}; "), error
     else:

@@ -168,6 +168,15 @@ refused /none shakespeare --tokenizer "$dir/none" --base-url "$url" --out "$dir/
 mkdir "$dir/r"
 refused 404 shakespeare --tokenizer bytes --base-url "$url/nowhere" --out "$dir/r/r"
 [ -d "$dir/r" ] || fail "a folder that was there before was removed"
+refused 'shakespeare.*input.txt: unknown url type.*begins with https://' shakespeare --tokenizer bytes \
+  --base-url example.com/shakespeare --out "$dir/r/r"
+for listing in '<html>' '{"error": "no such dataset"}' '[{"name": "a"}]'; do
+  echo "$listing" >"$dir/listing.json"
+  refused 'main/data?recursive=true: found .*, expected a JSON list of files' fineweb-edu --config all --tokenizer bytes \
+    --base-url "$url" --out "$dir/l/l"
+done
+refused 'input.txt yields more than 100 shards of 500 tokens: raise --shard-size' shakespeare --tokenizer bytes \
+  --base-url "$url" --out "$dir/many/s" --shard-size 500
 refused 'another --out' tinystories --tokenizer bytes --base-url "$url" --out "$dir/t/t" --shard-size 50000
 mkdir "$dir/o" && echo mine >"$dir/o/s_train_000000.bin"
 refused 'exists already' shakespeare --tokenizer bytes --base-url "$url" --out "$dir/o/s"
@@ -284,6 +293,28 @@ fcntl.lockf = removed_before
 replace(path + ".2")
 assert left() == {foreign, abandoned, path, path + ".2"}, left()
 PY
+
+# A vocabulary of which gpt2_tokenizer.bin cannot be made: the trainer reads its tokenizer.json itself.
+cat >"$dir/characters.py" <<'PY'
+import sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+import prepare, programs, text_tokenizers
+class Characters(text_tokenizers.ByteTokenizer):
+    def token_bytes(self, token):
+        raise programs.DataError("token 0 stands for no byte")
+prepare.make_tokenizer = lambda options: tokenizer
+tokenizer = Characters()
+tokenizer.for_trainer = sys.argv.pop(1) == "for_trainer"
+programs.run_program("prepare.py", prepare.main)
+PY
+prepare() { python3 "$dir/characters.py" "$@" >"$dir/out" 2>"$dir/err"; }
+refused 'error: token 0 stands for no byte' no shakespeare --base-url "$url" --tokenizer bytes --out "$dir/c/s"
+[ ! -e "$dir/c" ] || fail "an unusable tokenizer is refused late"
+prepare for_trainer shakespeare --base-url "$url" --tokenizer bytes --out "$dir/c/s" || fail "a tokenizer of the trainer was refused"
+grep -q '^notice: token 0 .*; no gpt2_tokenizer.bin is written' "$dir/out" || fail "nothing says that gpt2_tokenizer.bin is missing"
+same_shards "$dir/s/s" "$dir/c/s"
+[ ! -e "$dir/c/gpt2_tokenizer.bin" ] || fail "a gpt2_tokenizer.bin without tokens"
 
 # The parts of FineWeb-Edu, here as text: files of one name in two folders are two; each is what the list says.
 cat >"$dir/fineweb.py" <<'PY'
