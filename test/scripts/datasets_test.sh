@@ -316,6 +316,35 @@ grep -q '^notice: token 0 .*; no gpt2_tokenizer.bin is written' "$dir/out" || fa
 same_shards "$dir/s/s" "$dir/c/s"
 [ ! -e "$dir/c/gpt2_tokenizer.bin" ] || fail "a gpt2_tokenizer.bin without tokens"
 
+# The texts of packages: an archive that an interrupted run left is replaced, and only a package that is in no list is
+# left out.
+mkdir -p "$dir/bin" "$dir/package/DEBIAN" "$dir/package/usr/share/man/man1"
+printf 'Package: manpages\nVersion: 2\nArchitecture: all\nMaintainer: nobody\nDescription: a page\n' \
+  >"$dir/package/DEBIAN/control"
+echo 'a page' | gzip >"$dir/package/usr/share/man/man1/page.1.gz"
+chmod -R u=rwX,go=rX "$dir/package"
+dpkg-deb --build "$dir/package" "$dir/manpages_2_all.deb" >"$dir/out"
+cat >"$dir/bin/apt-get" <<'SH'
+#!/usr/bin/env bash
+echo "${!#}" >>"$FAKE/asked"
+case ${!#}${FAKE_OFFLINE:+-offline} in
+  manpages) cp "$FAKE/manpages_2_all.deb" . ;;
+  manpages-dev-offline) echo 'E: Failed to fetch http://nowhere/manpages-dev.deb' >&2 && exit 100 ;;
+  *) echo "E: Unable to locate package ${!#}" >&2 && exit 100 ;;
+esac
+SH
+chmod +x "$dir/bin/apt-get"
+gather() { FAKE=$dir PATH=$dir/bin:$PATH python3 data/gather_texts.py --out "$dir/texts" >"$dir/out" 2>"$dir/err"; }
+mkdir -p "$dir/texts/packages"
+echo damaged >"$dir/texts/packages/manpages_1_all.deb"
+gather || fail "gather_texts.py failed"
+grep -q ' in 1 documents' "$dir/out" || fail "gather_texts.py: not one text"
+grep -q '^gather_texts.py: manpages-dev is in no package list' "$dir/err" || fail "gather_texts.py: nothing says what is left out"
+if FAKE_OFFLINE=yes gather; then fail "gather_texts.py goes on without the network"; fi
+grep -q '^gather_texts.py: apt-get download manpages-dev: E: Failed to fetch .*; check the network' "$dir/err" ||
+  fail "gather_texts.py: what apt-get says is not passed on"
+[ "$(grep -cx manpages "$dir/asked")" = 1 ] || fail "gather_texts.py downloads a package again"
+
 # The parts of FineWeb-Edu, here as text: files of one name in two folders are two; each is what the list says.
 cat >"$dir/fineweb.py" <<'PY'
 import dataclasses, sys
