@@ -15,8 +15,9 @@ ROWS = 256   # read at a time
 
 def is_columns(path):
     """By the name, or the first bytes."""
-    if path.endswith(SUFFIXES) or not os.path.isfile(path):
-        return path.endswith(SUFFIXES)
+    named = path.lower().endswith(SUFFIXES)
+    if named or not os.path.isfile(path):
+        return named
     with open(path, "rb") as file:
         return file.read(8).startswith((PARQUET, ARROW_FILE))
 

@@ -99,9 +99,9 @@ class Draw:
 def find_files(names, form="auto"):
     """Regular files and pipes that `names` (files, globs, folders) match, in order; DataError if a name matches none.
 
-    A folder stands for the files below it with FOLDER_SUFFIXES, also .gz, hidden ones left out; notices on stderr name
-    the others, and files that several names match. Globs and folders expand in sorted order. DataError: compressed
-    with another program than gzip, or no text. form: --format.
+    A folder stands for the files below it with FOLDER_SUFFIXES, also .gz, hidden ones left out, links to folders
+    followed; notices on stderr name the others, and files that several names match. Globs and folders expand in sorted
+    order. DataError: compressed with another program than gzip, no text, or a folder that cannot be read. form: --format.
     """
     paths = []
     for name in names:
@@ -144,7 +144,7 @@ def kind_of(path, form):
         return "json" if form == "jsonl" else form
     if is_columns(path):
         return "columns"
-    return "json" if _without_gz(path).endswith(JSON_SUFFIXES) else "text"
+    return "json" if _plain_name(path).endswith(JSON_SUFFIXES) else "text"
 
 
 def text_bytes(path, kind, field):
@@ -171,7 +171,7 @@ def read_chunks(path, kind, separator, field="text"):
     with _opened(path) as file:
         if kind == "text":
             yield from _text_chunks(file, path, separator)
-        elif _without_gz(path).endswith(".json") and file.peek(CHUNK_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        elif _plain_name(path).endswith(".json") and file.peek(CHUNK_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             yield from _list_chunks(file, path)
         else:
             yield from _json_chunks(file, path)
@@ -196,13 +196,22 @@ def documents(chunk, separator, json_field):
 
 
 def _walk(folder):
-    """The files to read below a folder, and the others; sorted."""
-    found, skipped = [], []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    """The files to read below a folder, and the others; sorted. DataError: a folder that cannot be read."""
+    found, skipped, seen = [], [], {file_identity(folder)}
+
+    def refuse(error):
+        raise DataError(f"{error.filename}: this folder cannot be read: {error.strerror}; allow it, or name the files to read"
+                        ) from None
+
+    def is_new(path):   # links may lead to a folder twice, or in a circle
+        identity = file_identity(path)
+        return identity not in seen and not seen.add(identity)
+
+    for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        folders[:] = [name for name in sorted(folders) if not name.startswith(".") and is_new(os.path.join(parent, name))]
         for name in files:
             if not name.startswith("."):
-                (found if _without_gz(name).endswith(FOLDER_SUFFIXES) else skipped).append(os.path.join(parent, name))
+                (found if _plain_name(name).endswith(FOLDER_SUFFIXES) else skipped).append(os.path.join(parent, name))
     return sorted(found), sorted(skipped)
 
 
@@ -213,8 +222,9 @@ def _kinds(paths, named=3):
             f"{', '.join(paths[:named])}{', ...' * (len(paths) > named)})")
 
 
-def _without_gz(path):
-    return path.removesuffix(".gz")
+def _plain_name(path):
+    """In small letters, without .gz."""
+    return path.lower().removesuffix(".gz")
 
 
 class _Decompressed(gzip.GzipFile):

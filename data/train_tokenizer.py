@@ -32,7 +32,7 @@ from text_tokenizers import utf8   # noqa: E402
 from tokenize_text import Parser, Progress, add_input_options, count, made_folder   # noqa: E402
 
 BYTES = 256
-LARGEST = 1 << 24   # the trainer takes no more tokens
+LARGEST = BYTES + (1 << 21) + 1   # the trainer takes 2^21 merges
 
 
 def texts(options, files, progress):

@@ -19,15 +19,20 @@ from programs import DataError, replacing, run_program   # noqa: E402
 from text_tokenizers import make_tokenizer   # noqa: E402
 
 
-def write_tokenizer(tokenizer, path):
-    """DataError: a token of more than 255 bytes. Writes the file atomically."""
+def vocabulary_table(tokenizer):
+    """The bytes of such a file. DataError: a token that stands for no bytes, or for more than 255."""
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     too_long = next((i for i, token in enumerate(tokens) if len(token) > 255), None)
     if too_long is not None:
         raise DataError(f"token {too_long} has {len(tokens[too_long])} bytes; the format allows at most 255")
+    header = struct.pack("<256I", 20240328, 2, len(tokens), tokenizer.eot, *[0] * 252)
+    return header + b"".join(bytes([len(token)]) + token for token in tokens)
+
+
+def write_tokenizer(table, path):
+    """Writes the file atomically."""
     with replacing(path, "wb") as file:
-        file.write(struct.pack("<256I", 20240328, 2, len(tokens), tokenizer.eot, *[0] * 252))
-        file.writelines(bytes([len(token)]) + token for token in tokens)
+        file.write(table)
 
 
 def main(arguments):
@@ -37,7 +42,7 @@ def main(arguments):
     parser.add_argument("--eot", metavar="TOKEN", help="end-of-text token of the tokenizer.json, if unusual")
     options = parser.parse_args(arguments)
     tokenizer = make_tokenizer(options)
-    write_tokenizer(tokenizer, options.out)
+    write_tokenizer(vocabulary_table(tokenizer), options.out)
     print(f"{options.out}: {tokenizer.vocab_size:,} tokens, end of text {tokenizer.eot}")
 
 

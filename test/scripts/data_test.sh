@@ -108,10 +108,10 @@ import types
 from documents import Draw
 from tokenize_text import Part, Splitter
 splitter = Splitter(types.SimpleNamespace(tokenizer="bytes", eot=None, draw=Draw(0.5, 0, 10)))
-parts = [Part(True, True, 5, b"a"), Part(False, False, 5, b"b"), Part(False, False, 5, b"c"), Part(True, False, 5, b"d"),
-         Part(False, False, 9, b"e")]
+parts = [Part(True, True, 5, b"a", b"A"), Part(False, False, 5, b"b", b"B"), Part(False, False, 5, b"c", b"C"),
+         Part(True, False, 5, b"d", b"D"), Part(False, False, 9, b"e", b"E")]
 end = struct.pack("<H", 256)
-assert list(splitter.divide(parts)) == [("val", end + b"a"), ("val", b"b"), ("train", end + b"c"), ("train", end + b"d"),
+assert list(splitter.divide(parts)) == [("val", end + b"A"), ("val", b"b"), ("train", end + b"C"), ("train", end + b"D"),
                                         ("train", b"e")]
 
 # Cutting a document into blocks copies it a few times, not once for each block.
@@ -137,6 +137,7 @@ assert Counted.copied < 6 * len(text), Counted.copied / len(text)
 PY
 printf 'a short text\n' >"$dir/short.txt"
 refused 'drew none' "$dir/short.txt" --val-fraction 0.01
+refused 'val-seed: expected a whole number of at most 64 digits' "$dir/short.txt" --val-seed "$(printf '%065d' 0 | tr 0 1)"
 
 # JSONL.
 printf '{"text": "one"}\n{"text": "two"}\n' >"$dir/c.jsonl"
@@ -212,6 +213,40 @@ cmp "$dir/one_train_000000.bin" "$dir/folder_of_train_000000.bin" || fail "a fol
 grep -q 'folder: 2 files (1 .*: .*/list.json, .*/rows.csv) skipped' "$dir/err" || fail "no word of the files that were skipped"
 rm "$dir/folder/a.txt" "$dir/folder/deep/b.txt.gz"
 refused 'no .txt .*; there are 2 files (1 ' "$dir/folder"
+
+# Folders are read through links, each once; one that cannot be read is named.
+mkdir -p "$dir/linked/shut" "$dir/elsewhere"
+cp "$dir/a.txt" "$dir/linked"
+cp "$dir/b.txt" "$dir/elsewhere"
+for link in other also_other; do ln -s ../elsewhere "$dir/linked/$link"; done
+ln -s ../linked "$dir/elsewhere/circle"
+tokenize "$dir/linked" --val-fraction 0 --workers 1 --out "$dir/linked_of" || fail "a folder with links failed"
+cmp "$dir/one_train_000000.bin" "$dir/linked_of_train_000000.bin" || fail "a linked folder is not read once"
+chmod 000 "$dir/linked/shut"
+chmod 711 "$dir"
+python3 - "$dir/linked" >"$dir/out" 2>"$dir/err" <<'PY' || fail "a folder that cannot be read is left out"
+import os, sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+import documents
+if os.getuid() == 0:   # who may read everything
+    os.seteuid(65534)
+try:
+    documents.find_files([sys.argv[1]])
+except documents.DataError as error:
+    assert f"{sys.argv[1]}/shut: this folder cannot be read: Permission denied; " in str(error), error
+else:
+    sys.exit("no error")
+assert documents.kind_of("X.ARROW", "auto") == "columns"
+PY
+
+# Suffixes in capital letters say the same.
+cp "$dir/c.jsonl" "$dir/linked/C.JSONL"
+gzip -c "$dir/c.jsonl" >"$dir/C.JSON.GZ"
+for capitals in linked/C.JSONL C.JSON.GZ; do
+  tokenize "$dir/$capitals" --out "$dir/capitals" --val-fraction 0 --overwrite || fail "$capitals failed"
+  cmp "$dir/json_train_000000.bin" "$dir/capitals_train_000000.bin" || fail "$capitals is read otherwise than c.jsonl"
+done
 
 # Parquet and Arrow files, by their suffix or first bytes, are read as the same documents as JSONL; bad ones are refused.
 printf 'PAR1....' >"$dir/cut.parquet"
@@ -381,8 +416,14 @@ if not ended:
     os.killpg(run.pid, signal.SIGKILL)
 assert ended, "workers outlived their parent"
 
+# Nobody reads the summary: the shards are there, and this is no error.
+reader, pipe = os.pipe()
+os.close(reader)
+unread = subprocess.run([*command, f"{directory}/a.txt", "--out", f"{directory}/unread"], stdout=pipe, stderr=subprocess.PIPE)
+assert unread.returncode == 0 and not unread.stderr and len(shards(f"{directory}/unread")) == 1, unread
+
 # A file that is replaced is on disk before it has its name; if it cannot be written, nothing is left.
-import prepare, write_tokenizer
+import prepare, programs, write_tokenizer
 from text_tokenizers import ByteTokenizer
 os.mkdir(f"{directory}/replaced")
 prepare.write_json(f"{directory}/replaced/a.json", 1)
@@ -393,8 +434,16 @@ except TypeError:
 assert os.listdir(f"{directory}/replaced") == ["a.json"] and prepare.read_json(f"{directory}/replaced/a.json") == 1
 done, fsync, replace = [], os.fsync, os.replace
 os.fsync, os.replace = lambda fd: done.append("fsync") or fsync(fd), lambda *names: done.append("replace") or replace(*names)
-write_tokenizer.write_tokenizer(ByteTokenizer(), f"{directory}/replaced/t.bin")
+table = write_tokenizer.vocabulary_table(ByteTokenizer())
+write_tokenizer.write_tokenizer(table, f"{directory}/replaced/t.bin")
 assert done == ["fsync", "replace"], done
+for name, reason in ("nowhere/t.bin", "No such file or directory"), ("replaced", "Is a directory"):
+    try:
+        write_tokenizer.write_tokenizer(table, f"{directory}/{name}")
+    except programs.DataError as error:
+        assert str(error).startswith(f"{directory}/{name}: cannot be written: {reason}; "), error
+    else:
+        sys.exit("no error")
 PY
 
 # --native: signals go to ./train_gpt, whose exit status is this program's, and names that it would read otherwise are
@@ -446,7 +495,18 @@ for i in range(1200):
 PY
 if native "$dir/many" --val-fraction 0; then fail "--native accepts too many names"; fi
 grep -q -- '--native with 1,200 files for train: their names take .* join files' "$dir/err" || fail "--native: too many names: not said"
+printf 'PAR1....' >"$dir/table.bin"
+if native "$dir/table.bin" --val-fraction 0; then fail "--native accepts a Parquet file"; fi
+grep -q 'table.bin: ./train_gpt reads no Parquet or Arrow files; leave out --native' "$dir/err" || fail "--native: Parquet: not said"
+touch "$dir/native_val_000000.bin" "$dir/native_val.tokenized.json"
+if native "$dir/b.txt" --val-fraction 0; then fail "--native leaves validation shards of other tokens"; fi
+grep -q 'native_val_000000.bin exists already, .*--overwrite' "$dir/err" || fail "--native: validation shards: not said"
 [ ! -s "$dir/calls" ] || fail "--native: called in spite of a refusal"
+if native "$dir/b.txt" --val-fraction 0 --overwrite; then fail "--native: ./train_gpt failed"; fi
+[ -e "$dir/native_val_000000.bin" ] || fail "--native: validation shards were removed, and nothing was written"
+sed -i 's/exit 3/exit 0/' "$dir/tree/train_gpt"
+native "$dir/b.txt" --val-fraction 0 --overwrite || fail "--native --overwrite failed"
+[ -z "$(compgen -G "$dir/native_val*")" ] || fail "--native --overwrite leaves validation shards of other tokens"
 
 # The plot of several runs has its own name; the plot itself, if matplotlib is available.
 mkdir -p "$dir/runs/"{a,b,c,d}

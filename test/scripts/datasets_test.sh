@@ -168,6 +168,15 @@ refused /none shakespeare --tokenizer "$dir/none" --base-url "$url" --out "$dir/
 mkdir "$dir/r"
 refused 404 shakespeare --tokenizer bytes --base-url "$url/nowhere" --out "$dir/r/r"
 [ -d "$dir/r" ] || fail "a folder that was there before was removed"
+refused 'shakespeare.*input.txt: unknown url type.*begins with https://' shakespeare --tokenizer bytes \
+  --base-url example.com/shakespeare --out "$dir/r/r"
+for listing in '<html>' '{"error": "no such dataset"}' '[{"name": "a"}]'; do
+  echo "$listing" >"$dir/listing.json"
+  refused 'main/data?recursive=true: found .*, expected a JSON list of files' fineweb-edu --config all --tokenizer bytes \
+    --base-url "$url" --out "$dir/l/l"
+done
+refused 'input.txt yields more than 100 shards of 500 tokens: raise --shard-size' shakespeare --tokenizer bytes \
+  --base-url "$url" --out "$dir/many/s" --shard-size 500
 refused 'another --out' tinystories --tokenizer bytes --base-url "$url" --out "$dir/t/t" --shard-size 50000
 mkdir "$dir/o" && echo mine >"$dir/o/s_train_000000.bin"
 refused 'exists already' shakespeare --tokenizer bytes --base-url "$url" --out "$dir/o/s"
@@ -284,6 +293,57 @@ fcntl.lockf = removed_before
 replace(path + ".2")
 assert left() == {foreign, abandoned, path, path + ".2"}, left()
 PY
+
+# A vocabulary of which gpt2_tokenizer.bin cannot be made: the trainer reads its tokenizer.json itself.
+cat >"$dir/characters.py" <<'PY'
+import sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "data")
+import prepare, programs, text_tokenizers
+class Characters(text_tokenizers.ByteTokenizer):
+    def token_bytes(self, token):
+        raise programs.DataError("token 0 stands for no byte")
+prepare.make_tokenizer = lambda options: tokenizer
+tokenizer = Characters()
+tokenizer.for_trainer = sys.argv.pop(1) == "for_trainer"
+programs.run_program("prepare.py", prepare.main)
+PY
+prepare() { python3 "$dir/characters.py" "$@" >"$dir/out" 2>"$dir/err"; }
+refused 'error: token 0 stands for no byte' no shakespeare --base-url "$url" --tokenizer bytes --out "$dir/c/s"
+[ ! -e "$dir/c" ] || fail "an unusable tokenizer is refused late"
+prepare for_trainer shakespeare --base-url "$url" --tokenizer bytes --out "$dir/c/s" || fail "a tokenizer of the trainer was refused"
+grep -q '^notice: token 0 .*; no gpt2_tokenizer.bin is written' "$dir/out" || fail "nothing says that gpt2_tokenizer.bin is missing"
+same_shards "$dir/s/s" "$dir/c/s"
+[ ! -e "$dir/c/gpt2_tokenizer.bin" ] || fail "a gpt2_tokenizer.bin without tokens"
+
+# The texts of packages: an archive that an interrupted run left is replaced, and only a package that is in no list is
+# left out.
+mkdir -p "$dir/bin" "$dir/package/DEBIAN" "$dir/package/usr/share/man/man1"
+printf 'Package: manpages\nVersion: 2\nArchitecture: all\nMaintainer: nobody\nDescription: a page\n' \
+  >"$dir/package/DEBIAN/control"
+echo 'a page' | gzip >"$dir/package/usr/share/man/man1/page.1.gz"
+chmod -R u=rwX,go=rX "$dir/package"
+dpkg-deb --build "$dir/package" "$dir/manpages_2_all.deb" >"$dir/out"
+cat >"$dir/bin/apt-get" <<'SH'
+#!/usr/bin/env bash
+echo "${!#}" >>"$FAKE/asked"
+case ${!#}${FAKE_OFFLINE:+-offline} in
+  manpages) cp "$FAKE/manpages_2_all.deb" . ;;
+  manpages-dev-offline) echo 'E: Failed to fetch http://nowhere/manpages-dev.deb' >&2 && exit 100 ;;
+  *) echo "E: Unable to locate package ${!#}" >&2 && exit 100 ;;
+esac
+SH
+chmod +x "$dir/bin/apt-get"
+gather() { FAKE=$dir PATH=$dir/bin:$PATH python3 data/gather_texts.py --out "$dir/texts" >"$dir/out" 2>"$dir/err"; }
+mkdir -p "$dir/texts/packages"
+echo damaged >"$dir/texts/packages/manpages_1_all.deb"
+gather || fail "gather_texts.py failed"
+grep -q ' in 1 documents' "$dir/out" || fail "gather_texts.py: not one text"
+grep -q '^gather_texts.py: manpages-dev is in no package list' "$dir/err" || fail "gather_texts.py: nothing says what is left out"
+if FAKE_OFFLINE=yes gather; then fail "gather_texts.py goes on without the network"; fi
+grep -q '^gather_texts.py: apt-get download manpages-dev: E: Failed to fetch .*; check the network' "$dir/err" ||
+  fail "gather_texts.py: what apt-get says is not passed on"
+[ "$(grep -cx manpages "$dir/asked")" = 1 ] || fail "gather_texts.py downloads a package again"
 
 # The parts of FineWeb-Edu, here as text: files of one name in two folders are two; each is what the list says.
 cat >"$dir/fineweb.py" <<'PY'

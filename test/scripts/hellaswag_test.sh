@@ -107,6 +107,11 @@ bad "'ctx_b'" '{"activity_label": "", "ctx_a": "", "endings": ["a", "b", "c", "d
 bad '3 endings' '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["a", "b", "c"], "label": 1}'
 bad 'label 4' '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["a", "b", "c", "d"], "label": 4}'
 bad 'bad.jsonl' $'\xff'
+for ending in context ending; do
+  question='{"activity_label": "context", "ctx_a": "", "ctx_b": "", "endings": ["ending", "b", "c", "d"], "label": 1}'
+  bad 'bad.jsonl:2: UnicodeEncodeError' "${question/\"$ending\"/\"\\ud800\"}"
+done
+bad 'bad.jsonl:2: OverflowError' '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["a", "b", "c", "d"], "label": Infinity}'
 : >"$dir/empty.jsonl"
 refused 'is empty' --input "$dir/empty.jsonl" --tokenizer bytes --out "$dir/new/bytes.jsonl"
 refused 'nowhere' --input "$dir/nowhere" --tokenizer bytes --out "$dir/new/bytes.jsonl"

@@ -68,6 +68,7 @@ refused() {
 }
 refused 'overwrite replaces it' "$dir/texts" --out "$dir/new/tokenizer"
 refused 'expected 257' "$dir/texts" --out "$dir/none" --vocab-size 256
+refused 'expected 257 .* to 2097409' "$dir/texts" --out "$dir/none" --vocab-size 2097410
 refused 'no such file' "$dir/nowhere" --out "$dir/none"
 refused 'see --help' "$dir/texts" --out "$dir/none" --vocab 300
 printf 'a\nb\xff%600s' '' >"$dir/bad.txt"
@@ -92,6 +93,49 @@ printf 'a text' >"$dir/one.txt"
   fail "the trainer refuses <eos>"
 cmp "$dir/python_train_000000.bin" "$dir/trainer_train_000000.bin" || fail "another end of text"
 [ "$(od -An -tu2 -j1024 -N2 "$dir/trainer_train_000000.bin" | tr -d ' ')" = 657 ] || fail "not <eos>"
+
+# Tokenizers that put a space before a text: the parts of a long document have the tokens of the whole in both programs;
+# only a block that follows one of the other split begins with a space, as documents do.
+"$python" - "$dir" >"$dir/out" 2>"$dir/err" <<'PY' || fail "no tokenizers with a prefix were made"
+import json, sys
+directory = sys.argv[1]
+made = {name: json.load(open(f"test/golden/tokenizers/{name}.json")) for name in ("llama2", "gpt2")}
+json.dump(made["llama2"], open(f"{directory}/prepend.json", "w"))
+made["gpt2"]["pre_tokenizer"]["add_prefix_space"] = True
+json.dump(made["gpt2"], open(f"{directory}/byte-level.json", "w"))
+metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+json.dump({**made["llama2"], "normalizer": None, "pre_tokenizer": metaspace}, open(f"{directory}/metaspace.json", "w"))
+lines = [f"line {i} of a long text, na\u00efve caf\u00e9 \u65e5\u672c, cut\tinto parts\n" for i in range(26000)]
+open(f"{directory}/long.txt", "w", encoding="utf-8").writelines(lines)
+open(f"{directory}/drawn.txt", "w", encoding="utf-8").writelines(lines[:4000])
+PY
+for form in prepend byte-level metaspace; do
+  "$python" data/tokenize_text.py "$dir/long.txt" --tokenizer "$dir/$form.json" --out "$dir/python" --val-fraction 0 \
+    --workers 1 --overwrite >"$dir/out" 2>"$dir/err" || fail "$form: data/tokenize_text.py failed"
+  ./train_gpt --tokenize "$dir/long.txt" --tokenizer "$dir/$form.json" --out "$dir/trainer" --restart >"$dir/out" \
+    2>"$dir/err" || fail "$form: --tokenize failed"
+  cmp "$dir/python_train_000000.bin" "$dir/trainer_train_000000.bin" || fail "$form: a long document has other tokens"
+done
+"$python" data/tokenize_text.py "$dir/drawn.txt" --tokenizer "$dir/prepend.json" --out "$dir/drawn" --val-fraction 0.1 \
+  --workers 1 >"$dir/out" 2>"$dir/err" || fail "drawing blocks failed"
+"$python" - "$dir" >"$dir/out" 2>"$dir/err" <<'PY' || fail "the blocks of a long document have other tokens"
+import struct, sys, tokenizers
+directory = sys.argv[1]
+tokenizer = tokenizers.Tokenizer.from_file(f"{directory}/prepend.json")
+end, found, runs = tokenizer.token_to_id("</s>"), [], 0
+for split in ("train", "val"):
+    data = open(f"{directory}/drawn_{split}_000000.bin", "rb").read()
+    ids = list(struct.unpack(f"<{(len(data) - 1024) // 2}H", data[1024:]))
+    begins = [i for i, token in enumerate(ids) if token == end]
+    assert begins[0] == 0
+    for begin, after in zip(begins, begins[1:] + [len(ids)]):
+        text = tokenizer.decode(ids[begin + 1:after])
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids[begin + 1:after], text[:80]
+        found += text.splitlines(keepends=True)
+        runs += 1
+assert runs > 4, runs
+assert sorted(found) == sorted(open(f"{directory}/drawn.txt", encoding="utf-8"))
+PY
 
 # A byte-level checkpoint: transformers, or else the library beneath it, reads its tokenizer as bytes.
 "$python" data/tokenize_text.py "$dir/texts" --out "$dir/bytes" --val-fraction 0 >"$dir/out" 2>"$dir/err" || fail "bytes"
