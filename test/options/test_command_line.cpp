@@ -312,7 +312,7 @@ TEST_CASE("where and by how many ranks to compute is refused by modes that do no
       else REQUIRE_ERROR(parse(words), option[0] + " with " + mode[0] + ", which ");
     }
   };
-  const Words all = {"--memory-limit", "--attention", "--cuda-graphs", "--local-ranks", "--comm", "--device", "--tf32"};
+  const Words all = {"--memory-limit", "--local-ranks", "--comm", "--device", "--attention", "--cuda-graphs", "--tf32"};
   check({"--verify-data"}, all);
   check({"--tokenize", "x", "--tokenizer", "bytes", "--out", "x"}, all);
   check({"--average", "x", "--out", "x"}, all);

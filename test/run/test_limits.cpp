@@ -31,11 +31,13 @@ TEST_CASE("memory and threads that a limit refuses are named, with the limit, an
 
 TEST_CASE("where the system gives too few threads or too little memory for the ranks, the program ends with an error",
           "[run]") {
-  for (const int kib : {250'000, 300'000, 400'000, 500'000, 700'000}) {
+  for (const auto& [ranks, kib] : std::vector<std::pair<int, int>>{
+           {3, 60'000}, {3, 80'000}, {16, 250'000}, {16, 300'000}, {16, 400'000}, {16, 500'000}, {16, 700'000}}) {
     const TempDir dir;
-    const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 2 --local-ranks 16 --batch-size 1"),
-                                        formatted("bash -c 'ulimit -v {}; exec \"$0\" \"$@\"'", kib));
-    INFO(kib << " KiB: " << r.status << ": " << r.err);
+    const ProgramResult r =
+        run_program(tiny(dir / "run", formatted("--max-steps 2 --local-ranks {} --batch-size 1", ranks)),
+                    formatted("bash -c 'ulimit -v {}; exec \"$0\" \"$@\"'", kib));
+    INFO(ranks << " ranks, " << kib << " KiB: " << r.status << ": " << r.err);
     REQUIRE(r.status < 128);  // no signal
     REQUIRE(r.err.find("terminate called") == std::string::npos);
     REQUIRE(r.err.find("internal error") == std::string::npos);

@@ -99,6 +99,12 @@ TEST_CASE("a damaged run.json is refused; without it a run resumes by its checkp
   REQUIRE(r.status == 1);
   REQUIRE(r.err.find("/run/run.json: its checksum is ") != std::string::npos);
   REQUIRE(r.err.find("where there are checkpoints it may be removed") != std::string::npos);
+  std::ofstream(dir / "run/run.json") << text.substr(0, text.size() / 2);
+  const ProgramResult cut = run_program(tiny(dir / "run", resumed));
+  INFO(cut.err);
+  REQUIRE(cut.status == 1);
+  REQUIRE(cut.err.find("/run/run.json: not JSON") != std::string::npos);
+  REQUIRE(cut.err.find("where there are checkpoints it may be removed") != std::string::npos);
   fs::remove(dir / "run/run.json");
   run_well(tiny(dir / "run", resumed));
   REQUIRE(losses(dir / "run") == losses(dir / "whole"));
@@ -194,4 +200,17 @@ TEST_CASE("progress lines and escape codes are for a terminal that a person read
     REQUIRE(other.find(escape) == std::string::npos);
     REQUIRE(on_terminal(schedule, variables).find(escape) == std::string::npos);
   }
+}
+
+TEST_CASE("a run that its checkpoint does not continue is refused before its ranks start", "[run]") {
+  const TempDir dir;
+  const auto command = [&](const std::string& more) {
+    std::string all = tiny(dir / "run", more);
+    return all.erase(all.find("--total-batch-size 264 "), 23);  // so it is as many tokens as all ranks have at once
+  };
+  run_well(command("--max-steps 2 --local-ranks 1"));
+  const ProgramResult r = run_program(command("--max-steps 4 --local-ranks 2"));
+  INFO(r.err);
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.starts_with("train_gpt: " + (dir / "run/step-000002/trainer.json") + ": \"tokens_per_step\" is "));
 }

@@ -6,7 +6,8 @@
 #
 #   test/scripts/long_thread_sanitizer_test.sh
 #
-# Environment: DRAWS, such as 0-99, draws of the self-test, half a minute each; JOBS; CXX, CPPFLAGS, CXXFLAGS, LDFLAGS as for make. Takes minutes to build and to run.
+# Environment: DRAWS, such as 0-99: draws of the self-test, half a minute each; JOBS; CXX, CPPFLAGS, CXXFLAGS, LDFLAGS
+# as for make. Takes minutes to build and to run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
@@ -22,7 +23,8 @@ export TSAN_OPTIONS="log_path=$dir/race exitcode=66 ignore_noninstrumented_modul
 unset TRAIN_GPT_TOKEN TRAIN_GPT_TOKEN_FILE
 data=test/golden/gpt2_tiny/train.bin
 run=(build/tsan/cpu/train_gpt -i "$data" -j "$data" --model d1 --n-layer 2 --n-embd 16 --n-head 2 --vocab-size 211
-  --seq-len 32 --batch-size 2 --device cpu --val-steps 1 --val-every 4 --max-steps 6 --checkpoint-every 2)
+  --seq-len 32 --batch-size 2 --device cpu --peak-tflops 1 --val-steps 1 --val-every 4 --max-steps 6
+  --checkpoint-every 2)
 # of NAME COMMAND...: it ends well, and no race was reported.
 of() {
   local name=$1 status=0
@@ -43,7 +45,7 @@ of "the self-test" build/tsan/cpu/train_gpt --selftest --local-ranks 4 --device 
 
 layout --local-ranks 3 --zero-stage 1 --checkpoint-local "$dir/local-1" --checkpoint-local-every 1 --check-replicas 2
 layout --local-ranks 4 --zero-stage 3 --dp-replicate 2 --verify-updates 1 --ema 0.9 --trace "$dir/trace.json"
-layout --local-ranks 2 --zero-stage 2 --offload moments,master --dtype bf16 --offload-update host --profile
+layout --local-ranks 2 --zero-stage 2 --offload moments,master --dtype bf16 --offload-update host
 layout --local-ranks 2 --zero-stage 3 --offload moments,gradients,weights --offload-dir "$dir" --recompute block
 layout --pp 2 --pp-chunks 2 --schedule interleaved --n-layer 4 --total-batch-size 256 --optimizer muon --tp 2
 layout --pp 2 --schedule pipedream --model llama2:7B --n-ffn 40
