@@ -66,6 +66,9 @@ class Listener {
         if (errno == EINTR || errno == ECONNABORTED) continue;
         // No file descriptor, or no memory, is left: the oldest stranger makes room, and the others wait a moment.
         full_ = errno != EAGAIN && errno != EWOULDBLOCK;
+        if (full_ && full_report_.due())
+          say_(formatted("connections wait at the door, since none can be accepted: {}{}", std::strerror(errno),
+                         errno == EMFILE ? "; raise `ulimit -n`" : ""));
         if (full_ && !strangers_.empty()) refuse(strangers_.begin(), "there was no room for it");
         return;
       }
@@ -110,7 +113,7 @@ class Listener {
   std::list<Stranger> strangers_;  // oldest first
   bool full_ = false;
   int64_t refused_ = 0;  // since the last line about it
-  NowAndThen report_{0, 1};
+  NowAndThen report_{0, 1}, full_report_{0, 10};
   Waker waker_;
   std::jthread thread_;  // last: it uses all of them
 };
