@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-./train_gpt \
+exec ./train_gpt \
   --train-data 'data/fineweb-edu-100BT/fineweb-edu_train_*.bin' \
   --val-data 'data/fineweb-edu-100BT/fineweb-edu_val_*.bin' \
   --model gpt2:350M --seq-len 1024 --batch-size 32 --total-batch-size 524288 \

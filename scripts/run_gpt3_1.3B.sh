@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-./train_gpt \
+exec ./train_gpt \
   --train-data 'data/fineweb-edu-350BT/fineweb-edu_train_*.bin' \
   --val-data 'data/fineweb-edu-350BT/fineweb-edu_val_*.bin' \
   --model gpt3:1.3B --seq-len 2048 --batch-size 8 --total-batch-size 1048576 \
