@@ -42,7 +42,10 @@
 #   --probe COMMAND      succeeds if host {} is there; default: this host, or ssh -o BatchMode=yes {} true
 #   --help               this text
 set -euo pipefail
-say() { echo "supervise.sh: $1" >&2; }
+# A run goes on though nobody reads what this script says: a full disk, a terminal or a reader of a pipe that is gone.
+true >&2 || exec 2>/dev/null
+trap : PIPE
+say() { echo "supervise.sh: $1" >&2 2>/dev/null || :; }
 refuse() { say "$1; see scripts/supervise.sh --help"; exit 1; }
 
 # ---- Options ---------------------------------------------------------------------------------------------------------
@@ -126,13 +129,16 @@ wait_for() {
   done
   return $status
 }
+exit_if_stopped() {
+  [ -z "$stopped_by" ] || { say "stopped by SIG$stopped_by between two starts; the same command goes on"; exit 75; }
+}
 pause() { # SECONDS: or until a signal comes
   sleep "$1" &
   sleeper=$!
   [ -n "$stopped_by" ] || wait "$sleeper" 2>/dev/null || :
   kill "$sleeper" 2>/dev/null || :
   sleeper=
-  [ -z "$stopped_by" ] || { say "stopped by SIG$stopped_by between two starts; the same command goes on"; exit 75; }
+  exit_if_stopped
 }
 
 # ---- What has become of the run --------------------------------------------------------------------------------------
@@ -218,7 +224,8 @@ exec {errors_file}<>"$errors"
 rm "$errors"
 errors=/dev/fd/$errors_file
 
-# The processes of a session, which setsid gave its number.
+mark=$$.$RANDOM   # in the environment of all that the command starts
+# The processes of a session, which setsid gave its number, and those that have left it, as run_mpirun.sh's mpirun does.
 processes_of() {
   local file text fields
   for file in /proc/[0-9]*/stat; do
@@ -226,6 +233,7 @@ processes_of() {
     read -r -a fields <<<"${text##*) }"
     if [ "${fields[3]}" = "$1" ] && [ "${fields[0]}" != Z ]; then file=${file%/stat} && echo "${file##*/}"; fi
   done
+  grep -lszxF "SUPERVISED=$mark" /proc/[0-9]*/environ | sed 's/[^0-9]//g' || :
 }
 # What a crash left running holds the lock of the out directory: it may end by itself, for ten seconds.
 end_leftovers() { # SESSION
@@ -247,22 +255,27 @@ stop_leftovers() { # SESSION
     running=$(processes_of "$1")
   done
 }
+# Returns once `tee` has copied all; what has left the session and the environment behind may keep it waiting.
+wait_for_copy() {
+  local end=$((SECONDS + 5))
+  while kill -0 "$copy" 2>/dev/null && [ "$SECONDS" -lt "$end" ]; do sleep 0.1; done
+}
 # Runs the command until it ends. setsid: a Ctrl-C at the terminal reaches it only through this script.
 start() {
   local status=0 copy session stderr
-  exec {stderr}> >(exec setsid tee "$errors" >&2)
+  exec {stderr}> >(exec setsid tee -p "$errors" >&2)
   copy=$!
-  setsid "${command[@]}" </dev/null 2>&"$stderr" {stderr}>&- {errors_file}>&- &
+  SUPERVISED=$mark setsid "${command[@]}" </dev/null 2>&"$stderr" {stderr}>&- {errors_file}>&- &
   session=$! running=$session
   exec {stderr}>&-
   [ -z "$stopped_by" ] || pass_on "$stopped_by"
   wait_for "$session" || status=$?
   running=
   if [ -n "$stopped_by" ]; then stop_leftovers "$session"
-  elif [ $status != 0 ] && [ $status != 75 ]; then
-    end_leftovers "$session"
-    wait "$copy" 2>/dev/null || :
+  elif [ $status != 0 ] && [ $status != 75 ]; then end_leftovers "$session"
   fi
+  wait_for_copy
+  [ $status = 0 ] || kill "$copy" 2>/dev/null || :   # the next start has a `tee` of its own
   return $status
 }
 
@@ -270,9 +283,9 @@ best=$(newest_checkpoint) failures=() delay=$first_delay
 while :; do
   status=0 cause=crash
   : >"$errors"
-  if choose_hosts; then start || status=$?
-  else status=1 cause='too few hosts'
-  fi
+  choose_hosts || status=1 cause='too few hosts'
+  exit_if_stopped   # while the hosts were asked
+  [ $status != 0 ] || start || status=$?
   if [ $status = 0 ] || [ $status = 75 ]; then exit $status; fi
   if [ -n "$stopped_by" ]; then
     say "the run was stopped by SIG$stopped_by and ended with $(ended_how $status), not 75; the same command goes on"
@@ -303,7 +316,7 @@ while :; do
   fi
   if [ ${#failures[@]} -ge "$max_failures" ]; then
     say "giving up after ${#failures[@]} failures without a newer checkpoint than that of step $best (--max-failures):"
-    printf '  %s\n' "${failures[@]}" >&2
+    printf '  %s\n' "${failures[@]}" >&2 2>/dev/null || :
     exit $status
   fi
   say "failure ${#failures[@]} of $max_failures without progress: $failure; starting again in $delay s"

@@ -7,7 +7,7 @@ dir=$(mktemp -d)
 # shellcheck source=test/scripts/processes.sh
 . test/scripts/processes.sh
 # shellcheck disable=SC2046
-trap 'kill_all KILL $(jobs -p); rm -rf "$dir"' EXIT
+trap 'kill_all KILL $(jobs -p) $(cat "$dir/left" 2>/dev/null); rm -rf "$dir"' EXIT
 out=$dir/out
 fail() {
   echo "supervise_test: $1" >&2
@@ -16,8 +16,9 @@ fail() {
 }
 
 # The player: start N does what line N of the script says, "END CHECKPOINT TEXT": saves a checkpoint of that step (0:
-# none), prints the text as an error, and ends with that status; or it is killed, alone or leaving a process behind, or
-# waits for a signal, which ends it (wait) or which it answers with a status (wait75).
+# none), prints the text as an error, and ends with that status; or it is killed, alone, leaving two processes behind, one
+# of them in another session (leave), or one in another session and without its environment (hide); or waits for a
+# signal, which ends it (wait) or which it answers with a status (wait75).
 cat >"$dir/play" <<'PLAYER'
 #!/usr/bin/env bash
 here=$(dirname "$0")
@@ -33,6 +34,12 @@ case $end in
   KILL) kill -s KILL $$ ;;
   leave)
     tail -f /dev/null &
+    echo $! >"$here/left"
+    setsid tail -f /dev/null &
+    echo $! >>"$here/left"
+    kill -s KILL $$ ;;
+  hide)
+    env -i setsid tail -f /dev/null &
     echo $! >"$here/left"
     kill -s KILL $$ ;;
   clean)
@@ -62,7 +69,7 @@ SLEEP
 chmod +x "$dir/play" "$dir/sleep"
 
 prepare() { # LINE...: what the starts do
-  rm -rf "$out" "$dir"/starts "$dir"/waits "$dir"/said "$dir"/waiting "$dir"/away-*
+  rm -rf "$out" "$dir"/starts "$dir"/waits "$dir"/said "$dir"/waiting "$dir"/answered "$dir"/away-*
   touch "$dir/starts" "$dir/waits"
   printf '%s\n' "$@" >"$dir/script"
 }
@@ -122,7 +129,24 @@ ends 75 1 ''
 # What a killed launcher leaves behind ends before the next start.
 prepare 'leave 0' '0 1000'
 ends 0 2 '5'
-! grep -qsz tail "/proc/$(<"$dir/left")/cmdline" || fail "a process of the crashed run is still there"
+while read -r left; do
+  ! grep -qsz tail "/proc/$left/cmdline" || fail "a process of the crashed run is still there"
+done <"$dir/left"
+rm "$dir/left"
+# One that it cannot find, and that still has its stderr, does not keep it waiting.
+prepare 'hide 0 train_gpt: lost' '0 1000'
+ends 0 2 '5'
+says 'killed by SIGKILL after step 0, newest checkpoint: step 0: train_gpt: lost; starting again'
+kill_all KILL "$(<"$dir/left")"
+rm "$dir/left"
+# Nor does a stderr that takes nothing end it: a full disk, a reader that has ended, none at all.
+exec {gone}> >(:)
+wait $!
+for stderr in /dev/full "&$gone" '&-'; do
+  prepare 'KILL 0 segmentation fault' '0 1000 a warning'
+  eval 'PATH=$dir:$PATH scripts/supervise.sh -- "${command[@]}"' "2>$stderr" || fail "it ended with status $?: 2>$stderr"
+  [ "$(wc -l <"$dir/starts")" = 2 ] || fail "not started again: 2>$stderr"
+done
 
 # A signal goes on to the command; whatever comes of it, the run is not started again.
 appears() {
@@ -132,17 +156,18 @@ appears() {
   done
   fail "no $1"
 }
-# signalled STATUS SIGNAL FILE: once the file is there
+# signalled STATUS SIGNAL FILE OPTION...: once the file is there
 signalled() {
   local status=0
   set -m   # or it would be started without SIGINT
-  PATH=$dir:$PATH scripts/supervise.sh -- "$dir/play" -o "$out" 2>"$dir/said" &
+  PATH=$dir:$PATH scripts/supervise.sh "${@:4}" -- "$dir/play" -o "$out" 2>"$dir/said" &
   set +m
   appears "$3"
   kill -s "$2" $!
+  touch "$dir/answered"   # a probe waits for it
   wait $! || status=$?
   [ $status = "$1" ] || fail "status $status after SIG$2, expected $1"
-  [ "$(wc -l <"$dir/starts")" = 1 ] || fail "started again after SIG$2"
+  [ "$(wc -l <"$dir/starts")" -le 1 ] || fail "started again after SIG$2"
 }
 prepare 'wait75 0'
 signalled 75 USR1 "$dir/waiting"
@@ -161,6 +186,13 @@ touch "$dir/slow"
 signalled 75 TERM "$dir/waits"
 rm "$dir/slow"
 says 'stopped by SIGTERM between two starts'
+for answer in true false; do
+  prepare '0 0'
+  signalled 75 TERM "$dir/waiting" --hosts n1 --host-wait 0 \
+    --probe "touch $dir/waiting; until [ -e $dir/answered ]; do sleep 0.1; done; $answer"
+  says 'stopped by SIGTERM between two starts'
+  [ ! -s "$dir/starts" ] || fail "a signal came while hosts were asked, and the run was started"
+done
 
 # Hosts: all are waited for; without one that stays away the run goes on, on a number that the trainer takes.
 by_hosts=(--hosts "n1,n2,n3,n4" --probe "[ ! -e $dir/away-{} ]" --host-wait 1)
