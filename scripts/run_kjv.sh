@@ -3,7 +3,7 @@
 # is then plotted. `make run` calls this; arguments are passed to the trainer (the last one wins). A GPT-2-style model
 # takes twice the time for the same loss: dev/LOG.md.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 OUT=${OUT:-out/kjv}
 for word in "$@"; do

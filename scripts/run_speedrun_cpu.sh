@@ -4,7 +4,7 @@
 #
 #   data/prepare_kjv.sh
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 OUT=${OUT:-out/speedrun}
 exec ./train_gpt \

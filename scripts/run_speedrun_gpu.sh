@@ -5,7 +5,7 @@
 #
 #   data/prepare.py fineweb-edu
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 OUT=${OUT:-out/speedrun_gpu}
 exec ./train_gpt \

@@ -4,7 +4,7 @@
 #
 #   data/prepare.py tinystories
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 exec ./train_gpt \
   --train-data 'data/tinystories/tinystories_train_*.bin' --val-data 'data/tinystories/tinystories_val_*.bin' \

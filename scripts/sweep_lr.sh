@@ -18,7 +18,7 @@ if [ $# -lt 2 ] || [ -z "${RATES:-}" ] || [ -z "${WIDTHS:-}${DEPTHS:-}" ] || [ -
   sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
   exit 1
 fi
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "$0")/.." && pwd)
 axis=${WIDTHS:+width}
 axis=${axis:-depth}
 

@@ -14,7 +14,7 @@ set -euo pipefail
 case $* in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
 # Used in the commands that a run suggests.
 export TRAIN_GPT_LAUNCH=${TRAIN_GPT_LAUNCH:-${HOSTS:+HOSTS=$HOSTS }${RANKS:+RANKS=$RANKS }$0}
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 refuse() { echo "run_mpirun.sh: $1" >&2; exit 1; }
 
 command -v mpirun >/dev/null || refuse "there is no mpirun here: install Open MPI, or use run_tcp.sh"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # data/tokenize_text.py and scripts/plot.py: round trips, the same shards from any number of workers, bad input refused.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 tokenize() { python3 data/tokenize_text.py "$@" 2>"$dir/err" >"$dir/out"; }

@@ -2,7 +2,7 @@
 # data/hellaswag.py: the lm-evaluation-harness's texts, split into context and endings at the right token,
 # downloaded or from a file, all or nothing; scripts/lm_eval.sh reports what is missing.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 server=
 trap '[ -z "$server" ] || kill "$server" 2>/dev/null; rm -rf "$dir"' EXIT

@@ -3,7 +3,7 @@
 # check_families.py. With Muon, random layouts do: see check_muon_layouts.py. Needs a Python with torch and
 # transformers. SEED=N repeats a run; otherwise the seed is random.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 if ! python=$(scripts/find_python.sh torch transformers safetensors); then
   echo "long_families_test: skipped: no Python here has torch, transformers and safetensors; set PYTHON=..."
   exit 77

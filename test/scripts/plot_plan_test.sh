@@ -2,7 +2,7 @@
 # scripts/plot_plan.py draws plans of all kinds of layouts as PNG and as one page without references to anything else;
 # what is no plan is refused by name.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 export PYTHONDONTWRITEBYTECODE=1

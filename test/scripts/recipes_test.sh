@@ -3,7 +3,7 @@
 # the data that it reads, and enough of them. run_kjv.sh plots its own run. A
 # signal to the script reaches the trainer.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 # shellcheck source=test/scripts/processes.sh
 . test/scripts/processes.sh

@@ -2,7 +2,7 @@
 # scripts/supervise.sh: which ends of a run it takes for crashes, how long it waits, when it gives up and what it says
 # then, with a trainer that only plays its part; then with real runs, one that is killed and one that loses hosts.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 # shellcheck source=test/scripts/processes.sh
 . test/scripts/processes.sh
