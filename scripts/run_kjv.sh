@@ -31,7 +31,7 @@ trap 'pass_on USR1' USR1 USR2
   --log-every 10 --val-every 120 --val-steps 20 --sample-every 360 --sample-tokens 120 --top-p 0.9 \
   --out-dir "$OUT" "$@" &
 trainer=$! again=yes
-[ -z "$signal" ] || pass_on "$signal"   # it came before the trainer was there
+[ -z "$signal" ] || { sleep 1; pass_on "$signal"; }   # it came before the trainer could take it
 while [ -n "$again" ]; do   # a signal ends `wait` early
   again='' status=0
   wait "$trainer" || status=$?

@@ -194,6 +194,35 @@ for answer in true false; do
   [ ! -s "$dir/starts" ] || fail "a signal came while hosts were asked, and the run was started"
 done
 
+# A signal that comes just as a launcher is started reaches it.
+cat >"$dir/mpirun" <<'LAUNCHER'
+#!/usr/bin/env bash
+trap 'exit 75' USR1
+echo 'Open MPI'
+[ "$1" != --version ] || exit 0
+touch "$(dirname "$0")/waiting"
+while :; do read -r -t 0.05 || :; done < <(tail -f /dev/null)
+LAUNCHER
+chmod +x "$dir/mpirun"
+cp "$dir/mpirun" "$dir/srun"
+cat >"$dir/signals" <<SIGNALS
+signals() {
+  case \$BASH_COMMAND in
+    mpirun=?\! | process=?\!*) kill -s TERM \$\$ ;;   # before the script knows the launcher's number
+    'sleep 1') until [ -e "$dir/waiting" ]; do :; done ;;
+  esac
+}
+trap signals DEBUG
+SIGNALS
+launches() { # COMMAND...
+  local status=0
+  rm -f "$dir/waiting"
+  PATH=$dir:$PATH BASH_ENV=$dir/signals timeout 60 "$@" >"$dir/said" 2>&1 || status=$?
+  [ $status = 75 ] || fail "status $status of $*, expected 75"
+}
+launches env RANKS=1 scripts/multi_node/run_mpirun.sh
+launches env SLURM_JOB_ID=1 SLURM_SUBMIT_DIR="$PWD" LAUNCHER=srun scripts/multi_node/run_sbatch.sh
+
 # Hosts: all are waited for; without one that stays away the run goes on, on a number that the trainer takes.
 by_hosts=(--hosts "n1,n2,n3,n4" --probe "[ ! -e $dir/away-{} ]" --host-wait 1)
 prepare
