@@ -16,13 +16,16 @@
 #   2             the run diverged: tried once more, in case it was a fault of the memory; the same again ends it
 #   all others    a crash: a signal, a rank that is lost (status 3): started again, after a wait
 #
+# Start it in the checkout, or give it absolute paths: it stays in the directory where it is started, but the scripts
+# run_* change to their checkout.
+#
 # The wait is --delay seconds at first, and doubles with every failure up to --max-delay. A newer checkpoint is progress:
 # waits and counts begin anew. After --max-failures without progress this script gives up, lists all of them, and ends
 # with the status of the last one.
 #
-# SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to COMMAND (to mpirun and srun as SIGUSR1, which they pass on; SIGINT
-# as SIGTERM), and whatever its status is then, it is not started again. If it is a script that the signal ends, what it
-# has started gets the signal, too, and is waited for.
+# SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to COMMAND (to mpirun, srun and their like as SIGUSR1, which they pass
+# on; SIGINT as SIGTERM), and whatever its status is then, it is not started again. If it is a script that the signal
+# ends, what it has started gets the signal, too, and is waited for.
 #
 # Options
 #   --out-dir DIR        where the run saves; default: the last --out-dir or -o of COMMAND
@@ -68,7 +71,8 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     --max-failures) max_failures=$2 ;;
     --delay) first_delay=$2 ;;
     --max-delay) max_delay=$2 ;;
-    --hosts) [[ $2 =~ ^[][A-Za-z0-9._:-]+(,[][A-Za-z0-9._:-]+)*$ ]] || refuse "--hosts '$2': expected names, separated by commas"
+    --hosts) [[ $2 =~ ^[A-Za-z0-9._-]+(,[A-Za-z0-9._-]+)*$ ]] ||
+      refuse "--hosts '$2': expected names or IPv4 addresses, separated by commas; a host with an IPv6 address needs a name"
       IFS=, read -r -a hosts <<<"$2" ;;
     --spares) spares=$2 ;;
     --min-hosts) min_hosts=$2 ;;
@@ -79,6 +83,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
 done
 [ $# -ge 2 ] || refuse "expected -- and the command that starts the run"
 shift
+type -P "$1" >/dev/null || refuse "'$1': there is no such program here, or it may not be run"
 command=("$@") word=
 for word in "${command[@]}"; do
   [ "$word" != --restart ] || refuse "--restart would start the run over after each crash: leave it out, or start the run
@@ -111,7 +116,7 @@ stop() { # SIGNAL
 }
 pass_on() { # SIGNAL
   [ "$1" != INT ] || set -- TERM   # commands in a script's background are started without SIGINT
-  case ${command[0]##*/} in mpirun | mpiexec | srun) set -- USR1 ;; esac
+  case ${command[0]##*/} in mpirun | mpirun.* | mpiexec | mpiexec.* | orterun | prterun | srun) set -- USR1 ;; esac
   # shellcheck disable=SC2086    # a list
   kill -s "$1" $running 2>/dev/null || :
 }
@@ -146,7 +151,11 @@ pause() { # SECONDS: or until a signal comes
 # The step of the newest checkpoint, without leading zeros. One that has its name is complete (contract 13); one that is
 # damaged loses its name when the run is resumed.
 newest_checkpoint() {
-  local path newest=0 step
+  local path newest step
+  # Those on the nodes' own disks (--checkpoint-local) are in metrics.jsonl alone until the run is resumed from them.
+  newest=$(tail -c 65536 "$out/metrics.jsonl" 2>/dev/null |
+    sed -n 's/.*"kind":"checkpoint".*"saved":\([0-9]*\).*"local":true.*/\1/p' | sort -n | tail -n 1) || :
+  newest=${newest:-0}
   for path in "$out"/step-*/manifest.json; do
     step=${path%/manifest.json} step=${step##*/step-}
     if [[ -e $path && $step =~ ^[0-9]+$ && $((10#$step)) -gt $newest ]]; then newest=$((10#$step)); fi
@@ -187,15 +196,15 @@ without() { # HOST...: those of --hosts that are not among them
 }
 most_hosts=$wanted   # fewer where the trainer has refused that many
 # Sets and exports HOSTS and HOST_COUNT; fails if too few hosts are there.
-choose_hosts() {
+choose_hosts() { # SECONDS that all hosts are waited for
   [ ${#hosts[@]} -gt 0 ] || return 0
-  local up away deadline=$((SECONDS + host_wait)) said=
+  local up away deadline=$((SECONDS + $1)) said=
   while :; do
     mapfile -t up < <(answering)
     mapfile -t away < <(without "${up[@]}")
     [ ${#up[@]} -lt "$wanted" ] || break
-    if [ -z "$said" ] && [ "$host_wait" -gt 0 ]; then
-      say "no answer from $(listed "${away[@]}"): waiting up to $host_wait s (--host-wait)"
+    if [ -z "$said" ] && [ "$1" -gt 0 ]; then
+      say "no answer from $(listed "${away[@]}"): waiting up to $1 s (--host-wait)"
       said=yes
     fi
     [ "$SECONDS" -lt "$deadline" ] || break
@@ -279,11 +288,12 @@ start() {
   return $status
 }
 
-best=$(newest_checkpoint) failures=() delay=$first_delay
+best=$(newest_checkpoint) failures=() delay=$first_delay patience=$host_wait
 while :; do
   status=0 cause=crash
   : >"$errors"
-  choose_hosts || status=1 cause='too few hosts'
+  choose_hosts "$patience" || status=1 cause='too few hosts'
+  patience=$host_wait
   exit_if_stopped   # while the hosts were asked
   [ $status != 0 ] || start || status=$?
   if [ $status = 0 ] || [ $status = 75 ]; then exit $status; fi
@@ -295,7 +305,7 @@ while :; do
   if [ $status = 1 ] && [ "$cause" = crash ] && [[ $error =~ ^(train_gpt|run_[a-z]+\.sh):\  &&
     $error != *'another run is writing'* ]]; then
     if [ ${#hosts[@]} -gt 0 ] && [ "$HOST_COUNT" -lt "$wanted" ] && [ "$HOST_COUNT" -gt "$min_hosts" ]; then
-      most_hosts=$((HOST_COUNT - 1))
+      most_hosts=$((HOST_COUNT - 1)) patience=0   # those that are away have just been waited for
       say "the run was refused on $HOST_COUNT hosts; trying $most_hosts"
       continue
     fi

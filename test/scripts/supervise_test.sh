@@ -107,6 +107,12 @@ prepare 'KILL 1000' '0 2000'
 ends 0 2 '5' --max-failures 2 --out-dir "$out"
 ! grep -q 'no checkpoint is seen' "$dir/said" || fail "it does not see its own --out-dir"
 command=("$dir/play" -o "$out")
+# So is one on the nodes' own disks, which metrics.jsonl tells.
+prepare 'KILL 0' 'KILL 0'
+mkdir "$out"
+echo '{"kind":"checkpoint","step":7,"saved":6,"mode":"sync","local":true}' >"$out/metrics.jsonl"
+ends 137 2 '5' --max-failures 2
+says 'killed by SIGKILL after step 0, newest checkpoint: step 6'
 # Whoever removes old files from /tmp removes nothing that it needs.
 prepare 'clean 0 cleaned up' '0 1000'
 mkdir "$dir/tmp"
@@ -232,9 +238,10 @@ says 'no answer from n3: waiting up to 1 s (--host-wait)'
 says 'of 4 hosts 3 answer, fewer than --min-hosts 4: no answer from n3'
 prepare '1 0 train_gpt: 3 ranks do not divide the batch' 'back 0' '0 0'
 touch "$dir/away-n3"
-ends 0 3 '5' "${by_hosts[@]}" --min-hosts 2 --host-wait 0
+ends 0 3 '*' "${by_hosts[@]}" --min-hosts 2
 says 'going on with 3 of 4 hosts, n1,n2,n4: fewer replicas share each batch, which stays the same'
 says 'the run was refused on 3 hosts; trying 2'
+[ "$(grep -c 'no answer from n3: waiting' "$dir/said")" = 1 ] || fail "hosts that are away were waited for twice"
 printf '%s\n' '3 n1,n2,n4' '2 n1,n2' '4 n1,n2,n3,n4' | cmp -s - "$dir/starts" || fail "the starts are on other hosts"
 
 # A spare takes the place of a host that stays away, without a wait; two cannot be replaced by one.
@@ -257,12 +264,15 @@ refused() { # TEXT ARGUMENT...
   says "$1"
 }
 refused "--delay 'soon': expected a whole number" --delay soon -- true -o out
+refused "'./no-such-program': there is no such program here" -- ./no-such-program -o out
+refused "'scripts': there is no such program here" -- scripts -o out
 refused "'--dela': expected one of its options" --dela 3 -- true -o out
 refused 'The command names no --out-dir' -- true
 refused '--restart would start the run over after each crash' -- ./train_gpt -o out --restart
 refused '--resume other/step-000010 is refused once the run has' -- ./train_gpt -o out --resume other/step-000010
 refused '--resume never is refused once the run has' -- ./train_gpt --resume=never -o out
 refused "--hosts 'a;b': expected names" --hosts 'a;b' -- true -o out
+refused "--hosts 'a,[::1]': expected names" --hosts 'a,[::1]' -- true -o out
 refused '--min-hosts 3: there are 2 in --hosts' --hosts a,b --min-hosts 3 -- true -o out
 refused '--spares 2: there are 2 in --hosts' --hosts a,b --spares 2 -- true -o out
 refused '--min-hosts 2: there are 2 in --hosts, 1 of them --spares' --hosts a,b --spares 1 --min-hosts 2 -- true -o out
