@@ -17,6 +17,7 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@180
 set -euo pipefail
+case $* in -h | --help) sed -n '/^#SBATCH/q; 2,$s/^# \{0,1\}//p' "$0"; exit ;; esac
 refuse() { echo "run_sbatch.sh: $1" >&2; exit 1; }
 [ -n "${SLURM_JOB_ID:-}" ] || refuse "it is for Slurm: sbatch $0 --train-data ..."
 cd "$SLURM_SUBMIT_DIR"   # Slurm runs a copy of this script, elsewhere

@@ -122,7 +122,7 @@ misses() { # WORD ARGUMENTS...
   grep -q -- "$word" "$dir/err" || fail "the error does not name '$word': $*"
 }
 misses 'which checkpoint'
-for script in lm_eval.sh multi_node/run_tcp.sh multi_node/run_mpirun.sh; do
+for script in lm_eval.sh sweep_lr.sh install_deps.sh multi_node/run_{tcp,mpirun,sbatch}.sh; do
   grep -q "scripts/$script" <<<"$("scripts/$script" --help)" || fail "scripts/$script --help has no example"
 done
 misses 'no such directory' "$dir/nowhere"
