@@ -72,6 +72,7 @@ JOBS ?= $(shell nproc)
 ##   TEST_TIMEOUT=45m           a test program that takes longer is killed and counts as failed; test-long: 2h
 TEST_TIMEOUT ?= $(if $(LONG),2h,45m)
 export CUDNN_HOME CUDNN_FRONTEND_HOME CXX NVCC MPICC MPIRUN CPPFLAGS CXXFLAGS LDFLAGS NVCCFLAGS TESTS TEST_TIMEOUT
+unexport CDPATH
 # A Turkish i has no I as its capital, and a German number no point.
 export LC_ALL := C
 
@@ -495,7 +496,7 @@ check-format:
 	  $(CXX_SOURCES) | xargs -r $(CLANG_FORMAT) --dry-run -Werror && echo 'check-format: ok'; fi
 check-shell:
 	@($(FIND_SOURCES) -name '*.sh' -print; ls .ci/run) | xargs -r -n 4 shellcheck -x
-	@($(FIND_SOURCES) -name '*.sh' -print; ls .ci/run) | xargs -r scripts/check_pipes.sh
+	@($(FIND_SOURCES) -name '*.sh' -print; ls .ci/run) | xargs -r scripts/check_shell.sh
 	@echo 'check-shell: ok'
 check-python:
 	@$(FIND_SOURCES) -name '*.py' -print | PYTHONPYCACHEPREFIX=build/pycache xargs -r python3 -m py_compile && \

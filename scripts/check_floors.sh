@@ -17,7 +17,7 @@
 #    to judge: the ten longest sources are printed for them.
 set -euo pipefail
 export LC_ALL=C   # wc says "total", sort compares bytes
-cd "${1:-$(dirname "$0")/..}"
+CDPATH='' cd "${1:-$(dirname "$0")/..}"
 failed=0
 code=(llmc train_gpt.cu)
 [ ! -d test ] || code+=(test)

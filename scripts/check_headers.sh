@@ -13,7 +13,7 @@
 # headers are compiled once too and read before every file, so that a file which lacks one of these passes; ALONE=1 does
 # without (test/scripts/long_headers_test.sh).
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 export CXX=${CXX:-g++} FLAGS=${FLAGS:--std=c++20 -march=native -fopenmp -Wall -Wextra -Illmc} JOBS=${JOBS:-2}
 export CUDA_FLAGS=${CUDA_FLAGS:--std=c++20 -DTRAIN_GPT_CUDA -Wall -Wextra -Wno-unknown-pragmas -Wno-unused-parameter \

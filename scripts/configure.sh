@@ -8,7 +8,7 @@
 #
 # scripts/dependencies/parts.sh has the list of parts and how each is looked for.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 # shellcheck source=scripts/dependencies/parts.sh
 . scripts/dependencies/parts.sh
 
@@ -21,6 +21,10 @@ if is_there nvcc; then
 fi
 
 echo "# Written by scripts/configure.sh: what this machine has. 'make reconfigure' asks again."
+# Without a value where nothing was found, whatever the environment has under the same names, such as NCCL_VERSION.
+mapfile -t all_parts < <(parts_of build test long other nvcc)
+echo "\$(foreach part,${all_parts[*]^^},\$(foreach x,VERSION FAULT FLAGS LIBS ARCH,\$(eval \$(part)_\$x :=)))"
+echo 'GPU :='
 for part in "${wanted[@]}"; do cat "$probes/$part.answers"; done
 
 missing=0

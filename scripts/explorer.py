@@ -21,6 +21,7 @@ import http.server
 import ipaddress
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -46,17 +47,18 @@ class Option:
     """A control of the page, and the option that it sets."""
     option: str
     label: str
-    values: list         # names; or numbers, of which any between the first and the last may be asked for
+    values: list         # names; or numbers, of which any from the first to the last, or to `most`, may be asked for
     start: object        # where the control stands at first
     left_out: object = None   # the value without which the command says the same
     unit: str = ""
     meaning: str = ""
+    most: object = None       # where the page of schedules asks for larger numbers than the slider has
 
     def fault(self, value):
         """What is wrong with a value; None: nothing."""
         if isinstance(self.values[0], str):
             return None if isinstance(value, str) and value in self.values else f"use one of {', '.join(self.values)}"
-        least, most = self.values[0], self.values[-1]
+        least, most = self.values[0], self.most or self.values[-1]
         is_number = isinstance(value, int) and not isinstance(value, bool)
         return None if is_number and least <= value <= most else f"use a whole number from {least} to {most}"
 
@@ -83,7 +85,7 @@ OPTIONS = {
         "h100x8", meaning="GPU, and how many share a server"),
     "dtype": Option("--dtype", "Number format", ["bf16", "fp32"], "bf16", "fp32",
                     meaning="of weights and activations; gradients and optimizer state are fp32"),
-    "ranks": Option("--ranks", "Ranks", powers(1, 16384), 8, unit="GPUs"),
+    "ranks": Option("--ranks", "Ranks", powers(1, 16384), 8, unit="GPUs", most=2**16),
     "tp": Option("--tp", "Tensor parallel", powers(1, 64), 1, 1, "ranks", "each has a part of every layer"),
     "tp_overlap": Option("--tp-overlap", "Tensor parallel, overlapped", ["off", "on"], "off", "off",
                          meaning="one piece of a product is exchanged while another is computed"),
@@ -100,10 +102,10 @@ OPTIONS = {
                          meaning="what data-parallel ranks shard: 1 optimizer state, 2 also gradients, 3 also weights"),
     "replicas": Option("--dp-replicate", "Replicas", powers(1, 1024), 1, 1, "copies",
                        "hybrid sharding: each is sharded over its part of the ranks"),
-    "batch_size": Option("--batch-size", "Micro-batch", powers(1, 256), 1, 4, "sequences", "of a rank"),
+    "batch_size": Option("--batch-size", "Micro-batch", powers(1, 256), 1, 4, "sequences", "of a rank", most=2**13),
     "seq_len": Option("--seq-len", "Sequence", powers(128, 131072), 8192, 1024, "tokens"),
     "total_batch": Option("--total-batch-size", "Total batch", [0, *powers(4096, 2**25)], 524288, 0, "tokens",
-                          "per step; 0: one micro-batch of all ranks"),
+                          "per step; 0: one micro-batch of all ranks", most=2**30),
     "recompute": Option("--recompute", "Recomputation", ["none", "activation", "norm", "block"], "none", "none",
                         meaning="what the backward computes again instead of keeping it"),
 }
@@ -182,7 +184,7 @@ def is_address(name):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers one connection. The server has `program`, `seconds` and `host`."""
+    """Answers one connection. The server has `program`, `seconds` and `names`."""
     server_version, sys_version, default_request_version = "explorer", "", "HTTP/1.0"
     timeout = 15   # seconds that a client may be silent
 
@@ -234,12 +236,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def require_own_host(self):
         """Pages of other sites may send requests here, also under a name of their own that leads to this machine (DNS
-        rebinding). So the Host must be an address, localhost or --host, and a page that asks must be ours."""
+        rebinding). So the Host must be an address, localhost or a name of this server, and a page that asks must be
+        ours. Its port may be another one: that of a tunnel (ssh -L), or none."""
         hosts = self.headers.get_all("Host", []) if self.headers else []   # Python 3.14: a dict in HTTP/0.9
-        name, _, port = hosts[0].rpartition(":") if len(hosts) == 1 else ("", "", "")
-        if not (name in ("localhost", self.server.host) or is_address(name)) or port != str(self.server.server_port):
-            raise Refused(403, f"Host {', '.join(hosts)[:80] or '(none)'!r} is not this server: open the address that "
-                               "explorer.py printed")
+        name = re.sub(r":[0-9]+$", "", hosts[0]) if len(hosts) == 1 else ""
+        if not (name in self.server.names or is_address(name)):
+            raise Refused(403, f"Host {', '.join(hosts)[:80] or '(none)'!r} is no name of this server: open the "
+                               "address that explorer.py printed, or give it that name as --host")
         origin = self.headers.get("Origin")
         if origin is not None and origin != f"http://{hosts[0]}":
             raise Refused(403, f"a page of {origin[:80]!r} asks: only this server's own page may")
@@ -313,8 +316,11 @@ def main():
         server = Server((options.host, options.port), Handler)
     except OSError as error:
         fail(f"cannot listen on {options.host}, port {options.port}: {error.strerror}; choose another --port")
-    server.program, server.seconds, server.host = os.path.abspath(options.program), options.timeout, options.host
-    shown = "127.0.0.1" if options.host == "0.0.0.0" else options.host
+    server.program, server.seconds = os.path.abspath(options.program), options.timeout
+    shown, own = options.host, []
+    if options.host == "0.0.0.0":
+        shown, own = "127.0.0.1", [socket.gethostname(), socket.getfqdn()]
+    server.names = {name.lower() for name in ("localhost", shown, *own)} - {""}   # as browsers write them
     print(f"explorer: http://{shown}:{server.server_port}/    (Ctrl-C ends it)", flush=True)
     try:
         server.serve_forever()

@@ -13,7 +13,8 @@
 # scripts/dependencies/parts.sh has the list of parts and packages, and how each is looked for. If build/config.mk
 # disagrees with what is found now, it is removed, and make looks again.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+case ${1-} in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
+CDPATH='' cd "$(dirname "$0")/.."
 # shellcheck source=scripts/dependencies/parts.sh
 . scripts/dependencies/parts.sh
 

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 
-from plotting import load_pyplot
+from plotting import load_pyplot, save
 
 
 def fail(message):
@@ -24,8 +24,8 @@ def read_metrics(run):
     """The metrics of a run by kind. `run`: a directory with metrics.jsonl, or the file itself."""
     path = os.path.join(run, "metrics.jsonl") if os.path.isdir(run) else run
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+        with open(path, encoding="utf-8", errors="replace") as file:   # the last line may end within a character
+            lines = file.read().rstrip("\n").split("\n")
     except OSError as error:
         fail(f"cannot read {path}: {error.strerror}; expected a run's directory or its metrics.jsonl")
     kinds = {"train": [], "val": []}
@@ -121,10 +121,7 @@ def main():
     loss.legend()
     if len(options.runs) > 1:
         rate.legend()
-    try:
-        figure.savefig(output, dpi=110)
-    except (OSError, ValueError) as error:
-        fail(f"cannot write {output}: {error}")
+    save(figure, output, fail)
     print(f"plot: {output}")
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 
-from plotting import load_pyplot
+from plotting import load_pyplot, save
 
 
 def fail(message):
@@ -39,9 +39,9 @@ def main():
     parser.add_argument("checks", nargs="+", help="output of --coord-check --json of one or several checks")
     parser.add_argument("-o", "--output", help="PNG to write (default: beside the first check)")
     options = parser.parse_args()
+    plt = load_pyplot(fail)
     rows = [read_panels(path) for path in options.checks]
     columns = max(len(row) for row in rows)
-    plt = load_pyplot(fail)
     figure, panels = plt.subplots(len(rows), columns, figsize=(5.6 * columns, 3.2 * len(rows)), squeeze=False)
     for row, of_row in zip(rows, panels):
         for panel in of_row[len(row):]:
@@ -58,7 +58,7 @@ def main():
         of_row[0].set_ylabel("root mean square")
     figure.tight_layout()
     output = options.output or os.path.splitext(options.checks[0])[0] + ".png"
-    figure.savefig(output, dpi=110)
+    save(figure, output, fail)
     print(f"wrote {output}")
 
 

@@ -316,8 +316,8 @@ def main():
         if len(options.plans) > 1:
             fail("several plans: name the output with -o FILE.png or --html FILE.html")
         options.output = os.path.splitext(options.plans[0])[0] + ".png"
-    plans = [read_plan(path) for path in options.plans]
     plt = load_pyplot(fail)
+    plans = [read_plan(path) for path in options.plans]
     from matplotlib.patches import Patch
 
     with open(COLOURS, encoding="utf-8") as file:

@@ -16,7 +16,7 @@ import json
 import os
 import sys
 
-from plotting import load_pyplot
+from plotting import load_pyplot, save
 
 COLOURS = {"forward": "#9ecae1", "backward": "#a1d99b", "backward_input": "#a1d99b", "backward_weight": "#fdd0a2"}
 NAMES = {"forward": "forward", "backward": "backward", "backward_input": "input part of the backward",
@@ -108,11 +108,11 @@ def main():
     options = parser.parse_args()
     if options.output is None and len(options.schedules) > 1:
         fail("several schedules: name the output with -o FILE.png")
+    plt = load_pyplot(fail)
     schedules = [read_schedule(path) for path in options.schedules]
     units = {s.get("unit", "forwards of a micro-batch by a stage") for s in schedules}
     if len(units) > 1:
         fail("traces and schedules of --print-schedule have different units of time: draw them apart")
-    plt = load_pyplot(fail)
     from matplotlib.patches import Patch
 
     output = options.output or os.path.splitext(options.schedules[0])[0] + ".png"
@@ -143,10 +143,7 @@ def main():
         axis.legend([Patch(color=c) for c in kinds.values()], [NAMES[k] for k in kinds], fontsize=7,
                     loc="center left", bbox_to_anchor=(1, 0.5))
     axes[-1, 0].set_xlabel(f"time, in {units.pop()}")
-    try:
-        figure.savefig(output, dpi=110)
-    except (OSError, ValueError) as error:
-        fail(f"cannot write {output}: {error}")
+    save(figure, output, fail)
     print(f"plot: {output}, {drawn} passes")
 
 

@@ -10,7 +10,11 @@ import argparse
 import json
 import sys
 
-from plotting import load_pyplot
+from plotting import load_pyplot, save
+
+
+def fail(message):
+    sys.exit(f"plot_stages.py: {message}")
 
 
 def read(path):
@@ -21,13 +25,12 @@ def read(path):
             raise KeyError("stretches")
         return stages
     except OSError as error:
-        sys.exit(f"plot_stages.py: {path}: {error.strerror}")
+        fail(f"{path}: {error.strerror}")
     except (ValueError, KeyError, TypeError):
-        sys.exit(f"plot_stages.py: {path}: expected what ./train_gpt --print-stages --json prints")
+        fail(f"{path}: expected what ./train_gpt --print-stages --json prints")
 
 
-def draw(stages, out):
-    plt = load_pyplot(lambda message: sys.exit(f"plot_stages.py: {message}"))
+def draw(plt, stages, out):
     stretches = [s for s in stages["stretches"] if s["tokens_after"] > s["tokens"]]
     edges = [s["tokens"] for s in stretches] + [stretches[-1]["tokens_after"]]
     sources = list(stretches[0].get("mix", {}))
@@ -59,7 +62,7 @@ def draw(stages, out):
             axis.axvline(s["tokens"], color="0.8", linewidth=0.8)
         axes[0].annotate(s["name"], (s["tokens"], 1), xycoords=("data", "axes fraction"), xytext=(3, 3),
                          textcoords="offset points", fontsize=8)
-    figure.savefig(out, dpi=120)
+    save(figure, out, fail)
     print(f"wrote {out}")
 
 
@@ -68,7 +71,8 @@ def main():
     parser.add_argument("stages", help="a file, or - for stdin")
     parser.add_argument("-o", "--out", default="stages.png")
     asked = parser.parse_args()
-    draw(read(asked.stages), asked.out)
+    plt = load_pyplot(fail)
+    draw(plt, read(asked.stages), asked.out)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 
-from plotting import load_pyplot
+from plotting import load_pyplot, save
 
 
 def fail(message):
@@ -39,8 +39,8 @@ def main():
     parser.add_argument("sweeps", nargs="+", help="sweep.csv of one or several sweeps")
     parser.add_argument("-o", "--output", help="PNG to write (default: beside the first sweep.csv)")
     options = parser.parse_args()
-    sweeps = [read_sweep(path) for path in options.sweeps]
     plt = load_pyplot(fail)
+    sweeps = [read_sweep(path) for path in options.sweeps]
     figure, panels = plt.subplots(1, len(sweeps), figsize=(5.5 * len(sweeps), 4.2), sharey=True, squeeze=False)
     for path, (axis, curves), panel in zip(options.sweeps, sweeps, panels[0]):
         for size, points in sorted(curves.items()):
@@ -55,7 +55,7 @@ def main():
     panels[0][0].set_ylabel("validation loss")
     figure.tight_layout()
     output = options.output or os.path.splitext(options.sweeps[0])[0] + ".png"
-    figure.savefig(output, dpi=120)
+    save(figure, output, fail)
     print(f"wrote {output}")
 
 

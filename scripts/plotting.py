@@ -4,7 +4,7 @@ import sys
 
 
 def load_pyplot(fail):
-    """matplotlib.pyplot, for files. If it is missing here and Debian's Python, for which its package installs, is another
+    """matplotlib.pyplot, for files. Call it before stdin is read: if it is missing here and Debian's Python, for which its package installs, is another
     one, or this is a virtual environment of it, the script starts again with that; otherwise fail(message) ends it."""
     try:
         import matplotlib
@@ -16,3 +16,10 @@ def load_pyplot(fail):
     matplotlib.use("Agg")
     import matplotlib.pyplot
     return matplotlib.pyplot
+
+
+def save(figure, output, fail):
+    try:
+        figure.savefig(output, dpi=110)
+    except (OSError, ValueError) as error:
+        fail(f"cannot write {output}: {error}")

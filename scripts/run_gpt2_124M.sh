@@ -5,9 +5,9 @@
 #
 #   data/prepare.py fineweb-edu --tokens 10e9
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
-./train_gpt \
+exec ./train_gpt \
   --train-data 'data/fineweb-edu/fineweb-edu_train_*.bin' --val-data 'data/fineweb-edu/fineweb-edu_val_*.bin' \
   --model gpt2:124M --seq-len 1024 --batch-size 64 --total-batch-size 524288 \
   --dtype bf16 --max-steps 18865 --lr 6e-4 --warmup-steps 700 --lr-schedule cosine --final-lr-frac 0.1 \

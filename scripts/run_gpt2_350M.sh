@@ -3,9 +3,9 @@
 #
 #   data/prepare.py fineweb-edu --config sample-100BT --tokens 30e9 --out data/fineweb-edu-100BT/fineweb-edu
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
-./train_gpt \
+exec ./train_gpt \
   --train-data 'data/fineweb-edu-100BT/fineweb-edu_train_*.bin' \
   --val-data 'data/fineweb-edu-100BT/fineweb-edu_val_*.bin' \
   --model gpt2:350M --seq-len 1024 --batch-size 32 --total-batch-size 524288 \

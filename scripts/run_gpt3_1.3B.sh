@@ -3,9 +3,9 @@
 #
 #   data/prepare.py fineweb-edu --config sample-350BT --tokens 300e9 --out data/fineweb-edu-350BT/fineweb-edu
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
-./train_gpt \
+exec ./train_gpt \
   --train-data 'data/fineweb-edu-350BT/fineweb-edu_train_*.bin' \
   --val-data 'data/fineweb-edu-350BT/fineweb-edu_val_*.bin' \
   --model gpt3:1.3B --seq-len 2048 --batch-size 8 --total-batch-size 1048576 \

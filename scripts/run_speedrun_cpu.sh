@@ -4,10 +4,10 @@
 #
 #   data/prepare_kjv.sh
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 OUT=${OUT:-out/speedrun}
-./train_gpt \
+exec ./train_gpt \
   --train-data 'data/kjv/kjv_train_*.bin' --val-data 'data/kjv/kjv_val_*.bin' \
   --model smollm2:135M --n-layer 4 --n-head 4 --n-kv-head 2 --n-embd 160 --n-ffn 320 --vocab-size 257 \
   --local-ranks 1 --dtype bf16 --weight-decay 0.1 --log-every 20 --val-every 250 --val-steps 20 \

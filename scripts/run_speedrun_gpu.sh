@@ -5,10 +5,10 @@
 #
 #   data/prepare.py fineweb-edu
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 OUT=${OUT:-out/speedrun_gpu}
-./train_gpt \
+exec ./train_gpt \
   --train-data 'data/fineweb-edu/fineweb-edu_train_*.bin' --val-data 'data/fineweb-edu/fineweb-edu_val_*.bin' \
   --model llama3:1B --n-layer 12 --n-head 12 --n-kv-head 4 --n-embd 768 --n-ffn 2048 --vocab-size 50304 \
   --dtype bf16 --weight-decay 0.1 --log-every 20 --val-every 250 --val-steps 20 --checkpoint-every 1000 \

@@ -13,7 +13,7 @@
 # with ThreadSanitizer (tsan-*) run no [long] cases, which would take hours: these sweep layouts that the others sample.
 # Nor do they test whether each wait is needed (mutation.h): leaving one out is a race.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 export LC_ALL=C   # awk reads and prints numbers with a point
 results=${TEST_RESULTS:-build/results}
 mkdir -p "$results"

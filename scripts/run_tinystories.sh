@@ -4,9 +4,9 @@
 #
 #   data/prepare.py tinystories
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
-./train_gpt \
+exec ./train_gpt \
   --train-data 'data/tinystories/tinystories_train_*.bin' --val-data 'data/tinystories/tinystories_val_*.bin' \
   --model d6 --n-embd 288 --vocab-size 50257 --seq-len 256 --batch-size 16 --total-batch-size 32768 \
   --dtype bf16 --max-steps 15000 --lr 1e-3 --warmup-steps 200 --lr-schedule cosine --final-lr-frac 0.1 \

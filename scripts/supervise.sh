@@ -16,13 +16,16 @@
 #   2             the run diverged: tried once more, in case it was a fault of the memory; the same again ends it
 #   all others    a crash: a signal, a rank that is lost (status 3): started again, after a wait
 #
+# Start it in the checkout, or give it absolute paths: it stays in the directory where it is started, but the scripts
+# run_* change to their checkout.
+#
 # The wait is --delay seconds at first, and doubles with every failure up to --max-delay. A newer checkpoint is progress:
 # waits and counts begin anew. After --max-failures without progress this script gives up, lists all of them, and ends
 # with the status of the last one.
 #
-# SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to COMMAND (to mpirun and srun as SIGUSR1, which they pass on; SIGINT
-# as SIGTERM), and whatever its status is then, it is not started again. If it is a script that the signal ends, what it
-# has started gets the signal, too, and is waited for.
+# SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to COMMAND (to mpirun, srun and their like as SIGUSR1, which they pass
+# on; SIGINT as SIGTERM), and whatever its status is then, it is not started again. If it is a script that the signal
+# ends, what it has started gets the signal, too, and is waited for.
 #
 # Options
 #   --out-dir DIR        where the run saves; default: the last --out-dir or -o of COMMAND
@@ -42,7 +45,10 @@
 #   --probe COMMAND      succeeds if host {} is there; default: this host, or ssh -o BatchMode=yes {} true
 #   --help               this text
 set -euo pipefail
-say() { echo "supervise.sh: $1" >&2; }
+# A run goes on though nobody reads what this script says: a full disk, a terminal or a reader of a pipe that is gone.
+true >&2 || exec 2>/dev/null
+trap : PIPE
+say() { echo "supervise.sh: $1" >&2 2>/dev/null || :; }
 refuse() { say "$1; see scripts/supervise.sh --help"; exit 1; }
 
 # ---- Options ---------------------------------------------------------------------------------------------------------
@@ -65,7 +71,8 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     --max-failures) max_failures=$2 ;;
     --delay) first_delay=$2 ;;
     --max-delay) max_delay=$2 ;;
-    --hosts) [[ $2 =~ ^[][A-Za-z0-9._:-]+(,[][A-Za-z0-9._:-]+)*$ ]] || refuse "--hosts '$2': expected names, separated by commas"
+    --hosts) [[ $2 =~ ^[A-Za-z0-9._-]+(,[A-Za-z0-9._-]+)*$ ]] ||
+      refuse "--hosts '$2': expected names or IPv4 addresses, separated by commas; a host with an IPv6 address needs a name"
       IFS=, read -r -a hosts <<<"$2" ;;
     --spares) spares=$2 ;;
     --min-hosts) min_hosts=$2 ;;
@@ -76,6 +83,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
 done
 [ $# -ge 2 ] || refuse "expected -- and the command that starts the run"
 shift
+type -P "$1" >/dev/null || refuse "'$1': there is no such program here, or it may not be run"
 command=("$@") word=
 for word in "${command[@]}"; do
   [ "$word" != --restart ] || refuse "--restart would start the run over after each crash: leave it out, or start the run
@@ -108,7 +116,7 @@ stop() { # SIGNAL
 }
 pass_on() { # SIGNAL
   [ "$1" != INT ] || set -- TERM   # commands in a script's background are started without SIGINT
-  case ${command[0]##*/} in mpirun | mpiexec | srun) set -- USR1 ;; esac
+  case ${command[0]##*/} in mpirun | mpirun.* | mpiexec | mpiexec.* | orterun | prterun | srun) set -- USR1 ;; esac
   # shellcheck disable=SC2086    # a list
   kill -s "$1" $running 2>/dev/null || :
 }
@@ -126,13 +134,16 @@ wait_for() {
   done
   return $status
 }
+exit_if_stopped() {
+  [ -z "$stopped_by" ] || { say "stopped by SIG$stopped_by between two starts; the same command goes on"; exit 75; }
+}
 pause() { # SECONDS: or until a signal comes
   sleep "$1" &
   sleeper=$!
   [ -n "$stopped_by" ] || wait "$sleeper" 2>/dev/null || :
   kill "$sleeper" 2>/dev/null || :
   sleeper=
-  [ -z "$stopped_by" ] || { say "stopped by SIG$stopped_by between two starts; the same command goes on"; exit 75; }
+  exit_if_stopped
 }
 
 # ---- What has become of the run --------------------------------------------------------------------------------------
@@ -140,7 +151,11 @@ pause() { # SECONDS: or until a signal comes
 # The step of the newest checkpoint, without leading zeros. One that has its name is complete (contract 13); one that is
 # damaged loses its name when the run is resumed.
 newest_checkpoint() {
-  local path newest=0 step
+  local path newest step
+  # Those on the nodes' own disks (--checkpoint-local) are in metrics.jsonl alone until the run is resumed from them.
+  newest=$(tail -c 65536 "$out/metrics.jsonl" 2>/dev/null |
+    sed -n 's/.*"kind":"checkpoint".*"saved":\([0-9]*\).*"local":true.*/\1/p' | sort -n | tail -n 1) || :
+  newest=${newest:-0}
   for path in "$out"/step-*/manifest.json; do
     step=${path%/manifest.json} step=${step##*/step-}
     if [[ -e $path && $step =~ ^[0-9]+$ && $((10#$step)) -gt $newest ]]; then newest=$((10#$step)); fi
@@ -181,15 +196,15 @@ without() { # HOST...: those of --hosts that are not among them
 }
 most_hosts=$wanted   # fewer where the trainer has refused that many
 # Sets and exports HOSTS and HOST_COUNT; fails if too few hosts are there.
-choose_hosts() {
+choose_hosts() { # SECONDS that all hosts are waited for
   [ ${#hosts[@]} -gt 0 ] || return 0
-  local up away deadline=$((SECONDS + host_wait)) said=
+  local up away deadline=$((SECONDS + $1)) said=
   while :; do
     mapfile -t up < <(answering)
     mapfile -t away < <(without "${up[@]}")
     [ ${#up[@]} -lt "$wanted" ] || break
-    if [ -z "$said" ] && [ "$host_wait" -gt 0 ]; then
-      say "no answer from $(listed "${away[@]}"): waiting up to $host_wait s (--host-wait)"
+    if [ -z "$said" ] && [ "$1" -gt 0 ]; then
+      say "no answer from $(listed "${away[@]}"): waiting up to $1 s (--host-wait)"
       said=yes
     fi
     [ "$SECONDS" -lt "$deadline" ] || break
@@ -218,7 +233,8 @@ exec {errors_file}<>"$errors"
 rm "$errors"
 errors=/dev/fd/$errors_file
 
-# The processes of a session, which setsid gave its number.
+mark=$$.$RANDOM   # in the environment of all that the command starts
+# The processes of a session, which setsid gave its number, and those that have left it, as run_mpirun.sh's mpirun does.
 processes_of() {
   local file text fields
   for file in /proc/[0-9]*/stat; do
@@ -226,6 +242,7 @@ processes_of() {
     read -r -a fields <<<"${text##*) }"
     if [ "${fields[3]}" = "$1" ] && [ "${fields[0]}" != Z ]; then file=${file%/stat} && echo "${file##*/}"; fi
   done
+  grep -lszxF "SUPERVISED=$mark" /proc/[0-9]*/environ | sed 's/[^0-9]//g' || :
 }
 # What a crash left running holds the lock of the out directory: it may end by itself, for ten seconds.
 end_leftovers() { # SESSION
@@ -247,32 +264,38 @@ stop_leftovers() { # SESSION
     running=$(processes_of "$1")
   done
 }
+# Returns once `tee` has copied all; what has left the session and the environment behind may keep it waiting.
+wait_for_copy() {
+  local end=$((SECONDS + 5))
+  while kill -0 "$copy" 2>/dev/null && [ "$SECONDS" -lt "$end" ]; do sleep 0.1; done
+}
 # Runs the command until it ends. setsid: a Ctrl-C at the terminal reaches it only through this script.
 start() {
   local status=0 copy session stderr
-  exec {stderr}> >(exec setsid tee "$errors" >&2)
+  exec {stderr}> >(exec setsid tee -p "$errors" >&2)
   copy=$!
-  setsid "${command[@]}" </dev/null 2>&"$stderr" {stderr}>&- {errors_file}>&- &
+  SUPERVISED=$mark setsid "${command[@]}" </dev/null 2>&"$stderr" {stderr}>&- {errors_file}>&- &
   session=$! running=$session
   exec {stderr}>&-
   [ -z "$stopped_by" ] || pass_on "$stopped_by"
   wait_for "$session" || status=$?
   running=
   if [ -n "$stopped_by" ]; then stop_leftovers "$session"
-  elif [ $status != 0 ] && [ $status != 75 ]; then
-    end_leftovers "$session"
-    wait "$copy" 2>/dev/null || :
+  elif [ $status != 0 ] && [ $status != 75 ]; then end_leftovers "$session"
   fi
+  wait_for_copy
+  [ $status = 0 ] || kill "$copy" 2>/dev/null || :   # the next start has a `tee` of its own
   return $status
 }
 
-best=$(newest_checkpoint) failures=() delay=$first_delay
+best=$(newest_checkpoint) failures=() delay=$first_delay patience=$host_wait
 while :; do
   status=0 cause=crash
   : >"$errors"
-  if choose_hosts; then start || status=$?
-  else status=1 cause='too few hosts'
-  fi
+  choose_hosts "$patience" || status=1 cause='too few hosts'
+  patience=$host_wait
+  exit_if_stopped   # while the hosts were asked
+  [ $status != 0 ] || start || status=$?
   if [ $status = 0 ] || [ $status = 75 ]; then exit $status; fi
   if [ -n "$stopped_by" ]; then
     say "the run was stopped by SIG$stopped_by and ended with $(ended_how $status), not 75; the same command goes on"
@@ -282,7 +305,7 @@ while :; do
   if [ $status = 1 ] && [ "$cause" = crash ] && [[ $error =~ ^(train_gpt|run_[a-z]+\.sh):\  &&
     $error != *'another run is writing'* ]]; then
     if [ ${#hosts[@]} -gt 0 ] && [ "$HOST_COUNT" -lt "$wanted" ] && [ "$HOST_COUNT" -gt "$min_hosts" ]; then
-      most_hosts=$((HOST_COUNT - 1))
+      most_hosts=$((HOST_COUNT - 1)) patience=0   # those that are away have just been waited for
       say "the run was refused on $HOST_COUNT hosts; trying $most_hosts"
       continue
     fi
@@ -303,7 +326,7 @@ while :; do
   fi
   if [ ${#failures[@]} -ge "$max_failures" ]; then
     say "giving up after ${#failures[@]} failures without a newer checkpoint than that of step $best (--max-failures):"
-    printf '  %s\n' "${failures[@]}" >&2
+    printf '  %s\n' "${failures[@]}" >&2 2>/dev/null || :
     exit $status
   fi
   say "failure ${#failures[@]} of $max_failures without progress: $failure; starting again in $delay s"

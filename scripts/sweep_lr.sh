@@ -14,11 +14,13 @@
 # Writes OUT/sweep.csv, with the loss nan for a run that diverged, and OUT/sweep.png if there is matplotlib. A run that
 # fails has no row in OUT/sweep.csv; then there is no OUT/sweep.png, and the exit status is 1.
 set -euo pipefail
+usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; }
+case $* in -h | --help) usage; exit ;; esac
 if [ $# -lt 2 ] || [ -z "${RATES:-}" ] || [ -z "${WIDTHS:-}${DEPTHS:-}" ] || [ -n "${WIDTHS:+${DEPTHS:-}}" ]; then
-  sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
+  usage >&2
   exit 1
 fi
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "$0")/.." && pwd)
 axis=${WIDTHS:+width}
 axis=${axis:-depth}
 
@@ -48,11 +50,17 @@ if [ "$2" = --run ]; then
   exit
 fi
 
+# A signal ends xargs and all runs; setsid: they are a process group.
+stopped='' runs=''
+trap 'stopped=yes; [ -z "$runs" ] || kill -s TERM -- "-$runs" 2>/dev/null || :' INT TERM HUP
 mkdir -p "$1"
 status=0
 for size in ${WIDTHS:-$DEPTHS}; do
   for rate in $RATES; do printf '%s\0%s\0' "$size" "$rate"; done
-done | xargs -0 -n 2 -P "${JOBS:-$(nproc)}" "$root/scripts/sweep_lr.sh" "$1" --run "${@:2}" || status=1
+done | setsid xargs -0 -n 2 -P "${JOBS:-$(nproc)}" "$root/scripts/sweep_lr.sh" "$1" --run "${@:2}" &
+runs=$!
+wait "$runs" || status=1
+[ -z "$stopped" ] || { echo "sweep_lr.sh: stopped by a signal; the same command goes on" >&2; exit 143; }
 {
   echo "$axis,lr,loss"
   for size in ${WIDTHS:-$DEPTHS}; do

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Writes the option tables that ./train_gpt prints into dev/docs/options.md, between its two markers.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 file=dev/docs/options.md
 {
   sed '/^<!-- options:/q' $file

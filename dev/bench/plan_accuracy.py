@@ -35,6 +35,8 @@ def draw_layouts(rng, micro_batch):
 
 
 def main():
+    if {"-h", "--help"} & set(sys.argv):
+        return print(__doc__)
     seed, models = int(sys.argv[1]) if len(sys.argv) > 1 else 1, int(sys.argv[2]) if len(sys.argv) > 2 else 5
     rng = random.Random(seed)
     errors = []

@@ -4,7 +4,7 @@
 #
 #   make comm-bench && dev/comm/beside_mpi.sh [PROCESSES [LARGEST_MIB [RUNS]]]      default: 2 64 5
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 processes=${1:-2} largest=${2:-64} runs=${3:-5}
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT

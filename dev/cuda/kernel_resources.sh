@@ -7,7 +7,7 @@
 #
 # Environment: ARCH=sm_90  NVCC=nvcc  CXX=g++
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 arch=${ARCH:-sm_90} nvcc=${NVCC:-nvcc} output=${1:-}
 : "${output:=dev/results/kernel-resources-$arch.md}"
 

@@ -33,7 +33,7 @@
 # NO_BUILD=1: use programs built elsewhere   DEVICE=cpu: try this script without a GPU
 # SMALL=1: tiny models and few steps, as for the emulated GPU (dev/gpu/rehearse.sh)
 set -uo pipefail
-cd "$(dirname "$0")/../.." || exit
+CDPATH='' cd "$(dirname "$0")/../.." || exit
 
 DEPS=${DEPS:-build/gpu-deps} JOBS=${JOBS:-$(nproc)} DEVICE=${DEVICE:-cuda}
 PYTHON=${PYTHON:-python3}
@@ -43,7 +43,7 @@ RUNS=build/gpu-runs
 export XDG_CACHE_HOME=$PWD/build/cache
 export OMP_WAIT_POLICY=passive   # else the trainer re-executes itself to set it, which confuses sanitizers
 if [ -d "$DEPS" ]; then
-  DEPS=$(cd "$DEPS" && pwd)
+  DEPS=$(CDPATH='' cd "$DEPS" && pwd)
   export CPLUS_INCLUDE_PATH=$DEPS/include${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}
   export LIBRARY_PATH=$DEPS/lib${LIBRARY_PATH:+:$LIBRARY_PATH}
   export LD_LIBRARY_PATH=$DEPS/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

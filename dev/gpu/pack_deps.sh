@@ -10,7 +10,7 @@
 #
 # A package that is not installed is downloaded without installing it. The libraries are linked statically.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 
 folder=${1:-build/gpu-deps}
 # shellcheck source=scripts/dependencies/parts.sh

@@ -11,9 +11,9 @@
 # From the environment: FOLDER=build/rehearsal, 4 GB; rm -rf when done. SUITE=bookworm. JOBS=processors
 # MORE_SECONDS=8: times the limits of check.sh, which are for a GPU and 16 processors
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 
-folder=$(mkdir -p "${FOLDER:-build/rehearsal}" && cd "${FOLDER:-build/rehearsal}" && pwd)
+folder=$(mkdir -p "${FOLDER:-build/rehearsal}" && CDPATH='' cd "${FOLDER:-build/rehearsal}" && pwd)
 root=$folder/root tree=$folder/root/train_gpt JOBS=${JOBS:-$(nproc)}
 export MORE_SECONDS=${MORE_SECONDS:-8}
 say() { echo "rehearse: $*"; }

@@ -186,8 +186,13 @@ async function begin() {
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
   byId("zoom").addEventListener("input", showTimeline);
   byId("copy").addEventListener("click", async () => {
-    await navigator.clipboard.writeText(byId("command").textContent);
-    byId("copy").textContent = "Copied";
+    try {
+      await navigator.clipboard.writeText(byId("command").textContent);
+      byId("copy").textContent = "Copied";
+    } catch {   // no clipboard for a page from another machine
+      getSelection().selectAllChildren(byId("command"));
+      byId("copy").textContent = "Selected: press Ctrl-C";
+    }
     setTimeout(() => { byId("copy").textContent = "Copy the command"; }, 1500);
   });
   byId("show-text").addEventListener("click", async () => {

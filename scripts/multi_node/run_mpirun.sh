@@ -14,7 +14,7 @@ set -euo pipefail
 case $* in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
 # Used in the commands that a run suggests.
 export TRAIN_GPT_LAUNCH=${TRAIN_GPT_LAUNCH:-${HOSTS:+HOSTS=$HOSTS }${RANKS:+RANKS=$RANKS }$0}
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 refuse() { echo "run_mpirun.sh: $1" >&2; exit 1; }
 
 command -v mpirun >/dev/null || refuse "there is no mpirun here: install Open MPI, or use run_tcp.sh"
@@ -47,12 +47,17 @@ if [ -z "${OMPI_MCA_oob_tcp_if_include:-}${OMPI_MCA_oob_tcp_if_exclude:-}" ]; th
   export OMPI_MCA_oob_tcp_if_exclude=docker0,virbr0
 fi
 
+mpirun='' signalled=''
+pass_on() {
+  signalled=yes again=yes
+  [ -z "$mpirun" ] || kill -USR1 "$mpirun" || :   # which mpirun passes on
+}
+trap pass_on INT TERM HUP USR1 USR2
 # --bind-to none: the trainer divides the processors of a host among its processes; mpirun would give each a core or a
 # socket. setsid: so that a Ctrl-C at the terminal reaches mpirun only through this script.
 setsid mpirun "${where[@]}" --bind-to none "${variables[@]}" ./train_gpt "$@" </dev/null &
 mpirun=$!
-
-trap 'again=yes; kill -USR1 $mpirun || :' INT TERM HUP USR1 USR2   # which mpirun passes on
+[ -z "$signalled" ] || { sleep 1; pass_on; }   # it came before mpirun could take it
 
 # Kills mpirun, and its ssh, once the trainer of rank 0 was here, and none has been for a minute.
 watch() {

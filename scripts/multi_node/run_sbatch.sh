@@ -17,10 +17,12 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@180
 set -euo pipefail
+case $* in -h | --help) sed -n '/^#SBATCH/q; 2,$s/^# \{0,1\}//p' "$0"; exit ;; esac
 refuse() { echo "run_sbatch.sh: $1" >&2; exit 1; }
 [ -n "${SLURM_JOB_ID:-}" ] || refuse "it is for Slurm: sbatch $0 --train-data ..."
 cd "$SLURM_SUBMIT_DIR"   # Slurm runs a copy of this script, elsewhere
-[ -x ./train_gpt ] || refuse "there is no train_gpt in $PWD: build it, and submit from its directory"
+[[ -x ./train_gpt && -x scripts/multi_node/run_mpirun.sh ]] ||
+  refuse "$PWD is not the directory of train_gpt and its scripts/: build it, and submit from there"
 
 # Used in the commands that a run suggests.
 TRAIN_GPT_LAUNCH="${LAUNCHER:+LAUNCHER=$LAUNCHER }sbatch --nodes ${SLURM_JOB_NUM_NODES:-2}"
@@ -47,11 +49,16 @@ case $launcher in
   *) refuse "LAUNCHER=$launcher: expected mpirun or srun" ;;
 esac
 
+process='' signalled='' requeue=yes
+pass_on() {
+  signalled=yes again=yes
+  [ -z "$process" ] || kill -USR1 "$process" || :   # which mpirun and srun pass on; SIGTERM would end the run
+}
+trap pass_on USR1
+trap 'requeue=; pass_on' TERM
 "${command[@]}" "$@" &
-process=$!
-trap 'again=yes; kill -USR1 $process || :' USR1   # which mpirun and srun pass on; SIGTERM would end the run
-trap 'again=yes; kill -USR1 $process || :; requeue=' TERM
-again=yes requeue=yes
+process=$! again=yes
+[ -z "$signalled" ] || { sleep 1; pass_on; }   # it came before the process could take it
 while [ -n "$again" ]; do   # a signal ends `wait` early
   again='' status=0
   wait "$process" || status=$?

@@ -19,7 +19,7 @@
 # It is not needed if HOST is localhost, 127.0.0.1 or [::1], to try a job on one machine.
 set -euo pipefail
 case $* in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 refuse() { echo "run_tcp.sh: $1" >&2; exit 1; }
 
 [ $# -ge 3 ] || refuse "expected RANK or spare, NUMBER OF PROCESSES, HOST:PORT, and options of the trainer"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# scripts/check_floors.sh and check_pipes.sh accept this tree, and reject each violation planted in a copy of it.
+# scripts/check_floors.sh and check_shell.sh accept this tree, and reject each violation planted in a copy of it. What
+# build/config.mk says about this machine, the environment does not change.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
@@ -57,22 +58,42 @@ rm "$copy/tree/llmc/core/planted_"*
 for i in {1..41}; do echo '// a header' >"$copy/tree/llmc/data/planted$i.h"; done
 rejects 'files in a folder, more than 40'
 
-# ---- Pipes -----------------------------------------------------------------------------------------------------------
+# ---- Scripts ---------------------------------------------------------------------------------------------------------
 
-pipes() { # STATUS LINE
+checked() { # STATUS LINE
   local status=0
   echo "$2" >"$copy/planted.sh"
-  scripts/check_pipes.sh "$copy/planted.sh" >"$copy/said" || status=$?
+  scripts/check_shell.sh "$copy/planted.sh" >"$copy/said" || status=$?
   [ $status = "$1" ] || fail "status $status, expected $1: $2"
   [ "$1" = 0 ] || grep -qF "planted.sh:1:$2" "$copy/said" || fail "it does not name the line: $2"
 }
 for reader in 'head -n 1' 'grep -q y' 'grep -aqx y' 'grep -m1 y' 'grep -i --quiet y' 'LC_ALL=C head' 'sed 1q' "sed -n '/y/{p;q}'" \
   "awk '{ print; exit }'"; do
-  pipes 1 "x | $reader"
-  pipes 1 "x 2>&1 |& $reader"
+  checked 1 "x | $reader"
+  checked 1 "x 2>&1 |& $reader"
 done
-pipes 0 'x | sed -n 1,6p'
-pipes 0 'x || grep -q y file'
-pipes 0 'x | grep -v foo-q'
-pipes 0 'grep -q y <<<text'
-pipes 0 'x | header'
+checked 0 'x | sed -n 1,6p'
+checked 0 'x || grep -q y file'
+checked 0 'x | grep -v foo-q'
+checked 0 'grep -q y <<<text'
+checked 0 'x | header'
+here="\"\$(dirname \"\$0\")/..\""
+for cd in "cd $here" "root=\$(cd $here && pwd)" "true && cd $here"; do
+  checked 1 "$cd"
+  checked 0 "${cd/cd/CDPATH=\'\' cd}"
+done
+
+# ---- build/config.mk -------------------------------------------------------------------------------------------------
+
+# What it says of these parts when they have a value elsewhere; none is there under this name.
+names=(GPU GPU_ARCH NCCL_VERSION NCCL_FAULT CUDNN_LIBS MPI_VERSION PYTHON_VERSION)
+# shellcheck disable=SC2016    # make expands it
+values() { # ARGUMENT...: of make
+  env -u MAKEFLAGS -u MFLAGS "${names[@]/%/=planted}" make --no-print-directory -f - "$@" <<MAKE
+include build/config.mk
+all:
+	@echo '$(printf '$(%s) ' "${names[@]}")'
+MAKE
+}
+[[ $(values) != *planted* ]] || fail "build/config.mk has values of the environment: $(values)"
+[[ $(values NCCL_VERSION=planted) = *planted* ]] || fail "make's command line does not override build/config.mk"

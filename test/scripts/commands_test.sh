@@ -2,7 +2,7 @@
 # Scripts, tests, make recipes and the programs they run call no program that bare Debian lacks and nobody installs: all
 # are in commands.list. On Debian, the list's claims about packages are checked too.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 list=test/scripts/commands.list

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # data/tokenize_text.py and scripts/plot.py: round trips, the same shards from any number of workers, bad input refused.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 tokenize() { python3 data/tokenize_text.py "$@" 2>"$dir/err" >"$dir/out"; }
@@ -524,7 +524,8 @@ if python=$(scripts/find_python.sh matplotlib); then
   printf '%s\n' '{"kind":"train","step":1,"loss":5.5,"grad_norm":1,"lr":0.1,"ms":3,"tokens_per_s":10,"mfu":0.1}' \
     '{"kind":"val","step":1,"loss":5.4}' '{"kind":"train","step":2,"loss":null,"grad_norm":null,"lr":0.1,"ms":3,"tokens_per_s":10,"mfu":0.1}' \
     >"$dir/metrics.jsonl"
-  printf '{"kind":"tr' >>"$dir/metrics.jsonl"
+  # A sample with a line separator of Unicode; the last line ends within a character.
+  printf '{"kind":"sample","text":"a\342\200\250b"}\n{"kind":"tr\342' >>"$dir/metrics.jsonl"
   "$python" scripts/plot.py "$dir" >"$dir/out" 2>"$dir/err" || fail "plot.py failed"
   [[ $(head -c 4 "$dir/plot.png") == *PNG ]] || fail "plot.py wrote no PNG"
   cp "$dir/metrics.jsonl" "$dir/runs/a" && cp "$dir/metrics.jsonl" "$dir/runs/b"

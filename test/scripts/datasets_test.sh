@@ -2,7 +2,7 @@
 # data/prepare.py against a local server: interrupted downloads and killed runs resume, with the same shards;
 # data/write_tokenizer.py. The parts that need tiktoken or pyarrow run if a Python has them.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 trap 'kill "$server" 2>/dev/null; rm -rf "$dir"' EXIT
 fail() {

@@ -6,7 +6,7 @@
 #   test/scripts/dead_ranks_test.sh [COUNT]     COUNT random cases, which SEED=N repeats; default: 40 in `make test-long`
 #                                               (LONG in the environment), otherwise a few that are always the same
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 count=${1:-${LONG:+40}}
 SEED=${SEED:-$RANDOM}
 RANDOM=$SEED

@@ -2,7 +2,7 @@
 # scripts/explorer.py: every number that it answers is the program's, every control reaches its option, and requests
 # that its page would not make are refused before a program runs. long_explorer_test.sh has the page in a browser.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 export PYTHONDONTWRITEBYTECODE=1

@@ -3,7 +3,7 @@
 # and a sitting keeps its time. Its scripts, with stand-ins for the trainer and PyTorch: what is known when a run fails or
 # time is up is written.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 export TMPDIR=$dir/tmp
 trap 'rm -rf "$dir"' EXIT

@@ -2,7 +2,7 @@
 # data/hellaswag.py: the lm-evaluation-harness's texts, split into context and endings at the right token,
 # downloaded or from a file, all or nothing; scripts/lm_eval.sh reports what is missing.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 server=
 trap '[ -z "$server" ] || kill "$server" 2>/dev/null; rm -rf "$dir"' EXIT
@@ -127,7 +127,7 @@ misses() { # WORD ARGUMENTS...
   grep -q -- "$word" "$dir/err" || fail "the error does not name '$word': $*"
 }
 misses 'which checkpoint'
-for script in lm_eval.sh multi_node/run_tcp.sh multi_node/run_mpirun.sh; do
+for script in lm_eval.sh sweep_lr.sh install_deps.sh multi_node/run_{tcp,mpirun,sbatch}.sh; do
   grep -q "scripts/$script" <<<"$("scripts/$script" --help)" || fail "scripts/$script --help has no example"
 done
 misses 'no such directory' "$dir/nowhere"

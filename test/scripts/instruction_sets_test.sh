@@ -3,7 +3,7 @@
 # processor may lack; and the ops and layouts are right with lesser instruction sets, and with the stand-ins for better
 # ones.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 export OMP_WAIT_POLICY=passive
 fail() {
   echo "instruction_sets_test: $*" >&2

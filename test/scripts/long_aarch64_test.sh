@@ -4,7 +4,7 @@
 #
 # Takes root and a network, for a folder with Debian's libraries for arm64 (debootstrap), which stays in build/aarch64.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 export OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 XDG_CACHE_HOME=$PWD/build/aarch64/cache   # peaks under qemu are no peaks
 
 not_tried() {

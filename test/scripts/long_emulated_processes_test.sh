@@ -2,7 +2,7 @@
 # The trainer's GPU build on emulated GPUs, as several processes: from the launcher to NCCL's id, its communicators and
 # the sums; and processes that share a GPU, whose tensors go through pinned memory. Bitwise equal to as many threads.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 make -s build/emulated/train_gpt
 dir=$(mktemp -d)
 # shellcheck source=test/scripts/processes.sh

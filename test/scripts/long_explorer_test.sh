@@ -4,7 +4,7 @@
 #
 # From the environment: CHROMIUM, another Chromium than Debian's. Skipped where there is none, nor can be installed.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 skip() { echo "long_explorer_test: skipped: $1"; exit 77; }
 [ -n "${CHROMIUM:-}" ] || scripts/install_deps.sh --if-needed browser || skip 'it takes Chromium'
 chromium=$(command -v "${CHROMIUM:-chromium}") || skip "there is no program $CHROMIUM (CHROMIUM)"

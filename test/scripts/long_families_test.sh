@@ -4,7 +4,7 @@
 # transformers does, or refused by name: see check_config_fields.py. Needs a Python with torch and transformers. SEED=N
 # repeats a run; otherwise the seed is random.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 if ! python=$(scripts/find_python.sh torch transformers safetensors); then
   echo "long_families_test: skipped: no Python here has torch, transformers and safetensors; set PYTHON=..."
   exit 77

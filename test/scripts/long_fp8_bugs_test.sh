@@ -7,7 +7,7 @@
 #
 # Environment: JOBS; CXX, CPPFLAGS, CXXFLAGS, LDFLAGS as for make. All is built in a temporary directory, in minutes.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 fail() {
   echo "long_fp8_bugs_test: $1" >&2
   exit 1

@@ -23,7 +23,7 @@
 #   FRESH_PACKAGES=              for each: these packages instead of the list
 #   RUN_FLAGS='--max-steps 150'   for make run
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 
 forms=("$@")
 [ $# -gt 0 ] || forms=(bare half offline user each)
@@ -51,7 +51,7 @@ own_suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
 suite=${FRESH_SUITE:-$own_suite}
 targets=${FRESH_TARGETS:-run test}
 run_flags=${RUN_FLAGS:---max-steps 150}
-cache=$(mkdir -p "${FRESH_CACHE:-build/fresh_machine}" && cd "${FRESH_CACHE:-build/fresh_machine}" && pwd)
+cache=$(mkdir -p "${FRESH_CACHE:-build/fresh_machine}" && CDPATH='' cd "${FRESH_CACHE:-build/fresh_machine}" && pwd)
 logs=$cache/logs
 work=$(mktemp -d "$cache/work.XXXXXX")
 trap 'umount -R "$work"/*/root 2>/dev/null || true; rm -rf --one-file-system "$work"' EXIT

@@ -7,7 +7,7 @@
 #
 # Takes root, and ip.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 skip() { echo "long_hosts_test: skipped: $1"; exit 77; }
 [ "$(id -u)" = 0 ] || skip "only root makes network namespaces"
 command -v ip >/dev/null || skip "there is no ip (iproute2)"

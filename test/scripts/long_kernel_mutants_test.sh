@@ -9,7 +9,7 @@
 # Environment: MUTANTS=8 tries about every 8th, always the same ones; 1 all, which takes hours. JOBS, CXX, CPPFLAGS,
 # CXXFLAGS, LDFLAGS as for make, which builds what is needed in build/. The mutants are built in a temporary directory.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 fail() {
   echo "long_kernel_mutants_test: $1" >&2
   exit 1

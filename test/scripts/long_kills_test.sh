@@ -9,7 +9,7 @@
 #
 # KILLS: default 300. KIND: default all. SEED=N repeats a test. Full disks need root, for a tmpfs.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 kills=${1:-300}
 shift || true
 only=("$@")

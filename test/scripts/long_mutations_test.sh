@@ -4,7 +4,7 @@
 #
 #   test/scripts/long_mutations_test.sh [COUNT]     SEED=N repeats a run; otherwise the seed is random
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 export PYTHONDONTWRITEBYTECODE=1
 seed=${SEED:-$RANDOM} count=${1:-4000}
 python=$(scripts/find_python.sh)

@@ -2,7 +2,7 @@
 # The op table, dev/bench/cuda/op_table.cu, on the emulated GPU at tiny sizes: it compiles without warnings, times every
 # op of a planned step except the scalar ones, and covers all of the step's flops.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT

@@ -3,7 +3,7 @@
 # computes the same with the checkpoint: see check_parametrization.py. A sweep of rates runs, goes on and is drawn, and a
 # coordinate check, too. The first part needs a Python with torch and transformers.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 export PYTHONDONTWRITEBYTECODE=1
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT

@@ -7,7 +7,7 @@
 #
 # Takes root, and installs Slurm where it is missing (scripts/install_deps.sh slurm).
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 skip() { echo "long_slurm_test: skipped: $1"; exit 77; }
 [ "$(id -u)" = 0 ] || skip "Slurm's daemons are started as root"
 scripts/install_deps.sh --if-needed slurm test || skip "Slurm is missing and could not be installed"

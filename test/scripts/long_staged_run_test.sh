@@ -2,7 +2,7 @@
 # A run of three stages, in several layouts, is what PyTorch computes: see check_staged_run.py. Needs a Python with torch
 # and transformers.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 if ! python=$(scripts/find_python.sh torch transformers safetensors); then
   echo "long_staged_run_test: skipped: no Python here has torch, transformers and safetensors; set PYTHON=..."
   exit 77

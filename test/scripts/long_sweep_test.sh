@@ -2,7 +2,7 @@
 # The random part of the self-test for ten minutes, of draws that no earlier run has had. MINUTES=N: another time. A
 # draw that fails is printed with the command that repeats it.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 export OMP_WAIT_POLICY=passive
 
 log=$(mktemp)

@@ -9,7 +9,7 @@
 # Environment: DRAWS, such as 0-99: draws of the self-test, half a minute each; JOBS; CXX, CPPFLAGS, CXXFLAGS, LDFLAGS
 # as for make. Takes minutes to build and to run.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 fail() {

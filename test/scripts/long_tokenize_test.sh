@@ -5,7 +5,7 @@
 #
 #   test/scripts/long_tokenize_test.sh [SEED [MB]]       default: the date; all of the texts
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 seed=${1:-$(date +%Y%m%d)}
 if ! python=$(scripts/find_python.sh tokenizers); then
   echo "long_tokenize_test: skipped: no Python here has tokenizers"

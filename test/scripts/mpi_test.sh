@@ -2,7 +2,7 @@
 # MpiLinks (llmc/comm/comm_mpi.h) between processes under mpirun, by test/mpi/exchanges.cpp: all pairs of ranks in
 # several groups at once, also in parts; wrong lengths are named; abort() wakes all who wait.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 if ! grep -q '^MPI_VERSION := .' build/config.mk || [ -z "${MPI_VERSION-as found}" ]; then
   echo "mpi_test: skipped: this build has no MPI (make config)"
   exit 77

@@ -2,7 +2,7 @@
 # scripts/plot_plan.py draws plans of all kinds of layouts as PNG and as one page without references to anything else;
 # what is no plan is refused by name.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 export PYTHONDONTWRITEBYTECODE=1
@@ -56,6 +56,8 @@ if /usr/bin/python3 -c 'import matplotlib' 2>/dev/null; then
   printf '%s\n' 'home = /usr/bin' 'include-system-site-packages = false' >"$dir/venv/pyvenv.cfg"
   "$dir/venv/bin/python3" scripts/plot_plan.py "$dir/one.json" >"$dir/out" 2>&1 ||
     fail "in a virtual environment: $(<"$dir/out")"
+  "$dir/venv/bin/python3" scripts/plot_plan.py /dev/stdin -o "$dir/one.png" < <(cat "$dir/one.json") >"$dir/out" 2>&1 ||
+    fail "in a virtual environment, from a pipe: $(<"$dir/out")"
 fi
 for name in two zero experts pipeline interleaved slices many server; do
   plot "$dir/$name.json" -o "$dir/$name.png" --html "$dir/$name.html" >"$dir/out" || fail "$name was not drawn"

@@ -6,7 +6,7 @@
 #   test/scripts/processes_test.sh [all]     all, as in `make test-long`: every stage, dtype and form, and the whole
 #                                            self-test; takes minutes
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 all=${1:-${LONG:+all}}
 dir=$(mktemp -d)
 # shellcheck source=test/scripts/processes.sh

@@ -2,7 +2,7 @@
 # Fifty random recipes take the samples that they say, seen by an independent count (check_recipes.py), which notices a
 # trainer that repeats, skips, mixes or schedules wrongly; --print-stages draws recipes, and scripts/plot_stages.py plots.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 export PYTHONDONTWRITEBYTECODE=1

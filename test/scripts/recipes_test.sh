@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
 # Every recipe in scripts/ is a run that the trainer accepts and that fits into one GPU with 80 GB; its comment prepares
-# the data that it reads, and enough of them. run_kjv.sh plots its own run.
+# the data that it reads, and enough of them. run_kjv.sh plots its own run. A
+# signal to the script reaches the trainer.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
+# shellcheck source=test/scripts/processes.sh
+. test/scripts/processes.sh
+# shellcheck disable=SC2046
+trap 'kill_all KILL $(trainers_with --out-dir "$dir/d"); rm -rf "$dir"' EXIT
 fail() {
   echo "recipes_test: $1" >&2
   exit 1
@@ -32,6 +36,8 @@ for recipe in scripts/run_*.sh; do
   plan=$("$recipe" --plan --memory-limit 74 --threads 2 2>&1) || fail "$recipe is refused: $plan"
   grep -q '^  activations' <<<"$plan" || fail "$recipe --plan shows no memory"
   check_data "$recipe"
+  [ "$recipe" = scripts/run_kjv.sh ] || grep -q '^exec ./train_gpt ' "$recipe" ||
+    fail "$recipe does not exec ./train_gpt, so a signal to the script would not end the trainer"
   count=$((count + 1))
 done
 [ "$count" -ge 5 ] || fail "only $count recipes were found"
@@ -42,12 +48,21 @@ cat >"$dir/python" <<'PLOT'
 echo "plots $2"
 PLOT
 chmod +x "$dir/python"
-kjv() {
-  PYTHON=$dir/python OUT=$dir/a scripts/run_kjv.sh --train-data test/golden/gpt2_tiny/train.bin --val-data \
-    test/golden/gpt2_tiny/train.bin --sample-every 0 --max-steps 2 --warmup-steps 1 "$@" 2>&1 | sed -n 's/^plots //p'
-}
+export PYTHON=$dir/python OUT=$dir/a
+run_kjv=(scripts/run_kjv.sh --train-data test/golden/gpt2_tiny/train.bin --val-data test/golden/gpt2_tiny/train.bin
+  --sample-every 0 --max-steps 2 --warmup-steps 1)
+kjv() { "${run_kjv[@]}" "$@" 2>&1 | sed -n 's/^plots //p'; }
 [ "$(kjv)" = "$dir/a" ] || fail "run_kjv.sh does not plot its run"
 [ "$(kjv --out-dir "$dir/a" -o "$dir/b")" = "$dir/b" ] || fail "run_kjv.sh does not plot a run in another directory"
 [ "$(kjv -o "$dir/a" --out-dir="$dir/c")" = "$dir/c" ] || fail "run_kjv.sh does not plot a run with --out-dir=DIR"
 [ "$(kjv --plan)" = '' ] || fail "run_kjv.sh --plan plots the run before it"
+OUT=$dir/d "${run_kjv[@]}" --max-steps 1000000 >"$dir/log" 2>&1 &
+until grep -qs '"kind":"train"' "$dir/d/metrics.jsonl"; do
+  kill -0 $! || fail "run_kjv.sh ended: $(<"$dir/log")"
+  sleep 0.02
+done
+kill -s TERM $!
+status=0
+wait $! || status=$?
+[ $status = 75 ] || fail "run_kjv.sh ended with status $status after SIGTERM, expected 75: $(<"$dir/log")"
 echo "recipes_test: ok, $count recipes"

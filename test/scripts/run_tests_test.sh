@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # scripts/run_tests.sh: nothing that fails, dies, hangs or never ran counts as passed.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mkdir -p build && mktemp -d "$PWD/build/run_tests_test.XXXXXX")   # programs do not run from every /tmp
 trap 'rm -rf "$dir"' EXIT
 export TEST_RESULTS=$dir/results TEST_TIMEOUT=60s

@@ -3,7 +3,7 @@
 # scripts/plot_schedule.py plots the JSON, and the files of --trace; impossible schedules, and runs of those that can only
 # be drawn, are refused.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 export PYTHONDONTWRITEBYTECODE=1

@@ -2,7 +2,7 @@
 # Spares that wait at the rendezvous: one takes the place of a process that was killed, and the run ends with the weights
 # of the run that lost nobody; another one is killed while it waits, and one is not needed.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 # shellcheck source=test/scripts/processes.sh
 . test/scripts/processes.sh

@@ -2,12 +2,12 @@
 # scripts/supervise.sh: which ends of a run it takes for crashes, how long it waits, when it gives up and what it says
 # then, with a trainer that only plays its part; then with real runs, one that is killed and one that loses hosts.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 # shellcheck source=test/scripts/processes.sh
 . test/scripts/processes.sh
 # shellcheck disable=SC2046
-trap 'kill_all KILL $(jobs -p); rm -rf "$dir"' EXIT
+trap 'kill_all KILL $(jobs -p) $(cat "$dir/left" 2>/dev/null); rm -rf "$dir"' EXIT
 out=$dir/out
 fail() {
   echo "supervise_test: $1" >&2
@@ -16,8 +16,9 @@ fail() {
 }
 
 # The player: start N does what line N of the script says, "END CHECKPOINT TEXT": saves a checkpoint of that step (0:
-# none), prints the text as an error, and ends with that status; or it is killed, alone or leaving a process behind, or
-# waits for a signal, which ends it (wait) or which it answers with a status (wait75).
+# none), prints the text as an error, and ends with that status; or it is killed, alone, leaving two processes behind, one
+# of them in another session (leave), or one in another session and without its environment (hide); or waits for a
+# signal, which ends it (wait) or which it answers with a status (wait75).
 cat >"$dir/play" <<'PLAYER'
 #!/usr/bin/env bash
 here=$(dirname "$0")
@@ -33,6 +34,12 @@ case $end in
   KILL) kill -s KILL $$ ;;
   leave)
     tail -f /dev/null &
+    echo $! >"$here/left"
+    setsid tail -f /dev/null &
+    echo $! >>"$here/left"
+    kill -s KILL $$ ;;
+  hide)
+    env -i setsid tail -f /dev/null &
     echo $! >"$here/left"
     kill -s KILL $$ ;;
   clean)
@@ -62,7 +69,7 @@ SLEEP
 chmod +x "$dir/play" "$dir/sleep"
 
 prepare() { # LINE...: what the starts do
-  rm -rf "$out" "$dir"/starts "$dir"/waits "$dir"/said "$dir"/waiting "$dir"/away-*
+  rm -rf "$out" "$dir"/starts "$dir"/waits "$dir"/said "$dir"/waiting "$dir"/answered "$dir"/away-*
   touch "$dir/starts" "$dir/waits"
   printf '%s\n' "$@" >"$dir/script"
 }
@@ -100,6 +107,12 @@ prepare 'KILL 1000' '0 2000'
 ends 0 2 '5' --max-failures 2 --out-dir "$out"
 ! grep -q 'no checkpoint is seen' "$dir/said" || fail "it does not see its own --out-dir"
 command=("$dir/play" -o "$out")
+# So is one on the nodes' own disks, which metrics.jsonl tells.
+prepare 'KILL 0' 'KILL 0'
+mkdir "$out"
+echo '{"kind":"checkpoint","step":7,"saved":6,"mode":"sync","local":true}' >"$out/metrics.jsonl"
+ends 137 2 '5' --max-failures 2
+says 'killed by SIGKILL after step 0, newest checkpoint: step 6'
 # Whoever removes old files from /tmp removes nothing that it needs.
 prepare 'clean 0 cleaned up' '0 1000'
 mkdir "$dir/tmp"
@@ -122,7 +135,24 @@ ends 75 1 ''
 # What a killed launcher leaves behind ends before the next start.
 prepare 'leave 0' '0 1000'
 ends 0 2 '5'
-! grep -qsz tail "/proc/$(<"$dir/left")/cmdline" || fail "a process of the crashed run is still there"
+while read -r left; do
+  ! grep -qsz tail "/proc/$left/cmdline" || fail "a process of the crashed run is still there"
+done <"$dir/left"
+rm "$dir/left"
+# One that it cannot find, and that still has its stderr, does not keep it waiting.
+prepare 'hide 0 train_gpt: lost' '0 1000'
+ends 0 2 '5'
+says 'killed by SIGKILL after step 0, newest checkpoint: step 0: train_gpt: lost; starting again'
+kill_all KILL "$(<"$dir/left")"
+rm "$dir/left"
+# Nor does a stderr that takes nothing end it: a full disk, a reader that has ended, none at all.
+exec {gone}> >(:)
+wait $!
+for stderr in /dev/full "&$gone" '&-'; do
+  prepare 'KILL 0 segmentation fault' '0 1000 a warning'
+  eval 'PATH=$dir:$PATH scripts/supervise.sh -- "${command[@]}"' "2>$stderr" || fail "it ended with status $?: 2>$stderr"
+  [ "$(wc -l <"$dir/starts")" = 2 ] || fail "not started again: 2>$stderr"
+done
 
 # A signal goes on to the command; whatever comes of it, the run is not started again.
 appears() {
@@ -132,17 +162,18 @@ appears() {
   done
   fail "no $1"
 }
-# signalled STATUS SIGNAL FILE: once the file is there
+# signalled STATUS SIGNAL FILE OPTION...: once the file is there
 signalled() {
   local status=0
   set -m   # or it would be started without SIGINT
-  PATH=$dir:$PATH scripts/supervise.sh -- "$dir/play" -o "$out" 2>"$dir/said" &
+  PATH=$dir:$PATH scripts/supervise.sh "${@:4}" -- "$dir/play" -o "$out" 2>"$dir/said" &
   set +m
   appears "$3"
   kill -s "$2" $!
+  touch "$dir/answered"   # a probe waits for it
   wait $! || status=$?
   [ $status = "$1" ] || fail "status $status after SIG$2, expected $1"
-  [ "$(wc -l <"$dir/starts")" = 1 ] || fail "started again after SIG$2"
+  [ "$(wc -l <"$dir/starts")" -le 1 ] || fail "started again after SIG$2"
 }
 prepare 'wait75 0'
 signalled 75 USR1 "$dir/waiting"
@@ -161,6 +192,42 @@ touch "$dir/slow"
 signalled 75 TERM "$dir/waits"
 rm "$dir/slow"
 says 'stopped by SIGTERM between two starts'
+for answer in true false; do
+  prepare '0 0'
+  signalled 75 TERM "$dir/waiting" --hosts n1 --host-wait 0 \
+    --probe "touch $dir/waiting; until [ -e $dir/answered ]; do sleep 0.1; done; $answer"
+  says 'stopped by SIGTERM between two starts'
+  [ ! -s "$dir/starts" ] || fail "a signal came while hosts were asked, and the run was started"
+done
+
+# A signal that comes just as a launcher is started reaches it.
+cat >"$dir/mpirun" <<'LAUNCHER'
+#!/usr/bin/env bash
+trap 'exit 75' USR1
+echo 'Open MPI'
+[ "$1" != --version ] || exit 0
+touch "$(dirname "$0")/waiting"
+while :; do read -r -t 0.05 || :; done < <(tail -f /dev/null)
+LAUNCHER
+chmod +x "$dir/mpirun"
+cp "$dir/mpirun" "$dir/srun"
+cat >"$dir/signals" <<SIGNALS
+signals() {
+  case \$BASH_COMMAND in
+    mpirun=?\! | process=?\!*) kill -s TERM \$\$ ;;   # before the script knows the launcher's number
+    'sleep 1') until [ -e "$dir/waiting" ]; do :; done ;;
+  esac
+}
+trap signals DEBUG
+SIGNALS
+launches() { # COMMAND...
+  local status=0
+  rm -f "$dir/waiting"
+  PATH=$dir:$PATH BASH_ENV=$dir/signals timeout 60 "$@" >"$dir/said" 2>&1 || status=$?
+  [ $status = 75 ] || fail "status $status of $*, expected 75"
+}
+launches env RANKS=1 scripts/multi_node/run_mpirun.sh
+launches env SLURM_JOB_ID=1 SLURM_SUBMIT_DIR="$PWD" LAUNCHER=srun scripts/multi_node/run_sbatch.sh
 
 # Hosts: all are waited for; without one that stays away the run goes on, on a number that the trainer takes.
 by_hosts=(--hosts "n1,n2,n3,n4" --probe "[ ! -e $dir/away-{} ]" --host-wait 1)
@@ -171,9 +238,10 @@ says 'no answer from n3: waiting up to 1 s (--host-wait)'
 says 'of 4 hosts 3 answer, fewer than --min-hosts 4: no answer from n3'
 prepare '1 0 train_gpt: 3 ranks do not divide the batch' 'back 0' '0 0'
 touch "$dir/away-n3"
-ends 0 3 '5' "${by_hosts[@]}" --min-hosts 2 --host-wait 0
+ends 0 3 '*' "${by_hosts[@]}" --min-hosts 2
 says 'going on with 3 of 4 hosts, n1,n2,n4: fewer replicas share each batch, which stays the same'
 says 'the run was refused on 3 hosts; trying 2'
+[ "$(grep -c 'no answer from n3: waiting' "$dir/said")" = 1 ] || fail "hosts that are away were waited for twice"
 printf '%s\n' '3 n1,n2,n4' '2 n1,n2' '4 n1,n2,n3,n4' | cmp -s - "$dir/starts" || fail "the starts are on other hosts"
 
 # A spare takes the place of a host that stays away, without a wait; two cannot be replaced by one.
@@ -196,12 +264,15 @@ refused() { # TEXT ARGUMENT...
   says "$1"
 }
 refused "--delay 'soon': expected a whole number" --delay soon -- true -o out
+refused "'./no-such-program': there is no such program here" -- ./no-such-program -o out
+refused "'scripts': there is no such program here" -- scripts -o out
 refused "'--dela': expected one of its options" --dela 3 -- true -o out
 refused 'The command names no --out-dir' -- true
 refused '--restart would start the run over after each crash' -- ./train_gpt -o out --restart
 refused '--resume other/step-000010 is refused once the run has' -- ./train_gpt -o out --resume other/step-000010
 refused '--resume never is refused once the run has' -- ./train_gpt --resume=never -o out
 refused "--hosts 'a;b': expected names" --hosts 'a;b' -- true -o out
+refused "--hosts 'a,[::1]': expected names" --hosts 'a,[::1]' -- true -o out
 refused '--min-hosts 3: there are 2 in --hosts' --hosts a,b --min-hosts 3 -- true -o out
 refused '--spares 2: there are 2 in --hosts' --hosts a,b --spares 2 -- true -o out
 refused '--min-hosts 2: there are 2 in --hosts, 1 of them --spares' --hosts a,b --spares 1 --min-hosts 2 -- true -o out

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # scripts/tensorboard.py: every number is in the event file, also while a run continues and after a truncation.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)
 follower=
 trap '[ -z "$follower" ] || kill "$follower" 2>/dev/null || true; rm -rf "$dir"' EXIT

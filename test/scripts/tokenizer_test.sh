@@ -3,7 +3,7 @@
 # data/train_tokenizer.py gives the same tokens in data/tokenize_text.py and in the trainer; the tokenizer.json of a
 # byte-level checkpoint gives the bytes. The first argument, or else the date, is the seed: other texts every day.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 seed=${1:-$(date +%Y%m%d)}
 if ! python=$(scripts/find_python.sh tokenizers); then
   echo "tokenizer_test: skipped: no Python here has tokenizers"

@@ -166,6 +166,12 @@ def check_plans(server, options):
         assert status == 200 and control["option"] not in shlex.split(answer["command"]), (name, answer)
         assert field(answer["plan"]) == control["left_out"], name
 
+    # The page of schedules, with its sliders and those of the plan as far right as they go: the program answers.
+    most = {"model": "gpt2:124M", "batch_size": 256 * 32, "total_batch": 256 * 32 * 131072, "seq_len": 131072,
+            "ranks": 16 * 64 * 64, "pp": 16, "tp": 64, "cp": 64}
+    status, answer = server.post("/plan", most)
+    assert status in (200, 422) and answer["command"], answer
+
     status, answer = server.post("/text", {"pp": 2})
     assert status == 200 and answer["text"] == trainer(shlex.split(answer["command"])[1:]).stdout
     assert "\n=> " in answer["text"]
@@ -198,7 +204,7 @@ def hostile(server):
         yield path[:40], 404, server.ask("GET", path)
         yield path[:40], 404, server.ask("POST", path, body)
     yield "too long", 414, server.ask("GET", "/" + "x" * 70000)
-    for host in (None, "", "evil.example", f"evil.example:{server.port}", "127.0.0.1", "127.0.0.1:1", f"@{server.host}",
+    for host in (None, "", "evil.example", f"evil.example:{server.port}", f"@{server.host}",
                  f"{server.host}, evil.example", f"127.0.0.1.evil.example:{server.port}", f"localhost.:{server.port}",
                  f"[::1:{server.port}", f"0x7f000001:{server.port}", f"a@127.0.0.1:{server.port}"):
         for method, path in (("POST", "/plan"), ("GET", "/"), ("GET", "/options")):
@@ -252,6 +258,20 @@ def check_hostile(directory):
     return number
 
 
+def check_names():
+    """The Host that browsers send on port 80, through a tunnel, and by name to a server that others may reach."""
+    def page(server, host, **headers):
+        return server.ask("GET", "/", Host=host, **headers)[0]
+    with Explorer() as server:
+        for host in ("127.0.0.1", "localhost", "localhost:9000", "[::1]", "[::1]:9000"):
+            assert page(server, host) == page(server, host, Origin=f"http://{host}") == 200, host
+            assert page(server, host, Origin="http://localhost:9001") == 403, host
+    with Explorer("--host", "0.0.0.0") as server:
+        for name in (socket.gethostname(), socket.getfqdn()):
+            assert page(server, f"{name.lower()}:{server.port}") == 200, name
+        assert page(server, f"evil.example:{server.port}") == 403
+
+
 def check_slow_program(directory):
     """A plan that takes too long is refused, and its program ended."""
     program, pid = os.path.join(directory, "slow"), os.path.join(directory, "pid")
@@ -292,6 +312,7 @@ def main():
         check_lists(options["controls"])
         check_plans(server, options)
     number = check_hostile(directory)
+    check_names()
     check_slow_program(directory)
     check_start(directory)
     print(f"{len(SHOWN)} controls, {number} hostile requests")
