@@ -595,15 +595,3 @@ TEST_CASE("a plan of many stages has a row for each run of equal ones", "[run][p
   INFO(gpipe.out);
   REQUIRE(std::regex_search(gpipe.out, std::regex("  stages 1-14 +1 to 14 ")));
 }
-
-TEST_CASE("a plan refuses lists of data as the run would", "[plan]") {
-  for (const auto& [options, fault] : {std::pair{"--val-data a --val b=c", "--val with --val-data"},
-                                       {"--val b", "--val 'b': expected NAME=PATTERN"},
-                                       {"--val b=c --val b=d", "two of the same name"},
-                                       {"--data a=b:0", "--data 'a=b:0': the weight is 0"}}) {
-    const ProgramResult r = run_program(std::string("--plan --model d2 ") + options);
-    INFO(options << ": " << r.err);
-    REQUIRE(r.status == 1);
-    REQUIRE(r.err.find(fault) != std::string::npos);
-  }
-}

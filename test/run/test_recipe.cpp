@@ -372,3 +372,15 @@ TEST_CASE("a stage of epochs resumes, and what would end a later stage is refuse
   refused(data.run("longer", longer), "--val-data: no sample of 48 + 1 tokens");
   REQUIRE_FALSE(fs::exists(data.dir / "longer"));
 }
+
+TEST_CASE("a plan refuses lists of data as the run would", "[plan]") {
+  for (const auto& [options, fault] : {std::pair{"--val-data a --val b=c", "--val with --val-data"},
+                                       {"--val b", "--val 'b': expected NAME=PATTERN"},
+                                       {"--val b=c --val b=d", "two of the same name"},
+                                       {"--data a=b:0", "--data 'a=b:0': the weight is 0"}}) {
+    const ProgramResult r = run_program(std::string("--plan --model d2 ") + options);
+    INFO(options << ": " << r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(fault) != std::string::npos);
+  }
+}
