@@ -63,7 +63,8 @@ PLAYER
 cat >"$dir/sleep" <<'SLEEP'
 #!/bin/sh
 here=$(dirname "$0")
-[ "$1" = 0.1 ] || echo "$1" >>"$here/waits"
+[ "$1" != 0.1 ] || exit 0   # it waits for a process, and looks again
+echo "$1" >>"$here/waits"
 [ ! -e "$here/slow" ] || exec tail -f /dev/null
 SLEEP
 chmod +x "$dir/play" "$dir/sleep"
@@ -206,7 +207,9 @@ cat >"$dir/mpirun" <<'LAUNCHER'
 trap 'exit 75' USR1
 echo 'Open MPI'
 [ "$1" != --version ] || exit 0
-touch "$(dirname "$0")/waiting"
+here=$(dirname "$0")
+echo $$ >"$here/left"
+touch "$here/waiting"
 while :; do read -r -t 0.05 || :; done < <(tail -f /dev/null)
 LAUNCHER
 chmod +x "$dir/mpirun"
@@ -228,6 +231,7 @@ launches() { # COMMAND...
 }
 launches env RANKS=1 scripts/multi_node/run_mpirun.sh
 launches env SLURM_JOB_ID=1 SLURM_SUBMIT_DIR="$PWD" LAUNCHER=srun scripts/multi_node/run_sbatch.sh
+rm "$dir/left"
 
 # Hosts: all are waited for; without one that stays away the run goes on, on a number that the trainer takes.
 by_hosts=(--hosts "n1,n2,n3,n4" --probe "[ ! -e $dir/away-{} ]" --host-wait 1)
