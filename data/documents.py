@@ -26,6 +26,7 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 # What a folder stands for, also with .gz. Not .json: among texts that is more often something else.
 FOLDER_SUFFIXES = TEXT_SUFFIXES + (".jsonl", ".ndjson") + COLUMN_SUFFIXES
+RECORD = ".tokenized.json"   # of ./train_gpt --tokenize, beside its shards
 NOT_TEXT = 0.005   # a file with a larger share of bytes that are NUL or not UTF-8 is no text
 
 GZIP = b"\x1f\x8b"   # read; these are not: magic bytes, kind, remedy
@@ -100,8 +101,9 @@ def find_files(names, form="auto"):
     """Regular files and pipes that `names` (files, globs, folders) match, in order; DataError if a name matches none.
 
     A folder stands for the files below it with FOLDER_SUFFIXES, also .gz, hidden ones left out, links to folders
-    followed; notices on stderr name the others, and files that several names match. Globs and folders expand in sorted
-    order. DataError: compressed with another program than gzip, no text, or a folder that cannot be read. form: --format.
+    followed; notices on stderr name the others, and files that several names match. Globs, which leave out records of
+    --tokenize, and folders expand in sorted order. DataError: compressed with another program than gzip, no text, or a
+    folder that cannot be read. form: --format.
     """
     paths = []
     for name in names:
@@ -116,7 +118,8 @@ def find_files(names, form="auto"):
         elif os.path.exists(name):
             found, remedy = [name], ""
         else:
-            found = sorted(path for path in glob.glob(name, recursive=True) if not os.path.isdir(path))
+            found = sorted(path for path in glob.glob(name, recursive=True)
+                           if not os.path.isdir(path) and not path.endswith(RECORD))
             remedy = "the pattern matches no file" if glob.has_magic(name) else "no such file"
         if not found:
             raise DataError(f"{name}: {remedy}")
@@ -196,22 +199,25 @@ def documents(chunk, separator, json_field):
 
 
 def _walk(folder):
-    """The files to read below a folder, and the others; sorted. DataError: a folder that cannot be read."""
-    found, skipped, seen = [], [], {file_identity(folder)}
+    """The files to read below a folder, and the others; sorted. Links to folders are followed to those that are not below
+    it by their own names. DataError: a folder that cannot be read."""
+    found, skipped, seen, roots = [], [], set(), [folder]
 
     def refuse(error):
         raise DataError(f"{error.filename}: this folder cannot be read: {error.strerror}; allow it, or name the files to read"
                         ) from None
 
-    def is_new(path):   # links may lead to a folder twice, or in a circle
-        identity = file_identity(path)
-        return identity not in seen and not seen.add(identity)
-
-    for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in sorted(folders) if not name.startswith(".") and is_new(os.path.join(parent, name))]
-        for name in files:
-            if not name.startswith("."):
-                (found if _plain_name(name).endswith(FOLDER_SUFFIXES) else skipped).append(os.path.join(parent, name))
+    for root in roots:   # which links add to
+        for parent, folders, files in os.walk(root, onerror=refuse):
+            if file_identity(parent) in seen:
+                folders.clear()
+                continue
+            seen.add(file_identity(parent))
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "lost+found")
+            roots += (path for path in (os.path.join(parent, name) for name in folders) if os.path.islink(path))
+            for name in files:
+                if not name.startswith("."):
+                    (found if _plain_name(name).endswith(FOLDER_SUFFIXES) else skipped).append(os.path.join(parent, name))
     return sorted(found), sorted(skipped)
 
 

@@ -39,12 +39,12 @@ def download(folder):
             os.remove(older)
         command = ["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", package]
         apt = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
-        if apt.returncode != 0 and "Unable to locate package" in apt.stderr:
+        if apt.returncode != 0 and re.search("Unable to locate package|has no candidate", apt.stderr):
             print(f"gather_texts.py: {package} is in no package list of this machine: left out", file=sys.stderr)
             continue
         if apt.returncode != 0:
-            sys.exit(f"gather_texts.py: apt-get download {package}: {' '.join(apt.stderr.split())}; check the network, and run "
-                     "this again: it goes on with this package")
+            sys.exit(f"gather_texts.py: apt-get download {package}: {' '.join(apt.stderr.split())}; check the network, and "
+                     "run this again: it goes on with this package")
         archive, = glob.glob(f"{glob.escape(root)}_*.deb")
         subprocess.run(["dpkg-deb", "-x", archive, root + ".new"], check=True)
         os.remove(archive)

@@ -313,7 +313,7 @@ def fraction(text):
 def seed(text):
     value = int(text)
     if len(str(value)) > 64:   # the bytes of Draw's key
-        raise argparse.ArgumentTypeError(f"expected a whole number of at most 64 digits, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at most 64 characters, got {text}")
     return value
 
 

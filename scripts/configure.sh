@@ -21,7 +21,7 @@ if is_there nvcc; then
 fi
 
 echo "# Written by scripts/configure.sh: what this machine has. 'make reconfigure' asks again."
-# Without a value where nothing was found, whatever the environment has under the same names, such as NCCL_VERSION.
+# What was not found is empty, whatever the environment has under the same name, such as NCCL_VERSION.
 mapfile -t all_parts < <(parts_of build test long other nvcc)
 echo "\$(foreach part,${all_parts[*]^^},\$(foreach x,VERSION FAULT FLAGS LIBS ARCH,\$(eval \$(part)_\$x :=)))"
 echo 'GPU :='

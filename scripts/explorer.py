@@ -319,7 +319,7 @@ def main():
     server.program, server.seconds = os.path.abspath(options.program), options.timeout
     shown, own = options.host, []
     if options.host == "0.0.0.0":
-        shown, own = "127.0.0.1", [socket.gethostname(), socket.getfqdn()]
+        shown, own = "127.0.0.1", [socket.gethostname()]
     server.names = {name.lower() for name in ("localhost", shown, *own)} - {""}   # as browsers write them
     print(f"explorer: http://{shown}:{server.server_port}/    (Ctrl-C ends it)", flush=True)
     try:

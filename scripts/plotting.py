@@ -4,8 +4,9 @@ import sys
 
 
 def load_pyplot(fail):
-    """matplotlib.pyplot, for files. Call it before stdin is read: if it is missing here and Debian's Python, for which its package installs, is another
-    one, or this is a virtual environment of it, the script starts again with that; otherwise fail(message) ends it."""
+    """matplotlib.pyplot, for files. If it is missing here and Debian's Python, for which its package installs, is another
+    one, or this is a virtual environment of it, the script starts again with that; otherwise fail(message) ends it. So
+    call it before stdin is read."""
     try:
         import matplotlib
     except ImportError:

@@ -15,7 +15,7 @@ done
 written() { stat -c %y "$OUT/metrics.jsonl" 2>/dev/null || :; }
 before=$(written)
 
-# A signal goes on to the trainer, which saves the run. Its shell starts it in the background, so without SIGINT.
+# A signal goes on to the trainer, which saves the run; that Ctrl-C reaches it twice does no harm.
 trainer='' signal=''
 pass_on() { # SIGNAL
   signal=$1 again=yes

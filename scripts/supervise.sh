@@ -153,8 +153,8 @@ pause() { # SECONDS: or until a signal comes
 newest_checkpoint() {
   local path newest step
   # Those on the nodes' own disks (--checkpoint-local) are in metrics.jsonl alone until the run is resumed from them.
-  newest=$(tail -c 65536 "$out/metrics.jsonl" 2>/dev/null |
-    sed -n 's/.*"kind":"checkpoint".*"saved":\([0-9]*\).*"local":true.*/\1/p' | sort -n | tail -n 1) || :
+  newest=$(sed -n 's/.*"kind":"checkpoint".*"saved":\([0-9]*\).*"local":true.*/\1/p' "$out/metrics.jsonl" 2>/dev/null |
+    sort -n | tail -n 1) || :
   newest=${newest:-0}
   for path in "$out"/step-*/manifest.json; do
     step=${path%/manifest.json} step=${step##*/step-}
@@ -234,7 +234,7 @@ rm "$errors"
 errors=/dev/fd/$errors_file
 
 mark=$$.$RANDOM   # in the environment of all that the command starts
-# The processes of a session, which setsid gave its number, and those that have left it, as run_mpirun.sh's mpirun does.
+# The processes of a session, which setsid gave its number.
 processes_of() {
   local file text fields
   for file in /proc/[0-9]*/stat; do
@@ -242,13 +242,17 @@ processes_of() {
     read -r -a fields <<<"${text##*) }"
     if [ "${fields[3]}" = "$1" ] && [ "${fields[0]}" != Z ]; then file=${file%/stat} && echo "${file##*/}"; fi
   done
+}
+# Those, and what has left the session, as run_mpirun.sh's mpirun does.
+all_of() {
+  processes_of "$1"
   grep -lszxF "SUPERVISED=$mark" /proc/[0-9]*/environ | sed 's/[^0-9]//g' || :
 }
 # What a crash left running holds the lock of the out directory: it may end by itself, for ten seconds.
 end_leftovers() { # SESSION
   local tries left=
   for ((tries = 0; tries < 100; ++tries)); do
-    left=$(processes_of "$1")
+    left=$(all_of "$1")
     [ -n "$left" ] || return 0
     sleep 0.1
   done
@@ -264,7 +268,7 @@ stop_leftovers() { # SESSION
     running=$(processes_of "$1")
   done
 }
-# Returns once `tee` has copied all; what has left the session and the environment behind may keep it waiting.
+# Returns once `tee` has copied all, or after five seconds, if a process that nobody finds has stderr open.
 wait_for_copy() {
   local end=$((SECONDS + 5))
   while kill -0 "$copy" 2>/dev/null && [ "$SECONDS" -lt "$end" ]; do sleep 0.1; done

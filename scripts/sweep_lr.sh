@@ -59,7 +59,9 @@ for size in ${WIDTHS:-$DEPTHS}; do
   for rate in $RATES; do printf '%s\0%s\0' "$size" "$rate"; done
 done | setsid xargs -0 -n 2 -P "${JOBS:-$(nproc)}" "$root/scripts/sweep_lr.sh" "$1" --run "${@:2}" &
 runs=$!
+[ -z "$stopped" ] || kill -s TERM -- "-$runs" 2>/dev/null || :   # before they were known
 wait "$runs" || status=1
+while [ -n "$stopped" ] && kill -0 -- "-$runs" 2>/dev/null; do sleep 0.2; done   # trainers save
 [ -z "$stopped" ] || { echo "sweep_lr.sh: stopped by a signal; the same command goes on" >&2; exit 143; }
 {
   echo "$axis,lr,loss"

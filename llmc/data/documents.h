@@ -68,7 +68,6 @@ class ChunkReader {
       }
       const bool is_json = format_of(file_->path()) == TextFormat::json_lines;
       const std::string_view text = std::string_view(rest_).substr(0, wanted_);
-      if (!is_json && at_.offset == 0) require_text(text);
       std::optional<size_t> end = more ? is_json ? end_of_line(text) : cut_(text) : text.size();
       if (!is_json && !end && text.size() >= longest_part) end = text.size() - detail::unfinished(text);
       CHECK(end || text.size() < longest_line,
@@ -105,15 +104,6 @@ class ChunkReader {
       ended_ = rest_.size() <= wanted_;
     }
     return rest_.size() > wanted_;
-  }
-
-  // The beginning of a file. UTF-16 without a mark is valid UTF-8 where it is ASCII: half of it are NULs.
-  void require_text(std::string_view text) const {
-    const auto nuls = std::ranges::count(text, '\0');
-    CHECK(200 * nuls <= std::ssize(text),
-          "{}: {} of its first {} bytes are NUL, so it is no text in UTF-8: name text files only, and convert UTF-16: "
-          "iconv -f UTF-16LE -t UTF-8",
-          file_->path(), nuls, text.size());
   }
 
   static std::optional<size_t> end_of_line(std::string_view text) {

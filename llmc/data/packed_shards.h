@@ -150,7 +150,7 @@ class PackedShards {
       begins.clear();
     };
     for (int64_t some = 0; some < index.documents(); some += block)
-      for (const int64_t begin : index.begins(some, std::min(block, index.documents() - some), *open_)) {
+      for (const int64_t begin : index.begins(some, std::min(block, index.documents() - some), files_.open_files())) {
         if (!begins.empty() && begin / window != begins.front() / window) end_window(begin);
         begins.push_back(begin);
       }
@@ -185,8 +185,8 @@ class PackedShards {
       if (packed_[w] != nullptr) return packed_[w];
     }
     const Window& window = windows_[w];
-    const std::vector<int64_t> begins =
-        indexes_[static_cast<size_t>(window.file)]->begins(window.first_document, window.documents, *open_);
+    const std::vector<int64_t> begins = indexes_[static_cast<size_t>(window.file)]->begins(
+        window.first_document, window.documents, files_.open_files());
     auto rows = std::make_shared<const PackedRows>(
         pack_rows(config_.packing, documents_of(begins, window.end), config_.seq_len));
     const std::lock_guard lock(mutex_);
@@ -203,8 +203,7 @@ class PackedShards {
 
   const TokenFiles& files_;
   Config config_;
-  std::vector<std::optional<DocumentIndex>> indexes_;                // of each file
-  std::unique_ptr<OpenFiles> open_ = std::make_unique<OpenFiles>();  // the indexes
+  std::vector<std::optional<DocumentIndex>> indexes_;  // of each file
   std::vector<Window> windows_;
   PackingCounts counts_;
   // Of each row, a byte, so that a step's targets are counted without packing the windows of all its rows again.

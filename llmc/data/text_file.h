@@ -119,8 +119,7 @@ class TextFile {
       const size_t status = ZSTD_decompressStream(zstd_.get(), &to, &from);
       in_at_ = from.pos;
       CHECK(ZSTD_getErrorCode(status) != ZSTD_error_memory_allocation,
-            "{}: no memory to decompress it: compressed with zstd --long=31 it takes 2 GiB; compress it without",
-            path());
+            "{}: no memory to decompress it: its window takes up to 2 GiB; compress it without zstd's --long", path());
       CHECK(!ZSTD_isError(status), "{}: damaged zstd data ({}) before byte {}; get the file again", path(),
             ZSTD_getErrorName(status), in_file_);
       within_ = status != 0;

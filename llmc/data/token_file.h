@@ -113,6 +113,7 @@ class TokenFiles {
   int64_t tokens() const { return tokens_; }
   DataFormat format(int64_t i) const { return files_[static_cast<size_t>(i)].format; }
   DocumentMark document_mark(int64_t i) const { return document_mark_of(format(i)); }
+  OpenFiles& open_files() const { return *open_; }
   const std::string& path(int64_t i) const { return files_[static_cast<size_t>(i)].path; }
   int64_t tokens_of(int64_t i) const { return files_[static_cast<size_t>(i)].tokens; }
   std::vector<std::string> paths() const { return of_all(&Described::path); }

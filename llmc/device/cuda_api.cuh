@@ -100,7 +100,8 @@ class PinnedMemory {
   explicit PinnedMemory(size_t bytes) : bytes_(bytes) {
     void* memory = nullptr;
     const cudaError_t status = cudaMallocHost(&memory, bytes);
-    if (status != cudaSuccess) cudaGetLastError();  // a caller may do without
+    if (status != cudaSuccess)
+      cudaGetLastError();  // or it would be the error of a later call: callers may go on without
     CHECK(status == cudaSuccess,
           "cannot pin {} bytes of host memory for copies to the GPU: {}; raise `ulimit -l` or the "
           "container's memory limit",

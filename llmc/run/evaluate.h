@@ -100,6 +100,7 @@ struct Evaluation {
     if (choices) inputs.choices = &*choices;
     inputs.shuffled = o.shuffled();
     if (o.mask_documents) inputs.document_begin = choose_document_begin("--mask-documents", o, *tokenizer, step.model);
+    require_gpu_for("--tf32", o.tf32, device, o);
     require_cudnn_can(step, device, o);
     require_gelu_can(step, device, o);
     require_residual_can(step, device, o);

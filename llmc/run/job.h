@@ -79,6 +79,7 @@ struct Job {
       document_begin = choose_document_begin("--mask-documents", options, *tokenizer, step.model);
     CHECK(!o.keep_best || validates(), "--keep-best needs --val-data and --val-every");
     require_gpu_for("--log-gpu-every", o.log_gpu_every > 0, device, o);
+    require_gpu_for("--tf32", o.tf32, device, o);
     require_gpu_for("--tune-matmul", o.tune_matmul, device, o);
     require_cudnn_can(step, device, options);
     require_gelu_can(step, device, options);

@@ -204,7 +204,8 @@ inline PlannedStages plan_stages(const Options& asked, Log* log) {
 // --plan: the memory of a step by name and its work by op, from the null device, and its time on this machine's GPUs if
 // they have datasheets.
 inline void run_plan(const Options& asked) {
-  source_texts(asked), validation_texts(asked);  // refused as the run would
+  source_texts(asked);  // both refuse what the run would
+  validation_texts(asked);
   Log log = make_log(asked);
   const detail::PlannedStages staged = asked.stages.empty() ? detail::PlannedStages{.largest = asked}
                                                             : detail::plan_stages(asked, asked.json ? nullptr : &log);

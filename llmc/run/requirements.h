@@ -4,6 +4,11 @@
 
 namespace llmc {
 
+inline void require_gpu_for(const char* option, bool asked, const Device& device, const Options& o) {
+  CHECK(!asked || device.kind == DeviceKind::cuda, "{} needs a GPU, and this run does not use one{}", option,
+        o.device == DeviceChoice::cpu ? " (--device cpu)" : ": " + visible_gpus().why_none);
+}
+
 namespace detail {
 
 // option: as the user would write it
@@ -48,6 +53,7 @@ inline void require_gelu_can(const StepConfig& step, const Device& device, const
 
 // Rejects --attention cudnn if cuDNN does not compute what the step needs.
 inline void require_cudnn_can(const StepConfig& step, const Device& device, const Options& o) {
+  require_gpu_for("--attention cudnn", device.cudnn, device, o);
   CHECK(!device.cudnn || (step.precision.products == DType::bf16 && !o.mask_documents),
         "--attention cudnn needs --dtype bf16 and cannot mask documents: leave out --mask-documents, use --dtype bf16, "
         "or use --attention own");

@@ -26,14 +26,7 @@ inline int threads_of_process(const Options& o) {
   return std::max(1, available_processors() / static_cast<int>(o.place.sharers));
 }
 
-inline void require_gpu_for(const char* option, bool asked, const Device& device, const Options& o) {
-  CHECK(!asked || device.kind == DeviceKind::cuda, "{} needs a GPU, and this run does not use one{}", option,
-        o.device == DeviceChoice::cpu ? " (--device cpu)" : ": " + visible_gpus().why_none);
-}
-
-namespace detail {
-
-inline Device device_of(const Options& o) {
+inline Device choose_device(const Options& o) {
   Device device{DeviceKind::cpu, threads_of_process(o)};
   device.tf32 = o.tf32 ? Tf32::yes : Tf32::no;
   device.graphs = o.cuda_graphs == OnOff::on;
@@ -65,15 +58,6 @@ inline Device device_of(const Options& o) {
         gpus.why_none);
   if (gpus.count > 0 || elsewhere) device.kind = DeviceKind::cuda;
   if (gpus.count > 0) require_code_for_gpus(gpus_of_process(o.place));
-  return device;
-}
-
-}  // namespace detail
-
-inline Device choose_device(const Options& o) {
-  const Device device = detail::device_of(o);
-  require_gpu_for("--tf32", o.tf32, device, o);
-  require_gpu_for("--attention cudnn", device.cudnn, device, o);
   return device;
 }
 

@@ -45,6 +45,7 @@ inline Job next_job(const Job& job, const ResumePoint& from, Log& log) {
   Job next(job.asked, job.begin, job.data, job.course, job.number + 1);
   next.rollbacks = job.rollbacks;
   next.resume(from, log);
+  require_same_run(from, next);
   return next;
 }
 

@@ -197,7 +197,7 @@ class Tokenization {
     std::set<std::string> named;
     for (const std::string& path : job_.paths) {
       record_.inputs.push_back({{"path", path}, {"checksum", sampled_checksum(path, share)}});
-      if (!named.insert(path).second) log_.line(formatted("notice: {} is named again, and read again", path));
+      if (!named.insert(path).second) log_.line(formatted("notice: {} is named twice, and read twice", path));
     }
     record_.tokenizer = {{"checksum", checksum(tokenizer_.files().at("tokenizer.json"))},
                          {"end_of_text", tokenizer_.end_of_text()},
@@ -314,17 +314,26 @@ class Tokenization {
     return chunk;
   }
 
+  // text: of a chunk. UTF-16 without a mark is valid UTF-8 where it is ASCII, but half of it are NULs.
+  static void require_utf8(const TextChunk& chunk, std::string_view text) {
+    if (const std::optional<size_t> fault = utf8_fault(text))
+      throw Error(formatted(
+          "{}:{}: byte {} of its text is not UTF-8: convert the file, or use --tokenizer bytes", chunk.path,
+          chunk.begin.line + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(*fault), '\n'),
+          chunk.begin.offset + static_cast<int64_t>(*fault) + 1));
+    const auto nuls = std::ranges::count(text, '\0');
+    CHECK(chunk.begin.offset > 0 || 200 * nuls <= std::ssize(text),
+          "{}: {} of its first {} bytes are NUL, so it is no text: convert UTF-16 (iconv -f UTF-16LE -t UTF-8), or use "
+          "--tokenizer bytes",
+          chunk.path, nuls, text.size());
+  }
+
   // ids: a buffer.
   void encode(const TextChunk& chunk, const DocumentEncoder& encoder, std::vector<int32_t>& ids,
               Encoded& encoded) const {
     ids.clear();
-    for_each_document(chunk, job_.field, [&](std::string_view text, int64_t line, bool begins) {
-      if (tokenizer_.needs_utf8() && chunk.format == TextFormat::text)
-        if (const std::optional<size_t> fault = utf8_fault(text))
-          throw Error(formatted(
-              "{}:{}: byte {} of its text is not UTF-8: convert the file, or use --tokenizer bytes", chunk.path,
-              line + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(*fault), '\n'),
-              chunk.begin.offset + static_cast<int64_t>(*fault) + 1));
+    for_each_document(chunk, job_.field, [&](std::string_view text, int64_t, bool begins) {
+      if (tokenizer_.needs_utf8() && chunk.format == TextFormat::text) require_utf8(chunk, text);
       if (begins) ids.push_back(tokenizer_.end_of_text());
       encoded.documents += begins;
       encoded.text_bytes += std::ssize(text);
@@ -423,6 +432,7 @@ inline std::vector<std::string> files_to_tokenize(const std::string& names) {
     for (std::string& path : expand_glob(name, "--tokenize", ".txt"))
       if (path == name || !path.ends_with(detail::record_suffix)) paths.push_back(std::move(path));
   }
+  CHECK(!paths.empty(), "--tokenize {}: only records of --tokenize match: name files of text", shown(names, 300));
   return paths;
 }
 

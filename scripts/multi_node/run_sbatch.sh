@@ -21,8 +21,7 @@ case $* in -h | --help) sed -n '/^#SBATCH/q; 2,$s/^# \{0,1\}//p' "$0"; exit ;; e
 refuse() { echo "run_sbatch.sh: $1" >&2; exit 1; }
 [ -n "${SLURM_JOB_ID:-}" ] || refuse "it is for Slurm: sbatch $0 --train-data ..."
 cd "$SLURM_SUBMIT_DIR"   # Slurm runs a copy of this script, elsewhere
-[[ -x ./train_gpt && -x scripts/multi_node/run_mpirun.sh ]] ||
-  refuse "$PWD is not the directory of train_gpt and its scripts/: build it, and submit from there"
+[ -x ./train_gpt ] || refuse "there is no train_gpt in $PWD: build it, and submit from its directory"
 
 # Used in the commands that a run suggests.
 TRAIN_GPT_LAUNCH="${LAUNCHER:+LAUNCHER=$LAUNCHER }sbatch --nodes ${SLURM_JOB_NUM_NODES:-2}"
@@ -34,7 +33,10 @@ export TRAIN_GPT_LAUNCH+=" scripts/multi_node/run_sbatch.sh"
 
 launcher=${LAUNCHER:-$([ -n "${SLURM_GPUS_ON_NODE:-}" ] && echo srun || echo mpirun)}
 case $launcher in
-  mpirun) command=(scripts/multi_node/run_mpirun.sh) ;;
+  mpirun)
+    command=(scripts/multi_node/run_mpirun.sh)
+    [ -x "${command[0]}" ] || refuse "there is no ${command[0]} in $PWD: submit from the checkout, or with LAUNCHER=srun"
+    ;;
   srun)
     # One token per job, for its processes only. It travels in the environment, which other users cannot read.
     if [ -z "${TRAIN_GPT_TOKEN:-}${TRAIN_GPT_TOKEN_FILE:-}" ]; then

@@ -38,7 +38,9 @@ TEST_CASE("where the system gives too few threads or too little memory for the r
         run_program(tiny(dir / "run", formatted("--max-steps 2 --local-ranks {} --batch-size 1", ranks)),
                     formatted("bash -c 'ulimit -v {}; exec \"$0\" \"$@\"'", kib));
     INFO(ranks << " ranks, " << kib << " KiB: " << r.status << ": " << r.err);
-    REQUIRE(r.status < 128);  // no signal
+    if (r.status == 127) continue;  // too little for the loader
+    REQUIRE(r.status < 128);        // no signal
+    REQUIRE((r.status == 0 || r.err.find("train_gpt: ") != std::string::npos));
     REQUIRE(r.err.find("terminate called") == std::string::npos);
     REQUIRE(r.err.find("internal error") == std::string::npos);
   }

@@ -202,7 +202,7 @@ TEST_CASE("progress lines and escape codes are for a terminal that a person read
   }
 }
 
-TEST_CASE("a run that its checkpoint does not continue is refused before its ranks start", "[run]") {
+TEST_CASE("a checkpoint of another run is refused before ranks start", "[run]") {
   const TempDir dir;
   const auto command = [&](const std::string& more) {
     std::string all = tiny(dir / "run", more);

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# scripts/check_floors.sh and check_shell.sh accept this tree, and reject each violation planted in a copy of it. What
-# build/config.mk says about this machine, the environment does not change.
+# scripts/check_floors.sh and check_shell.sh accept this tree, and reject each violation planted in a copy of it. The
+# environment does not change what build/config.mk says about this machine.
 set -euo pipefail
 CDPATH='' cd "$(dirname "$0")/../.."
 

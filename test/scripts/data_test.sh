@@ -137,7 +137,7 @@ assert Counted.copied < 6 * len(text), Counted.copied / len(text)
 PY
 printf 'a short text\n' >"$dir/short.txt"
 refused 'drew none' "$dir/short.txt" --val-fraction 0.01
-refused 'val-seed: expected a whole number of at most 64 digits' "$dir/short.txt" --val-seed "$(printf '%065d' 0 | tr 0 1)"
+refused 'val-seed: expected a whole number of at most 64 characters' "$dir/short.txt" --val-seed "$(printf '%065d' 0 | tr 0 1)"
 
 # JSONL.
 printf '{"text": "one"}\n{"text": "two"}\n' >"$dir/c.jsonl"

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Every recipe in scripts/ is a run that the trainer accepts and that fits into one GPU with 80 GB; its comment prepares
-# the data that it reads, and enough of them. run_kjv.sh plots its own run. A
-# signal to the script reaches the trainer.
+# the data that it reads, and enough of them. run_kjv.sh plots its own run. A signal to the script reaches the trainer.
 set -euo pipefail
 CDPATH='' cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)

@@ -112,8 +112,9 @@ command=("$dir/play" -o "$out")
 prepare 'KILL 0' 'KILL 0'
 mkdir "$out"
 echo '{"kind":"checkpoint","step":7,"saved":6,"mode":"sync","local":true}' >"$out/metrics.jsonl"
+printf '{"kind":"train","step":%d,"loss":4.25,"grad_norm":1.5}\n' {8..2000} >>"$out/metrics.jsonl"
 ends 137 2 '5' --max-failures 2
-says 'killed by SIGKILL after step 0, newest checkpoint: step 6'
+says 'killed by SIGKILL after step 2000, newest checkpoint: step 6'
 # Whoever removes old files from /tmp removes nothing that it needs.
 prepare 'clean 0 cleaned up' '0 1000'
 mkdir "$dir/tmp"
@@ -204,10 +205,11 @@ done
 # A signal that comes just as a launcher is started reaches it.
 cat >"$dir/mpirun" <<'LAUNCHER'
 #!/usr/bin/env bash
-trap 'exit 75' USR1
+here=$(dirname "$0")
+trap 'echo USR1 >>"$here/got"; exit 75' USR1
+trap 'echo TERM >>"$here/got"; exit 143' TERM
 echo 'Open MPI'
 [ "$1" != --version ] || exit 0
-here=$(dirname "$0")
 echo $$ >"$here/left"
 touch "$here/waiting"
 while :; do read -r -t 0.05 || :; done < <(tail -f /dev/null)
@@ -226,12 +228,24 @@ SIGNALS
 launches() { # COMMAND...
   local status=0
   rm -f "$dir/waiting"
-  PATH=$dir:$PATH BASH_ENV=$dir/signals timeout 60 "$@" >"$dir/said" 2>&1 || status=$?
+  PATH=$dir:$PATH BASH_ENV=$dir/signals timeout -k 5 60 "$@" >"$dir/said" 2>&1 || status=$?
   [ $status = 75 ] || fail "status $status of $*, expected 75"
 }
 launches env RANKS=1 scripts/multi_node/run_mpirun.sh
 launches env SLURM_JOB_ID=1 SLURM_SUBMIT_DIR="$PWD" LAUNCHER=srun scripts/multi_node/run_sbatch.sh
 rm "$dir/left"
+
+# One that a script of the user's starts, too, and only as run_mpirun.sh passes it on.
+printf '%s\n' '#!/usr/bin/env bash' 'RANKS=1 scripts/multi_node/run_mpirun.sh' 'exit' >"$dir/wrapper"
+chmod +x "$dir/wrapper"
+rm "$dir/waiting" "$dir/got"
+status=0
+PATH=$dir:$PATH scripts/supervise.sh --out-dir "$out" -- "$dir/wrapper" >"$dir/said" 2>&1 &
+supervisor=$!
+until [ -e "$dir/waiting" ]; do sleep 0.1; done
+kill -s TERM $supervisor
+wait $supervisor || status=$?
+[ "$(cat "$dir/got")" = USR1 ] || fail "mpirun got $(cat "$dir/got"), expected USR1 alone; status $status"
 
 # Hosts: all are waited for; without one that stays away the run goes on, on a number that the trainer takes.
 by_hosts=(--hosts "n1,n2,n3,n4" --probe "[ ! -e $dir/away-{} ]" --host-wait 1)

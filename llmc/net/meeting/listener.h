@@ -66,8 +66,9 @@ class Listener {
         if (errno == EINTR || errno == ECONNABORTED) continue;
         // No file descriptor, or no memory, is left: the oldest stranger makes room, and the others wait a moment.
         full_ = errno != EAGAIN && errno != EWOULDBLOCK;
-        if (full_ && full_report_.due())
-          say_(formatted("connections wait at the door, since none can be accepted: {}{}", std::strerror(errno),
+        const bool no_room = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+        if (no_room && full_report_.due())
+          say_(formatted("no connection can be accepted, so that they wait: {}{}", std::strerror(errno),
                          errno == EMFILE ? "; raise `ulimit -n`" : ""));
         if (full_ && !strangers_.empty()) refuse(strangers_.begin(), "there was no room for it");
         return;

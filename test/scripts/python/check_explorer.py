@@ -170,7 +170,7 @@ def check_plans(server, options):
     most = {"model": "gpt2:124M", "batch_size": 256 * 32, "total_batch": 256 * 32 * 131072, "seq_len": 131072,
             "ranks": 16 * 64 * 64, "pp": 16, "tp": 64, "cp": 64}
     status, answer = server.post("/plan", most)
-    assert status in (200, 422) and answer["command"], answer
+    assert status == 200 or (status == 422 and answer["error"].startswith("train_gpt: ")), answer
 
     status, answer = server.post("/text", {"pp": 2})
     assert status == 200 and answer["text"] == trainer(shlex.split(answer["command"])[1:]).stdout
