@@ -216,7 +216,8 @@ TEST_CASE("a process without file descriptors to spare lets the next one in when
     std::this_thread::sleep_for(std::chrono::milliseconds(150));
     all.clear();
   }
-  REQUIRE(door.lines.contain("no connection can be accepted, so that they wait: Too many open files; raise `ulimit -n`"));
+  REQUIRE(
+      door.lines.contain("no connection can be accepted, so that they wait: Too many open files; raise `ulimit -n`"));
   REQUIRE(door.enter(hello()) == door.job);
 }
 
