@@ -206,7 +206,7 @@ done
 cat >"$dir/mpirun" <<'LAUNCHER'
 #!/usr/bin/env bash
 here=$(dirname "$0")
-trap 'echo USR1 >>"$here/got"; exit 75' USR1
+trap 'echo USR1 >>"$here/got"; /bin/sleep 0.2; exit 75' USR1
 trap 'echo TERM >>"$here/got"; exit 143' TERM
 echo 'Open MPI'
 [ "$1" != --version ] || exit 0
