@@ -80,8 +80,8 @@ class DocumentIndex {
   int64_t documents() const { return documents_; }
   const std::string& path() const { return path_; }
 
-  // Where the documents [first, first + n) begin. What `open` keeps open outlives its name, and what replaces it.
-  // Thread-safe.
+  // Where the documents [first, first + n) begin. A file that `open` has is read even if it was deleted or replaced
+  // since. Thread-safe.
   std::vector<int64_t> begins(int64_t first, int64_t n, OpenFiles& open) const {
     CHECK(first >= 0 && n >= 0 && first <= documents_ - n);
     if (!in_memory_.empty()) return {in_memory_.begin() + first, in_memory_.begin() + first + n};

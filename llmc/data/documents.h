@@ -17,7 +17,7 @@ struct TextPosition {
 
 enum class TextFormat : uint8_t { text, json_lines };
 
-// By the name. A file of text is one document.
+// By the name, in small or capital letters. A file of text is one document.
 inline TextFormat format_of(std::string path) {
   for (char& c : path) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c + ('a' - 'A')) : c;
   for (const char* packed : {".gz", ".zst", ".zstd"})

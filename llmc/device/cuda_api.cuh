@@ -100,8 +100,7 @@ class PinnedMemory {
   explicit PinnedMemory(size_t bytes) : bytes_(bytes) {
     void* memory = nullptr;
     const cudaError_t status = cudaMallocHost(&memory, bytes);
-    if (status != cudaSuccess)
-      cudaGetLastError();  // or it would be the error of a later call: callers may go on without
+    if (status != cudaSuccess) cudaGetLastError();  // or a later call would report it, if the caller goes on without
     CHECK(status == cudaSuccess,
           "cannot pin {} bytes of host memory for copies to the GPU: {}; raise `ulimit -l` or the "
           "container's memory limit",

@@ -259,10 +259,13 @@ TEST_CASE("added tokens may be in the vocabulary as they are, and be named twice
   json["model"]["vocab"]["<|fran\u00e7ais|>"] = 657;
   json["model"]["ignore_merges"] = json["model"]["byte_fallback"] = nullptr;
   json["added_tokens"] = {added_token(657, "<|fran\u00e7ais|>", false, true), added_token(658, "<x>", false),
-                          added_token(658, "<x>", false)};
+                          added_token(658, "<x>", false), added_token(9, "", false)};  // the library ignores the last
   const Bpe bpe(json, "FILE");
   REQUIRE(bpe.encode("<|fran\u00e7ais|><x>") == std::vector<int32_t>{657, 658});
   REQUIRE(bpe.text_of(657) == "<|fran\u00e7ais|>");
+  Json gap = read_golden("gpt2.json");
+  gap["model"]["vocab"]["after a gap"] = 700;
+  REQUIRE_FALSE(Bpe(gap, "FILE").find(""));  // the text of ids that are no token
 }
 
 TEST_CASE("the bytes of a document's tokens are those of its text, without the space put before it", "[text]") {

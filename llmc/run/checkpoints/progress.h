@@ -260,7 +260,7 @@ inline Progress progress_at(const ResumePoint& from) {
   return progress;
 }
 
-// The progress in a checkpoint from which the job continues the same run (require_same_run()).
+// The progress in a checkpoint from which the job continues the same run, as require_same_run() has seen.
 inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
   Progress progress = progress_at(from);
   if (!job.former_recipe.is_null())
