@@ -24,6 +24,11 @@ if [ "$(uname -m)" = x86_64 ]; then
   done
 fi
 
+# Flags for one processor are for everything else: with them, a set would round differently under the same name.
+flags=$(make -s --eval="printed: ; @echo \$(CPU_OPS_FLAGS)" ARCH_FLAGS='-march=haswell -mtune=intel' printed)
+[[ $flags == *-fopenmp* && $flags != *haswell* && $flags != *intel* ]] ||
+  fail "with ARCH_FLAGS the CPU's ops are compiled with $flags"
+
 compared=(--selftest-draws 0-39)   # ten models in fp32 and bf16, four layouts of each
 [ -z "${LONG:-}" ] || compared=(--selftest-layouts all)
 # Stand-ins for what this processor lacks; what it has is faster, and its best set is that of all other tests.
