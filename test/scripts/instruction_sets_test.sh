@@ -60,3 +60,7 @@ wait
 here=$([ "$(uname -m)" = x86_64 ] || echo " on $(uname -m)")
 grep -q "^train_gpt: --cpu-isa differs: portable$here on rank 0, amx-stand-in$here on rank 1" "$meeting/0.log" ||
   fail "processes with other instructions: $(cat "$meeting"/*.log)"
+
+# What would otherwise be a segmentation fault in the first op.
+! said=$(OMP_STACKSIZE=16 ./train_gpt --version 2>&1) || fail "OMP_STACKSIZE=16 is taken: $said"
+[[ $said == *"OMP_STACKSIZE 16: a thread needs 64 KiB at least"* ]] || fail "OMP_STACKSIZE=16 says: $said"
