@@ -195,14 +195,16 @@ COMPILER_cuda = $(NVCC) -x cu
 LAVISH = $(if $(findstring g++,$(CXX_VERSION)),--param ggc-min-expand=400 --param ggc-min-heapsize=1000000)
 COMPILER_VERSION := $(if $(CUDA),nvcc $(NVCC_VERSION) with )$(CXX_VERSION)
 
-# The CPU's ops, one object for each instruction set (llmc/ops/cpu/isa.h): all programs use these.
+# The CPU's ops, one object for each instruction set (llmc/ops/cpu/isa.h): all programs use these. Without ARCH_FLAGS:
+# runs record the name of their set, and one name must round alike in all builds.
 ISA_SETS := portable stand_ins $(if $(findstring x86_64,$(shell $(CXX) -dumpmachine 2>&-)),avx2 avx512 avx512_pairs amx)
 DEFINES += $(if $(filter avx2,$(ISA_SETS)),-DCPU_ISA_SETS)
 CPU_OPS := $(ISA_SETS:%=build/cpu/%.o)
 $(CPU_OPS): build/cpu/%.o: llmc/ops/cpu/sets/%.cpp build/cpu.flags
 	@mkdir -p $(@D) && echo $<
 	@$(CXX) $(CPU_OPS_FLAGS) -MMD -MP -c $< -o $@
-CPU_OPS_FLAGS = -std=c++20 -O3 -Illmc $(filter -DCPU%,$(DEFINES)) $(HOST_FLAGS) $(CPPFLAGS) $(CXXFLAGS)
+CPU_OPS_FLAGS = -std=c++20 -O3 -Illmc $(filter -DCPU%,$(DEFINES)) $(filter-out $(ARCH_FLAGS),$(HOST_FLAGS)) \
+                $(CPPFLAGS) $(CXXFLAGS)
 build/cpu.flags: FORCE
 	$(call text_file,$(CXX) $(CPU_OPS_FLAGS) $(CXX_VERSION))
 # toml++, which nvcc cannot compile.

@@ -24,6 +24,11 @@ if [ "$(uname -m)" = x86_64 ]; then
   done
 fi
 
+# Flags for one processor are for everything else: with them, a set would round differently under the same name.
+flags=$(make -s --eval="printed: ; @echo \$(CPU_OPS_FLAGS)" ARCH_FLAGS='-march=haswell -mtune=intel' printed)
+[[ $flags == *-fopenmp* && $flags != *haswell* && $flags != *intel* ]] ||
+  fail "with ARCH_FLAGS the CPU's ops are compiled with $flags"
+
 compared=(--selftest-draws 0-39)   # ten models in fp32 and bf16, four layouts of each
 [ -z "${LONG:-}" ] || compared=(--selftest-layouts all)
 # Stand-ins for what this processor lacks; what it has is faster, and its best set is that of all other tests.
@@ -58,3 +63,7 @@ wait
 here=$([ "$(uname -m)" = x86_64 ] || echo " on $(uname -m)")
 grep -q "^train_gpt: --cpu-isa differs: portable$here on rank 0, amx-stand-in$here on rank 1" "$meeting/0.log" ||
   fail "processes with other instructions: $(cat "$meeting"/*.log)"
+
+# What would otherwise be a segmentation fault in the first op.
+! said=$(OMP_STACKSIZE=16 ./train_gpt --version 2>&1) || fail "OMP_STACKSIZE=16 is taken: $said"
+[[ $said == *"OMP_STACKSIZE 16: a thread needs 64 KiB at least"* ]] || fail "OMP_STACKSIZE=16 says: $said"
