@@ -1,8 +1,10 @@
-// Grids of more blocks than their second and third sizes can be, 65,535: captured, and not run.
+// What a launch is refused for: too many blocks in a grid's second or third size, of which there are at most 65,535, and
+// too much shared memory. Grids as large as that are captured, and not run.
 #include "cuda/device_test.h"
 #include "device/cuda_queue.cuh"
 #include "ops/cuda/expert_ranks.cuh"
 #include "ops/cuda/grouped_matmul.cuh"
+#include "ops/cuda/norms.cuh"
 #include "ops/cuda/router.cuh"
 #include "ops/cuda/swiglu.cuh"
 
@@ -51,4 +53,36 @@ TEST_CASE("a router has statistics of any number of sequences", "[cuda]") {
     cuda::join_segments(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, many, 2, stream);
     cuda::segment_starts(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, many, 2, stream);
   });
+}
+
+template <int = 0>
+__global__ void nothing_kernel() {}
+
+TEST_CASE("a launch that fails says which size is too large", "[cuda]") {
+  using Catch::Matchers::ContainsSubstring;
+  const int64_t room = cuda::device_shared_bytes();
+  REQUIRE_THROWS_WITH(cuda::launch(nothing_kernel<>, cuda::Grid(1, many), 32, 0, nullptr),
+                      ContainsSubstring("grid are at most 65535: use a smaller --batch-size"));
+  REQUIRE_THROWS_WITH(cuda::launch(nothing_kernel<>, 1, 32, room + 1, nullptr),
+                      ContainsSubstring(formatted("on this GPU the limit is {}, with up to", room)));
+}
+
+TEST_CASE("norms refuse rows for which a block has no room, the fixed arrays of its sums included", "[cuda]") {
+  // In bf16 a channel takes 8 bytes of sums, or 4 without biases, and 2 each of x and dout.
+  const auto most = [](int64_t of_channel) { return (cuda::device_shared_bytes() - 256) / of_channel; };
+  const auto refuses = [](auto check, int64_t C) {
+    try {
+      check(C);
+      return false;
+    } catch (const Error&) {
+      return true;
+    }
+  };
+  const auto layernorm = [](int64_t C) { cuda::check_norm_fits<cuda::Centred::yes, bf16>(C); };
+  const auto rmsnorm = [](int64_t C) { cuda::check_norm_fits<cuda::Centred::no, bf16>(C); };
+  REQUIRE_FALSE(refuses(layernorm, most(12)));
+  REQUIRE(refuses(layernorm, most(12) + 1));
+  REQUIRE_FALSE(refuses(rmsnorm, most(8)));
+  REQUIRE(refuses(rmsnorm, most(8) + 1));
+  REQUIRE_FALSE(refuses(layernorm, 8192));  // in registers
 }
