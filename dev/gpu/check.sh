@@ -55,8 +55,7 @@ limit_of() {
   case $1 in
     build) echo 420 ;;
     memory) echo 60 ;;
-    determinism | graphs) echo 90 ;;
-    train | resume) echo 120 ;;
+    train | determinism | resume | graphs) echo 120 ;;
     nccl) echo 200 ;;
     test) echo 150 ;;
     ranks | sanitize | racecheck) echo 240 ;;

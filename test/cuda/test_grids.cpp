@@ -1,5 +1,5 @@
-// What a launch is refused for: too many blocks in a grid's second or third size, of which there are at most 65,535, and
-// too much shared memory. Grids as large as that are captured, and not run.
+// What a launch is refused for: too many blocks in a grid's second or third size, of which there are at most 65,535,
+// and too much shared memory. Grids as large as that are captured, and not run.
 #include "cuda/device_test.h"
 #include "device/cuda_queue.cuh"
 #include "ops/cuda/expert_ranks.cuh"
