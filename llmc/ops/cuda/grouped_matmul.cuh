@@ -140,7 +140,7 @@ __global__ void grouped_rows_kernel(T* __restrict__ out, const T* __restrict__ x
                                     const int32_t* __restrict__ offsets, int64_t E, int N, int K) {
   using Size = detail::GroupedTile<T>;
   DYN_SHARED(T, shared);
-  const unsigned in_row = static_cast<unsigned>(N + Size::columns - 1) / Size::columns;
+  const unsigned in_row = static_cast<unsigned>(ceil_div(N, Size::columns));
   const ExpertRows rows = detail::row_tile<Size::rows>(offsets, E, blockIdx.x / in_row);
   if (rows.expert < 0) return;
   const detail::Product<T> product = {x + rows.begin * K, weight + rows.expert * N * K,

@@ -153,7 +153,7 @@ struct TileOfBlock {
   static constexpr int64_t size = fp8_block;
   int64_t down, across, row, column;  // the tile's, and those of its first number
   __device__ explicit TileOfBlock(int64_t C) {
-    const unsigned in_row = static_cast<unsigned>((C + size - 1) / size);
+    const unsigned in_row = static_cast<unsigned>(ceil_div(C, size));
     down = blockIdx.x / in_row, across = blockIdx.x % in_row;
     row = down * size, column = across * size;
   }
