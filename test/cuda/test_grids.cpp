@@ -64,7 +64,7 @@ TEST_CASE("a launch that fails says which size is too large", "[cuda]") {
   REQUIRE_THROWS_WITH(cuda::launch(nothing_kernel<>, cuda::Grid(1, many), 32, 0, nullptr),
                       ContainsSubstring("grid are at most 65535: use a smaller --batch-size"));
   REQUIRE_THROWS_WITH(cuda::launch(nothing_kernel<>, 1, 32, room + 1, nullptr),
-                      ContainsSubstring(formatted("on this GPU the limit is {}, with up to", room)));
+                      ContainsSubstring(formatted("a block on this GPU has {}, of which", room)));
 }
 
 TEST_CASE("norms refuse rows for which a block has no room, the fixed arrays of its sums included", "[cuda]") {
