@@ -40,6 +40,7 @@ PYTHON=${PYTHON:-python3}
 MORE_SECONDS=${MORE_SECONDS:-1}
 SITTING_SECONDS=${SITTING_SECONDS:-$((570 * MORE_SECONDS))}
 RUNS=build/gpu-runs
+PATH=$PATH:/usr/local/cuda/bin   # compute-sanitizer and ncu; make finds nvcc there, too
 export XDG_CACHE_HOME=$PWD/build/cache
 export OMP_WAIT_POLICY=passive   # else the trainer re-executes itself to set it, which confuses sanitizers
 if [ -d "$DEPS" ]; then
@@ -54,8 +55,7 @@ limit_of() {
   case $1 in
     build) echo 420 ;;
     memory) echo 60 ;;
-    determinism | graphs) echo 90 ;;
-    train | resume) echo 120 ;;
+    train | determinism | resume | graphs) echo 120 ;;
     nccl) echo 200 ;;
     test) echo 150 ;;
     ranks | sanitize | racecheck) echo 240 ;;
@@ -236,6 +236,10 @@ test_ops() {
 
 # sanitized TOOL NAME SECONDS COMMAND...
 sanitized() {
+  if [ -z "${SMALL:-}" ] && ! command -v compute-sanitizer >/dev/null; then
+    row skipped 0 "$1: $2" 'it takes compute-sanitizer, from the CUDA toolkit'
+    return
+  fi
   local tool=$1 name=$2 limit=$3 command=(compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 20 --report-api-errors no)
   shift 3
   # racecheck skips the large kernels of other libraries; initcheck must see what they write.
@@ -261,8 +265,8 @@ train_files.write_shard('$RUNS/tokens-$tool.bin', (i * 7919 % 257 for i in range
 }
 sanitize() {
   local tool
-  for tool in memcheck initcheck synccheck; do short_runs $tool; done
   for tool in memcheck initcheck; do sanitized $tool 'the ops' 100 build/test_cuda_on_gpu '[cuda]~[trainer]'; done
+  for tool in memcheck initcheck synccheck; do short_runs $tool; done
 }
 # Not in bf16, nor cuBLASLt's products: on Hopper racecheck dies of them, although it is told to look at ours alone.
 racecheck() {
@@ -350,7 +354,8 @@ if [ "${1:-}" = --sitting ]; then
   case $sitting in
     # memory runs by itself, since it looks at free memory; then the parts that share the GPU.
     1) parts=(memory) lanes=('train determinism resume graphs' 'ranks nccl' 'test sanitize racecheck') ;;
-    2) parts=(e2e-124M ops stalls kernels e2e-1558M e2e-qwen e2e-experts switches) ;;
+    # Their limits are twice a sitting: what has no time left is of least interest.
+    2) parts=(e2e-124M switches ops stalls kernels e2e-1558M e2e-qwen e2e-experts) ;;
     *) refuse "--sitting '$sitting' is unknown; use 1 or 2" ;;
   esac
   [ $# -eq 2 ] || refuse "--sitting has its own parts: leave out '${*:3}'"

@@ -166,6 +166,7 @@ inline ModelSizes sizes_of(const Options& o, const ModelConfig& model, const Dev
   require_updates_can(model, o);
   require_gelu_can(step, device, o);
   require_residual_can(step, device, o);
+  require_norms_can(step, device);
   ModelSizes mean;
   for (int64_t s = 0; s < count; ++s) {
     const ModelSizes sizes = train(o, step, device, static_cast<uint64_t>(o.seed + s));

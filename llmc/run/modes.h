@@ -214,6 +214,7 @@ inline void run_plan(const Options& asked) {
   const Device device = choose_device(o);
   const StepConfig config = with_token_slices(choose_step(o), o, device);
   require_fp8_can(config, device);
+  require_norms_can(config, device);
   require_gelu_can(config, device, o);
   require_residual_can(config, device, o);
   const Device rank = detail::planned_rank(o, config, device, o.json ? nullptr : &log);

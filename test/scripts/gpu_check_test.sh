@@ -74,6 +74,12 @@ program train_gpt <<<$'#!/bin/sh\necho "train_gpt: --comm nccl: this train_gpt w
 NO_BUILD=1 SMALL=1 OUT=$dir/out "$dir/dev/gpu/check.sh" nccl >"$dir/table" || fail 'without NCCL, something fails'
 grep -q $'^nccl\tskipped\t.*built without NCCL$' "$dir/out/checks.tsv" || fail 'without NCCL, the part is not skipped'
 
+# All ops first: there may be no time left for runs.
+program bin/compute-sanitizer <<<$'#!/bin/sh\nexit 0'
+NO_BUILD=1 OUT=$dir/out PATH=$dir/bin:$PATH "$dir/dev/gpu/check.sh" sanitize >"$dir/table" || fail 'a part that passes has not status 0'
+[ "$(grep -v '^#' "$dir/out/checks.tsv" | cut -f 4 | sed -n 1,2p | tr '\n' ' ')" = 'memcheck: the ops initcheck: the ops ' ] ||
+  fail 'the ops are not the first that are checked for bad accesses'
+
 # A switch that fails does not cost the others, and is gone with the next call.
 program train_gpt <<'PROGRAM'
 #!/bin/sh

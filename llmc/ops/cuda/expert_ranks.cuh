@@ -1,6 +1,7 @@
 // expert_ranks.cuh: the order of rows that arrive from several ranks, the tables of sequences that several ranks share,
 // and expert biases. The host never learns how many rows arrive. Contracts: ops/ops_expert_ranks.h.
 #pragma once
+#include "ops/cuda/rows.cuh"
 #include "ops/cuda/sort.cuh"
 #include "ops/types.h"
 
@@ -47,13 +48,13 @@ __global__ void arrival_plan_kernel(int32_t* __restrict__ places, int32_t* __res
   places[row] = in_run < counts[first] ? static_cast<int32_t>(by_expert[first % E * P + first / E] + in_run) : -1;
 }
 
-// Grid: (blocks of E + 2, B).
+// Grid: (B, blocks of E + 2).
 template <int = 0>
 __global__ void join_segments_kernel(int32_t* __restrict__ counts, float* __restrict__ probabilities,
                                      float* __restrict__ sums, const int32_t* __restrict__ all_counts,
                                      const float* __restrict__ all_probabilities, const float* __restrict__ all_sums,
                                      const int32_t* __restrict__ order, const int32_t* __restrict__ begins, int64_t E) {
-  const int64_t e = item_of_thread(), b = blockIdx.y;
+  const int64_t e = column_of_thread(1), b = blockIdx.x;
   if (e >= E + 2) return;
   const int64_t width = e < E ? E : 2, column = e < E ? e : e - E;
   const float* from = (e < E ? all_probabilities : all_sums) + column;
@@ -67,13 +68,13 @@ __global__ void join_segments_kernel(int32_t* __restrict__ counts, float* __rest
   if (e < E) counts[b * E + e] = count;
 }
 
-// Grid: (blocks of E, S).
+// Grid: (S, blocks of E).
 template <int = 0>
 __global__ void segment_starts_kernel(int32_t* __restrict__ counts, int32_t* __restrict__ starts,
                                       const int32_t* __restrict__ all_counts, const int32_t* __restrict__ sequences,
                                       const int32_t* __restrict__ order, const int32_t* __restrict__ begins,
                                       int64_t rank, int64_t S, int64_t E) {
-  const int64_t e = item_of_thread(), s = blockIdx.y, id = rank * S + s;
+  const int64_t e = column_of_thread(1), s = blockIdx.x, id = rank * S + s;
   if (e >= E) return;
   const int64_t b = sequences[id];
   int32_t count = 0, start = 0;
@@ -111,19 +112,19 @@ __global__ void update_expert_biases_kernel(float* __restrict__ biases, const do
 
 namespace detail {
 
-// A thread for each of n items of each of `segments`, in smaller blocks than launch_each()'s: a few hundred experts are
-// then on several multiprocessors.
+// Smaller blocks than launch_each()'s: a few hundred experts are then on several multiprocessors.
+inline constexpr int experts_of_block = 128;
+
+// A thread for each of n items.
 template <class... Parameters, class... Arguments>
-void launch_experts(void (*kernel)(Parameters...), int64_t n, int64_t segments, cudaStream_t stream,
-                    const Arguments&... arguments) {
-  constexpr int threads = 128;
-  launch(kernel, Grid(ceil_div(n, threads), segments), threads, 0, stream, arguments...);
+void launch_experts(void (*kernel)(Parameters...), int64_t n, cudaStream_t stream, const Arguments&... arguments) {
+  launch(kernel, ceil_div(n, experts_of_block), experts_of_block, 0, stream, arguments...);
 }
 
 }  // namespace detail
 
 inline void expert_counts(int32_t* counts, const int32_t* offsets, int64_t E, cudaStream_t stream) {
-  detail::launch_experts(expert_counts_kernel<>, E, 1, stream, counts, offsets, E);
+  detail::launch_experts(expert_counts_kernel<>, E, stream, counts, offsets, E);
 }
 
 // Integers of arrival_plan's scratch.
@@ -133,33 +134,33 @@ inline void arrival_plan(int32_t* places, int32_t* offsets, int32_t* scratch, co
                          int64_t E, int64_t rows, int64_t stride, cudaStream_t stream) {
   const int64_t runs = P * E;
   int32_t *by_rank = scratch, *by_expert = scratch + runs;
-  detail::launch_experts(order_runs_kernel<>, runs, 1, stream, by_rank, by_expert, counts, P, E);
+  detail::launch_experts(order_runs_kernel<>, runs, stream, by_rank, by_expert, counts, P, E);
   for (int32_t* table : {by_rank, by_expert}) sums_before(table, runs, stream);
-  detail::launch_experts(arrival_plan_kernel<>, std::max(rows, E + 1), 1, stream, places, offsets, by_rank, by_expert,
+  detail::launch_experts(arrival_plan_kernel<>, std::max(rows, E + 1), stream, places, offsets, by_rank, by_expert,
                          counts, P, E, rows, stride);
 }
 
 inline void join_segments(int32_t* counts, float* probabilities, float* sums, const int32_t* all_counts,
                           const float* all_probabilities, const float* all_sums, const int32_t* order,
                           const int32_t* begins, int64_t B, int64_t E, cudaStream_t stream) {
-  detail::launch_experts(join_segments_kernel<>, E + 2, B, stream, counts, probabilities, sums, all_counts,
-                         all_probabilities, all_sums, order, begins, E);
+  launch_rows(join_segments_kernel<>, B, E + 2, 1, detail::experts_of_block, stream, counts, probabilities, sums,
+              all_counts, all_probabilities, all_sums, order, begins, E);
 }
 
 inline void segment_starts(int32_t* counts, int32_t* starts, const int32_t* all_counts, const int32_t* sequences,
                            const int32_t* order, const int32_t* begins, int64_t rank, int64_t S, int64_t E,
                            cudaStream_t stream) {
-  detail::launch_experts(segment_starts_kernel<>, E, S, stream, counts, starts, all_counts, sequences, order, begins,
-                         rank, S, E);
+  launch_rows(segment_starts_kernel<>, S, E, 1, detail::experts_of_block, stream, counts, starts, all_counts, sequences,
+              order, begins, rank, S, E);
 }
 
 inline void add_expert_counts(double* totals, const int32_t* counts, int64_t B, int64_t E, cudaStream_t stream) {
-  detail::launch_experts(add_expert_counts_kernel<>, E, 1, stream, totals, counts, B, E);
+  detail::launch_experts(add_expert_counts_kernel<>, E, stream, totals, counts, B, E);
 }
 
 inline void update_expert_biases(float* biases, const double* counts, const double* control, int64_t E, float rate,
                                  cudaStream_t stream) {
-  detail::launch_experts(update_expert_biases_kernel<>, E, 1, stream, biases, counts, control, E, rate);
+  detail::launch_experts(update_expert_biases_kernel<>, E, stream, biases, counts, control, E, rate);
 }
 
 }  // namespace llmc::cuda

@@ -134,18 +134,20 @@ __device__ void multiply_block(const Product<T>& p, int m0, int n0, T* shared, S
 
 }  // namespace detail
 
-// out (R, N) = x (R, K) op(weight[e]). Grid: (tiles of columns, tiles of rows).
+// out (R, N) = x (R, K) op(weight[e]). Grid: tiles, row by row.
 template <Transpose b_as, Copy copy, class T>
 __global__ void grouped_rows_kernel(T* __restrict__ out, const T* __restrict__ x, const T* __restrict__ weight,
                                     const int32_t* __restrict__ offsets, int64_t E, int N, int K) {
   using Size = detail::GroupedTile<T>;
   DYN_SHARED(T, shared);
-  const ExpertRows rows = detail::row_tile<Size::rows>(offsets, E, blockIdx.y);
+  const unsigned in_row = static_cast<unsigned>(ceil_div(N, Size::columns));
+  const ExpertRows rows = detail::row_tile<Size::rows>(offsets, E, blockIdx.x / in_row);
   if (rows.expert < 0) return;
   const detail::Product<T> product = {x + rows.begin * K, weight + rows.expert * N * K,
                                       static_cast<int>(rows.end - rows.begin), N, K};
   detail::multiply_block<Transpose::no, b_as, copy>(
-      product, 0, static_cast<int>(blockIdx.x) * Size::columns, shared, [&](int row, int column, const auto& sums) {
+      product, 0, static_cast<int>(blockIdx.x % in_row) * Size::columns, shared,
+      [&](int row, int column, const auto& sums) {
         store_rows<copy>(Head<T>{out + rows.begin * N + column, N, product.M, N - column}, row, sums);
       });
 }
@@ -174,7 +176,7 @@ template <Transpose b_as, class T>
 void grouped_rows(T* out, const T* x, const T* weight, const int32_t* offsets, int64_t R, int64_t E, int64_t N,
                   int64_t K, cudaStream_t stream) {
   using Size = GroupedTile<T>;
-  const Grid grid(ceil_div(N, Size::columns), ceil_div(R, Size::rows) + E);
+  const Grid grid(ceil_div(N, Size::columns) * (ceil_div(R, Size::rows) + E));
   with_copy<T>(rows_fit_packs(N, full_pack<T>, out, x, weight) && K % full_pack<T> == 0, [&]<Copy copy>() {
     launch(grouped_rows_kernel<b_as, copy, T>, grid, Size::threads, Size::shared_bytes, stream, out, x, weight, offsets,
            E, narrow<int>(N), narrow<int>(K));

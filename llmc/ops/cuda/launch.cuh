@@ -63,22 +63,29 @@ struct Grid : dim3 {
   bool empty() const { return x == 0 || y == 0 || z == 0; }
 };
 
-// Says which launch it was and, if it asked for too much shared memory, what to do.
+// Says which launch it was and, if it asked for too much shared memory or too many blocks, what to do.
 [[noreturn]] inline void launch_failed(const void* kernel, Grid grid, Grid block, int64_t shared_bytes,
                                        cudaError_t status) {
   const char* name = nullptr;
   if (cudaFuncGetName(&name, kernel) != cudaSuccess) name = "a kernel";
   cudaGetLastError();  // clear the error: it is reported here
-  const int64_t most_shared = shared_bytes > default_shared_bytes ? device_shared_bytes() : default_shared_bytes;
-  throw Error(
-      formatted("launching {} with a grid of {} x {} x {}, {} x {} x {} threads and {} bytes of dynamic shared "
-                "memory failed: {}{}",
-                name, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes, detail::describe(status),
-                shared_bytes > most_shared
-                    ? formatted("; on this GPU the limit is {}: use --dtype bf16 (heads of up to 128), or a model with "
-                                "fewer channels or smaller heads",
-                                most_shared)
-                    : ""));
+  // In the second and third size of a grid.
+  constexpr unsigned most_blocks = 65535;
+  const bool above_default = shared_bytes > default_shared_bytes - most_static_shared_bytes;
+  const int64_t most_shared = above_default ? device_shared_bytes() : default_shared_bytes;
+  throw Error(formatted(
+      "launching {} with a grid of {} x {} x {}, {} x {} x {} threads and {} bytes of dynamic shared "
+      "memory failed: {}{}",
+      name, grid.x, grid.y, grid.z, block.x, block.y, block.z, shared_bytes, detail::describe(status),
+      shared_bytes > most_shared - most_static_shared_bytes
+          ? formatted("; a block on this GPU has {}, of which fixed arrays may take {}: use --dtype bf16 (heads "
+                      "of up to 128), or a model with fewer channels or smaller heads",
+                      most_shared, most_static_shared_bytes)
+      : std::max(grid.y, grid.z) > most_blocks
+          ? formatted("; the second and third size of a grid are at most {}: use a smaller --batch-size or "
+                      "--seq-len",
+                      most_blocks)
+          : ""));
 }
 
 // Enqueues kernel<<<grid, block, shared_bytes, stream>>>(arguments...). An empty grid is a no-op.

@@ -264,6 +264,14 @@ void norm_forward(T* out, float* mean, float* rstd, Input x, const T* weight, co
   });
 }
 
+// Of rows that are not held in registers: a block's sums, a row of x and one of dout.
+template <Centred centred, class T>
+int64_t norm_backward_shared_bytes(int64_t C) {
+  const int64_t bytes = C * static_cast<int64_t>(norm_sums(centred) * sizeof(float) + 2 * sizeof(T));
+  check_row_fits(centred == Centred::yes ? "layernorm_backward" : "rmsnorm_backward", C, bytes);
+  return bytes;
+}
+
 // Without centring, dbias and mean are unused.
 template <Centred centred, class T>
 void norm_backward(T* dx, float* dweight, float* dbias, const RowParts<float>& partials, const T* dout, const T* x,
@@ -282,8 +290,7 @@ void norm_backward(T* dx, float* dweight, float* dbias, const RowParts<float>& p
              weight, mean, rstd, N, C, accumulate_dx, static_cast<int>(row_threads));
     });
   } else {
-    const int64_t shared = C * static_cast<int64_t>(kinds * sizeof(float) + 2 * sizeof(T));
-    check_row_fits(centred == Centred::yes ? "layernorm_backward" : "rmsnorm_backward", C, shared);
+    const int64_t shared = norm_backward_shared_bytes<centred, T>(C);
     with_packs<full_pack<T>>(fit, [&]<int pack>() {
       launch(norm_backward_shared_kernel<T, pack, centred>, parts, row_threads(C, pack), shared, stream, dx,
              partials.data, dout, x, weight, mean, rstd, N, C, accumulate_dx);
@@ -317,6 +324,13 @@ void residual_rmsnorm_forward(T* out, float* rstd, T* sum, const T* a, const T* 
                               int64_t N, int64_t C, cudaStream_t stream) {
   detail::norm_forward<Centred::no, T>(out, nullptr, rstd, SummedRows<T>{sum, a, b}, weight, nullptr, eps, N, C,
                                        stream);
+}
+
+// Throws Error if the backward has no room on the current device for rows of C channels, in arrays that fit packs.
+template <Centred centred, class T>
+void check_norm_fits(int64_t C) {
+  if (C % full_pack<T> != 0 || !detail::NormShares(1, C, full_pack<T>).in_registers)
+    detail::norm_backward_shared_bytes<centred, T>(C);
 }
 
 // Sizes of `partials` in floats.

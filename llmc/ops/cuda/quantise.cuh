@@ -148,14 +148,26 @@ struct Fp8Tile {
   }
 };
 
+// The tile of a block, row by row, all in the grid's first size: the others are at most 65,535.
+struct TileOfBlock {
+  static constexpr int64_t size = fp8_block;
+  int64_t down, across, row, column;  // the tile's, and those of its first number
+  __device__ explicit TileOfBlock(int64_t C) {
+    const unsigned in_row = static_cast<unsigned>(ceil_div(C, size));
+    down = blockIdx.x / in_row, across = blockIdx.x % in_row;
+    row = down * size, column = across * size;
+  }
+  static Grid grid(int64_t R, int64_t C) { return ceil_div(R, size) * ceil_div(C, size); }
+};
+
 // A tile of x (R, C) for each block. by_tile: it has one scale, in `out` (R, C) or turned into (C, R). Else its columns
 // have one each, in `turned` (C, R), and if `out` is wanted, too, each of its rows there.
 template <class T, bool by_tile>
 __global__ void __launch_bounds__(256, 4)
     quantise_tiles_kernel(Fp8Operand out, Fp8Operand turned, const T* __restrict__ x, int64_t R, int64_t C) {
   using Tile = Fp8Tile<T>;
-  const int64_t row = static_cast<int64_t>(blockIdx.y) * Tile::size,
-                column = static_cast<int64_t>(blockIdx.x) * Tile::size;
+  const TileOfBlock at(C);
+  const int64_t row = at.row, column = at.column;
   DYN_SHARED(T, memory);
   const Tile tile{memory};
   Tile::for_packs([&](int r, int p) {
@@ -176,8 +188,8 @@ __global__ void __launch_bounds__(256, 4)
     block_reduce(largest, Magnitude{});
     scale = fp8_scale(largest[0]);
     const auto padded = [](int64_t n) { return (ceil_div(n, int64_t{Tile::size}) + 3) / 4 * 4; };
-    if (threadIdx.x == 0 && out.values != nullptr) out.scales[blockIdx.y * padded(C) + blockIdx.x] = scale;
-    if (threadIdx.x == 0 && turned.values != nullptr) turned.scales[blockIdx.x * padded(R) + blockIdx.y] = scale;
+    if (threadIdx.x == 0 && out.values != nullptr) out.scales[at.down * padded(C) + at.across] = scale;
+    if (threadIdx.x == 0 && turned.values != nullptr) turned.scales[at.across * padded(R) + at.down] = scale;
   }
   if (out.values != nullptr) tile.template quantise_rows<by_tile>(out, row, column, R, C, scale);
   if (turned.values != nullptr) tile.template quantise_columns<by_tile>(turned, row, column, R, C, scale);
@@ -186,14 +198,13 @@ __global__ void __launch_bounds__(256, 4)
 // x (R, C), with multiples of 16, in `out` (R, C), `turned` (C, R), or both.
 template <class T>
 void quantise(Fp8Operand out, Fp8Operand turned, const T* x, int64_t R, int64_t C, ScaledBy by, cudaStream_t stream) {
-  const int64_t segments = ceil_div(C, fp8_block);
   if (by == ScaledBy::segments && turned.values == nullptr) {
     constexpr int64_t rows_of_block = 4 * 256 / (fp8_block / full_pack<T>);
-    return launch(quantise_rows_kernel<T>, Grid(ceil_div(R, rows_of_block), segments), 256, 0, stream, out, x, R, C);
+    return launch(quantise_rows_kernel<T>, Grid(ceil_div(R, rows_of_block), ceil_div(C, fp8_block)), 256, 0, stream,
+                  out, x, R, C);
   }
-  const Grid tiles(segments, ceil_div(R, fp8_block));
   const auto kernel = by == ScaledBy::tiles ? quantise_tiles_kernel<T, true> : quantise_tiles_kernel<T, false>;
-  launch(kernel, tiles, 256, Fp8Tile<T>::bytes, stream, out, turned, x, R, C);
+  launch(kernel, TileOfBlock::grid(R, C), 256, Fp8Tile<T>::bytes, stream, out, turned, x, R, C);
 }
 
 // The numbers of a product in fp8 as T, for products that tensor cores do not compute in fp8: each of 128 threads, or a
@@ -226,8 +237,8 @@ __global__ void __launch_bounds__(128)
 template <class F, bool by_tile, class T>
 __global__ void __launch_bounds__(128) round_columns_kernel(T* __restrict__ out, const T* __restrict__ x, int64_t R,
                                                             int64_t C, int height, const int32_t* count) {
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * fp8_block + threadIdx.x,
-                begin = static_cast<int64_t>(blockIdx.y) * height, all = count != nullptr ? *count : R,
+  const int64_t column = static_cast<int64_t>(blockIdx.y) * fp8_block + threadIdx.x,
+                begin = static_cast<int64_t>(blockIdx.x) * height, all = count != nullptr ? *count : R,
                 end = min(begin + height, all), matrix = static_cast<int64_t>(blockIdx.z) * R * C;
   float largest[1] = {0};
   if (column < C)
@@ -253,7 +264,7 @@ void round_to_fp8(T* out, const T* x, int64_t G, int64_t R, int64_t C, ScaleBloc
       return launch(kernel, Grid(ceil_div(G * R, rows), segments), 128, 0, stream, out, x, G * R, C, count);
     }
     const auto kernel = block.columns > 1 ? round_columns_kernel<F, true, T> : round_columns_kernel<F, false, T>;
-    launch(kernel, Grid(segments, ceil_div(R, block.rows), G), 128, 0, stream, out, x, R, C, narrow<int>(block.rows),
+    launch(kernel, Grid(ceil_div(R, block.rows), segments, G), 128, 0, stream, out, x, R, C, narrow<int>(block.rows),
            count);
   };
   if (format == Fp8Format::e4m3) run(type_tag<e4m3>{});

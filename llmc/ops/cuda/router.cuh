@@ -1,8 +1,7 @@
 // router.cuh: a router of experts, the statistics of its balance, and their gradient: a warp per row, whose scores it
 // holds in shared memory. Contracts: ops/ops_experts.h.
 #pragma once
-#include "ops/cuda/reduce.cuh"
-#include "ops/cuda/vec.cuh"
+#include "ops/cuda/rows.cuh"
 #include "ops/types.h"
 
 namespace llmc::cuda {
@@ -147,7 +146,7 @@ __global__ void router_backward_kernel(float* __restrict__ dlogits, const float*
   });
 }
 
-// partials (segments, blocks, E + 2) as on the CPU. Grid: (blocks, segments), one warp; dynamic shared memory: scores
+// partials (segments, blocks, E + 2) as on the CPU. Grid: (segments, blocks), one warp; dynamic shared memory: scores
 // (E), then sums (E). Each lane sums those of its experts.
 template <int = 0>
 __global__ void router_sums_kernel(float* __restrict__ partials, const float* __restrict__ logits, int64_t N, Router r,
@@ -157,7 +156,7 @@ __global__ void router_sums_kernel(float* __restrict__ partials, const float* __
   float* sums = shared + E;
   detail::for_experts_of_lane(E, [&](int e) { sums[e] = 0; });
   float squares = 0, entropies = 0;
-  const int64_t segment = blockIdx.y, first = segments.begin(segment) + blockIdx.x * detail::router_block;
+  const int64_t segment = blockIdx.x, first = segments.begin(segment) + blockIdx.y * detail::router_block;
   const int64_t end = min(first + detail::router_block, segments.end(segment, N));
   for (int64_t n = first; n < end; ++n) {
     const detail::RouterRow row(shared, logits + n * E, r);
@@ -170,17 +169,17 @@ __global__ void router_sums_kernel(float* __restrict__ partials, const float* __
     squares += row.lse * row.lse;
     entropies += warp_sum(entropy);
   }
-  float* out = partials + (segment * gridDim.x + blockIdx.x) * (E + 2);
+  float* out = partials + (segment * gridDim.y + blockIdx.y) * (E + 2);
   detail::for_experts_of_lane(E, [&](int e) { out[e] = sums[e]; });
   if (lane_of_thread() == 0) out[E] = squares;
   if (lane_of_thread() == 0) out[E + 1] = entropies;
 }
 
-// Adds up the blocks of each segment. Grid: (blocks of E + 2, segments).
+// Adds up the blocks of each segment. Grid: (segments, blocks of E + 2).
 template <int = 0>
 __global__ void add_router_sums_kernel(float* __restrict__ probabilities, float* __restrict__ sums,
                                        const float* __restrict__ partials, int64_t blocks, int64_t E) {
-  const int64_t e = item_of_thread(), segment = blockIdx.y;
+  const int64_t e = column_of_thread(1), segment = blockIdx.x;
   if (e >= E + 2) return;
   float total = 0;
   for (int64_t block = 0; block < blocks; ++block) total += partials[(segment * blocks + block) * (E + 2) + e];
@@ -271,9 +270,8 @@ inline void router_statistics(int32_t* counts, float* probabilities, float* sums
   constexpr int64_t bytes = sizeof(float);
   constexpr int threads = 128;
   const int64_t S = segments.count(N), blocks = ceil_div(std::min(segments.length, N), detail::router_block);
-  launch(router_sums_kernel<>, Grid(blocks, S), warp_size, 2 * r.E * bytes, stream, partials, logits, N, r, segments);
-  launch(add_router_sums_kernel<>, Grid(ceil_div(r.E + 2, threads), S), threads, 0, stream, probabilities, sums,
-         partials, blocks, r.E);
+  launch(router_sums_kernel<>, Grid(S, blocks), warp_size, 2 * r.E * bytes, stream, partials, logits, N, r, segments);
+  launch_rows(add_router_sums_kernel<>, S, r.E + 2, 1, threads, stream, probabilities, sums, partials, blocks, r.E);
   launch(count_choices_kernel<threads>, S, threads, r.E * bytes, stream, counts, choices, N, r, segments);
 }
 

@@ -125,9 +125,13 @@ __device__ inline int64_t column_of_thread(int pack) {
   return (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * pack;
 }
 
+// Throws Error if the current device has no room for this much dynamic shared memory and for the fixed arrays of sums
+// over a block.
 inline void check_row_fits(const char* op, int64_t C, int64_t bytes) {
-  CHECK(bytes <= max_shared_bytes, "{}: {} channels need {} bytes of shared memory, a block has {}; use fewer channels",
-        op, C, bytes, max_shared_bytes);
+  constexpr int64_t fixed = 2 * warp_size * sizeof(float);
+  const int64_t room = device_shared_bytes() - fixed;
+  CHECK(bytes <= room, "{}: {} channels need {} bytes of shared memory, a block on this GPU has {}; use fewer channels",
+        op, C, bytes, room);
 }
 
 // Calls run.operator()<Held>(blocks, threads, bytes of shared memory) with the form in which a row of C elements of T

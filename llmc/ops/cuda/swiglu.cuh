@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(256, 4)
                               int64_t F) {
   using Tile = Fp8Tile<T>;
   using Pack = Packed<T>;
-  const int64_t f = static_cast<int64_t>(blockIdx.x) * Tile::size, n = static_cast<int64_t>(blockIdx.y) * Tile::size;
+  const TileOfBlock at(F);
+  const int64_t f = at.column, n = at.row;
   DYN_SHARED(T, memory);
   const Tile tile{memory};
   Tile::for_packs([&](int r, int p) {
@@ -83,7 +84,8 @@ __global__ void __launch_bounds__(256, 3)
                                const T* __restrict__ gate_up, int64_t N, int64_t F) {
   using Tile = Fp8Tile<T>;
   using Pack = Packed<T>;
-  const int64_t f = static_cast<int64_t>(blockIdx.x) * Tile::size, n = static_cast<int64_t>(blockIdx.y) * Tile::size;
+  const TileOfBlock at(F);
+  const int64_t f = at.column, n = at.row;
   DYN_SHARED(T, memory);
   const Tile gate_tile{memory}, up_tile{memory + Tile::size * Tile::size};
   Tile::for_packs([&](int r, int p) {
@@ -121,15 +123,15 @@ void swiglu_backward(T* dgate_up, const T* dout, const T* gate_up, int64_t N, in
 template <class T>
 void swiglu_forward_fp8(Fp8Operand rows, Fp8Operand columns, const T* gate_up, int64_t N, int64_t F,
                         cudaStream_t stream) {
-  const Grid tiles(F / fp8_block, ceil_div(N, fp8_block));
-  launch(swiglu_forward_fp8_kernel<T>, tiles, 256, Fp8Tile<T>::bytes, stream, rows, columns, gate_up, N, F);
+  launch(swiglu_forward_fp8_kernel<T>, TileOfBlock::grid(N, F), 256, Fp8Tile<T>::bytes, stream, rows, columns, gate_up,
+         N, F);
 }
 
 template <class T>
 void swiglu_backward_fp8(Fp8Operand rows, Fp8Operand columns, const T* dout, const T* gate_up, int64_t N, int64_t F,
                          cudaStream_t stream) {
-  const Grid tiles(F / fp8_block, ceil_div(N, fp8_block));
-  launch(swiglu_backward_fp8_kernel<T>, tiles, 256, 2 * Fp8Tile<T>::bytes, stream, rows, columns, dout, gate_up, N, F);
+  launch(swiglu_backward_fp8_kernel<T>, TileOfBlock::grid(N, F), 256, 2 * Fp8Tile<T>::bytes, stream, rows, columns,
+         dout, gate_up, N, F);
 }
 
 }  // namespace llmc::cuda
