@@ -120,4 +120,13 @@ grep -q '^| gpt2:124M | bf16 | 32 x 1024 | .* (compiled master) .*, compiled aut
 compared >"$dir/e2e.md" || fail "compare.py fails without a profile: $(<"$dir/table")"
 grep -q '^| gpt2:124M |.*compiled autocast 8,192,000 |' "$dir/e2e.md" || fail 'a profile that fails costs the row'
 grep -q '^without a profile: ' "$dir/e2e.md" || fail 'a profile that fails is not named'
+compared --steps 1 --seconds 0 >"$dir/e2e.md" || fail "compare.py fails with a single step: $(<"$dir/table")"
+grep -q '^| gpt2:124M |.* | ?, [0-9]*% |' "$dir/e2e.md" || fail 'the spread of a single step is known'
+mkdir "$dir/model"
+echo '{"n_positions": 64, "vocab_size": 300}' >"$dir/model/config.json"
+compared --cases "$dir/model" >"$dir/e2e.md" || fail "compare.py fails with a model in a directory: $(<"$dir/table")"
+grep -q "^| $dir/model | bf16 | 2 x 64 |" "$dir/e2e.md" || fail 'a model in a directory is not compared'
+if compared --cases gpt2:124M gpt2:125M; then fail 'a case that is not there is compared'; fi
+grep -q '^compare.py: error: --cases gpt2:125M: none of gpt2:124M, .* nor a directory' "$dir/table" ||
+  fail "a case that is not there: $(<"$dir/table")"
 echo 'gpu_check_test: ok'
