@@ -10,7 +10,7 @@ trap 'rm -rf "$dir"' EXIT
 mkdir -p "$dir"/{dev/gpu,dev/bench,data,build,llmc,tmp,modules,bin,broken_bin}
 : >"$dir/pids"
 cp dev/gpu/check.sh dev/gpu/check_training.py dev/gpu/switches.py "$dir/dev/gpu/"
-cp dev/bench/compare.py "$dir/dev/bench/"
+cp dev/bench/{compare,distributed,plan_accuracy}.py "$dir/dev/bench/"
 cp dev/train_files.py "$dir/dev/"
 cp data/{token_shards,programs}.py "$dir/data/"
 cp llmc/core/log.h "$dir/llmc/"   # text to train on
@@ -129,4 +129,11 @@ grep -q "^| $dir/model | bf16 | 2 x 64 |" "$dir/e2e.md" || fail 'a model in a di
 if compared --cases gpt2:124M gpt2:125M; then fail 'a case that is not there is compared'; fi
 grep -q '^compare.py: error: --cases gpt2:125M: none of gpt2:124M, .* nor a directory' "$dir/table" ||
   fail "a case that is not there: $(<"$dir/table")"
+# The others say in a line what is wrong, wherever they are started.
+if python3 "$dir/dev/bench/distributed.py" --steps 2 2>"$dir/err"; then fail 'distributed.py has no step to time'; fi
+grep -q 'error: --steps 2 --runs 5: expected 3 steps' "$dir/err" || fail "distributed.py --steps 2: $(<"$dir/err")"
+printf '#!/bin/sh\necho planted >&2\nexit 1\n' >"$dir/train_gpt"
+if python3 "$dir/dev/bench/plan_accuracy.py" 1 1 >"$dir/table" 2>"$dir/err"; then fail 'plan_accuracy.py has no error'; fi
+[ "$(<"$dir/err") $(grep -c 'refused: planted' "$dir/table")" = 'plan_accuracy.py: error: no run was both planned and made 4' ] ||
+  fail "plan_accuracy.py: $(<"$dir/err")"
 echo 'gpu_check_test: ok'
