@@ -176,11 +176,40 @@ def check_text(page, server):
     page.evaluate("byId('show-text').click()")
     page.wait("!byId('text').hidden", "the plan as text")
     assert "it would with" in page.evaluate("byId('text').textContent")
+    # A text that comes after a control has moved on is that of another command.
+    page.evaluate("""{ const at_once = ask, wait = new Promise((go) => { letGo = go; });
+      ask = (path, wanted) => path !== '/text' ? at_once(path, wanted)
+                                               : (late = wait.then(() => at_once(path, wanted)));
+      byId('show-text').click();
+      choices.tp = 2;
+      changed(); }""")
+    settled(page)
+    page.evaluate("letGo(); late.then(() => new Promise((go) => setTimeout(go)))")
+    assert page.evaluate("byId('text').hidden"), "the text of another plan"
+
+
+def check_often(page, server):
+    """Browsers refuse to write the address many times within seconds; the plans are asked for all the same."""
+    visit(page, server)
+    page.evaluate("history.replaceState = () => { throw new DOMException('too often', 'SecurityError'); };"
+                  "choices.tp = 4; changed()")
+    settled(page)
+    words, _ = check_figures(page)
+    assert words[words.index("--tp") + 1] == "4", words
 
 
 def check_schedules(page, server):
     """Each picture is the plan of its schedule, and they are on one axis."""
     visit(page, server, tab="schedules")
+    # Without an answer they are asked for again.
+    page.wait("byId('s-charts').dataset.state === 'ready'", "all schedules")
+    page.evaluate("realFetch = fetch; fetch = async () => { throw new Error('gone'); };"
+                  "byId('s-batches').value = 3; byId('s-batches').dispatchEvent(new Event('input'))")
+    page.wait("byId('s-charts').dataset.state === 'ready' && !document.querySelector('#s-charts svg')", "errors")
+    assert "gone" in page.evaluate("byId('s-charts').textContent")
+    page.evaluate("fetch = realFetch; byId('tab-plan').click(); byId('tab-schedules').click()")
+    page.wait("byId('s-charts').dataset.state === 'ready' && document.querySelectorAll('#s-charts svg').length === 6",
+              "all schedules, asked for again")
     for stages, batches in ((4, 8), (2, 5)):
         page.evaluate(f"""byId('s-stages').value = {stages.bit_length() - 1}; byId('s-batches').value = {batches};
                           byId('s-batches').dispatchEvent(new Event('input'))""")
@@ -277,6 +306,7 @@ def main():
         check_suggestions(page, server)
         check_refusal(page, server)
         check_text(page, server)
+        check_often(page, server)
         check_schedules(page, server)
         check_ring(page, server)
         check_access(page, server)
