@@ -66,7 +66,7 @@ def check_figures(page):
         size = float(number.replace(",", "")) * {"MiB": 2**20, "GiB": GIB, "TiB": 2**40}[unit]
         assert abs(size - expected) <= 0.006 * expected, (text, expected)
     split = page.evaluate("[...document.querySelectorAll('#time svg rect')].map((r) => r.width.baseVal.value)")
-    assert abs(sum(split) - 980) < 0.1, split
+    assert abs(sum(split) - 952) < 0.1, split
     parts = page.evaluate("[...document.querySelectorAll('#time details td:first-child')].map((e) => e.textContent)")
     groups = [each["group"] for each in stages[time["slowest_stage"]]["exposed"]]
     assert [p[len("exposed: "):] for p in parts if p.startswith("exposed: ")] == groups, (parts, groups)
@@ -145,6 +145,12 @@ def check_suggestions(page, server):
         assert page.evaluate("byId('zoom-value').textContent") == f"{2**zoom}×"
         check_texts(page)
     assert abs(widths[1] / widths[0] - 2) < 0.01 and abs(widths[2] / widths[0] - 4) < 0.01, widths
+    labels = page.evaluate("[...drawTimeline(lastPlan, {end: 1.9, zoom: 64}).querySelectorAll('text.soft')]"
+                           ".map((t) => t.textContent)")
+    assert len(labels) == len(set(labels)) == 381 and labels[201] == "1.005 s", labels
+    # Whole milliseconds, which are longer.
+    visit(page, server, {"ranks": 64, "zero_stage": 1, "total_batch": 0})
+    check_texts(page)
 
 
 def check_refusal(page, server):
@@ -231,7 +237,7 @@ def check_schedules(page, server):
           ...[...s.querySelectorAll('rect[data-kind]')].map((r) => r.x.baseVal.value + r.width.baseVal.value)))""")
         longest = max(plan["step_seconds"] for plan in plans)
         for end, plan in zip(ends, plans):
-            assert abs((end - 70) / 910 - plan["step_seconds"] / longest) < 2e-3, (end, plan["step_seconds"])
+            assert abs((end - 70) / 896 - plan["step_seconds"] / longest) < 2e-3, (end, plan["step_seconds"])
 
 
 def ring_by_hand(N):
