@@ -136,4 +136,15 @@ printf '#!/bin/sh\necho planted >&2\nexit 1\n' >"$dir/train_gpt"
 if python3 "$dir/dev/bench/plan_accuracy.py" 1 1 >"$dir/table" 2>"$dir/err"; then fail 'plan_accuracy.py has no error'; fi
 [ "$(<"$dir/err") $(grep -c 'refused: planted' "$dir/table")" = 'plan_accuracy.py: error: no run was both planned and made 4' ] ||
   fail "plan_accuracy.py: $(<"$dir/err")"
+# beside_mpi.sh reads and prints numbers with a point also in a German locale, where one can be made.
+mkdir -p "$dir/dev/comm" "$dir/scripts/multi_node"
+cp dev/comm/beside_mpi.sh "$dir/dev/comm/"
+program scripts/multi_node/local_mpirun.sh <<'PROGRAM'
+#!/bin/sh
+echo all_gather 4096 0.8
+PROGRAM
+echo 'MPI_VERSION := planted' >"$dir/build/config.mk"
+localedef -i de_DE -f UTF-8 "$dir/de_DE.UTF-8" >"$dir/err" 2>&1 || :
+LOCPATH=$dir LC_ALL=de_DE.UTF-8 "$dir/dev/comm/beside_mpi.sh" 2 1 1 >"$dir/table" 2>"$dir/err" || fail "beside_mpi.sh: $(<"$dir/err")"
+grep -Fxq '| all_gather | 4096 | 2.56 | 2.56 | 1.00 |' "$dir/table" || fail "beside_mpi.sh: $(<"$dir/table")"
 echo 'gpu_check_test: ok'
