@@ -10,7 +10,7 @@ trap 'rm -rf "$dir"' EXIT
 mkdir -p "$dir"/{dev/gpu,dev/bench,data,build,llmc,tmp,modules,bin,broken_bin}
 : >"$dir/pids"
 cp dev/gpu/check.sh dev/gpu/check_training.py dev/gpu/switches.py "$dir/dev/gpu/"
-cp dev/bench/{compare,distributed,plan_accuracy}.py "$dir/dev/bench/"
+cp dev/bench/{checkpoint,compare,distributed,plan_accuracy}.py "$dir/dev/bench/"
 cp dev/train_files.py "$dir/dev/"
 cp data/{token_shards,programs}.py "$dir/data/"
 cp llmc/core/log.h "$dir/llmc/"   # text to train on
@@ -136,6 +136,11 @@ printf '#!/bin/sh\necho planted >&2\nexit 1\n' >"$dir/train_gpt"
 if python3 "$dir/dev/bench/plan_accuracy.py" 1 1 >"$dir/table" 2>"$dir/err"; then fail 'plan_accuracy.py has no error'; fi
 [ "$(<"$dir/err") $(grep -c 'refused: planted' "$dir/table")" = 'plan_accuracy.py: error: no run was both planned and made 4' ] ||
   fail "plan_accuracy.py: $(<"$dir/err")"
+mkdir "$dir/disk"
+if (cd "$dir/disk" && ../dev/bench/checkpoint.py --small --no-torch --rounds 1 --dir .) 2>"$dir/err"; then
+  fail 'checkpoint.py has no error'
+fi
+grep -q -- "--out-dir $dir/disk/[^ ]*/run .*ended with status 1:" "$dir/err" || fail "checkpoint.py --dir: $(<"$dir/err")"
 # beside_mpi.sh reads and prints numbers with a point also in a German locale, where one can be made.
 mkdir -p "$dir/dev/comm" "$dir/scripts/multi_node"
 cp dev/comm/beside_mpi.sh "$dir/dev/comm/"
