@@ -310,12 +310,15 @@ def main():
     options = parser.parse_args()
     if not os.access(options.program, os.X_OK):
         fail(f"{options.program} is missing: build it with make, or name another with --program")
+    if not options.host:   # would be 0.0.0.0
+        fail("--host is empty: expected an address")
     if not 0 <= options.port <= 65535 or options.timeout < 1:
         fail(f"--port {options.port} --timeout {options.timeout}: expected a port up to 65535 and at least a second")
     try:
         server = Server((options.host, options.port), Handler)
     except OSError as error:
-        fail(f"cannot listen on {options.host}, port {options.port}: {error.strerror}; choose another --port")
+        fail(f"cannot listen on {options.host}, port {options.port}: {error.strerror}; choose another --host or "
+             "--port")
     server.program, server.seconds = os.path.abspath(options.program), options.timeout
     shown, own = options.host, []
     if options.host == "0.0.0.0":

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 
-from plotting import load_pyplot, save
+from plotting import load_pyplot, plain, save
 
 
 def fail(message):
@@ -90,11 +90,12 @@ def main():
     (loss, rate), (norm, speed) = axes
     for index, run in enumerate(options.runs):
         color, metrics = f"C{index}", read_metrics(run)
-        name = os.path.basename(directory_of(run))
+        name = plain(os.path.basename(directory_of(run)))
         window = max(1, len(metrics["train"]) // 100)
+        dots = "." if len(metrics["train"]) < 20 else None   # a line through one number is not seen
         steps, losses = series(metrics["train"], "loss")
         loss.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
-        loss.plot(steps, smoothed(losses, window), color=color, linewidth=1.6, label=f"{name}: training")
+        loss.plot(steps, smoothed(losses, window), color=color, linewidth=1.6, marker=dots, label=f"{name}: training")
         if metrics["val"]:
             loss.plot(*series(metrics["val"], "loss"), color=color, linestyle="--", marker="o", markersize=4,
                       label=f"{name}: validation")
@@ -105,12 +106,12 @@ def main():
         for number, one in enumerate(sorted({one for e in metrics["val"] for one in e.get("losses", {})})):
             loss.plot(*series([{"step": e["step"], "loss": e.get("losses", {}).get(one)} for e in metrics["val"]], "loss"),
                       color=color, linestyle=":", marker="sv^Dx+"[number % 6], markersize=4, linewidth=0.8,
-                      label=f"{name}: validation of {one}")
-        rate.plot(*series(metrics["train"], "lr"), color=color, label=name)
+                      label=f"{name}: validation of {plain(one)}")
+        rate.plot(*series(metrics["train"], "lr"), color=color, marker=dots, label=name)
         for axis, field in ((norm, "grad_norm"), (speed, "tokens_per_s")):
             steps, values = series(metrics["train"], field)
             axis.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-            axis.plot(steps, smoothed(values, window), color=color, linewidth=1.6, label=name)
+            axis.plot(steps, smoothed(values, window), color=color, linewidth=1.6, marker=dots, label=name)
     for axis, title in ((loss, "loss (nats per token)"), (rate, "learning rate"), (norm, "gradient norm, before clipping"),
                         (speed, "tokens per second")):
         axis.set_title(title)
@@ -118,7 +119,7 @@ def main():
         axis.grid(alpha=0.3)
     norm.set_yscale("log")
     speed.set_ylim(bottom=0)
-    loss.legend()
+    loss.legend(loc="upper right")   # "best" takes long for long runs
     if len(options.runs) > 1:
         rate.legend()
     save(figure, output, fail)

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 
-from plotting import load_pyplot
+from plotting import load_pyplot, plain
 
 COLOURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "explorer", "colours.json")
 PASSES = {"forward": "forward", "backward": "backward", "backward_input": "backward, input part",
@@ -62,6 +62,10 @@ def axes_of(plan):
     if layout["zero_stage"]:
         words.append(f"ZeRO {layout['zero_stage']}")
     return ", ".join(words)
+
+
+def title_of(plan):
+    return f"{plan['file']}: {plan['model']['name']}, {axes_of(plan)}"
 
 
 def seconds_text(seconds):
@@ -177,6 +181,8 @@ def draw_split(axis, plans, colours, patch):
     for y, plan in enumerate(plans):
         at = 0
         for name, seconds, colour in time_parts(plan, colours):
+            if name.startswith("exposed: "):   # other plans may expose other groups
+                colour = colours["exposed"][sum(n.startswith("exposed: ") for n in shown) % len(colours["exposed"])]
             shown.setdefault(name, colour)
             share = 100 * seconds / plan["step_seconds"]
             axis.barh(y, share, left=at, color=shown[name], height=0.7)
@@ -186,7 +192,7 @@ def draw_split(axis, plans, colours, patch):
             at += share
         if plan["time"] is None:
             axis.text(1, y, NO_TIMES, va="center", fontsize=8)
-    axis.set_yticks(range(len(plans)), [plan["file"] for plan in plans])
+    axis.set_yticks(range(len(plans)), [plain(plan["file"]) for plan in plans])
     axis.set_ylim(len(plans) - 0.5, -0.5)
     axis.set_xlim(0, 100)
     axis.set_xlabel("% of a step, on the slowest stage")
@@ -203,7 +209,7 @@ def draw_speed(axis, plans, ticker):
     ranks, speeds = [p["layout"]["ranks"] for p in timed], [p["tokens_per_second"] for p in timed]
     if len(set(ranks)) == 1:   # by name
         axis.barh(range(len(timed)), speeds, color="#3b78b5", height=0.6)
-        axis.set_yticks(range(len(timed)), [p["file"] for p in timed])
+        axis.set_yticks(range(len(timed)), [plain(p["file"]) for p in timed])
         axis.set_ylim(len(timed) - 0.5, -0.5)
         axis.set_xlabel(f"tokens per second on {ranks[0]:,} ranks")
         return
@@ -234,7 +240,7 @@ def draw(plans, colours, plt, patch):
         memory, timeline = row.subgridspec(1, 2, width_ratios=(1, 1.5)).subplots()
         speed = plan["step_seconds"] and (f"{seconds_text(plan['step_seconds'])}, {plan['tokens_per_second']:,.0f} "
                                           f"tokens/s, MFU {100 * plan['mfu']:.1f}%")
-        memory.set_title(f"{plan['file']}: {plan['model']['name']}, {axes_of(plan)}", fontsize=10, loc="left", pad=16)
+        memory.set_title(plain(title_of(plan)), fontsize=10, loc="left", pad=16)
         timeline.set_title(speed or "", fontsize=10, loc="left")
         held |= draw_memory(memory, plan, colours["memory"])
         kinds |= draw_timeline(timeline, plan, colours["passes"], end or plan["step_seconds"] or 0)
@@ -265,8 +271,7 @@ def tables_of(plan, colours):
     held = [{part["name"]: part["bytes"] for part in rank["memory"]} for _, rank in rows]
     cells = [[name, *(f"{of.get(name, 0) / GIB:.3f}" for of in held)] for name in names]
     cells.append(["total", *(f"{rank['memory_bytes'] / GIB:.3f}" for _, rank in rows)])
-    title = f"{plan['file']}: {plan['model']['name']}, {axes_of(plan)}"
-    parts = [f"<h2>{html.escape(title)}</h2>", f"<p>{html.escape(plan['device'])}</p>"]
+    parts = [f"<h2>{html.escape(title_of(plan))}</h2>", f"<p>{html.escape(plan['device'])}</p>"]
     if plan["time"]:
         step = plan["step_seconds"]
         parts.append(table(("time of a step", "tokens/s", "MFU (%)"),

@@ -122,19 +122,21 @@ def main():
     if "unit" in schedules[0]:
         inches = 0.3 * max(len(stage) for s in schedules for stage in s["actions"]) * 1.5 / longest
     stages = [s["stages"] for s in schedules]
+    wide = min(40, 3 + inches * longest)
     figure, axes = plt.subplots(len(schedules), 1, squeeze=False, sharex=True, constrained_layout=True,
-                                figsize=(min(40, 3 + inches * longest),
-                                         1.2 + 0.9 * len(stages) + 0.35 * sum(stages)),
+                                figsize=(wide, 1.2 + 0.9 * len(stages) + 0.35 * sum(stages)),
                                 gridspec_kw={"height_ratios": [n + 1 for n in stages]})
     drawn = 0
     for axis, schedule in zip(axes[:, 0], schedules):
-        kinds = {}
+        kinds, spans = {}, {}   # spans: a call for each pass takes minutes for 50,000
         for stage, kind, chunk, label, begin, end in boxes(schedule):
             kinds[kind] = COLOURS[kind]
-            axis.barh(stage, end - begin, left=begin, height=0.9, color=darker(COLOURS[kind], chunk),
-                      edgecolor="white", linewidth=0.8)
-            axis.text((begin + end) / 2, stage, label, ha="center", va="center", fontsize=7)
+            spans.setdefault((stage, darker(COLOURS[kind], chunk)), []).append((begin, end - begin))
+            if (end - begin) * (wide - 3) / longest > 0.05 * len(label):   # inches: there is room for it
+                axis.text((begin + end) / 2, stage, label, ha="center", va="center", fontsize=7)
             drawn += 1
+        for (stage, colour), of_stage in spans.items():
+            axis.broken_barh(of_stage, (stage - 0.45, 0.9), facecolors=colour, edgecolor="white", linewidth=0.8)
         axis.set_yticks(range(schedule["stages"]),
                         [f"stage {s}: idle {100 * idle:.1f}%" for s, idle in enumerate(schedule["idle"])])
         axis.invert_yaxis()

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 
-from plotting import load_pyplot, save
+from plotting import load_pyplot, plain, save
 
 
 def fail(message):
@@ -47,7 +47,7 @@ def draw(plt, stages, out):
         below = [0.0] * len(stretches)
         for source in sources:
             above = [b + s["mix"][source] for b, s in zip(below, stretches)]
-            axes[3].stairs(above, edges, baseline=below, fill=True, label=source)
+            axes[3].stairs(above, edges, baseline=below, fill=True, label=plain(source))
             below = above
         axes[3].set_ylabel("share of samples")
         axes[3].set_ylim(0, 1)
@@ -60,7 +60,7 @@ def draw(plt, stages, out):
         named = s["stage"]
         for axis in axes:
             axis.axvline(s["tokens"], color="0.8", linewidth=0.8)
-        axes[0].annotate(s["name"], (s["tokens"], 1), xycoords=("data", "axes fraction"), xytext=(3, 3),
+        axes[0].annotate(plain(s["name"]), (s["tokens"], 1), xycoords=("data", "axes fraction"), xytext=(3, 3),
                          textcoords="offset points", fontsize=8)
     save(figure, out, fail)
     print(f"wrote {out}")

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 
-from plotting import load_pyplot, save
+from plotting import load_pyplot, plain, save
 
 
 def fail(message):
@@ -49,7 +49,8 @@ def main():
                 continue
             line, = panel.plot(*zip(*points), marker=".", label=f"{axis} {size}")
             panel.plot(*min(points, key=lambda p: p[1]), marker="o", color=line.get_color())
-        panel.set(xscale="log", xlabel="learning rate", title=os.path.basename(os.path.dirname(os.path.abspath(path))))
+        name = os.path.basename(os.path.dirname(os.path.abspath(path)))
+        panel.set(xscale="log", xlabel="learning rate", title=plain(name))
         panel.grid(alpha=0.3)
         panel.legend()
     panels[0][0].set_ylabel("validation loss")

@@ -19,6 +19,11 @@ def load_pyplot(fail):
     return matplotlib.pyplot
 
 
+def plain(name):
+    """A name, for matplotlib to show it as it is: `$` begins no formula, and `_` does not keep it out of legends."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
 def save(figure, output, fail):
     try:
         figure.savefig(output, dpi=110)

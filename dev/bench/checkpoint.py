@@ -153,7 +153,7 @@ def main():
     parser.add_argument("--small", action="store_true", default=os.environ.get("SMALL", "") not in ("", "0"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--every", type=int, default=25, help="steps between saves")
-    parser.add_argument("--dir", default=None, help="where to write; default: a temporary directory")
+    parser.add_argument("--dir", type=os.path.abspath, help="where to write; default: a temporary directory")
     parser.add_argument("--no-torch", action="store_true", help="only this trainer")
     parser.add_argument("--torch-run", choices=("none", "async"), help=argparse.SUPPRESS)
     parser.add_argument("--data", help=argparse.SUPPRESS)

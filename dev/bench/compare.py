@@ -164,8 +164,10 @@ def kind_of(name):
 
 
 def spread(values):
+    if len(values) < 2:
+        return "?"
     low, _, high = statistics.quantiles(values, n=4)
-    return (high - low) / statistics.median(values)
+    return f"{(high - low) / statistics.median(values):.0%}"
 
 
 def compare(bench, name, case, dtype):
@@ -211,8 +213,8 @@ def compare(bench, name, case, dtype):
     lacking = [f"{way}: {why}" for way, why in reasons.items() if way not in rate]
     if len({kind_of(way) == "ours" for way in rate}) < 2:
         raise Failed("; ".join(lacking + [f"{way} {r:,.0f} tokens/s" for way, r in rate.items()]))
-    mine = max((way for way in rate if kind_of(way) == "ours"), key=rate.get)
-    theirs = max((way for way in rate if kind_of(way) != "ours"), key=rate.get)
+    mine = max((way for way in ways if kind_of(way) == "ours"), key=rate.get)   # those of all rounds
+    theirs = max((way for way in ways if kind_of(way) != "ours"), key=rate.get)
     if bench.o.device == "cuda" and peer["parameters"] < 5e8 and bench.in_time(longest):
         try:
             _, profile = bench.profile(case, dtype, warmup + 3, *all_ways[mine])
@@ -222,7 +224,7 @@ def compare(bench, name, case, dtype):
     row = (f"| {name} | {dtype} | {case.batch} x {case.length} | {rate[mine]:,.0f}{mine.removeprefix('ours')} | "
            f"{rate[theirs]:,.0f} ({theirs}) | {rate[mine] / rate[theirs]:.2f} | "
            f"{tera * rate[mine]:.3g}, {tera * rate[theirs]:.3g} | "
-           f"{spread(times[mine]):.0%}, {spread(times[theirs]):.0%} | " +
+           f"{spread(times[mine])}, {spread(times[theirs])} | " +
            ", ".join([f"{way} {r:,.0f}" for way, r in rate.items() if way not in (mine, theirs)] + lacking) + " |")
     text = f"{name} {dtype}: ours {losses[mine][0]:.4f} to {losses[mine][-1]:.4f}, " \
            f"PyTorch {losses[theirs][0]:.4f} to {losses[theirs][-1]:.4f}"
@@ -271,8 +273,13 @@ def drawn_case(seed):
 def choose_case(name, o):
     case = drawn_case(name.removeprefix("drawn:")) if name.startswith("drawn:") else CASES[o.device].get(name)
     if case is None:
-        with open(f"{ROOT}/{name}/config.json") as file:
-            config = json.load(file)
+        path = os.path.join(ROOT, name, "config.json")
+        try:
+            with open(path) as file:
+                config = json.load(file)
+        except OSError as error:
+            sys.exit(f"compare.py: error: --cases {name}: none of {', '.join(CASES[o.device])}, nor a directory with a "
+                     f"model: {path}: {error.strerror}")
         case = Case(name, 2, config.get("n_positions") or min(config["max_position_embeddings"], 1024), 4,
                     vocab=config["vocab_size"])
     elif o.device == "cuda" and is_small():
@@ -302,6 +309,7 @@ def main():
             sys.exit("compare.py: error: --device cuda: nvidia-smi not found, so there is no GPU here")
         machine = f"{gpu('name')}, driver {gpu('driver_version')}"
     machine += f", {run(['./train_gpt', '--version']).splitlines()[0]}"
+    cases = [(name, choose_case(name, o)) for name in o.cases or CASES[o.device]]
     rows, losses, profiles, version, failed = [], [], [], "", []
 
     def report():
@@ -321,15 +329,15 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(o, folder)
         signal.signal(signal.SIGTERM, bench.stop)
-        for name in o.cases or CASES[o.device]:
-            missing = [module for module in choose_case(name, o).needs if importlib.util.find_spec(module) is None]
+        for name, case in cases:
+            missing = [module for module in case.needs if importlib.util.find_spec(module) is None]
             if missing:
                 print(f"compare.py: {name} is left out: {sys.executable} has no {', '.join(missing)}; install with: "
                       f"{sys.executable} -m pip install {' '.join(missing)}", file=sys.stderr)
                 continue
             for dtype in o.dtypes or (["fp32", "bf16"] if o.device == "cpu" else ["bf16"]):
                 try:
-                    row, loss, profile, peer = compare(bench, name, choose_case(name, o), dtype)
+                    row, loss, profile, peer = compare(bench, name, case, dtype)
                     rows.append(row), losses.append(loss), profiles.append(profile)
                     version = f"PyTorch {peer['torch']}" + (f", CUDA {peer['cuda']}" if o.device == "cuda" else "")
                 except Failed as error:

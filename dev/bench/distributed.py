@@ -53,6 +53,9 @@ def main():
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--runs", type=int, default=5)
     arguments, options = parser.parse_known_args()
+    if arguments.steps < 3 or arguments.runs < 1:
+        parser.error(f"--steps {arguments.steps} --runs {arguments.runs}: expected 3 steps, of which the first two are left "
+                     "out, and a run at least")
     version = subprocess.run([ROOT / "train_gpt", "--version"], capture_output=True, text=True, check=True).stdout
     forms = ["1 rank", "2 threads", *([] if "no MPI" in version else ["2 by MPI"]), "2 by TCP"]
     speeds = {form: [] for form in forms}

@@ -105,6 +105,10 @@ void measure(const Sizes& s, DType dtype, Share share, int threads) {
 int main(int argc, char** argv) {
   wait_without_spinning(argv);
   const int threads = argc > 1 ? std::atoi(argv[1]) : omp_get_num_procs();
+  if (threads < 1) {
+    std::fprintf(stderr, "experts_bench: expected a number of threads\n");
+    return 1;
+  }
   std::printf("%s, %d threads\n\n", matmul_library({DeviceKind::cpu, threads}).c_str(), threads);
   std::printf("| sizes | dtype | rows | product | grouped, GFLOP/s | dense | grouped / dense |\n");
   std::printf("| --- | --- | --- | --- | ---: | ---: | ---: |\n");

@@ -2,6 +2,8 @@
 // long it takes.
 //
 //   make packing-bench && build/packing_bench ['SHARDS' END_OF_TEXT T...]
+#include <unistd.h>
+
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -17,6 +19,11 @@
 using namespace llmc;
 
 namespace {
+
+// Of this process alone: others may run at the same time.
+std::string index_directory() {
+  return std::filesystem::temp_directory_path() / formatted("packing_bench-{}", ::getpid());
+}
 
 // Seconds of this processor that f() takes.
 double seconds_of(const std::function<void()>& f) {
@@ -59,7 +66,7 @@ void pack_drawn(const std::string& name, int64_t T, const std::function<double()
 }
 
 void time_samples(const std::string& pattern, int32_t end_of_text, int64_t T) {
-  const std::string directory = std::filesystem::temp_directory_path() / "packing_bench";
+  const std::string directory = index_directory();
   std::filesystem::remove_all(directory);
   const TokenShards shards(pattern, T, "SHARDS");
   constexpr int64_t V = int64_t{1} << 31, samples = 20'000;
@@ -100,6 +107,7 @@ void time_samples(const std::string& pattern, int32_t end_of_text, int64_t T) {
 }  // namespace
 
 int main(int count, char** arguments) try {
+  CHECK(count == 1 || count > 3, "usage: packing_bench ['SHARDS' END_OF_TEXT T...]");
   std::puts(
       "| lengths | T | documents | stream: cut | best-fit: padded | cut | document-start: dropped | cut | best-fit, ns "
       "a "
@@ -124,13 +132,14 @@ int main(int count, char** arguments) try {
                                         .seq_len = T,
                                         .vocab_size = int64_t{1} << 31,
                                         .end_of_text = end_of_text,
-                                        .index_directory = std::filesystem::temp_directory_path() / "packing_bench"};
+                                        .index_directory = index_directory()};
       const double taken = seconds_of([&] { counts[packing] = PackedShards(files, config, [](auto&) {}).counts(); });
       if (packing == Packing::best_fit) seconds = taken;
     }
     print_row(arguments[1], T, counts, seconds);
   }
   for (int i = 3; i < count; ++i) time_samples(arguments[1], std::atoi(arguments[2]), std::atoll(arguments[i]));
+  std::filesystem::remove_all(index_directory());
 } catch (const Error& error) {
   std::fprintf(stderr, "packing_bench: %s\n", error.what());
   return 1;

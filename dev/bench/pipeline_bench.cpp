@@ -77,6 +77,10 @@ void measure(const StepConfig& step, int steps, Times& times) {
 
 int main(int argc, char** argv) {
   const int runs = argc > 1 ? std::atoi(argv[1]) : 5;
+  if (runs < 1) {
+    std::fprintf(stderr, "pipeline_bench: expected a number of runs\n");
+    return 1;
+  }
   std::printf("| micro-batches | dp 2, ms | pp 2, ms | pp / dp | idle of pp 2 | law of the bubble | idle of dp 2 |\n");
   std::printf("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n");
   for (const int64_t M : {4, 8, 16}) {

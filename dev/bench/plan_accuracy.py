@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.append(f"{ROOT}/dev")
 from train_files import read_steps, write_shard   # noqa: E402
 
 FAMILIES = ["d4", "d6", "d8", "d6-e4", "d6-e8", "gpt2:124M --n-layer 4", "qwen2.5:0.5B --n-layer 4", "llama3:1B --n-layer 2",
@@ -34,6 +35,13 @@ def draw_layouts(rng, micro_batch):
             f"--local-ranks 4 --zero-stage {rng.choice([0, 1, 2, 3])}"]
 
 
+def run(command):
+    """What it prints, and the reason if it fails."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    reason = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+    return done.stdout, reason[0] if done.returncode else None
+
+
 def main():
     if {"-h", "--help"} & set(sys.argv):
         return print(__doc__)
@@ -50,16 +58,20 @@ def main():
                 command = f"./train_gpt {model} {layout} -i {shard} --sample-every 0".split()
                 if "--local-ranks" not in command and layout:
                     command += ["--local-ranks", "2"]
-                plan = subprocess.run(command + ["--plan", "--machine", "local", "--json"], capture_output=True, text=True)
-                if plan.returncode != 0:
-                    print(f"| `{model} {layout}` | refused: {plan.stderr.strip().splitlines()[0]} | | |", flush=True)
+                plan, refused = run(command + ["--plan", "--machine", "local", "--json"])
+                if refused:
+                    print(f"| `{model} {layout}` | refused: {refused} | | |", flush=True)
                     continue
-                planned = 1000 * json.loads(plan.stdout)["step_seconds"]
-                subprocess.run(command + ["-o", f"{folder}/out", "--max-steps", "14", "--checkpoint-every", "0",
-                                          "--val-every", "0"], check=True, capture_output=True)
+                failed = run(command + ["-o", f"{folder}/out", "--max-steps", "14", "--checkpoint-every", "0",
+                                        "--val-every", "0"])[1]
+                if failed:
+                    sys.exit(f"plan_accuracy.py: error: {' '.join(command)}: {failed}")
+                planned = 1000 * json.loads(plan)["step_seconds"]
                 took = statistics.median(x["ms"] for x in read_steps(f"{folder}/out/metrics.jsonl") if x["step"] >= 4)
                 errors.append(planned / took - 1)
                 print(f"| `{model} {layout}` | {planned:.1f} | {took:.1f} | {100 * errors[-1]:+.1f}% |", flush=True)
+    if not errors:
+        sys.exit("plan_accuracy.py: error: no run was both planned and made")
     print(f"\nlargest error {100 * max(map(abs, errors)):.1f}%, median {100 * statistics.median(map(abs, errors)):.1f}%, "
           f"{sum(abs(e) <= 0.15 for e in errors)} of {len(errors)} within 15%")
 

@@ -5,6 +5,7 @@
 #   make comm-bench && dev/comm/beside_mpi.sh [PROCESSES [LARGEST_MIB [RUNS]]]      default: 2 64 5
 set -euo pipefail
 CDPATH='' cd "$(dirname "$0")/../.."
+export LC_ALL=C   # awk reads and prints numbers with a point
 processes=${1:-2} largest=${2:-64} runs=${3:-5}
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT

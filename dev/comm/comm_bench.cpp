@@ -87,7 +87,7 @@ int main(int argc, char** argv) {
               "us", "alg GB/s", "bus GB/s", "wrong");
   int64_t all_wrong = 0;
   for (const Form& form : collectives)
-    for (int64_t bytes = 4096; bytes <= largest; bytes *= 16) {
+    for (int64_t bytes = 4096, last = 0; bytes != last; last = bytes, bytes = std::min(16 * bytes, largest)) {
       const int64_t n = round_up(bytes / 4, P);
       const auto [us, wrong] = measure(form, P, n);
       const double alg = static_cast<double>(n) * 4e-3 / us;

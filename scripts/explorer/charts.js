@@ -14,10 +14,12 @@ function bytesText(bytes) {
   const u = bytes > 0 ? Math.min(5, Math.floor(Math.log2(bytes) / 10)) : 0;
   return `${three(bytes / 2 ** (10 * u))} ${units[u]}`;
 }
-function secondsText(s, largest = s) {   // largest: of an axis, whose unit all of its labels have
-  if (largest >= 1 || largest === 0) return `${three(s)} s`;
-  return largest >= 1e-3 ? `${three(s * 1e3)} ms` : `${three(s * 1e6)} µs`;
+function secondsText(s, largest = s, text = three) {   // largest: of an axis, whose unit all of its labels have
+  if (largest >= 1 || largest === 0) return `${text(s)} s`;
+  return largest >= 1e-3 ? `${text(s * 1e3)} ms` : `${text(s * 1e6)} µs`;
 }
+// A label of an axis: of hundreds, zoomed in, three digits do not tell each from the next.
+const tickText = (s, end) => secondsText(s, end, (x) => Number(x.toPrecision(6)).toLocaleString("en-US"));
 function amount(x) {   // 8.03e9: 8.03 billion, as papers write it
   const units = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]];
   const unit = units.find(([size]) => x >= size) ?? [1, ""];
@@ -153,8 +155,8 @@ function drawTime(plan) {
   const parts = timeParts(plan), width = 1000, height = 40, end = plan.step_seconds;
   const chart = picture(width, height + 24, `a step of ${secondsText(end)}: ` +
                                             parts.map(([name, s]) => `${name} ${percent(s / end)}`).join(", "));
-  const x = (seconds) => 10 + seconds / end * (width - 20);
-  axis(chart, ticks(end), x, 0, height, (s) => secondsText(s, end));
+  const x = (seconds) => 24 + seconds / end * (width - 48);   // half a label on either side
+  axis(chart, ticks(end), x, 0, height, (s) => tickText(s, end));
   let at = 0;
   for (const [name, seconds, fill] of parts) {
     const box = x(at + seconds) - x(at);
@@ -185,10 +187,10 @@ function darker(colour, share) {
 // wide as the page
 function drawTimeline(plan, {end = plan.step_seconds, zoom = 1, row = 28} = {}) {
   const stages = plan.stages.map((stage) => stage.timeline), P = stages.length;
-  const left = 70, width = left + 920 * zoom, bottom = P * row + 4, x = (s) => left + s / end * (width - left - 10);
+  const left = 70, width = left + 920 * zoom, bottom = P * row + 4, x = (s) => left + s / end * (width - left - 24);
   const chart = picture(width, bottom + 24, `timeline of ${P} stage${P > 1 ? "s" : ""}, ${secondsText(end)}`);
   chart.style.width = `${100 * zoom}%`;
-  axis(chart, ticks(end, zoom), x, 0, bottom, (s) => secondsText(s, end));
+  axis(chart, ticks(end, zoom), x, 0, bottom, (s) => tickText(s, end));
   stages.forEach((passes, s) => {
     const y = s * row + 3, height = row - 5;
     chart.append(svg("text", {x: left - 8, y: y + height / 2 + 4, "text-anchor": "end"}, `stage ${s}`),

@@ -84,7 +84,10 @@ function readAddress() {
 
 function writeAddress() {
   const said = Object.entries(choices).filter(([name, value]) => value !== controls[name].start);
-  history.replaceState(null, "", "#" + new URLSearchParams([["tab", tab], ...said]));
+  try {
+    history.replaceState(null, "", "#" + new URLSearchParams([["tab", tab], ...said]));
+  } catch {   // Safari and Firefox refuse more than some hundred within seconds: a slider that is dragged
+  }
 }
 
 // ---- The page -----------------------------------------------------------------------------------------------------
@@ -196,7 +199,9 @@ async function begin() {
     setTimeout(() => { byId("copy").textContent = "Copy the command"; }, 1500);
   });
   byId("show-text").addEventListener("click", async () => {
+    const question = asked;
     const {text, error} = await ask("/text", choices);
+    if (question !== asked) return;   // a control has moved on
     byId("text").textContent = text ?? error;
     byId("text").hidden = false;
   });

@@ -58,6 +58,7 @@ function showSchedules() {
       if (question === schedulesQuestion) answers.push(await ask("/plan", each));
     if (question !== schedulesQuestion) return;
     drawSchedules(answers);
+    if (!answers.every(({command}) => command)) schedulesAsked = "";   // no answer: ask again
     byId("s-status").textContent = `${choices.model} on ${wanted[0].ranks} GPUs of ${choices.machine}, ` +
       `${count(wanted[0].total_batch)} tokens per step`;
     byId("s-charts").dataset.state = "ready";

@@ -531,6 +531,19 @@ if python=$(scripts/find_python.sh matplotlib); then
   cp "$dir/metrics.jsonl" "$dir/runs/a" && cp "$dir/metrics.jsonl" "$dir/runs/b"
   "$python" scripts/plot.py "$dir"/runs/[ab] >"$dir/out" 2>"$dir/err" || fail "plot.py of two runs failed"
   [[ -s $dir/runs/plot-a-b.png && $(<"$dir/out") = *plot-a-b.png ]] || fail "plot.py of two runs wrote elsewhere: $(<"$dir/out")"
+  # A name is text, neither a formula nor hidden; the only step of a run is seen below the legend.
+  run="$dir/runs/_\$^\$"
+  mkdir "$run"
+  head -n 1 "$dir/metrics.jsonl" >"$run/metrics.jsonl"
+  "$python" scripts/plot.py "$run" >"$dir/out" 2>"$dir/err" || fail "plot.py failed on a name with dollars"
+  if grep -q 'legend' "$dir/err"; then fail "plot.py leaves a name with an underscore out"; fi
+  "$python" - "$run/plot.png" <<'PY' || fail "plot.py does not show a run of one step"
+import sys
+from matplotlib.image import imread
+picture = imread(sys.argv[1])
+lower = picture[len(picture) // 2:, :, :3] * 255
+assert (abs(lower - (0x1f, 0x77, 0xb4)) < 20).all(2).sum() > 20
+PY
 else
   echo "data_test: plot.py skipped: no Python here has matplotlib"
 fi

@@ -10,7 +10,7 @@ trap 'rm -rf "$dir"' EXIT
 mkdir -p "$dir"/{dev/gpu,dev/bench,data,build,llmc,tmp,modules,bin,broken_bin}
 : >"$dir/pids"
 cp dev/gpu/check.sh dev/gpu/check_training.py dev/gpu/switches.py "$dir/dev/gpu/"
-cp dev/bench/compare.py "$dir/dev/bench/"
+cp dev/bench/{checkpoint,compare,distributed,plan_accuracy}.py "$dir/dev/bench/"
 cp dev/train_files.py "$dir/dev/"
 cp data/{token_shards,programs}.py "$dir/data/"
 cp llmc/core/log.h "$dir/llmc/"   # text to train on
@@ -126,4 +126,36 @@ grep -q '^| gpt2:124M | bf16 | 32 x 1024 | .* (compiled master) .*, compiled aut
 compared >"$dir/e2e.md" || fail "compare.py fails without a profile: $(<"$dir/table")"
 grep -q '^| gpt2:124M |.*compiled autocast 8,192,000 |' "$dir/e2e.md" || fail 'a profile that fails costs the row'
 grep -q '^without a profile: ' "$dir/e2e.md" || fail 'a profile that fails is not named'
+compared --steps 1 --seconds 0 >"$dir/e2e.md" || fail "compare.py fails with a single step: $(<"$dir/table")"
+grep -q '^| gpt2:124M |.* | ?, [0-9]*% |' "$dir/e2e.md" || fail 'the spread of a single step is known'
+mkdir "$dir/model"
+echo '{"n_positions": 64, "vocab_size": 300}' >"$dir/model/config.json"
+compared --cases "$dir/model" >"$dir/e2e.md" || fail "compare.py fails with a model in a directory: $(<"$dir/table")"
+grep -q "^| $dir/model | bf16 | 2 x 64 |" "$dir/e2e.md" || fail 'a model in a directory is not compared'
+if compared --cases gpt2:124M gpt2:125M; then fail 'a case that is not there is compared'; fi
+grep -q '^compare.py: error: --cases gpt2:125M: none of gpt2:124M, .* nor a directory' "$dir/table" ||
+  fail "a case that is not there: $(<"$dir/table")"
+# The others say in a line what is wrong, wherever they are started.
+if python3 "$dir/dev/bench/distributed.py" --steps 2 2>"$dir/err"; then fail 'distributed.py has no step to time'; fi
+grep -q 'error: --steps 2 --runs 5: expected 3 steps' "$dir/err" || fail "distributed.py --steps 2: $(<"$dir/err")"
+printf '#!/bin/sh\necho planted >&2\nexit 1\n' >"$dir/train_gpt"
+if python3 "$dir/dev/bench/plan_accuracy.py" 1 1 >"$dir/table" 2>"$dir/err"; then fail 'plan_accuracy.py has no error'; fi
+[ "$(<"$dir/err") $(grep -c 'refused: planted' "$dir/table")" = 'plan_accuracy.py: error: no run was both planned and made 4' ] ||
+  fail "plan_accuracy.py: $(<"$dir/err")"
+mkdir "$dir/disk"
+if (cd "$dir/disk" && ../dev/bench/checkpoint.py --small --no-torch --rounds 1 --dir .) 2>"$dir/err"; then
+  fail 'checkpoint.py has no error'
+fi
+grep -q -- "--out-dir $dir/disk/[^ ]*/run .*ended with status 1:" "$dir/err" || fail "checkpoint.py --dir: $(<"$dir/err")"
+# beside_mpi.sh reads and prints numbers with a point also in a German locale, where one can be made.
+mkdir -p "$dir/dev/comm" "$dir/scripts/multi_node"
+cp dev/comm/beside_mpi.sh "$dir/dev/comm/"
+program scripts/multi_node/local_mpirun.sh <<'PROGRAM'
+#!/bin/sh
+echo all_gather 4096 0.8
+PROGRAM
+echo 'MPI_VERSION := planted' >"$dir/build/config.mk"
+localedef -i de_DE -f UTF-8 "$dir/de_DE.UTF-8" >"$dir/err" 2>&1 || :
+LOCPATH=$dir LC_ALL=de_DE.UTF-8 "$dir/dev/comm/beside_mpi.sh" 2 1 1 >"$dir/table" 2>"$dir/err" || fail "beside_mpi.sh: $(<"$dir/err")"
+grep -Fxq '| all_gather | 4096 | 2.56 | 2.56 | 1.00 |' "$dir/table" || fail "beside_mpi.sh: $(<"$dir/table")"
 echo 'gpu_check_test: ok'

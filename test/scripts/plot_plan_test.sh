@@ -126,7 +126,25 @@ for path in glob.glob(f"{directory}/*.html"):
             for loss in plan["time"]["losses"]:
                 assert loss["remedy"] in page.text or loss["seconds"] <= 0.01 * plan["step_seconds"], (path, loss)
 PY
-# A name is text, not markup.
+# Groups that several plans expose have a colour each.
+"$python" - "$dir"/{zero,pipeline,experts}.json <<'PY' || fail "two groups have one colour"
+import json, sys
+sys.path.insert(0, "scripts")
+import plot_plan
+plt = plot_plan.load_pyplot(plot_plan.fail)
+from matplotlib.patches import Patch
+with open(plot_plan.COLOURS) as file:
+    colours = json.load(file)["time"]
+axis = plt.subplots()[1]
+plot_plan.draw_split(axis, [plot_plan.read_plan(path) for path in sys.argv[1:]], colours, Patch)
+shown = axis.get_legend()
+used = [patch.get_facecolor() for patch, text in zip(shown.get_patches(), shown.get_texts())
+        if text.get_text().startswith("exposed: ")]
+assert 3 <= len(used) == len(set(used)), used
+PY
+# A name is text, not markup, and no formula.
+cp "$dir/one.json" "$dir/\$^\$.json"
+plot "$dir/\$^\$.json" >"$dir/out" || fail "a name with dollars was not drawn"
 sed 's/"llama3:8B"/"<img src=x onerror=alert(1)>"/' "$dir/zero.json" >"$dir/<b>.json"
 plot "$dir/<b>.json" --html "$dir/markup" >"$dir/out"
 ! grep -q '<img src=x\|<b>' "$dir/markup" || fail "a model's name became markup"

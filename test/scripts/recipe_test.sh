@@ -23,7 +23,7 @@ for change in '2s/"seq_len":/"seq_len":1/' '3s/"lr":[0-9]*/"lr":7/' '2s/\["web",
   if check --trainer "$dir/wrong" >/dev/null 2>&1; then fail "a trainer with $change was not noticed"; fi
 done
 
-printf '%s\n' '[[stage]]' 'tokens = 1000' 'seq-len = 64' 'total-batch-size = 256' >"$dir/one.toml"
+printf '%s\n' '[[stage]]' 'name = "$^$"' 'tokens = 1000' 'seq-len = 64' 'total-batch-size = 256' >"$dir/one.toml"   # no formula
 ./train_gpt --print-stages --stages "$dir/one.toml" >"$dir/stages.txt"
 grep -q 'all    1,024 tokens in 4 steps' "$dir/stages.txt" || fail "no table of stages"
 ./train_gpt --print-stages --stages "$dir/one.toml" --json >"$dir/stages.json"

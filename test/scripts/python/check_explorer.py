@@ -176,7 +176,8 @@ def check_plans(server, options):
     assert status == 200 and answer["text"] == trainer(shlex.split(answer["command"])[1:]).stdout
     assert "\n=> " in answer["text"]
     for path in ("/plan", "/text"):   # the program's own words
-        for choices in ({"tp": 3}, {"ep": 2}, {"seq_len": 131072, "total_batch": 4096}, {"schedule": "zb-v"}):
+        for choices in ({"tp": 3}, {"ep": 2}, {"seq_len": 131072, "total_batch": 4096}, {"schedule": "zb-v"},
+                        {"ranks": 1, "tp": 2}):
             status, answer = server.post(path, choices)
             refused = trainer(shlex.split(answer["command"])[1:])
             assert status == 422 and refused.returncode == 1 and answer["error"] == refused.stderr.strip(), answer
@@ -297,6 +298,7 @@ def check_start(directory):
         return done.stderr
     assert "is missing: build it with make" in refused("--program", os.path.join(directory, "nothing"))
     assert "expected a port up to 65535" in refused("--port", "70000")
+    assert "--host is empty" in refused("--host", "", "--port", "0")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in refused("--port", str(port))

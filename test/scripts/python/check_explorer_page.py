@@ -66,7 +66,7 @@ def check_figures(page):
         size = float(number.replace(",", "")) * {"MiB": 2**20, "GiB": GIB, "TiB": 2**40}[unit]
         assert abs(size - expected) <= 0.006 * expected, (text, expected)
     split = page.evaluate("[...document.querySelectorAll('#time svg rect')].map((r) => r.width.baseVal.value)")
-    assert abs(sum(split) - 980) < 0.1, split
+    assert abs(sum(split) - 952) < 0.1, split
     parts = page.evaluate("[...document.querySelectorAll('#time details td:first-child')].map((e) => e.textContent)")
     groups = [each["group"] for each in stages[time["slowest_stage"]]["exposed"]]
     assert [p[len("exposed: "):] for p in parts if p.startswith("exposed: ")] == groups, (parts, groups)
@@ -145,6 +145,12 @@ def check_suggestions(page, server):
         assert page.evaluate("byId('zoom-value').textContent") == f"{2**zoom}×"
         check_texts(page)
     assert abs(widths[1] / widths[0] - 2) < 0.01 and abs(widths[2] / widths[0] - 4) < 0.01, widths
+    labels = page.evaluate("[...drawTimeline(lastPlan, {end: 1.9, zoom: 64}).querySelectorAll('text.soft')]"
+                           ".map((t) => t.textContent)")
+    assert len(labels) == len(set(labels)) == 381 and labels[201] == "1.005 s", labels
+    # Whole milliseconds, which are longer.
+    visit(page, server, {"ranks": 64, "zero_stage": 1, "total_batch": 0})
+    check_texts(page)
 
 
 def check_refusal(page, server):
@@ -176,11 +182,40 @@ def check_text(page, server):
     page.evaluate("byId('show-text').click()")
     page.wait("!byId('text').hidden", "the plan as text")
     assert "it would with" in page.evaluate("byId('text').textContent")
+    # A text that comes after a control has moved on is that of another command.
+    page.evaluate("""{ const at_once = ask, wait = new Promise((go) => { letGo = go; });
+      ask = (path, wanted) => path !== '/text' ? at_once(path, wanted)
+                                               : (late = wait.then(() => at_once(path, wanted)));
+      byId('show-text').click();
+      choices.tp = 2;
+      changed(); }""")
+    settled(page)
+    page.evaluate("letGo(); late.then(() => new Promise((go) => setTimeout(go)))")
+    assert page.evaluate("byId('text').hidden"), "the text of another plan"
+
+
+def check_often(page, server):
+    """Browsers refuse to write the address many times within seconds; the plans are asked for all the same."""
+    visit(page, server)
+    page.evaluate("history.replaceState = () => { throw new DOMException('too often', 'SecurityError'); };"
+                  "choices.tp = 4; changed()")
+    settled(page)
+    words, _ = check_figures(page)
+    assert words[words.index("--tp") + 1] == "4", words
 
 
 def check_schedules(page, server):
     """Each picture is the plan of its schedule, and they are on one axis."""
     visit(page, server, tab="schedules")
+    # Without an answer they are asked for again.
+    page.wait("byId('s-charts').dataset.state === 'ready'", "all schedules")
+    page.evaluate("realFetch = fetch; fetch = async () => { throw new Error('gone'); };"
+                  "byId('s-batches').value = 3; byId('s-batches').dispatchEvent(new Event('input'))")
+    page.wait("byId('s-charts').dataset.state === 'ready' && !document.querySelector('#s-charts svg')", "errors")
+    assert "gone" in page.evaluate("byId('s-charts').textContent")
+    page.evaluate("fetch = realFetch; byId('tab-plan').click(); byId('tab-schedules').click()")
+    page.wait("byId('s-charts').dataset.state === 'ready' && document.querySelectorAll('#s-charts svg').length === 6",
+              "all schedules, asked for again")
     for stages, batches in ((4, 8), (2, 5)):
         page.evaluate(f"""byId('s-stages').value = {stages.bit_length() - 1}; byId('s-batches').value = {batches};
                           byId('s-batches').dispatchEvent(new Event('input'))""")
@@ -202,7 +237,7 @@ def check_schedules(page, server):
           ...[...s.querySelectorAll('rect[data-kind]')].map((r) => r.x.baseVal.value + r.width.baseVal.value)))""")
         longest = max(plan["step_seconds"] for plan in plans)
         for end, plan in zip(ends, plans):
-            assert abs((end - 70) / 910 - plan["step_seconds"] / longest) < 2e-3, (end, plan["step_seconds"])
+            assert abs((end - 70) / 896 - plan["step_seconds"] / longest) < 2e-3, (end, plan["step_seconds"])
 
 
 def ring_by_hand(N):
@@ -277,6 +312,7 @@ def main():
         check_suggestions(page, server)
         check_refusal(page, server)
         check_text(page, server)
+        check_often(page, server)
         check_schedules(page, server)
         check_ring(page, server)
         check_access(page, server)
