@@ -52,7 +52,7 @@ for set in portable stand_ins; do
 done
 compiled toml.o -O1 -c llmc/core/toml.cpp
 objects+=("-Xlinker" "$build/toml.o")
-compiled train_gpt -O3 -x c++ train_gpt.cu "${objects[@]}" "${libraries[@]}"
+compiled train_gpt -O2 -x c++ train_gpt.cu "${objects[@]}" "${libraries[@]}"
 catch2=()
 [ ! -e "$root/usr/include/catch2/catch_all.hpp" ] || catch2=(-lCatch2)   # 3 has a library
 scripts/join_tests.sh test/ops/test_*.cpp >"$build/ops.cpp"
