@@ -21,7 +21,7 @@ export CUDA_FLAGS=${CUDA_FLAGS:--std=c++20 -DTRAIN_GPT_CUDA -Wall -Wextra -Wno-u
 compiled=$(mktemp -d)
 trap 'rm -rf "$compiled"' EXIT
 export compiled
-if [ "${ALONE:-}" != 1 ]; then grep '^#include <' test/pch.h && echo '#include <CLI/CLI.hpp>'; fi |
+if [ "${ALONE:-}" != 1 ]; then grep -h '^#include <' test/pch.h llmc/run/options/parse.h; fi |
   tee "$compiled/libraries.h" >"$compiled/libraries.cuh"
 
 # flags_of FILE: what it is compiled with, quoted as on a command line

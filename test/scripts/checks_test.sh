@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# scripts/check_floors.sh and check_shell.sh accept this tree, and reject each violation planted in a copy of it. The
-# environment does not change what build/config.mk says about this machine.
+# scripts/check_floors.sh and check_shell.sh accept this tree, and reject each violation planted in a copy of it;
+# check_headers.sh does so in a tree of its own. The environment does not change what build/config.mk says about this
+# machine.
 set -euo pipefail
 CDPATH='' cd "$(dirname "$0")/../.."
 
@@ -57,6 +58,42 @@ rejects 'core/planted_a.h'
 rm "$copy/tree/llmc/core/planted_"*
 for i in {1..41}; do echo '// a header' >"$copy/tree/llmc/data/planted$i.h"; done
 rejects 'files in a folder, more than 40'
+
+# ---- Headers ---------------------------------------------------------------------------------------------------------
+
+# Those of a chain: c.h includes b.h, which includes a.h.
+rm -rf "$copy/tree" && mkdir -p "$copy/tree/"{scripts,test,llmc/core,llmc/run/options}
+cp scripts/check_headers.sh "$copy/tree/scripts"
+echo '#include <cstdint>' | tee "$copy/tree/test/pch.h" >"$copy/tree/llmc/run/options/parse.h"
+
+# header NAME LINE...
+header() { printf '%s\n' '#pragma once' "${@:2}" >"$copy/tree/llmc/core/$1"; }
+chain() {
+  header a.h 'inline int a() { return 1; }'
+  header b.h '#include "core/a.h"' 'inline int b() { return a(); }'
+  header c.h '#include "core/b.h"' 'inline int c() { return b(); }'
+}
+headers() { FLAGS='-std=c++20 -Wall -Illmc' "$copy/tree/scripts/check_headers.sh" llmc/core/{a,b,c}.h 2>&1; }
+chain
+said=$(headers) || fail "three headers are refused: $said"
+
+# unfit NAME LINE...: this header is named, and no other
+unfit() {
+  ! said=$(headers) || fail "passes: $*"
+  [[ $said = *"llmc/core/$1:1: does not compile"* ]] || fail "it does not name $1: $said"
+  [ "$(grep -c 'does not compile' <<<"$said")" = 1 ] || fail "more than $1 is refused: $said"
+  chain
+}
+header b.h 'inline int b() { return a(); }' && header c.h '#include "core/a.h"' '#include "core/b.h"'
+unfit b.h
+header b.h '#ifdef A' '#include "core/a.h"' '#endif' 'inline int b() { return a(); }' && header c.h
+unfit b.h
+sed -i 1d "$copy/tree/llmc/core/c.h"
+unfit c.h
+header b.h 'inline int b() { return 1; }' && header a.h 'inline int a() { return b(); }' && header c.h
+unfit a.h
+header a.h 'inline int a() { int unused; return 1; }' && header b.h && header c.h
+unfit a.h
 
 # ---- Scripts ---------------------------------------------------------------------------------------------------------
 
