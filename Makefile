@@ -273,7 +273,7 @@ TEST_FOLDERS := $(filter-out cuda fuzz,$(patsubst test/%/,%,$(sort $(dir $(wildc
 TEST_NAMES := $(filter-out $(WITH_TRAINER),$(TEST_FOLDERS)) trainer
 $(foreach name,$(TEST_NAMES),$(eval FOLDERS_$(name) := $(name)))
 FOLDERS_trainer := $(WITH_TRAINER)
-TEST_FLAGS = $(call FLAGS_cpu,-O1) -Itest -I. $(LAVISH)
+TEST_FLAGS = $(call FLAGS_cpu,-Og) -Itest -I. $(LAVISH)
 
 build/nvml_stand_in.so: test/nvml_stand_in.h
 build/file_ops.so build/net_ops.so build/nvml_stand_in.so: build/%.so: test/%.cpp

@@ -37,6 +37,7 @@ struct Schedule {
   Order order = Order::forward;
   AsyncCopy async_copy = AsyncCopy::eager;
   uint64_t seed = 0;  // of Order::random
+  bool operator==(const Schedule&) const = default;
 };
 std::string to_string(const Schedule& schedule);
 // Every order, the random one with two seeds; each with lazy copies too if a kernel has used cp.async since
