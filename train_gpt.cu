@@ -555,7 +555,7 @@ int main(int argc, char** argv) {
   try {
     command = read_command_line(argc, argv);
     if (o.cpu_isa != "auto") cpu::use_isa(o.cpu_isa, "--cpu-isa");
-    cpu::require_stacks(std::getenv("OMP_STACKSIZE"));
+    require_stacks();
     reports = o.place.rank_on_host == 0;
     if (command.text.empty() && !command.version) {
       processes = meet(o);

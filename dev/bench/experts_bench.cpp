@@ -106,7 +106,7 @@ int main(int argc, char** argv) {
   wait_without_spinning(argv);
   const int threads = argc > 1 ? std::atoi(argv[1]) : omp_get_num_procs();
   if (threads < 1) {
-    std::fprintf(stderr, "experts_bench: expected a number of threads\n");
+    std::fprintf(stderr, "experts_bench: %s: expected a number of threads\n", argv[1]);
     return 1;
   }
   std::printf("%s, %d threads\n\n", matmul_library({DeviceKind::cpu, threads}).c_str(), threads);

@@ -20,7 +20,7 @@ using namespace llmc;
 
 namespace {
 
-// Of this process alone: others may run at the same time.
+// Each process has its own: several may run at the same time.
 std::string index_directory() {
   return std::filesystem::temp_directory_path() / formatted("packing_bench-{}", ::getpid());
 }
@@ -141,6 +141,7 @@ int main(int count, char** arguments) try {
   for (int i = 3; i < count; ++i) time_samples(arguments[1], std::atoi(arguments[2]), std::atoll(arguments[i]));
   std::filesystem::remove_all(index_directory());
 } catch (const Error& error) {
+  std::filesystem::remove_all(index_directory());
   std::fprintf(stderr, "packing_bench: %s\n", error.what());
   return 1;
 }

@@ -78,7 +78,7 @@ void measure(const StepConfig& step, int steps, Times& times) {
 int main(int argc, char** argv) {
   const int runs = argc > 1 ? std::atoi(argv[1]) : 5;
   if (runs < 1) {
-    std::fprintf(stderr, "pipeline_bench: expected a number of runs\n");
+    std::fprintf(stderr, "pipeline_bench: %s: expected a number of runs\n", argv[1]);
     return 1;
   }
   std::printf("| micro-batches | dp 2, ms | pp 2, ms | pp / dp | idle of pp 2 | law of the bubble | idle of dp 2 |\n");

@@ -1,10 +1,12 @@
-// environment.h: reads environment variables, and where they say that caches go; the name of this machine.
+// environment.h: reads environment variables: where caches go, and how large the stacks of threads are; the name of
+// this machine.
 #pragma once
 #include <unistd.h>
 
 #include <cstdlib>
+#include <sstream>
 
-#include "core/std.h"
+#include "core/check.h"
 
 namespace llmc {
 
@@ -20,6 +22,21 @@ inline std::string cache_directory(const Environment& environment = environment_
   const auto set = [&](const char* name) { return environment(name).value_or(""); };
   if (const std::string cache = set("XDG_CACHE_HOME"); !cache.empty()) return cache + "/train_gpt";
   return (set("HOME").empty() ? "/tmp" : set("HOME")) + "/.cache/train_gpt";
+}
+
+// Refuses a size that gives OpenMP's threads too little room for the arrays of ops, of up to 25 KiB. It counts KiB
+// unless a unit follows; OpenMP ignores less than 16, and what is no whole number.
+inline void require_stacks(const Environment& environment = environment_variable) {
+  for (const char* name : {"OMP_STACKSIZE", "GOMP_STACKSIZE"}) {
+    const std::string value = environment(name).value_or("");
+    std::istringstream text(value);
+    int64_t size = 0;
+    char unit = 'k';
+    text >> size >> unit;
+    const int64_t kib = unit == 'b' || unit == 'B' ? 1 << 10 : unit == 'k' || unit == 'K' ? 1 : 0;  // 0: M, G: enough
+    CHECK(size < 16 * kib || size >= 64 * kib,
+          "{} {}: a thread needs 64 KiB at least; leave it out, or give more, such as 4M", name, value);
+  }
 }
 
 // For messages that name a rank.

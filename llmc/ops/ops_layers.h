@@ -38,14 +38,14 @@ inline void residual_layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Ten
 
 // For the start of a run: throws Error if the backward of its norms has no room for rows of C channels on this GPU.
 inline void check_norm_fits([[maybe_unused]] const Device& device, [[maybe_unused]] DType dtype,
-                            [[maybe_unused]] bool centred, [[maybe_unused]] int64_t C) {
+                            [[maybe_unused]] Centred centred, [[maybe_unused]] int64_t C) {
 #ifdef TRAIN_GPT_CUDA
   if (device.kind != DeviceKind::cuda) return;
   CUDA_CHECK(cudaSetDevice(device.gpu));
   with_type(dtype, [&]<class T>(type_tag<T>) {
     if constexpr (std::is_same_v<T, double>) detail::refuse_fp64();
-    else if (centred) cuda::check_norm_fits<cuda::Centred::yes, T>(C);
-    else cuda::check_norm_fits<cuda::Centred::no, T>(C);
+    else if (centred == Centred::yes) cuda::check_norm_fits<Centred::yes, T>(C);
+    else cuda::check_norm_fits<Centred::no, T>(C);
   });
 #endif
 }

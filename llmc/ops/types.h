@@ -10,6 +10,7 @@ enum class Accumulate : uint8_t { no, yes };  // is the output overwritten or ad
 enum class Gradient : uint8_t { no, yes };
 enum class Transpose : uint8_t { no, yes };
 enum class Bias : uint8_t { no, yes };
+enum class Centred : uint8_t { no, yes };  // yes: layernorm, which has a mean and a bias; no: rmsnorm
 // What a product makes of its sums before it writes them: with gelu, z = the sums and C = GELU(z); with gelu_backward,
 // C = the sums times GELU's derivative at z; with residual, C = z + the sums.
 enum class Epilogue : uint8_t { none, gelu, gelu_backward, residual };

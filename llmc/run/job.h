@@ -85,7 +85,7 @@ struct Job {
     require_gelu_can(step, device, options);
     require_residual_can(step, device, options);
     require_fp8_can(step, device);
-    require_norms_can(step, device);
+    require_norms_can(step, rank_device);
     plan = plan_run(options, step, rank_device, free_memory_of_rank(o));
   }
 

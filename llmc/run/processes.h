@@ -90,7 +90,7 @@ inline void take_place(Options& o) {
     place.processes = launch.processes;
     place.started_by = launch.how;
   }
-  place.local_ranks = o.local_ranks > 0 ? o.local_ranks : place.processes > 1 || o.plan_ranks ? 1 : default_ranks(o);
+  place.local_ranks = o.local_ranks > 0 ? o.local_ranks : (place.processes > 1 || o.plan_ranks) ? 1 : default_ranks(o);
   o.ranks = place.processes * place.local_ranks;
   CHECK(o.plan_ranks || o.ranks <= largest_size, "{} processes with --local-ranks {}: {} ranks, expected at most {}",
         place.processes, place.local_ranks, o.ranks, static_cast<int64_t>(largest_size));

@@ -71,7 +71,8 @@ inline void require_cudnn_can(const StepConfig& step, const Device& device, cons
 // Rejects models whose channels the GPU's norms have no room for.
 inline void require_norms_can(const StepConfig& step, const Device& device) {
   if (device.kind == DeviceKind::cuda && !is_gpu_elsewhere(device))
-    check_norm_fits(device, step.precision.activations, step.model.family.norm == Norm::layernorm, step.model.n_embd);
+    check_norm_fits(device, step.precision.activations,
+                    step.model.family.norm == Norm::layernorm ? Centred::yes : Centred::no, step.model.n_embd);
 }
 
 // Rejects --products in fp8 on GPUs whose tensor cores do not multiply such numbers. asked: the option

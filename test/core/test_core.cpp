@@ -9,6 +9,7 @@
 
 #include "catch2.h"
 #include "core/dtype.h"
+#include "core/environment.h"
 #include "core/files.h"
 #include "core/log.h"
 #include "core/rng.h"
@@ -312,4 +313,15 @@ TEST_CASE("one at a time holds a lock whose file its holders remove", "[core]") 
   REQUIRE(other.in_place());
   std::filesystem::create_symlink(dir / "moved", dir / "link");
   REQUIRE(held.take(dir / "link") == ELOOP);
+}
+
+TEST_CASE("stacks that are too small for ops are refused; OMP_STACKSIZE counts KiB without a unit", "[core]") {
+  const std::string name = GENERATE("OMP_STACKSIZE", "GOMP_STACKSIZE");
+  const auto require = [&](const std::string& value) {
+    require_stacks([&](const std::string& asked) { return asked == name ? std::optional(value) : std::nullopt; });
+  };
+  for (const char* size : {"16", " 16 k ", "63K", "65535B"})
+    REQUIRE_ERROR(require(size), name + " " + size + ": a thread needs 64 KiB at least");
+  for (const char* size : {"64", "65536b", "1M", " 4 m", "1G", "512000", "0", "0.02M", "many", ""})
+    REQUIRE_NOTHROW(require(size));
 }

@@ -1,5 +1,5 @@
-// What a launch is refused for: too many blocks in a grid's second or third size, of which there are at most 65,535,
-// and too much shared memory. Grids as large as that are captured, and not run.
+// What a launch is refused for: more than 65,535 blocks in the y or z dimension of a grid, and too much shared memory.
+// Grids as large as that are captured, and not run.
 #include "cuda/device_test.h"
 #include "device/cuda_queue.cuh"
 #include "ops/cuda/expert_ranks.cuh"
@@ -58,7 +58,7 @@ TEST_CASE("a router has statistics of any number of sequences", "[cuda]") {
 template <int = 0>
 __global__ void nothing_kernel() {}
 
-TEST_CASE("a launch that fails says which size is too large", "[cuda]") {
+TEST_CASE("a launch that fails says what is too large", "[cuda]") {
   using Catch::Matchers::ContainsSubstring;
   const int64_t room = cuda::device_shared_bytes();
   REQUIRE_THROWS_WITH(cuda::launch(nothing_kernel<>, cuda::Grid(1, many), 32, 0, nullptr),
@@ -69,7 +69,7 @@ TEST_CASE("a launch that fails says which size is too large", "[cuda]") {
 
 TEST_CASE("norms refuse rows for which a block has no room, the fixed arrays of its sums included", "[cuda]") {
   // In bf16 a channel takes 8 bytes of sums, or 4 without biases, and 2 each of x and dout.
-  const auto most = [](int64_t of_channel) { return (cuda::device_shared_bytes() - 256) / of_channel; };
+  const auto most = [](int64_t of_channel) { return (cuda::device_shared_bytes() - 1024) / of_channel; };
   const auto refuses = [](auto check, int64_t C) {
     try {
       check(C);
@@ -78,8 +78,8 @@ TEST_CASE("norms refuse rows for which a block has no room, the fixed arrays of 
       return true;
     }
   };
-  const auto layernorm = [](int64_t C) { cuda::check_norm_fits<cuda::Centred::yes, bf16>(C); };
-  const auto rmsnorm = [](int64_t C) { cuda::check_norm_fits<cuda::Centred::no, bf16>(C); };
+  const auto layernorm = [](int64_t C) { cuda::check_norm_fits<Centred::yes, bf16>(C); };
+  const auto rmsnorm = [](int64_t C) { cuda::check_norm_fits<Centred::no, bf16>(C); };
   REQUIRE_FALSE(refuses(layernorm, most(12)));
   REQUIRE(refuses(layernorm, most(12) + 1));
   REQUIRE_FALSE(refuses(rmsnorm, most(8)));

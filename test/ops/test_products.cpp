@@ -181,11 +181,3 @@ TEST_CASE("an instruction set that there is not, or that the processor lacks, is
   if (cpu::processor_isa() < Isa::avx512)
     REQUIRE_ERROR(cpu::isa_of("avx512", "--cpu-isa"), "--cpu-isa avx512: this processor has ");
 }
-
-TEST_CASE("stacks that are too small for ops are refused; OMP_STACKSIZE counts KiB without a unit", "[ops]") {
-  for (const char* size : {"16", " 16 k ", "63K", "65535B"})
-    REQUIRE_ERROR(cpu::require_stacks(size), "a thread needs 64 KiB at least");
-  for (const char* size : {"64", "65536b", "1M", " 4 m", "1G", "512000", "0", "0.02M", "many", ""})
-    REQUIRE_NOTHROW(cpu::require_stacks(size));
-  REQUIRE_NOTHROW(cpu::require_stacks(nullptr));
-}

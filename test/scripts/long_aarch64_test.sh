@@ -57,7 +57,7 @@ catch2=()
 [ ! -e "$root/usr/include/catch2/catch_all.hpp" ] || catch2=(-lCatch2)   # 3 has a library
 scripts/join_tests.sh test/ops/test_*.cpp >"$build/ops.cpp"
 compiled main.o -O0 -c test/main.cpp
-compiled ops -O1 -x c++ "$build/ops.cpp" -Xlinker "$build/main.o" "${objects[@]}" "${catch2[@]}" "${libraries[@]}"
+compiled ops -Og -x c++ "$build/ops.cpp" -Xlinker "$build/main.o" "${objects[@]}" "${catch2[@]}" "${libraries[@]}"
 
 arm() { qemu-aarch64 -L "$root" "$build/$1" "${@:2}"; }
 here() { TRAIN_GPT_CPU_ISA=portable ./train_gpt "$@"; }

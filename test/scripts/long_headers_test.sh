@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every header compiles when a program includes nothing else, the standard library's headers included, which `make check`
-# reads first to save half of its time.
+# Every header compiles when a program includes nothing else: none of the others, with which `make check` compiles it in
+# one program, and none of the libraries' headers, which it reads first.
 set -euo pipefail
 CDPATH='' cd "$(dirname "$0")/../.."
 ALONE=1 make --no-print-directory check-headers

@@ -3,7 +3,6 @@
 // no object uses anything from another, so a program for all processors runs no instruction that its processor lacks.
 #pragma once
 #include <cstdlib>
-#include <sstream>
 
 #ifdef __x86_64__
 #include <sys/syscall.h>
@@ -75,17 +74,6 @@ inline Isa isa_of(const std::string& name, const char* option) {
 inline void use_isa(const std::string& name, const char* option) {
   isa_of(name, option);
   setenv(isa_variable, name.c_str(), 1);
-}
-// Refuses a value of OMP_STACKSIZE that gives threads too little room for the arrays of ops, of up to 25 KiB. It counts
-// KiB unless a unit follows; OpenMP ignores less than 16, and what is no whole number.
-inline void require_stacks(const char* omp_stacksize) {
-  std::istringstream text(omp_stacksize == nullptr ? "" : omp_stacksize);
-  int64_t size = 0;
-  char unit = 'k';
-  text >> size >> unit;
-  const int64_t kib = unit == 'b' || unit == 'B' ? 1 << 10 : unit == 'k' || unit == 'K' ? 1 : 0;
-  CHECK(size < 16 * kib || size >= 64 * kib,
-        "OMP_STACKSIZE {}: a thread needs 64 KiB at least; leave it out, or give more, such as 4M", omp_stacksize);
 }
 // The set that this process uses.
 inline Isa isa_in_use() {

@@ -69,7 +69,7 @@ struct Grid : dim3 {
   const char* name = nullptr;
   if (cudaFuncGetName(&name, kernel) != cudaSuccess) name = "a kernel";
   cudaGetLastError();  // clear the error: it is reported here
-  // In the second and third size of a grid.
+  // In the y and z dimensions of a grid.
   constexpr unsigned most_blocks = 65535;
   const bool above_default = shared_bytes > default_shared_bytes - most_static_shared_bytes;
   const int64_t most_shared = above_default ? device_shared_bytes() : default_shared_bytes;
@@ -82,7 +82,7 @@ struct Grid : dim3 {
                       "of up to 128), or a model with fewer channels or smaller heads",
                       most_shared, most_static_shared_bytes)
       : std::max(grid.y, grid.z) > most_blocks
-          ? formatted("; the second and third size of a grid are at most {}: use a smaller --batch-size or "
+          ? formatted("; the y and z dimensions of a grid are at most {}: use a smaller --batch-size or "
                       "--seq-len",
                       most_blocks)
           : ""));

@@ -9,8 +9,6 @@
 
 namespace llmc::cuda {
 
-enum class Centred : uint8_t { no, yes };  // yes: layernorm, which has a mean and a bias; no: rmsnorm
-
 // Without centring, mean and bias are unused.
 template <Centred centred, class Held, class Input, class T>
 __global__ void __launch_bounds__(Held::threads)
@@ -264,7 +262,7 @@ void norm_forward(T* out, float* mean, float* rstd, Input x, const T* weight, co
   });
 }
 
-// Of rows that are not held in registers: a block's sums, a row of x and one of dout.
+// The shared memory for rows that are not held in registers: a block's sums, a row of x and one of dout.
 template <Centred centred, class T>
 int64_t norm_backward_shared_bytes(int64_t C) {
   const int64_t bytes = C * static_cast<int64_t>(norm_sums(centred) * sizeof(float) + 2 * sizeof(T));

@@ -148,7 +148,7 @@ struct Fp8Tile {
   }
 };
 
-// The tile of a block, row by row, all in the grid's first size: the others are at most 65,535.
+// The tile of a block, row by row, all in the grid's x dimension: the others are at most 65,535.
 struct TileOfBlock {
   static constexpr int64_t size = fp8_block;
   int64_t down, across, row, column;  // the tile's, and those of its first number

@@ -9,6 +9,7 @@
 #include "run/coord_check.h"
 #include "run/recorded_choices.h"
 #include "run/reports/report.h"
+#include "run/requirements.h"
 #include "run/selftest/selftest.h"
 #include "run/setup.h"
 
@@ -298,6 +299,17 @@ TEST_CASE("a run that does not fit on a GPU is refused with the table of its mem
                                            "would with --batch-size ") &&
                          ContainsSubstring("\n  activations") && ContainsSubstring("\n  total "));
   REQUIRE(refusal({}, step) == "");  // 4 GiB
+}
+
+TEST_CASE("a model whose norms have no room on a GPU is refused before the run", "[cuda][trainer]") {
+  StepConfig step = small_step(DType::bf16);
+  REQUIRE_NOTHROW(require_norms_can(step, gpu_device));
+  step.model.n_embd = 100'000;
+  REQUIRE_THROWS_WITH(require_norms_can(step, gpu_device),
+                      Catch::Matchers::ContainsSubstring("rmsnorm_backward: 100000 channels need 800000 bytes"));
+  step.model.family.norm = Norm::layernorm;
+  REQUIRE_THROWS_WITH(require_norms_can(step, gpu_device),
+                      Catch::Matchers::ContainsSubstring("layernorm_backward: 100000 channels need 1200000 bytes"));
 }
 
 TEST_CASE("a process makes a context on the GPUs of its own ranks alone", "[cuda][trainer]") {
