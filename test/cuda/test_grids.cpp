@@ -69,7 +69,9 @@ TEST_CASE("a launch that fails says what is too large", "[cuda]") {
 
 TEST_CASE("norms refuse rows for which a block has no room, the fixed arrays of its sums included", "[cuda]") {
   // In bf16 a channel takes 8 bytes of sums, or 4 without biases, and 2 each of x and dout.
-  const auto most = [](int64_t of_channel) { return (cuda::device_shared_bytes() - 1024) / of_channel; };
+  const auto most = [](int64_t of_channel) {
+    return (cuda::device_shared_bytes() - cuda::most_static_shared_bytes) / of_channel;
+  };
   const auto refuses = [](auto check, int64_t C) {
     try {
       check(C);

@@ -150,14 +150,13 @@ struct Fp8Tile {
 
 // The tile of a block, row by row, all in the grid's x dimension: the others are at most 65,535.
 struct TileOfBlock {
-  static constexpr int64_t size = fp8_block;
   int64_t down, across, row, column;  // the tile's, and those of its first number
   __device__ explicit TileOfBlock(int64_t C) {
-    const unsigned in_row = static_cast<unsigned>(ceil_div(C, size));
+    const unsigned in_row = static_cast<unsigned>(ceil_div(C, fp8_block));
     down = blockIdx.x / in_row, across = blockIdx.x % in_row;
-    row = down * size, column = across * size;
+    row = down * fp8_block, column = across * fp8_block;
   }
-  static Grid grid(int64_t R, int64_t C) { return ceil_div(R, size) * ceil_div(C, size); }
+  static Grid grid(int64_t R, int64_t C) { return ceil_div(R, fp8_block) * ceil_div(C, fp8_block); }
 };
 
 // A tile of x (R, C) for each block. by_tile: it has one scale, in `out` (R, C) or turned into (C, R). Else its columns

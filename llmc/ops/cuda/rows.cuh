@@ -128,8 +128,7 @@ __device__ inline int64_t column_of_thread(int pack) {
 // Throws Error if the current device has no room for this much dynamic shared memory and for the fixed arrays of sums
 // over a block.
 inline void check_row_fits(const char* op, int64_t C, int64_t bytes) {
-  constexpr int64_t fixed = 1 << 10;  // as the compiler rounds them up: dev/results/kernel-resources-sm_90.md
-  const int64_t room = device_shared_bytes() - fixed;
+  const int64_t room = device_shared_bytes() - most_static_shared_bytes;
   CHECK(bytes <= room,
         "{}: {} channels need {} bytes of shared memory, a block on this GPU has {} for them; use fewer channels", op,
         C, bytes, room);
