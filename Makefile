@@ -250,18 +250,21 @@ build/build_info.h: FORCE
 	$(call text_file,$(BUILD_INFO))
 
 # One of the two compilers builds the trainer; the other, if present, must accept the source too. nvcc also gets the
-# kernels that no trainer calls yet, and optimises nothing: this is only for its errors and warnings.
-OTHER := $(if $(CUDA),cpu,$(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),cuda))
+# kernels that no trainer calls yet, and optimises nothing: this is only for its errors and warnings. smoke_cuda has the
+# kernels alone for the GPU, since reading the host's code a second time takes as long as all the rest; `make test-long`
+# has whole_cuda in its place, which compiles for the GPU what a build for it does.
+SMOKE := $(if $(CUDA),smoke_cpu,$(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),$(if $(LONG),whole,smoke)_cuda))
 smoke: train_gpt smoke-other
-smoke-other: $(OTHER:%=build/smoke_%.ok) $(if $(CUDA),build/all_kernels.o)
-	@echo 'smoke: train_gpt.cu compiles with $(firstword $(COMPILER_$(DEVICE))) and $(if $(OTHER),with \
-	  $(firstword $(COMPILER_$(OTHER))),was not tried with nvcc$(comma) which is not here)'
+smoke-other: $(SMOKE:%=build/%.ok) $(if $(CUDA),build/all_kernels.o)
+	@echo 'smoke: train_gpt.cu compiles with $(firstword $(COMPILER_$(DEVICE))) and $(if $(SMOKE),with \
+	  $(firstword $(COMPILER_$(lastword $(subst _, ,$(SMOKE))))),was not tried with nvcc$(comma) which is not here)'
 build/smoke_cpu.ok: train_gpt.cu build/smoke_cpu.flags
 	$(COMPILER_cpu) $(call FLAGS_cpu,-O0) -fsyntax-only -MMD -MP -MF build/smoke_cpu.d -MT $@ $< && touch $@
-build/smoke_cuda.ok: train_gpt.cu test/cuda/all_kernels.cu build/smoke_cuda.flags
-	@printf '#include "%s"\n' train_gpt.cu test/cuda/all_kernels.cu >build/smoke.cu
-	$(COMPILER_cuda) $(call FLAGS_cuda,-O0) -I. -Werror all-warnings -Xcicc -O0 -Xptxas -O0 -Xcompiler -fsyntax-only \
-	  -MMD -MP -MF build/smoke_cuda.d -MT $@ -c build/smoke.cu -o build/smoke_cuda.o && touch $@
+build/smoke_cuda.ok build/whole_cuda.ok: train_gpt.cu test/cuda/all_kernels.cu build/smoke_cuda.flags
+	@printf '#%s\n' 'if $(if $(filter %/smoke_cuda.ok,$@),!defined __CUDA_ARCH__,1)' 'include "train_gpt.cu"' endif \
+	  'include "test/cuda/all_kernels.cu"' >$(@:.ok=.cu)
+	$(COMPILER_cuda) $(call FLAGS_cuda,-O0) -I. -Werror all-warnings -Xcicc -O0 -Xptxas -O0 \
+	  -Xcompiler -fsyntax-only $(call to_host,$(LAVISH)) -MMD -MP -MF $(@:.ok=.d) -MT $@ -c $(@:.ok=.cu) -o $(@:.ok=.o) && touch $@
 build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 	$(call text_file,$(COMPILER_$*) $(call FLAGS_$*,-O0) $(CXX_VERSION) $(NVCC_VERSION))
 
@@ -314,7 +317,8 @@ build/mpi/exchanges: test/mpi/exchanges.cpp build/test.flags build/cpu/all
 # `make test` has the tests of the trainer without either, which takes half the time to compile and a third to run.
 # Without OpenMP, whose threads are not under test; only its library is linked, because the CPU's ops ask it for thread
 # numbers. -Og takes two thirds of the time of -O1 to compile, and its programs a tenth to a fifth more to run. The
-# emulator itself is at -O2 and the CPU's ops at -O1: they are small, and run for minutes.
+# emulator itself is at -O2 and the CPU's ops at -O1: they are small, and run for minutes; not so what stands in for
+# CUDA's runtime and NCCL.
 LADDERS := dev/cuda/layernorm.cu dev/cuda/classifier.cu dev/cuda/adamw.cu dev/cuda/attention.cu
 # Excluded: the test of a library for GPUs.
 CUDNN_TEST := test/cuda/test_attention_cudnn.cpp
@@ -331,11 +335,11 @@ CUDA_TEST_FLAGS = -std=c++20 -Og $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_NCCL
 # -rdynamic: kernels are named by their symbols. Sorted: otherwise g++ 12's sanitizers miss the lines of some templates.
 CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
 # Null pointers, object bounds and sums of addresses are left to AddressSanitizer, which detects what they lead to: those
-# checks take longest to compile. The tests of the trainer leave all pointer checks to it; the kernels have them in their
-# own tests. Their reports name lines of the source: nothing else needs debugging information.
+# checks take longest to compile. The tests of the trainer and the emulator leave all pointer checks to it; the kernels have
+# them in their own tests. Their reports name lines of the source: nothing else needs debugging information.
 SANITIZE_asan := -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,nonnull-attribute,returns-nonnull-attribute \
                  -fno-sanitize=pointer-overflow -fno-sanitize-recover=undefined
-build/asan/trainer.o: SANITIZE_ASAN_MORE := -fno-sanitize=alignment,vptr
+build/asan/trainer.o build/asan/emulator.o: SANITIZE_ASAN_MORE := -fno-sanitize=alignment,vptr
 SANITIZE_tsan := -g1 -fsanitize=thread
 
 $(CUDA_TESTS:%=build/cuda/%.cpp): build/cuda/%.cpp: FORCE
@@ -350,9 +354,11 @@ $(CUDA_TESTS:%=build/$1/%.o): build/$1/%.o: build/cuda/%.cpp build/cuda_test.fla
 build/$1/llmc/%.o: llmc/%.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($1)'
 	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -O1 -MMD -MP -c $$< -o $$@
+build/$1/test/cuda_on_cpu/%.o: FASTER := -O2
+build/$1/test/cuda_on_cpu/runtime/%.o build/$1/test/cuda_on_cpu/nccl/%.o: FASTER :=
 build/$1/test/%.o: test/%.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($1)'
-	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -O2 -MMD -MP -c $$< -o $$@
+	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) $$(FASTER) -MMD -MP -c $$< -o $$@
 build/$1/dev/%.o: dev/%.cu build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($1)'
 	@$$(CXX) -x c++ $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -MMD -MP -c $$< -o $$@
@@ -493,7 +499,7 @@ CXX_SOURCES = $(FIND_SOURCES) \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o
 check-floors:
 	@scripts/check_floors.sh
 check-headers:
-	@FLAGS="$(call FLAGS_cpu,-O0)" CUDA_FLAGS="$(CUDA_TEST_FLAGS) -g0" JOBS=$(JOBS) scripts/check_headers.sh
+	@FLAGS="$(call FLAGS_cpu,-O0) $(LAVISH)" CUDA_FLAGS="$(CUDA_TEST_FLAGS) -g0" JOBS=$(JOBS) scripts/check_headers.sh
 check-format:
 	@if [ -z '$(CLANG_FORMAT)' ]; then echo 'check-format: not checked: $(NO_CLANG_FORMAT)'; else \
 	  $(CXX_SOURCES) | xargs -r $(CLANG_FORMAT) --dry-run -Werror && echo 'check-format: ok'; fi

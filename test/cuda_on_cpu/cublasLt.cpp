@@ -6,13 +6,15 @@
 // who states its constraints wrongly gets one that refuses to run or rounds too often.
 #include "cuda_on_cpu/cublasLt.h"
 
+#include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <numbers>
 #include <tuple>
 #include <type_traits>
-#include <utility>
+#include <vector>
 
 #include "core/dtype.h"
 #include "cuda_on_cpu/sanitizers.h"
@@ -159,42 +161,63 @@ struct Arrays {
 // Rounds to TF32: 10 mantissa bits, to nearest.
 float tf32(float x) { return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + 0x1000u) & 0xffffe000u); }
 
+constexpr int64_t side_by_side =
+    16;  // rows of a column whose sums are added at the same time: a vector register or two
+using Sums = std::array<float, side_by_side>;
+
 template <class In, class Out, class Part>
 void multiply(const Problem& p, const Arrays& arrays, int64_t parts, bool in_place) {
-  const bool round_inputs = p.operation.compute == CUBLAS_COMPUTE_32F_FAST_TF32;
-  const auto* a = static_cast<const In*>(arrays.a);
-  const auto* b = static_cast<const In*>(arrays.b);
   const auto* c = static_cast<const Out*>(arrays.c);
   auto* d = static_cast<Out*>(arrays.d);
   const auto* bias = static_cast<const Out*>(p.operation.bias);
   auto* partial = static_cast<Part*>(arrays.workspace);
-  const auto read = [&](In x) { return round_inputs ? tf32(static_cast<float>(x)) : static_cast<float>(x); };
-  const auto strides = [](int32_t transpose, int64_t ld) {  // row stride and column stride
-    return transpose == CUBLAS_OP_N ? std::pair<int64_t, int64_t>(1, ld) : std::pair<int64_t, int64_t>(ld, 1);
+
+  // The operands in fp32, in row-major order: a (k, m and what fills the last Sums), b (n, k).
+  const int64_t rows = (p.m + side_by_side - 1) / side_by_side * side_by_side;
+  std::vector<float> a(static_cast<size_t>(p.k * rows)), b(static_cast<size_t>(p.n * p.k));
+  const auto read = [&](const void* operand, int32_t transpose, int64_t ld, int64_t row, int64_t column) {
+    const int64_t place = transpose == CUBLAS_OP_N ? row + column * ld : row * ld + column;
+    const auto x = static_cast<float>(static_cast<const In*>(operand)[place]);
+    return p.operation.compute == CUBLAS_COMPUTE_32F_FAST_TF32 ? tf32(x) : x;
   };
-  const auto [a_row, a_column] = strides(p.operation.transpose_a, p.a.ld);
-  const auto [b_row, b_column] = strides(p.operation.transpose_b, p.b.ld);
-  const auto dot = [&](int64_t i, int64_t j, int64_t begin, int64_t end) {
-    float sum = 0;
-    if constexpr (std::is_same_v<In, e4m3>) {
-      for (int64_t k = begin; k < end;) {
-        float block = 0;
-        const int64_t first = k;
-        do block += static_cast<float>(a[i * a_row + k * a_column]) * static_cast<float>(b[k * b_row + j * b_column]);
-        while (++k < end && k % 128 != 0);
-        sum += block * p.operation.a_scales[scale_at(p.operation.a_mode, first, i, p.k, p.m)] *
-               p.operation.b_scales[scale_at(p.operation.b_mode, first, j, p.k, p.n)];
+  for (int64_t k = 0; k < p.k; ++k) {
+    for (int64_t i = 0; i < p.m; ++i)
+      a[static_cast<size_t>(k * rows + i)] = read(arrays.a, p.operation.transpose_a, p.a.ld, i, k);
+    for (int64_t j = 0; j < p.n; ++j)
+      b[static_cast<size_t>(j * p.k + k)] = read(arrays.b, p.operation.transpose_b, p.b.ld, k, j);
+  }
+
+  // Rows i, i + 1, ... of column j, summed over one part of k.
+  const auto dots = [&](int64_t i, int64_t j, int64_t part) {
+    Sums sums{};
+    const int64_t end = (part + 1) * p.k / parts;
+    for (int64_t k = part * p.k / parts; k < end;) {
+      Sums block{};
+      const int64_t first = k, last = std::is_same_v<In, e4m3> ? std::min(end, (k / 128 + 1) * 128) : end;
+      for (; k < last; ++k) {
+        const float *of_a = a.data() + k * rows + i, of_b = b[static_cast<size_t>(j * p.k + k)];
+        for (size_t r = 0; r < side_by_side; ++r) block[r] += of_a[r] * of_b;
       }
-      return sum;
+      for (size_t r = 0; r < side_by_side; ++r)
+        if constexpr (std::is_same_v<In, e4m3>) {
+          const int64_t row = std::min(i + static_cast<int64_t>(r), p.m - 1);
+          sums[r] += block[r] * p.operation.a_scales[scale_at(p.operation.a_mode, first, row, p.k, p.m)] *
+                     p.operation.b_scales[scale_at(p.operation.b_mode, first, j, p.k, p.n)];
+        } else sums[r] += block[r];
     }
-    for (int64_t k = begin; k < end; ++k) sum += read(a[i * a_row + k * a_column]) * read(b[k * b_row + j * b_column]);
-    return sum;
+    return sums;
   };
-  const auto put = [&](int64_t i, int64_t j, float sum) {
+  const auto put = [&](int64_t i, int64_t j, auto sum_of_part) {
+    float sum = parts == 1 || in_place ? sum_of_part(0) : 0;
+    for (int64_t part = 0; part < parts && parts > 1 && !in_place; ++part) {
+      Part& kept = partial[(part * p.n + j) * p.m + i];
+      kept = Part(sum_of_part(part));
+      sum += static_cast<float>(kept);
+    }
     float value = arrays.alpha * sum;
     if (arrays.beta != 0) value += arrays.beta * static_cast<float>(c[i + j * p.d.ld]);
     for (int64_t part = 1; part < parts && in_place; ++part)
-      value = static_cast<float>(Out(value)) + arrays.alpha * dot(i, j, part * p.k / parts, (part + 1) * p.k / parts);
+      value = static_cast<float>(Out(value)) + arrays.alpha * sum_of_part(part);
     if (p.has_bias()) value += static_cast<float>(bias[i]);
     if (p.has_aux()) {
       Out& z = static_cast<Out*>(p.operation.aux)[i + j * p.operation.aux_ld];
@@ -203,16 +226,12 @@ void multiply(const Problem& p, const Arrays& arrays, int64_t parts, bool in_pla
     }
     d[i + j * p.d.ld] = Out(value);
   };
-  const int64_t apart = in_place || parts == 1 ? 0 : parts;  // in the workspace
-  for (int64_t part = 0; part < apart; ++part)
-    for (int64_t i = 0; i < p.m; ++i)
-      for (int64_t j = 0; j < p.n; ++j)
-        partial[(part * p.n + j) * p.m + i] = Part(dot(i, j, part * p.k / parts, (part + 1) * p.k / parts));
-  for (int64_t i = 0; i < p.m; ++i)
+  std::vector<Sums> sums(static_cast<size_t>(parts));
+  for (int64_t i = 0; i < p.m; i += side_by_side)
     for (int64_t j = 0; j < p.n; ++j) {
-      float sum = apart == 0 ? dot(i, j, 0, p.k / parts) : 0;
-      for (int64_t part = 0; part < apart; ++part) sum += static_cast<float>(partial[(part * p.n + j) * p.m + i]);
-      put(i, j, sum);
+      for (int64_t part = 0; part < parts; ++part) sums[static_cast<size_t>(part)] = dots(i, j, part);
+      for (int64_t row = i; row < std::min(i + side_by_side, p.m); ++row)
+        put(row, j, [&](int64_t part) { return sums[static_cast<size_t>(part)][static_cast<size_t>(row - i)]; });
     }
 }
 

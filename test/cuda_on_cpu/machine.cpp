@@ -100,7 +100,7 @@ void Machine::fiber_main(context::transfer_t from) {
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_start_switch_fiber(&thread->fake_stack, machine.scheduler_stack_, machine.scheduler_stack_bytes_);
 #endif
-    from = context::jump_fcontext(machine.scheduler_, nullptr);
+    from = context::jump_fcontext(machine.scheduler_, thread);
   }
 }
 
@@ -118,7 +118,7 @@ bool Machine::goes_on_as_another(Thread& thread) {
   return true;
 }
 
-// Switches from the scheduler to a fiber, and back when that waits or has ended.
+// Switches from the scheduler to a fiber; returns when a fiber, this one or another, switches back.
 void Machine::resume(Thread& thread) {
   running_ = &thread;
   if (!thread.stack) {
@@ -130,14 +130,16 @@ void Machine::resume(Thread& thread) {
   __sanitizer_start_switch_fiber(&fake_stack, thread.stack->bottom(), thread.stack->bytes());
 #endif
   switch_context(thread.observer);
-  thread.resume_at = context::jump_fcontext(thread.resume_at, this).fctx;
+  const context::transfer_t from = context::jump_fcontext(thread.resume_at, this);
+  static_cast<Thread*>(from.data)->resume_at = from.fctx;
 #ifdef __SANITIZE_ADDRESS__
   __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 #endif
   running_ = nullptr;
 }
 
-// Switches from a fiber to the scheduler; returns when the thread may continue.
+// Switches to the next thread's fiber, or to the scheduler if that thread has not begun or there is none; returns when
+// this one may continue.
 void Machine::wait(State state, const char* what, uint32_t mask, void* record, const Location& where) {
   Thread& thread = *running_;
   thread.what = what;
@@ -145,13 +147,24 @@ void Machine::wait(State state, const char* what, uint32_t mask, void* record, c
   thread.mask = mask;
   thread.record = record;
   if (state != State::ready) set_waiting(thread, state);
-  switch_context(scheduler_observer_);
+  const unsigned next = pick();
+  const bool direct = next < size_ && threads_[next] != nullptr;
+  if (direct) {
+    last_ = next;
+    running_ = threads_[next];
+    if (running_ == &thread) return;
+  } else picked_ = next;
+  switch_context(direct ? running_->observer : scheduler_observer_);
 #ifdef __SANITIZE_ADDRESS__
-  __sanitizer_start_switch_fiber(&thread.fake_stack, scheduler_stack_, scheduler_stack_bytes_);
+  __sanitizer_start_switch_fiber(&thread.fake_stack, direct ? running_->stack->bottom() : scheduler_stack_,
+                                 direct ? running_->stack->bytes() : scheduler_stack_bytes_);
 #endif
-  scheduler_ = context::jump_fcontext(scheduler_, nullptr).fctx;
+  const context::transfer_t from = context::jump_fcontext(direct ? running_->resume_at : scheduler_, &thread);
+  const bool from_scheduler = from.data == this;
+  (from_scheduler ? scheduler_ : static_cast<Thread*>(from.data)->resume_at) = from.fctx;
 #ifdef __SANITIZE_ADDRESS__
-  __sanitizer_finish_switch_fiber(thread.fake_stack, &scheduler_stack_, &scheduler_stack_bytes_);
+  __sanitizer_finish_switch_fiber(thread.fake_stack, from_scheduler ? &scheduler_stack_ : nullptr,
+                                  from_scheduler ? &scheduler_stack_bytes_ : nullptr);
 #endif
   if (error_) throw Unwind{};
 }
@@ -254,6 +267,7 @@ void Machine::prepare_threads() {
   std::fill_n(threads_.begin(), size_, nullptr);
   for (unsigned word = 0; word < ready_.size(); ++word)
     ready_[word] = 64 * word >= size_ ? 0 : ~uint64_t{0} >> (64 * (word + 1) <= size_ ? 0 : 64 * (word + 1) - size_);
+  picked_.reset();
   warp_waiting_ = {};
   block_waiting_ = 0;
   unfinished_ = size_;
@@ -265,7 +279,7 @@ void Machine::run_block() {
   prepare_shared();
   error_ = nullptr;
   while (unfinished_ > 0 && !error_) {
-    last_ = pick();
+    last_ = picked_ ? *std::exchange(picked_, std::nullopt) : pick();
     if (last_ == size_) {
       try {
         report_stuck();

@@ -34,13 +34,13 @@ struct Format {
 // The whole state that a checkpoint holds, and a place to load it to.
 class Checkpoints {
  public:
-  Checkpoints() : run_(config(), make_plan(config(), device()), device(), world_, 0) {
-    init_weights(state(), 1, run_.stream);
-    for (const StateEntry& e : state().state_table())
-      if (e.kind != StateKind::weight) init_normal(e.tensor, 0.5f, {}, 2, e.param->name, run_.stream);
-    run_.stream.synchronize();
+  Checkpoints() {
+    init_weights(state_, 1, stream_);
+    for (const StateEntry& e : state_.state_table())
+      if (e.kind != StateKind::weight) init_normal(e.tensor, 0.5f, {}, 2, e.param->name, stream_);
+    stream_.synchronize();
   }
-  static StepConfig config() {
+  static ModelConfig config() {
     ModelConfig model;
     model.n_layer = 1;
     model.n_head = model.n_kv_head = 2;
@@ -49,12 +49,11 @@ class Checkpoints {
     model.n_ffn = 12;
     model.vocab_size = 31;
     model.n_positions = 16;
-    return {.model = model, .precision = DType::bf16, .batch = {1, 8}};
+    return model;
   }
   std::string write(const std::string& out, const nlohmann::ordered_json& trainer) {
     std::filesystem::create_directories(out);
-    const std::string path =
-                          CheckpointWrite(out, 3, config().model, state(), run_.stream, {.trainer = trainer}).publish(),
+    const std::string path = CheckpointWrite(out, 3, config(), state_, stream_, {.trainer = trainer}).publish(),
                       file = "optimizer-00001-of-00001.safetensors";
     divide_columns(path + "/" + file);
     nlohmann::json all = nlohmann::json::parse(read_whole(path + "/manifest.json"));
@@ -65,13 +64,13 @@ class Checkpoints {
   std::string load_weights(const std::string& path) {
     const auto files = open_all(model_files(path));
     match_hf_names(files, hf_tensors(resolve_model(path, {}), files));
-    load_model(path, config().model, state(), run_.stream);
+    load_model(path, config(), state_, stream_);
     return contents();
   }
   std::string load_all(const std::string& path) {
     if (const auto fault = checkpoint_fault(path)) throw Error(*fault);
     const ResumePoint point{path, 3, read_json(path + "/trainer.json")};
-    load_checkpoint(path, config().model, state(), run_.stream);
+    load_checkpoint(path, config(), state_, stream_);
     const Progress progress = progress_at(point);
     std::string all = contents() + config_to_hf(resolve_model(path, {}), DType::bf16).dump();
     for (const double v : progress.losses.values()) all += formatted(" {:.17g}", v);
@@ -107,17 +106,18 @@ class Checkpoints {
     for (const auto& [info, values] : tensors) writer.write(values.data(), info.bytes());
     writer.finish();
   }
-  static Device device() { return {DeviceKind::cpu, 1}; }
-  ModelState& state() { return run_.trainer.state(); }
   std::string contents() {
-    run_.stream.synchronize();
+    stream_.synchronize();
     std::string all;
-    for (const StateEntry& e : state().state_table())
+    for (const StateEntry& e : state_.state_table())
       all += hex_digits(XXH3_64bits(e.tensor.bytes, static_cast<size_t>(e.tensor.size_bytes())));
     return all;
   }
-  World world_{Mesh()};
-  Run run_;
+  Device device_{DeviceKind::cpu, 1};
+  Arena arena_{device_, 8 << 20}, scratch_{device_, 1 << 20};
+  Stream stream_{device_, scratch_};
+  Groups alone_{Layout{}, 0, device_, Groups::null_groups(0)};
+  ModelState state_{parameter_table(config()), DType::bf16, {}, alone_, arena_};
 };
 
 inline std::string text_of(const std::vector<int32_t>& tokens) { return formatted("{} ", tokens); }
@@ -289,7 +289,7 @@ inline std::vector<Format> make_formats(const std::string& root, std::unique_ptr
   fs::copy(root + "/sealed/step-000003/config.json", parts, fs::copy_options::overwrite_existing);
   fs::copy(root + "/sealed/step-000003/model.safetensors", parts + "/model-00001-of-00001.safetensors");
   nlohmann::ordered_json map;
-  for (const HfTensor& t : hf_tensors(Checkpoints::config().model)) map[t.name] = "model-00001-of-00001.safetensors";
+  for (const HfTensor& t : hf_tensors(Checkpoints::config())) map[t.name] = "model-00001-of-00001.safetensors";
   put(parts + "/model.safetensors.index.json",
       nlohmann::ordered_json{{"metadata", {{"total_size", 1}}}, {"weight_map", map}}.dump(1));
   formats.push_back({"index.json", parts, "model.safetensors.index.json", Content::json, false, {}, [=, &checkpoints] {

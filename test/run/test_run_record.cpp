@@ -39,6 +39,22 @@ std::string format_1(const Options& o) {  // of the versions before the checksum
   return nlohmann::ordered_json{{"format", 1}, {"options", options_json(o)}}.dump(1) + "\n";
 }
 
+// every: as in for_each_damage
+void damage_format_1(size_t every) {
+  const Options o = recorded_example();
+  for_each_damage(format_1(o), every, [&](const std::string& changed) {
+    try {
+      const RunRecord record = parse_run_record(changed, "OUT/run.json");
+      if (record.options.contains("--shuffle")) REQUIRE(shuffled(record.options));  // else it is refused later
+      if (record.options == json(options_json(o))) return;
+      // What must match is compared with the command line; what has gone, or is not text, has its default there.
+      option_changes("OUT/run.json", record.options, o);
+    } catch (const Error& error) {
+      REQUIRE(std::string(error.what()).find("OUT/run.json") != std::string::npos);
+    }
+  });
+}
+
 }  // namespace
 
 TEST_CASE("no damage of run.json is read over", "[run]") {
@@ -59,21 +75,13 @@ TEST_CASE("no damage of run.json is read over", "[run]") {
   REQUIRE(refused > 10 * same);
 }
 
+TEST_CASE("no damage of an older version's run.json changes the order of samples", "[run][long]") {
+  damage_format_1(1);
+}
 TEST_CASE("a run.json without a checksum, of an older version, is read; damage does not change the order of samples",
           "[run]") {
-  const Options o = recorded_example();
-  const std::string text = format_1(o);
-  for_each_damage(text, 1, [&](const std::string& changed) {
-    try {
-      const RunRecord record = parse_run_record(changed, "OUT/run.json");
-      if (record.options.contains("--shuffle")) REQUIRE(shuffled(record.options));  // else it is refused later
-      if (record.options == json(options_json(o))) return;
-      // What must match is compared with the command line; what has gone, or is not text, has its default there.
-      option_changes("OUT/run.json", record.options, o);
-    } catch (const Error& error) {
-      REQUIRE(std::string(error.what()).find("OUT/run.json") != std::string::npos);
-    }
-  });
+  damage_format_1(5);
+  const std::string text = format_1(recorded_example());
   auto refused = [&](const std::string& from, const std::string& to, const std::string& why) {
     REQUIRE_ERROR(parse_run_record(std::string(text).replace(text.find(from), from.size(), to), "OUT/run.json"), why);
   };

@@ -28,6 +28,7 @@ class Sleeper {
     pid_ = fork();
     REQUIRE(pid_ >= 0);
     if (pid_ == 0) {
+      std::signal(SIGHUP, SIG_DFL);  // nohup may have it ignored
       note_stop_signals();
       sigset_t all, none;
       sigfillset(&all), sigemptyset(&none);
