@@ -257,7 +257,7 @@ SMOKE := $(if $(CUDA),smoke_cpu,$(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),
 smoke: train_gpt smoke-other
 smoke-other: $(SMOKE:%=build/%.ok) $(if $(CUDA),build/all_kernels.o)
 	@echo 'smoke: train_gpt.cu compiles with $(firstword $(COMPILER_$(DEVICE))) and $(if $(SMOKE),with \
-	  $(firstword $(COMPILER_$(lastword $(subst _, ,$(SMOKE))))),was not tried with nvcc$(comma) which is not here)'
+	  $(firstword $(COMPILER_$(lastword $(subst _, ,$(SMOKE)))))$(if $(filter smoke_cuda,$(SMOKE)), (its kernels for the GPU)),was not tried with nvcc$(comma) which is not here)'
 build/smoke_cpu.ok: train_gpt.cu build/smoke_cpu.flags
 	$(COMPILER_cpu) $(call FLAGS_cpu,-O0) -fsyntax-only -MMD -MP -MF build/smoke_cpu.d -MT $@ $< && touch $@
 build/smoke_cuda.ok build/whole_cuda.ok: train_gpt.cu test/cuda/all_kernels.cu build/smoke_cuda.flags
@@ -332,14 +332,15 @@ PORTABLE_OPS := llmc/ops/cpu/sets/portable.cpp llmc/ops/cpu/sets/stand_ins.cpp
 CUDA_TEST_FLAGS = -std=c++20 -Og $(ARCH_FLAGS) -DTRAIN_GPT_CUDA -DTRAIN_GPT_NCCL -Illmc -Itest -Itest/cuda_on_cpu -I. -Wall -Wextra \
                   -Wno-unknown-pragmas -Wno-unused-parameter -Wno-restrict -fno-strict-aliasing \
                   -fno-omit-frame-pointer $(LAVISH) $(CPPFLAGS) $(CXXFLAGS)
+EMULATOR_LEVEL := -O2
 # -rdynamic: kernels are named by their symbols. Sorted: otherwise g++ 12's sanitizers miss the lines of some templates.
 CUDA_TEST_LINK_FLAGS := -fopenmp -rdynamic -Wl,--sort-section=name
 # Null pointers, object bounds and sums of addresses are left to AddressSanitizer, which detects what they lead to: those
-# checks take longest to compile. The tests of the trainer and the emulator leave all pointer checks to it; the kernels have
-# them in their own tests. Their reports name lines of the source: nothing else needs debugging information.
+# checks take longest to compile. The tests of the trainer leave all pointer checks to it; the kernels have them in their
+# own tests. Their reports name lines of the source: nothing else needs debugging information.
 SANITIZE_asan := -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,nonnull-attribute,returns-nonnull-attribute \
                  -fno-sanitize=pointer-overflow -fno-sanitize-recover=undefined
-build/asan/trainer.o build/asan/emulator.o: SANITIZE_ASAN_MORE := -fno-sanitize=alignment,vptr
+build/asan/trainer.o: SANITIZE_ASAN_MORE := -fno-sanitize=alignment,vptr
 SANITIZE_tsan := -g1 -fsanitize=thread
 
 $(CUDA_TESTS:%=build/cuda/%.cpp): build/cuda/%.cpp: FORCE
@@ -354,7 +355,7 @@ $(CUDA_TESTS:%=build/$1/%.o): build/$1/%.o: build/cuda/%.cpp build/cuda_test.fla
 build/$1/llmc/%.o: llmc/%.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($1)'
 	@$$(CXX) $(SANITIZE_$1) $$(CUDA_TEST_FLAGS) -O1 -MMD -MP -c $$< -o $$@
-build/$1/test/cuda_on_cpu/%.o: FASTER := -O2
+build/$1/test/cuda_on_cpu/%.o: FASTER := $(EMULATOR_LEVEL)
 build/$1/test/cuda_on_cpu/runtime/%.o build/$1/test/cuda_on_cpu/nccl/%.o: FASTER :=
 build/$1/test/%.o: test/%.cpp build/cuda_test.flags
 	@mkdir -p $$(@D) && echo '$$< ($1)'
@@ -390,7 +391,7 @@ build/emulated/ladders build/emulated/op_table: $(STAND_INS:%.cpp=build/emulated
 	@$(CXX) $(CUDA_TEST_LINK_FLAGS) $(filter %.o,$^) -o $@ $(LDFLAGS) -lboost_context $(REQUIRED_LIBS)
 
 build/cuda_test.flags: FORCE
-	$(call text_file,$(CXX) $(CUDA_TEST_FLAGS) $(SANITIZE_asan) $(SANITIZE_tsan) $(CXX_VERSION) $(CATCH2_VERSION) $(BOOST_VERSION))
+	$(call text_file,$(CXX) $(CUDA_TEST_FLAGS) $(EMULATOR_LEVEL) $(SANITIZE_asan) $(SANITIZE_tsan) $(CXX_VERSION) $(CATCH2_VERSION) $(BOOST_VERSION))
 build/cuda_test_link.list: FORCE
 	$(call text_file,$(STAND_INS) $(CUDA_TEST_LINK_FLAGS) $(LDFLAGS))
 

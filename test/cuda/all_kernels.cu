@@ -1,5 +1,5 @@
-// all_kernels.cu: every kernel, in every instantiation that its launcher uses. `make smoke` compiles it with nvcc, for
-// warnings; dev/cuda/kernel_resources.sh lists each kernel's resources; nothing links it.
+// all_kernels.cu: every kernel, in every instantiation that its launcher uses. `make smoke` compiles it with nvcc,
+// which for the GPU sees these alone; dev/cuda/kernel_resources.sh lists each kernel's resources; nothing links it.
 #include "ops/cuda/attention.cuh"
 #include "ops/cuda/attention_cudnn.cuh"
 #include "ops/cuda/column_sum.cuh"
@@ -35,6 +35,7 @@ void all_kernels(T* x, float* f, double* d, int32_t* ids, int64_t N, int64_t C, 
   residual_forward(x, x, x, N, stream);
   convert(x, f, N, stream);
   convert(f, x, N, stream);
+  convert(x, x, N, stream);
   copy_box(x, {}, x, {}, {N, N, C}, stream);
   copy_box(x, {}, f, {}, {N, N, C}, stream);
   copy_box(f, {}, x, {}, {N, N, C}, stream);

@@ -419,6 +419,10 @@ TEST_CASE("the emulated cuBLASLt refuses what the library refuses", "[matmul][cu
   alignas(16) bf16 on_host[8 * 24];
   REQUIRE_THROWS_WITH(product.run({sum, on_host, b, nullptr, workspace}, nullptr),
                       ContainsSubstring("not device memory"));
+  REQUIRE_THROWS_WITH(product.run({b + 256, a, b, nullptr, workspace}, nullptr),  // its end
+                      ContainsSubstring("cublasLtMatmul, A overlaps D"));
+  REQUIRE_THROWS_WITH(product.run({a + 64, a, b, nullptr, workspace}, nullptr),
+                      ContainsSubstring("cublasLtMatmul, B overlaps D"));
 
   // An invalid algorithm, from a file.
   std::string text = plans.exported();

@@ -161,8 +161,7 @@ struct Arrays {
 // Rounds to TF32: 10 mantissa bits, to nearest.
 float tf32(float x) { return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + 0x1000u) & 0xffffe000u); }
 
-constexpr int64_t side_by_side =
-    16;  // rows of a column whose sums are added at the same time: a vector register or two
+constexpr int64_t side_by_side = 16;  // rows of a column whose sums are added at the same time
 using Sums = std::array<float, side_by_side>;
 
 template <class In, class Out, class Part>
@@ -266,8 +265,8 @@ void each_column(const void* first, const cublasLtMatrixLayout& layout, F f) {
       f(static_cast<char*>(const_cast<void*>(first)) + (i * layout.stride + j * layout.ld) * size,
         static_cast<size_t>(layout.rows * size));
 }
-// What a product reads and writes, for ThreadSanitizer. (Its own variables are on the stack of the host thread that
-// runs the task, perhaps another host's.)
+// What a product reads and writes, for ThreadSanitizer. (It is not observed itself: its variables are on the stack of
+// the host thread that runs the task, perhaps another host's.)
 void observe(const Problem& p, const Arrays& arrays, const Algorithm& algorithm) {
   if (!cuda_on_cpu::thread_sanitizer) return;
   using cuda_on_cpu::observe_read, cuda_on_cpu::observe_write;
@@ -289,6 +288,20 @@ void observe(const Problem& p, const Arrays& arrays, const Algorithm& algorithm)
   }
   observe_write(arrays.workspace, p.workspace(algorithm));
   each_column(arrays.d, p.d, observe_write);
+}
+
+// A product may write C, but no byte of what it multiplies: threads that read late would get a sum.
+void require_apart(const void* read, const cublasLtMatrixLayout& layout, const void* d,
+                   const cublasLtMatrixLayout& d_layout, const char* what) {
+  std::vector<std::pair<char*, char*>> of[2];
+  each_column(read, layout, [&](char* column, size_t bytes) { of[0].emplace_back(column, column + bytes); });
+  each_column(d, d_layout, [&](char* column, size_t bytes) { of[1].emplace_back(column, column + bytes); });
+  for (auto& columns : of) std::sort(columns.begin(), columns.end());
+  for (size_t i = 0, j = 0; i < of[0].size() && j < of[1].size();) {
+    const auto &x = of[0][i], &y = of[1][j];
+    if (x.second > y.first && y.second > x.first) throw cuda_on_cpu::Failure(std::string(what) + " overlaps D");
+    ++(x.second <= y.first ? i : j);
+  }
 }
 
 template <class Object, class... Values>
@@ -462,6 +475,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
   require_matrix(b, *b_layout, "cublasLtMatmul, B");
   require_matrix(c, *c_layout, "cublasLtMatmul, C");
   require_matrix(d, *d_layout, "cublasLtMatmul, D");
+  require_apart(a, *a_layout, d, *d_layout, "cublasLtMatmul, A");
+  require_apart(b, *b_layout, d, *d_layout, "cublasLtMatmul, B");
   if (has_bias)
     cuda_on_cpu::require_device_memory(operation->bias, static_cast<size_t>(problem.m) * size_of(d_layout->type),
                                        "cublasLtMatmul, bias");

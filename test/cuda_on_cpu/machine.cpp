@@ -267,7 +267,6 @@ void Machine::prepare_threads() {
   std::fill_n(threads_.begin(), size_, nullptr);
   for (unsigned word = 0; word < ready_.size(); ++word)
     ready_[word] = 64 * word >= size_ ? 0 : ~uint64_t{0} >> (64 * (word + 1) <= size_ ? 0 : 64 * (word + 1) - size_);
-  picked_.reset();
   warp_waiting_ = {};
   block_waiting_ = 0;
   unfinished_ = size_;

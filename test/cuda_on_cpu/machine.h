@@ -142,7 +142,7 @@ class Machine {
   std::array<uint64_t, max_block_threads / 64> ready_{};  // a bit for each thread
   std::array<unsigned, max_block_threads / 32> warp_waiting_{};
   unsigned block_waiting_ = 0, last_ = 0;
-  std::optional<unsigned> picked_;  // the next thread, if the one that waits has chosen it and it has not begun
+  std::optional<unsigned> picked_;  // by the thread that waits, for the scheduler: one that has not begun; size_: none
   Thread* running_ = nullptr;
   std::exception_ptr error_;
   std::mt19937_64 random_;

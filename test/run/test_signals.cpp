@@ -20,6 +20,18 @@ std::string tiny(const std::string& out, const std::string& more) {
          out + " " + more;
 }
 
+// SIGHUP as it is without nohup, also for the processes that begin meanwhile.
+class NoNohup {
+ public:
+  NoNohup() : before_(std::signal(SIGHUP, SIG_DFL)) {}
+  ~NoNohup() { std::signal(SIGHUP, before_); }
+  NoNohup(const NoNohup&) = delete;
+  NoNohup& operator=(const NoNohup&) = delete;
+
+ private:
+  void (*before_)(int);
+};
+
 // A process that only records stop signals, and says so.
 class Sleeper {
  public:
@@ -28,7 +40,6 @@ class Sleeper {
     pid_ = fork();
     REQUIRE(pid_ >= 0);
     if (pid_ == 0) {
-      std::signal(SIGHUP, SIG_DFL);  // nohup may have it ignored
       note_stop_signals();
       sigset_t all, none;
       sigfillset(&all), sigemptyset(&none);
@@ -74,6 +85,7 @@ void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms
 
 TEST_CASE("signals that repeat the first within a second are one stop request; a later one kills the process at once",
           "[run][failures]") {
+  const NoNohup none;
   for (const int again : {SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGHUP}) {
     Sleeper sleeper;
     const auto begin = std::chrono::steady_clock::now();
@@ -106,6 +118,7 @@ TEST_CASE("a Ctrl-C that is delivered twice saves the run", "[run][failures]") {
 }
 
 TEST_CASE("every signal that asks for a stop saves the run", "[run][failures]") {
+  const NoNohup none;
   for (const StopSignal& signal : stop_signals) {
     const TempDir dir;
     const ProgramResult r = run_program(
