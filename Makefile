@@ -253,11 +253,13 @@ build/build_info.h: FORCE
 # kernels that no trainer calls yet, and optimises nothing: this is only for its errors and warnings. smoke_cuda has the
 # kernels alone for the GPU, since reading the host's code a second time takes as long as all the rest; `make test-long`
 # has whole_cuda in its place, which compiles for the GPU what a build for it does.
-SMOKE := $(if $(CUDA),smoke_cpu,$(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),$(if $(LONG),whole,smoke)_cuda))
+OTHER := $(if $(CUDA),cpu,$(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),cuda))
+SMOKE := $(if $(OTHER),$(if $(and $(LONG),$(filter cuda,$(OTHER))),whole,smoke)_$(OTHER))
 smoke: train_gpt smoke-other
 smoke-other: $(SMOKE:%=build/%.ok) $(if $(CUDA),build/all_kernels.o)
-	@echo 'smoke: train_gpt.cu compiles with $(firstword $(COMPILER_$(DEVICE))) and $(if $(SMOKE),with \
-	  $(firstword $(COMPILER_$(lastword $(subst _, ,$(SMOKE)))))$(if $(filter smoke_cuda,$(SMOKE)), (its kernels for the GPU)),was not tried with nvcc$(comma) which is not here)'
+	@echo 'smoke: train_gpt.cu compiles with $(firstword $(COMPILER_$(DEVICE))) and $(if $(OTHER),with \
+	  $(firstword $(COMPILER_$(OTHER))),was not tried with nvcc$(comma) which is not \
+	  here)$(if $(filter smoke_cuda,$(SMOKE)),$(comma) for the GPU the kernels alone)'
 build/smoke_cpu.ok: train_gpt.cu build/smoke_cpu.flags
 	$(COMPILER_cpu) $(call FLAGS_cpu,-O0) -fsyntax-only -MMD -MP -MF build/smoke_cpu.d -MT $@ $< && touch $@
 build/smoke_cuda.ok build/whole_cuda.ok: train_gpt.cu test/cuda/all_kernels.cu build/smoke_cuda.flags

@@ -14,6 +14,7 @@
 #include <numbers>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/dtype.h"
@@ -207,11 +208,14 @@ void multiply(const Problem& p, const Arrays& arrays, int64_t parts, bool in_pla
     return sums;
   };
   const auto put = [&](int64_t i, int64_t j, auto sum_of_part) {
-    float sum = parts == 1 || in_place ? sum_of_part(0) : 0;
-    for (int64_t part = 0; part < parts && parts > 1 && !in_place; ++part) {
-      Part& kept = partial[(part * p.n + j) * p.m + i];
-      kept = Part(sum_of_part(part));
-      sum += static_cast<float>(kept);
+    float sum = sum_of_part(0);
+    if (parts > 1 && !in_place) {
+      sum = 0;
+      for (int64_t part = 0; part < parts; ++part) {
+        Part& kept = partial[(part * p.n + j) * p.m + i];
+        kept = Part(sum_of_part(part));
+        sum += static_cast<float>(kept);
+      }
     }
     float value = arrays.alpha * sum;
     if (arrays.beta != 0) value += arrays.beta * static_cast<float>(c[i + j * p.d.ld]);
