@@ -398,7 +398,12 @@ class Training {
     r_.trace.report_missing();
     if (early.kind == NewsKind::lost) end_lost(early.reason);
     if (early.kind == NewsKind::unreadable) end_unreadable(early.reason);
-    if (progress_.done > 0) milestones_.save({.because = Because::end});
+    if (progress_.done > 0) {
+      if (r_.checkpoints.last() != checkpoint_path(o_.out_dir, progress_.done))
+        log_.line(formatted("{}: saving step {}{}{}", early.reason, progress_.done, r_.checkpoints.cost_text(),
+                            got_stop_signal() ? "; Ctrl-C ends the run at once, without it" : ""));
+      milestones_.save({.because = Because::end});
+    }
     throw SharedError(formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}",
                                 early.reason, progress_.done, job_.max_steps, r_.saved_to(), left_out_to_resume(o_),
                                 after_ == After::start && progress_.done == r_.first && comes_again(early.reason)
@@ -431,6 +436,7 @@ class Training {
   void restore(const ResumePoint& from) {
     progress_ = resumed_progress(from, job_);
     changed_data_ = accept_changed_data(from, job_, progress_);
+    if (job_.takes_long_to_read()) log_.line(formatted("loading {}", from.path));
     load_checkpoint(from.path, job_.step.model, r_.run.trainer.state(), r_.run.stream,
                     options_from_record(from.path + "/trainer.json", member(from.trainer, "options")).optimizer);
     r_.run.trainer.set_expert_biases(progress_.expert_biases);

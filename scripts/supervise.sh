@@ -108,14 +108,16 @@ min_hosts=${min_hosts:-$wanted}
 # ---- Signals ---------------------------------------------------------------------------------------------------------
 
 running='' sleeper=''   # processes of the command; `sleep`
-stopped_by='' interrupted=''   # the first signal; one has come just now
+stopped_by='' interrupted='' ctrl_c=0   # the first signal; one has come just now; how many Ctrl-C have come
 stop() { # SIGNAL
+  [ "$1" != INT ] || ctrl_c=$((ctrl_c + 1))
   stopped_by=${stopped_by:-$1} interrupted=yes
   [ -z "$running" ] || pass_on "$1"
   [ -z "$sleeper" ] || kill "$sleeper" 2>/dev/null || :   # it may have come just before `wait`
 }
 pass_on() { # SIGNAL
-  [ "$1" != INT ] || set -- TERM   # commands in a script's background are started without SIGINT
+  # Commands in a script's background are started without SIGINT; a trainer takes it, and ends at once by the second.
+  [ "$1" != INT ] || [ $ctrl_c -gt 1 ] || set -- TERM
   case ${command[0]##*/} in mpirun | mpirun.* | mpiexec | mpiexec.* | orterun | prterun | srun) set -- USR1 ;; esac
   # shellcheck disable=SC2086    # a list
   kill -s "$1" $running 2>/dev/null || :

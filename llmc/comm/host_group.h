@@ -1,5 +1,6 @@
 // host_group.h: a group of ranks whose hosts send each other texts; comm.h adds the tensors.
 #pragma once
+#include "comm/mesh.h"
 #include "comm/ring.h"
 #include "core/check.h"
 #include "core/threads.h"
@@ -110,14 +111,40 @@ class HostGroup {
     }
   }
   // Around a ring, in which a rank passes on what it has received: it is connected with its two neighbours, while
-  // connections between all pairs would be more than large groups can have.
+  // connections between all pairs would be more than large groups can have. More than most_in_one_ring do so in two
+  // tiers, along rows, and along columns with all texts of a row at once: of 4096 ranks each waits for 126, not 4095.
   std::vector<std::string> exchange_text(const std::string& text) {
-    const int P = size(), next = ring::detail::wrap(rank() + 1, P), previous = ring::detail::wrap(rank() - 1, P);
-    std::vector<std::string> all(static_cast<size_t>(P), text);
-    if (!transport_->moves_data()) return all;
+    const int P = size(), length = P > most_in_one_ring ? row_length(P) : P;
+    if (!transport_->moves_data()) return std::vector<std::string>(static_cast<size_t>(P), text);
     const Attending attending(place_.get(), "exchange", "", formatted("\"{}\"", text.substr(0, text.find('\n'))));
-    const auto of = [&](int r) -> std::string& { return all[static_cast<size_t>(ring::detail::wrap(r, P))]; };
-    for (int s = 1; s < P; ++s) exchange_texts(next, of(rank() - s + 1), previous, of(rank() - s));
+    std::vector<std::string> all = around_ring(length, rank() / length * length, 1, text);
+    if (length == P) return all;
+    std::string row;
+    for (const std::string& t : all) {
+      const uint64_t bytes = t.size();
+      row.append(reinterpret_cast<const char*>(&bytes), sizeof bytes) += t;
+    }
+    all.clear();
+    for (const std::string& texts : around_ring(P / length, rank() % length, length, row)) {
+      size_t at = 0;
+      for (int i = 0; i < length; ++i) {
+        uint64_t bytes = 0;
+        const bool whole = texts.size() - at >= sizeof bytes;
+        if (whole) std::memcpy(&bytes, texts.data() + at, sizeof bytes);
+        CHECK(whole && bytes <= texts.size() - at - sizeof bytes, "{}: the texts of a row of ranks break off", name_);
+        all.push_back(texts.substr(at + sizeof bytes, bytes));
+        at += sizeof bytes + bytes;
+      }
+    }
+    return all;
+  }
+  // The texts of `n` ranks, of which this is one: `first`, and others `stride` apart.
+  std::vector<std::string> around_ring(int n, int first, int stride, const std::string& text) {
+    std::vector<std::string> all(static_cast<size_t>(n), text);
+    const int me = (rank() - first) / stride;
+    const auto rank_of = [&](int i) { return first + ring::detail::wrap(i, n) * stride; };
+    const auto of = [&](int i) -> std::string& { return all[static_cast<size_t>(ring::detail::wrap(i, n))]; };
+    for (int s = 1; s < n; ++s) exchange_texts(rank_of(me + 1), of(me - s + 1), rank_of(me - 1), of(me - s));
     return all;
   }
 };

@@ -147,8 +147,8 @@ enum class View : uint8_t {
 // The runs that need a group; in all others each rank is alone in it.
 enum class Needed : uint8_t { always, with_experts, with_matrices, asynchronous, many_ranks };
 
-// A ring's latency grows with its ranks. More than this many gather their scalars in two tiers: along rows of about as
-// many ranks as there are rows, then along columns.
+// A ring's latency grows with its ranks. More than this many gather their scalars and texts in two tiers: along rows of
+// about as many ranks as there are rows, then along columns.
 inline constexpr int most_in_one_ring = 64;
 constexpr int row_length(int ranks) {
   int length = 1;

@@ -143,6 +143,7 @@ class File {
   // Waits for these bytes, if they are being written to disk, and reports an error of that.
   void end_write_back(int64_t offset, int64_t bytes) const { hint(offset, bytes, SYNC_FILE_RANGE_WAIT_BEFORE); }
 
+  void truncate(int64_t bytes) const { check(::ftruncate(fd_.fd(), bytes) == 0, "truncate"); }
   void sync() { check(::fsync(fd_.fd()) == 0, "fsync"); }
   // Syncs to disk, then closes.
   void sync_and_close() {
@@ -185,33 +186,61 @@ class File {
   Descriptor fd_;
 };
 
-// A cache of files open for reading: the most recently used stay open, within the limit of the process. Thread-safe.
+// A cache of files open for reading. The most recently used of all caches stay open, within half of the process's
+// limit, whose other half is for everything else. Thread-safe.
 class OpenFiles {
  public:
-  explicit OpenFiles(size_t most = default_most()) : most_(most) {}
+  OpenFiles() = default;
+  OpenFiles(const OpenFiles&) = delete;
+  OpenFiles& operator=(const OpenFiles&) = delete;
+  ~OpenFiles() {
+    const std::lock_guard lock(all().mutex);
+    for (auto place = all().places.lower_bound({this, ""});
+         place != all().places.end() && place->first.first == this;) {
+      all().files.erase(place->second);
+      place = all().places.erase(place);
+    }
+  }
 
   std::shared_ptr<const File> open_read(const std::string& path) {
-    std::lock_guard lock(mutex_);
-    auto found = std::find_if(files_.begin(), files_.end(), [&](const auto& file) { return file->path() == path; });
-    if (found == files_.end()) {
-      if (files_.size() >= most_) files_.pop_back();  // stays open for a thread still reading it
-      found = files_.insert(files_.begin(), std::make_shared<const File>(File::open_read(path)));
+    const Key key(this, path);
+    if (std::shared_ptr<const File> file = find(key)) return file;
+    auto file = std::make_shared<const File>(File::open_read(path));  // may take long, so others do not wait for it
+    const std::lock_guard lock(all().mutex);
+    if (const auto place = all().places.find(key); place != all().places.end()) return place->second->second;
+    while (!all().files.empty() && all().files.size() >= most()) {
+      all().places.erase(all().files.back().first);
+      all().files.pop_back();  // stays open for a thread still reading it
     }
-    files_.splice(files_.begin(), files_, found);
-    return files_.front();
+    all().files.emplace_front(key, file);
+    all().places.emplace(key, all().files.begin());
+    return file;
   }
 
  private:
-  // Every --data and --val has a cache: 16 of them take half of the limit; the rest is for everything else.
-  static size_t default_most() {
+  using Key = std::pair<const OpenFiles*, std::string>;  // the cache and the path
+  using Files = std::list<std::pair<Key, std::shared_ptr<const File>>>;
+  struct All {
+    std::mutex mutex;
+    Files files;  // most recently used first
+    std::map<Key, Files::iterator> places;
+  };
+  static All& all() {
+    static All files;
+    return files;
+  }
+  static size_t most() {
     rlimit limit{};
     const bool known = ::getrlimit(RLIMIT_NOFILE, &limit) == 0;
-    return std::clamp<size_t>((known ? limit.rlim_cur : 256) / 32, 1, 256);
+    return std::clamp<size_t>((known ? limit.rlim_cur : 256) / 2, 1, 4096);
   }
-
-  size_t most_;
-  std::mutex mutex_;
-  std::list<std::shared_ptr<const File>> files_;  // most recently used first
+  static std::shared_ptr<const File> find(const Key& key) {
+    const std::lock_guard lock(all().mutex);
+    const auto place = all().places.find(key);
+    if (place == all().places.end()) return nullptr;
+    all().files.splice(all().files.begin(), all().files, place->second);
+    return place->second->second;
+  }
 };
 
 // Reads a whole file, of at most `most` bytes.

@@ -95,12 +95,20 @@ inline std::optional<nlohmann::json> try_parse_json(std::string_view text) {
   return built.fault.empty() ? std::optional(std::move(built.root)) : std::nullopt;
 }
 
+// Of a file: the largest are tokenizers, some tens of MB, and records of runs with many inputs.
+inline constexpr int64_t most_json_bytes = int64_t{256} << 20;
+
 // Reads a file that holds a JSON object; errors begin with `option` and its path.
 inline nlohmann::json read_json(const std::string& path, const std::string& option = "") {
-  constexpr int64_t most_bytes = int64_t{256} << 20;  // the largest are tokenizers, some tens of MB
-  nlohmann::json json = parse_json(read_text(path, most_bytes), option + path);
+  nlohmann::json json = parse_json(read_text(path, most_json_bytes), option + path);
   CHECK(json.is_object(), "{}{}: expected a JSON object, found {}; the file is damaged", option, path, json);
   return json;
+}
+
+// Appends a member to an object that has none of this name, which is not looked for: the library's own operator[]
+// takes as long as there are members.
+inline void append_member(nlohmann::ordered_json& object, const std::string& name, nlohmann::ordered_json value) {
+  object.get_ref<nlohmann::ordered_json::object_t&>().emplace_back(name, std::move(value));
 }
 
 // A member of an object; null: it is no object, or has no such member.

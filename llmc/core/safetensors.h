@@ -29,7 +29,8 @@ class SafetensorsWriter {
       const char* dtype = nullptr;
       for (const auto& [d, name] : detail::safetensors_dtypes)
         if (d == t.dtype) dtype = name;
-      header[t.name] = {{"dtype", dtype}, {"shape", t.shape}, {"data_offsets", {left_, left_ + t.bytes()}}};
+      append_member(header, t.name,
+                    {{"dtype", dtype}, {"shape", t.shape}, {"data_offsets", {left_, left_ + t.bytes()}}});
       left_ += t.bytes();
     }
     std::string text = header.dump();

@@ -1,6 +1,7 @@
 // signals.h: requests to stop. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 (batch systems send one of these before a
-// job ends) are recorded and polled between micro-batches; another signal more than a second after the first ends the
-// process at once. A time limit is polled in the same way.
+// job ends) are recorded and polled between micro-batches. A Ctrl-C more than a second after the first signal ends the
+// process at once; others do not, since batch systems send one after another while a run saves, and SIGKILL in the end.
+// A time limit is polled in the same way.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -47,7 +48,7 @@ inline void note_stop_signals() {
     if (detail::signal_received == 0) {
       detail::signal_time = now;
       detail::signal_received = signal;
-    } else if (now - detail::signal_time > 1'000'000'000) {
+    } else if (signal == SIGINT && now - detail::signal_time > 1'000'000'000) {
       std::signal(signal, SIG_DFL);  // takes effect when this handler returns
       std::raise(signal);
     }  // else a duplicate: a terminal and mpirun both deliver one Ctrl-C
@@ -65,6 +66,8 @@ inline void note_stop_signals() {
   std::signal(SIGPIPE, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);  // a file larger than ulimit -f fails like one on a full disk
 }
+
+inline bool got_stop_signal() { return detail::signal_received != 0; }
 
 // Will this reason (StopCondition) stop the run again after it is restarted?
 inline bool comes_again(const std::string& reason) {

@@ -48,13 +48,8 @@ class ChunkReader {
       : paths_(std::move(paths)), cut_(std::move(cut)), at_(begin) {
     if (at_.offset == 0 || at_.file == std::ssize(paths_)) return;
     open();
-    std::string skipped(chunk_bytes, '\0');
-    for (int64_t left = at_.offset; left > 0;) {
-      const size_t n = file_->read(skipped.data(), static_cast<size_t>(std::min<int64_t>(left, chunk_bytes)));
-      CHECK(n > 0, "{}: ends before byte {} of its text, where reading is to go on: it has changed", file_->path(),
-            at_.offset);
-      left -= static_cast<int64_t>(n);
-    }
+    CHECK(file_->skip(at_.offset) == at_.offset,
+          "{}: ends before byte {} of its text, where reading is to go on: it has changed", file_->path(), at_.offset);
   }
 
   // The next chunk; none: all files have been read.

@@ -49,6 +49,24 @@ class TextFile {
     return done;
   }
 
+  // Skips the next bytes of the text; returns how many: fewer than `n` only at the end. Reads nothing of plain text.
+  int64_t skip(int64_t n) {
+    if (kind_ == Kind::plain) {
+      const int64_t at = in_file_ - static_cast<int64_t>(in_end_ - in_at_);
+      in_at_ = in_end_ = 0;
+      in_file_ = at + std::min(n, size_ - at);
+      return in_file_ - at;
+    }
+    std::string skipped(block_bytes, '\0');
+    int64_t done = 0;
+    while (done < n) {
+      const size_t some = read(skipped.data(), static_cast<size_t>(std::min<int64_t>(n - done, block_bytes)));
+      if (some == 0) break;
+      done += static_cast<int64_t>(some);
+    }
+    return done;
+  }
+
  private:
   enum class Kind : uint8_t { plain, gzip, zstd };
   struct Other {

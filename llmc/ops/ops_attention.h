@@ -131,7 +131,8 @@ struct RowStatistics {
 // key-value head h / (Hq / Hkv).
 // out (B queries.length, Hq D); q (B queries.length, Hq D or more): the first heads of a row; kv (B keys.length, 2 Hkv
 // D or more): the last ones, keys and then values; positions (B queries.length) int32, for packed documents, which must
-// not attend to each other: a row at position p sees itself and the p keys before it; or an empty tensor
+// not attend to each other: a row at position p sees itself and the p keys before it; or an empty tensor. For the
+// backward no row may see an earlier key than the row before it does
 inline void attention_forward(Tensor out, RowStatistics rows, Tensor q, Tensor kv, Tensor positions,
                               const AttentionBlock& block, Stream& stream) {
   detail::check_attention("attention_forward", out, rows.lse, q, kv, positions, block);

@@ -4,6 +4,7 @@
 #pragma once
 #include <filesystem>
 
+#include "core/signals.h"
 #include "net/meeting/secret.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/options/options.h"
@@ -100,12 +101,15 @@ inline std::vector<std::vector<size_t>> divide_into_files(const std::vector<Tens
   return files;
 }
 
-// Appends the mean of one tensor, a piece at a time.
+// Appends the mean of one tensor, a piece at a time. Ends if the process is asked to stop.
 inline void write_mean(SafetensorsWriter& out, const TensorInfo& mean, const std::vector<Averaged>& models,
                        size_t tensor) {
   constexpr int64_t most = 1 << 20;
   const int64_t n = mean.numel();
+  const StopCondition stop(std::nullopt, Clock::now(), 0);
   for (int64_t begin = 0; begin < n; begin += most) {
+    if (const std::string why = stop.reason(); !why.empty())
+      throw Error(formatted("--average was stopped by {}: nothing is written", why), ExitStatus::requeue);
     const int64_t count = std::min(most, n - begin);
     std::vector<double> sum(static_cast<size_t>(count));
     for (const Averaged& m : models)
@@ -132,14 +136,14 @@ inline void write_average(const std::string& directory, const std::vector<Averag
   for (size_t i = 0; i < first.tensors.size(); ++i)
     tensors.push_back(
         {first.tensors[i].name, first.dtype(i) == DType::fp16 ? DType::fp32 : first.dtype(i), first.tensors[i].shape});
-  nlohmann::ordered_json records, places;
+  nlohmann::ordered_json records, places = nlohmann::ordered_json::object();
   const std::vector<std::vector<size_t>> files = divide_into_files(tensors);
   int64_t bytes = 0;
   for (size_t f = 0; f < files.size(); ++f) {
     const std::string name =
         files.size() == 1 ? "model.safetensors" : formatted("model-{:05}-of-{:05}.safetensors", f + 1, files.size());
     std::vector<TensorInfo> in_file;
-    for (const size_t i : files[f]) in_file.push_back(tensors[i]), places[tensors[i].name] = name;
+    for (const size_t i : files[f]) in_file.push_back(tensors[i]), append_member(places, tensors[i].name, name);
     SafetensorsWriter out(directory + "/" + name, in_file);
     for (const size_t i : files[f]) write_mean(out, tensors[i], models, i), bytes += tensors[i].bytes();
     records[name] = out.finish().to_json();
@@ -182,6 +186,7 @@ inline void run_average(const Options& o) {
     bytes += TensorInfo{"", models[0].dtype(i), models[0].tensors[i].shape}.bytes();
   detail::require_space(parent, bytes);
 
+  note_stop_signals();
   const std::string temporary = formatted("{}/.tmp-{}", parent, random_token());
   std::error_code error;
   std::filesystem::create_directory(temporary, error);

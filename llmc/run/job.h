@@ -147,6 +147,7 @@ struct Job {
     }
   }
   int64_t checkpoint_bytes() const { return llmc::checkpoint_bytes(step.model, step.precision, step.layout.zero); }
+  bool takes_long_to_read() const { return checkpoint_bytes() >= int64_t{1} << 30; }  // seconds, even from a fast disk
   double flops_per_step() const {
     return training_flops_per_token(step.model, options.seq_len) * static_cast<double>(step.tokens());
   }

@@ -25,7 +25,10 @@ namespace detail {
 // validation.
 inline void find_start(Start& start, const Job& job, const CheckpointCheck& check, Log& log) {
   const Options& o = job.asked;
-  start.resume = start.directory->resume_point(log, o, check);
+  start.resume = start.directory->resume_point(log, o, [&](const std::string& path, Part part) {
+    if (job.takes_long_to_read()) log.line(formatted("checking {}, {}", path, human_bytes(job.checkpoint_bytes())));
+    return check(path, part);
+  });
   start.shuffled = start.directory->shuffled_before();
   start.rollbacks = start.directory->rollbacks();
   if (!start.resume) return;

@@ -119,7 +119,7 @@ inline RollbackLine roll_back(const Processes& processes, const Start& start, co
   job->rollbacks.push_back(
       {from, spike.step, spike.loss, spike.grad_norm, samples, recipe_checksum(job->course.recipe())});
   together(processes, "the earlier step", [&] {
-    if (processes.process() == 0) start.directory->roll_back(log, to, job->rollbacks);
+    if (processes.process() == 0) start.directory->roll_back(log, to, job->rollbacks, job->asked.keep_checkpoints == 0);
     job.emplace(resume ? resumed_job(*job, *resume, log) : job_from_beginning(*job));
   });
   return {to, spike.step, spike.loss, spike.grad_norm, resume ? resume->path : "", first, samples};

@@ -374,17 +374,23 @@ class Tokenization {
     record_.position = encoded.end;
     progress_->show(static_cast<double>(encoded.bytes_read),
                     static_cast<double>(record_.text_bytes - text_bytes_before_), record_.tokens);
-    const auto now = Clock::now();
-    if (std::chrono::duration<double>(now - last_record_).count() < job_.record_seconds) return;
+    if (seconds_since(last_record_) < std::max(job_.record_seconds, 20 * record_took_)) return;
+    const auto begin = Clock::now();
     write_record();
-    last_record_ = now;
+    record_took_ = seconds_since(begin);
+    last_record_ = Clock::now();
   }
 
   void write_record() {
     writer_->sync();
-    const std::string next = record_path_ + ".new";
+    const std::string next = record_path_ + ".new", text = record_.to_json().dump(1) + "\n";
+    CHECK(
+        std::ssize(text) <= most_json_bytes,
+        "--tokenize: its record {} would have {} bytes, more than the {} that are read again: it names {} files; give "
+        "fewer at a time, or join them",
+        record_path_, text.size(), most_json_bytes, record_.inputs.size());
     try {
-      write_text_durably(next, record_.to_json().dump(1) + "\n");
+      write_text_durably(next, text);
       rename_path(next, record_path_);
     } catch (...) {
       std::remove(next.c_str());
@@ -416,6 +422,7 @@ class Tokenization {
   std::exception_ptr fault_;
   std::string stopped_;
   Clock::time_point last_record_;
+  double record_took_ = 0;  // seconds to write it: all inputs are in it, and may be a million
 };
 
 }  // namespace detail

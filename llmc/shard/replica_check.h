@@ -3,10 +3,10 @@
 //
 // No list says which ranks hold copies: two ranks whose StateTables name the same elements of the same parameter hold
 // copies of them, be they data-parallel or context-parallel ranks, replicas, tensor-parallel ranks with the same norms
-// or key-value heads, ranks with the same experts, or the two ends of a pipeline with a tied table. Each rank hashes
-// its state, in one pass over its memory, and sends rank 0 two numbers for each unit, kind of state and number of
-// tensor-parallel copies: a hash of which elements, and one of their contents. Only if those differ do the ranks send
-// the hashes of each parameter.
+// or key-value heads, ranks with the same experts, or the two ends of a pipeline with a tied table. Each rank sends
+// rank 0 a number for each unit, kind of state and number of tensor-parallel copies: a hash of which elements. Of what
+// several ranks hold, each hashes the contents, in one pass over its memory, and sends that, too. Only if those differ
+// do the ranks send the hashes of each parameter.
 #pragma once
 #include <sstream>
 
@@ -27,7 +27,8 @@ namespace detail {
 struct HeldCopy {
   // PARAMETER:KIND[BEGIN:END], as in a checkpoint, and its unit; a weight has no KIND, a whole tensor no range
   std::string name;
-  uint64_t where = 0, contents = 0;  // which elements; their bits
+  uint64_t where = 0, contents = 0;      // which elements; their bits, once they are hashed
+  std::optional<StateEntry> entry = {};  // none: of state outside the units, which is hashed at once
 };
 // Parts that the same ranks hold: those of one unit, kind of state and number of tensor-parallel copies.
 struct HeldCopies {
@@ -60,20 +61,14 @@ inline uint64_t hash_of_bits(const Tensor& t, Stream& stream) {
   return hash.value();
 }
 
-inline HeldCopy held_copy(const StateEntry& e, const std::string& unit, Stream& stream) {
+inline HeldCopy held_copy(const StateEntry& e, const std::string& unit) {
   const Elements elements = e.elements();
   const int64_t numbers[] = {elements.begin, elements.first, elements.columns, elements.stride, e.tensor.numel()};
   RunningHash where;
   where.add(e.param->name.data(), std::ssize(e.param->name));
   where.add(e.name(), static_cast<int64_t>(std::strlen(e.name())));
   where.add(numbers, sizeof numbers);
-  HeldCopy held{e.param->name, where.value()};
-  if (e.small() && !e.is_bf16_slot()) {
-    const StateView view(e, stream);
-    held.contents = hash_of(view.tensor().bytes, view.tensor().size_bytes());
-  } else {
-    held.contents = hash_of_bits(e.tensor, stream);
-  }
+  HeldCopy held{e.param->name, where.value(), 0, e};
   if (e.kind != StateKind::weight) held.name += formatted(":{}", e.name());
   if (e.tensor.numel() < e.param->numel())
     held.name += formatted("[{}:{}]", elements.index(0), elements.index(e.tensor.numel() - 1) + 1);
@@ -81,9 +76,15 @@ inline HeldCopy held_copy(const StateEntry& e, const std::string& unit, Stream& 
   return held;
 }
 
+inline uint64_t hash_of_contents(const StateEntry& e, Stream& stream) {
+  if (!e.small() || e.is_bf16_slot()) return hash_of_bits(e.tensor, stream);
+  const StateView view(e, stream);
+  return hash_of(view.tensor().bytes, view.tensor().size_bytes());
+}
+
 // only: this unit alone; none: all
 inline std::vector<HeldCopies> copies_held(const ModelState& state, const std::vector<SharedByAll>& shared,
-                                           Stream& stream, std::optional<size_t> only) {
+                                           std::optional<size_t> only) {
   std::vector<HeldCopies> held;
   for (size_t u = 0; u < state.size(); ++u) {
     if (!state.has(u) || (only && u != *only)) continue;
@@ -91,7 +92,7 @@ inline std::vector<HeldCopies> copies_held(const ModelState& state, const std::v
     state.unit(u).append_to(table);
     std::map<std::tuple<StateKind, size_t, int>, HeldCopies> of_unit;
     for (const StateEntry& e : table)
-      of_unit[{e.kind, e.slot, e.param->copies}].parts.push_back(held_copy(e, state.unit(u).spec().name, stream));
+      of_unit[{e.kind, e.slot, e.param->copies}].parts.push_back(held_copy(e, state.unit(u).spec().name));
     for (auto& [key, copies] : of_unit) held.push_back(std::move(copies));
   }
   for (const SharedByAll& s : shared)
@@ -137,9 +138,24 @@ inline std::optional<std::string> diverged_copies(const ModelState& state, const
                                                   std::optional<size_t> only = {}) {
   if (state.groups().ranks() == 1) return std::nullopt;
   Comm& control = state.groups()[GroupName::control];
-  const std::vector<detail::HeldCopies> held = detail::copies_held(state, shared, stream, only);
+  std::vector<detail::HeldCopies> held = detail::copies_held(state, shared, only);
   std::vector<uint64_t> hashes;
-  for (const detail::HeldCopies& copies : held) hashes.insert(hashes.end(), {copies.where(), copies.contents()});
+  for (const detail::HeldCopies& copies : held) hashes.push_back(copies.where());
+  std::map<uint64_t, int> holders_of;
+  for (const std::string& theirs : control.gather_text(0, "places of copies", detail::bytes_of(hashes)))
+    for (const uint64_t where : detail::numbers_of(theirs)) ++holders_of[where];
+  std::erase_if(holders_of, [](const auto& h) { return h.second == 1; });
+  std::vector<uint64_t> several;
+  for (const auto& [where, count] : holders_of) several.push_back(where);
+  several = detail::numbers_of(control.all_gather_text("what several ranks hold", detail::bytes_of(several))[0]);
+  std::erase_if(held, [&](const auto& copies) { return !std::ranges::binary_search(several, copies.where()); });
+
+  hashes.clear();
+  for (detail::HeldCopies& copies : held) {
+    for (detail::HeldCopy& part : copies.parts)
+      if (part.entry) part.contents = detail::hash_of_contents(*part.entry, stream);
+    hashes.insert(hashes.end(), {copies.where(), copies.contents()});
+  }
   std::map<uint64_t, uint64_t> first;
   std::vector<uint64_t> differ;  // the `where` of copies that differ
   for (const std::string& theirs : control.gather_text(0, "hashes of copies", detail::bytes_of(hashes))) {

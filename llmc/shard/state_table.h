@@ -76,10 +76,12 @@ class StateView {
     }
     if (e.tensor.dtype == DType::int16) {
       const HostView lower(e.tensor, stream), upper(e.weight, stream);
+      numbers_.reserve(static_cast<size_t>(e.tensor.numel()));
       for (int64_t i = 0; i < e.tensor.numel(); ++i)
         numbers_.push_back(joined_halves(upper.data<bf16>()[i].bits, lower.data<int16_t>()[i]));
     } else if (e.is_bf16_slot()) {
       const HostView held(e.tensor, stream);
+      numbers_.reserve(static_cast<size_t>(e.tensor.numel()));
       for (int64_t i = 0; i < e.tensor.numel(); ++i) numbers_.push_back(static_cast<float>(held.data<bf16>()[i]));
     } else {
       const std::vector<float> all = detail::numbers_of_blocks(e.blocks, e.scales, stream);

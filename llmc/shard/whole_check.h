@@ -16,9 +16,9 @@ struct HeldParam {
   Range weights, slots;
   bool operator==(const HeldParam&) const = default;
 };
-// Consecutive units of which a rank holds the same parts, such as most blocks, by their places in the model.
+// Units of which a rank holds the same parts, such as most blocks, by their places in the model.
 struct HeldUnits {
-  size_t first = 0, last = 0;
+  std::vector<size_t> units;
   std::vector<HeldParam> params;
   Range experts = {};  // in a unit of experts: which ones
 };
@@ -33,7 +33,7 @@ inline std::vector<HeldUnits> units_held(const ModelState& state) {
   for (size_t u = 0; u < state.size(); ++u) {
     if (!state.has(u)) continue;
     const std::vector<ParamSpec>& params = state.unit(u).spec().params;
-    HeldUnits unit{u, u, {}};
+    HeldUnits unit{{u}, {}};
     for (const ParamSpec& p : params) unit.params.push_back({p.box(), {}, {}});
     if (!params.empty() && params.front().expert)
       unit.experts = {*params.front().expert, *params.back().expert + 1 - *params.front().expert};
@@ -45,19 +45,21 @@ inline std::vector<HeldUnits> units_held(const ModelState& state) {
       if (e.kind == StateKind::weight) p.weights = {e.begin, e.tensor.numel()};
       if (e.kind == StateKind::slot && e.slot == 0) p.slots = {e.begin, e.tensor.numel()};
     }
-    if (!held.empty() && held.back().last + 1 == u && held.back().params == unit.params &&
-        held.back().experts == unit.experts)
-      held.back().last = u;
+    const auto same = std::ranges::find_if(
+        held, [&](const HeldUnits& h) { return h.experts == unit.experts && h.params == unit.params; });
+    if (same != held.end()) same->units.push_back(u);
     else held.push_back(std::move(unit));
   }
   return held;
 }
 
-// As text, to be sent: numbers; the fifth of each unit says how many parameters follow.
+// As text, to be sent: numbers, with the number of units before them, and that of parameters.
 inline std::string text_of(const std::vector<HeldUnits>& held) {
   std::string text;
   for (const HeldUnits& h : held) {
-    text += formatted("{} {} {} {} {}\n", h.first, h.last, h.experts.begin, h.experts.size, h.params.size());
+    text += formatted("{}", h.units.size());
+    for (const size_t u : h.units) text += formatted(" {}", u);
+    text += formatted(" {} {} {}\n", h.experts.begin, h.experts.size, h.params.size());
     for (const HeldParam& p : h.params)
       text += formatted("{} {} {} {} {} {} {} {}\n", p.box.row, p.box.rows, p.box.column, p.box.columns,
                         p.weights.begin, p.weights.size, p.slots.begin, p.slots.size);
@@ -67,14 +69,15 @@ inline std::string text_of(const std::vector<HeldUnits>& held) {
 inline std::vector<HeldUnits> held_from_text(const std::string& text) {
   std::vector<HeldUnits> held;
   std::istringstream in(text);
-  size_t first, last, count;
-  Range experts;
-  while (in >> first >> last >> experts.begin >> experts.size >> count) {
-    HeldUnits& h = held.emplace_back(HeldUnits{first, last, {}, experts});
+  const auto whole = [&] { CHECK(in, "a rank's list of what it holds breaks off"); };
+  for (size_t count; in >> count;) {
+    HeldUnits& h = held.emplace_back();
+    for (size_t u; h.units.size() < count; h.units.push_back(u)) in >> u, whole();
+    in >> h.experts.begin >> h.experts.size >> count, whole();
     for (HeldParam p; h.params.size() < count; h.params.push_back(p)) {
       in >> p.box.row >> p.box.rows >> p.box.column >> p.box.columns >> p.weights.begin >> p.weights.size >>
           p.slots.begin >> p.slots.size;
-      CHECK(in, "a rank's list of what it holds breaks off");
+      whole();
     }
   }
   return held;
@@ -130,7 +133,7 @@ inline void require_whole_model(const ParamTable& table, bool tied, const ZeroCo
   std::vector<std::vector<Holder>> holders(table.size());
   for (const HeldByRank& rank : ranks)
     for (const HeldUnits& h : rank.units)
-      for (size_t u = h.first; u <= h.last; ++u) {
+      for (const size_t u : h.units) {
         CHECK(u < table.size(), "the model is not whole: stage {} has a unit {}, and there are {}", rank.stage, u,
               table.size());
         holders[u].push_back(

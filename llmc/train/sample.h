@@ -63,24 +63,41 @@ inline int32_t sample_token(std::span<const float> logits, const SampleOptions& 
     return x > y || (x == y && a < b);
   };
   if (o.top_k > 0 && o.top_k < std::ssize(order)) {
-    std::ranges::partial_sort(order, order.begin() + o.top_k, before);
+    std::ranges::nth_element(order, order.begin() + o.top_k, before);
     order.resize(static_cast<size_t>(o.top_k));
-  } else {
-    std::ranges::sort(order, before);
   }
-  std::vector<double> p(order.size());
-  double total = 0;
-  for (size_t i = 0; i < order.size(); ++i)
-    total += p[i] = std::exp((static_cast<double>(logits[static_cast<size_t>(order[i])]) - largest) / o.temperature);
-  double kept = 0;
-  size_t n = 0;
-  while (n < p.size() && (n == 0 || kept < o.top_p * total)) kept += p[n++];
-  double threshold = u * kept;
-  for (size_t i = 0; i < n; ++i) {
-    threshold -= p[i];
-    if (threshold < 0) return order[i];
+  std::vector<double> p(logits.size());  // up to a factor
+  for (const int32_t id : order)
+    p[static_cast<size_t>(id)] =
+        std::exp((static_cast<double>(logits[static_cast<size_t>(id)]) - largest) / o.temperature);
+  std::erase_if(order, [&](int32_t id) { return p[static_cast<size_t>(id)] == 0; });
+  const auto sum = [&](size_t begin, size_t end) {
+    double all = 0;
+    for (size_t i = begin; i < end; ++i) all += p[static_cast<size_t>(order[i])];
+    return all;
+  };
+  // Puts the likeliest tokens first, as many as are needed for enough(their sum), at most n, the last one in its place;
+  // returns their number and their sum without it. Halves what it looks at each time, so that nothing is sorted.
+  const auto likeliest = [&](size_t n, auto enough) {
+    size_t begin = 0;  // the place of the last one is in [begin, n)
+    double before_it = 0;
+    while (n - begin > 1) {
+      const size_t half = begin + (n - begin) / 2;
+      std::ranges::nth_element(order.data() + begin, order.data() + half, order.data() + n, before);
+      const double with_half = before_it + sum(begin, half);
+      if (enough(with_half)) n = half;
+      else begin = half, before_it = with_half;
+    }
+    return std::pair(n, before_it);
+  };
+  size_t n = order.size();
+  double kept = sum(0, n);
+  if (o.top_p < 1) {
+    const double wanted = o.top_p * kept;
+    std::tie(n, kept) = likeliest(n, [&](double all) { return all >= wanted; });
+    kept += p[static_cast<size_t>(order[n - 1])];
   }
-  return order[n - 1];
+  return order[likeliest(n, [&](double all) { return all > u * kept; }).first - 1];
 }
 
 // Appends up to `count` tokens to the prompt, which must not be empty, and passes each to `emit`; stops early when emit

@@ -22,7 +22,7 @@ std::vector<cuda::TensorCores> all_tensor_cores() {
 // Positions of packed documents of uneven lengths: of one row, of less than a tile, of several tiles.
 std::vector<int32_t> document_positions(const AttentionShape& s) {
   std::vector<int32_t> positions;
-  const int64_t lengths[] = {37, 1, 90, 11, 70};
+  const int64_t lengths[] = {37, 1, 90, 11, 300};
   for (int64_t b = 0; b < s.B; ++b) {
     int64_t left = 0, document = b;
     for (int64_t t = 0, position = 0; t < s.T; ++t, ++position, --left) {
@@ -170,6 +170,7 @@ TEMPLATE_TEST_CASE("attention kernels match the CPU", "[cuda]", float, bf16) {
       {{1, 64, 1, 1, 128}, Documents::no},
       {{1, 65, 1, 1, 80}, Documents::no},
       {{1, 129, 2, 1, 7}, Documents::yes},
+      {{1, 460, 1, 1, 8}, Documents::yes},
       {{1, 200, 1, 1, 64}, Documents::yes},
   }));
   INFO("B = " << s.B << ", T = " << s.T << ", Hq = " << s.Hq << ", Hkv = " << s.Hkv << ", D = " << s.D);

@@ -69,18 +69,20 @@ TEST_CASE("added losses have the CPU's bits", "[cuda]") {
 }
 
 TEST_CASE("the scalars of all ranks are combined as on the CPU", "[cuda]") {
-  const auto [ranks, units, shards, tensor] =
-      GENERATE(std::tuple{1, 1, 1, 1}, std::tuple{4, 14, 2, 1}, std::tuple{70, 3, 35, 1}, std::tuple{140, 5, 7, 4});
+  const auto [ranks, units, shards, tensor, stages] =
+      GENERATE(std::tuple{1, 1, 1, 1, 1}, std::tuple{4, 14, 2, 1, 1}, std::tuple{70, 3, 35, 1, 1},
+               std::tuple{140, 5, 7, 4, 1}, std::tuple{36, 3, 3, 2, 3});
   const auto [L, N] = GENERATE(std::pair{1, 2}, std::pair{2, 1});
   const auto values = normal_values<float>(ranks * (L + N + units), 1);
   const std::vector<double> gathered(values.begin(), values.end());
   std::vector<double> losses(static_cast<size_t>(L)), notices(static_cast<size_t>(N)),
       sums(static_cast<size_t>(units * tensor * shards));
   cpu::combine_scalars(losses.data(), notices.data(), sums.data(), gathered.data(), ranks, L, N, units, shards, tensor,
-                       1);
-  const auto run = [&, ranks = ranks, units = units, shards = shards, tensor = tensor, L = L, N = N]() -> Outputs {
+                       stages);
+  const auto run = [&, ranks = ranks, units = units, shards = shards, tensor = tensor, stages = stages, L = L,
+                    N = N]() -> Outputs {
     DeviceArray<double> losses_out(L), notices_out(N), sums_out(units * tensor * shards), from(gathered);
-    cuda::combine_scalars(losses_out, notices_out, sums_out, from, ranks, L, N, units, shards, tensor, 1, nullptr);
+    cuda::combine_scalars(losses_out, notices_out, sums_out, from, ranks, L, N, units, shards, tensor, stages, nullptr);
     return {{"losses", bits_of(losses_out)}, {"notices", bits_of(notices_out)}, {"sums", bits_of(sums_out)}};
   };
   check_bits(run, {{"losses", halves(losses)}, {"notices", halves(notices)}, {"sums", halves(sums)}});

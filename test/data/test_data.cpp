@@ -271,8 +271,8 @@ TEST_CASE("training works with more shards than the limit of open files, shuffle
       REQUIRE(sample[1] == (i * 7 % 400 / 2 * 31 + i * 7 % 2 * 56 + 7) % 211);
     }
     REQUIRE(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}) < 50);
-    std::list<TokenShards> sources;  // each keeps some files open
-    for (int i = 0; i < 5; ++i) sources.emplace_back(dir / "s_*.bin", 8);
+    std::list<TokenShards> sources;  // together they keep no more open than one
+    for (int i = 0; i < 32; ++i) sources.emplace_back(dir / "s_*.bin", 8);
     for (int64_t i = 0; i < 400; ++i)
       for (const TokenShards& source : sources) source.read_sample(i, 211, sample);
   }

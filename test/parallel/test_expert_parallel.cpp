@@ -266,11 +266,18 @@ TEST_CASE("an expert that no rank has, or that two ranks of an ep group have, is
     good[static_cast<size_t>(h.groups.rank())] = {0, 0, held_from_text(text_of(units_held(h.state))),
                                                   view.coordinate(h.groups.rank(), Axis::ep)};
   });
+  REQUIRE(good[0].units.size() < table.size());  // blocks and their experts alternate, and are said once each
+  const auto block = std::ranges::find(table, "blocks.2.experts", &UnitSpec::name);
+  const size_t planted = static_cast<size_t>(block - table.begin());
   const auto refused = [&](const char* why, auto&& plant) {
     std::vector<HeldByRank> held = good;
-    for (HeldByRank& rank : held)
+    for (HeldByRank& rank : held) {
+      HeldUnits alone;
       for (HeldUnits& unit : rank.units)
-        if (table[unit.first].name == "blocks.2.experts") plant(rank.expert_rank, unit);
+        if (std::erase(unit.units, planted) == 1) alone = unit;
+      alone.units = {planted};
+      plant(rank.expert_rank, rank.units.emplace_back(alone));
+    }
     const ZeroConfig experts = step.layout.expert_zero();
     if (*why != '\0') REQUIRE_ERROR(require_whole_model(table, false, step.layout.zero, experts, held), why);
     else require_whole_model(table, false, step.layout.zero, experts, held);

@@ -134,7 +134,7 @@ TEST_CASE("in every layout each element is compared with all of its copies", "[p
         h.stream.synchronize();
         std::lock_guard lock(mutex);
         for (const StateEntry& e : h.state.state_table()) {
-          const uint64_t where = detail::held_copy(e, "", h.stream).where;
+          const uint64_t where = detail::held_copy(e, "").where;
           const std::string what = formatted("{}:{}", e.param->name, e.name());
           ++holders[where];
           for (int64_t i = 0; i < e.tensor.numel(); ++i) {

@@ -78,8 +78,7 @@ TEST_CASE("experts in any number of parts, in any layout, are read bit for bit f
 }
 
 TEST_CASE(
-    "every rank of an ep group writes the optimizer state of its experts, and one rank of each shard that of "
-    "the rest",
+    "every rank of an ep group writes the optimizer state of its experts, and without ZeRO each rank some of the rest",
     "[run][ep][checkpoint]") {
   const TempDir dir;
   const ModelConfig model = small_model("qwen2_moe");  // 8 experts in blocks 0 and 2
@@ -95,13 +94,17 @@ TEST_CASE(
     return all;
   };
   auto whole = holders({.ep = 4, .shards = 4, .replicas = 2}, 1, 4);  // stage 0: all have the same dense state
-  REQUIRE(whole["blocks.1.mlp.up.weight"] == std::set{1});
+  REQUIRE(whole["blocks.1.mlp.up.weight"].size() <= 2);               // of two moments
+  std::set<int> of_dense;
+  for (const auto& [name, files] : whole)
+    if (name.find("experts") == name.npos) of_dense.insert(files.begin(), files.end());
+  REQUIRE(of_dense == std::set{1, 2, 3, 4});
   REQUIRE(whole["blocks.2.experts.1.up.weight"] == std::set{1});
   REQUIRE(whole["blocks.2.experts.7.down.weight"] == std::set{4});
   auto pipeline = holders({.ep = 2, .shards = 2, .pp = 3}, 2, 6);  // stage 1 of 3 has no experts
   REQUIRE(pipeline["blocks.0.experts.3.up.weight"] == std::set{1});
   REQUIRE(pipeline["blocks.0.experts.4.up.weight"] == std::set{2});
-  REQUIRE(pipeline["blocks.1.mlp.up.weight"] == std::set{3});
+  REQUIRE(std::ranges::includes(std::set{3, 4}, pipeline["blocks.1.mlp.up.weight"]));
   REQUIRE(pipeline["blocks.2.experts.4.up.weight"] == std::set{6});
   auto sharded = holders({.ep = 2, .shards = 4, .stage = 1}, 3, 4);  // of experts 0 to 3: ranks 0 and 2
   REQUIRE(sharded["blocks.0.experts.0.gate.weight"] == std::set{1});

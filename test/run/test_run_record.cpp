@@ -183,6 +183,54 @@ TEST_CASE("no line of metrics.jsonl vanishes on resume without a word", "[run]")
   });
 }
 
+TEST_CASE("records of long runs: run.json of megabytes, the last line of a metrics.jsonl of a gigabyte", "[run]") {
+  const TempDir dir;
+  RunRecord record;
+  for (int64_t step = 1; step <= 8000; ++step)
+    record.rollbacks.push_back({step, step + 9, 12.25, 3.5, 80, "0123456789abcdef"});
+  const std::string text = run_record_text(recorded_example(), record);
+  REQUIRE(text.size() > size_t{1} << 20);
+  std::ofstream(dir / "run.json") << text;
+  REQUIRE(read_run_record(dir / "run.json").rollbacks.size() == 8000);
+
+  Log log = Log::silent();
+  Options o;
+  o.out_dir = dir / "out";
+  const RunDirectory directory(log, o);
+  const std::string metrics = dir / "out/metrics.jsonl";
+  const auto size_after = [&](uintmax_t hole, const std::string& end) {
+    std::ofstream(metrics).flush();
+    fs::resize_file(metrics, hole);
+    std::ofstream(metrics, std::ios::app) << end;
+    directory.drop_incomplete_line();
+    return fs::file_size(metrics);
+  };
+  const uintmax_t large = (uintmax_t{1} << 30) + 7;
+  REQUIRE(size_after(large, "\n" + std::string(100'000, 'x')) == large + 1);
+  REQUIRE(size_after(large, "\nx\n") == large + 3);
+  REQUIRE(size_after(100'000, "x") == 0);
+  REQUIRE(size_after(0, "") == 0);
+}
+
+TEST_CASE("with --keep-checkpoints a rollback deletes what an earlier one left behind", "[run]") {
+  const TempDir dir;
+  Log log = Log::silent();
+  Options o;
+  o.out_dir = dir / "out";
+  RunDirectory directory(log, o);
+  const auto left_after = [&](bool keep) {
+    for (const char* name : {"step-000010", "step-000020", "rolled-back-step-000015"})
+      fs::create_directories(dir / "out/" + name + "/ema");
+    directory.roll_back(log, 10, {}, keep);
+    std::vector<std::string> left = names_in(o.out_dir);
+    std::erase_if(left, [](const std::string& name) { return name.find("step-") == name.npos; });
+    return left;
+  };
+  REQUIRE(left_after(false) == std::vector<std::string>{"rolled-back-step-000020", "step-000010"});
+  REQUIRE(left_after(true) == std::vector<std::string>{"rolled-back-step-000015", "rolled-back-step-000020",
+                                                       "rolled-back-step-000020-2", "step-000010"});
+}
+
 TEST_CASE("progress lines and escape codes are for a terminal that a person reads, never for that of a launcher",
           "[run]") {
   const TempDir dir;

@@ -359,18 +359,17 @@ TEST_CASE("what the ranks of a layout hold is the whole model, and what is lost 
     for (HeldByRank& rank : held) plant(rank);
     return held;
   };
-  // The ranges of units of rank.units: the embedding, blocks 0 and 1 on stage 0; blocks 2 and 3, the head, and the
-  // table.
+  // rank.units: the embedding, blocks 0 and 1 on stage 0; the table, blocks 2 and 3, and the head on stage 1.
   const auto blocks = [](HeldByRank& rank) -> HeldUnits& {
-    return *std::ranges::find_if(rank.units, [](const HeldUnits& h) { return h.last > h.first; });
+    return *std::ranges::find_if(rank.units, [](const HeldUnits& h) { return h.units.size() > 1; });
   };
   const auto on = [](const HeldByRank& rank, int stage) { return rank.stage == stage; };
   REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) {
-                                if (on(r, 1)) ++blocks(r).first;
+                                if (on(r, 1)) blocks(r).units.erase(blocks(r).units.begin());
                               })),
                 "the model is not whole: no stage of the pipeline has blocks.2");
   REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) {
-                                if (on(r, 0)) ++blocks(r).last;
+                                if (on(r, 0)) blocks(r).units.push_back(blocks(r).units.back() + 1);
                               })),
                 "the model is not whole: blocks.2 is on stages 0, 1, expected one");
   REQUIRE_ERROR(require_whole(step, planted([&](HeldByRank& r) {

@@ -18,7 +18,7 @@ fail() {
 # Tests, and the sources in which one of them must notice every mutant.
 groups='update: update
 attention attention_blocks: attention_backward attention_forward attention_rows attention_tiles
-column_sum layernorm rmsnorm swiglu: column_sum norms rows
+column_sum elementwise layernorm rmsnorm swiglu: column_sum norms rows
 elementwise swiglu cross_entropy foundations embedding: elementwise swiglu cross_entropy reduce vec
 embedding: embedding sort
 experts grouped_matmul: experts grouped_matmul

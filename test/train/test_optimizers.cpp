@@ -306,7 +306,8 @@ TEST_CASE("NorMuon's row moments are the same at every stage, and are resumed bi
   run_well(run_of("muon", dir / "moved", two + "--zero-stage 2 --max-steps 3"));
   REQUIRE(read_whole(dir / "moved/step-000003/optimizer-00001-of-00002.safetensors")
               .find("blocks.0.attn.q.weight:row_moment[0:") != std::string::npos);
-  run_well(run_of("muon", dir / "moved", two + "--zero-stage 0 --max-steps 6"));
+  for (const char* steps : {"4", "6"})
+    run_well(run_of("muon", dir / "moved", two + "--zero-stage 0 --max-steps " + steps));
   REQUIRE(weights_in(dir / "moved/step-000006") == weights_in(dir / "whole/step-000006"));
   run_well(run_of("muon", dir / "plain", "--lr-schedule constant --warmup-steps 1 --local-ranks 2 --max-steps 6"));
   REQUIRE(steps_of(dir / "plain").back()["loss"] != steps_of(dir / "whole").back()["loss"]);

@@ -41,8 +41,15 @@ class Judge {
           if (g.waiting.value_or(0) >= limit(r)) waits.push_back({r, &g});
     std::stable_sort(waits.begin(), waits.end(),
                      [](const Wait& a, const Wait& b) { return *a.in->waiting > *b.in->waiting; });
-    for (const Wait& wait : waits)
+    std::vector<Wait> judged;  // in vain: all ranks in a collective wait for the same ones
+    for (const Wait& wait : waits) {
+      if (std::ranges::any_of(judged, [&](const Wait& w) {
+            return w.in->begun == wait.in->begun && limit(w.rank) == limit(wait.rank) && w.in->same_group(*wait.in);
+          }))
+        continue;
       if (auto line = blame(wait)) return line;
+      if (at(wait.rank).still >= limit(wait.rank)) judged.push_back(wait);
+    }
     for (int r = 0; r < size(); ++r)  // nobody waits for it so far
       if (!at(r).ended && at(r).silent >= timeouts_.silence(any_warm()))
         return formatted("{} has said nothing for {:.0f} s ({})", name_(r), at(r).silent, timeouts_.option(any_warm()));

@@ -83,14 +83,23 @@ __device__ void for_unseen_apart(Accumulators<M, N>& scores, int m, int half, co
       if (8 * n + i < first_seen) f(scores[m][n][2 * half + i]);
 }
 
-// One past the last row from `begin` on that sees a key up to `last`, or 0. All lanes of a warp call this together.
+// One past the last row from `begin` on that sees a key up to `last`, or 0. Looks no further than 128 rows that do not,
+// since later ones do not either: a sequence of many documents takes time in proportion to its length, not its square.
+// All lanes of a warp call this together.
 __device__ inline int end_of_rows_that_see(const SeenKeys& seen, int begin, int last) {
   if (seen.positions == nullptr) return seen.rows;
   int end = 0;
-#pragma unroll 4
-  for (int row = begin + lane_of_thread(); row < seen.rows; row += warp_size)
-    if (seen.first(row) <= last) end = row + 1;
-  return warp_reduce(end, [](int a, int b) { return max(a, b); });
+#pragma unroll 1
+  for (int rows = begin, before = -1; rows < seen.rows && before < end; rows += 4 * warp_size) {
+    before = end;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = rows + i * warp_size + lane_of_thread();
+      if (row < seen.rows && seen.first(row) <= last) end = row + 1;
+    }
+    end = warp_reduce(end, [](int a, int b) { return max(a, b); });
+  }
+  return end;
 }
 
 // The tiles of n rows of queries, of one head, that see any of the keys [begin, begin + keys); maybe none. All lanes of

@@ -180,6 +180,9 @@ class CheckpointSaver {
     else if (how.because == Because::rule) trainer["rollback_point"] = progress.done;
     else if (how.because == Because::clock) trainer["saved_by"] = saved_by_clock;
     const CheckpointMode mode = how.wait ? CheckpointMode::sync : o_.checkpoint_mode;
+    constexpr double long_wait = 10;  // seconds
+    if (mode == CheckpointMode::sync && write_seconds_ > long_wait && how.because != Because::end)
+      log_.line(formatted("saving step {}{}", progress.done, cost_text()));
     Pending pending{.how = how, .mode = mode, .trainer = std::move(trainer)};
     if (saving_) saving_(true);
     try {
@@ -194,6 +197,10 @@ class CheckpointSaver {
     if (mode == CheckpointMode::sync) settle(progress, run);
   }
 
+  // " (1.6 GiB, about 0:12)", by the last one
+  std::string cost_text() const {
+    return formatted(" ({}, about {})", human_bytes(job_.checkpoint_bytes()), human_duration(write_seconds_));
+  }
   // Whether this rank's part of a checkpoint is being written.
   bool is_writing() const { return pending_ && !pending_->write->written(); }
   // How long that may still take, by the last one.
@@ -313,6 +320,7 @@ class CheckpointSaver {
 
   std::unique_ptr<CheckpointWrite> begin_write(int64_t step, Run& run, const nlohmann::ordered_json& trainer, Part part,
                                                CheckpointMode mode, Where where = Where::out) const {
+    if (where == Where::out) await_deletion();  // so that it takes no room any more
     CheckpointContents contents{.trainer = trainer, .more = job_.tokenizer_files, .part = part};
     if (where == Where::local)
       contents.own = OwnPart{.name = local_->name(step).text(),
@@ -368,6 +376,11 @@ class CheckpointSaver {
         round_up(local_retry_.at, o_.checkpoint_local_every)));
   }
 
+  void await_deletion() const {
+    if (directory_ == nullptr) return;
+    if (const std::string fault = directory_->retention().wait(); !fault.empty())
+      log_.line(formatted("WARNING: {}", fault));
+  }
   // There is a checkpoint of this step now. Deletes old ones.
   void there_is(int64_t step, const Save& how, Progress& progress) const {
     if (how.because == Because::rule) progress.rollback_point = step;
@@ -376,6 +389,7 @@ class CheckpointSaver {
       if (how.best) directory_->retention().link_best(step);
       directory_->retention().prune(o_.keep_checkpoints, o_.keep_every,
                                     o_.rolls_back() ? std::optional(progress.rollback_point) : std::nullopt);
+      if (how.wait) await_deletion();
     } catch (const Error& error) {  // the checkpoint itself is safe
       log_.line(formatted("WARNING: {}", error.what()));
     }

@@ -36,10 +36,10 @@ struct WritePlan {
   }
   // model.safetensors.index.json
   std::string index(DType dtype) const {
-    nlohmann::ordered_json map;
+    nlohmann::ordered_json map = nlohmann::ordered_json::object();
     int64_t bytes = 0;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      map[tensors[i].name] = file(writer[unit[i]]);
+      append_member(map, tensors[i].name, file(writer[unit[i]]));
       bytes += TensorInfo{"", dtype, tensors[i].shape}.bytes();
     }
     return nlohmann::ordered_json{{"metadata", {{"total_size", bytes}}}, {"weight_map", map}}.dump(2) + "\n";
@@ -47,24 +47,50 @@ struct WritePlan {
 };
 
 // The slices of the optimizer's state that a rank owns: the rest of its replica does not hold them, or holds and
-// updates them alike (stage 0).
+// updates them alike (stage 0), and then owns others of them.
 struct OwnedSlices {
   StateTable slices;
   int place, owners = 0;  // of this rank in its replica and stage, whose first ranks own the slices
   bool first_replica;
+  int64_t most_bytes = 0;  // that a rank of this stage owns, in a checkpoint
 
   explicit OwnedSlices(const ModelState& state)
       : place(state.groups().me.shard * state.groups().layout.tensor.ranks + state.groups().me.tensor),
         first_replica(state.groups().me.replica == 0) {
     const Groups& groups = state.groups();
     const Layout& layout = groups.layout;
+    std::map<std::pair<Sharing, int>, int64_t> bytes;  // of each shard
+    const auto bytes_of = [](const StateEntry& e) {
+      return e.tensor.numel() * std::max(size_of(DType::fp32), size_of(e.tensor.dtype));
+    };
     for (size_t u = 0; u < state.size(); ++u) {
       const Sharing sharing = state.sharing_of(u);
-      const int shards = state.zero_config(sharing).owners();
+      const ZeroConfig& zero = state.zero_config(sharing);
+      const bool alike = zero.updates() == ZeroConfig::Updates::everyone;  // on all shards: each owns some tensors
+      const int shards = alike ? zero.shards : zero.owners(), me = groups.sharers(sharing).shard;
       owners = std::max(owners, shards * (sharing == Sharing::experts ? layout.expert.ranks : layout.tensor.ranks));
-      if (state.has(u) && groups.sharers(sharing).shard < shards) state.unit(u).append_to(slices);
+      StateTable all;
+      if (state.has(u) && me < shards) state.unit(u).append_to(all);
+      for (StateEntry& e : all) {
+        if (e.kind == StateKind::weight || !e.param->first_copy) continue;
+        if (e.kind == StateKind::row_moment) {  // the others do not have it in their tables
+          most_bytes += bytes_of(e);
+          slices.push_back(std::move(e));
+          continue;
+        }
+        int owner = me;
+        for (int shard = 0; alike && shard < shards; ++shard)
+          if (shard == 0 || bytes[{sharing, shard}] < bytes[{sharing, owner}]) owner = shard;
+        bytes[{sharing, owner}] += bytes_of(e);
+        if (owner == me) slices.push_back(std::move(e));
+      }
     }
-    std::erase_if(slices, [](const StateEntry& e) { return e.kind == StateKind::weight || !e.param->first_copy; });
+    for (const Sharing sharing : {Sharing::dense, Sharing::experts}) {
+      int64_t most = 0;
+      for (const auto& [shard, n] : bytes)
+        if (shard.first == sharing) most = std::max(most, n);
+      most_bytes += most;
+    }
   }
   bool any() const { return first_replica && place < owners; }
 };
@@ -80,9 +106,7 @@ inline int64_t bytes_of_share(const ModelConfig& config, const ModelState& state
   const auto first = weights.begin() + state.groups().me.stage * state.groups().ranks_of_stage();
   int64_t bytes = *std::max_element(first, first + state.groups().ranks_of_stage());
   if (state.precision().averages) bytes *= 2;
-  for (const OwnedSlices owned(state); const StateEntry& e : owned.slices)
-    bytes += e.tensor.numel() * std::max(size_of(DType::fp32), size_of(e.tensor.dtype));
-  return bytes;
+  return bytes + OwnedSlices(state).most_bytes;
 }
 
 }  // namespace llmc::detail

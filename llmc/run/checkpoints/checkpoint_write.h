@@ -19,46 +19,59 @@ namespace llmc {
 
 namespace detail {
 
-// The ranks that hold parts of a unit: boxes, or some of the experts.
-struct Holders {
-  Comm& group;
-  std::vector<UnitSpec> units = {};  // what each rank of the group has
-  int writer;                        // the rank that writes
-};
-
-// Calls use(bytes) with a Hugging Face tensor (gather_hf()), on the writer. weights: this rank's part of the unit, in
-// host memory.
-template <class Use>
-void gather_boxes(std::vector<std::byte>& room, const HfTensor& hf, StateTable weights, DType dtype,
-                  const Holders& holders, Use&& use) {
-  const auto& [group, units, writer] = holders;
-  const auto gives = [&](const ParamSpec& p) {
-    return p.first_copy && std::find(hf.parts.begin(), hf.parts.end(), p.name) != hf.parts.end();
-  };
-  std::erase_if(weights, [&](const StateEntry& e) { return !gives(*e.param); });
-  std::string mine;
-  if (group.rank() != writer)
+// The ranks that hold parts of a unit, boxes or some of the experts, and their parameters by name: there may be
+// thousands.
+class Holders {
+ public:
+  // units: what each rank of the group has. weights: what this one has, in host memory. writer: the rank that writes
+  Holders(Comm& group, int writer, DType dtype, std::vector<UnitSpec> units, const StateTable& weights)
+      : group_(group), writer_(writer), dtype_(dtype), units_(std::move(units)), params_(units_.size()) {
     for (const StateEntry& e : weights)
-      mine.append(reinterpret_cast<const char*>(e.tensor.bytes), static_cast<size_t>(e.tensor.size_bytes()));
-  std::vector<std::string> texts = group.gather_text(writer, hf.name, mine);
-  if (group.rank() != writer) return;
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (static_cast<int>(rank) == writer) continue;
-    const Tensor theirs{.name = hf.name.c_str(),
-                        .dtype = dtype,
-                        .shape = {std::ssize(texts[rank]) / size_of(dtype)},
-                        .bytes = reinterpret_cast<std::byte*>(texts[rank].data())};
-    int64_t at = 0;
-    for (const ParamSpec& p : units[rank].params) {
-      if (!gives(p)) continue;
-      weights.push_back({&p, StateKind::weight, 0, theirs.slice(at, {p.box().numel()})});
-      at += p.box().numel();
-    }
-    CHECK(at == theirs.numel(), "{}: rank {} of the group {} sent {} elements, expected {}", hf.name, rank,
-          group.name(), theirs.numel(), at);
+      if (e.param->first_copy) mine_.emplace(e.param->name, e);
+    for (size_t rank = 0; rank < units_.size(); ++rank)
+      for (const ParamSpec& p : units_[rank].params)
+        if (p.first_copy) params_[rank].emplace(p.name, &p);
   }
-  use(gather_hf(room, hf, weights));
-}
+
+  // Calls use(bytes) with a Hugging Face tensor (gather_hf()), on the writer.
+  template <class Use>
+  void gather(std::vector<std::byte>& room, const HfTensor& hf, Use&& use) const {
+    StateTable weights;
+    std::string sent;
+    for (const std::string& part : hf.parts)
+      if (const auto entry = mine_.find(part); entry != mine_.end()) weights.push_back(entry->second);
+    if (group_.rank() != writer_)
+      for (const StateEntry& e : weights)
+        sent.append(reinterpret_cast<const char*>(e.tensor.bytes), static_cast<size_t>(e.tensor.size_bytes()));
+    std::vector<std::string> texts = group_.gather_text(writer_, hf.name, sent);
+    if (group_.rank() != writer_) return;
+    for (size_t rank = 0; rank < texts.size(); ++rank) {
+      if (static_cast<int>(rank) == writer_) continue;
+      const Tensor theirs{.name = hf.name.c_str(),
+                          .dtype = dtype_,
+                          .shape = {std::ssize(texts[rank]) / size_of(dtype_)},
+                          .bytes = reinterpret_cast<std::byte*>(texts[rank].data())};
+      int64_t at = 0;
+      for (const std::string& part : hf.parts)
+        if (const auto p = params_[rank].find(part); p != params_[rank].end()) {
+          const int64_t n = p->second->box().numel();
+          weights.push_back({p->second, StateKind::weight, 0, theirs.slice(at, {n})});
+          at += n;
+        }
+      CHECK(at == theirs.numel(), "{}: rank {} of the group {} sent {} elements, expected {}", hf.name, rank,
+            group_.name(), theirs.numel(), at);
+    }
+    use(gather_hf(room, hf, weights));
+  }
+
+ private:
+  Comm& group_;
+  int writer_;
+  DType dtype_;
+  std::vector<UnitSpec> units_;
+  std::map<std::string, StateEntry> mine_;
+  std::vector<std::map<std::string, const ParamSpec*>> params_;  // of each rank
+};
 
 // A file of tensors, which come one after the other, in any number of pieces.
 class TensorFile {
@@ -194,11 +207,12 @@ class CheckpointWrite {
                                                    {"cpu_seconds", copies_ ? copies_->cpu_seconds() : 0},
                                                    {"no_thread", no_thread_}}
                                 .dump());
-    nlohmann::ordered_json files;
+    std::map<std::string, nlohmann::ordered_json> files;
     fault_.attempt([&] {
       for (const std::string& text : all) {
-        const nlohmann::ordered_json rank = parse_json(text, "a rank's list of files");
-        files.update(rank["files"]);
+        const nlohmann::ordered_json rank = parse_json<nlohmann::ordered_json>(text, "a rank's list of files");
+        if (leads_)
+          for (const auto& [name, record] : rank["files"].items()) files[name] = record;
         times_.seconds = std::max<double>(times_.seconds, rank["seconds"]);
         times_.cpu_seconds += rank["cpu_seconds"].get<double>();
         if (times_.no_thread.empty()) times_.no_thread = rank["no_thread"];
@@ -328,16 +342,17 @@ class CheckpointWrite {
           const int writer = plan_.writer[u], n = group.size();
           if (writer / n != groups_.rank() / n) return;  // the ranks of either group are adjacent
           const HostView whole(unit.weights(), stream);
-          detail::Holders holders{.group = group, .writer = writer % n};
+          std::vector<UnitSpec> units;
           for (int rank = 0; rank < n; ++rank) {
             const ParamTable all = {parameters[u]};
-            holders.units.push_back(experts ? part_of(all, groups_.layout.expert, rank)[0]
-                                            : part_of(all, groups_.layout.tensor, rank)[0]);
+            units.push_back(experts ? part_of(all, groups_.layout.expert, rank)[0]
+                                    : part_of(all, groups_.layout.tensor, rank)[0]);
           }
+          const detail::Holders holders(group, writer % n, dtype_, std::move(units),
+                                        unit.whole_weights(whole.tensor()));
           for (size_t i = 0; i < plan_.tensors.size(); ++i)
             if (plan_.unit[i] == u)
-              detail::gather_boxes(room, plan_.tensors[i], unit.whole_weights(whole.tensor()), dtype_, holders,
-                                   [&](const std::byte* bytes) { add(*file, bytes); });
+              holders.gather(room, plan_.tensors[i], [&](const std::byte* bytes) { add(*file, bytes); });
         });
     if (file != nullptr) end_file(*file);
   }
@@ -362,18 +377,19 @@ class CheckpointWrite {
     end_file(file);
   }
 
-  // On the rank that leads. all: the records of all ranks
-  void make_visible(const nlohmann::ordered_json& all) {
+  // On the rank that leads. all: the records of all ranks' files, by name
+  void make_visible(const std::map<std::string, nlohmann::ordered_json>& all) {
     CHECK(directory_ == identity_of(temporary_), "{} was moved, deleted or replaced while it was written", temporary_);
-    const auto write_manifest = [this](const std::string& folder, const nlohmann::ordered_json& files) {
-      nlohmann::ordered_json manifest = {{"format", 1}, {"step", step_}};
+    const auto write_manifest = [this](const std::string& folder, const auto& files) {
+      nlohmann::ordered_json manifest = {{"format", 1}, {"step", step_}}, records = nlohmann::ordered_json::object();
       if (contents_.own) manifest.update(contents_.own->facts);
-      manifest["files"] = files;
+      for (const auto& [name, record] : files) append_member(records, name, record);
+      manifest["files"] = std::move(records);
       write_text_durably(temporary_ + "/" + folder + "manifest.json", manifest.dump(1) + "\n");
       fsync_directory(folder.empty() ? temporary_ : temporary_ + "/" + folder);
     };
-    nlohmann::ordered_json averages;
-    for (const auto& [name, record] : all.items())
+    std::map<std::string, nlohmann::ordered_json> averages;
+    for (const auto& [name, record] : all)
       if (name.starts_with(averages_folder)) averages[name.substr(averages_folder.size())] = record;
     if (!averages.empty()) write_manifest(averages_folder, averages);
     write_manifest("", all);

@@ -1,7 +1,7 @@
 // retention.h: what of an out directory stays: of its checkpoints, when there are newer ones; of metrics.jsonl, when
 // the run is resumed, and what is reported about damaged lines.
 #pragma once
-#include <sstream>
+#include <thread>
 
 #include "run/checkpoints/checkpoint.h"
 
@@ -14,21 +14,44 @@ class Retention {
  public:
   explicit Retention(std::string out_dir) : path_(std::move(out_dir)) {}
 
-  // Deletes all checkpoints except the newest `keep` (0: keeps all), the two newest saved by the clock alone or
-  // locally, multiples of `keep_every`, the one that OUT/best links to, and the one to which a rollback would return.
+  ~Retention() { wait(); }
+  Retention(const Retention&) = delete;
+  Retention& operator=(const Retention&) = delete;
+
+  // Deletes, in a thread of its own, all checkpoints except the newest `keep` (0: keeps all), the two newest saved by
+  // the clock alone or locally, multiples of `keep_every`, the one that OUT/best links to, and the one to which a
+  // rollback would return.
   void prune(int64_t keep, int64_t keep_every, std::optional<int64_t> rollback_point) {
     constexpr size_t keep_by_clock = 2;
+    fault_ = wait();
     std::error_code none;
     const std::optional<int64_t> best = checkpoint_step(std::filesystem::read_symlink(path_ + "/best", none));
+    std::vector<std::string> removed;  // renamed, and to be deleted
     std::vector<int64_t> by_clock, others;
     for (const int64_t step : checkpoint_steps(path_)) (saved_by_the_clock(step) ? by_clock : others).push_back(step);
     const auto remove_older = [&](std::vector<int64_t> steps, size_t most) {
       steps.resize(steps.size() - std::min(steps.size(), most));
       for (const int64_t step : steps)
-        if (!(keep_every > 0 && step % keep_every == 0) && step != best && step != rollback_point) remove(step);
+        if (!(keep_every > 0 && step % keep_every == 0) && step != best && step != rollback_point)
+          if (const std::optional<std::string> gone = rename_away(step)) removed.push_back(*gone);
     };
     remove_older(std::move(by_clock), keep_by_clock);
     if (keep > 0) remove_older(std::move(others), static_cast<size_t>(keep));
+    if (removed.empty()) return;
+    const auto remove_all = [this, removed] {
+      for (const std::string& path : removed)
+        if (std::error_code error; std::filesystem::remove_all(path, error), error) cannot_remove(path, error);
+    };
+    try {
+      removing_ = std::jthread(remove_all);
+    } catch (const std::system_error&) {  // no further thread to be had
+      remove_all();
+    }
+  }
+  // Until what prune() deletes is gone. Returns what could not be deleted, and why; empty: nothing.
+  std::string wait() {
+    if (removing_.joinable()) removing_.join();
+    return std::exchange(fault_, "");
   }
 
   // Makes OUT/best a link to the checkpoint with the best validation loss.
@@ -56,16 +79,23 @@ class Retention {
     return found->second;
   }
 
-  void remove(int64_t step) const {
+  // First, so that half of it is never taken for a checkpoint. Returns the new path; none: it is still there.
+  std::optional<std::string> rename_away(int64_t step) {
     const std::string path = checkpoint_path(path_, step), gone = formatted("{}/.tmp-removed-{:06}", path_, step);
     std::error_code error;
-    std::filesystem::rename(path, gone, error);  // first, so that half of it is never taken for a checkpoint
-    if (!error) std::filesystem::remove_all(gone, error);
-    CHECK(!error, "cannot remove {}: {}", path, error.message());
+    std::filesystem::rename(path, gone, error);
+    if (!error) return gone;
+    cannot_remove(path, error);
+    return std::nullopt;
+  }
+  void cannot_remove(const std::string& path, const std::error_code& error) {
+    fault_ = formatted("cannot remove {}: {}", path, error.message());
   }
 
   std::string path_;
   std::map<int64_t, bool> by_clock_;  // of checkpoints whose trainer.json was read
+  std::string fault_;                 // of the last deletions
+  std::jthread removing_;             // uses fault_
 };
 
 // The contents of metrics.jsonl up to a step. No number in that file affects how a run goes on: trainer.json has those.
@@ -83,18 +113,20 @@ struct MetricsKept {
 // OwnValidation::repeat: leaves out the validation of the step itself, which will be made again.
 enum class OwnValidation : uint8_t { keep, repeat };
 
-inline MetricsKept metrics_until(const std::string& text, int64_t step, OwnValidation own = OwnValidation::keep) {
+inline MetricsKept metrics_until(std::string_view text, int64_t step, OwnValidation own = OwnValidation::keep) {
   MetricsKept kept;
-  std::istringstream lines(text);
   int64_t number = 0;
-  auto damage = [&](int64_t at, const std::string& line) {
-    kept.damaged += line + "\n";
+  auto damage = [&](int64_t at, std::string_view line) {
+    kept.damaged.append(line) += '\n';
     kept.damaged_lines.push_back(at);
   };
-  std::vector<std::pair<int64_t, std::string>> later;  // lines of later steps, with their numbers
-  for (std::string line; std::getline(lines, line);) {
+  std::vector<std::pair<int64_t, std::string_view>> later;  // lines of later steps, with their numbers
+  while (!text.empty()) {
+    const size_t end = text.find('\n');
+    const std::string_view line = text.substr(0, end);
+    const bool whole = end != text.npos;  // it ends with a line break
+    text.remove_prefix(whole ? end + 1 : text.size());
     ++number;
-    const bool whole = !lines.eof();  // it ends with a line break
     const nlohmann::json object = try_parse_json(line).value_or(nullptr);
     const nlohmann::json at = member(object, "step");
     const nlohmann::json kind = member(object, "kind");
@@ -116,7 +148,7 @@ inline MetricsKept metrics_until(const std::string& text, int64_t step, OwnValid
       ++kept.train_lines;
     }
     if (const nlohmann::json elapsed = member(object, "elapsed_s"); elapsed.is_number()) kept.elapsed_s = elapsed;
-    kept.lines += line + "\n";
+    kept.lines.append(line) += '\n';
   }
   return kept;
 }

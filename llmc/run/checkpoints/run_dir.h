@@ -182,8 +182,12 @@ class RunDirectory {
     return std::nullopt;
   }
   // The run goes on after this step, as if it had not gone further: its later checkpoints are renamed first, so that
-  // no start resumes from one. claim() records the rollbacks.
-  void roll_back(Log& log, int64_t step, const std::vector<Rollback>& rollbacks) {
+  // no start resumes from one. What earlier rollbacks left behind is deleted, unless `keep`. claim() records them.
+  void roll_back(Log& log, int64_t step, const std::vector<Rollback>& rollbacks, bool keep) {
+    for (const std::string& name : names_in(path_))
+      if (std::error_code none; !keep && name.starts_with("rolled-back-step-"))
+        if (std::filesystem::remove_all(path_ + "/" + name, none) > 0 && !none)
+          log.line(formatted("notice: removed {}/{}, which an earlier rollback left behind", path_, name));
     for (const int64_t later : checkpoint_steps(path_))
       if (later > step) log.line("notice: " + set_aside(later, "rolled-back"));
     fsync_directory(path_);
@@ -226,8 +230,18 @@ class RunDirectory {
 
   // Drops what is left of the last line of metrics.jsonl where a run was killed after its last checkpoint.
   void drop_incomplete_line() const {
-    const std::string text = path_exists(metrics_file()) ? read_text(metrics_file()) : "";
-    if (!text.empty() && text.back() != '\n') replace(metrics_file(), text.substr(0, text.rfind('\n') + 1));
+    if (!path_exists(metrics_file())) return;
+    const File file = File::append(metrics_file());
+    const int64_t size = file.size();
+    int64_t end = size;  // of the last line that is whole
+    for (std::string block(1 << 16, '\0'); end > 0;) {
+      const int64_t n = std::min(end, std::ssize(block));
+      file.read_at(block.data(), n, end - n);
+      const size_t line_break = std::string_view(block).substr(0, static_cast<size_t>(n)).rfind('\n');
+      end -= line_break == std::string_view::npos ? n : n - 1 - static_cast<int64_t>(line_break);
+      if (line_break != std::string_view::npos) break;
+    }
+    if (end < size) file.truncate(end);
   }
 
   // Whether metrics.jsonl has the validation of a step.
@@ -338,12 +352,12 @@ class RunDirectory {
   }
 
   std::string path_;
-  Retention retention_{path_};
   // What run.json says, if the run has completed a step; then what this start will write there besides its options:
   // the parent (from resume_point() on), the rollbacks (roll_back()) and the local checkpoints (claim()).
   RunRecord record_;
   bool shuffled_before_ = true;
   DirectoryLock lock_;
+  Retention retention_{path_};                   // after lock_: it may still be deleting
   NewFiles traces_;                              // removed before the lock is released
   mutable std::unique_ptr<const File> claimed_;  // run.json as this run wrote it
 };

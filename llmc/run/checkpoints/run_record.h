@@ -243,8 +243,7 @@ inline RunRecord parse_run_record(const std::string& text, const std::string& fi
 }
 
 inline RunRecord read_run_record(const std::string& file) {
-  constexpr int64_t most_bytes = 1 << 20;
-  return parse_run_record(read_text(file, most_bytes), file);
+  return parse_run_record(read_text(file, most_json_bytes), file);
 }
 
 }  // namespace llmc
