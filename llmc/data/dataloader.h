@@ -1,6 +1,10 @@
 // dataloader.h: the batches of a run: samples of token files, in the order of sample_order.h (contract 8). A file of n
 // tokens holds floor((n-1)/T) samples of T tokens; sample k is tokens [kT, kT+T].
 #pragma once
+#include <atomic>
+#include <exception>
+
+#include "core/clock.h"
 #include "data/packed_shards.h"
 #include "data/sample_order.h"
 
@@ -135,34 +139,61 @@ class DataLoader {
                   std::vector<int32_t>& targets, std::vector<int32_t>& positions) {
     const size_t T = static_cast<size_t>(T_), rows = static_cast<size_t>(who.batch_size);
     for (std::vector<int32_t>* v : {&tokens, &targets, &positions}) v->resize(rows * T);
-    for (size_t b = 0; b < rows; ++b) {
-      const Sample s = sample(cursor + (micro_batch * who.ranks + who.rank) * who.batch_size + static_cast<int64_t>(b));
-      const Source& source = sources_[s.source];
-      if (source.packed != nullptr) {
-        source.packed->read_sample(s.index, vocab_size_, &tokens[b * T], &targets[b * T], &positions[b * T],
-                                   end_of_text_ ? PositionsIn::document : PositionsIn::row);
-        continue;
-      }
-      source.shards.read_part(s.index, s.begin, s.targets, vocab_size_, read_);
-      if (end_of_text_) source.shards.find_documents_of(s.index, s.begin, read_, *end_of_text_, begins_);
-      int32_t place = 0;
-      for (size_t t = 0; t < T; ++t) {
-        const bool padding = static_cast<int64_t>(t) >= s.targets;
-        if (end_of_text_ && !padding && begins_[t]) place = 0;
-        tokens[b * T + t] = padding ? 0 : read_[t];
-        targets[b * T + t] = padding ? -1 : read_[t + 1];
-        positions[b * T + t] = place++;
-      }
+    std::vector<Sample> samples;
+    for (int64_t b = 0; b < who.batch_size; ++b)
+      samples.push_back(sample(cursor + (micro_batch * who.ranks + who.rank) * who.batch_size + b));
+
+    const auto begin = Clock::now();
+    const int64_t threads = threads_.value_or(seconds_per_row_ > slow_row ? std::min<int64_t>(8, who.batch_size) : 1);
+    std::atomic<size_t> next = 0;
+    std::vector<std::exception_ptr> faults(rows);
+    on_threads(threads, [&] {
+      Row row;
+      for (size_t b = next++; b < rows; b = next++) try {
+          read_row(samples[b], row, &tokens[b * T], &targets[b * T], &positions[b * T]);
+        } catch (...) {
+          faults[b] = std::current_exception();
+        }
+    });
+    for (const std::exception_ptr& fault : faults)
+      if (fault) std::rethrow_exception(fault);
+    seconds_per_row_ = seconds_since(begin) * static_cast<double>(threads) / static_cast<double>(rows);
+  }
+  // So many threads read a micro-batch. Otherwise one does, and up to 8 once a slow disk or network takes long.
+  void read_on(int64_t threads) { threads_ = threads; }
+
+ private:
+  static constexpr double slow_row = 0.3e-3;  // seconds; from memory it takes some microseconds
+
+  // What a thread needs to read rows.
+  struct Row {
+    std::vector<int32_t> tokens;
+    std::vector<uint8_t> begins;
+  };
+  // tokens, targets, positions (T)
+  void read_row(const Sample& s, Row& row, int32_t* tokens, int32_t* targets, int32_t* positions) const {
+    const Source& source = sources_[s.source];
+    if (source.packed != nullptr)
+      return source.packed->read_sample(s.index, vocab_size_, tokens, targets, positions,
+                                        end_of_text_ ? PositionsIn::document : PositionsIn::row);
+    source.shards.read_part(s.index, s.begin, s.targets, vocab_size_, row.tokens);
+    if (end_of_text_) source.shards.find_documents_of(s.index, s.begin, row.tokens, *end_of_text_, row.begins);
+    int32_t place = 0;
+    for (size_t t = 0; t < static_cast<size_t>(T_); ++t) {
+      const bool padding = static_cast<int64_t>(t) >= s.targets;
+      if (end_of_text_ && !padding && row.begins[t]) place = 0;
+      tokens[t] = padding ? 0 : row.tokens[t];
+      targets[t] = padding ? -1 : row.tokens[t + 1];
+      positions[t] = place++;
     }
   }
 
- private:
   std::vector<Source> sources_;
   SampleOrder order_;
   int64_t T_, vocab_size_;
   std::optional<int32_t> end_of_text_;
-  std::vector<int32_t> read_;
-  std::vector<uint8_t> begins_;
+  std::optional<int64_t> threads_;
+  double seconds_per_row_ = 0;  // of the last micro-batch, on a thread
 };
 
 }  // namespace llmc

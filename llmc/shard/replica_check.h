@@ -111,6 +111,24 @@ inline std::vector<uint64_t> numbers_of(const std::string& bytes) {
   return numbers;
 }
 
+// What of that other ranks hold, too. Called by all ranks.
+inline std::vector<HeldCopies> held_by_several(const ModelState& state, const std::vector<SharedByAll>& shared,
+                                               std::optional<size_t> only) {
+  Comm& control = state.groups()[GroupName::control];
+  std::vector<HeldCopies> held = copies_held(state, shared, only);
+  std::vector<uint64_t> places;
+  for (const HeldCopies& copies : held) places.push_back(copies.where());
+  std::map<uint64_t, int> holders;
+  for (const std::string& theirs : control.gather_text(0, "places of copies", bytes_of(places)))
+    for (const uint64_t where : numbers_of(theirs)) ++holders[where];
+  std::vector<uint64_t> several;  // in ascending order
+  for (const auto& [where, count] : holders)
+    if (count > 1) several.push_back(where);
+  several = numbers_of(control.all_gather_text("what several ranks hold", bytes_of(several))[0]);
+  std::erase_if(held, [&](const HeldCopies& copies) { return !std::ranges::binary_search(several, copies.where()); });
+  return held;
+}
+
 // Who holds a parameter, and the hash of each holder, in words. A majority of equal holders is only counted; the others
 // are named. With two holders, both are named.
 inline std::string describe_copies(const std::vector<std::pair<std::string, uint64_t>>& holders) {
@@ -138,19 +156,8 @@ inline std::optional<std::string> diverged_copies(const ModelState& state, const
                                                   std::optional<size_t> only = {}) {
   if (state.groups().ranks() == 1) return std::nullopt;
   Comm& control = state.groups()[GroupName::control];
-  std::vector<detail::HeldCopies> held = detail::copies_held(state, shared, only);
+  std::vector<detail::HeldCopies> held = detail::held_by_several(state, shared, only);
   std::vector<uint64_t> hashes;
-  for (const detail::HeldCopies& copies : held) hashes.push_back(copies.where());
-  std::map<uint64_t, int> holders_of;
-  for (const std::string& theirs : control.gather_text(0, "places of copies", detail::bytes_of(hashes)))
-    for (const uint64_t where : detail::numbers_of(theirs)) ++holders_of[where];
-  std::erase_if(holders_of, [](const auto& h) { return h.second == 1; });
-  std::vector<uint64_t> several;
-  for (const auto& [where, count] : holders_of) several.push_back(where);
-  several = detail::numbers_of(control.all_gather_text("what several ranks hold", detail::bytes_of(several))[0]);
-  std::erase_if(held, [&](const auto& copies) { return !std::ranges::binary_search(several, copies.where()); });
-
-  hashes.clear();
   for (detail::HeldCopies& copies : held) {
     for (detail::HeldCopy& part : copies.parts)
       if (part.entry) part.contents = detail::hash_of_contents(*part.entry, stream);

@@ -40,6 +40,7 @@ const std::vector<int32_t> first_tokens = {0, 5, 10, 15, 23, 28, 33, 38, 43, 48,
 
 struct Batch {
   std::vector<int32_t> tokens, targets, positions;
+  bool operator==(const Batch&) const = default;
 };
 
 Batch read(DataLoader& loader, int64_t cursor, int64_t micro_batch, const DataLoader::Reader& who) {
@@ -125,6 +126,23 @@ TEST_CASE("without shuffling samples come in file order in every epoch, and targ
   REQUIRE(b.tokens == std::vector<int32_t>{63, 64, 65, 66, 67, 0, 1, 2, 3, 4});
   REQUIRE(b.targets == std::vector<int32_t>{64, 65, 66, 67, 68, 1, 2, 3, 4, 5});
   REQUIRE(b.positions == std::vector<int32_t>{0, 1, 2, 3, 4, 0, 1, 2, 3, 4});
+}
+
+TEST_CASE("threads read the rows that one reads, and say what it says of the first that is wrong", "[data]") {
+  const CountingShards data;
+  const TokenShards shards(data.pattern(), data.T);
+  const DataLoader::Reader who{.rank = 1, .ranks = 2, .batch_size = 7};
+  for (const auto end_of_text : {std::optional<int32_t>(), std::optional(30)}) {
+    const DataLoader::Config config{.seed = 4, .shuffle = true, .vocab_size = 69, .end_of_text = end_of_text};
+    DataLoader one(shards, config), five(shards, config);
+    one.read_on(1), five.read_on(5);
+    for (int64_t cursor = 0; cursor < 24; ++cursor) REQUIRE(read(one, cursor, 0, who) == read(five, cursor, 0, who));
+  }
+  DataLoader loader(shards, {.vocab_size = 30});
+  for (const int64_t threads : {1, 5}) {
+    loader.read_on(threads);
+    REQUIRE_ERROR(read(loader, 0, 0, {.batch_size = 9}), "token 30 at position 7 is outside");
+  }
 }
 
 TEST_CASE("with shuffling every epoch has each sample once, in an order that depends only on seed and epoch",

@@ -149,3 +149,23 @@ TEST_CASE("in every layout each element is compared with all of its copies", "[p
       REQUIRE(wrong == 0);
     }
 }
+
+TEST_CASE("only what several ranks hold is compared", "[parallel][replicas]") {
+  const ModelConfig model = small_model("gpt2", true, 0);
+  using Kinds = std::set<std::string>;
+  const auto compared = [&](const LayoutCase& layout) {
+    std::mutex mutex;
+    Kinds kinds;
+    on_holders(step_of(model, layout, DType::bf16), [&](Holder& h) {
+      init_weights(h.state, 42, h.stream);
+      const auto held = detail::held_by_several(h.state, {{"what all have", {1}}}, std::nullopt);
+      std::lock_guard lock(mutex);
+      for (const detail::HeldCopies& copies : held)
+        for (const detail::HeldCopy& part : copies.parts) kinds.insert(part.entry ? part.entry->name() : part.name);
+    });
+    return kinds;
+  };
+  REQUIRE(compared({.shards = 2}) == Kinds{"master", "moment1", "moment2", "weight", "what all have"});
+  REQUIRE(compared({.shards = 2, .stage = 1}) == Kinds{"weight", "what all have"});
+  REQUIRE(compared({.shards = 2, .stage = 3}) == Kinds{"what all have"});
+}
