@@ -116,11 +116,16 @@ stop() { # SIGNAL
   [ -z "$sleeper" ] || kill "$sleeper" 2>/dev/null || :   # it may have come just before `wait`
 }
 pass_on() { # SIGNAL
-  # Commands in a script's background are started without SIGINT; a trainer takes it, and ends at once by the second.
-  [ "$1" != INT ] || [ $ctrl_c -gt 1 ] || set -- TERM
+  local signal
+  if [ "$1" = INT ]; then   # commands in a script's background are started without it
+    set -- TERM
+    [ $ctrl_c -le 1 ] || set -- TERM INT   # by which a trainer, which takes it, ends at once
+  fi
   case ${command[0]##*/} in mpirun | mpirun.* | mpiexec | mpiexec.* | orterun | prterun | srun) set -- USR1 ;; esac
-  # shellcheck disable=SC2086    # a list
-  kill -s "$1" $running 2>/dev/null || :
+  for signal in "$@"; do
+    # shellcheck disable=SC2086    # a list
+    kill -s "$signal" $running 2>/dev/null || :
+  done
 }
 for signal in INT TERM HUP USR1 USR2; do
   # shellcheck disable=SC2064    # the signal of this turn
