@@ -280,7 +280,7 @@ class Training {
                       step.model.tied, world.mesh());
     const std::optional<ResumePoint>& resume = beginning.resume;
     if (resume) restore(*resume);
-    else initialise(r_.run, o_);
+    else initialise(r_.run, o_, WorkProgress(log_).of_bytes("loading"));
     if (beginning.after == After::rollback) progress_.rollback_point = progress_.done;
     r_.run.touch_memory();
     if (beginning.after == After::stretch)
@@ -438,7 +438,8 @@ class Training {
     changed_data_ = accept_changed_data(from, job_, progress_);
     if (job_.takes_long_to_read()) log_.line(formatted("loading {}", from.path));
     load_checkpoint(from.path, job_.step.model, r_.run.trainer.state(), r_.run.stream,
-                    options_from_record(from.path + "/trainer.json", member(from.trainer, "options")).optimizer);
+                    options_from_record(from.path + "/trainer.json", member(from.trainer, "options")).optimizer,
+                    WorkProgress(log_).of_bytes("loading"));
     r_.run.trainer.set_expert_biases(progress_.expert_biases);
     r_.run.stream.synchronize();
     if (from.path == checkpoint_path(o_.out_dir, from.step)) r_.checkpoints.resumed_from(from.path);
@@ -458,8 +459,8 @@ class Training {
 };
 
 void run_training(const Options& o, const Processes& processes, Clock::time_point process_begin) {
-  note_stop_signals();
   const bool first = processes.process() == 0;
+  note_stop_signals(first ? Says::at_once : Says::nothing);
   Log log = make_log(o, processes);
   std::optional<Job> job;
   together(processes, "options", [&] { job.emplace(o, process_begin); });
@@ -555,8 +556,8 @@ int main(int argc, char** argv) {
   std::unique_ptr<Processes> processes;
   Command command;
   Options& o = command.options;
-  const auto report = [&](const std::string& error) {
-    print_error("train_gpt: " + with_config_lines(error, o.config_lines));
+  const auto shown_error = [&](const std::string& why) {
+    return "train_gpt: " + with_config_lines(why, o.config_lines);
   };
   try {
     command = read_command_line(argc, argv);
@@ -590,11 +591,11 @@ int main(int argc, char** argv) {
     check_printed();
     return done;
   } catch (const SharedError& error) {
-    if (reports) report(error.what());
+    if (reports) print_error(shown_error(error.what()));
     return end_together(processes.get(), error.status());
   } catch (const std::exception& error) {
     const Fault fault = end_alone(processes.get(), error);
-    report(fault.why);
+    print_error(shown_error(fault.why));
     return static_cast<int>(fault.status);
   }
 }

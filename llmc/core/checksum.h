@@ -96,7 +96,9 @@ struct ReadShare {
 };
 
 // The first difference between a file and its record, by path, in this reader's share of the slices; none: they match.
-inline std::optional<std::string> file_fault(const std::map<std::string, FileRecord>& records, ReadShare share = {}) {
+// advance: called with the bytes read, by one thread at a time.
+inline std::optional<std::string> file_fault(const std::map<std::string, FileRecord>& records, ReadShare share = {},
+                                             const Advance& advance = {}) {
   struct Slice {
     const std::string& path;
     const FileRecord& record;
@@ -129,14 +131,20 @@ inline std::optional<std::string> file_fault(const std::map<std::string, FileRec
   const int64_t first = share.reader * std::ssize(all) / share.readers,
                 last = (share.reader + 1) * std::ssize(all) / share.readers;
   std::atomic<int64_t> next = first;
-  std::mutex mutex;  // guards `faults`
+  std::mutex mutex;  // guards what follows
+  int64_t slices_read = 0;
   std::map<int64_t, std::string> faults;
   const auto work = [&] {
     int64_t i = first;
     std::optional<std::string> fault;
     try {
       std::vector<char> bytes(1 << 20);
-      while (!fault && (i = next++) < last) fault = slice_fault(all[static_cast<size_t>(i)], bytes);
+      while (!fault && (i = next++) < last) {
+        fault = slice_fault(all[static_cast<size_t>(i)], bytes);
+        if (!advance) continue;
+        const std::lock_guard lock(mutex);
+        advance(++slices_read * FileRecord::slice_bytes, (last - first) * FileRecord::slice_bytes);
+      }
     } catch (const std::exception& error) {
       fault = error.what();
     }

@@ -17,6 +17,9 @@
 
 namespace llmc {
 
+// What long work calls with the bytes that are done, and all of them; empty: nobody wants to know.
+using Advance = std::function<void(int64_t done, int64_t total)>;
+
 // Is the open file still the one with this name? Also true if the system cannot tell, as during a network outage.
 inline bool same_file(int fd, const std::string& path) {
   struct stat held {

@@ -1,9 +1,13 @@
 // signals.h: requests to stop. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 (batch systems send one of these before a
-// job ends) are recorded and polled between micro-batches. A Ctrl-C more than a second after the first signal ends the
-// process at once; others do not, since batch systems send one after another while a run saves, and SIGKILL in the end.
-// A time limit is polled in the same way.
+// job ends) are recorded and polled between micro-batches; a line on stderr says at once that one has come, since what
+// is under way, such as a checkpoint that is loaded, may take minutes. A Ctrl-C more than a second after the first
+// signal ends the process at once; others do not, since batch systems send one after another while a run saves, and
+// SIGKILL in the end. A time limit is polled in the same way.
 #pragma once
+#include <unistd.h>
+
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <ctime>
@@ -29,8 +33,9 @@ inline constexpr StopSignal stop_signals[] = {{SIGINT, "SIGINT", StopSender::per
 namespace detail {
 // A signal handler can only reach globals.
 inline volatile std::sig_atomic_t signal_received = 0;
-inline std::atomic<int64_t> signal_time = 0;  // when the first one came
-inline bool hangup_ignored = false;           // when the process began: run/process_start.h
+inline std::atomic<int64_t> signal_time = 0;    // when the first one came
+inline volatile std::sig_atomic_t says_so = 0;  // the handler prints a line
+inline bool hangup_ignored = false;             // when the process began: run/process_start.h
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 // Steady clock; async-signal-safe.
@@ -39,15 +44,34 @@ inline int64_t nanoseconds_now() {
   ::clock_gettime(CLOCK_MONOTONIC, &now);
   return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
+
+// Says on stderr that a signal has come; async-signal-safe.
+inline void say_signal(int number) {
+  const int before = errno;
+  const char* name = "a signal";
+  for (const StopSignal& signal : stop_signals)
+    if (signal.number == number) name = signal.name;
+  std::array<char, 128> text;
+  size_t n = 0;
+  const char* const begin = ::isatty(STDERR_FILENO) == 1 ? "\n" : "";  // after a progress line
+  for (const char* part : {begin, "train_gpt: ", name, ": ending after what is under way; Ctrl-C ends at once\n"})
+    for (; *part != '\0'; ++part) text[n++] = *part;
+  (void)!::write(STDERR_FILENO, text.data(), n);
+  errno = before;
+}
 }  // namespace detail
 
-inline void note_stop_signals() {
+enum class Says : uint8_t { nothing, at_once };
+
+inline void note_stop_signals(Says says) {
+  detail::says_so = says == Says::at_once ? 1 : 0;
   struct sigaction action {};
   action.sa_handler = [](int signal) {
     const int64_t now = detail::nanoseconds_now();
     if (detail::signal_received == 0) {
       detail::signal_time = now;
       detail::signal_received = signal;
+      if (detail::says_so != 0) detail::say_signal(signal);
     } else if (signal == SIGINT && now - detail::signal_time > 1'000'000'000) {
       std::signal(signal, SIG_DFL);  // takes effect when this handler returns
       std::raise(signal);

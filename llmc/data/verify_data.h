@@ -3,7 +3,7 @@
 #pragma once
 #include <filesystem>
 
-#include "core/log.h"
+#include "core/work_progress.h"
 #include "data/token_file.h"
 
 namespace llmc {
@@ -77,19 +77,19 @@ inline ShardReport verify_shard(const std::string& path, DataFormat format, int6
 inline std::string verify_data(Log& log, const char* option, const std::string& pattern, DataFormat format,
                                int64_t vocab_size, std::optional<int64_t> end_of_text) {
   const std::vector<std::string> paths = expand_glob(pattern, option);
-  int64_t mebibytes = 0, bytes_read = 0, bad = 0;
+  int64_t bytes = 0, bytes_read = 0, bad = 0;
   for (const std::string& path : paths) {
     std::error_code unreadable;  // open_token_file() says why
     const uintmax_t size = std::filesystem::file_size(path, unreadable);
-    if (!unreadable) mebibytes += static_cast<int64_t>(size >> 20);
+    if (!unreadable) bytes += static_cast<int64_t>(size);
   }
   ShardReport all;
   bool indexed = true;  // all of them
+  WorkProgress progress(log);
+  const Advance advance = progress.of_bytes(option);
   for (const std::string& path : paths) {
-    const ShardReport r = verify_shard(path, format, vocab_size, end_of_text.value_or(-1), [&](int64_t bytes) {
-      bytes_read += bytes;
-      log.progress(formatted("{}: MiB", path), bytes_read >> 20, mebibytes);
-    });
+    const ShardReport r = verify_shard(path, format, vocab_size, end_of_text.value_or(-1),
+                                       [&](int64_t of_block) { advance(bytes_read += of_block, bytes); });
     all.tokens += r.tokens;
     all.documents += r.documents;
     all.largest = std::max(all.largest, r.largest);

@@ -5,9 +5,11 @@
 #include <filesystem>
 
 #include "core/signals.h"
+#include "core/work_progress.h"
 #include "net/meeting/secret.h"
 #include "run/checkpoints/checkpoint.h"
 #include "run/options/options.h"
+#include "run/processes.h"
 #include "text/tokenizer.h"
 
 namespace llmc {
@@ -30,9 +32,10 @@ struct Averaged {
   std::vector<HfTensor> tensors;
   std::vector<HfPlace> places;  // of each tensor
 
-  explicit Averaged(const std::string& d) : directory(d) {
+  Averaged(const std::string& d, const Advance& checking) : directory(d) {
     if (path_exists(d + "/manifest.json"))
-      if (const auto fault = checkpoint_fault(d, Part::model)) throw Error(formatted("--average {}: {}", d, *fault));
+      if (const auto fault = checkpoint_fault(d, Part::model, {}, checking))
+        throw Error(formatted("--average {}: {}", d, *fault));
     const std::string file = d + "/config.json";
     CHECK(path_exists(file), "--average {}: has no config.json: name checkpoints or Hugging Face directories", d);
     model = config_from_hf(read_json(file), file);
@@ -101,9 +104,10 @@ inline std::vector<std::vector<size_t>> divide_into_files(const std::vector<Tens
   return files;
 }
 
-// Appends the mean of one tensor, a piece at a time. Ends if the process is asked to stop.
+// Appends the mean of one tensor, a piece at a time. Ends if the process is asked to stop. advance: called with the
+// bytes of the tensor
 inline void write_mean(SafetensorsWriter& out, const TensorInfo& mean, const std::vector<Averaged>& models,
-                       size_t tensor) {
+                       size_t tensor, const std::function<void(int64_t)>& advance) {
   constexpr int64_t most = 1 << 20;
   const int64_t n = mean.numel();
   const StopCondition stop(std::nullopt, Clock::now(), 0);
@@ -111,6 +115,7 @@ inline void write_mean(SafetensorsWriter& out, const TensorInfo& mean, const std
     if (const std::string why = stop.reason(); !why.empty())
       throw Error(formatted("--average was stopped by {}: nothing is written", why), ExitStatus::requeue);
     const int64_t count = std::min(most, n - begin);
+    advance(begin * size_of(mean.dtype));
     std::vector<double> sum(static_cast<size_t>(count));
     for (const Averaged& m : models)
       with_stored_type(m.dtype(tensor), [&]<class From>(type_tag<From>) {
@@ -130,7 +135,7 @@ inline void write_mean(SafetensorsWriter& out, const TensorInfo& mean, const std
 }
 
 // All that belongs to the mean, in an empty directory.
-inline void write_average(const std::string& directory, const std::vector<Averaged>& models) {
+inline void write_average(const std::string& directory, const std::vector<Averaged>& models, const Advance& advance) {
   const Averaged& first = models[0];
   std::vector<TensorInfo> tensors;  // fp16 becomes fp32, which --model trains
   for (size_t i = 0; i < first.tensors.size(); ++i)
@@ -138,14 +143,18 @@ inline void write_average(const std::string& directory, const std::vector<Averag
         {first.tensors[i].name, first.dtype(i) == DType::fp16 ? DType::fp32 : first.dtype(i), first.tensors[i].shape});
   nlohmann::ordered_json records, places = nlohmann::ordered_json::object();
   const std::vector<std::vector<size_t>> files = divide_into_files(tensors);
-  int64_t bytes = 0;
+  int64_t bytes = 0, all = 0;
+  for (const TensorInfo& t : tensors) all += t.bytes();
   for (size_t f = 0; f < files.size(); ++f) {
     const std::string name =
         files.size() == 1 ? "model.safetensors" : formatted("model-{:05}-of-{:05}.safetensors", f + 1, files.size());
     std::vector<TensorInfo> in_file;
     for (const size_t i : files[f]) in_file.push_back(tensors[i]), append_member(places, tensors[i].name, name);
     SafetensorsWriter out(directory + "/" + name, in_file);
-    for (const size_t i : files[f]) write_mean(out, tensors[i], models, i), bytes += tensors[i].bytes();
+    for (const size_t i : files[f]) {
+      write_mean(out, tensors[i], models, i, [&](int64_t of_tensor) { advance(bytes + of_tensor, all); });
+      bytes += tensors[i].bytes();
+    }
     records[name] = out.finish().to_json();
   }
   const auto write_text = [&](const std::string& name, const std::string& text) {
@@ -172,8 +181,11 @@ inline void write_average(const std::string& directory, const std::vector<Averag
 
 // --average A,B,C --out DIR. Checks everything before it writes; DIR appears when it is complete.
 inline void run_average(const Options& o) {
+  Log log = make_log(o);
+  WorkProgress progress(log);
   std::vector<detail::Averaged> models;
-  for (const std::string& directory : split(o.average, ',')) models.emplace_back(directory);
+  for (const std::string& directory : split(o.average, ','))
+    models.emplace_back(directory, progress.of_bytes("checking " + directory));
   CHECK(models.size() > 1, "--average {}: name at least two models", o.average);
   for (size_t i = 1; i < models.size(); ++i) detail::require_alike(models[0], models[i]);
   std::filesystem::path out = o.tokenize_out;
@@ -186,13 +198,13 @@ inline void run_average(const Options& o) {
     bytes += TensorInfo{"", models[0].dtype(i), models[0].tensors[i].shape}.bytes();
   detail::require_space(parent, bytes);
 
-  note_stop_signals();
+  note_stop_signals(Says::at_once);
   const std::string temporary = formatted("{}/.tmp-{}", parent, random_token());
   std::error_code error;
   std::filesystem::create_directory(temporary, error);
   CHECK(!error, "cannot create {}: {}", temporary, error.message());
   try {
-    detail::write_average(temporary, models);
+    detail::write_average(temporary, models, progress.of_bytes("averaging"));
     CHECK(!path_exists(out), "--out {} was made in the meantime: name a new directory", out.string());
     rename_path(temporary, out);
   } catch (...) {
@@ -200,8 +212,8 @@ inline void run_average(const Options& o) {
     throw;
   }
   fsync_directory(parent);
-  std::printf("%s: the mean of %zu models of %s parameters; use it with --model\n", out.c_str(), models.size(),
-              formatted("{}", count_parameters(parameter_table(models[0].model))).c_str());
+  log.line(formatted("{}: the mean of {} models of {} parameters; use it with --model", out.string(), models.size(),
+                     count_parameters(parameter_table(models[0].model))));
 }
 
 }  // namespace llmc

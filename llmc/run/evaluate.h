@@ -232,31 +232,6 @@ inline std::string to_json(const Evaluation& job, const Evaluated& found) {
   return json.dump();
 }
 
-// A line that shows how much is done and what is left: always on a terminal, otherwise every minute.
-class EvaluationProgress {
- public:
-  explicit EvaluationProgress(Log& log) : log_(log) {}
-  void operator()(const std::string& what, int64_t begins, int64_t total) {
-    const auto now = Clock::now();
-    if (what != what_) what_ = what, begin_ = shown_ = now;
-    const auto seconds = [&](Clock::time_point since) { return std::chrono::duration<double>(now - since).count(); };
-    const double done = static_cast<double>(begins - 1);
-    const std::string left =
-        done > 0 ? formatted(", {} left", human_duration(seconds(begin_) / done * (static_cast<double>(total) - done)))
-                 : "";
-    log_.progress(what + left + ": micro-batch", begins, total);
-    if (log_.live() || seconds(shown_) < seconds_between_lines) return;
-    shown_ = now;
-    log_.line(formatted("{}: micro-batch {} of {}{}", what, begins, total, left));
-  }
-
- private:
-  static constexpr double seconds_between_lines = 60;
-  Log& log_;
-  std::string what_;
-  Clock::time_point begin_, shown_;
-};
-
 inline Evaluated evaluate_on_rank(const Evaluation& job, World& world, int rank, Log& log) {
   const Options& o = job.options;
   Run run(job.step, job.plan, rank_device(job.device, o.place, rank - o.place.first_rank()), world, rank);
@@ -264,10 +239,10 @@ inline Evaluated evaluate_on_rank(const Evaluation& job, World& world, int rank,
   const StepConfig& step = job.step;
   check_whole_model(run.trainer.state(), part_of(parameter_table(step.model), step.layout.tensor, 0), step.model.tied,
                     world.mesh());
-  initialise(run, o);
+  WorkProgress progress(log);
+  initialise(run, o, progress.of_bytes("loading"));
   if (step.experts.bias_rate > 0) run.trainer.set_expert_biases(job.trained.expert_biases);
-  EvaluationProgress progress(log);
-  const ValidationHooks hooks{[] {}, [&](const char* what, int64_t m, int64_t count) { progress(what, m, count); }};
+  const ValidationHooks hooks{[] {}, shows_micro_batches(progress)};
   Validation validation(run.trainer, run.groups, job.inputs);
   const auto begin = Clock::now();
   Evaluated found{.line = validation.line(0, hooks)};
@@ -300,7 +275,7 @@ inline void run_evaluate(const Options& o, const Processes& processes) {
   Log log = first && !o.json ? make_log(o) : Log::silent();
   std::optional<Evaluation> made;
   together(processes, "options", [&] { made.emplace(o); });
-  check_together(processes, "--model", "", [&](const CheckpointCheck& check) { require_whole_weights(o, check); });
+  check_together(processes, "--model", "", log, [&](const CheckpointCheck& check) { require_whole_weights(o, check); });
   const Evaluation& job = *made;
   require_same_evaluation(processes, job);
   detail::report_evaluation_header(log, job);

@@ -97,14 +97,11 @@ class Milestones {
 
   void validate() {
     Progress& progress = r_.progress;
+    WorkProgress work(r_.log);
     const ValidationHooks hooks{
-        .poll = hooks_.poll,
-        .micro_batch = [&](const char* what, int64_t done,
-                           int64_t total) { r_.log.progress(formatted("{}: micro-batch", what), done, total); },
-        .cannot_read =
-            [&](const Error& error) {
-              r_.cannot_read(error.what(), formatted("the validation after step {}", progress.done));
-            }};
+        .poll = hooks_.poll, .micro_batch = shows_micro_batches(work), .cannot_read = [&](const Error& error) {
+          r_.cannot_read(error.what(), formatted("the validation after step {}", progress.done));
+        }};
     ValLine found = validation_->line(progress.done, hooks);
     if (o_.ema)
       found.averaged.push_back(r_.run.trainer.with_averages([&] { return validation_->line(progress.done, hooks); }));
@@ -118,12 +115,14 @@ class Milestones {
   void sample() try {
     const Job& job = r_.job;
     std::vector<int32_t> made;
+    WorkProgress work(r_.log);
     generate(r_.run.trainer, prompt_tokens(*job.tokenizer, o_.prompt, job.step.model), o_.sample_tokens,
              sample_options(o_), Philox(static_cast<uint64_t>(o_.seed), formatted("sample {}", r_.progress.done)),
              [&](int32_t token) {
                hooks_.poll();
                made.push_back(token);
-               r_.log.progress("sampling", static_cast<int64_t>(made.size()), o_.sample_tokens);
+               work.show("sampling", std::ssize(made), o_.sample_tokens,
+                         formatted("token {} of {}", made.size(), o_.sample_tokens));
                return token != job.tokenizer->end_of_text();
              });
     r_.log.line(formatted("sample at step {}: {}{}", r_.progress.done, o_.prompt, job.tokenizer->decode(made)));

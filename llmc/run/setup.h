@@ -395,9 +395,9 @@ inline void require_whole_weights(const Options& o, const CheckpointCheck& check
 }
 
 // The initial weights: those of the directory, unless --from-scratch or a preset asks for random ones.
-inline void initialise(Run& run, const Options& o) {
+inline void initialise(Run& run, const Options& o, const Advance& advance = {}) {
   if (!o.from_scratch && !model_preset(o.model))
-    load_model(o.model, run.trainer.config().model, run.trainer.state(), run.stream);
+    load_model(o.model, run.trainer.config().model, run.trainer.state(), run.stream, advance);
   else init_weights(run.trainer.state(), static_cast<uint64_t>(o.seed), run.stream);
   run.stream.synchronize();
 }

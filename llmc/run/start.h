@@ -83,7 +83,7 @@ inline std::string model_checksum(const Options& o, bool weights) {
 
 // Called by all processes; process 0 opens the directory.
 inline Start find_start(const Processes& processes, const Job& job, Log& log) {
-  check_together(processes, "--model", "", [&](const CheckpointCheck& check) {
+  check_together(processes, "--model", "", log, [&](const CheckpointCheck& check) {
     if (job.is_new() && job.asked.branch_from.empty()) require_whole_weights(job.asked, check);
   });
   Start start;
@@ -92,7 +92,7 @@ inline Start find_start(const Processes& processes, const Job& job, Log& log) {
   });
   if (!processes.alone()) detail::require_shared_directory(processes, job.options.out_dir);
   adopt_local_checkpoint(processes, job.asked, start.directory.get(), log);
-  check_together(processes, "a checkpoint to resume from", job.asked.out_dir,
+  check_together(processes, "a checkpoint to resume from", job.asked.out_dir, log,
                  [&](const CheckpointCheck& check) { detail::find_start(start, job, check, log); });
   if (processes.alone()) return start;
   const nlohmann::ordered_json mine = {start.resume ? start.resume->path : "",

@@ -99,7 +99,7 @@ inline std::optional<ResumePoint> agree_on(const Processes& processes, RollbackT
 inline RollbackLine roll_back(const Processes& processes, const Start& start, const Spike& spike,
                               std::optional<Job>& job, std::optional<ResumePoint>& resume, Log& log) {
   detail::RollbackTarget target;
-  check_together(processes, "rollback", job->asked.out_dir, [&](const CheckpointCheck& check) {
+  check_together(processes, "rollback", job->asked.out_dir, log, [&](const CheckpointCheck& check) {
     target = detail::rollback_target(start, *job, spike, check, log);
   });
   try {

@@ -447,7 +447,7 @@ inline std::vector<std::string> files_to_tokenize(const std::string& names) {
 inline void run_tokenize(const Options& o) {
   const std::unique_ptr<Tokenizer> tokenizer = make_tokenizer(o.tokenizer);
   Log log(isatty(STDOUT_FILENO) == 1 ? ProgressLine::shown : ProgressLine::none);
-  note_stop_signals();
+  note_stop_signals(Says::at_once);
   const StopCondition stop(o.time_limit, Clock::now(), 0);
   tokenize_files({.paths = files_to_tokenize(o.tokenize),
                   .prefix = formatted("{}_{}", o.tokenize_out, o.tokenize_split),

@@ -1,7 +1,7 @@
 // validation.h: the loss on --val-data and the answers to --eval-choices, computed by all ranks together; the same for
 // training and for --evaluate.
 #pragma once
-#include "core/log.h"
+#include "core/work_progress.h"
 #include "data/dataloader.h"
 #include "train/choices.h"
 #include "train/trainer.h"
@@ -40,6 +40,13 @@ struct ValidationHooks {
   // This rank cannot read its samples; it goes on without them until a poll ends all ranks. None: throws the error.
   std::function<void(const Error& error)> cannot_read = {};
 };
+
+// ValidationHooks::micro_batch of a rank that says how far it is.
+inline auto shows_micro_batches(WorkProgress& progress) {
+  return [&progress](const char* what, int64_t m, int64_t count) {
+    progress.show(what, m - 1, count, formatted("micro-batch {} of {}", m, count));
+  };
+}
 
 class Validation {
  public:

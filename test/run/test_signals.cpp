@@ -40,7 +40,7 @@ class Sleeper {
     pid_ = fork();
     REQUIRE(pid_ >= 0);
     if (pid_ == 0) {
-      note_stop_signals();
+      note_stop_signals(Says::nothing);
       sigset_t all, none;
       sigfillset(&all), sigemptyset(&none);
       sigprocmask(SIG_BLOCK, &all, nullptr);  // but where it waits
@@ -146,6 +146,8 @@ TEST_CASE("only after a batch system's signal is a start without an update said 
     const std::string said = read_whole(dir / "said");
     INFO(said);
     REQUIRE(r.status == 75);
+    REQUIRE(said.starts_with(
+        formatted("train_gpt: {}: ending after what is under way; Ctrl-C ends at once\n", signal.name)));
     REQUIRE(said.find(formatted("stopped by {} after step 0 of 1", signal.name)) != std::string::npos);
     REQUIRE((said.find("this start completed no update") != std::string::npos) == (signal.number == SIGTERM));
   }

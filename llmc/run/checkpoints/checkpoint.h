@@ -67,8 +67,8 @@ enum class Part : uint8_t { all, model };
 
 // The first fault found in a checkpoint; none: every file of the part exists and matches its checksums, of which this
 // reader computes its share.
-inline std::optional<std::string> checkpoint_fault(const std::string& path, Part part = Part::all,
-                                                   ReadShare share = {}) try {
+inline std::optional<std::string> checkpoint_fault(const std::string& path, Part part = Part::all, ReadShare share = {},
+                                                   const Advance& advance = {}) try {
   const std::map<std::string, FileRecord> files = read_manifest(path);
   for (const char* file : {"config.json", "trainer.json"})
     if (!files.contains(file)) return formatted("{}/manifest.json does not name {}", path, file);
@@ -76,7 +76,7 @@ inline std::optional<std::string> checkpoint_fault(const std::string& path, Part
   for (const auto& [name, record] : files)
     if (part == Part::all || name == "config.json" || name.starts_with("model"))
       of_part.emplace(path + "/" + name, record);
-  return file_fault(of_part, share);
+  return file_fault(of_part, share, advance);
 } catch (const Error& error) {
   return error.what();
 }
@@ -201,9 +201,9 @@ inline std::vector<std::string> model_files(const std::string& directory) {
 }
 
 // Loads this rank's part of the weights in these files, rounded to the training dtype; optimizer state starts at zero.
-// Everything is checked before anything changes.
+// Everything is checked before anything changes. advance: called with the bytes of weights, of the whole model.
 inline void load_weights(const std::vector<std::string>& paths, const ModelConfig& config, const ModelState& state,
-                         Stream& stream) {
+                         Stream& stream, const Advance& advance = {}) {
   const SafetensorsFiles files = open_all(paths);
   const std::vector<HfTensor> tensors = hf_tensors(config, files);
   const std::vector<HfPlace> places = match_hf_names(files, tensors);
@@ -213,7 +213,11 @@ inline void load_weights(const std::vector<std::string>& paths, const ModelConfi
   stream.synchronize();
   std::map<std::string, StateTable> entries;  // by parameter: models with experts have many
   for (const StateEntry& e : state.state_table()) entries[e.param->name].push_back(e);
+  int64_t all = 0, read = 0;  // bytes
+  for (const HfPlace& place : places) all += place.file->info(place.name).bytes();
   for (size_t i = 0; i < tensors.size(); ++i) {
+    if (advance) advance(read, all);
+    read += places[i].file->info(places[i].name).bytes();
     StateTable of_parts;
     for (const std::string& part : tensors[i].parts)
       of_parts.insert(of_parts.end(), entries[part].begin(), entries[part].end());
@@ -222,9 +226,9 @@ inline void load_weights(const std::vector<std::string>& paths, const ModelConfi
   state.begin_averages(stream);
 }
 
-inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state,
-                       Stream& stream) {
-  load_weights(model_files(directory), config, state, stream);
+inline void load_model(const std::string& directory, const ModelConfig& config, const ModelState& state, Stream& stream,
+                       const Advance& advance = {}) {
+  load_weights(model_files(directory), config, state, stream, advance);
 }
 
 namespace detail {
@@ -366,9 +370,10 @@ inline void read_slice(const Slice& s, const StateEntry& entry, float* host) {
 
 // Loads the whole state of a checkpoint, bit for bit: weights, then the optimizer's slices, whatever layout wrote them.
 // written_by: its optimizer; none: the same. The slots of parameters that another one updated begin at zero, and
-// averages of weights that the checkpoint does not have begin at the weights.
+// averages of weights that the checkpoint does not have begin at the weights. advance: called with the bytes of
+// weights, then with those of this rank's optimizer state.
 inline void load_checkpoint(const std::string& path, const ModelConfig& config, const ModelState& state, Stream& stream,
-                            std::optional<Optimizer> written_by = std::nullopt) {
+                            std::optional<Optimizer> written_by = std::nullopt, const Advance& advance = {}) {
   std::vector<std::string> models, optimizers;
   for (const auto& [name, record] : read_manifest(path)) {
     if (!name.ends_with(".safetensors")) continue;
@@ -377,7 +382,7 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   }
   CHECK(!models.empty() && !optimizers.empty(), "{}/manifest.json names no {}.safetensors", path,
         models.empty() ? "model" : "optimizer");
-  load_weights(models, config, state, stream);
+  load_weights(models, config, state, stream, advance);
   stream.synchronize();
   const SafetensorsFiles files = open_all(optimizers);
   const StateTable table = state.state_table();
@@ -391,12 +396,19 @@ inline void load_checkpoint(const std::string& path, const ModelConfig& config, 
   for (const UnitSpec& unit : written)
     for (const ParamSpec& p : unit.params) rules[p.name] = p.rule;
   const bool averages = detail::has_kind(slices, "average");
+  StateTable stored;
+  int64_t all = 0, read = 0;  // bytes
   for (const StateEntry& e : table)
     if (e.kind == StateKind::master || (e.kind == StateKind::average && averages) ||
         ((e.kind == StateKind::slot || e.kind == StateKind::row_moment) && rules.at(e.param->name) == e.param->rule))
-      write_state(e, stream, [&](const Tensor& host) {
-        for (const detail::Slice& s : slices.at(detail::what_of(e))) detail::read_slice(s, e, host.data<float>());
-      });
+      stored.push_back(e), all += e.tensor.numel() * size_of(DType::fp32);
+  for (const StateEntry& e : stored) {
+    if (advance) advance(read, all);
+    write_state(e, stream, [&](const Tensor& host) {
+      for (const detail::Slice& s : slices.at(detail::what_of(e))) detail::read_slice(s, e, host.data<float>());
+    });
+    read += e.tensor.numel() * size_of(DType::fp32);
+  }
   if (!averages) state.begin_averages(stream);
 }
 

@@ -230,7 +230,7 @@ inline void adopt_local_checkpoint(const Processes& processes, const Options& o,
     const LocalSearch found = detail::newest_local(parts, manifests, history, bad);
     const int64_t step = found.choice ? found.choice->of.step : 0;
     std::string verdict;
-    check_together(processes, "checkpoints in --out-dir", o.out_dir, [&](const CheckpointCheck& check) {
+    check_together(processes, "checkpoints in --out-dir", o.out_dir, log, [&](const CheckpointCheck& check) {
       for (const std::string& fault : found.faults)
         if (said.insert(fault).second)
           log.line(formatted("WARNING: {}; {}", fault,
