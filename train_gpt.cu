@@ -576,7 +576,7 @@ int main(int argc, char** argv) {
     else if (o.selftest) run_selftest_mode(o, *processes);
     else if (o.evaluate) run_evaluate(o, *processes);
     else if (needs_ranks(o)) return run_training(o, *processes, begin), done;  // log.txt has all that it prints
-    else if (o.place.process > 0) return done;                                 // one process is enough
+    else if (o.place.process > 0) return say_idle(o.place), done;              // one process is enough
     else if (o.verify_data) run_verify_data(o);
     else if (!o.tokenize.empty()) run_tokenize(o);
     else if (!o.coord_check.empty()) run_coord_check(o);

@@ -169,6 +169,7 @@ def held_signals():
 
 def run_program(name, main, action=end_by_signal):
     """main(arguments); an error is one line on stderr. action: what SIGNALS do at first."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)   # ignored, as a parent may leave it, the status of children is lost
     on_signals(action)
     try:
         main(sys.argv[1:])

@@ -225,7 +225,7 @@ def tokenize(options, train_files, val_files, standing):
         if paths := writer.final_paths():
             last = f" ... {paths[-1]}" if len(paths) > 1 else ""
             lines.append(f"{writer.split:16} {writer.count:,} tokens ({writer.count / tokens:.1%}) in {paths[0]}{last}")
-    words = [f"-{'j' if writer is val else 'i'} {shlex.quote(f'{options.out}_{writer.split}_*.bin')}"
+    words = [f"-{'j' if writer is val else 'i'} {shlex.quote(f'{glob.escape(options.out)}_{writer.split}_*.bin')}"
              for writer in (train, val) if writer.count]
     words.append(f"--tokenizer {shlex.quote(options.tokenizer)}" if tokenizer.for_trainer
                  else f"--vocab-size {tokenizer.vocab_size}")

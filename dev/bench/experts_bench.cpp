@@ -103,7 +103,7 @@ void measure(const Sizes& s, DType dtype, Share share, int threads) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  wait_without_spinning(argv);
+  set_openmp_environment(argv);
   const int threads = argc > 1 ? std::atoi(argv[1]) : omp_get_num_procs();
   if (threads < 1) {
     std::fprintf(stderr, "experts_bench: %s: expected a number of threads\n", argv[1]);

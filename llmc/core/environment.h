@@ -1,6 +1,8 @@
 // environment.h: reads environment variables: where caches go, and how large the stacks of threads are; the name of
 // this machine.
 #pragma once
+#include <pwd.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -21,7 +23,19 @@ inline std::optional<std::string> environment_variable(const std::string& name) 
 inline std::string cache_directory(const Environment& environment = environment_variable) {
   const auto set = [&](const char* name) { return environment(name).value_or(""); };
   if (const std::string cache = set("XDG_CACHE_HOME"); !cache.empty()) return cache + "/train_gpt";
-  return (set("HOME").empty() ? "/tmp" : set("HOME")) + "/.cache/train_gpt";
+  if (const std::string home = set("HOME"); !home.empty()) return home + "/.cache/train_gpt";
+  if (const passwd* const user = ::getpwuid(::getuid()); user != nullptr && user->pw_dir[0] == '/')
+    return std::string(user->pw_dir) + "/.cache/train_gpt";
+  // In /tmp others could have made it first, with caches of theirs.
+  const std::string own = formatted("/tmp/train_gpt-{}", int64_t{::getuid()});
+  ::mkdir(own.c_str(), 0700);
+  struct stat it {};
+  CHECK(
+      ::lstat(own.c_str(), &it) == 0 && S_ISDIR(it.st_mode) && it.st_uid == ::getuid() && (it.st_mode & 022) == 0,
+      "{} is no directory that belongs to this user alone, and caches would go there, since HOME is not set: set HOME "
+      "or XDG_CACHE_HOME",
+      own);
+  return own;
 }
 
 // Refuses a size that gives OpenMP's threads too little room for the arrays of ops, of up to 25 KiB. It counts KiB

@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "core/clock.h"
+#include "core/console.h"
 #include "core/files.h"
 
 namespace llmc {
@@ -69,6 +70,9 @@ inline std::string failure_text(const std::exception& error) {
         "the system started no further thread{}{}: raise a limit (ulimit -u and -v, or a container's pids.max), or use "
         "fewer --local-ranks and --threads",
         detail::limit_text(RLIMIT_NPROC, "-u", 1, ""), detail::limit_text(RLIMIT_AS, "-v", 1024, " KiB"));
+  if (system != nullptr && system->code() == std::errc::operation_not_permitted)
+    return "the system does not allow further threads (clone3: operation not permitted), as an old container runtime's "
+           "seccomp profile does: use a newer one, or another profile";
   return formatted("internal error: {}", error.what());
 }
 
@@ -172,7 +176,7 @@ class Log {
   // elapsed_s: seconds that a resumed run had taken when it was stopped.
   void open(const std::string& out_dir, double elapsed_s) {
     metrics_.emplace(out_dir + "/metrics.jsonl");
-    console_.emplace(out_dir + "/log.txt");
+    log_file_.emplace(out_dir + "/log.txt");
     elapsed_before_ = elapsed_s;
     opened_ = Clock::now();
     keep(std::exchange(early_, ""));
@@ -188,7 +192,7 @@ class Log {
 
   // Recreates either of the two files if it was deleted or moved.
   void ensure_in_place() {
-    for (std::optional<AppendFile>* file : {&metrics_, &console_}) try {
+    for (std::optional<AppendFile>* file : {&metrics_, &log_file_}) try {
         if (*file && (*file)->ensure_in_place())
           line(formatted("WARNING: {} was deleted, moved or replaced: its lines go to the file of that name now",
                          (*file)->path()));
@@ -198,11 +202,9 @@ class Log {
 
   void line(const std::string& text) {
     if (silent_) return;
-    erase_progress();
     const std::string shown = printable(text) + "\n";
-    std::fputs(shown.c_str(), stdout);
-    std::fflush(stdout);
     keep(shown);
+    print((std::exchange(progress_shown_, false) ? "\r\033[K" : "") + shown);
   }
 
   // A line for log.txt alone: what the console shows anyway, such as the command or the error that ends the run.
@@ -316,8 +318,7 @@ class Log {
   // A line that the next one overwrites; prints nothing without ProgressLine::shown.
   void progress(const std::string& text) {
     if (!live_) return;
-    std::printf("\r\033[K%s", printable(text).c_str());
-    std::fflush(stdout);
+    print("\r\033[K" + printable(text));
     progress_shown_ = true;
   }
   void progress(const std::string& what, int64_t done, int64_t total) {
@@ -348,13 +349,15 @@ class Log {
   static std::string share(const std::optional<double>& of_one) {
     return of_one ? formatted("{:.1f}%", 100 * *of_one) : std::string("n/a");
   }
-  void erase_progress() {
-    if (progress_shown_) std::printf("\r\033[K");
-    progress_shown_ = false;
+  // Lines that log.txt has need not wait for a reader.
+  void print(const std::string& text) {
+    if (log_file_) return screen_.print(text);
+    std::fputs(text.c_str(), stdout);
+    std::fflush(stdout);
   }
   // Text for log.txt, kept in memory until the file is opened, when the directory is known to be the run's.
   void keep(const std::string& text) {
-    if (console_) warn(*console_, console_->append(text));
+    if (log_file_) warn(*log_file_, log_file_->append(text));
     else early_ += text;
   }
   // One object per line, with the time of writing; doubles round-trip, non-finite ones are written as null.
@@ -372,7 +375,8 @@ class Log {
 
   bool live_, progress_shown_ = false, silent_ = false;
   int rows_ = 0;
-  std::optional<AppendFile> metrics_, console_;
+  std::optional<AppendFile> metrics_, log_file_;
+  Console screen_;
   std::string early_;  // lines for log.txt, before it is open
   double elapsed_before_ = 0;
   Clock::time_point opened_;

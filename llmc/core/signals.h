@@ -1,8 +1,8 @@
-// signals.h: requests to stop. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 (batch systems send one of these before a
-// job ends) are recorded and polled between micro-batches; a line on stderr says at once that one has come, since what
-// is under way, such as a checkpoint that is loaded, may take minutes. A Ctrl-C more than a second after the first
-// signal ends the process at once; others do not, since batch systems send one after another while a run saves, and
-// SIGKILL in the end. A time limit is polled in the same way.
+// signals.h: requests to stop. SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU (batch systems send one of these
+// before a job ends) are recorded and polled between micro-batches; a line on stderr says at once that one has come,
+// since what is under way, such as a checkpoint that is loaded, may take minutes. A Ctrl-C more than a second after the
+// first signal ends the process at once; others do not, since batch systems send one after another while a run saves,
+// and SIGKILL in the end. A time limit is polled in the same way.
 #pragma once
 #include <unistd.h>
 
@@ -28,7 +28,8 @@ inline constexpr StopSignal stop_signals[] = {{SIGINT, "SIGINT", StopSender::per
                                               {SIGTERM, "SIGTERM", StopSender::batch_system},
                                               {SIGHUP, "SIGHUP", StopSender::person},
                                               {SIGUSR1, "SIGUSR1", StopSender::batch_system},
-                                              {SIGUSR2, "SIGUSR2", StopSender::batch_system}};
+                                              {SIGUSR2, "SIGUSR2", StopSender::batch_system},
+                                              {SIGXCPU, "SIGXCPU", StopSender::batch_system}};  // a limit that is soft
 
 namespace detail {
 // A signal handler can only reach globals.

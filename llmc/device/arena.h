@@ -124,8 +124,7 @@ class Arena {
     if (device_.kind == DeviceKind::cuda) return pinned_.emplace(bytes).data();
 #endif
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    CHECK(memory != MAP_FAILED, "cannot reserve {:.2f} GiB of memory for the arena: free memory, or lower --batch-size",
-          static_cast<double>(bytes) / (1 << 30));
+    if (memory == MAP_FAILED) throw std::bad_alloc();
     madvise(memory, bytes, MADV_HUGEPAGE);
     return static_cast<std::byte*>(memory);
   }

@@ -2,6 +2,8 @@
 // FIFO worker thread, on a GPU a CUDA stream; on the null device nothing runs: the cost of each op is booked, and a
 // clock says how long all of it would take.
 #pragma once
+#include <sched.h>
+#include <sys/auxv.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -29,12 +31,26 @@ enum class DeviceKind { cpu, cuda, null };
 
 constexpr auto names_of_values(DeviceKind) { return std::array{"cpu", "cuda", "null"}; }
 
-// Makes OpenMP threads sleep at barriers instead of spinning: otherwise ranks that share processors, or other programs,
-// lose whole time slices at every barrier (measured: dev/LOG.md). OpenMP reads the setting when it is loaded, so the
-// program re-executes itself, unless the user chose a policy.
-inline void wait_without_spinning(char** argv) {
-  if (std::getenv("OMP_WAIT_POLICY") != nullptr || std::getenv("GOMP_SPINCOUNT") != nullptr) return;
-  if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);  // on failure, continue without
+// Names a variable that set_openmp_environment() has left out.
+inline constexpr const char* unbound_variable = "TRAIN_GPT_UNBOUND";
+
+// Makes OpenMP threads sleep at barriers instead of spinning, unless the user chose a policy: otherwise ranks that
+// share processors, or other programs, lose whole time slices at every barrier (measured: dev/LOG.md). And leaves
+// threads unbound: OpenMP would bind the first one to one place, often a single processor, from which all threads of
+// streams and ranks would inherit it. OpenMP reads its settings when it is loaded, so the program executes itself
+// again, on all of these processors.
+inline void set_openmp_environment(char** argv, const cpu_set_t& processors = {}) {
+  bool changed = false;
+  if (std::getenv("OMP_WAIT_POLICY") == nullptr && std::getenv("GOMP_SPINCOUNT") == nullptr)
+    changed = setenv("OMP_WAIT_POLICY", "passive", 1) == 0;
+  for (const char* name : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"})
+    if (std::getenv(name) != nullptr && unsetenv(name) == 0) {
+      setenv(unbound_variable, name, 1);
+      if (CPU_COUNT(&processors) > 0) ::sched_setaffinity(0, sizeof processors, &processors);
+      changed = true;
+    }
+  const bool by_loader = ::getauxval(AT_BASE) == 0;  // /proc/self/exe is ld.so, which was given the program's name
+  if (changed && !by_loader) execv("/proc/self/exe", argv);  // on failure, continue without
 }
 
 // Who moves tensors between ranks on GPUs: this program, or a library (NCCL), which takes memory for that.

@@ -20,22 +20,19 @@ namespace llmc {
 // The facts that an evaluation takes from trainer.json of our checkpoints; other models have none.
 struct TrainedRecord {
   std::optional<int64_t> step, samples_per_step;  // step: none of a mean
-  std::vector<float> expert_biases;
-  nlohmann::json options;  // of the run that wrote the checkpoint
-  size_t mean_of = 0;      // models, by --average; 0: it is none
+  nlohmann::json options;                         // of the run that wrote the checkpoint
+  size_t mean_of = 0;                             // models, by --average; 0: it is none
 };
 inline TrainedRecord trained_record(const std::string& model) {
   const std::string file = model + "/trainer.json";
   if (!path_exists(file)) return {};
-  const nlohmann::json json = read_json(file), biases = json.value("expert_biases", nlohmann::json::array());
+  const nlohmann::json json = read_json(file);
   const auto number = [&](const char* field) { return whole_number(member(json, field)); };
   const auto tokens = number("tokens_per_step"), length = number("seq_len");
   CHECK(number("step") && tokens && length && *length > 0 && *tokens >= *length,
         "{}: \"step\", \"tokens_per_step\" and \"seq_len\" are not those of a run; the checkpoint is damaged", file);
-  CHECK(biases.is_array() && std::all_of(biases.begin(), biases.end(), [](auto& b) { return b.is_number(); }),
-        "{}: \"expert_biases\" is {}, expected a list of numbers; the checkpoint is damaged", file, biases);
   const size_t mean_of = member(json, "average_of").size();
-  return {mean_of > 0 ? std::nullopt : number("step"), *tokens / *length, biases.get<std::vector<float>>(),
+  return {mean_of > 0 ? std::nullopt : number("step"), *tokens / *length,
           json.value("options", nlohmann::json::object()), mean_of};
 }
 
@@ -139,13 +136,7 @@ struct Evaluation {
     forward.layout.zero.offload = {};
     forward.generates = false;
     forward.recompute = Recompute::block;  // there is no backward
-    if (forward.model.experts.count > 0 && !trained.expert_biases.empty()) {
-      const int64_t expected = forward.model.sparse_layers() * forward.model.experts.count;
-      CHECK(std::ssize(trained.expert_biases) == expected,
-            "{}/trainer.json: \"expert_biases\" has {} numbers, expected {}; the checkpoint is damaged", o.model,
-            trained.expert_biases.size(), expected);
-      forward.experts.bias_rate = 1;  // it has biases; nothing is updated
-    }
+    take_trained_biases(forward, o.model);
     return forward;
   }
 };
@@ -241,7 +232,6 @@ inline Evaluated evaluate_on_rank(const Evaluation& job, World& world, int rank,
                     world.mesh());
   WorkProgress progress(log);
   initialise(run, o, progress.of_bytes("loading"));
-  if (step.experts.bias_rate > 0) run.trainer.set_expert_biases(job.trained.expert_biases);
   const ValidationHooks hooks{[] {}, shows_micro_batches(progress)};
   Validation validation(run.trainer, run.groups, job.inputs);
   const auto begin = Clock::now();

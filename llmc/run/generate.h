@@ -86,6 +86,7 @@ inline void run_generate(const Options& o) {
   StepConfig config{
       .model = choose_model(o), .precision = choose_precision(o), .layout = {.zero = {.holds = Holds::weights}}};
   config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
+  take_trained_biases(config, o.model);
   require_countable(config);
   const Device device = choose_device(o);
   const auto tokenizer = choose_tokenizer(o, config.model);

@@ -1,6 +1,7 @@
 // process_start.h: what comes first in a process: before options are read, and before its libraries begin.
 #pragma once
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -22,10 +23,20 @@ inline void open_standard_streams() {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(fd, F_GETFD) < 0) (void)!::open("/dev/null", O_RDWR);  // gets the lowest number that is free: fd
 }
+// Who started this process may have blocked the signals that ask a run to save.
+inline void unblock_stop_signals() {
+  sigset_t set;
+  sigemptyset(&set);
+  for (const StopSignal& signal : stop_signals) sigaddset(&set, signal.number);
+  ::sigprocmask(SIG_UNBLOCK, &set, nullptr);
+}
+inline cpu_set_t processors_at_start;  // where the process may run, before OpenMP binds its first thread
 inline void before_libraries(int, char**, char**) {
   struct sigaction now {};
   hangup_ignored = ::sigaction(SIGHUP, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;  // by nohup
+  unblock_stop_signals();
   open_standard_streams();
+  if (::sched_getaffinity(0, sizeof processors_at_start, &processors_at_start) != 0) CPU_ZERO(&processors_at_start);
 }
 // The loader calls it before the constructors of libraries: that of UCX, which Open MPI 5 is linked with, takes SIGHUP.
 __attribute__((section(".preinit_array"), used)) static void (*const called_by_loader)(int, char**,
@@ -41,10 +52,18 @@ inline void allow_many_files() {
   ::setrlimit(RLIMIT_NOFILE, &files);
 }
 
+// A pipe that an earlier program left non-blocking would lose what its reader does not take at once.
+inline void block_standard_streams() {
+  for (const int fd : {STDOUT_FILENO, STDERR_FILENO})
+    if (const int flags = ::fcntl(fd, F_GETFL); flags >= 0 && (flags & O_NONBLOCK) != 0)
+      (void)!::fcntl(fd, F_SETFL, flags & ~O_NONBLOCK);
+}
+
 inline void prepare_process(char** argv) {
   allow_many_files();
+  block_standard_streams();
   if (detail::hangup_ignored) std::signal(SIGHUP, SIG_IGN);  // so that it is when this program executes itself again
-  wait_without_spinning(argv);
+  set_openmp_environment(argv, detail::processors_at_start);
   ::prctl(PR_SET_NAME, program_invocation_short_name);  // it may have executed itself as /proc/self/exe
   set_gpu_environment();
   set_nccl_environment();

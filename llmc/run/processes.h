@@ -75,6 +75,16 @@ inline void plan_hosts(Place& place, int64_t gpus) {
   place.hosts = ceil_div(ranks, place.ranks_on_host);
 }
 
+// What one process does alone, the others leave to it: said where a person may have become another one by accident, as
+// in a container whose variables say so.
+inline void say_idle(const Place& place) {
+  if (::isatty(STDERR_FILENO) == 1)
+    print_error(
+        formatted("notice: this is process {} of {} ({}), and process 0 alone does this: to do it here, start "
+                  "one process, or unset the variables that say so",
+                  place.process, place.processes, place.started_by));
+}
+
 // Sets the number of ranks, and which of them are this process's, as far as launcher and options say.
 inline void take_place(Options& o) {
   Place& place = o.place;

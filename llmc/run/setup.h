@@ -394,11 +394,32 @@ inline void require_whole_weights(const Options& o, const CheckpointCheck& check
   match_hf_names(files, hf_tensors(choose_model(o), files));
 }
 
+// The experts' biases in trainer.json of one of our checkpoints (--moe-bias-rate), for this model; empty: it has none.
+inline std::vector<float> trained_expert_biases(const std::string& checkpoint, const ModelConfig& model) {
+  const std::string file = checkpoint + "/trainer.json";
+  if (model.experts.count == 0 || !path_exists(file)) return {};
+  const nlohmann::json biases = read_json(file).value("expert_biases", nlohmann::json::array());
+  CHECK(biases.is_array() && std::all_of(biases.begin(), biases.end(), [](auto& b) { return b.is_number(); }),
+        "{}: \"expert_biases\" is {}, expected a list of numbers; the checkpoint is damaged", file, biases);
+  const int64_t expected = model.sparse_layers() * model.experts.count;
+  CHECK(biases.empty() || std::ssize(biases) == expected,
+        "{}: \"expert_biases\" has {} numbers, expected {}; the checkpoint is damaged", file, biases.size(), expected);
+  return biases.get<std::vector<float>>();
+}
+
+// A step that only computes forwards has the biases with which the model was trained.
+inline void take_trained_biases(StepConfig& step, const std::string& checkpoint) {
+  if (!trained_expert_biases(checkpoint, step.model).empty()) step.experts.bias_rate = 1;  // nothing is updated
+}
+
 // The initial weights: those of the directory, unless --from-scratch or a preset asks for random ones.
 inline void initialise(Run& run, const Options& o, const Advance& advance = {}) {
   if (!o.from_scratch && !model_preset(o.model))
     load_model(o.model, run.trainer.config().model, run.trainer.state(), run.stream, advance);
   else init_weights(run.trainer.state(), static_cast<uint64_t>(o.seed), run.stream);
+  if (!o.from_scratch && run.trainer.config().experts.bias_rate > 0)
+    if (const std::vector<float> biases = trained_expert_biases(o.model, run.trainer.config().model); !biases.empty())
+      run.trainer.set_expert_biases(biases);
   run.stream.synchronize();
 }
 

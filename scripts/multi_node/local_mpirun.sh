@@ -11,6 +11,7 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none OMPI_MCA_plm=isolated
 export PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none
-[ "${1:-}" != -n ] || export TRAIN_GPT_LAUNCH="$0 $1 ${2:-} ${3:-}"   # for the commands that a run suggests
+launch=$(printf '%q ' "$0" "${@:1:3}")
+[ "${1:-}" != -n ] || export TRAIN_GPT_LAUNCH=${launch% }   # for the commands that a run suggests
 # shellcheck disable=SC2086    # a list of words
 exec ${MPIRUN:-mpirun} "$@"

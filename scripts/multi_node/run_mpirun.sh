@@ -13,7 +13,7 @@
 set -euo pipefail
 case $* in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;; esac
 # Used in the commands that a run suggests.
-export TRAIN_GPT_LAUNCH=${TRAIN_GPT_LAUNCH:-${HOSTS:+HOSTS=$HOSTS }${RANKS:+RANKS=$RANKS }$0}
+export TRAIN_GPT_LAUNCH=${TRAIN_GPT_LAUNCH:-${HOSTS:+HOSTS=$HOSTS }${RANKS:+RANKS=$RANKS }$(printf %q "$0")}
 CDPATH='' cd "$(dirname "$0")/../.."
 refuse() { echo "run_mpirun.sh: $1" >&2; exit 1; }
 

@@ -315,6 +315,20 @@ TEST_CASE("one at a time holds a lock whose file its holders remove", "[core]") 
   REQUIRE(held.take(dir / "link") == ELOOP);
 }
 
+TEST_CASE(
+    "caches are in the directory that XDG_CACHE_HOME, HOME or the system names, never in one that others can make",
+    "[core]") {
+  const auto in = [](std::map<std::string, std::string> set) {
+    return cache_directory(
+        [set](const std::string& name) { return set.contains(name) ? std::optional(set.at(name)) : std::nullopt; });
+  };
+  REQUIRE(in({{"XDG_CACHE_HOME", "/c"}, {"HOME", "/h"}}) == "/c/train_gpt");
+  REQUIRE(in({{"XDG_CACHE_HOME", ""}, {"HOME", "/h"}}) == "/h/.cache/train_gpt");
+  const passwd* const user = ::getpwuid(::getuid());
+  REQUIRE(in({}) == (user != nullptr ? std::string(user->pw_dir) + "/.cache/train_gpt"
+                                     : formatted("/tmp/train_gpt-{}", int64_t{::getuid()})));
+}
+
 TEST_CASE("stacks that are too small for ops are refused; OMP_STACKSIZE counts KiB without a unit", "[core]") {
   const std::string name = GENERATE("OMP_STACKSIZE", "GOMP_STACKSIZE");
   const auto require = [&](const std::string& value) {

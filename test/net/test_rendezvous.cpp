@@ -374,7 +374,7 @@ TEST_CASE("a process that cannot reach the rendezvous says where it looked and w
   const Socket taken = listen_everywhere(0);
   const int port = address_here(taken).endpoint().port;
   REQUIRE_ERROR(ControlPlane(greeting(0, 2), at(formatted("localhost:{}", port), lines)),
-                "does another run use this port?");
+                "does another run use this port, and is ");
 }
 
 TEST_CASE("a process that is gone is named on all others", "[net]") {

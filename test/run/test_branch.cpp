@@ -79,9 +79,9 @@ TEST_CASE("what a branch cannot do is refused with a remedy, and nothing is left
   no(from + "--resume never", "leave out --resume");
   no(from + "--resume " + (dir / "run/step-000002"), "leave out --resume");
   no(from + "--model d2", "--model was 'd1' and is now 'd2'");
-  no(from + "--weight-decay 0.5 --lr 1e-3",
-     "--weight-decay was '0.1' and is now '0.5'\na branch cannot change this one: ");
-  no(from + "--weight-decay 0.5 --beta1 0.8", "a branch cannot change these: ");
+  no(from + "--optimizer lion --lr 1e-3",
+     "--optimizer was 'adamw' and is now 'lion'\na branch cannot change this one: ");
+  no(from + "--optimizer lion --init-std 0.1", "a branch cannot change these: ");
   no("--branch-from " + (dir / "run"), "expected a checkpoint's directory, " + (dir / "run/step-000004"));
   no("--branch-from " + (dir / "run/step-000003"), "No such file or directory");
   no("--max-steps 4 --branch-from " + (dir / "run/step-000004"), "nothing would be left to do");
@@ -96,9 +96,9 @@ TEST_CASE("what a branch cannot do is refused with a remedy, and nothing is left
   resumed("--lr 1e-3", "; to branch with this change" + branch);
   resumed("--lr 1e-3 --seq-len 11", "; to branch with these changes" + branch);
   resumed("--seq-len 11", "; to go on here, add --data-changed accept; to branch with this change" + branch);
-  resumed("--weight-decay 0.5 --beta1 0.8 --lr 1e-3",
-          "; a branch of it (--branch-from) may change --lr, but not --weight-decay and --beta1\n");
-  resumed("--weight-decay 0.5", "\n");
+  resumed("--optimizer lion --init-std 0.1 --lr 1e-3",
+          "; a branch of it (--branch-from) may change --lr, but not --init-std and --optimizer\n");
+  resumed("--optimizer lion", "\n");
 }
 
 TEST_CASE("a branch with another seed takes what is left of the epoch in another order, and resumes exactly",

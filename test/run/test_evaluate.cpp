@@ -75,6 +75,21 @@ TEST_CASE("an evaluation has bit for bit the numbers of the validation in traini
   REQUIRE_FALSE(path_exists("out/run/run.json"));  // the default directory
 }
 
+TEST_CASE("a run that begins with a model, and a text of it, have the biases of its experts", "[run][evaluate]") {
+  const TempDir dir;
+  train(dir / "run", sparse, "-b 2 --val-steps 3");
+  const std::string model = dir / "run/step-000002", trainer = model + "/trainer.json";
+  train(dir / "next", "--model " + model + " --moe-bias-rate 0.1", "-b 2 --val-steps 3");
+  REQUIRE(validations(dir / "next").at(0) == validations(dir / "run").at(2));
+  json record = json::parse(read_whole(trainer));
+  record["expert_biases"] = {1, 2};
+  std::ofstream(trainer) << record;
+  std::filesystem::remove(model + "/manifest.json");
+  const ProgramResult r = run_program("--generate --model " + model + " --prompt a");
+  REQUIRE(r.status == 1);
+  REQUIRE(r.err.find("\"expert_biases\" has 2 numbers, expected 4") != std::string::npos);
+}
+
 TEST_CASE("an evaluation takes from the --config of a run what it uses alone", "[run][evaluate]") {
   const TempDir dir;
   train(dir / "run", dense, "-b 2");

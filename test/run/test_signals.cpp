@@ -1,8 +1,10 @@
 // Stop requests: signals, single and repeated, and the time limit.
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
+#include <fstream>
 #include <thread>
 
 #include "catch2.h"
@@ -153,6 +155,48 @@ TEST_CASE("only after a batch system's signal is a start without an update said 
   }
   REQUIRE(comes_again("--time-limit 1 minutes"));
   REQUIRE(!comes_again("SIGHUP"));
+}
+
+TEST_CASE("a signal that was blocked when the process began saves the run, too", "[run][failures]") {
+  const TempDir dir;
+  const ProgramResult r = run_program(
+      tiny(dir / "run", formatted("--max-steps 100000000 >/dev/null 2>&1 & run=$!; while [ ! -s {} ]; do sleep 0.05; "
+                                  "done; kill -TERM $run; (sleep 20; kill -KILL $run) 2>/dev/null & wait $run",
+                                  dir / "run/metrics.jsonl")),
+      "env --block-signal=TERM");
+  REQUIRE(r.status == 75);
+  REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
+}
+
+TEST_CASE("a reader of stdout that stops reading stops neither the run nor its saving", "[run][failures]") {
+  const TempDir dir;
+  const std::string pipe = dir / "pipe", metrics = dir / "run/metrics.jsonl", go_on = dir / "go_on";
+  std::ofstream(dir / "reader") << "exec 3<" << pipe << "; until [ -e " << go_on
+                                << " ]; do sleep 0.05; done; exec cat <&3 >" << dir / "shown"
+                                << "\n";
+  REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
+  // The pipe holds 64 KiB, 800 lines.
+  const ProgramResult r = run_program(
+      tiny(dir / "run",
+           formatted("--max-steps 100000000 >{} 2>/dev/null & run=$!; while [ ! -s {} ]; do sleep 0.05; done; "
+                     "while [ $(wc -l <{}) -lt 2000 ]; do sleep 0.05; done; : >{}; sleep 0.5; kill -TERM "
+                     "$run; wait $run",
+                     pipe, metrics, metrics, go_on)),
+      "sh " + (dir / "reader") + " & XDG_CACHE_HOME=build/cache");
+  REQUIRE(r.status == 75);
+  REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
+  REQUIRE(read_whole(dir / "shown").find("\nsome lines were not read in time; log.txt has all\n") != std::string::npos);
+}
+
+TEST_CASE("threads are not bound to one processor, whatever OpenMP is told", "[run]") {
+  for (const std::string& prefix :
+       {"OMP_PLACES=cores", "OMP_PROC_BIND=true OMP_WAIT_POLICY=passive", "GOMP_CPU_AFFINITY=0"}) {
+    const TempDir dir;
+    const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 1"), prefix);
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 0);
+    REQUIRE(r.out.find(prefix.substr(0, prefix.find('=')) + " is left out: ") != std::string::npos);
+  }
 }
 
 TEST_CASE("nohup's SIGHUP is left alone", "[run][failures]") {

@@ -76,7 +76,7 @@ inline std::pair<Socket, Endpoint> listen_anywhere(const std::string& token, con
   const std::string host = !address.empty() ? address : token.empty() ? "127.0.0.1" : detail::own_address();
   detail::check_token({host, 0}, token);
   Socket socket =
-      detail::is_loopback_name(host) || token.empty() ? listen_at(resolve({host, 0}).at(0)) : listen_everywhere(0);
+      detail::is_loopback_name(host) || token.empty() ? listen_at_any_of(resolve({host, 0})) : listen_everywhere(0);
   const int port = address_here(socket).endpoint().port;
   return {std::move(socket), Endpoint{host, port}};
 }
@@ -130,10 +130,11 @@ class MeetingFile {
 inline Socket listen_at_meeting_point(const Endpoint& endpoint, const std::string& token) {
   detail::check_token(endpoint, token);
   try {
-    return detail::is_loopback_name(endpoint.host) || token.empty() ? listen_at(resolve(endpoint).at(0))
+    return detail::is_loopback_name(endpoint.host) || token.empty() ? listen_at_any_of(resolve(endpoint))
                                                                     : listen_everywhere(endpoint.port);
   } catch (const ConnectionError& error) {
-    throw Error(formatted("the rendezvous at {}: {}; does another run use this port?", endpoint.text(), error.what()));
+    throw Error(formatted("the rendezvous at {}: {}; does another run use this port, and is {} this host?",
+                          endpoint.text(), error.what(), shown(endpoint.host, 255)));
   }
 }
 

@@ -285,6 +285,15 @@ inline Socket listen_at(const Address& address) {
   return socket;
 }
 
+// Listens at the first of these addresses that this machine has.
+inline Socket listen_at_any_of(const std::vector<Address>& addresses) {
+  for (size_t i = 0;; ++i) try {
+      return listen_at(addresses.at(i));
+    } catch (const ConnectionError&) {
+      if (i + 1 == addresses.size()) throw;
+    }
+}
+
 // Listens at every address of this machine, of both families if it has both.
 inline Socket listen_everywhere(int port) {
   const auto listen_at_any = [&](sa_family_t family, socklen_t bytes) {

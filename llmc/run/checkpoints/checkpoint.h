@@ -144,7 +144,7 @@ inline SliceRange slice_range(const StateEntry& e) {
 
 inline void require_space(const std::string& directory, int64_t bytes) {
   struct statvfs disk {};
-  if (statvfs(directory.c_str(), &disk) != 0) return;  // the writes will report it
+  if (statvfs(directory.c_str(), &disk) != 0 || disk.f_blocks == 0) return;  // not known: the writes will report it
   const double free = static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize);
   CHECK(free >= static_cast<double>(bytes),
         "{}: the {:.1f} MiB to save do not fit into the {:.1f} MiB that are free: make room, or see "

@@ -114,7 +114,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--log-every", "", o.log_every, at_least(1), free,
       "updates between lines on the console, which show one update each; metrics.jsonl has a line for every update");
   add("--time-limit", "", o.time_limit, above_zero(), free,
-      "minutes after which the run saves and exits with status 75, as on SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2");
+      "minutes after which the run saves and exits with status 75, as on SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and "
+      "SIGXCPU");
   add("--seed", "", o.seed, at_least(0), branch, "seed of initial weights, data order and samples");
   add("--overfit-batch", "-a", o.overfit_batch, Limits{}, must_match,
       "train on the first batch only: the loss must fall towards zero");
@@ -138,19 +139,19 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "instead of --decay-steps, the tokens of the decay: as many updates as that takes, rounded up");
   add("--final-lr-frac", "-q", o.final_lr_frac, between(0, 1), branch,
       "learning rate of the last step, as a fraction of the peak; ignored with --lr-schedule constant");
-  add("--weight-decay", "-c", o.weight_decay, between(0, 100), must_match,
+  add("--weight-decay", "-c", o.weight_decay, between(0, 100), branch,
       "decoupled weight decay, for matrices only, not for biases and norms; with sgd, part of the gradient");
-  add("--weight-decay-tokens", "", o.weight_decay_tokens, at_least(1), must_match,
+  add("--weight-decay-tokens", "", o.weight_decay_tokens, at_least(1), branch,
       "instead of --weight-decay, its time scale: at the peak learning rate, weights decay by a factor of e over this "
       "many tokens, such as 2B, whatever the batch: the weight decay is the tokens of a step / (--lr x this)");
-  add("--decay-embeddings", "", o.decay_embeddings, any_of<OnOff>(), must_match,
+  add("--decay-embeddings", "", o.decay_embeddings, any_of<OnOff>(), branch,
       "whether the tables of tokens and positions decay like other matrices; a table that is also the output layer is "
       "one of them");
-  add("--beta1", "", o.beta1, between(0, 0.9999999), must_match,
+  add("--beta1", "", o.beta1, between(0, 0.9999999), branch,
       "decay of AdamW's first moment; sgd's momentum; the momentum's share in lion's update direction");
-  add("--beta2", "", o.beta2, between(0, 0.9999999), must_match,
+  add("--beta2", "", o.beta2, between(0, 0.9999999), branch,
       "decay of AdamW's second moment, or of lion's momentum; default: 0.95, with lion 0.99");
-  add("--adam-eps", "", o.adam_eps, between(1e-30, 1), must_match, "added to the square root of AdamW's second moment");
+  add("--adam-eps", "", o.adam_eps, between(1e-30, 1), branch, "added to the square root of AdamW's second moment");
   add("--embed-lr", "", o.embed_lr, between(0, 100), branch,
       "peak learning rate of the tables of tokens and positions; default: --lr");
   add("--head-lr", "", o.head_lr, between(0, 100), branch,
@@ -169,10 +170,10 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "decay --beta2, and scaled back together (NorMuon)");
   add("--muon-products", "", o.muon_products, any_of<MuonProducts>(), must_match,
       "dtype of the iteration's products and of what ranks send for it; auto: that of --dtype");
-  add("--muon-momentum", "", o.muon_momentum, between(0, 0.9999999), must_match, "muon's Nesterov momentum");
-  add("--cautious-decay", "", o.cautious_decay, Limits{}, must_match,
+  add("--muon-momentum", "", o.muon_momentum, between(0, 0.9999999), branch, "muon's Nesterov momentum");
+  add("--cautious-decay", "", o.cautious_decay, Limits{}, branch,
       "with muon, weights decay only where the update makes them smaller");
-  add("--z-loss", "", o.z_loss, between(0, 1000), must_match,
+  add("--z-loss", "", o.z_loss, between(0, 1000), branch,
       "coefficient of a loss that keeps the output layer's logits from drifting (PaLM): the mean, over tokens, of the "
       "square of log Z, the logarithm of the sum of their exponentials; training minimizes it too, but the reported "
       "and the validation loss leave it out, and z_loss in metrics.jsonl is the mean without this factor; 1e-4 is "
@@ -388,14 +389,14 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "the ranks of --tp, then those of --cp, then data-parallel ranks of a replica; N must divide the number of all "
       "these and the number of experts");
   group = "Mixture of experts";
-  add("--moe-aux-loss", "", o.moe_aux_loss, between(0, 1000), must_match,
+  add("--moe-aux-loss", "", o.moe_aux_loss, between(0, 1000), branch,
       "coefficient of a loss that balances the experts; training minimizes it too, but the reported loss leaves it "
       "out. It is the mean, over sequences and layers with experts, of E x the sum over the E experts of f x P, where "
       "f is an expert's share of the choices and P the mean of its probabilities; 1 if all experts are chosen equally "
       "often. transformers takes f and P over the whole batch and all layers, and not per choice: its number is k "
       "times as large for k experts per token. Default: k x router_aux_loss_coef if config.json has "
       "output_router_logits, with which transformers adds it, otherwise 0; 0.01 is usual");
-  add("--moe-z-loss", "", o.moe_z_loss, between(0, 1000), must_match,
+  add("--moe-z-loss", "", o.moe_z_loss, between(0, 1000), branch,
       "coefficient of a loss that keeps the routers' logits small (ST-MoE): the mean, over tokens and layers with "
       "experts, of the square of the logarithm of the sum of their exponentials; 0.001 is usual");
   add("--moe-bias-rate", "", o.moe_bias_rate, between(0, 1), must_match,
