@@ -86,6 +86,19 @@ TEST_CASE("an option whose value is missing takes no other word for it", "[optio
   REQUIRE_ERROR(parse({"--config="}), "--config=: the value after '=' is missing");
   REQUIRE_ERROR(parse({"--tokenize=", "a.txt"}), "--tokenize=: the value after '=' is missing");
   REQUIRE_ERROR(parse({"--wandb_project=", "--learning_rate", "1"}), "--wandb_project");
+  // A shell variable that is not set must not switch an option off.
+  for (const std::string option : {"--branch-from", "--stages", "--val-data", "-j", "--eval-choices", "--machine",
+                                   "--tokenize", "--average", "--print-samples", "--out-dir", "--seed"})
+    REQUIRE_ERROR(
+        parse({option, "", "--lr", "1"}),
+        option + " '': the value is empty, as that of a shell variable that is not set; leave the option out");
+  const TempDir dir;
+  for (const char* value : {"", "\"\""}) {
+    std::ofstream(dir / "c.ini") << "lr=1\nbranch-from=" << value << "\n";
+    REQUIRE_ERROR(parse({"--config", dir / "c.ini"}), (dir / "c.ini") + ":2: --branch-from '': the value is empty");
+  }
+  std::ofstream(dir / "c.ini") << "prompt=\"of the file\"\n";
+  REQUIRE(parse({"--config", dir / "c.ini", "--prompt", ""}).prompt.empty());  // a prompt may have no text
   REQUIRE(parse({"--prompt", "--a="}).prompt == "--a=");
   REQUIRE(parse({"--prompt", "a="}).prompt == "a=");
 }

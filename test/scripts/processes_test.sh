@@ -184,7 +184,7 @@ done
 for file in train.bin model/model.safetensors; do
   printf '\0' | dd of="$dir/host1/$file" bs=1 seek=$(($(stat -c %s "$dir/host1/$file") - 2)) conv=notrunc status=none
 done
-refused 'what --train-data holds differs: ' 2 --train-data train.bin --val-every 0 --val-data '' --model model \
+refused 'what --train-data holds differs: ' 2 --train-data train.bin --val-every 0 --val-data train.bin --model model \
   --n-layer 3 --n-embd 36 --n-head 3
 grep -qE 'what --model holds differs: [0-9a-f]{16} on rank 0, [0-9a-f]{16} on rank 1$' "$dir/log.0" ||
   fail "the two models were taken for one"
@@ -193,7 +193,7 @@ before=()
 # A token that only rank 1 reads and that no model has: all save, all end with status 1, and rank 0 reports it for all.
 cp "$data" "$dir/bad.bin"
 printf '\377\377' | dd of="$dir/bad.bin" bs=1 seek=$((1024 + 2 * (2 * 33 + 5))) conv=notrunc status=none
-! tcp 2 "${run[@]}" --train-data "$dir/bad.bin" --no-shuffle --val-every 0 --val-data '' --out-dir "$dir/bad" ||
+! tcp 2 "${run[@]}" --train-data "$dir/bad.bin" --no-shuffle --val-every 0 --out-dir "$dir/bad" ||
   fail "a bad token is no error"
 [ "${statuses[*]}" = '1 1' ] || fail "after a bad token the processes end with ${statuses[*]}"
 lines=$(grep -h '^train_gpt: rank' "$dir"/log.[01])

@@ -30,6 +30,13 @@ inline std::string config_value(const std::string& where, const std::string& tex
   return opens ? text.substr(1, text.size() - 2) : text;
 }
 
+// Rejects an empty value, which would count as none: only a prompt may have no text. given: how the error begins.
+inline void refuse_empty_value(const std::string& given, const std::string& name) {
+  CHECK(name == "--prompt",
+        "{} '': the value is empty, as that of a shell variable that is not set; leave the option out for its default",
+        given);
+}
+
 // Reads a file in the format of --print-config: lines NAME=VALUE, text in quotes; lines that begin with # are comments.
 inline void read_config(Options& o, const std::string& path) {
   constexpr int64_t most_bytes = 1 << 20;
@@ -53,6 +60,7 @@ inline void read_config(Options& o, const std::string& path) {
       CHECK(name != mode.name, "{}{}: give this on the command line", where, name);
     const auto row = std::ranges::find(rows, name, &OptionRow::name);
     if (row == rows.end()) throw Error(unknown_option_text(name, where));
+    if (value.empty()) refuse_empty_value(where + name, name);
     if (!seen.contains(name)) row->field.clear_list();  // another file's
     row->field.parse(where + name, value);
     const auto [first, is_new] = seen.emplace(name, number);

@@ -30,11 +30,15 @@ inline void refuse_words_after_one_dash(const Words& words) {
   }
 }
 
-// Rejects "--lr=", for which CLI11 would take the next word as the value. (Unknown options are named all at once.)
+// Rejects "--lr=", for which CLI11 would take the next word as the value, and empty values, which options would take
+// for none at all. (Unknown options are named all at once.)
 inline void refuse_missing_values(const Words& words) {
-  for (const Argument& a : split_arguments(words))
-    CHECK(!a.known || !a.has_value || !a.value.empty() || a.words.size() > 1,
-          "{}: the value after '=' is missing; leave the option out for its default", shown(a.words[0]));
+  for (const Argument& a : split_arguments(words)) {
+    if (!a.known || !a.has_value || !a.value.empty()) continue;
+    CHECK(a.words.size() > 1, "{}: the value after '=' is missing; leave the option out for its default",
+          shown(a.words[0]));
+    refuse_empty_value(a.name, a.name);
+  }
 }
 
 // The words of a command line; the several that --tokenize and --average take (patterns, expanded) joined by commas.
@@ -405,7 +409,6 @@ inline void validate(const Options& o) {
         "--branch-from {} with --resume {}: a branch begins at its parent's checkpoint and then resumes from its own: "
         "leave out --resume",
         o.branch_from, o.resume);
-  CHECK(!o.out_dir.empty(), "--out-dir is empty: name a directory for metrics and checkpoints");
 }
 
 // The parsed command line.
