@@ -111,6 +111,8 @@ TEST_CASE("option errors name the option, what was found and what was expected",
   REQUIRE_ERROR(parse({"--beta1", "1"}), "--beta1 1: expected a number from 0 to 0.9999999");
   REQUIRE_ERROR(parse({"--batch-size", "0"}), "from 1 to 16777216");
   REQUIRE_ERROR(parse({"--time-limit", "0"}), "--time-limit 0: expected a number above 0");
+  for (const std::string option : {"--skip-loss-z", "--skip-grad-z"})  // in llm.c 0 means never
+    REQUIRE_ERROR(parse({option, "0"}), option + " 0: expected a number above 0; leave it out to skip none");
   REQUIRE_ERROR(parse({"a.bin", "b.bin"}), "quote file patterns");
   REQUIRE_ERROR(parse({"--max-steps", "99999999999999999999"}), "--max-steps");
   REQUIRE_ERROR(parse({"--max-steps", ""}), "--max-steps ''");

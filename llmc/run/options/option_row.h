@@ -118,8 +118,8 @@ void check_limits(const char* name, const T& value, const Limits& limits) {
           "{} {}: expected one of {}", name, shown(value), limits.choices);
   } else if constexpr (!std::is_same_v<T, bool> && !NamedEnum<T> && std::is_constructible_v<double, T>) {
     const double v = static_cast<double>(value);
-    CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number{}", name, value,
-          range_text(limits));
+    CHECK(std::isfinite(v) && v >= limits.min && v <= limits.max, "{} {}: expected a number{}{}", name, value,
+          range_text(limits), limits.remedy);
   }
 }
 

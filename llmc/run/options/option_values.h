@@ -111,9 +111,12 @@ constexpr auto names_of_values(ResumeRule) {
 struct Limits {
   double min = -std::numeric_limits<double>::infinity(), max = std::numeric_limits<double>::infinity();
   std::vector<std::string> choices = {};
+  const char* remedy = "";  // ends the error about a number that is outside
 };
 inline Limits at_least(double min) { return {.min = min}; }
-inline Limits above_zero() { return {.min = std::numeric_limits<double>::min()}; }
+inline Limits above_zero(const char* remedy = "") {
+  return {.min = std::numeric_limits<double>::min(), .remedy = remedy};
+}
 inline Limits between(double min, double max) { return {.min = min, .max = max}; }
 inline Limits one_of(std::vector<std::string> choices, const std::vector<std::string>& more = {}) {
   choices.insert(choices.end(), more.begin(), more.end());

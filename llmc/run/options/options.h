@@ -204,10 +204,11 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "and far above it no time; from the norms of the gradients of data-parallel ranks, or with --grad-reduce micro "
       "of micro-batches, before they are added up, which are read once more for it. In metrics.jsonl noise_scale is "
       "the ratio of the averages, over about 100 updates, of noise_trace and noise_square");
-  add("--skip-loss-z", "", o.skip_loss_z, at_least(0), branch,
+  const Limits some_deviations = above_zero("; leave it out to skip none");
+  add("--skip-loss-z", "", o.skip_loss_z, some_deviations, branch,
       "a loss is a spike if it is more than this many standard deviations above the mean of the last 128 that were "
       "none (in this stage); default: never");
-  add("--skip-grad-z", "", o.skip_grad_z, at_least(0), branch, "the same for the gradient norm");
+  add("--skip-grad-z", "", o.skip_grad_z, some_deviations, branch, "the same for the gradient norm");
   add("--on-spike", "", o.on_spike, any_of<OnSpike>(), warn,
       "what to do about a spike, which a loss or gradient norm that is not finite always is; its update is never made. "
       "stop: end the run with status 2; skip: go on with the next samples; rollback: return to the last checkpoint of "
