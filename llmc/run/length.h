@@ -6,9 +6,9 @@
 
 namespace llmc {
 
-// Whole steps, or one for data that have less than one.
-inline int64_t steps_of_an_epoch(int64_t samples, int64_t samples_per_step) {
-  return std::max<int64_t>(1, samples / samples_per_step);
+// If a run's length is not given: whole steps, or one for data that have less than one.
+inline int64_t steps_of_an_epoch(int64_t epoch_tokens, int64_t tokens_per_step) {
+  return std::max<int64_t>(1, epoch_tokens / tokens_per_step);
 }
 
 // The option that sets the length of the run.
@@ -18,14 +18,16 @@ inline std::string length_text(const Options& o) {
   return o.epochs ? formatted("--epochs {}", *o.epochs) : "one epoch";
 }
 
-// The number of updates. of_an_epoch: updates per epoch.
-inline int64_t choose_steps(const Options& o, int64_t tokens_per_step, int64_t of_an_epoch) {
+// The number of updates. epoch_tokens: of all samples; 0: not known, if --max-steps or --tokens is given. Steps may
+// straddle epochs, so that only the end of --epochs is rounded up.
+inline int64_t choose_steps(const Options& o, int64_t tokens_per_step, int64_t epoch_tokens) {
   const int64_t most = std::numeric_limits<int64_t>::max() / tokens_per_step;
-  int64_t steps = of_an_epoch;
+  int64_t steps = steps_of_an_epoch(epoch_tokens, tokens_per_step);
   if (o.max_steps) steps = *o.max_steps;
   if (o.tokens) steps = (o.tokens->tokens - 1) / tokens_per_step + 1;
   if (o.epochs) {
-    const double exact = *o.epochs * static_cast<double>(of_an_epoch), whole = std::round(exact);
+    const double exact = *o.epochs * static_cast<double>(epoch_tokens) / static_cast<double>(tokens_per_step),
+                 whole = std::round(exact);
     const double up = std::abs(exact - whole) <= 1e-9 * whole ? whole : std::ceil(exact);  // 0.07 x 100 is above 7
     steps = up < 0x1p62 ? std::max<int64_t>(1, static_cast<int64_t>(up)) : std::numeric_limits<int64_t>::max();
   }

@@ -220,15 +220,11 @@ inline void run_plan(const Options& asked) {
   const Device rank = detail::planned_rank(o, config, device, o.json ? nullptr : &log);
   const Plan plan = plan_run(o, config, rank);
   std::optional<detail::PlannedRun> run = staged.run;
-  const auto take_length = [&](int64_t of_an_epoch) {
+  if (!run && (o.max_steps || o.tokens || o.epochs)) {
+    if (o.epochs) detail::require_data(o, "--plan");
+    const int64_t epoch_tokens = o.epochs ? detail::epoch_tokens_of(o, read_recipe(o))[0] : 0;
     run = detail::PlannedRun{.asked = length_text(o)};
-    run->add(choose_steps(o, config.tokens(), of_an_epoch), config, detail::step_time(config, plan, rank));
-  };
-  if (!run && (o.max_steps || o.tokens)) take_length(1);
-  if (!run && o.epochs) {
-    detail::require_data(o, "--plan");
-    const int64_t samples = detail::epoch_tokens_of(o, read_recipe(o))[0] / o.seq_len;
-    take_length(steps_of_an_epoch(samples, config.tokens() / o.seq_len));
+    run->add(choose_steps(o, config.tokens(), epoch_tokens), config, detail::step_time(config, plan, rank));
   }
   if (!o.trace.empty()) {
     require_writable_trace(o.trace);

@@ -137,7 +137,7 @@ TEST_CASE("--tokens takes numbers with suffixes; --max-steps, --tokens and --epo
 }
 
 TEST_CASE("--tokens and --epochs come to a number of updates, rounded up", "[options]") {
-  const auto steps = [](std::vector<std::string> arguments) { return choose_steps(parse(arguments), 1000, 100); };
+  const auto steps = [](std::vector<std::string> arguments) { return choose_steps(parse(arguments), 1000, 100'000); };
   REQUIRE(steps({}) == 100);
   REQUIRE(steps({"--max-steps", "7"}) == 7);
   REQUIRE(steps({"--tokens", "7k"}) == 7);
@@ -148,6 +148,12 @@ TEST_CASE("--tokens and --epochs come to a number of updates, rounded up", "[opt
   REQUIRE(steps({"--epochs", "0.07"}) == 7);  // 7.000000000000001
   REQUIRE(steps({"--epochs", "0.071"}) == 8);
   REQUIRE(steps({"--epochs", "1e-9"}) == 1);
+  // Of 8 samples, 5 in a step: 16 steps of 5 are 10 epochs. No epoch is rounded, whether it has more samples or fewer.
+  REQUIRE(choose_steps(parse({"--epochs", "10"}), 5, 8) == 16);
+  REQUIRE(choose_steps(parse({"--epochs", "3"}), 3, 4) == 4);
+  REQUIRE(choose_steps(parse({"--epochs", "3"}), 4, 2) == 2);
+  REQUIRE(choose_steps(parse({"--epochs", "1"}), 5, 8) == 2);
+  REQUIRE(choose_steps(parse({}), 5, 8) == 1);  // whole steps, and so no sample twice
   REQUIRE_ERROR(steps({"--epochs", "1e300"}), "--epochs 1e+300 is more steps of 1000 tokens than 64 bits count");
 }
 

@@ -288,6 +288,9 @@ TEST_CASE("--resume accepts a checkpoint of its own out directory in any spellin
     REQUIRE(read_whole(dir / "run/step-000006/model.safetensors") ==
             read_whole(dir / "whole/step-000006/model.safetensors"));
   }
+  // Three times 160 samples in steps of 128: no epoch is rounded.
+  const std::string large = run("run", "--plan --epochs 3 --total-batch-size 4224");
+  REQUIRE(large.find(" 4 (--epochs 3) = 16,896 tokens, ") != std::string::npos);
 }
 
 TEST_CASE("--resume refuses another run's checkpoint if the out directory has its own", "[run][checkpoint]") {

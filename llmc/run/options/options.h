@@ -99,7 +99,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "instead of --max-steps, the number of tokens to train on, such as 300M or 10B: as many updates as that takes, "
       "rounded up");
   add("--epochs", "", o.epochs, above_zero(), warn,
-      "instead of --max-steps, how often to train on the data: as many updates as that takes, rounded up");
+      "instead of --max-steps, how often to train on all samples: as many updates as that takes, rounded up");
   add("--out-dir", "-o", o.out_dir, Limits{}, free, "directory for metrics.jsonl and the checkpoints of one run");
   add("--resume", "", o.resume, Limits{}, free,
       "auto: resume from the newest complete checkpoint in --out-dir, or start there; never: refuse an --out-dir that "

@@ -62,7 +62,7 @@ inline std::string command_of(const Options& o, const SearchFor& asked, const St
 // The seconds of the whole run, if it is known how long it is.
 inline std::optional<double> run_seconds(const Options& o, const Found& found) {
   if (!o.max_steps && !o.tokens) return std::nullopt;
-  return found.seconds * static_cast<double>(choose_steps(o, found.step.tokens(), 1));
+  return found.seconds * static_cast<double>(choose_steps(o, found.step.tokens(), 0));
 }
 
 }  // namespace detail

@@ -91,11 +91,9 @@ class Course {
     const RecipeStage& stage = recipe_.stages[0];
     const Options& o = stage.options;
     Stretch only = stretch(0, stage.ramp[0].tokens_per_step);
-    int64_t of_an_epoch = 1;
-    if (!epoch_tokens_.empty()) of_an_epoch = steps_of_an_epoch(epoch_tokens_[0] / o.seq_len, only.samples_per_step);
     // Where steps have changed size on the way, tokens are counted, not steps.
     const int64_t before = origin_.step - origin_.tokens / only.tokens_per_step;
-    int64_t all = choose_steps(o, only.tokens_per_step, of_an_epoch);
+    int64_t all = choose_steps(o, only.tokens_per_step, epoch_tokens_.empty() ? 0 : epoch_tokens_[0]);
     if (!o.max_steps && origin_.step > 0) all += before;
     only.steps = std::max<int64_t>(0, all - origin_.step);
     only.schedule = choose_lr_schedule(o, all, only.tokens_per_step);
