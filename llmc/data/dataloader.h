@@ -13,18 +13,34 @@ namespace llmc {
 // The samples of files of tokens: those of the first file, then those of the second, and so on.
 class TokenShards : public TokenFiles {
  public:
-  // Errors name `option`.
+  // Errors name `option`. Samples that are packed in another way are counted there (PackedShards).
   TokenShards(const std::string& pattern, int64_t seq_len, const char* option = "--train-data",
-              DataFormat format = DataFormat::automatic)
+              DataFormat format = DataFormat::automatic, Packing packing = Packing::stream)
       : TokenFiles(pattern, option, format) {
     cut(seq_len);
-    CHECK(samples_ > 0,
-          "{} {}: {} tokens in {} file(s) hold no sample of --seq-len {} + 1 tokens; shorten --seq-len or add data",
-          option, pattern, tokens(), count(), seq_len);
+    CHECK(
+        samples_ > 0 || packing != Packing::stream,
+        "{} {}: no file holds a sample of --seq-len {} + 1 tokens ({} tokens in {} file(s)); shorten --seq-len or use "
+        "larger files",
+        option, pattern, seq_len, tokens(), count());
   }
 
   int64_t samples() const { return samples_; }  // in one epoch
   int64_t seq_len() const { return seq_len_; }
+  // Tokens that are in no sample, neither as input nor as target: the ends of files, and all of those that are shorter
+  // than a sample.
+  struct Unused {
+    int64_t tokens = 0, short_files = 0;
+  };
+  Unused unused() const {
+    Unused all;
+    for (const int64_t tokens : tokens_of_files()) {
+      const int64_t samples = (tokens - 1) / seq_len_;
+      all.tokens += samples > 0 ? tokens - samples * seq_len_ - 1 : tokens;
+      all.short_files += samples == 0;
+    }
+    return all;
+  }
 
   // Cuts the files into samples of another length; returns how many they hold, which may be none.
   int64_t cut(int64_t seq_len) {

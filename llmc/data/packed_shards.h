@@ -44,10 +44,12 @@ class PackedShards {
           config.packing, files.tokens(), option, config.end_of_text,
           files.document_mark(0) == DocumentMark::end_of_text_before ? "begins" : "ends");
     CHECK(samples() > 0,
-          "--pack {}: {}: {} tokens in {} file(s) hold no sample of --seq-len {} + 1 tokens{}; shorten --seq-len or "
-          "add data",
-          config.packing, option, files.tokens(), files.count(), config.seq_len,
-          config.packing == Packing::document_start ? " that begins with a document" : "");
+          "--pack {}: {}: no file holds a sample{} ({} tokens in {} file(s)); shorten --seq-len or use larger files",
+          config.packing, option,
+          config.packing == Packing::document_start
+              ? formatted(" of --seq-len {} + 1 tokens that begins with a document", config.seq_len)
+              : ", which takes two tokens",
+          files.tokens(), files.count());
   }
 
   int64_t samples() const { return counts_.rows; }

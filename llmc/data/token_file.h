@@ -42,7 +42,6 @@ inline TokenFile open_llmc(File file) {
   CHECK(payload % width == 0 && static_cast<uint32_t>(header[2]) == static_cast<uint32_t>(tokens),
         "{}: the header says {} tokens, but {} bytes follow it ({} per token); truncated or damaged: create it again",
         path, static_cast<uint32_t>(header[2]), payload, width);
-  CHECK(tokens > 0, "{}: holds no tokens", path);
   return {{DataFormat::llmc, is_uint16 ? TokenType::uint16 : TokenType::uint32, header_bytes, tokens}, std::move(file)};
 }
 
@@ -65,7 +64,6 @@ inline TokenFile open_megatron(File file) {
   CHECK(path_exists(path), "{}: --data-format megatron needs its index beside it, {}, and there is none", file.path(),
         path);
   const MegatronIndex index(File::open_read(path), file);
-  CHECK(index.tokens() > 0, "{}: holds no tokens", file.path());
   return {{DataFormat::megatron, index.type(), 0, index.tokens(), index}, std::move(file)};
 }
 
@@ -96,19 +94,26 @@ inline bool look_like_fewer(int64_t largest_token, int64_t tokens, int64_t vocab
 // In errors about a token.
 inline constexpr const char* outside_vocabulary = "is outside the model's vocabulary of";
 
-// All files that a pattern matches, in order.
+// All files that a pattern matches, in order, without those that say that they hold no tokens, such as those of a
+// tokenizing process that was given no documents.
 class TokenFiles {
  public:
   // Checks every file; there may be more of them than a process can hold open. Errors name `option`.
   TokenFiles(const std::string& pattern, const char* option, DataFormat format = DataFormat::automatic) {
     for (const std::string& path : expand_glob(pattern, option)) {
       const TokenFile file = open_token_file(path, format);
+      if (file.tokens == 0) {
+        empty_.push_back(path);
+        continue;
+      }
       files_.push_back({file, path});
       files_.back().first_seen->modified = file.file.modified();
       tokens_ += file.tokens;
     }
+    CHECK(!files_.empty(), "{} {}: holds no tokens, in {} file(s)", option, pattern, empty_.size());
   }
 
+  const std::vector<std::string>& empty_files() const { return empty_; }  // which are left out of all that follows
   int64_t count() const { return static_cast<int64_t>(files_.size()); }
   int64_t tokens() const { return tokens_; }
   DataFormat format(int64_t i) const { return files_[static_cast<size_t>(i)].format; }
@@ -215,6 +220,7 @@ class TokenFiles {
 
   int64_t tokens_ = 0;
   std::vector<Described> files_;
+  std::vector<std::string> empty_;
   std::unique_ptr<OpenFiles> open_ = std::make_unique<OpenFiles>();
 };
 

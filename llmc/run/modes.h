@@ -110,7 +110,7 @@ inline void run_verify_data(const Options& o) {
 namespace detail {
 
 inline std::vector<int64_t> epoch_tokens_of(const Options& o, const Recipe& recipe) {
-  Sources sources(recipe.sources, recipe.longest());
+  Sources sources(recipe.sources, recipe.longest(), o.pack);
   pack(sources, o, [](const std::string&) {});
   return sources.epoch_tokens();
 }
@@ -340,7 +340,7 @@ inline std::vector<Rollback> recorded_rollbacks(const Options& o) {
 // --print-samples: from the beginning of a run, or of the one in --out-dir.
 inline void run_print_samples(const Options& o) {
   const Recipe recipe = read_recipe(o);
-  Sources sources(recipe.sources, recipe.longest());
+  Sources sources(recipe.sources, recipe.longest(), o.pack);
   pack(sources, o, [](const std::string&) {});
   const std::vector<std::vector<Reseed>> seeds(sources.size(), {{0, 0, static_cast<uint64_t>(o.seed)}});
   const Course course(recipe, sources.epoch_tokens(), {},

@@ -244,9 +244,9 @@ TEST_CASE("invalid shards are refused by name", "[data]") {
   with(8, 100, good.size() - 1);
   refuse("truncated");
   write_shard<uint16_t>(path, {});
-  refuse("no tokens");
+  refuse(path + ": holds no tokens, in 1 file(s)");
   write_shard<uint16_t>(path, {1, 2, 3, 4});
-  refuse("hold no sample");
+  refuse("no file holds a sample of --seq-len 4 + 1 tokens (4 tokens in 1 file(s))");
   REQUIRE_ERROR(TokenShards(dir / "none_*.bin", 4, "--val-data"), "--val-data");
 }
 
@@ -332,6 +332,36 @@ TEST_CASE("suspicious data gets a notice, valid data none", "[data]") {
                           Catch::Matchers::ContainsSubstring("is also training data"));
   for (const char* word : {"samples but the training", "look like bytes", "is also"})
     REQUIRE_THAT(right, !Catch::Matchers::ContainsSubstring(word));
+}
+
+TEST_CASE("tokens that are in no sample get a notice if they are more than a hundredth", "[data]") {
+  const TempDir dir;
+  const auto told = [&](const std::vector<int>& files, const std::string& more = "") {
+    for (size_t i = 0; i < files.size(); ++i)
+      write_shard(dir / formatted("x{}.bin", i), std::vector<uint16_t>(static_cast<size_t>(files[i]), 256));
+    const ProgramResult r = run_program(
+        "--model d1 --n-embd 12 --n-head 2 --vocab-size 257 --seq-len 8 -b 1 --max-steps 1 --threads 1 --restart "
+        "--train-data '" +
+        (dir / "x*.bin") + "' --out-dir " + (dir / "run") + more);
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    const size_t notice = r.out.find("notice: --train-data: ");
+    return notice == r.out.npos ? "" : r.out.substr(notice, r.out.find('\n', notice) - notice);
+  };
+  REQUIRE(told({801}).empty());  // 100 samples
+  REQUIRE(told({809, 17}).empty());
+  REQUIRE(told({814}).empty());  // five tokens are left over
+  REQUIRE(told({9, 15, 17, 5, 8}) ==
+          "notice: --train-data: 19 of 54 tokens (35%) are in no sample, which has 8 + 1 tokens of one file: 2 of 5 "
+          "file(s) are shorter; a shorter --seq-len or larger files lose fewer");
+  REQUIRE(told({9, 15, 17, 9, 9})
+              .find(" (10%) are in no sample, which has 8 + 1 tokens of one file: the ends of files "
+                    "are left over; ") != std::string::npos);
+  REQUIRE(told({9, 15, 17, 5, 8}, " --pack best-fit").empty());
+  const std::string empty = "notice: --train-data: 2 of 5 file(s) hold no tokens and are left out, such as ";
+  REQUIRE(told({9, 0, 17, 9, 0}) == empty + (dir / "x1.bin"));
+  REQUIRE(TokenFiles(dir / "x*.bin", "--train-data").paths() ==
+          std::vector<std::string>{dir / "x0.bin", dir / "x2.bin", dir / "x3.bin"});
 }
 
 TEST_CASE("tokens of a tokenizer that is far smaller than the vocabulary get a notice", "[data]") {

@@ -209,6 +209,19 @@ TEST_CASE("tokens without a header are read only if their format is named, and i
   REQUIRE_ERROR(open_token_file(foreign + "megatron_int32.idx", DataFormat::megatron), "name the .bin beside it");
 }
 
+TEST_CASE("a Megatron file without sequences is one of no tokens, which is left out among others", "[data][formats]") {
+  const TempDir dir;
+  std::string index("MMIDIDX\0\0\1\0\0\0\0\0\0\0\10", 18);
+  index += std::string(8, '\0') + '\1' + std::string(15, '\0');  // no sequences; one boundary, at 0
+  std::ofstream(dir / "x.idx", std::ios::binary) << index;
+  std::ofstream(dir / "x.bin", std::ios::binary).close();
+  REQUIRE(open_token_file(dir / "x.bin").tokens == 0);
+  REQUIRE_ERROR(TokenFiles(dir / "*.bin", "--train-data"), "--train-data " + (dir / "*.bin") + ": holds no tokens");
+  fs::copy_file(foreign + "megatron_uint16.bin", dir / "y.bin");
+  fs::copy_file(foreign + "megatron_uint16.idx", dir / "y.idx");
+  REQUIRE(TokenFiles(dir / "*.bin", "--train-data").tokens_of_files() == std::vector<int64_t>{110});
+}
+
 TEST_CASE("an index of Megatron's that does not add up is refused with the number that is wrong", "[data][formats]") {
   const TempDir dir;
   const std::string data = dir / "x.bin", index = dir / "x.idx";

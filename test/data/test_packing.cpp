@@ -397,8 +397,9 @@ TEST_CASE("data that cannot be packed are refused", "[data][packing]") {
                   part);
   };
   refused({1, 2, 3, 4, 5, 6}, Packing::best_fit, "none of the 6 tokens of --train-data is 0, the end of text");
-  refused({0}, Packing::best_fit, "hold no sample");
-  refused({0, 1, 0, 2}, Packing::document_start, "hold no sample of --seq-len 4 + 1 tokens that begins with");
+  refused({0}, Packing::best_fit, "no file holds a sample, which takes two tokens (1 tokens in 1 file(s))");
+  refused({0, 1, 0, 2}, Packing::document_start,
+          "no file holds a sample of --seq-len 4 + 1 tokens that begins with a document (4 tokens in 1 file(s))");
 }
 
 TEST_CASE("documents are indexed once; another state of the file, and damage, have them indexed again",

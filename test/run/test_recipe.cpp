@@ -351,6 +351,17 @@ TEST_CASE("packed samples are the same in every layout, and a run of them resume
   refused(data.run("again", more + "--pack stream "), "--pack was 'best-fit' and is now 'stream'");
 }
 
+TEST_CASE("documents that are shorter than a sample fill one by --pack best-fit", "[run][recipe]") {
+  const RecipeData data;
+  write_shard(data.dir / "few.bin", std::vector<uint16_t>{256, 1, 2, 256, 1, 2, 3, 256, 1, 2, 3, 4});
+  const std::string few = "--vocab-size 257 --max-steps 2 --batch-size 1 --train-data " + (data.dir / "few.bin");
+  const std::string out = said(data.run("few", few + " --pack best-fit"));
+  REQUIRE(out.find(" 12 tokens, 1 samples of 16, shuffled\n") != std::string::npos);
+  REQUIRE(out.find("best-fit: 31.2% padded; 0% of 3 documents cut, 0% of tokens dropped\n") != std::string::npos);
+  REQUIRE(out.find("notice: ") == std::string::npos);
+  refused(data.run("stream", few), "no file holds a sample of --seq-len 16 + 1 tokens (12 tokens in 1 file(s))");
+}
+
 TEST_CASE("a stage of epochs resumes, and what would end a later stage is refused before the run begins",
           "[run][recipe]") {
   const RecipeData data;

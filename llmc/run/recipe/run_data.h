@@ -55,10 +55,12 @@ struct RunData {
   std::vector<std::string> notices;
 
   RunData(const Options& o, const Recipe& recipe)
-      : train(recipe.sources, recipe.longest()),
+      : train(recipe.sources, recipe.longest(), o.pack),
         checksums(train.checksums()),
         seeds(train.size(), {{0, 0, static_cast<uint64_t>(o.seed)}}),
         val(open_validation_sets(o, recipe.stages[0].options.seq_len)) {
+    for (const Sources::Source& source : train.all()) notice_empty(train_option(source.name), source.shards);
+    for (const ValidationSet& set : val) notice_empty(val_option(set.name), set.shards);
     pack(train, o, [this](const std::string& notice) { notices.push_back(notice); });
   }
 
@@ -66,6 +68,13 @@ struct RunData {
     std::vector<std::string> all;
     for (const ValidationSet& set : val) all.insert(all.end(), set.checksums.begin(), set.checksums.end());
     return all;
+  }
+
+  void notice_empty(const std::string& option, const TokenFiles& files) {
+    const std::vector<std::string>& empty = files.empty_files();
+    if (!empty.empty())
+      notices.push_back(formatted("{}: {} of {} file(s) hold no tokens and are left out, such as {}", option,
+                                  empty.size(), std::ssize(empty) + files.count(), empty[0]));
   }
 
   // The samples of a stretch.

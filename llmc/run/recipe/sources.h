@@ -113,11 +113,11 @@ class Sources {
     int64_t epoch_tokens() const { return blocks() * shards.seq_len(); }
   };
 
-  // block: the run's longest sequence.
-  Sources(const std::vector<SourceText>& texts, int64_t block) : block_(block) {
+  // block: the run's longest sequence. packing: what follows by pack(), unless it is stream.
+  Sources(const std::vector<SourceText>& texts, int64_t block, Packing packing) : block_(block) {
     all_.reserve(texts.size());  // packed shards refer to theirs
     for (const SourceText& text : texts)
-      all_.push_back({text, TokenShards(text.pattern, block, train_option(text.name).c_str(), text.format)});
+      all_.push_back({text, TokenShards(text.pattern, block, train_option(text.name).c_str(), text.format, packing)});
   }
 
   int64_t block() const { return block_; }
@@ -134,9 +134,9 @@ class Sources {
     block_ = block;
     for (Source& source : all_)
       CHECK(source.shards.cut(block) > 0,
-            "{} {}: its {} tokens in {} file(s) hold no block of {} + 1 tokens, the longest sequence of the run: "
-            "shorten it, or add data",
-            train_option(source.name), source.pattern, source.shards.tokens(), source.shards.count(), block);
+            "{} {}: no file holds a block of {} + 1 tokens, the longest sequence of the run ({} tokens in {} file(s)): "
+            "shorten it, or use larger files",
+            train_option(source.name), source.pattern, block, source.shards.tokens(), source.shards.count());
   }
 
   const std::vector<Source>& all() const { return all_; }

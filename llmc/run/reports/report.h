@@ -54,7 +54,7 @@ inline std::vector<std::string> tokenizer_notices(const Options& o, const ModelC
                   model.vocab_size, model.vocab_size == 50257 ? " (data/write_tokenizer.py writes GPT-2's)" : "")};
   std::vector<std::string> notices;
   std::vector<int32_t> sample;
-  if (train != nullptr) train->read_sample(0, std::numeric_limits<int64_t>::max(), sample);
+  if (train != nullptr) train->read(0, 0, 1, std::numeric_limits<int64_t>::max(), sample);
   if (!sample.empty() && train->document_mark(0) == DocumentMark::end_of_text_before &&
       sample[0] != tokenizer.end_of_text())
     notices.push_back(
@@ -86,6 +86,20 @@ inline std::string checkpoints_text(const Options& o) {
   return text;
 }
 
+// Says how much of a source is never trained on, if that is more than a hundredth.
+inline std::string unused_notice(const Sources::Source& source) {
+  const TokenShards& shards = source.shards;
+  const auto [tokens, short_files] = shards.unused();
+  if (source.packed || tokens <= shards.tokens() / 100) return "";
+  return formatted(
+      "notice: {}: {} of {} tokens ({:.2g}%) are in no sample, which has {} + 1 tokens of one file: {}; a shorter "
+      "--seq-len or larger files lose fewer",
+      train_option(source.name), human_count(tokens), human_count(shards.tokens()),
+      100 * static_cast<double>(tokens) / static_cast<double>(shards.tokens()), shards.seq_len(),
+      short_files > 0 ? formatted("{} of {} file(s) are shorter", human_count(short_files), human_count(shards.count()))
+                      : std::string("the ends of files are left over"));
+}
+
 // Notices about data that can be trained on but are probably a mistake.
 inline void report_unlikely_data(Log& log, const StepConfig& step, const RunData& data) {
   const int64_t samples = step.tokens() / step.batch.T, V = step.model.vocab_size,
@@ -93,6 +107,8 @@ inline void report_unlikely_data(Log& log, const StepConfig& step, const RunData
   if (samples > all)
     log.line(formatted("notice: a step takes {} samples but the training data have {}: it uses some more than once",
                        samples, all));
+  for (const Sources::Source& source : data.train.all())
+    if (const std::string notice = unused_notice(source); !notice.empty()) log.line(notice);
   int32_t largest = 0;
   int64_t tokens = 0;
   std::vector<int32_t> sample;
@@ -104,7 +120,7 @@ inline void report_unlikely_data(Log& log, const StepConfig& step, const RunData
       largest = std::max(largest, *std::max_element(sample.begin(), sample.end()));
       tokens += std::ssize(sample);
     }
-  if (look_like_bytes(largest, V))
+  if (tokens > 0 && look_like_bytes(largest, V))
     log.line(
         formatted("notice: the first tokens of the training data look like bytes, but the model has a vocabulary of "
                   "{}: for bytes --vocab-size 257 is enough",
