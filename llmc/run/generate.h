@@ -85,7 +85,9 @@ inline void run_generate(const Options& o) {
   require_trained_model("--generate", o.model);
   StepConfig config{
       .model = choose_model(o), .precision = choose_precision(o), .layout = {.zero = {.holds = Holds::weights}}};
-  config.batch = {1, std::min(trained_seq_len(o.model).value_or(o.seq_len), config.model.n_positions)};
+  CHECK(o.seq_len <= config.model.n_positions, "--seq-len {} exceeds the {} positions of --model {}: use at most {}",
+        o.seq_len, config.model.n_positions, o.model, config.model.n_positions);
+  config.batch = {1, o.seq_len};
   take_trained_biases(config, o.model);
   require_countable(config);
   const Device device = choose_device(o);
@@ -106,8 +108,15 @@ inline void run_generate(const Options& o) {
       print_error(notice);
   TextOut out;
   int64_t texts = 0;
+  bool cut = false;  // a prompt
   const auto print_text = [&](const detail::Prompt& prompt, int64_t sample) {
     std::vector<int32_t> tokens = tokens_of(prompt);
+    if (std::ssize(tokens) > o.seq_len && !std::exchange(cut, true))
+      print_error(formatted("notice: {} has {} tokens, and only its last {} are used: --seq-len {} is {}", prompt.where,
+                            tokens.size(), o.seq_len, o.seq_len,
+                            o.seq_len < config.model.n_positions
+                                ? formatted("less; the model has {} positions", config.model.n_positions)
+                                : std::string("as many as the model has positions")));
     if (texts++ > 0 && !o.interactive) out.end("---\n");
     out.add(prompt.text);
     generate(run.trainer, std::move(tokens), o.sample_tokens, sample_options(o),

@@ -127,6 +127,39 @@ TEST_CASE("prompts come from stdin, from the lines of a file, or one after the o
   REQUIRE(dialogue.out == first + second + one("cd", 44));
 }
 
+TEST_CASE("the model sees as many tokens as in its training, or --seq-len, and a longer prompt is cut with a notice",
+          "[run][generate]") {
+  const TempDir dir;
+  const std::string generate = "--generate -g 4 --temperature 0 --model " + byte_model(dir);
+  const std::string end = "of the prompt that is the last sixty-four bytes, as many as trained.";
+  REQUIRE(end.size() > 64);
+  const auto made = [&](const std::string& prompt, const std::string& more, const std::string& notice) {
+    const ProgramResult r = run_program(generate + more + " --prompt '" + prompt + "'");
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    REQUIRE(r.out.starts_with(prompt));
+    REQUIRE(r.err == (notice.empty() ? "" : "notice: --prompt has " + notice + "\n"));
+    return r.out.substr(prompt.size());
+  };
+  const std::string long_prompt = std::string(100, 'x') + end,
+                    cut = made(long_prompt, "",
+                               "169 tokens, and only its last 64 are used: --seq-len 64 is less; the "
+                               "model has 1024 positions");
+  REQUIRE(made(end.substr(end.size() - 64), "",
+               "65 tokens, and only its last 64 are used: --seq-len 64 is less; the "
+               "model has 1024 positions") == cut);  // the end of text is before it
+  made(long_prompt, " -t 169", "");
+  made(long_prompt, " --seq-len 1024", "");
+  std::ofstream(dir / "prompts") << long_prompt << "\n" << long_prompt << "\n";
+  const ProgramResult several = run_program(generate + " -t 32 --num-samples 2 --prompt-file " + (dir / "prompts"));
+  INFO(several.err);
+  REQUIRE(several.err.find("prompts:1 has 169 tokens, and only its last 32 are used") != std::string::npos);
+  REQUIRE(std::ranges::count(several.err, '\n') == 1);
+  const ProgramResult longer = run_program(generate + " --prompt a -t 1025");
+  REQUIRE(longer.status == 1);
+  REQUIRE(longer.err.find("--seq-len 1025 exceeds the 1024 positions of --model ") != std::string::npos);
+}
+
 TEST_CASE("prompts that cannot be continued are refused by their place before the first text", "[run][generate]") {
   const TempDir dir;
   const std::string model = byte_model(dir), generate = "--generate -g 4 --model " + model;

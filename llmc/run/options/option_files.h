@@ -110,9 +110,11 @@ inline std::string with_config_lines(const std::string& error, const std::map<st
   return before + error + (after.empty() ? "" : " (" + after + ")");
 }
 
-// For --evaluate: the sequence length of the model's training if its directory says so, otherwise the usual one.
+// For --evaluate and --generate: the sequence length of the model's training if its directory says so, otherwise the
+// usual one.
 inline int64_t default_length(const Options& o) {
-  require_trained_model("--evaluate", o.model);
+  if (o.evaluate) require_trained_model("--evaluate", o.model);
+  if (!is_directory(o.model)) return o.seq_len;  // refused later
   return std::min(trained_seq_len(o.model).value_or(o.seq_len), resolve_model(o.model, {}).n_positions);
 }
 

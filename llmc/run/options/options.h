@@ -472,7 +472,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "--val-steps says) and on --eval-choices: print loss, perplexity, bits per byte and accuracies; in any layout; "
       "writes nothing; --seq-len defaults to that of its training");
   add("--generate", "", o.generate, Limits{}, free,
-      "instead of training, continue --prompt with the model in directory --model, on one rank");
+      "instead of training, continue --prompt with the model in directory --model, on one rank; the model sees at most "
+      "--seq-len tokens, by default as many as in its training");
   add("--interactive", "", o.interactive, Limits{}, free,
       "with --generate, take each line of stdin as a prompt, and continue it before the next is read; the end of the "
       "file (Ctrl-D) ends it");

@@ -506,7 +506,7 @@ Command parse_command_line(const std::vector<std::string>& given, TakePlace&& ta
       return command;
     }
     drop_ignored(o, [&](const std::string& name) { return app.count(name) > 0; });
-    if (o.evaluate && app.count("--seq-len") == 0 && !o.config_lines.contains("--seq-len"))
+    if ((o.evaluate || o.generate) && app.count("--seq-len") == 0 && !o.config_lines.contains("--seq-len"))
       o.seq_len = default_length(o);
     if (reads_train_data(o) || o.plan_auto) take_vocabulary(o);
     take_place(o);
