@@ -96,6 +96,18 @@ TEST_CASE("a plan for servers without GPUs is one for their processors, and need
        {"plan for cpux2 (AMD EPYC 9554", "1 thread for each rank", "time of a step on paper, by cpux2",
         "=> fits into a rank's share of a server of cpux2, 6.00 GiB", "no time for launches"})
     REQUIRE(text.out.find(part) != std::string::npos);
+  // What loses time on one rank, in a step of one micro-batch, is not in ranks or micro-batches.
+  const std::string
+      least = run_program("--plan --model d1 -t 1 -b 1 -x 1 --machine cpux1").out,
+      more =
+          run_program("--plan --model d1 -t 1 -b 1 -d 2 -x 1 --machine cpux2 --tp 2 --ranks 2 --n-head 2 --n-embd 64")
+              .out;
+  INFO(least << more);
+  REQUIRE(least.find("ops bound by memory: a larger --batch-size\n") != std::string::npos);
+  for (const char* part : {"a smaller --tp", "fewer micro-batches"}) {
+    REQUIRE(least.find(part) == std::string::npos);
+    REQUIRE(more.find(part) != std::string::npos);
+  }
   const ProgramResult large = run_program("--plan --machine cpux2 --model llama3:8B -b 1 -t 1024");
   REQUIRE(large.out.find("does not fit into a rank's share of a server of cpux2, 12.00 GiB") != std::string::npos);
   for (const auto& [options, why] : {std::pair("--plan --machine cpu --device cuda", "has processors and no GPUs"),

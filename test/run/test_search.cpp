@@ -81,6 +81,17 @@ TEST_CASE("the search finds a layout that is as fast as the fastest of all", "[r
     }
 }
 
+TEST_CASE("the search tries as many short sequences at once as a step has, whether or not that is a power of two",
+          "[run][plan]") {
+  SearchFor what = search_for(1, 40);
+  what.step.batch.T = 128;
+  what.sequences = 96;
+  const std::vector<Found> found = LayoutSearch(what).find();
+  REQUIRE_FALSE(found.empty());
+  REQUIRE(found[0].step.batch.B == 96);
+  REQUIRE(found[0].step.recompute == Recompute::none);
+}
+
 TEST_CASE("the estimate of a search counts the slots of each parameter's own rule", "[run][plan]") {
   SearchFor what = search_for(1, 0);
   what.step.model.n_layer = 1;  // most parameters are those of the embedding, which has AdamW's slots
@@ -114,7 +125,7 @@ TEST_CASE("--plan-auto prints commands whose plans have the printed time and mem
     INFO(r.out << r.err);
     REQUIRE(r.status == 0);
     const size_t first = r.out.find("\n  1 ");
-    const double seconds = std::stod(r.out.substr(first + 4));
+    const double seconds = 1e-3 * std::stod(r.out.substr(first + 4));  // from milliseconds
     const std::string command = r.out.substr(r.out.find("=> ./train_gpt ") + 15);
     const ProgramResult plan =
         run_program("--plan --json --sample-every 0 " + machine + " " + command.substr(0, command.find('\n')));
@@ -145,7 +156,7 @@ TEST_CASE("--plan-auto --json has the layouts, counts and command of the table",
     REQUIRE(l["batch"]["tokens_per_step"] == json["tokens_per_step"]);
     REQUIRE(l["memory_bytes"] <= l["memory_limit_bytes"]);
     const size_t row = words.out.find(formatted("\n  {} ", i + 1));
-    REQUIRE(std::stod(words.out.substr(row + 4 + (i == 9))) == Catch::Approx(before).margin(1e-3));
+    REQUIRE(std::stod(words.out.substr(row + 4 + (i == 9))) == Catch::Approx(1e3 * before).margin(1e-3));
     REQUIRE(words.out.find(human_bytes(l["memory_bytes"].get<int64_t>()), row) < words.out.find('\n', row + 1));
   }
   REQUIRE(words.out.find("=> " + json["layouts"][0]["command"].get<std::string>()) != std::string::npos);

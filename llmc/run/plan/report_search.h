@@ -115,7 +115,7 @@ inline void report_search(Log& log, const Options& o, const std::vector<SearchFo
   for (size_t i = 0; i < result.rows.size(); ++i) {
     const auto& [f, what, per_second, mfu] = result.rows[i];
     rows.emplace_back(formatted("{}", i + 1),
-                      formatted("{:9.3f} s {:12.0f} tokens/s, MFU {:4.1f}%, {:10}  {}", f.seconds, per_second,
+                      formatted("{:10.3f} ms {:12.0f} tokens/s, MFU {:4.1f}%, {:10}  {}", 1e3 * f.seconds, per_second,
                                 100 * mfu, human_bytes(f.bytes), detail::options_text(f.step)));
   }
   log.table(formatted("fastest layouts of {} on {} rank{} of {}, {} tokens per step", o.model, asked.ranks,

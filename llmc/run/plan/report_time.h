@@ -127,12 +127,12 @@ inline std::vector<Loss> losses_of(const StepConfig& step, const Plan& plan, con
   const bool gains_by_fp8 = step.precision.linear == Operands::as_stored && step.precision.weights == DType::bf16 &&
                             machine.fp8_flops_per_s > machine.flops_per_s;
   losses.push_back({products, "products and attention below the peak",
-                    formatted("a larger --batch-size; a smaller --tp{}",
+                    formatted("a larger --batch-size{}{}", step.layout.tensor.ranks > 1 ? "; a smaller --tp" : "",
                               gains_by_fp8 ? "; --products fp8-block, which rounds to eight bits" : "")});
   losses.push_back({memory, "ops bound by memory",
-                    step.recompute == Recompute::none
-                        ? "a larger --batch-size and fewer micro-batches, which update less often"
-                        : "less --recompute"});
+                    step.recompute != Recompute::none ? "less --recompute"
+                    : step.micro_batches > 1 ? "a larger --batch-size and fewer micro-batches, which update less often"
+                                             : "a larger --batch-size"});
   const double model = training_flops_per_token(step.model, step.batch.T) * static_cast<double>(step.tokens()) /
                        step.layout.ranks() / machine.flops_per_s;
   if (step.recompute != Recompute::none && step.layout.pipeline.stages == 1)

@@ -3,6 +3,7 @@
 // from theirs. The best are then planned in full, and only those plans are printed.
 #pragma once
 #include <ctime>
+#include <set>
 
 #include "core/log.h"
 #include "model/layout_faults.h"
@@ -153,12 +154,22 @@ class LayoutSearch {
     if (!fp8_can(step, what_.device)) return reject("divide what --products rounds in blocks, or as a whole");
     add_guesses(guesses, step, what_.sequences / readers);
   }
+  // The micro-batches that are tried: powers of two, three times these, and the largest of all. More than 32 sequences
+  // gain something only if they are short.
+  static std::vector<int64_t> batch_sizes(int64_t sequences, int64_t T) {
+    int64_t largest = std::min(sequences, std::max<int64_t>(32, (1 << 17) / T));
+    while (sequences % largest != 0) --largest;
+    std::set<int64_t> all = {largest};
+    for (int64_t power = 1; power <= largest; power *= 2)
+      for (const int64_t B : {power, 3 * power})
+        if (B <= largest && sequences % B == 0) all.insert(B);
+    return {all.begin(), all.end()};
+  }
   // sequences: of a reader
   void add_guesses(std::vector<Guess>& guesses, StepConfig& step, int64_t sequences) {
     const bool sharded = step.layout.zero.shards > 1;
     const int64_t tried = counts_.tried;
-    for (const int64_t B : {1, 2, 4, 8, 16, 32}) {
-      if (sequences % B != 0) continue;
+    for (const int64_t B : batch_sizes(sequences, step.batch.T)) {
       step.batch.B = B;
       step.micro_batches = sequences / B;
       if (step.micro_batches > most_passes / step.model.n_layer) continue;
