@@ -205,9 +205,12 @@ def tokenize(options, train_files, val_files, standing):
         if not splitter.text_bytes or (val_files and not (train.count and val.count)):
             raise DataError(f"no text in {' '.join(val_files if train.count else train_files)}")
         if options.draw.fraction > 0 and not (train.count and val.count):
+            remedy = "more text, another --val-seed"
+            if splitter.documents == 1:   # or too few blocks that differ: another seed may draw none, too
+                remedy = "--split-on, which cuts it into documents" if "text" in kinds.values() else "more documents"
             raise DataError(f"--val-fraction {options.val_fraction} drew {'none' if train.count else 'all'} of the "
-                            f"{splitter.documents:,} document(s), {splitter.text_bytes:,} bytes; give more text, another "
-                            "--val-seed, a --val-file, or --val-fraction 0 for no validation shard")
+                            f"{splitter.documents:,} document(s), {splitter.text_bytes:,} bytes; give {remedy}, a --val-file, "
+                            "or --val-fraction 0 for no validation shard")
         if appeared := set(existing_shards(options.out)).difference(standing):
             raise DataError(f"{min(appeared)} has appeared meanwhile: another program writes shards there; give another --out")
         publish([train, val], standing)

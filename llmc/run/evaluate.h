@@ -192,8 +192,10 @@ inline void report_evaluated(Log& log, const Evaluation& job, const Evaluated& f
     const auto bits = found.bits_per_byte(job.targets());
     rows.emplace_back("bits per byte", bits ? formatted("{:.4f}, of {} bytes that {} targets decode to", *bits,
                                                         human_count(*found.bytes), human_count(job.targets()))
-                                            : std::string("n/a: no tokenizer is known for these tokens; name it with "
-                                                          "--tokenizer"));
+                                       : found.bytes
+                                           ? std::string("n/a: the targets decode to no bytes")
+                                           : std::string("n/a: no tokenizer is known for these tokens; name it with "
+                                                         "--tokenizer"));
   }
   if (found.line.choices) rows.emplace_back("choices_acc", formatted("{:.2f}%", 100 * *found.line.choices));
   if (found.line.choices_normalized)

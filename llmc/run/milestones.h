@@ -37,6 +37,11 @@ class Milestones {
       r_.report.timed(Task::validation, [&] { validate(); });
     if (progress.done == 0) return;
     if (due(progress.done, o_.verify_updates)) r_.checkpoints.verify_update(progress.done, r_.run);
+    if (o_.keep_best && progress.best_step == 0 && progress.done == r_.job.max_steps)
+      r_.log.line(
+          formatted("notice: --keep-best: no validation loss is below that of the weights that the run began with, "
+                    "{:.4f}, so there is no {}/best",
+                    progress.best_val, o_.out_dir));
     if (progress.done > r_.first && due(progress.done, o_.sample_every))
       r_.report.timed(Task::sample, [&] { sample(); });
     const bool best = o_.keep_best && progress.best_step == progress.done, last = progress.done == r_.job.last_step();

@@ -30,6 +30,7 @@ class ChoiceSet {
     int64_t line_number = 0;
     for (std::string line; std::getline(in, line);) {
       const std::string where = formatted("--eval-choices {}, line {}", file, ++line_number);
+      if (line.find_first_not_of(" \t\r") == line.npos) continue;
       const nlohmann::json json = parse_json(line, where);
       CHECK(json.is_object() && json.contains("choices") && json["choices"].is_array() && json.contains("label"),
             "{}: expected an object with \"context\", \"choices\" and \"label\"; data/hellaswag.py makes such a file",

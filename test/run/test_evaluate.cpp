@@ -144,6 +144,16 @@ TEST_CASE("bits per byte: the loss of all targets over the bytes of their text; 
   REQUIRE(words.out.find("had --mask-documents false and --seq-len 16") != std::string::npos);
 }
 
+TEST_CASE("bits per byte of targets without any bytes are not blamed on the tokenizer", "[run][evaluate]") {
+  const TempDir dir;
+  write_shard(dir / "t.bin", std::vector<uint16_t>(33, 256));
+  run_well("--model d1 --n-embd 16 --n-head 2 --vocab-size 257 -t 16 -b 2 -x 1 --threads 1 -i " + (dir / "t.bin") +
+           " -o " + (dir / "run"));
+  const std::string out =
+      said("--evaluate --threads 1 --model " + (dir / "run/step-000001") + " -j " + (dir / "t.bin"));
+  REQUIRE(out.find(" n/a: the targets decode to no bytes\n") != std::string::npos);
+}
+
 TEST_CASE("bits per byte do not count the space that a tokenizer puts before a document", "[run][evaluate]") {
   const TempDir dir;
   const std::string file = "test/golden/tokenizers/llama2.json";

@@ -188,6 +188,25 @@ TEST_CASE("a run that was stopped between its last update and its last validatio
   REQUIRE(read_whole(dir / "run/metrics.jsonl") == again);
 }
 
+TEST_CASE("--keep-best says why there is no OUT/best if no validation is better than the first", "[run][checkpoint]") {
+  const TempDir dir;
+  const auto best = [&](const std::string& out, const std::string& more) {
+    const std::string log = said(tiny(dir / out,
+                                      "--max-steps 4 --val-every 2 --val-steps 4 --keep-best --val-data "
+                                      "test/golden/gpt2_tiny/train.bin " +
+                                          more));
+    const size_t notice = log.find("notice: --keep-best: ");
+    REQUIRE(fs::exists(dir / out + "/best") == (notice == log.npos));
+    return notice == log.npos ? "" : log.substr(notice, log.find('\n', notice) - notice);
+  };
+  REQUIRE(best("better", "").empty());
+  const std::string notice = best("same", "--lr 0");
+  REQUIRE(notice ==
+          formatted("notice: --keep-best: no validation loss is below that of the weights that the run began with, "
+                    "{:.4f}, so there is no {}/best",
+                    validations(dir / "same").at(0), dir / "same"));
+}
+
 TEST_CASE("a run that was stopped before its first step neither locks its directory nor leaves its validation behind",
           "[run][checkpoint]") {
   const TempDir dir;
@@ -269,6 +288,9 @@ TEST_CASE("--tokens and --epochs train as many steps as --max-steps would; a res
 
   const std::string plan = run("run", "--plan --epochs 1.5");
   REQUIRE(plan.find(" 30 (--epochs 1.5) = 7,920 tokens, ") != std::string::npos);
+  // Three times 160 samples in steps of 128: no epoch is rounded.
+  const std::string large = run("run", "--plan --epochs 3 --total-batch-size 4224");
+  REQUIRE(large.find(" 4 (--epochs 3) = 16,896 tokens, ") != std::string::npos);
   REQUIRE(run_program("--plan --epochs 1").err.find("--epochs 1 with --plan: how many steps") != std::string::npos);
 }
 
@@ -288,9 +310,6 @@ TEST_CASE("--resume accepts a checkpoint of its own out directory in any spellin
     REQUIRE(read_whole(dir / "run/step-000006/model.safetensors") ==
             read_whole(dir / "whole/step-000006/model.safetensors"));
   }
-  // Three times 160 samples in steps of 128: no epoch is rounded.
-  const std::string large = run("run", "--plan --epochs 3 --total-batch-size 4224");
-  REQUIRE(large.find(" 4 (--epochs 3) = 16,896 tokens, ") != std::string::npos);
 }
 
 TEST_CASE("--resume refuses another run's checkpoint if the out directory has its own", "[run][checkpoint]") {

@@ -136,7 +136,12 @@ assert list(Draw(0.5, 0, 100).blocks(Piece("x", 7, True, text))) == blocks
 assert Counted.copied < 6 * len(text), Counted.copied / len(text)
 PY
 printf 'a short text\n' >"$dir/short.txt"
-refused 'drew none' "$dir/short.txt" --val-fraction 0.01
+refused 'drew none of the 1 document(s), 13 bytes; give --split-on, which cuts it into documents, a --val-file, or' \
+  "$dir/short.txt" --val-fraction 0.01
+printf '{"text": "a short text"}\n' >"$dir/short.jsonl"
+refused 'drew none of the 1 document(s), 12 bytes; give more documents, a --val-file, or' "$dir/short.jsonl"
+printf '{"text": "another text"}\n' >>"$dir/short.jsonl"
+refused 'give more text, another --val-seed, a --val-file' "$dir/short.jsonl" --val-fraction 0.01
 refused 'val-seed: expected a whole number of at most 64 characters' "$dir/short.txt" --val-seed "$(printf '%065d' 0 | tr 0 1)"
 
 # JSONL.

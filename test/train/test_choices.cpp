@@ -89,6 +89,10 @@ TEST_CASE("multiple choice: exact for any batch and layout, and equal to sums by
   refused(R"({"context": [], "choices": [[1], [2]], "label": 0})", "context is empty");
   refused(R"({"context": [1], "choices": [[1], [131]], "label": 0})", "token 131");
   refused(R"({"context": [1], "choices": [[1], []], "label": 0})", "empty choice");
-  refused("", "line 1: not JSON");
+  refused("\n \t\r", "contains no questions");  // empty lines are skipped, and counted
+  refused("\n\nnot json", "line 3: not JSON");
+  write_choices(dir / "spaced.jsonl");
+  std::ofstream(dir / "spaced.jsonl", std::ios::app) << "\n\r\n";
+  REQUIRE(ChoiceSet(dir / "spaced.jsonl", model.vocab_size, 19).questions() == 3);
   refused("[1]", "expected an object");
 }
