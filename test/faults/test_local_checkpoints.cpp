@@ -154,7 +154,9 @@ struct LostRun {
       fs::copy(from, to, fs::copy_options::recursive);
     }
     damage(out);
+    fs::rename(killed, killed + "-away");  // to which they would belong otherwise
     const Ended r = run.start(out, "");
+    fs::rename(killed + "-away", killed);
     INFO(r.said);
     REQUIRE(r.good());
     REQUIRE(result_of(out) == whole);
@@ -261,6 +263,15 @@ TEST_CASE("local checkpoints that cannot be written cost a warning; processes ma
   REQUIRE(names.size() == 4);
   const int64_t start = names[0].start;
   REQUIRE(names == std::vector<LocalName>{{8, start, 0}, {8, start, 1}, {10, start, 0}, {10, start, 1}});
+  // Those of a copy of the out directory are others.
+  fs::copy(lost.killed, dir / "copy", fs::copy_options::recursive);
+  const Ended copied = lost.run.start(dir / "copy", "");
+  INFO(copied.said);
+  REQUIRE(copied.good());
+  REQUIRE(says(copied.said, "is a copy of " + lost.killed + ", to which the local checkpoints so far belong"));
+  REQUIRE(says(copied.said, "resuming after step 6"));
+  REQUIRE(parts().size() == 1);
+  REQUIRE(local_names(dir / ("shared/" + parts()[0])) == names);
   const Ended again = lost.run.start(lost.killed, "");
   INFO(again.said);
   REQUIRE(again.good());

@@ -39,6 +39,7 @@ struct LocalHistory {
   };
   std::string run = {};            // empty: the run has saved none
   std::vector<Start> starts = {};  // in their order; the oldest are forgotten
+  std::string out_dir = {};        // of the run; empty: not known
 
   bool operator==(const LocalHistory&) const = default;
   bool has(const LocalName& name) const {
@@ -59,7 +60,7 @@ struct LocalHistory {
     nlohmann::ordered_json all = nlohmann::ordered_json::array();
     for (const Start& s : starts)
       all.push_back({s.number, s.until == no_end ? nlohmann::ordered_json() : nlohmann::ordered_json(s.until)});
-    return {{"run", run}, {"starts", all}};
+    return {{"run", run}, {"starts", all}, {"out_dir", out_dir}};
   }
   // file: for messages. null: none
   static LocalHistory from_json(const nlohmann::json& json, const std::string& file) {
@@ -67,9 +68,9 @@ struct LocalHistory {
     const auto require = [&](bool good) {
       CHECK(good, "{}: \"local\" is {}, which no version of train_gpt writes; the file is damaged", file, json);
     };
-    const nlohmann::json run = member(json, "run"), starts = member(json, "starts");
-    require(run.is_string() && starts.is_array());
-    LocalHistory history{run, {}};
+    const nlohmann::json run = member(json, "run"), starts = member(json, "starts"), out = member(json, "out_dir");
+    require(run.is_string() && starts.is_array() && (out.is_string() || out.is_null()));
+    LocalHistory history{run, {}, out.is_null() ? "" : out.get<std::string>()};
     require(history.run.size() == 16 && history.run.find_first_not_of("0123456789abcdef") == std::string::npos);
     for (const nlohmann::json& s : starts) {
       require(s.is_array() && s.size() == 2 && whole_number(s[0]) && (s[1].is_null() || whole_number(s[1])));

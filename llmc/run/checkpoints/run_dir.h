@@ -93,6 +93,7 @@ class RunDirectory {
         record_ = read_run_record(run_file());
         require_parent(run_file(), record_.parent, o.branch_from, path_);  // before its options, which may differ
         require_same_options(run_file(), record_.options, o);
+        leave_local_checkpoints_of_original(log);
       }
     } else if (path_exists(run_file())) {  // if the options are the same otherwise, so is the order of the samples
       const nlohmann::json options = read_run_record(run_file()).options;
@@ -148,6 +149,9 @@ class RunDirectory {
     const MetricsKept kept = ours ? truncate_metrics(log, resume) : MetricsKept();
     if (!ours) replace(metrics_file(), ""), record_.local = {};
     record_.local.begin(resume && resume->begin == Begin::resume ? resume->step : 0, !o.checkpoint_local.empty());
+    std::error_code none;
+    const std::string directory = std::filesystem::canonical(path_, none);
+    record_.local.out_dir = utf8_fault(directory) ? "" : directory;
     write_run_file(o);
     return kept;
   }
@@ -326,6 +330,25 @@ class RunDirectory {
   bool has_steps() const {
     return !checkpoint_steps(path_).empty() || metrics_until(std::numeric_limits<int64_t>::max()).train_lines > 0 ||
            (path_exists(run_file()) && !read_run_record(run_file()).rollbacks.empty());
+  }
+
+  // Two directories must not delete each other's local checkpoints: those of a run whose directory was copied stay with
+  // the original, if that is still where run.json says.
+  void leave_local_checkpoints_of_original(Log& log) {
+    const std::string& original = record_.local.out_dir;
+    std::error_code error;
+    if (original.empty() || std::filesystem::equivalent(original, path_, error) || error) return;  // it was moved
+    try {
+      const std::string file = original + "/run.json";
+      if (!path_exists(file) || read_run_record(file).local.run != record_.local.run) return;
+    } catch (const Error&) {
+      return;  // another one has taken its place, or it is damaged
+    }
+    log.line(
+        formatted("notice: --out-dir {} is a copy of {}, to which the local checkpoints so far belong: this run "
+                  "takes none of them, and makes its own",
+                  path_, original));
+    record_.local = {};
   }
 
   // Whether this is an empty file, such as the lock, or has disappeared.
