@@ -204,8 +204,8 @@ class Updates {
     OnSpike action = action_at(result);
     std::string history;
     if (action == OnSpike::rollback) {
-      spike.rollback_point = r_.progress.rollback_point;
-      history = why_no_rollback(job_.rollbacks, spike.rollback_point, o_);
+      spike.rollback_point = r_.progress.rollback_point, spike.changed_after = r_.progress.changed_after();
+      history = why_no_rollback(job_, spike.rollback_point);
       if (!history.empty()) action = OnSpike::stop;
     }
     require_same_spike(spike, action, r_.control());
@@ -281,7 +281,6 @@ class Training {
     const std::optional<ResumePoint>& resume = beginning.resume;
     if (resume) restore(*resume);
     else initialise(r_.run, o_, WorkProgress(log_).of_bytes("loading"));
-    if (beginning.after == After::rollback) progress_.rollback_point = progress_.done;
     r_.run.touch_memory();
     if (beginning.after == After::stretch)
       progress_.validated = resume->trainer.value("validated", nlohmann::json()) == true;
@@ -434,7 +433,7 @@ class Training {
   }
 
   void restore(const ResumePoint& from) {
-    progress_ = resumed_progress(from, job_);
+    progress_ = resumed_progress(from, job_, log_);
     changed_data_ = accept_changed_data(from, job_, progress_);
     if (job_.takes_long_to_read()) log_.line(formatted("loading {}", from.path));
     load_checkpoint(from.path, job_.step.model, r_.run.trainer.state(), r_.run.stream,
@@ -442,8 +441,9 @@ class Training {
                     WorkProgress(log_).of_bytes("loading"));
     r_.run.trainer.set_expert_biases(progress_.expert_biases);
     r_.run.stream.synchronize();
+    progress_.rollback_point =
+        after_ == After::rollback ? from.step : rollback_point_from(from, progress_, job_, r_.control(), log_);
     if (from.path == checkpoint_path(o_.out_dir, from.step)) r_.checkpoints.resumed_from(from.path);
-    else progress_.rollback_point = from.step;
   }
 
   TrainingRank r_;
@@ -479,7 +479,7 @@ void run_training(const Options& o, const Processes& processes, Clock::time_poin
   together(processes, "weights", [&] {
     if (resume && !first) resume->trainer = read_json(resume->path + "/trainer.json");
     job->rollbacks = start.rollbacks;
-    if (resume) job.emplace(resumed_job(*job, *resume, log)), report_changes(log, *resume, *job);
+    if (resume) job.emplace(resumed_job(*job, *resume, log)), report_changed_schedule(log, *resume, *job);
     else report_seen_samples(log, *job);
     if (!resume && !job->rollbacks.empty()) job.emplace(job_from_beginning(*job));
   });

@@ -88,8 +88,13 @@ class Milestones {
     const int64_t point = r_.progress.rollback_point;
     std::string history;
     if (o_.rolls_back() && point < step) {
-      history = why_no_rollback(r_.job.rollbacks, point, o_);
-      const Spike spike{step, loss, loss, formatted("with the weights after it the {}loss is {}", which, loss), point};
+      history = why_no_rollback(r_.job, point);
+      const Spike spike{.step = step,
+                        .loss = loss,
+                        .grad_norm = loss,
+                        .what = formatted("with the weights after it the {}loss is {}", which, loss),
+                        .rollback_point = point,
+                        .changed_after = r_.progress.changed_after()};
       require_same_spike(spike, history.empty() ? OnSpike::rollback : OnSpike::stop, r_.control());
       if (history.empty()) throw RollsBack{spike};
     }

@@ -13,8 +13,8 @@ namespace llmc {
 struct Spike {
   int64_t step;
   double loss, grad_norm;
-  std::string what;            // "the loss, 9.1, is above 3.2, ..."
-  int64_t rollback_point = 0;  // Progress's, if the run rolls back
+  std::string what;                               // "the loss, 9.1, is above 3.2, ..."
+  int64_t rollback_point = 0, changed_after = 0;  // Progress's, if the run rolls back
 };
 
 // Thrown by all ranks where the run returns to an earlier step.
@@ -43,14 +43,33 @@ inline std::string describe_spike(const StepResult& result, const SpikeLimits& l
 }
 
 // Why a run does not return to this step once more; empty: it may.
-inline std::string why_no_rollback(const std::vector<Rollback>& rollbacks, int64_t step, const Options& o) {
-  const std::vector<Rollback> before = rollbacks_since(rollbacks, step);
-  if (std::ssize(before) < o.max_rollbacks) return "";
+inline std::string why_no_rollback(const Job& job, int64_t step) {
+  const std::vector<Rollback> before = rollbacks_since(job.rollbacks, step, recipe_checksum(job.course.recipe()));
+  if (std::ssize(before) < job.asked.max_rollbacks) return "";
   std::vector<int64_t> steps;
   for (const Rollback& rollback : before) steps.push_back(rollback.spike);
   return formatted(
       " {} rollback(s) to step {}, after spikes at steps {}, have led to no later checkpoint (--max-rollbacks {}).",
-      before.size(), step, steps, o.max_rollbacks);
+      before.size(), step, steps, job.asked.max_rollbacks);
+}
+
+// The step to which a rollback takes a run that resumes here: that of the last checkpoint of a rule, unless it is of
+// other data, another recipe or other steps, or is gone. All ranks together.
+inline int64_t rollback_point_from(const ResumePoint& from, const Progress& progress, const Job& job, Comm& control,
+                                   Log& log) {
+  const int64_t point = progress.rollback_point;
+  if (from.path != checkpoint_path(job.asked.out_dir, from.step) || (point > 0 && point <= progress.changed_after()))
+    return from.step;
+  const bool of_parent = job.parent.is_object() && whole_number(member(job.parent, "step")) == point;
+  const std::string path = of_parent ? job.parent.value("path", "") : checkpoint_path(job.asked.out_dir, point);
+  const bool there = point == 0 || point == from.step || is_directory(path);
+  if (control.all_gather_text("rollback point", there ? "yes" : "")[0] == "yes") return point;  // as rank 0 sees it
+  if (job.asked.rolls_back())
+    log.line(
+        formatted("notice: {}, to which a rollback would return, is not there: until the next one of "
+                  "--checkpoint-every it returns to {}",
+                  path, from.path));
+  return from.step;
 }
 
 // Ends the run if not all ranks have seen, and will do, the same: the numbers of one are wrong.

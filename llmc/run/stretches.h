@@ -64,13 +64,13 @@ inline RollbackTarget rollback_target(const Start& start, const Job& job, const 
   const News found = start.directory->look_again(o);
   if (found.kind == NewsKind::lost) return {.fault = found.text};
   if (!found.text.empty()) log.line(found.text);
-  if (auto own = start.directory->rollback_point(log, spike.rollback_point, check))
+  if (auto own = start.directory->rollback_point(log, spike.changed_after, spike.rollback_point, check))
     return {.checkpoint = std::move(own)};
   if (spike.rollback_point == 0) return {};
   // The run began at a checkpoint of another one.
   if (start.resume && start.resume->path != checkpoint_path(o.out_dir, start.resume->step))
     return {.checkpoint = start.resume};
-  if (job.parent.is_object()) {
+  if (job.parent.is_object() && job.parent["step"] >= spike.changed_after) {
     const std::string path = job.parent["path"];
     if (!check(path, Part::all))
       return {.checkpoint = ResumePoint{path, job.parent["step"], read_json(path + "/trainer.json"), Begin::branch}};
@@ -110,17 +110,18 @@ inline RollbackLine roll_back(const Processes& processes, const Start& start, co
   const Stretch& stretch = job->stretch();
   const int64_t to = resume ? resume->step : 0, from = std::max(to, stretch.first_step),
                 first = stretch.samples_after(from), samples = stretch.samples_after(spike.step) - first;
-  const size_t number = rollbacks_since(job->rollbacks, spike.rollback_point).size() + 1;
+  const std::string recipe = recipe_checksum(job->course.recipe());
+  const size_t number = rollbacks_since(job->rollbacks, spike.rollback_point, recipe).size() + 1;
   log.line(
       formatted("step {} is a spike: {}: the run returns to {} (rollback {} of at most {} without a later checkpoint), "
                 "and leaves out the {} samples from {} on",
                 spike.step, spike.what, resume ? resume->path : "its beginning", number, job->asked.max_rollbacks,
                 samples, first));
-  job->rollbacks.push_back(
-      {from, spike.step, spike.loss, spike.grad_norm, samples, recipe_checksum(job->course.recipe())});
-  together(processes, "the earlier step", [&] {
+  job->rollbacks.push_back({from, spike.step, spike.loss, spike.grad_norm, samples, recipe});
+  together(processes, "the earlier step",
+           [&] { job.emplace(resume ? resumed_job(*job, *resume, log) : job_from_beginning(*job)); });
+  together(processes, "checkpoints after the earlier step", [&] {  // only now, since all can go on from there
     if (processes.process() == 0) start.directory->roll_back(log, to, job->rollbacks, job->asked.keep_checkpoints == 0);
-    job.emplace(resume ? resumed_job(*job, *resume, log) : job_from_beginning(*job));
   });
   return {to, spike.step, spike.loss, spike.grad_norm, resume ? resume->path : "", first, samples};
 }

@@ -47,6 +47,11 @@ void edit_trainer(const std::string& checkpoint, Change&& change) {
   std::ofstream(checkpoint + "/manifest.json") << manifest;
 }
 
+void require_in(const std::string& text, const std::string& expected) {
+  INFO(text << "\nexpected: " << expected);
+  REQUIRE(text.find(expected) != std::string::npos);
+}
+
 }  // namespace
 
 TEST_CASE("an out directory that cannot be read, and odd things in it, are refused by name", "[run][checkpoint]") {
@@ -426,4 +431,51 @@ TEST_CASE("a run continued from a continued run keeps the first one's name", "[r
     REQUIRE(detail::without_continued(name) == "out/run");
   for (const char* name : {"42", "out/run-2", "a-continued/b", "continued"})
     REQUIRE(detail::without_continued(name) == name);
+}
+
+TEST_CASE("the best validation begins anew where another one is made", "[run][checkpoint]") {
+  const TempDir dir;
+  const std::string more = "--keep-best --val-every 2 --val-data ";
+  run_well(tiny(dir / "run", more + tiny_data + " --max-steps 4 --val-steps 2"));
+  const json first = read_json(dir / "run/step-000004/trainer.json")["best_validation"];
+  for (const auto& [options, what] :
+       {std::pair{std::string(tiny_data + " --val-steps 3"), "a validation has another number of samples"},
+        {dir / "other.bin --val-steps 2", "--val-data has changed"}}) {
+    fs::remove_all(dir / "again");
+    fs::copy(dir / "run", dir / "again", fs::copy_options::recursive | fs::copy_options::copy_symlinks);
+    write_shard(dir / "other.bin", std::vector<uint16_t>(33 * 40 + 1, 200));  // whose losses are higher
+    const std::string out = said(tiny(dir / "again", more + options + " --max-steps 6"));
+    require_in(out, formatted("notice: {}: validation losses cannot be compared with the earlier ones, and the best of "
+                              "them is sought anew",
+                              what));
+    REQUIRE(read_json(dir / "again/step-000006/trainer.json")["best_validation"]["step"] == 6);
+    REQUIRE(fs::read_symlink(dir / "again/best") == "step-000006");
+  }
+  const std::string same = said(tiny(dir / "run", more + tiny_data + " --max-steps 6 --val-steps 2"));
+  REQUIRE(same.find("sought anew") == std::string::npos);
+  REQUIRE(first["loss"] > 0);
+}
+
+TEST_CASE(
+    "OUT/best that is a directory, as in a copy that followed links, becomes a link again, and old checkpoints go",
+    "[run][checkpoint]") {
+  const TempDir dir;
+  const std::string best = "--keep-best --keep-checkpoints 1 --val-every 2 --val-steps 2 --val-data " + tiny_data;
+  run_well(tiny(dir / "run", best + " --max-steps 4"));
+  for (const char* kind : {"whole", "alone", "foreign"}) {
+    INFO(kind);
+    const std::string out = dir / kind;
+    fs::copy(dir / "run", out, fs::copy_options::recursive);  // best is a directory now
+    REQUIRE_FALSE(fs::is_symlink(out + "/best"));
+    const std::string of = read_json(out + "/best/trainer.json")["step"].dump();
+    if (kind == std::string("alone")) std::ofstream(out + "/best/manifest.json", std::ios::app) << " ";  // another one
+    if (kind == std::string("foreign")) fs::remove(out + "/best/manifest.json");
+    const std::string text = said(tiny(out, best + " --max-steps 10"));
+    INFO(text);
+    const bool foreign = kind == std::string("foreign");
+    REQUIRE((text.find("WARNING: " + out + "/best is a directory that is no copy") != std::string::npos) == foreign);
+    REQUIRE(fs::is_symlink(out + "/best") != foreign);
+    REQUIRE(fs::exists(out + "/former-best-step-00000" + of) == (kind == std::string("alone")));
+    REQUIRE(checkpoint_steps(out).size() <= (foreign ? 3 : 2));
+  }
 }

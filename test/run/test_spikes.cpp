@@ -91,6 +91,38 @@ void copy_until(const std::string& out, const std::string& to, int64_t step) {
     if (later > step) fs::remove_all(checkpoint_path(to, later));
 }
 
+// Samples of 33 tokens in file order, of which some give losses that are not finite (write_broken_model()).
+struct BrokenSamples {
+  TempDir dir;
+  BrokenSamples() { write_broken_model(dir); }
+
+  void write(const std::string& name, const std::vector<size_t>& broken, uint16_t first = 5) const {
+    std::vector<uint16_t> tokens(33 * 60 + 1, 5);
+    tokens[0] = first;
+    for (const size_t sample : broken) tokens[33 * sample + 4] = 9;
+    write_shard(dir / name + ".bin", tokens);
+  }
+  std::string source(const std::string& name) const { return "--train-data " + (dir / name) + ".bin "; }
+  // By default 4 samples in a step.
+  std::string run(const std::string& out, const std::string& more, int samples = 4) const {
+    return formatted(
+        "--model {} --no-shuffle --seq-len 33 --batch-size 2 --total-batch-size {} --lr 0 --threads 1 "
+        "--on-spike rollback --checkpoint-mode sync --out-dir {} {} ",
+        dir / "broken", samples * 33, dir / out, more);
+  }
+  json trainer(const std::string& out, int64_t step) const {
+    return read_json(checkpoint_path(dir / out, step) + "/trainer.json");
+  }
+  void remove(const std::string& out, int64_t step) const { fs::remove_all(checkpoint_path(dir / out, step)); }
+};
+
+const std::string by_clock = "--checkpoint-minutes 1e-9 ", accept = "--data-changed accept ";
+
+void require_in(const std::string& text, const std::string& expected) {
+  INFO(text << "\nexpected: " << expected);
+  REQUIRE(text.find(expected) != std::string::npos);
+}
+
 }  // namespace
 
 TEST_CASE("after a rollback a run is bit for bit one whose data never had the samples left out, in any layout",
@@ -395,7 +427,7 @@ TEST_CASE("the checkpoint to which a rollback would return is never deleted for 
     std::ofstream(checkpoint_path(dir.path(), step) + "/manifest.json") << "{}";
     std::ofstream(checkpoint_path(dir.path(), step) + "/trainer.json") << "{}";
   }
-  Retention(dir.path()).prune(1, 0, 10);
+  Retention(dir.path()).prune(1, 0, {10});
   REQUIRE(checkpoint_steps(dir.path()) == std::vector<int64_t>{10, 13});
 }
 
@@ -432,6 +464,90 @@ TEST_CASE("what a course leaves out moves later samples, and nothing else", "[ru
   REQUIRE(skips({{10, 15, 1, 1, 40, "x"}, {20, 21, 1, 1, 8, "x"}, {8, 22, 1, 1, 160, "x"}}) ==
           std::vector<Skip>{{8, 160}});
   REQUIRE(skips({{10, 15, 1, 1, 40, "x"}, {10, 12, 1, 1, 56, "y"}}) == std::vector<Skip>{{10, 40}});
+}
+
+TEST_CASE("a rollback goes behind no change of the batch or the data, whether it is still accepted or not",
+          "[run][spikes]") {
+  const BrokenSamples data;
+  data.write("a", {20});
+  // That of step 2 is saved by a rule, that of step 3 by the clock.
+  run_well(data.run("run", data.source("a") + by_clock + "--checkpoint-every 2 --max-steps 4"));
+  data.remove("run", 4);
+  for (const char* copy : {"accepted", "repaired"})
+    fs::copy(data.dir / "run", data.dir / copy, fs::copy_options::recursive);
+
+  // Sample 20 is in step 8. The change comes after step 3, and the start after step 5 does not accept it again.
+  const std::string to_end = data.source("a") + "--checkpoint-minutes 0 --checkpoint-every 50 --max-steps 10 ";
+  run_well(data.run("run", data.source("a") + by_clock + accept + "--checkpoint-every 50 --max-steps 6", 2));
+  data.remove("run", 6);
+  require_in(said(data.run("run", to_end, 2)),
+             "step-000005 (rollback 1 of at most 3 without a later checkpoint), and leaves out the 6 samples from 16 "
+             "on");
+  REQUIRE(data.trainer("run", 10)["data_cursor"] == 16 + 6 + 5 * 2);
+
+  require_in(said(data.run("accepted", to_end + accept, 2)),
+             "step-000003 (rollback 1 of at most 3 without a later checkpoint), and leaves out the 10 samples from 12 "
+             "on");
+  REQUIRE(data.trainer("accepted", 10)["recipe"]["origin"]["step"] == 3);
+  REQUIRE(data.trainer("accepted", 10)["data_cursor"] == 12 + 10 + 7 * 2);
+
+  data.write("a", {20}, 6);
+  run_well(data.run("repaired", data.source("a") + by_clock + accept + "--checkpoint-every 50 --max-steps 5"));
+  data.remove("repaired", 5);
+  require_in(said(data.run("repaired", to_end)), "step-000004 (rollback 1 of ");
+}
+
+TEST_CASE("what a rollback left out stays left out if the recipe changes before the next checkpoint, else it is named",
+          "[run][spikes]") {
+  const BrokenSamples data;
+  data.write("a", {9, 17});
+  const std::string often = data.source("a") + "--checkpoint-every 2 ", accepted = often + accept + "--max-steps 6 ";
+  require_in(said(data.run("run", often + "--max-steps 3")), "leaves out the 4 samples from 8 on");
+  data.remove("run", 3);
+  // 2 samples in a step: sample 17 is in step 5. Rollbacks of the former recipe do not count.
+  require_in(said(data.run("run", accepted + "--checkpoint-every 50 --max-rollbacks 1", 2)),
+             "step-000002 (rollback 1 of at most 1 without a later checkpoint), and leaves out the 6 samples from 12 "
+             "on");
+  const json end = data.trainer("run", 6);
+  REQUIRE(end["recipe"]["origin"]["samples"] == 12);
+  REQUIRE(end["data_cursor"] == 12 + 6 + 4 * 2);
+  REQUIRE(end["recipe"]["sources"][0]["position"] == json{0, 26 * 33, 26});
+  data.remove("run", 6);
+  require_in(said(data.run("run", often + "--max-steps 3")),
+             "notice: the samples that rollbacks left out after the spikes at steps 5 are not left out any more: they "
+             "were those of another recipe");
+
+  // The same in a mixture: each source is where a run is that has read them.
+  data.write("b", {});
+  const auto mix = [&](const std::string& file, int b) {
+    return formatted("--data a={}.bin:2 --data b={}.bin:{} --checkpoint-every 2 ", data.dir / file, data.dir / "b", b);
+  };
+  data.write("mixed", {6});  // the 9th or 10th sample of the mixture
+  data.write("good", {});
+  require_in(said(data.run("mixed", mix("mixed", 1) + "--max-steps 3")), "leaves out the 4 samples from 8 on");
+  run_well(data.run("good", mix("good", 1) + "--max-steps 3"));
+  data.remove("mixed", 3);
+  const std::string out = said(data.run("mixed", mix("mixed", 2) + accept + "--max-steps 3"));
+  INFO(out);
+  REQUIRE(out.find(" is a spike") == std::string::npos);
+  const json at = data.trainer("mixed", 3)["recipe"]["origin"]["sources"];
+  for (const size_t source : {0, 1})
+    REQUIRE(at[source] == data.trainer("good", 3)["recipe"]["sources"][source]["position"]);
+}
+
+TEST_CASE(
+    "a run that resumes without the checkpoint of its last rule says so, and rolls back to the one it resumes from",
+    "[run][spikes]") {
+  const BrokenSamples data;
+  data.write("a", {17});
+  run_well(data.run("parent", data.source("a") + "--checkpoint-every 50 --max-steps 2"));
+  const std::string more = data.source("a") + by_clock + "--checkpoint-every 50 ";
+  run_well(data.run("run", more + "--max-steps 4 --resume " + (data.dir / "parent/step-000002")));
+  for (const int64_t step : {2, 4}) data.remove("run", step);  // by the clock, and by a rule
+  const std::string out = said(data.run("run", more + "--max-steps 6"));
+  require_in(out, "notice: " + (data.dir / "run/step-000002") + ", to which a rollback would return, is not there");
+  require_in(out, "step 5 is a spike");
+  require_in(out, "the run returns to " + (data.dir / "run/step-000003"));
 }
 
 TEST_CASE("what does not go with a rollback is refused by name", "[run][spikes][errors]") {

@@ -385,14 +385,20 @@ class CheckpointSaver {
   void there_is(int64_t step, const Save& how, Progress& progress) const {
     if (how.because == Because::rule) progress.rollback_point = step;
     if (directory_ == nullptr) return;
-    try {
-      if (how.best) directory_->retention().link_best(step);
-      directory_->retention().prune(o_.keep_checkpoints, o_.keep_every,
-                                    o_.rolls_back() ? std::optional(progress.rollback_point) : std::nullopt);
-      if (how.wait) await_deletion();
-    } catch (const Error& error) {  // the checkpoint itself is safe
-      log_.line(formatted("WARNING: {}", error.what()));
-    }
+    const auto attempt = [&](const std::function<void()>& work) {
+      try {
+        work();
+      } catch (const Error& error) {  // the checkpoint itself is safe
+        log_.line(formatted("WARNING: {}", error.what()));
+      }
+    };
+    Retention& retention = directory_->retention();
+    std::set<int64_t> needed;
+    if (o_.rolls_back()) needed.insert(progress.rollback_point);
+    if (o_.keep_best) needed.insert(progress.best_step);  // also where it cannot be linked
+    if (how.best) attempt([&] { retention.link_best(step); });
+    attempt([&] { retention.prune(o_.keep_checkpoints, o_.keep_every, needed); });
+    if (how.wait) await_deletion();
   }
 
   // The last resort of a run that ends without a checkpoint; returns a text for the user.

@@ -17,18 +17,35 @@ struct Progress {
   int64_t rollback_point = 0;  // the step to whose checkpoint a rollback returns; 0: the beginning
   double best_val = std::numeric_limits<double>::infinity();
   int64_t best_step = -1;
+  nlohmann::json best_of;            // what was validated, see validation_facts(); as the checkpoint recorded it
   bool validated = false;            // after the last of the updates
   std::string matmul_choices;        // if tuned
   std::string cpu_isa;               // on CPUs, and where the host updates: the instructions of the last updates
   std::vector<float> expert_biases;  // the checkpoint's, for all layers; with --moe-bias-rate
   nlohmann::ordered_json data_changes = nlohmann::ordered_json::array();  // accepted by --data-changed accept
+
+  // After this step came the last of them, behind which no rollback goes; 0: there was none.
+  int64_t changed_after() const {
+    return data_changes.empty() ? 0 : whole_number(member(data_changes.back(), "step")).value_or(0);
+  }
 };
+
+// What a validation's loss depends on, besides the weights.
+inline nlohmann::json validation_facts(const Job& job) {
+  return {{"data", checksum(nlohmann::json(job.data->val_checksums()).dump())},
+          {"samples", job.val_samples},
+          {"seq_len", job.options.seq_len},
+          {"document_begin", job.document_begin ? nlohmann::json(*job.document_begin) : nlohmann::json()}};
+}
 
 // trainer.json
 inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job& job,
                                              const std::vector<float>& expert_biases) {
   nlohmann::ordered_json best;
-  if (std::isfinite(progress.best_val)) best = {{"step", progress.best_step}, {"loss", progress.best_val}};
+  if (std::isfinite(progress.best_val))
+    best = {{"step", progress.best_step},
+            {"loss", progress.best_val},
+            {"of", job.validates() ? validation_facts(job) : progress.best_of}};
   nlohmann::ordered_json trainer = {
       {"format", 1},
       {"step", progress.done},
@@ -161,8 +178,9 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
     expect("data_samples", job.data->train.samples(),
            "--train-data has changed: use the former shards, or another --out-dir");
   changed_data(from, job);  // throws if the data changed
-  expect("data_cursor", job.course.samples_after(from.step),
-         "the checkpoint is damaged, or was written by another program");
+  if (job.course.origin().step != from.step)
+    expect("data_cursor", job.course.samples_after(from.step),
+           "the checkpoint is damaged, or was written by another program");
 }
 
 // How many steps were planned for the run when it wrote the checkpoint.
@@ -197,14 +215,6 @@ inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job
                 before == job.max_steps ? "" : formatted("{} steps instead of {}: ", job.max_steps, before),
                 learning_rate(then, std::min(from.step, before)), from.step, next, from.step + 1,
                 job.course.learning_rate(job.max_steps), job.options.lr_schedule));
-}
-
-// The same, and that validation losses before and after the checkpoint are of different data.
-inline void report_changes(Log& log, const ResumePoint& from, const Job& job) {
-  const nlohmann::json then = member(from.trainer, "val_checksums");
-  if (then.is_array() && !then.empty() && !job.data->val.empty() && then != nlohmann::json(job.data->val_checksums()))
-    log.line("notice: --val-data has changed: its losses cannot be compared with the earlier ones");
-  report_changed_schedule(log, from, job);
 }
 
 inline Progress progress_at(const ResumePoint& from) {
@@ -244,7 +254,14 @@ inline Progress progress_at(const ResumePoint& from) {
           best);
     progress.best_step = *step;
     progress.best_val = best["loss"];
+    progress.best_of = member(best, "of");
+    CHECK(progress.best_of.is_null() || progress.best_of.is_object(),
+          "{}/trainer.json: \"of\" of \"best_validation\" is {}, expected an object; the file is damaged", from.path,
+          progress.best_of);
   }
+  if (const nlohmann::json val = member(from.trainer, "val_checksums");  // as older versions recorded it
+      progress.best_of.is_null() && val.is_array() && !val.empty())
+    progress.best_of = {{"data", checksum(val.dump())}};
   const nlohmann::json biases = from.trainer.value("expert_biases", nlohmann::json::array());
   CHECK(biases.is_array() && std::all_of(biases.begin(), biases.end(), [](auto& value) { return value.is_number(); }),
         "{}/trainer.json: \"expert_biases\" is {}, expected a list of numbers; the file is damaged", from.path, biases);
@@ -260,12 +277,31 @@ inline Progress progress_at(const ResumePoint& from) {
   return progress;
 }
 
+// What differs between what was validated and what this job validates; empty: nothing.
+inline std::string changed_validation(const nlohmann::json& before, const Job& job) {
+  const nlohmann::json now = validation_facts(job);
+  std::string changes;
+  for (const auto& [name, what] : {std::pair{"data", "--val-data has changed"},
+                                   {"samples", "a validation has another number of samples"},
+                                   {"seq_len", "a validation has sequences of another length"},
+                                   {"document_begin", "--mask-documents has changed"}})
+    if (before.contains(name) && before[name] != now[name])
+      changes += (changes.empty() ? "" : ", ") + std::string(what);
+  return changes;
+}
+
 // The progress in a checkpoint from which the job continues the same run, as require_same_run() has seen.
-inline Progress resumed_progress(const ResumePoint& from, const Job& job) {
+inline Progress resumed_progress(const ResumePoint& from, const Job& job, Log& log) {
   Progress progress = progress_at(from);
   if (!job.former_recipe.is_null())
     progress.data_changes.push_back({{"step", from.step}, {"former_recipe", job.former_recipe}});
-  if (from.begin == Begin::branch) {  // a branch has its own best validation
+  const std::string changed = job.validates() ? changed_validation(progress.best_of, job) : "";
+  if (!changed.empty())
+    log.line(
+        formatted("notice: {}: validation losses cannot be compared with the earlier ones, and the best of them "
+                  "is sought anew",
+                  changed));
+  if (from.begin == Begin::branch || !changed.empty()) {  // a branch has its own best validation
     progress.best_val = Progress().best_val;
     progress.best_step = Progress().best_step;
   }

@@ -32,11 +32,15 @@ inline nlohmann::json recipe_facts(const Recipe& recipe) {
   return facts;
 }
 
+inline std::string recipe_checksum(const nlohmann::json& facts, int64_t tokens_per_step) {
+  return checksum(facts.dump() + std::to_string(tokens_per_step));
+}
+
 }  // namespace detail
 
 // Tells the recipes of two stretches of a run apart.
 inline std::string recipe_checksum(const Recipe& recipe) {
-  return checksum(detail::recipe_facts(recipe).dump() + std::to_string(recipe.stages[0].ramp[0].tokens_per_step));
+  return detail::recipe_checksum(detail::recipe_facts(recipe), recipe.stages[0].ramp[0].tokens_per_step);
 }
 
 // The part of trainer.json after step `done`.
@@ -103,9 +107,10 @@ class RecipeReader {
     if (next.changed && resized)
       next.notices.push_back(formatted("a step has {} tokens from step {} on, and had {}", tokens_per_step,
                                        from_.step + 1, count("tokens_per_step")));
+    const int64_t passed_over = pass_over(next);
     take_sources(next);
     if (next.changed) take_block(next);
-    if (next.changed) origin_ = {from_.step, count("tokens"), samples_, positions_};
+    if (next.changed) origin_ = {from_.step, count("tokens"), samples_ + passed_over, positions_};
     else if (origin_.step == 0) origin_.sources.clear();
     // What the checkpoint's run had left out before it, and what this run has left out after it.
     if (next.changed) skips_.clear();  // they are places in the former recipe
@@ -217,6 +222,44 @@ class RecipeReader {
     const nlohmann::json at = member(origin, "sources");
     if (!at.is_array() || at.size() != names_.size()) damaged("\"sources\" of \"origin\"", at);
     for (const nlohmann::json& one : at) origin_.sources.push_back(position("\"sources\" of \"origin\"", one));
+  }
+
+  // What rollbacks to this very checkpoint left out of the former recipe's samples stays left out: moves the positions
+  // behind it. Returns how many samples those are.
+  int64_t pass_over(Changes& next) {
+    const nlohmann::json pack = member(facts_, "pack"), stages = member(facts_, "stages");
+    const bool same_rows =
+        pack == member(recipe_facts(recipe_), "pack") && (pack.is_null() || block_ == recipe_.longest());
+    // Of a run with several stages, nothing says how far it is in the mix.
+    const bool known = same_rows && stages.is_array() && stages.size() == 1 && !facts_.contains("file");
+    const std::string now = recipe_checksum(recipe_),
+                      former = known ? detail::recipe_checksum(facts_, count("tokens_per_step")) : "";
+    int64_t samples = 0;
+    std::vector<int64_t> lost;  // spikes
+    for (const Rollback& r : job_.rollbacks)
+      if (r.recipe == former && r.step == from_.step) samples = r.samples;
+      else if (r.recipe != now && r.step >= from_.step) lost.push_back(r.spike);
+    if (!lost.empty())
+      next.notices.push_back(formatted(
+          "the samples that rollbacks left out after the spikes at steps {} are not left out any more: they were those "
+          "of another recipe",
+          lost));
+    if (!next.changed || samples == 0) return 0;
+    const int64_t T = whole_number(member(stages[0], "seq_len")).value_or(0);
+    if (T == 0 || block_ % T != 0 || samples_ < origin_.samples) damaged("\"facts\"", facts_);
+    job_.data->train.cut(block_);
+    const std::vector<int64_t> epochs = job_.data->train.epoch_tokens();
+    std::vector<SampleOrder::Source> sources;  // the epoch of one that is no longer read does not matter
+    for (size_t i = 0; i < names_.size(); ++i) {
+      const auto found = std::ranges::find_if(
+          recipe_.sources, [&](const SourceText& s) { return s.name == names_[i] && s.pattern == files_[i]; });
+      const auto s = static_cast<size_t>(found - recipe_.sources.begin());
+      sources.push_back({s < epochs.size() ? epochs[s] : block_, positions_[i]});
+    }
+    positions_ = SampleOrder(std::move(sources), numbers("\"weights\"", member(stages[0], "weights"), names_.size()), T,
+                             samples_ - origin_.samples)
+                     .after(samples);
+    return samples;
   }
 
   // The recorded sources, in this run's order; new ones begin at their beginnings, with this run's seed.

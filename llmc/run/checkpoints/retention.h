@@ -19,20 +19,19 @@ class Retention {
   Retention& operator=(const Retention&) = delete;
 
   // Deletes, in a thread of its own, all checkpoints except the newest `keep` (0: keeps all), the two newest saved by
-  // the clock alone or locally, multiples of `keep_every`, the one that OUT/best links to, and the one to which a
-  // rollback would return.
-  void prune(int64_t keep, int64_t keep_every, std::optional<int64_t> rollback_point) {
+  // the clock alone or locally, multiples of `keep_every`, the one that OUT/best links to, and those of the steps
+  // `needed`.
+  void prune(int64_t keep, int64_t keep_every, const std::set<int64_t>& needed) {
     constexpr size_t keep_by_clock = 2;
     fault_ = wait();
-    std::error_code none;
-    const std::optional<int64_t> best = checkpoint_step(std::filesystem::read_symlink(path_ + "/best", none));
+    const std::optional<int64_t> best = best_step();
     std::vector<std::string> removed;  // renamed, and to be deleted
     std::vector<int64_t> by_clock, others;
     for (const int64_t step : checkpoint_steps(path_)) (saved_by_the_clock(step) ? by_clock : others).push_back(step);
     const auto remove_older = [&](std::vector<int64_t> steps, size_t most) {
       steps.resize(steps.size() - std::min(steps.size(), most));
       for (const int64_t step : steps)
-        if (!(keep_every > 0 && step % keep_every == 0) && step != best && step != rollback_point)
+        if (!(keep_every > 0 && step % keep_every == 0) && step != best && !needed.contains(step))
           if (const std::optional<std::string> gone = rename_away(step)) removed.push_back(*gone);
     };
     remove_older(std::move(by_clock), keep_by_clock);
@@ -56,17 +55,47 @@ class Retention {
 
   // Makes OUT/best a link to the checkpoint with the best validation loss.
   void link_best(int64_t step) const {
-    const std::string temporary = path_ + "/.tmp-best";
-    std::error_code error;
+    const std::string temporary = path_ + "/.tmp-best", copy = path_ + "/.tmp-copy-of-best";
+    std::error_code error, none;
     std::filesystem::remove(temporary, error);
     std::filesystem::create_symlink(std::filesystem::path(checkpoint_path(path_, step)).filename(), temporary, error);
+    if (!error && best_is_directory()) take_away_copy(copy);
     if (!error) std::filesystem::rename(temporary, path_ + "/best", error);
     CHECK(!error, "cannot link {}/best: {}", path_, error.message());
+    std::filesystem::remove_all(copy, none);
   }
   // The directory is a new one, or steps are taken again.
   void forget() { by_clock_.clear(); }
 
  private:
+  // As where OUT was copied and links were followed.
+  bool best_is_directory() const {
+    std::error_code none;
+    return std::filesystem::is_directory(std::filesystem::symlink_status(path_ + "/best", none));
+  }
+  // The step of the checkpoint that OUT/best links to, or is a copy of.
+  std::optional<int64_t> best_step() const {
+    std::error_code none;
+    if (!best_is_directory()) return checkpoint_step(std::filesystem::read_symlink(path_ + "/best", none));
+    try {
+      return whole_number(member(read_json(path_ + "/best/trainer.json"), "step"));
+    } catch (const Error&) {  // it is something else
+      return std::nullopt;
+    }
+  }
+  // Renames OUT/best, a copy of a checkpoint, to `temporary` if OUT has that checkpoint, otherwise to a lasting name.
+  void take_away_copy(const std::string& temporary) const {
+    const std::string best = path_ + "/best", manifest = best + "/manifest.json";
+    const std::optional<int64_t> step = best_step();
+    CHECK(step && path_exists(manifest),
+          "{} is a directory that is no copy of a checkpoint, expected a link to one: move it away", best);
+    const std::string original = checkpoint_path(path_, *step) + "/manifest.json",
+                      lasting = formatted("{}/former-best-step-{:06}", path_, *step);
+    const bool in_out = path_exists(original) && read_text(original) == read_text(manifest);
+    CHECK(in_out || !path_exists(lasting), "cannot rename {} to {}, which is there already: move one of them away",
+          best, lasting);
+    rename_path(best, in_out ? temporary : lasting);
+  }
   // Whether trainer.json says that a checkpoint was saved for --checkpoint-minutes or --checkpoint-local alone.
   bool saved_by_the_clock(int64_t step) {
     const auto [found, is_new] = by_clock_.try_emplace(step, false);

@@ -169,10 +169,11 @@ class RunDirectory {
     fsync_directory(path_);
   }
 
-  // The newest intact checkpoint up to `step` to which a rollback may return; none: there is none.
-  std::optional<ResumePoint> rollback_point(Log& log, int64_t step, const CheckpointCheck& check) const {
+  // The newest intact checkpoint up to `step` to which a rollback may return, but none before `first`; none: there is
+  // none.
+  std::optional<ResumePoint> rollback_point(Log& log, int64_t first, int64_t step, const CheckpointCheck& check) const {
     std::vector<int64_t> steps = checkpoint_steps(path_);
-    for (; !steps.empty(); steps.pop_back()) {
+    for (; !steps.empty() && steps.back() >= first; steps.pop_back()) {
       const std::string path = checkpoint_path(path_, steps.back());
       if (steps.back() > step) continue;
       if (const std::optional<std::string> fault = check(path, Part::all)) {

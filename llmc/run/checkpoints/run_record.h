@@ -66,9 +66,9 @@ inline std::vector<Skip> skips_of(const std::vector<Rollback>& rollbacks, const 
   return skips;
 }
 
-// The rollbacks since the checkpoint of this step: those that led to no later one.
-inline std::vector<Rollback> rollbacks_since(std::vector<Rollback> rollbacks, int64_t step) {
-  std::erase_if(rollbacks, [&](const Rollback& r) { return r.step < step; });
+// The rollbacks of a run of this recipe since the checkpoint of this step: those that led to no later one.
+inline std::vector<Rollback> rollbacks_since(std::vector<Rollback> rollbacks, int64_t step, const std::string& recipe) {
+  std::erase_if(rollbacks, [&](const Rollback& r) { return r.step < step || r.recipe != recipe; });
   return rollbacks;
 }
 

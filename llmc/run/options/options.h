@@ -222,7 +222,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "updates between validations, besides one at the start and one at the end; 0: no validation");
   add("--val-steps", "-m", o.val_steps, at_least(1), free,
       "size of a validation, in batches of a step's size; its samples are from all of --val-data, and the same every "
-      "time; default: 20, with --evaluate all of them");
+      "time, as long as the size of a step and --seq-len stay the same; default: 20, with --evaluate all of them");
   add("--eval-choices", "", o.eval_choices, Limits{}, free,
       "multiple-choice questions to answer with every validation, or with --evaluate, as data/hellaswag.py writes "
       "them; default: none");
@@ -252,7 +252,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--keep-every", "", o.keep_every, at_least(0), free,
       "never delete checkpoints whose step is a multiple of this; 0: none");
   add("--keep-best", "", o.keep_best, Limits{}, free,
-      "save a checkpoint whenever the validation loss is the best so far, keep it, and link OUT/best to it");
+      "save a checkpoint whenever the validation loss is the best so far, keep it, and link OUT/best to it; where "
+      "another validation begins (--val-steps), the best is sought anew");
   add("--checkpoint-errors", "", o.checkpoint_errors, any_of<OnFailure>(), free,
       "if a checkpoint cannot be written, as on a full disk: retry: go on, and try again after 1, 2, 4 ... updates; "
       "only the last checkpoint must succeed; fail: end the run");
