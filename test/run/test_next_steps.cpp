@@ -23,6 +23,7 @@ std::string next_command(const std::string& out, const std::string& title) {
 TEST_CASE("a suggested command is for as many processes, and belongs to none of them", "[run]") {
   Options o;
   o.rank = 0, o.world_size = 4, o.rendezvous = "127.0.0.1:4000", o.restart = true, o.lr = 1;
+  o.data_changed = DataChanged::accept;  // what this start accepted
   REQUIRE(command_line(detail::of_any_start(o), "./t") == "./t --lr 1");
   auto launched = [&](const std::string& by, int64_t processes, int64_t hosts) {
     o.place.started_by = by, o.place.processes = processes, o.place.hosts = hosts;

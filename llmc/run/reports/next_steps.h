@@ -32,11 +32,13 @@ inline std::string free_directory(const std::string& out, const std::string& end
 
 inline std::string without_slash(const std::string& out) { return out.substr(0, out.find_last_not_of('/') + 1); }
 
-// The options of a run without those that concern one start or one process.
+// The options of a run without those that concern one start or one process. What one start accepted, a later one must
+// not take without a word.
 inline Options of_any_start(Options o) {
   const Options usual;
   o.resume = usual.resume;
   o.branch_from.clear();
+  o.data_changed = usual.data_changed;
   o.restart = false;
   o.rank = o.world_size = std::nullopt;
   o.rendezvous.clear();
