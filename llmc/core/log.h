@@ -157,9 +157,10 @@ struct RollbackLine {
 
 enum class ProgressLine : uint8_t { none, shown };
 
-// A file of training data whose contents have changed, as checksums.
+// A file of training data whose contents have changed, as checksums, or a setting of the recipe.
 struct DataChange {
-  std::string shard, before, now;
+  std::string shard = {}, setting = {};  // one of them; the other is empty
+  std::string before = {}, now = {};
 };
 
 class Log {
@@ -300,11 +301,17 @@ class Log {
            {"samples", r.samples}});
   }
 
-  // From this step on the run reads other data.
+  // From this step on the run reads other data, or reads them otherwise.
   void data_change(int64_t step, const DataChange& change) {
-    line(formatted("notice: {} has changed since step {} (checksum {}, now {}): accepted, by --data-changed accept",
-                   change.shard, step, change.before, change.now));
-    write({{"kind", "data"}, {"step", step}, {"shard", change.shard}, {"before", change.before}, {"now", change.now}});
+    const bool shard = !change.shard.empty();
+    if (shard)  // a setting has had its notice
+      line(formatted("notice: {} has changed since step {} (checksum {}, now {}): accepted, by --data-changed accept",
+                     change.shard, step, change.before, change.now));
+    write({{"kind", "data"},
+           {"step", step},
+           {shard ? "shard" : "setting", shard ? change.shard : change.setting},
+           {"before", change.before},
+           {"now", change.now}});
   }
 
   // Facts of this kind, as text and as JSON: "stage", which begins with this step; "gpu", its readings after the step.

@@ -36,6 +36,7 @@ struct Job {
   int64_t samples_per_step, max_steps;    // max_steps: of the run
   std::vector<int64_t> val_samples;       // of each validation set
   Plan plan;
+  std::vector<DataChange> data_changes;  // since the checkpoint that the run resumes from
   nlohmann::json former_recipe;          // of the checkpoint that the run resumes from, if it was another one
   std::vector<Rollback> rollbacks = {};  // of the run so far
 
@@ -63,7 +64,8 @@ struct Job {
     step.model.special_tokens = choose_special_tokens(o, *tokenizer, step.model);
     prompt_tokens(*tokenizer, o.prompt, step.model);  // rejects a bad --prompt now, not at the first sample
     const int64_t warmup = warmup_steps(o, step.tokens());
-    CHECK(warmup <= max_steps, "--warmup-{} exceeds the {} steps of the run ({})",
+    const bool warm = o.warmup_tokens && o.warmup_tokens->tokens <= course.origin().tokens;
+    CHECK(warm || warmup <= max_steps, "--warmup-{} exceeds the {} steps of the run ({})",
           o.warmup_tokens ? formatted("tokens {}, or {} steps,", o.warmup_tokens->text, warmup)
                           : formatted("steps {}", warmup),
           max_steps, length_text(o));

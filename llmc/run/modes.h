@@ -335,24 +335,50 @@ inline std::vector<Rollback> recorded_rollbacks(const Options& o) {
   return record.rollbacks;
 }
 
+// The checkpoint at which a run with these options goes on, in --out-dir or of --branch-from; none: it is a new run.
+inline std::optional<ResumePoint> goes_on_from(const Options& o) {
+  if (o.restart || o.resume == "never") return std::nullopt;
+  const std::vector<int64_t> own = checkpoint_steps(o.out_dir);
+  if (own.empty() && o.branch_from.empty()) return std::nullopt;
+  const Begin begin = own.empty() ? Begin::branch : Begin::resume;
+  const std::string path = own.empty() ? o.branch_from : checkpoint_path(o.out_dir, own.back()),
+                    file = path + "/trainer.json";
+  const nlohmann::json trainer = read_json(file);
+  const std::optional<int64_t> step = whole_number(member(trainer, "step"));
+  CHECK(step, "{}: \"step\" is {}, expected a whole number; the file is damaged", file, member(trainer, "step"));
+  const std::string changes = option_changes(file, member(trainer, "options"), o, begin).refused;
+  if (changes.empty()) return ResumePoint{path, *step, trainer, begin};
+  print_error(
+      formatted("notice: {} is of a run with other options; these are the samples of a new run:{}", path, changes));
+  return std::nullopt;
+}
+
 }  // namespace detail
 
-// --print-samples: from the beginning of a run, or of the one in --out-dir.
-inline void run_print_samples(const Options& o) {
+// --print-samples: of the run in --out-dir as it goes on from its newest checkpoint; if there is none, of a new one.
+inline void run_print_samples(Options o) {
+  o.val_data.clear(), o.val = {};
   const Recipe recipe = read_recipe(o);
-  Sources sources(recipe.sources, recipe.longest(), o.pack);
-  pack(sources, o, [](const std::string&) {});
-  const std::vector<std::vector<Reseed>> seeds(sources.size(), {{0, 0, static_cast<uint64_t>(o.seed)}});
-  const Course course(recipe, sources.epoch_tokens(), {},
-                      skips_of(detail::recorded_rollbacks(o), recipe_checksum(recipe)));
+  RunData data(o, recipe);
+  const std::optional<ResumePoint> from = detail::goes_on_from(o);
+  const std::vector<Rollback> rollbacks = detail::recorded_rollbacks(o);
+  Course course(recipe, data.train.epoch_tokens(), {}, skips_of(rollbacks, recipe_checksum(recipe)));
+  if (from) {
+    if (!o.shuffle && !shuffled(member(from->trainer, "options"))) o.shuffle = false;
+    ResumedCourse resumed = resumed_course(*from, {o, recipe, data, rollbacks});
+    if (!resumed.changes.data_fault.empty()) throw Error(resumed.changes.data_fault);
+    data.orders = resumed.changes.orders;
+    course = std::move(resumed.course);
+  }
   const NumberRange steps = number_range("--print-samples", o.print_samples, "the number of a step");
   const int64_t first = static_cast<int64_t>(steps.first),
                 last = static_cast<int64_t>(steps.last.value_or(steps.first));
-  CHECK(first >= 1 && last <= course.steps(), "--print-samples {}: the run has steps 1 to {}", o.print_samples,
-        course.steps());
+  const int64_t begin = course.origin().step;
+  CHECK(first > begin && last <= course.steps(), "--print-samples {}: the run has steps {} to {}{}", o.print_samples,
+        begin + 1, course.steps(), begin > 0 ? "; earlier ones were of another recipe" : "");
   for (int64_t step = first; step <= last; ++step) {
     const Stretch& stretch = course.stretches()[course.stretch_of(step)];
-    DataLoader loader(loader_sources(sources, seeds, o.shuffled()), course.order_of(stretch), stretch.seq_len, 1);
+    DataLoader loader = data.loader(course, stretch, o.shuffled(), 1, std::nullopt);
     nlohmann::ordered_json json = {{"step", step},
                                    {"stage", stretch.stage + 1},
                                    {"seq_len", stretch.seq_len},
@@ -361,7 +387,8 @@ inline void run_print_samples(const Options& o) {
     const int64_t before = stretch.samples_after(step) - stretch.samples - stretch.samples_per_step;
     for (int64_t i = 0; i < stretch.samples_per_step; ++i) {
       const DataLoader::Sample s = loader.sample(before + i);
-      json["samples"].push_back(nlohmann::ordered_json::array({sources[s.source].name, s.index, s.begin, s.targets}));
+      json["samples"].push_back(
+          nlohmann::ordered_json::array({data.train[s.source].name, s.index, s.begin, s.targets}));
     }
     std::printf("%s\n", json.dump().c_str());
   }

@@ -12,12 +12,14 @@ namespace llmc {
 // The job from a checkpoint on; its rollbacks, and those of the others, are those of `first`.
 inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
   ResumedCourse resumed = resumed_course(from, first);
+  if (!resumed.changes.data_fault.empty()) throw Error(resumed.changes.data_fault);
   for (const std::string& notice : resumed.changes.notices) log.line("notice: " + notice);
-  first.data->seeds = resumed.changes.seeds;
+  first.data->orders = resumed.changes.orders, first.data->unused = resumed.changes.unused;
   const size_t number = resumed.course.stretch_of(from.step + 1);
   Job job(first.asked, first.begin, first.data, std::move(resumed.course), number);
   if (resumed.changes.changed)
     job.former_recipe = from.trainer.value("recipe", nlohmann::json::object()).value("facts", nlohmann::json::object());
+  job.data_changes = resumed.changes.data;
   job.rollbacks = first.rollbacks;
   job.resume(from, log);
   job.require_later_stretches();

@@ -104,14 +104,14 @@ TEST_CASE(
 
 TEST_CASE("--data-changed accept takes no shard with another number of tokens", "[run]") {
   const TempDir dir;
-  const auto write = [&](int64_t first, int64_t second) {  // two shards, of so many samples and a token
-    write_shard<uint16_t>(dir / "a.bin", std::vector<uint16_t>(static_cast<size_t>(33 * first + 1), 7));
-    write_shard<uint16_t>(dir / "b.bin", std::vector<uint16_t>(static_cast<size_t>(33 * second + 1), 7));
+  const auto write = [&](int64_t first, int64_t second, uint16_t token) {  // two shards, of so many samples
+    write_shard<uint16_t>(dir / "a.bin", std::vector<uint16_t>(static_cast<size_t>(33 * first + 1), token));
+    write_shard<uint16_t>(dir / "b.bin", std::vector<uint16_t>(static_cast<size_t>(33 * second + 1), token));
   };
   const std::string data = on("\"" + dir.path() + "/?.bin\"");
-  write(20, 10);
+  write(20, 10, 7);
   run_well(tiny(dir / "run", "--max-steps 1" + data));
-  write(10, 20);
+  write(10, 20, 8);
   const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 2 --data-changed accept" + data));
   INFO(r.err);
   REQUIRE(r.status == 1);

@@ -1,6 +1,8 @@
 // Recipes: mixed sources, stages, and what a run may change when it goes on.
 #include <cmath>
 #include <fstream>
+#include <set>
+#include <sstream>
 
 #include "catch2.h"
 #include "run/recipe/course.h"
@@ -229,7 +231,7 @@ TEST_CASE("another mix, other stages and lengths go on from a stated step, and a
   run_well(data.run("run", old_one));
   fs::remove_all(data.dir / "run/step-000006");
   const std::string with_mix = heavier + "--max-steps 6 --checkpoint-every 3 ";
-  refused(data.run("run", with_mix), "--data was ");
+  refused(data.run("run", with_mix), "the recipe of the run was another one: source 2 was ");
   const std::string out = said(data.run("run", with_mix + "--data-changed accept"));
   REQUIRE(out.find("notice: --data was ") != std::string::npos);
   const json trainer = read_json(data.dir / "run/step-000006/trainer.json"),
@@ -265,6 +267,158 @@ TEST_CASE("another mix, other stages and lengths go on from a stated step, and a
   REQUIRE(position(read_json(data.dir / "short/step-000006/trainer.json"), 0, 0) == 0);
 }
 
+TEST_CASE("the files of each source are those of the run, whatever else of --data changes", "[run][recipe]") {
+  const RecipeData data;
+  const auto shard = [&](const std::string& name, uint16_t token) {
+    std::vector<uint16_t> tokens(800);
+    for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<uint16_t>((i * 31 + token) % 200);
+    write_shard(data.dir / name, tokens);
+  };
+  shard("site_0.bin", 0), shard("site_1.bin", 1);
+  const std::string site = " --data site=" + (data.dir / "site_?.bin"),
+                    code = " --data code=" + (data.dir / "code.bin") + ":1 ", accept = " --data-changed accept ",
+                    heavier = site + ":2" + code + "--max-steps 6 ";
+  const auto site_samples = [&](int64_t step) -> int64_t {
+    return read_json(checkpoint_path(data.dir / "run", step) + "/trainer.json")["recipe"]["sources"][0]["position"][2];
+  };
+  run_well(data.run("run", site + ":1" + code + "--max-steps 4 "));
+  // Another one.
+  shard("site_2.bin", 2);
+  for (const std::string& more : {site + ":1" + code + "--max-steps 6 ", heavier + accept})
+    refused(data.run("run", more),
+            "--data site: 3 files, but 2 when the run began (new: site_2.bin; missing: none): resume with those alone");
+  fs::create_directories(data.dir / "new");
+  fs::rename(data.dir / "site_2.bin", data.dir / "new/site_2.bin");
+  // The same ones under other names.
+  fs::rename(data.dir / "site_0.bin", data.dir / "site_9.bin");
+  for (const std::string& more : {site + ":1" + code + "--max-steps 6 ", heavier + accept})
+    refused(data.run("run", more),
+            "--data site: the files of the run in another order, because they were renamed (site_9.bin was "
+            "site_0.bin): samples are numbered in the order of the names");
+  fs::rename(data.dir / "site_9.bin", data.dir / "site_0.bin");
+  // A repaired one, beside other weights.
+  shard("site_1.bin", 7);
+  refused(data.run("run", site + ":1" + code + "--max-steps 6 "), "site_1.bin has changed since the run began");
+  const std::string out = said(data.run("run", heavier + accept));
+  REQUIRE(out.find("notice: " + (data.dir / "site_1.bin") + " has changed since step 4 (checksum ") !=
+          std::string::npos);
+  REQUIRE(site_samples(6) > site_samples(4));
+  const json changes = read_json(data.dir / "run/step-000006/trainer.json")["data_changes"];
+  REQUIRE(std::ranges::any_of(changes, [](const json& change) { return change.contains("shard"); }));
+  REQUIRE(std::ranges::any_of(changes, [](const json& change) { return change.value("setting", "") == "--data"; }));
+  // A new one as a source of its own, as the first message says.
+  const std::string more = said(
+      data.run("run", site + ":1" + code + "--data more=" + (data.dir / "new/*.bin") + ":1 --max-steps 8 " + accept));
+  REQUIRE(more.find("notice: --data more names new files: it begins at their first sample") != std::string::npos);
+  REQUIRE(more.find("notice: --data site") == std::string::npos);
+  REQUIRE(site_samples(8) > site_samples(6));
+}
+
+TEST_CASE("a source goes on where it was under another name, in another folder, and after it was left out",
+          "[run][recipe]") {
+  const RecipeData data;
+  const auto source = [&](const char* name, const std::string& folder = "") {
+    const std::string file = std::string(name) == "code" ? "code.bin" : "web.bin";
+    return std::string(" --data ") + name + "=" + (data.dir / folder + file) + ":1 ";
+  };
+  const auto samples = [&](const std::string& out, const std::string& more) {
+    std::vector<json> all;
+    std::istringstream lines(said(data.run(out, more)));
+    for (std::string line; std::getline(lines, line);) {
+      const json step = json::parse(line);
+      all.insert(all.end(), step["samples"].begin(), step["samples"].end());
+    }
+    return all;
+  };
+  const auto position = [&](int64_t step, size_t i) {
+    return read_json(checkpoint_path(data.dir / "run", step) + "/trainer.json")["recipe"]["sources"][i]["position"];
+  };
+  const std::string accept = " --data-changed accept ", unnamed = " --train-data " + (data.dir / "web.bin");
+  run_well(data.run("run", unnamed + " --max-steps 3"));
+  const std::string mixed = source("site") + source("code");
+  const std::string out = said(data.run("run", mixed + "--max-steps 8" + accept));
+  REQUIRE(out.find("notice: --data site goes on where --train-data was: they are the same files") != std::string::npos);
+  REQUIRE(out.find("notice: --data code names new files: it begins at their first sample") != std::string::npos);
+  REQUIRE(position(8, 0) == json({0, (6 + 5) * 16, 6 + 5}));
+  // Nothing that --train-data has read comes again. --print-samples names what the run in --out-dir reads.
+  const std::vector<json> before = samples("new", unnamed + " --print-samples 1-3"),
+                          after = samples("run", mixed + "--max-steps 8 --print-samples 4-8");
+  REQUIRE((before.size() == 6 && after.size() == 10));
+  for (const json& one : after)
+    for (const json& other : before) REQUIRE((one[0] == "code" || one[1] != other[1]));
+  refused(data.run("run", mixed + "--max-steps 8 --print-samples 3"), "the run has steps 4 to 8; earlier ones were of");
+  // Left out, and read again.
+  run_well(data.run("run", source("site") + "--max-steps 10" + accept));
+  REQUIRE(position(10, 0)[2] == 15);
+  const std::string again = said(data.run("run", mixed + "--max-steps 12" + accept));
+  REQUIRE(again.find("begins at their first sample") == std::string::npos);
+  REQUIRE(position(12, 0)[2] == 17);
+  REQUIRE(position(12, 1) == json({0, 7 * 16, 7}));
+  // Moved, which is no other recipe.
+  fs::create_directories(data.dir / "moved");
+  for (const char* name : {"web.bin", "code.bin"}) fs::rename(data.dir / name, (data.dir / "moved/") + name);
+  const std::string there = source("site", "moved/") + source("code", "moved/") + "--max-steps 14";
+  REQUIRE(said(data.run("run", there)).find("notice: --data was ") != std::string::npos);
+  REQUIRE(position(14, 1) == json({0, 9 * 16, 9}));
+}
+
+TEST_CASE("--print-samples names the samples of a branch with another seed", "[run][recipe]") {
+  const RecipeData data;
+  const std::string source = " --train-data " + (data.dir / "math.bin") + " --max-steps 12 ";
+  run_well(data.run("run", source + "--checkpoint-every 4"));
+  const auto indices = [&](const std::string& out, const std::string& more) {
+    std::set<int64_t> all;
+    std::istringstream lines(said(data.run(out, source + more)));
+    for (std::string line; std::getline(lines, line);) {
+      const json step = json::parse(line);
+      for (const json& sample : step["samples"]) all.insert(sample[1].get<int64_t>());
+    }
+    return all;
+  };
+  const std::string branch = "--seed 7 --branch-from " + (data.dir / "run/step-000004");
+  const std::set<int64_t> first = indices("run", "--print-samples 1-4"),
+                          planned = indices("branch", branch + " --print-samples 5-12");
+  run_well(data.run("branch", source + branch));
+  REQUIRE(indices("branch", "--seed 7 --print-samples 5-12") == planned);
+  REQUIRE(indices("branch", "--seed 7 --print-samples 1-4") == first);
+  REQUIRE(indices("run", "--print-samples 5-12") != planned);
+  REQUIRE((first.size() == 8 && planned.size() == 16));
+  for (const int64_t sample : planned) REQUIRE_FALSE(first.contains(sample));
+}
+
+TEST_CASE("lengths in tokens stay as many tokens when the batch changes", "[recipe]") {
+  Options o = options_of("");
+  o.lr = 1, o.total_batch_size = 256, o.lr_schedule = LrShape::constant, o.max_steps = 60;
+  const auto rate = [&](int64_t steps, int64_t tokens) {
+    return Course(read_recipe(o), {}, {steps, tokens, tokens / 16, {}}).learning_rate(steps + 1);
+  };
+  o.warmup_tokens = token_count("10240");
+  REQUIRE(rate(12, 12 * 1024) == 1);  // the warmup is over
+  REQUIRE(rate(12, 12 * 128) == (12 * 128 + 256) / 10240.0);
+  o.total_batch_size = 1024, o.warmup_tokens = token_count("20480");
+  REQUIRE(rate(20, 20 * 256) == (20 * 256 + 1024) / 20480.0);
+  o.max_steps.reset(), o.tokens = token_count("102400"), o.warmup_tokens.reset(), o.lr_schedule = LrShape::linear;
+  REQUIRE(std::abs(rate(20, 20 * 256) - (1 - (20 * 256 + 1024 - 256) / (102400.0 - 256))) < 1e-12);
+}
+
+TEST_CASE("a resumed run is told where its learning rate jumps to, with another batch and without its stages",
+          "[run][recipe]") {
+  const RecipeData data;
+  const std::string source = " --train-data " + (data.dir / "web.bin") + " --data-changed accept ",
+                    decay = source + "--lr-schedule wsd --decay-tokens 320 --max-steps 30 ";
+  const std::string notice = "notice: the learning rate was ";
+  run_well(data.run("batch", decay + "--total-batch-size 32 --checkpoint-every 8"));
+  fs::remove_all(data.dir / "batch/step-000030");
+  const std::string out = said(data.run("batch", decay + "--total-batch-size 64"));
+  REQUIRE(out.find(notice) != std::string::npos);
+  REQUIRE(out.find(" at step 24 and is 1.00e-02 at step 25, ") != std::string::npos);
+  const std::string stages =
+      data.write("r.toml", "[[stage]]\nsteps = 10\ntotal-batch-size = 32\nlr-schedule = \"linear\"\n");
+  run_well(data.run("stages", source + "--checkpoint-every 5 --stages " + stages));
+  fs::remove_all(data.dir / "stages/step-000010");
+  REQUIRE(said(data.run("stages", source + "--max-steps 10")).find(notice) != std::string::npos);
+}
+
 TEST_CASE("a finished run of stages is extended by another stage", "[run][recipe]") {
   const RecipeData data;
   const std::string one = "[[stage]]\ntokens = 160\ntotal-batch-size = 32\nlr-schedule = \"linear\"\n";
@@ -273,7 +427,14 @@ TEST_CASE("a finished run of stages is extended by another stage", "[run][recipe
   REQUIRE(said(data.run("run", more)).find("already complete") != std::string::npos);
   data.write("r.toml", one + "[[stage]]\nsteps = 3\ntotal-batch-size = 64\n");
   refused(data.run("run", more), "stage 2 was null and is now ");
-  REQUIRE(said(data.run("run", more + " --data-changed accept")).find("stage 2 of 2") != std::string::npos);
+  const std::string out = said(data.run("run", more + " --data-changed accept"));
+  REQUIRE(out.find("stage 2 of 2") != std::string::npos);
+  REQUIRE(out.find("notice: the recipe is another one from step 6 on: stage 2 was null and is now ") !=
+          std::string::npos);
+  REQUIRE(out.find("notice: 8 steps instead of 5: the learning rate was 0.00e+00 at step 5 and is ") !=
+          std::string::npos);
+  REQUIRE(read_whole(data.dir / "run/metrics.jsonl").find(R"({"kind":"data","step":5,"setting":"stages","before":)") !=
+          std::string::npos);
   REQUIRE(losses(data.dir / "run").size() == 8);
   REQUIRE(read_json(data.dir / "run/step-000008/trainer.json")["tokens"] == 160 + 3 * 64);
 }

@@ -52,6 +52,7 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"tokens", job.course.tokens_after(progress.done)},
       {"tokens_per_step", job.step.tokens()},
       {"max_steps", job.max_steps},
+      {"learning_rates", {job.course.learning_rate(progress.done), job.course.learning_rate(progress.done + 1)}},
       {"data_cursor", job.course.samples_after(progress.done)},
       {"data_samples", job.data->train.samples()},
       {"data_checksums", job.data->checksums},
@@ -82,55 +83,14 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
   return trainer;
 }
 
-// Whether the run names other files than the checkpoint's.
-inline bool other_files(const ResumePoint& from, const Job& job) {
-  const nlohmann::json options = member(from.trainer, "options");
-  const auto then = [&](const char* name) {
-    return options.is_object() ? options.value(name, std::string()) : std::string();
-  };
-  return then("--train-data") != job.asked.train_data || then("--data") != job.asked.data.text;
-}
-
-// The shards whose contents differ from those that the checkpoint's run read. Without --data-changed accept they are
-// rejected; other shards, or other numbers of tokens, always are.
-inline std::vector<DataChange> changed_data(const ResumePoint& from, const Job& job) {
-  const nlohmann::json then = member(from.trainer, "data_checksums"), tokens = member(from.trainer, "data_tokens");
-  if (then.is_null()) return {};          // written by an older version
-  if (other_files(from, job)) return {};  // which --branch-from or --data-changed accept allowed
-  CHECK(then.is_array() && then.size() == job.data->checksums.size(),
-        "{}/trainer.json: \"data_checksums\" are of {} shards, but --train-data has {} in this run: use the former "
-        "shards, or another --out-dir",
-        from.path, then.size(), job.data->checksums.size());
-  CHECK(tokens.is_null() || (tokens.is_array() && tokens.size() == then.size()),
-        "{}/trainer.json: \"data_tokens\" is {}, expected a number for each of {} shards; the file is damaged",
-        from.path, tokens, then.size());
-  std::vector<DataChange> changes;
-  const std::vector<std::string> paths = job.data->train.paths();
-  const std::vector<int64_t> counts = job.data->train.tokens_of_files();
-  for (size_t i = 0; i < then.size(); ++i) {
-    if (then[i] == job.data->checksums[i]) continue;
-    const std::string shard = paths[i], now = job.data->checksums[i],
-                      before = then[i].is_string() ? then[i].get<std::string>() : then[i].dump();
-    CHECK(job.asked.data_changed == DataChanged::accept,
-          "--train-data: {} has changed since the run began (checksum {}, in {}/trainer.json {}): restore its former "
-          "contents to resume, take it as it is with --data-changed accept, or start a new run in another --out-dir",
-          shard, now, from.path, shown(before));
-    CHECK(tokens.is_null() || tokens[i] == counts[i],
-          "--data-changed accept: {} has {} tokens, but {} when the run began: other samples would follow; restore its "
-          "former contents, or start a new run in another --out-dir",
-          shard, counts[i], tokens[i]);
-    changes.push_back({shard, before, now});
-  }
-  return changes;
-}
-
-// Accepts what changed_data() returns, and records it.
+// Records the changes that the run resumes with, and returns them.
 inline std::vector<DataChange> accept_changed_data(const ResumePoint& from, const Job& job, Progress& progress) {
-  const std::vector<DataChange> changes = changed_data(from, job);
-  for (const DataChange& change : changes)
-    progress.data_changes.push_back(
-        {{"step", from.step}, {"shard", change.shard}, {"before", change.before}, {"now", change.now}});
-  return changes;
+  for (const DataChange& change : job.data_changes)
+    progress.data_changes.push_back({{"step", from.step},
+                                     {change.shard.empty() ? "setting" : "shard", change.shard + change.setting},
+                                     {"before", change.before},
+                                     {"now", change.now}});
+  return job.data_changes;
 }
 
 // The tokens of the last step before the checkpoint; at the end of a stretch they are not those of the next one.
@@ -174,10 +134,9 @@ inline void require_same_run(const ResumePoint& from, const Job& job) {
               member(now, field) == value,
           "{}: \"{}\" is {}, but {} in --model {} now: {}", config, field, value, member(now, field), job.options.model,
           "the model's directory has changed; --resume never and another --out-dir start a new run");
-  if (!other_files(from, job) && job.course.origin().step != from.step)
+  if (job.former_recipe.is_null())
     expect("data_samples", job.data->train.samples(),
            "--train-data has changed: use the former shards, or another --out-dir");
-  changed_data(from, job);  // throws if the data changed
   if (job.course.origin().step != from.step)
     expect("data_cursor", job.course.samples_after(from.step),
            "the checkpoint is damaged, or was written by another program");
@@ -199,22 +158,20 @@ inline int64_t recorded_steps(const ResumePoint& from, const Job& job) {
                       : std::strtoll(text.c_str(), nullptr, 10);
 }
 
-// A run that resumes with another number of steps follows another schedule: reports where the learning rate jumps to.
+// A run that resumes with another plan follows another schedule: reports where the learning rate jumps to.
 inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job& job) {
   const int64_t before = recorded_steps(from, job);
-  if (from.step >= job.max_steps || job.course.recipe().staged) return;
-  const nlohmann::json options = member(from.trainer, "options");
-  if (options.is_object() && options.value("--stages", std::string()) != "") return;
-  const LrSchedule then =
-      choose_lr_schedule(options_from_record(from.path + "/trainer.json", options), before, job.step.tokens());
-  const double next = job.course.learning_rate(from.step + 1);
-  if (before == job.max_steps && learning_rate(then, from.step + 1) == next) return;
-  log.line(
-      formatted("notice: {}the learning rate was {:.2e} at step {} and is {:.2e} at step {}, on its way to {:.2e} "
-                "({})",
-                before == job.max_steps ? "" : formatted("{} steps instead of {}: ", job.max_steps, before),
-                learning_rate(then, std::min(from.step, before)), from.step, next, from.step + 1,
-                job.course.learning_rate(job.max_steps), job.options.lr_schedule));
+  const nlohmann::json then = member(from.trainer, "learning_rates");
+  if (from.step >= job.max_steps || then.is_null()) return;  // null: an older version did not record them
+  CHECK(then.is_array() && then.size() == 2 && then[0].is_number() && then[1].is_number(),
+        "{}/trainer.json: \"learning_rates\" is {}, expected those of two steps; the file is damaged", from.path, then);
+  const double last = then[0], next = job.course.learning_rate(from.step + 1);
+  if (before == job.max_steps && then[1] == next) return;
+  log.line(formatted(
+      "notice: {}the learning rate was {:.2e} at step {} and is {:.2e} at step {}, on its way to {:.2e} "
+      "({})",
+      before == job.max_steps ? "" : formatted("{} steps instead of {}: ", job.max_steps, before), last, from.step,
+      next, from.step + 1, job.course.learning_rate(job.max_steps), job.course.stretches().back().options.lr_schedule));
 }
 
 inline Progress progress_at(const ResumePoint& from) {

@@ -150,7 +150,11 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
         then.optimizer != now.optimizer && (is.name.starts_with("--muon-") || is.name == "--cautious-decay");
     // Both are the same numbers.
     const bool masters = is.name == "--master-weights" && was.text != "none" && is.text != "none";
-    const ResumeRule rule = pipedream || matrices || masters ? ResumeRule::warn : of_muon ? ResumeRule::free : is.rule;
+    // The same files may lie elsewhere: RecipeReader looks into them.
+    const bool files = is.name == "--train-data" || is.name == "--data";
+    const ResumeRule rule = pipedream || matrices || masters || files ? ResumeRule::warn
+                            : of_muon                                 ? ResumeRule::free
+                                                                      : is.rule;
     if (was.text == is.text || rule == ResumeRule::free || (is.name == "--grad-reduce" && is.text == "auto")) continue;
     const std::string change = formatted("{} was '{}' and is now '{}'{}", is.name, shown(was.text), is.text,
                                          matrices ? ": the state of matrices begins at zero" : "");

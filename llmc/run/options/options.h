@@ -43,7 +43,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--data-changed", "", o.data_changed, any_of<DataChanged>(), free,
       "if the data or the recipe have changed when a run resumes: refuse: end; accept: go on from here with the new "
       "ones. Shards must have as many tokens as before, such as a repaired one; a new mix, other stages or lengths "
-      "repeat and skip no sample that was seen; the log, metrics.jsonl and trainer.json name the changes");
+      "repeat and skip no sample that was seen: a source is known by its files, whatever its name and their folder; "
+      "the log, metrics.jsonl and trainer.json name the changes");
   add("--shuffle", "", o.shuffle, Limits{}, must_match,
       "reshuffle the samples in every epoch; --no-shuffle: file order; default: as before on resume, otherwise "
       "--shuffle");
@@ -514,7 +515,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--print-samples", "", o.print_samples, Limits{}, free,
       "instead of training, print the samples of steps N-M, a line of JSON for each step: source, sample in its files, "
       "first token in that sample, number of targets; the samples of a run do not depend on its layout. If --out-dir "
-      "holds this run, those that its rollbacks leave out are left out here, too");
+      "holds this run, they are those of its newest checkpoint's recipe, seeds and rollbacks");
   add("--micro-batches", "", o.micro_batches, between(1, 1 << 20), free,
       "with --print-schedule, the micro-batches of a step; default: twice --pp");
   add("--json", "", o.json, Limits{}, free,

@@ -29,11 +29,14 @@ struct Stretch {
   int64_t mixed = 0;  // samples in this mix before it, in a row
   LrSchedule schedule = {};
   int64_t counted = 0, per_step = 1;         // what the schedule counts before its first step, and for each step
+  int64_t warmup_tokens = 0;                 // of a schedule in steps, whose steps have changed size; 0: it says them
   std::vector<SourcePosition> sources = {};  // at its beginning
   std::vector<Skip> skips = {};              // between its steps
 
   int64_t last_step() const { return first_step + steps; }
   double learning_rate(int64_t step) const {
+    if (tokens_after(step) < warmup_tokens)
+      return schedule.peak * static_cast<double>(tokens_after(step)) / static_cast<double>(warmup_tokens);
     return llmc::learning_rate(schedule, counted + (step - first_step) * per_step);
   }
   int64_t tokens_after(int64_t step) const { return tokens + (step - first_step) * tokens_per_step; }
@@ -98,7 +101,31 @@ class Course {
     only.steps = std::max<int64_t>(0, all - origin_.step);
     only.schedule = choose_lr_schedule(o, all, only.tokens_per_step);
     only.counted = origin_.step;
+    if (origin_.tokens != origin_.step * only.tokens_per_step) count_tokens(only);
     append(std::move(only));
+  }
+
+  // After steps of another size: what the options give in tokens stays that many tokens of the run.
+  void count_tokens(Stretch& s) const {
+    const Options& o = s.options;
+    LrSchedule& rates = s.schedule;
+    const int64_t each = s.tokens_per_step, so_far = origin_.tokens;
+    if (!o.max_steps) {  // so is the length
+      CHECK(rates.length <= std::numeric_limits<int64_t>::max() / each, "{} is more tokens than 64 bits count",
+            length_text(o));
+      rates.length = so_far + s.steps * each;
+      rates.warmup = o.warmup_tokens ? o.warmup_tokens->tokens : std::min(rates.warmup * each, rates.length);
+      if (rates.decay) rates.decay = o.decay_tokens ? o.decay_tokens->tokens : *rates.decay * each;
+      rates.first = std::max<int64_t>(1, so_far / std::max<int64_t>(1, origin_.step));
+      s.counted = so_far, s.per_step = each;
+    } else if (o.warmup_tokens) {
+      const int64_t warmup = o.warmup_tokens->tokens;
+      s.warmup_tokens = warmup;
+      // The step after which it ends, or has ended, had all steps been of their mean size.
+      rates.warmup = warmup > so_far ? origin_.step + ceil_div(warmup - so_far, each)
+                                     : static_cast<int64_t>(static_cast<double>(origin_.step) *
+                                                            static_cast<double>(warmup) / static_cast<double>(so_far));
+    }
   }
 
   Stretch stretch(size_t stage, int64_t tokens_per_step) const {

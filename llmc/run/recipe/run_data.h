@@ -33,35 +33,54 @@ inline void pack(Sources& sources, const Options& o, const Notice& notice) {
                notice);
 }
 
-// The sources as a loader reads them. seeds: see RunData.
-inline std::vector<DataLoader::Source> loader_sources(const Sources& sources,
-                                                      const std::vector<std::vector<Reseed>>& seeds, bool shuffle) {
-  std::vector<DataLoader::Source> all;
-  for (size_t s = 0; s < sources.size(); ++s) {
-    const std::vector<Reseed> later(seeds[s].begin() + 1, seeds[s].end());
-    all.push_back({sources[s].shards,
-                   BlockOrder(sources[s].blocks(), shuffle, seeds[s][0].seed, sources[s].name, later), sources[s].name,
-                   sources[s].packed.get()});
-  }
-  return all;
-}
+// What orders the blocks of a source, besides their number.
+struct SourceOrder {
+  std::string name;           // the source's when the run first read it
+  std::vector<Reseed> seeds;  // the first orders the first epoch, the others came by branches
+};
+
+// A file of a source, and a source, as a checkpoint records them.
+struct ShardRecord {
+  std::string name;               // in the folder of all files of the source; empty: an older version did not record it
+  std::optional<int64_t> tokens;  // none: the same
+  std::string checksum;
+};
+struct SourceRecord {
+  std::string name, files;  // files: their pattern
+  SourceOrder order;
+  SourcePosition position;
+  std::vector<ShardRecord> shards;  // empty: an older version did not record them
+};
 
 struct RunData {
   Sources train;
   std::vector<std::string> checksums;  // of the training files
-  // Of each source: the first orders its first epoch, the others came by branches.
-  std::vector<std::vector<Reseed>> seeds;
+  std::vector<SourceOrder> orders;     // of each source
+  std::vector<SourceRecord> unused;    // that the run has read, and does not read now
   std::vector<ValidationSet> val;
   std::vector<std::string> notices;
 
   RunData(const Options& o, const Recipe& recipe)
       : train(recipe.sources, recipe.longest(), o.pack),
         checksums(train.checksums()),
-        seeds(train.size(), {{0, 0, static_cast<uint64_t>(o.seed)}}),
         val(open_validation_sets(o, recipe.stages[0].options.seq_len)) {
+    for (const SourceText& source : recipe.sources)
+      orders.push_back({source.name, {{0, 0, static_cast<uint64_t>(o.seed)}}});
     for (const Sources::Source& source : train.all()) notice_empty(train_option(source.name), source.shards);
     for (const ValidationSet& set : val) notice_empty(val_option(set.name), set.shards);
     pack(train, o, [this](const std::string& notice) { notices.push_back(notice); });
+  }
+
+  std::vector<ShardRecord> shards_of(size_t source) const {
+    std::vector<ShardRecord> all;
+    auto sum = checksums.begin();
+    for (size_t s = 0; s < source; ++s) sum += train[s].shards.count();
+    const std::vector<std::string> paths = train[source].shards.paths();  // in order
+    const auto differs = std::ranges::mismatch(paths.front(), paths.back()).in1 - paths.front().begin();
+    const size_t folder = paths.front().substr(0, static_cast<size_t>(differs)).rfind('/') + 1;
+    for (size_t i = 0; i < paths.size(); ++i)
+      all.push_back({paths[i].substr(folder), train[source].shards.tokens_of(static_cast<int64_t>(i)), *sum++});
+    return all;
   }
 
   std::vector<std::string> val_checksums() const {
@@ -80,8 +99,14 @@ struct RunData {
   // The samples of a stretch.
   DataLoader loader(const Course& course, const Stretch& stretch, bool shuffle, int64_t vocab_size,
                     std::optional<int32_t> end_of_text) const {
-    return DataLoader(loader_sources(train, seeds, shuffle), course.order_of(stretch), stretch.seq_len, vocab_size,
-                      end_of_text);
+    std::vector<DataLoader::Source> sources;
+    for (size_t s = 0; s < train.size(); ++s) {
+      const auto& [name, seeds] = orders[s];
+      const std::vector<Reseed> later(seeds.begin() + 1, seeds.end());
+      sources.push_back({train[s].shards, BlockOrder(train[s].blocks(), shuffle, seeds[0].seed, name, later),
+                         train[s].name, train[s].packed.get()});
+    }
+    return DataLoader(std::move(sources), course.order_of(stretch), stretch.seq_len, vocab_size, end_of_text);
   }
 };
 
