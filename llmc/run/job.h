@@ -64,8 +64,7 @@ struct Job {
     step.model.special_tokens = choose_special_tokens(o, *tokenizer, step.model);
     prompt_tokens(*tokenizer, o.prompt, step.model);  // rejects a bad --prompt now, not at the first sample
     const int64_t warmup = warmup_steps(o, step.tokens());
-    const bool warm = o.warmup_tokens && o.warmup_tokens->tokens <= course.origin().tokens;
-    CHECK(warm || warmup <= max_steps, "--warmup-{} exceeds the {} steps of the run ({})",
+    CHECK(warmup <= max_steps, "--warmup-{} exceeds the {} steps of the run ({})",
           o.warmup_tokens ? formatted("tokens {}, or {} steps,", o.warmup_tokens->text, warmup)
                           : formatted("steps {}", warmup),
           max_steps, length_text(o));

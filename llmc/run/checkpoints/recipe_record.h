@@ -309,7 +309,8 @@ class RecipeReader {
     if (!shards.is_array() && !shards.is_null()) damaged("\"shards\"", shards);
     for (const nlohmann::json& shard : shards) {
       if (!shard.is_array() || shard.size() != 3 || !whole_number(shard[1])) damaged("\"shards\"", shard);
-      source.shards.push_back({text(shard[0]), *whole_number(shard[1]), text(shard[2])});
+      source.shards.push_back({text(shard[0]), whole_number(shard[1]), text(shard[2])});
+      if (source.shards.back().tokens == 0) source.shards.back().tokens.reset();  // unknown
     }
     return source;
   }
