@@ -242,7 +242,7 @@ class Updates {
     throw SharedError(
         formatted("{}. The weights were not updated{}.{} Lower --lr, add --warmup-steps or check the data{}; {}", what,
                   job_.step.layout.pipeline.asynchronous() ? ", but those of stages with finite gradients" : "",
-                  history, o_.on_spike == OnSpike::stop ? ", or resume with --on-spike skip or rollback" : "",
+                  history, other_ways_past(o_, !r_.checkpoints.last().empty() || !job_.parent.is_null()),
                   way_back(r_.job, r_.checkpoints.last(), program_invocation_name)),
         ExitStatus::diverged);
   }

@@ -301,7 +301,8 @@ inline std::vector<std::string> names_in(const std::string& directory) {
   return names;
 }
 
-// For errors: what exists where no file matches a pattern: files with the same extension, or not even the directory.
+// For errors: what exists where no file matches a pattern: files that begin like it, files with the same extension, or
+// not even the directory.
 inline std::string instead_of(const std::string& pattern) {
   const std::filesystem::path path(pattern), parent = path.has_parent_path() ? path.parent_path() : ".";
   if (parent.string().find_first_of("*?[") != std::string::npos) return "check the path";
@@ -309,14 +310,25 @@ inline std::string instead_of(const std::string& pattern) {
   if (!std::filesystem::exists(parent, none))
     return formatted("there is no directory {} (data/README.md says what makes token shards)", parent.string());
   if (!is_directory(parent)) return formatted("{} is no directory", parent.string());
-  constexpr size_t most = 3;
-  std::string names;
-  size_t count = 0;
-  for (const std::string& name : names_in(parent))
-    if (std::filesystem::path(name).extension() == path.extension() && ++count <= most)
-      names += (count > 1 ? ", " : "") + name;
-  if (count == 0) return formatted("{} has no file *{}", parent.string(), path.extension().string());
-  return formatted("{} has {}{}", parent.string(), names, count > most ? formatted(" and {} more", count - most) : "");
+  const std::vector<std::string> names = names_in(parent);
+  const auto listed = [&](auto&& has) -> std::string {
+    constexpr size_t most = 3;
+    std::string text;
+    size_t count = 0;
+    for (const std::string& name : names)
+      if (has(name) && ++count <= most) text += (count > 1 ? ", " : "") + name;
+    if (count == 0) return "";
+    return formatted("{} has {}{}", parent.string(), text, count > most ? formatted(" and {} more", count - most) : "");
+  };
+  const std::string begin = path.filename(), end = path.extension();
+  const auto begins = [&](const std::string& name) { return !begin.empty() && name.starts_with(begin); };
+  if (const std::string shards = listed(begins); !shards.empty())
+    return formatted("{}: name them with a quoted pattern, '{}*{}'", shards, pattern,
+                     std::filesystem::path(*std::ranges::find_if(names, begins)).extension().string());
+  const std::string alike =
+      listed([&](const std::string& name) { return end.empty() || std::filesystem::path(name).extension() == end; });
+  if (!alike.empty()) return alike;
+  return formatted("{} has no file {}", parent.string(), end.empty() ? "at all" : "*" + end);
 }
 
 // The matching files, sorted; errors name `option`.   suffix: of the files that it usually takes

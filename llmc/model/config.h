@@ -148,9 +148,11 @@ inline void validate_model(const ModelConfig& c) {
       c.n_layer, c.n_head, c.n_kv_head, c.head_size, c.n_embd, c.n_ffn, c.vocab_size, c.n_positions);
   CHECK(c.n_layer <= most_layers, "the model has {} layers: use at most {}", c.n_layer, most_layers);
   constexpr int64_t largest = 1 << 24;  // of one dimension: products of two stay far below 2^63
-  CHECK(c.n_head <= largest / c.head_size && c.n_kv_head <= c.n_head && c.n_embd <= largest && c.n_ffn <= 4 * largest,
-        "the model has a dimension beyond {}: {} heads and {} key-value heads of {}, n_embd {}, n_ffn {}", largest,
-        c.n_head, c.n_kv_head, c.head_size, c.n_embd, c.n_ffn);
+  CHECK(c.n_head <= largest / c.head_size && c.n_embd <= largest && c.n_ffn <= 4 * largest,
+        "the model has a dimension beyond {}: {} heads of {}, n_embd {}, n_ffn {}", largest, c.n_head, c.head_size,
+        c.n_embd, c.n_ffn);
+  CHECK(c.n_kv_head <= c.n_head, "--n-kv-head {} exceeds --n-head {}: use one of {}", c.n_kv_head, c.n_head,
+        divisors(c.n_head));
   detail::validate_experts(c);
   CHECK(c.family.norm == Norm::rmsnorm || c.q_size() == c.n_embd,
         "--n-head {} does not divide --n-embd {}: use one of {}", c.n_head, c.n_embd, divisors(c.n_embd));

@@ -219,8 +219,8 @@ inline std::vector<HfPlace> match_hf_names(const SafetensorsFiles& files, const 
     for (const auto& file : files)
       for (const std::string& name : {hf.name, bare})
         if (place.file == nullptr && file->has(name)) place = {file.get(), name};
-    CHECK(place.file != nullptr, "{}: has no tensor {} (nor {}); config.json describes another model", files[0]->path(),
-          hf.name, bare);
+    CHECK(place.file != nullptr, "{}: has no tensor {} (nor {}); config.json and the options describe another model",
+          files[0]->path(), hf.name, bare);
     const TensorInfo& info = place.file->info(place.name);
     CHECK(info.shape == hf.shape, "{}: tensor {} has shape ({}), but config.json and the options say ({})",
           place.file->path(), place.name, shown(formatted("{}", info.shape)), hf.shape);

@@ -48,11 +48,14 @@ inline void pipedream_faults(Faults& faults, const Layout& l) {
 inline void offload_faults(Faults& faults, const Layout& l) {
   const Offload& offload = l.zero.offload;
   const bool gradients = offload.has(Offloaded::gradients), weights = offload.has(Offloaded::weights);
-  faults.unless(
-      !rule_of(l.zero.optimizer).of_matrices || !(gradients || offload.has(Offloaded::moments)),
-      "--offload {} with --optimizer {}, which works on whole matrices of gradients and momenta: use --offload "
-      "master, or --optimizer adamw",
-      std::string(offload), l.zero.optimizer);
+  const bool moments = offload.has(Offloaded::moments);
+  faults.unless(!rule_of(l.zero.optimizer).of_matrices || !(gradients || moments),
+                "--offload {} with --optimizer {}, which works on whole matrices of gradients and momenta: leave out "
+                "{}, or use --optimizer adamw",
+                std::string(offload), l.zero.optimizer,
+                gradients && moments ? "moments and gradients"
+                : gradients          ? "gradients"
+                                     : "moments");
   faults.unless(
       !weights || l.zero.stage == 3,
       "--offload weights with --zero-stage {}: a unit's weights come before they are used, as those of stage 3 "
@@ -110,8 +113,9 @@ inline void expert_faults(Faults& faults, const Layout& l, const ModelConfig& c)
   std::erase_if(would_do, [&](int64_t n) { return all % n != 0; });
   faults.unless(E % ranks == 0 && all % ranks == 0,
                 "--ep {}: it must divide the {} experts of a layer, and the {} ranks of --tp x --cp x shards: use one "
-                "of {}",
-                ranks, E, all, would_do);
+                "of {}{}",
+                ranks, E, all, would_do,
+                would_do == divisors(E) ? "" : formatted(", or with another number of ranks one of {}", divisors(E)));
   faults.unless(l.zero.sync == DpSync::all_reduce,
                 "--dp-sync {} with {} experts per layer: servers are for dense models: use --dp-sync all-reduce",
                 l.zero.sync, E);

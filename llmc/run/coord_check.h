@@ -3,6 +3,8 @@
 // Every model trains for a few steps, from several seeds, on the same made-up text; then the slope of each size over
 // the widths is fitted, log against log.
 #pragma once
+#include "core/work_progress.h"
+#include "run/processes.h"
 #include "run/requirements.h"
 
 namespace llmc::coord {
@@ -154,8 +156,8 @@ inline ModelSizes train(const Options& o, const StepConfig& step, const Device& 
   return sizes;
 }
 
-// The means over all seeds.
-inline ModelSizes sizes_of(const Options& o, const ModelConfig& model, const Device& device, int64_t count) {
+// The step of a model; throws Error if it cannot be computed.
+inline StepConfig step_of(const Options& o, const ModelConfig& model, const Device& device) {
   StepConfig step{.model = model, .precision = choose_precision(o), .batch = batch_shape, .generates = false};
   const ZeroConfig zero = choose_zero(o);
   step.layout.zero.optimizer = zero.optimizer;
@@ -167,9 +169,17 @@ inline ModelSizes sizes_of(const Options& o, const ModelConfig& model, const Dev
   require_gelu_can(step, device, o);
   require_residual_can(step, device, o);
   require_norms_can(step, device);
+  return step;
+}
+
+// The means over all seeds.   trained(): called after each
+inline ModelSizes sizes_of(
+    const Options& o, const StepConfig& step, const Device& device, int64_t count,
+    const std::function<void()>& trained = [] {}) {
   ModelSizes mean;
   for (int64_t s = 0; s < count; ++s) {
     const ModelSizes sizes = train(o, step, device, static_cast<uint64_t>(o.seed + s));
+    trained();
     for (size_t k = 0; k < kinds; ++k)
       mean[k].size += sizes[k].size / static_cast<double>(count),
           mean[k].change += sizes[k].change / static_cast<double>(count);
@@ -205,14 +215,14 @@ struct Axis {
   }
 };
 
-// model_of(value): the model of this width or depth
-template <class ModelOf>
-Axis check_axis(const char* name, const std::vector<int64_t>& values, const Options& o, const Device& device,
-                ModelOf&& model_of, int64_t count = seeds) {
+// steps: of the models of these widths or depths
+inline Axis check_axis(
+    const char* name, const std::vector<int64_t>& values, const std::vector<StepConfig>& models, const Options& o,
+    const Device& device, int64_t count = seeds, const std::function<void()>& trained = [] {}) {
   const bool width = name == std::string_view("width");
   Axis axis{name, values, {}};
   std::vector<ModelSizes> all;
-  for (const int64_t v : values) all.push_back(sizes_of(o, model_of(v), device, count));
+  for (const StepConfig& step : models) all.push_back(sizes_of(o, step, device, count, trained));
   for (const Kind kind : all_values<Kind>())
     for (const bool change : {false, true}) {
       Line line{kind, change, {}, 0, most_slope(kind, width), change || (width && keeps_size(kind))};
@@ -259,7 +269,8 @@ inline std::vector<int64_t> numbers_of(const char* option, const std::string& te
   return numbers;
 }
 
-inline std::vector<Axis> check(const Options& o) {
+// All models are made before the first is trained, so that one that cannot be is refused at once.
+inline std::vector<Axis> check(const Options& o, Log& log) {
   const std::vector<int64_t> widths = numbers_of("--coord-check", o.coord_check);
   const auto narrowest = std::ranges::lower_bound(widths, least_width);
   CHECK(
@@ -267,13 +278,24 @@ inline std::vector<Axis> check(const Options& o) {
       "--coord-check {}: slopes are over widths from {} on, and vary too much from seed to seed if the largest is not "
       "four times the smallest of these: give widths such as 128,256,512",
       o.coord_check, least_width);
+  std::vector<int64_t> depths;
+  if (!o.coord_depths.empty()) depths = numbers_of("--coord-depths", o.coord_depths);
+  CHECK(o.coord_depths.empty() || depths.size() >= 2, "--coord-depths {}: expected at least two depths, such as 2,4,8",
+        o.coord_depths);
   const Device device = choose_device(o);
-  std::vector<Axis> axes = {
-      check_axis("width", widths, o, device, [&](int64_t width) { return model_of(o, width, {}); })};
-  if (o.coord_depths.empty()) return axes;
-  const std::vector<int64_t> depths = numbers_of("--coord-depths", o.coord_depths);
-  CHECK(depths.size() >= 2, "--coord-depths {}: expected at least two depths", o.coord_depths);
-  axes.push_back(check_axis("depth", depths, o, device, [&](int64_t depth) { return model_of(o, widths[0], depth); }));
+  std::vector<StepConfig> wide, deep;
+  for (const int64_t width : widths) wide.push_back(step_of(o, model_of(o, width, {}), device));
+  for (const int64_t depth : depths) deep.push_back(step_of(o, model_of(o, widths[0], depth), device));
+  WorkProgress progress(log);
+  const int64_t all = seeds * std::ssize(wide) + seeds * std::ssize(deep);
+  int64_t done = 0;
+  const auto show = [&] { progress.show("training", done, all, formatted("model {} of {}", done + 1, all)); };
+  const auto trained = [&] {
+    if (++done < all) show();
+  };
+  show();
+  std::vector<Axis> axes = {check_axis("width", widths, wide, o, device, seeds, trained)};
+  if (!deep.empty()) axes.push_back(check_axis("depth", depths, deep, o, device, seeds, trained));
   return axes;
 }
 
@@ -316,16 +338,15 @@ namespace llmc {
 
 inline void run_coord_check(const Options& o) {
   omp_set_num_threads(choose_device(o).threads);
-  const std::vector<coord::Axis> axes = coord::check(o);
+  Log log = o.json ? Log::silent() : make_log(o);
+  const std::vector<coord::Axis> axes = coord::check(o, log);
   const bool good = std::ranges::all_of(axes, [](const coord::Axis& axis) { return axis.good(); });
   if (o.json) std::printf("%s\n", coord::json_of(o, axes, good).dump(1).c_str());
   else
-    std::printf("%s",
-                formatted("{}, {}, lr {}: root mean squares after {} steps, and of what the steps changed\n{}{}\n",
-                          o.parametrization, rule_of(o.optimizer).title, o.lr, coord::steps, coord::text_of(axes),
-                          good ? "PASS: activations do not depend on the size of the model"
-                               : "FAIL: activations depend on the size of the model")
-                    .c_str());
+    log.line(formatted("{}, {}, lr {}: root mean squares after {} steps, and of what the steps changed\n{}{}",
+                       o.parametrization, rule_of(o.optimizer).title, o.lr, coord::steps, coord::text_of(axes),
+                       good ? "PASS: activations do not depend on the size of the model"
+                            : "FAIL: activations depend on the size of the model"));
   if (!good)
     throw Error(formatted("--coord-check: activations of --parametrization {} depend on the size of the model",
                           o.parametrization),

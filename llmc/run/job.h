@@ -54,7 +54,7 @@ struct Job {
         device(choose_device(options)),
         rank_device(first_rank_device(device, options)),
         backend(choose_backend(options, rank_device)),
-        step(with_token_slices(choose_step(options), options, device)),
+        step(in_stage([&] { return with_token_slices(choose_step(options), options, device); })),
         tokenizer(choose_tokenizer(options, step.model)),
         tokenizer_files(llmc::tokenizer_files(*tokenizer, step.model)),
         samples_per_step(step.tokens() / options.seq_len),
@@ -82,12 +82,14 @@ struct Job {
     require_gpu_for("--log-gpu-every", o.log_gpu_every > 0, device, o);
     require_gpu_for("--tf32", o.tf32, device, o);
     require_gpu_for("--tune-matmul", o.tune_matmul, device, o);
-    require_cudnn_can(step, device, options);
-    require_gelu_can(step, device, options);
-    require_residual_can(step, device, options);
-    require_fp8_can(step, device);
-    require_norms_can(step, rank_device);
-    plan = plan_run(options, step, rank_device, free_memory_of_rank(o));
+    in_stage([&] {
+      require_cudnn_can(step, device, options);
+      require_gelu_can(step, device, options);
+      require_residual_can(step, device, options);
+      require_fp8_can(step, device);
+      require_norms_can(step, rank_device);
+      plan = plan_run(options, step, rank_device, free_memory_of_rank(o));
+    });
   }
 
   const Stretch& stretch() const { return course.stretches()[number]; }
@@ -109,7 +111,7 @@ struct Job {
   // Rejects a new run, of any of whose stretches a step needs more memory than there is.
   void require_memory_of_new_run() const {
     if (!is_new()) return;  // resume() checks the memory: the checkpoint's recorded choices may need less
-    require_memory(options, step, plan, rank_device);
+    require_memory(Begun::no);
     require_later_stretches();
   }
   // Rejects a run that a later stretch would end, because it cannot be run or needs more memory than there is.
@@ -121,8 +123,7 @@ struct Job {
           then.total_batch_size == before.total_batch_size && then.recompute == before.recompute &&
           then.head_chunks == before.head_chunks && then.mask_documents == before.mask_documents)
         continue;
-      const Job job(asked, begin, data, course, later);
-      require_memory(job.options, job.step, job.plan, job.rank_device);
+      Job(asked, begin, data, course, later).require_memory(Begun::no);
     }
     cut_validation_data();
   }
@@ -176,11 +177,18 @@ struct Job {
                       "which rounds differently",
                       *before, human_bytes(planned.total_bytes()), step.layout.zero.grad_reduce));
     }
-    require_memory(options, step, plan, rank_device, Begun::yes);
+    require_memory(Begun::yes);
     parent = parent_of(from);
   }
 
  private:
+  template <class F>
+  std::invoke_result_t<F> in_stage(F&& f) const {
+    return llmc::in_stage(course.recipe().stages[stretch().stage], std::forward<F>(f));
+  }
+  void require_memory(Begun begun) const {
+    in_stage([&] { llmc::require_memory(options, step, plan, rank_device, begun); });
+  }
   void cut_validation_data() const {
     for (ValidationSet& set : data->val)
       CHECK(set.shards.cut(options.seq_len) > 0, "{}: no sample of {} + 1 tokens, the --seq-len of a stage",

@@ -168,9 +168,11 @@ inline PlannedStages plan_stages(const Options& asked, Log* log) {
   Rows rows;
   for (size_t i = 0; i < course.stretches().size(); ++i) {
     const Stretch& s = course.stretches()[i];
-    const StepConfig step = with_token_slices(choose_step(s.options), s.options, device);
-    const Device rank = planned_rank(s.options, step, device, log);
-    const Plan plan = plan_run(s.options, step, rank);
+    const auto [step, rank, plan] = in_stage(recipe.stages[s.stage], [&] {
+      const StepConfig chosen = with_token_slices(choose_step(s.options), s.options, device);
+      const Device on = planned_rank(s.options, chosen, device, log);
+      return std::tuple(chosen, on, plan_run(s.options, chosen, on));
+    });
     if (plan.total_bytes() > most) most = plan.total_bytes(), planned.largest = s.options;
     const auto time = step_time(step, plan, rank);
     planned.run->add(s.steps, step, time);

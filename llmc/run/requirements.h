@@ -1,6 +1,7 @@
 // requirements.h: options that need a GPU, or a step that a library or kernel can compute: refused before a run starts.
 #pragma once
 #include "run/setup.h"
+#include "schedule/token_slices.h"
 
 namespace llmc {
 
@@ -113,14 +114,18 @@ inline void require_fp8_can(const StepConfig& step, const Device& device) {
   }
   std::vector<int64_t> runs = l.pipeline.slices;  // tokens of a sequence that a rank multiplies one after another
   if (runs.empty()) runs = {l.context.ranks > 1 ? l.context.share(step.batch.T) / 2 : step.batch.T};
+  const auto whole_blocks = [&](int64_t run) { return run % block == 0; };
+  std::string use = formatted("a --seq-len that is a multiple of {}",
+                              block * (l.context.ranks > 1 ? 2 * l.context.ranks : std::ssize(runs)));
+  for (int64_t slices = std::ssize(runs) - 1; slices > 0 && whole_blocks(step.batch.T); --slices)
+    if (std::ranges::all_of(even_token_slices(step.batch.T, slices), whole_blocks)) {
+      use = formatted("--token-slices {}", slices);
+      break;
+    }
   for (const int64_t run : runs)
-    CHECK(run % block == 0,
+    CHECK(whole_blocks(run),
           "{}: a rank multiplies {} tokens of a sequence at a time, and blocks have {}: use {}, or --products {}",
-          asked, run, block,
-          l.pipeline.slices.empty() ? formatted("a --seq-len that is a multiple of {}",
-                                                block * (l.context.ranks > 1 ? 2 * l.context.ranks : 1))
-                                    : formatted("--token-slices whose lengths are multiples of {}", block),
-          Operands::as_stored);
+          asked, run, block, use, Operands::as_stored);
   for (const int64_t run : runs) {  // on GPUs products in fp8 have multiples of 16 rows
     const int64_t rows = step.batch.B * run * (l.context.ranks > 1 ? 2 : 1);
     CHECK(
@@ -132,18 +137,19 @@ inline void require_fp8_can(const StepConfig& step, const Device& device) {
   const ModelConfig part = model_of_rank(m, l.tensor);
   const bool divided = l.tensor.ranks > 1;
   const int64_t whole = divided ? block : 16;  // the part of a rank has whole blocks
+  CHECK(m.n_embd % 16 == 0,
+        "{}: the {} channels of the model are no multiple of 16: use another --n-embd or --model, or --products {}",
+        asked, m.n_embd, Operands::as_stored);
   struct Width {
     const char* what;
-    int64_t size, multiple;
+    int64_t size;
   };
-  for (const Width& w :
-       {Width{"channels", m.n_embd, 16}, Width{"channels of the queries", part.q_size(), whole},
-        Width{"channels of the keys", part.kv_size(), whole},
-        Width{"channels of the feed-forward", m.sparse_layers() < m.n_layer ? part.n_ffn : whole, whole},
-        Width{"channels of the shared expert", part.experts.shared, whole}})
-    CHECK(w.size % w.multiple == 0, "{}: the {} {} {} are no multiple of {}: use another {}, or --products {}", asked,
-          w.size, w.what, divided ? "of a rank" : "of the model", w.multiple, divided ? "--tp" : "--model",
-          Operands::as_stored);
+  for (const Width& w : {Width{"queries", part.q_size()}, Width{"keys", part.kv_size()},
+                         Width{"feed-forward", m.sparse_layers() < m.n_layer ? part.n_ffn : whole},
+                         Width{"shared expert", part.experts.shared}})
+    CHECK(w.size % whole == 0,
+          "{}: the {} channels of the {} {} are no multiple of {}: use another {}, or --products {}", asked, w.size,
+          w.what, divided ? "of a rank" : "of the model", whole, divided ? "--tp" : "--model", Operands::as_stored);
   require_gpu_for_fp8(read, asked, device);
 }
 

@@ -155,9 +155,12 @@ inline Precision choose_precision(const Options& o) {
         "--moment2-dtype {} with --optimizer {}, which has no second moment: leave it out", o.moment2_dtype,
         o.optimizer);
   CHECK(!o.offload.has(Offloaded::master) || precision.keeps_masters(),
-        "--offload master with {}: there are no master weights: use --offload moments",
+        "--offload master with {}: there are no master weights: {}",
         o.dtype == WeightType::fp32 ? formatted("--dtype {}, whose weights are their own", o.dtype)
-                                    : formatted("--master-weights {}", o.master_weights));
+                                    : formatted("--master-weights {}", o.master_weights),
+        !rule_of(o.optimizer).of_matrices ? "use --offload moments"
+        : o.dtype == WeightType::fp32     ? "leave out master, or use --dtype bf16"
+                                          : "leave out master, or use --master-weights fp32");
   CHECK(o.offload_dir.empty() || o.offload.has(Offloaded::moments),
         "--offload-dir {} with --offload {}: the moments of the optimizer are all that may be in a file: add moments "
         "to --offload, or leave out --offload-dir",

@@ -42,6 +42,17 @@ inline std::string describe_spike(const StepResult& result, const SpikeLimits& l
                    OutlierDetector::window, by_loss ? "--skip-loss-z" : "--skip-grad-z");
 }
 
+// What else a run that stops at a spike could do about it, as far as its other options allow; resumes: it has a
+// checkpoint
+inline std::string other_ways_past(const Options& o, bool resumes) {
+  if (o.on_spike != OnSpike::stop) return "";
+  std::vector<std::string> ways;
+  if (o.schedule != Schedule::pipedream) ways.emplace_back("skip");
+  if (!o.overfit_batch) ways.emplace_back(o.checkpoint_every > 0 ? "rollback" : "rollback --checkpoint-every N");
+  if (ways.empty()) return "";
+  return formatted(", or {} with --on-spike {}", resumes ? "resume" : "begin again", either(ways));
+}
+
 // Why a run does not return to this step once more; empty: it may.
 inline std::string why_no_rollback(const Job& job, int64_t step) {
   const std::vector<Rollback> before = rollbacks_since(job.rollbacks, step, recipe_checksum(job.course.recipe()));

@@ -236,26 +236,23 @@ Options coord_options(Optimizer optimizer, double lr) {
   o.parametrization = Parametrization::completep, o.base_width = 32, o.base_depth = 2, o.base_head_size = 16;
   return o;
 }
+const Device coord_device{DeviceKind::cpu, 2};
+StepConfig coord_step(const Options& o, int64_t width, std::optional<int64_t> depth, const ScalingRules* rules) {
+  ModelConfig c = coord::model_of(o, width, depth);
+  c.scaling = rules;
+  return coord::step_of(o, c, coord_device);
+}
 coord::Axis over_widths(const Options& o, const std::vector<int64_t>& widths,
                         const ScalingRules* rules = &scaling_rules, int64_t seeds = coord::seeds) {
-  return coord::check_axis(
-      "width", widths, o, {DeviceKind::cpu, 2},
-      [&](int64_t width) {
-        ModelConfig c = coord::model_of(o, width, {});
-        c.scaling = rules;
-        return c;
-      },
-      seeds);
+  std::vector<StepConfig> models;
+  for (const int64_t width : widths) models.push_back(coord_step(o, width, {}, rules));
+  return coord::check_axis("width", widths, models, o, coord_device, seeds);
 }
 coord::Axis over_depths(const Options& o, const ScalingRules* rules = &scaling_rules, int64_t seeds = coord::seeds) {
-  return coord::check_axis(
-      "depth", {4, 8, 16}, o, {DeviceKind::cpu, 2},
-      [&](int64_t depth) {
-        ModelConfig c = coord::model_of(o, 128, depth);
-        c.scaling = rules;
-        return c;
-      },
-      seeds);
+  const std::vector<int64_t> depths = {4, 8, 16};
+  std::vector<StepConfig> models;
+  for (const int64_t depth : depths) models.push_back(coord_step(o, 128, depth, rules));
+  return coord::check_axis("depth", depths, models, o, coord_device, seeds);
 }
 
 }  // namespace
@@ -276,13 +273,28 @@ TEST_CASE("the coordinate check passes with a parametrization that fits, and fai
 
 TEST_CASE("widths from whose sizes no slope can be told are refused", "[train][parametrization]") {
   Options o = coord_options(Optimizer::adamw, 2e-3);
+  Log silent = Log::silent();
   for (const char* widths : {"128,256", "64,96", "32,64,128,256", "256"}) {
     o.coord_check = widths;
-    REQUIRE_ERROR(coord::check(o), "give widths such as 128,256,512");
+    REQUIRE_ERROR(coord::check(o, silent), "give widths such as 128,256,512");
   }
   for (const char* widths : {"128,", "256,128", "128,128", "128,x", "0,128"}) {
     o.coord_check = widths;
-    REQUIRE_ERROR(coord::check(o), "--coord-check ");
+    REQUIRE_ERROR(coord::check(o, silent), "--coord-check ");
+  }
+}
+
+TEST_CASE("the coordinate check refuses depths, and deep models, before it trains the wide ones",
+          "[train][parametrization]") {
+  Options o = coord_options(Optimizer::adamw, 2e-3);
+  Log silent = Log::silent();
+  o.coord_check = "128,512", o.lr = std::numeric_limits<double>::infinity();  // the first model to train would end it
+  REQUIRE_ERROR(coord::check(o, silent), "of a model with 128 channels has loss");
+  for (const auto& [depths, part] : {std::pair("2", "--coord-depths 2: expected at least two depths"),
+                                     {"4,2", "--coord-depths 4,2: expected numbers that rise"},
+                                     {"2,100000", "the model has 100000 layers"}}) {
+    o.coord_depths = depths;
+    REQUIRE_ERROR(coord::check(o, silent), part);
   }
 }
 
@@ -290,7 +302,8 @@ TEST_CASE("the coordinate check trains on one rank, whatever the layout, with th
           "[train][parametrization]") {
   Options o = coord_options(Optimizer::adamw, 2e-3);
   const auto change = [&] {
-    const coord::ModelSizes sizes = coord::sizes_of(o, coord::model_of(o, 32, {}), {DeviceKind::cpu, 2}, 1);
+    const StepConfig step = coord::step_of(o, coord::model_of(o, 32, {}), coord_device);
+    const coord::ModelSizes sizes = coord::sizes_of(o, step, coord_device, 1);
     return sizes[static_cast<size_t>(coord::Kind::logits)].change;
   };
   const double plain = change();

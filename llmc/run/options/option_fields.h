@@ -184,6 +184,12 @@ struct Options {
   Place place;
   // Where a --config file sets an option, unless the command line does: {"--lr", "run.ini:3"}.
   std::map<std::string, std::string> config_lines;
+  // The stage of --stages whose options these are: 'stage "b" of st.toml'.
+  struct Stage {
+    std::string name;
+    bool ramps;  // sizes of its steps follow from a ramp
+  };
+  std::optional<Stage> stage;
   std::vector<std::string> unused;    // options of --config files that the mode does not use: they have their defaults
   std::vector<std::string> repeated;  // options given more than once that take the files of one set: the last counts
 };

@@ -181,14 +181,16 @@ inline void validate_layout(const Options& o) {
         together == 1 ? "ranks" : "data-parallel ranks, each of which is a group of " + group);
   CHECK(o.verify_updates == 0 || o.dp_replicate > 1 || (o.zero_stage == 0 && o.ranks > o.tp * o.pp),
         "--verify-updates {}: with --zero-stage {} and one replica, every update is made by one rank alone, and nobody "
-        "can compare it: use --dp-replicate 2, or leave it out",
-        o.verify_updates, o.zero_stage);
+        "can compare it: {}, or leave it out",
+        o.verify_updates, o.zero_stage,
+        readers > 1 ? formatted("use --dp-replicate {}", divisors(readers)[1]) : "use more data-parallel ranks");
   CHECK(o.verify_updates == 0 || (o.optimizer != Optimizer::muon && o.dp_sync == DpSync::all_reduce),
         "--verify-updates {} with {}: one rank makes the update, and sends it to the others: use --check-replicas",
         o.verify_updates, o.optimizer == Optimizer::muon ? "--optimizer muon" : formatted("--dp-sync {}", o.dp_sync));
-  CHECK(o.cp == 1 || o.seq_len % (2 * o.cp) == 0,
+  const int64_t pieces = 2 * o.cp;  // the model may have no positions for longer sequences
+  CHECK(o.cp == 1 || o.seq_len % pieces == 0,
         "--cp {} cuts sequences into {} equal slices, and {} does not divide --seq-len {}: use {}, or another --cp",
-        o.cp, 2 * o.cp, 2 * o.cp, o.seq_len, multiples_beside(o.seq_len, 2 * o.cp));
+        o.cp, pieces, pieces, o.seq_len, std::max<int64_t>(1, o.seq_len / pieces) * pieces);
   CHECK(o.cp_attention == ContextAttention::ring || o.cp > 1,
         "--cp-attention {}: there is nothing to share with --cp 1; leave it out, or raise --cp", o.cp_attention);
   CHECK(o.sequence_parallel == OnOff::on || o.tp > 1,

@@ -64,10 +64,10 @@ inline std::vector<OrderedJson> timelines_json(const StepConfig& step, const Pla
 }
 
 // The split of a step's time, and what loses most.
-inline OrderedJson time_json(const StepConfig& step, const Plan& whole, const StepTime& time, const Machine& machine) {
+inline OrderedJson time_json(const StepConfig& step, const Plan& whole, const StepTime& time, const Device& device) {
   const Plan& plan = whole.of_stage(time.stage);
   OrderedJson losses = OrderedJson::array();
-  for (const Loss& loss : losses_of(step, plan, time, machine))
+  for (const Loss& loss : losses_of(step, plan, time, device))
     if (loss.seconds > 0) losses.push_back({{"seconds", loss.seconds}, {"what", loss.what}, {"remedy", loss.remedy}});
   return {{"slowest_stage", time.stage},
           {"compute_seconds", time.compute},
@@ -181,7 +181,7 @@ inline std::string plan_json(const Options& o, const Device& device, const StepC
       {"precision", detail::precision_json(step)},
       {"batch", detail::batch_json(step, run)},
       {"layout", detail::layout_json(step)},
-      {"time", time ? detail::time_json(step, plan, *time, *device.machine) : OrderedJson()},
+      {"time", time ? detail::time_json(step, plan, *time, device) : OrderedJson()},
       {"run", run && run->seconds ? detail::run_json(o, step, *device.machine, *run->seconds) : OrderedJson()},
       {"notices", notices},
       {"stages", stages},

@@ -188,6 +188,14 @@ inline Plan make_plan(const StepConfig& config, const Device& target, int rank =
   return plan;
 }
 
+// The same for a step that nobody asked for; none: the trainer rejects it.   why: the reason
+inline std::optional<Plan> try_plan(const StepConfig& config, const Device& target, std::string* why = nullptr) try {
+  return make_plan(config, target);
+} catch (const Error& error) {
+  if (why != nullptr) *why = error.what();
+  return std::nullopt;
+}
+
 // A limit beyond any run: layers x micro-batches of a step, whose actions and activations are listed before it begins.
 inline constexpr int64_t most_passes = 1 << 18;
 

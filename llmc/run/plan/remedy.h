@@ -38,13 +38,18 @@ struct Remedy {
   Plan plan;
 };
 
+// Whether what runs the step computes in bf16, which is known of machines by name.
+inline bool computes_in_bf16(const Options& o) {
+  return o.machine.empty() || o.machine == local_machine || has_bf16(o.machine);
+}
+
 // As asked, then in bf16, then with master weights in halves, which are as exact, then with moments of eight bits, then
 // without master copies of the weights, each unless something needs it otherwise; all else stays.
-inline std::vector<Precision> precisions_to_try(const StepConfig& asked) {
+inline std::vector<Precision> precisions_to_try(const StepConfig& asked, const Options& o) {
   const ZeroConfig& zero = asked.layout.zero;
   Precision p = asked.precision;
   std::vector<Precision> all{p};
-  if (p.weights == DType::fp32) {
+  if (p.weights == DType::fp32 && computes_in_bf16(o)) {
     p.weights = p.activations = p.products = DType::bf16;
     all.push_back(p);
   }
@@ -77,7 +82,7 @@ class RemedySearch {
       : options_(o), asked_(asked), device_(device), begun_(begun) {}
 
   std::optional<Remedy> find() {
-    std::vector<Precision> precisions = precisions_to_try(asked_);
+    std::vector<Precision> precisions = precisions_to_try(asked_, options_);
     if (begun_ == Begun::yes) precisions = {asked_.precision};
     for (const Precision& precision : precisions) {
       StepConfig numerics = asked_;
@@ -97,7 +102,7 @@ class RemedySearch {
     }
     return shorter_sequences();
   }
-  // Among all the changes that were planned, the one that needs the least memory.
+  // Among all the changes that were planned, the one that needs the least memory; none: all are impossible.
   const std::optional<Remedy>& least() const { return least_; }
 
  private:
@@ -155,9 +160,10 @@ class RemedySearch {
   bool fits_on_paper(StepConfig step) {
     const int64_t enough = step.layout.pipeline.stages == 1 ? 2 : 4 * step.layout.pipeline.stages;
     if (step.layout.pipeline.schedule != Schedule::gpipe) step.micro_batches = std::min(step.micro_batches, enough);
-    Plan plan = make_plan(step, device_for(step));
-    const bool good = fits(plan, limit_for(step));
-    if (!least_ || plan.total_bytes() < least_->plan.total_bytes()) least_ = {step, std::move(plan)};
+    std::optional<Plan> plan = try_plan(step, device_for(step));
+    if (!plan) return false;
+    const bool good = fits(*plan, limit_for(step));
+    if (!least_ || plan->total_bytes() < least_->plan.total_bytes()) least_ = {step, std::move(*plan)};
     return good;
   }
 
@@ -181,6 +187,7 @@ class RemedySearch {
   }
 
   static void set_recomputation(StepConfig& step, const RecomputeChoice& choice) {
+    if (step.layout.zero.holds == Holds::weights) return;  // there are only forwards
     step.recompute = choice.what;
     step.segment = choice.segment;
   }
@@ -261,8 +268,8 @@ class RemedySearch {
         if (recompute < asked || (most.segment > 1 && recompute < most.what)) continue;
         if (device_.gelu_in_products && repeats_activation_alone(recompute)) continue;  // require_gelu_can()
         if (!fits_on_paper(set(sizes[smallest], {recompute, most.segment}))) continue;
-        Plan plan = make_plan(step, device_for(step));  // with all micro-batches
-        if (fits(plan, limit_for(step))) return Remedy{step, std::move(plan)};
+        std::optional<Plan> plan = try_plan(step, device_for(step));  // with all micro-batches
+        if (plan && fits(*plan, limit_for(step))) return Remedy{step, std::move(*plan)};
       }
     }
     return std::nullopt;

@@ -212,11 +212,14 @@ inline std::string too_many_ranks_notice(const Options& o, const Device& device)
 inline std::string topology_notice(const StepConfig& step, const Machine& machine) {
   const int64_t tp = step.layout.tensor.ranks, server = machine.links[0].ranks;
   if (machine.links.size() == 1 || step.layout.ranks() <= server || server % tp == 0) return "";
+  const auto rate = [](double bytes_per_s) {
+    return formatted(bytes_per_s < 1e10 ? "{:.2g} GB/s" : "{:.0f} GB/s", bytes_per_s * 1e-9);
+  };
   return formatted(
-      "notice: --tp {}: {} of {} ranks, and each layer waits for exchanges over {:.0f} GB/s instead of {:.0f} GB/s: "
+      "notice: --tp {}: {} of {} ranks, and each layer waits for exchanges over {} instead of {}: "
       "use a divisor of {}, with --pp or a higher --zero-stage if memory is short",
       tp, tp > server ? "groups are larger than servers" : "some groups lie in two servers", server,
-      machine.links[1].bytes_per_s * 1e-9, machine.links[0].bytes_per_s * 1e-9, server);
+      rate(machine.links[1].bytes_per_s), rate(machine.links[0].bytes_per_s), server);
 }
 
 // "activations (--tp)": a group of ranks, and the option that makes it, unless all layouts have it.
@@ -247,6 +250,10 @@ inline std::vector<std::string> plan_notices(const Options& o, const Device& dev
     threads = crowded_notice(o.place, o.place.local_ranks * device.threads, processors_of(device));
   notices.push_back(threads.empty() ? too_many_ranks_notice(o, device) : threads);
   notices.push_back(copies_notice(o, plan));
+  if (o.price && plan.others)
+    notices.push_back(formatted("notice: no price: a step with --dp-sync {} has no time on paper", o.dp_sync));
+  else if (o.price && (!device.machine || device.machine->cores > 0))
+    notices.push_back("notice: no price: the plan has no time of GPUs: name a machine that has them by --machine");
   std::erase(notices, "");
   return notices;
 }

@@ -1,8 +1,10 @@
 // report_time.h: what a plan says about time: a step on paper, what of it is lost and to what, and what a run costs.
 #pragma once
 #include "core/log.h"
+#include "model/layout_faults.h"
 #include "run/plan/describe.h"
 #include "run/plan/planner.h"
+#include "run/requirements.h"
 #include "schedule/simulate.h"
 
 namespace llmc {
@@ -85,37 +87,87 @@ inline Rows work_rows(const Plan& plan) {
   return rows;
 }
 
-// Time that a step would not take on an ideal machine, and the option that would reduce it.
+// Time that a step would not take on an ideal machine, and the options that would reduce it, among those that the step
+// may have.
 struct Loss {
   double seconds;
   std::string what, remedy;
 };
+inline bool can_be(const Layout& layout, const StepConfig& step) { return layout_faults(layout, step.model).empty(); }
+inline bool can_replicate(const StepConfig& step) {
+  return std::ranges::any_of(divisors(step.layout.readers()), [&](int64_t replicas) {
+    Layout l = step.layout;
+    l.zero.replicas = static_cast<int>(replicas);
+    l.zero.shards = step.layout.zero.ranks() / l.zero.replicas;
+    return replicas > step.layout.zero.replicas && can_be(l, step);
+  });
+}
+inline bool can_shard_more(const StepConfig& step) {
+  Layout l = step.layout;
+  l.zero.set_stage(l.zero.stage + 1);
+  return l.zero.shards > 1 && l.zero.stage <= 3 && can_be(l, step);
+}
+// With so many chunks of the model on each stage.
+inline bool can_schedule(const StepConfig& step, Schedule schedule, int chunks) {
+  Layout l = step.layout;
+  l.pipeline.schedule = schedule;
+  l.pipeline.chunks_per_stage = chunks;
+  return l.pipeline.chunks() <= step.model.n_layer && can_be(l, step);
+}
+inline std::string remedy_of_bubble(const StepConfig& step) {
+  const PipelineParallel& p = step.layout.pipeline;
+  std::string remedy = "more micro-batches (--total-batch-size)";
+  if (p.schedule == Schedule::interleaved) {
+    if (can_schedule(step, p.schedule, p.chunks_per_stage + 1)) remedy += ", or more --pp-chunks";
+  } else if (p.schedule != Schedule::zb_v) {
+    std::vector<std::string> others;
+    for (const Schedule schedule : {Schedule::interleaved, Schedule::zb_v})
+      if (can_schedule(step, schedule, 2)) others.emplace_back(name_of(schedule));
+    if (!others.empty()) remedy += ", or --schedule " + either(others);
+  }
+  return remedy;
+}
 inline std::string remedy_of_group(const std::string& group, const StepConfig& step) {
+  // A step of pipedream is one micro-batch.
+  const std::string larger =
+      step.layout.pipeline.schedule == Schedule::pipedream ? "a larger --batch-size" : "a larger --total-batch-size";
   // What comes from a file comes through host memory.
   if ((group == host_copies || group == file_transfers) && step.layout.zero.offload.any_in_file())
-    return "a larger --total-batch-size, or moments in host memory, without --offload-dir";
-  if (group == host_copies) return "a larger --total-batch-size, or less --offload";
-  if (group == host_updates) return "a larger --total-batch-size, or --offload-update device";
+    return larger + ", or moments in host memory, without --offload-dir";
+  if (group == host_copies) return larger + ", or less --offload";
+  if (group == host_updates) return larger + ", or --offload-update device";
   if (group == "activations" || group == "head gradients")
     return step.layout.tensor.overlap ? "a smaller --tp" : "--tp-overlap, or a smaller --tp";
   if (group == "keys and values") return "a smaller --cp";
   if (group == "rows" || group == "experts") return "a smaller --ep";
   const Precision& p = step.precision;
-  std::string remedy = step.layout.zero.stage == 3 ? "a larger --batch-size, --zero-stage 2, or --dp-replicate"
-                                                   : "a larger --total-batch-size";
+  const bool weights_at_host = step.layout.zero.offload.has(Offloaded::weights);
+  std::string remedy = larger;
+  if (step.layout.zero.stage == 3) {
+    std::vector<std::string> ways = {"a larger --batch-size"};
+    if (!weights_at_host && !p.gathers_fp8) ways.emplace_back("--zero-stage 2");
+    if (can_replicate(step)) ways.emplace_back("--dp-replicate");
+    remedy = either(ways);
+  }
   if (group.ends_with("gradients") && p.wire == DType::fp32 && p.weights == DType::bf16 &&
       step.layout.zero.sync == DpSync::all_reduce)
     remedy += "; --reduce-dtype bf16, which rounds gradients and sends half the bytes";
-  if (group.ends_with("weights") && step.layout.zero.stage == 3 && p.linear == Operands::fp8_block && !p.gathers_fp8)
+  if (group.ends_with("weights") && step.layout.zero.stage == 3 && p.linear == Operands::fp8_block && !p.gathers_fp8 &&
+      !weights_at_host)
     remedy += "; --gather-dtype fp8, which sends half the bytes of the same numbers";
   return remedy;
 }
+inline bool gains_by_fp8(StepConfig step, const Device& device) {
+  const bool has_bf16 = step.precision.linear == Operands::as_stored && step.precision.weights == DType::bf16,
+             is_slower = device.machine->fp8_flops_per_s > device.machine->flops_per_s;
+  step.precision.linear = Operands::fp8_block;
+  return has_bf16 && is_slower && !device.gelu_in_products && !device.residual_in_products && fp8_can(step, device);
+}
+// device: with a machine
 inline std::vector<Loss> losses_of(const StepConfig& step, const Plan& plan, const StepTime& time,
-                                   const Machine& machine) {
-  std::vector<Loss> losses = {{time.bubble, "the pipeline's bubble",
-                               step.layout.pipeline.chunks_per_stage == 1
-                                   ? "more micro-batches (--total-batch-size), or --schedule interleaved or zb-v"
-                                   : "more micro-batches (--total-batch-size), or more --pp-chunks"}};
+                                   const Device& device) {
+  const Machine& machine = *device.machine;
+  std::vector<Loss> losses = {{time.bubble, "the pipeline's bubble", remedy_of_bubble(step)}};
   for (const auto& [group, seconds] : plan.exposed_by_group)
     losses.push_back({seconds, "exposed communication: " + group, remedy_of_group(group, step)});
   double products = 0, memory = 0, computed = 0;  // beyond the peak; ops bound by memory; at the peak
@@ -124,20 +176,23 @@ inline std::vector<Loss> losses_of(const StepConfig& step, const Plan& plan, con
     if (t.flops > 0) products += t.seconds - t.flops / machine.flops_per_s;
     else if (t.bytes > 0 && !plan.exposed_by_group.contains(name)) memory += t.seconds;
   }
-  const bool gains_by_fp8 = step.precision.linear == Operands::as_stored && step.precision.weights == DType::bf16 &&
-                            machine.fp8_flops_per_s > machine.flops_per_s;
   losses.push_back({products, "products and attention below the peak",
                     formatted("a larger --batch-size{}{}", step.layout.tensor.ranks > 1 ? "; a smaller --tp" : "",
-                              gains_by_fp8 ? "; --products fp8-block, which rounds to eight bits" : "")});
+                              gains_by_fp8(step, device) ? "; --products fp8-block, which rounds to eight bits" : "")});
   losses.push_back({memory, "ops bound by memory",
                     step.recompute != Recompute::none ? "less --recompute"
                     : step.micro_batches > 1 ? "a larger --batch-size and fewer micro-batches, which update less often"
                                              : "a larger --batch-size"});
   const double model = training_flops_per_token(step.model, step.batch.T) * static_cast<double>(step.tokens()) /
                        step.layout.ranks() / machine.flops_per_s;
-  if (step.recompute != Recompute::none && step.layout.pipeline.stages == 1)
-    losses.push_back({computed - model, "computing again",
-                      "--recompute none, with a smaller --batch-size or a higher --zero-stage"});
+  if (step.recompute != Recompute::none && step.layout.pipeline.stages == 1) {
+    std::vector<std::string> room;
+    if (step.batch.B > 1) room.emplace_back("a smaller --batch-size");
+    if (can_shard_more(step)) room.emplace_back("a higher --zero-stage");
+    if (step.layout.zero.offload.has(Offloaded::activations)) room = {"activations on the device (--offload)"};
+    losses.push_back(
+        {computed - model, "computing again", "--recompute none" + (room.empty() ? "" : ", with " + either(room))});
+  }
   std::ranges::stable_sort(losses, [](const Loss& a, const Loss& b) { return a.seconds > b.seconds; });
   return losses;
 }
@@ -232,7 +287,7 @@ inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whol
   if (step.layout.pipeline.stages > 1)
     rows.emplace_back("bubble", step.layout.pipeline.asynchronous() ? "none between flushes" : share(time.bubble));
   int count = 0;
-  for (const Loss& loss : losses_of(step, plan, time, machine))
+  for (const Loss& loss : losses_of(step, plan, time, device))
     if (loss.seconds > 0.01 * time.step() && ++count <= 3)
       rows.emplace_back(formatted("loss {}", count), share(loss.seconds) + " " + loss.what + ": " + loss.remedy);
   if (run && run->seconds)

@@ -53,13 +53,18 @@ class LayoutSearch {
       if (found.size() >= count && (counts_.planned >= 2 * static_cast<int64_t>(count) || spent > most_seconds / 2))
         break;
       if (!found.empty() && spent > most_seconds) break;
-      const Plan plan = make_plan(guess.step, what_.device);
+      std::string why;
+      const std::optional<Plan> plan = try_plan(guess.step, what_.device, &why);
+      if (!plan) {
+        reject_for(why);
+        continue;
+      }
       ++counts_.planned;
-      if (plan.total_bytes() > what_.memory) {
+      if (plan->total_bytes() > what_.memory) {
         ++counts_.too_large;
         continue;
       }
-      found.push_back({guess.step, detail::step_time(guess.step, plan, what_.device)->step(), plan.total_bytes()});
+      found.push_back({guess.step, detail::step_time(guess.step, *plan, what_.device)->step(), plan->total_bytes()});
     }
     std::ranges::stable_sort(found, [](const Found& a, const Found& b) {
       return std::pair(a.seconds, a.bytes) < std::pair(b.seconds, b.bytes);
@@ -114,6 +119,10 @@ class LayoutSearch {
     ++counts_.impossible;
     ++counts_.reasons[why];
   }
+  // error: the trainer's, without what to do about it
+  void reject_for(const std::string& error) {
+    reject(formatted("the trainer rejects ({})", error.substr(0, error.find(": use "))));
+  }
 
   std::vector<Guess> all_guesses() {
     std::vector<Guess> guesses;
@@ -152,7 +161,11 @@ class LayoutSearch {
     if (readers * cp * tp % ep != 0 || !layout_faults(step.layout, m).empty())
       return reject("divide heads or experts unevenly");
     if (!fp8_can(step, what_.device)) return reject("divide what --products rounds in blocks, or as a whole");
-    add_guesses(guesses, step, what_.sequences / readers);
+    try {
+      add_guesses(guesses, step, what_.sequences / readers);
+    } catch (const Error& error) {
+      reject_for(error.what());
+    }
   }
   // The micro-batches that are tried: powers of two, three times these, and the largest of all. More than 32 sequences
   // gain something only if they are short.
@@ -225,9 +238,9 @@ class LayoutSearch {
   const Cost& cost_of(const StepConfig& step) {
     const auto key = std::tuple(step.layout.tensor.ranks, step.layout.context.ranks, step.layout.expert.ranks,
                                 step.batch.B, step.recompute);
-    const auto [place, is_new] = costs_.try_emplace(key);
-    if (!is_new) return place->second;
+    if (const auto known = costs_.find(key); known != costs_.end()) return known->second;
     StepConfig few = step;
+    few.noise_scale = false;  // it takes several small batches, and two numbers
     few.layout.pipeline = {};
     int shards = step.layout.context.ranks;
     while (shards * step.layout.tensor.ranks % step.layout.expert.ranks != 0) shards += step.layout.context.ranks;
@@ -254,7 +267,7 @@ class LayoutSearch {
     }
     const double one = seconds[0][1] - seconds[0][0], two = seconds[1][1] - seconds[1][0],
                  p = static_cast<double>(period);
-    Cost& cost = place->second;
+    Cost& cost = costs_[key];
     cost.layer_seconds = (two - one) / p;
     cost.ends_seconds = std::max(0.0, one - (two - one));
     cost.layer_bytes = (activations[1] - activations[0]) / p;
@@ -265,9 +278,8 @@ class LayoutSearch {
   const Plan& forwards_of(const StepConfig& few) {
     const Layout& l = few.layout;
     const auto key = std::tuple(l.tensor.ranks, l.context.ranks, l.expert.ranks, few.batch.B, few.model.n_layer);
-    const auto [place, is_new] = forwards_.try_emplace(key);
-    if (is_new) place->second = make_plan(few, what_.device, 0, Passes::forwards);
-    return place->second;
+    if (const auto known = forwards_.find(key); known != forwards_.end()) return known->second;
+    return forwards_[key] = make_plan(few, what_.device, 0, Passes::forwards);
   }
   static bool is_state(const std::string& label) {
     return label == "weights" || label == "master weights" || label == "moving average of weights" ||

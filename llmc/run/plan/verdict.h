@@ -14,13 +14,19 @@ inline std::string ranks_option(const Options& o, int64_t ranks) {
   if (o.place.processes > 1) return formatted(" --world-size {}", ranks / o.place.local_ranks);
   return formatted(" --local-ranks {}", ranks);
 }
-// The options that turn one step, of these options, into the other.
+// The options that turn one step, of these options, into the other. A stage of a file has its own sizes and
+// recomputation, which are set there: " --zero-stage 1, with batch-size = 2 in stage "b" of st.toml".
 inline std::string change_text(const Options& o, const StepConfig& from, const StepConfig& to) {
   const Layout &was = from.layout, &is = to.layout;
   const Precision &had = from.precision, &has = to.precision;
   std::string text;
   const auto add = [&](const char* option, const auto& before, const auto& now) {
     if (before != now) text += formatted(" {} {}", option, now);
+  };
+  std::string settings;
+  const auto set = [&](const char* name, const auto& value) {
+    if (o.stage) settings += formatted("{}{} = {}", settings.empty() ? "" : ", ", name, value);
+    else text += formatted(" --{} {}", name, value);
   };
   add("--dtype", had.weights, has.weights);
   if (has.masters != had.masters || has.split_masters != had.split_masters)
@@ -34,20 +40,23 @@ inline std::string change_text(const Options& o, const StepConfig& from, const S
   add("--pp", was.pipeline.stages, is.pipeline.stages);
   if (is.pipeline.layers.empty() && o.pp_layout != Options().pp_layout) text += " --pp-layout even";
   add("--dp-replicate", was.zero.replicas, is.zero.replicas);
-  add("--seq-len", from.batch.T, to.batch.T);
-  add("--batch-size", from.batch.B, to.batch.B);
+  if (to.batch.T != from.batch.T) set("seq-len", to.batch.T);
+  if (to.batch.B != from.batch.B) set("batch-size", to.batch.B);
   const bool other_step =
       to.batch.B != from.batch.B || to.batch.T != from.batch.T || is.zero.ranks() != was.zero.ranks();
-  if (other_step && was.zero.holds == Holds::training_state) text += formatted(" --total-batch-size {}", to.tokens());
+  if (other_step && was.zero.holds == Holds::training_state && !(o.stage && o.stage->ramps))
+    set("total-batch-size", to.tokens());
   add("--dp-sync", was.zero.sync, is.zero.sync);
   add("--zero-stage", was.zero.stage, is.zero.stage);
   add("--offload", was.zero.offload, is.zero.offload);
-  add("--recompute", from.recomputation(), to.recomputation());
+  if (const std::string recompute(to.recomputation()); recompute != std::string(from.recomputation()))
+    set("recompute", o.stage ? formatted("\"{}\"", recompute) : recompute);
   const auto simple = [](Schedule s) { return s == Schedule::gpipe || s == Schedule::one_f_one_b; };
   const bool alike = from.micro_batches == 1 && simple(was.pipeline.schedule) && simple(is.pipeline.schedule);
   if (!alike) add("--schedule", was.pipeline.schedule, is.pipeline.schedule);
   if (is.pipeline.schedule == Schedule::interleaved || o.pp_chunks)  // other schedules have their usual number
     add("--pp-chunks", was.pipeline.chunks_per_stage, is.pipeline.chunks_per_stage);
+  if (!settings.empty()) text += formatted("{} {} in {}", text.empty() ? "" : ", with", settings, o.stage->name);
   return text;
 }
 
@@ -88,7 +97,8 @@ inline std::string price_text(const StepConfig& from, const Plan& before, const 
 
 // On a GPU that is not here (an H100 unless a machine is named), the fastest layout of these ranks that fits, if need
 // be with state in fewer bits. None: nothing fits, or the layout has parts that the search does not choose.
-inline std::optional<Remedy> fastest_remedy(const StepConfig& asked, const Device& device, int64_t limit) {
+inline std::optional<Remedy> fastest_remedy(const Options& o, const StepConfig& asked, const Device& device,
+                                            int64_t limit) {
   const Layout& l = asked.layout;
   const bool searched = l.zero.replicas == 1 && !l.zero.offload.any() && l.zero.sync == DpSync::all_reduce &&
                         l.zero.reduce_by_stage && l.tensor.sequence && !l.tensor.overlap &&
@@ -102,7 +112,7 @@ inline std::optional<Remedy> fastest_remedy(const StepConfig& asked, const Devic
                  .device = device,
                  .memory = limit};
   if (!what.device.machine) what.device.machine = choose_machine("h100x8", asked.precision.products, false);
-  for (const Precision& precision : precisions_to_try(asked)) {
+  for (const Precision& precision : precisions_to_try(asked, o)) {
     what.step.precision = precision;
     const std::vector<Found> found = LayoutSearch(what).find(1);
     if (!found.empty()) return Remedy{found[0].step, make_plan(found[0].step, device)};
@@ -134,25 +144,27 @@ inline std::string memory_verdict(const Options& o, const StepConfig& step, cons
           "does not fit into {}; it would without --sample-every ({} instead of {}): texts are not divided", what,
           human_bytes(without.total_bytes()), human_bytes(plan.total_bytes()));
   }
+  // Ranks on the processors of one machine share its memory.
+  const bool more_ranks_have_more = device.computes_as() == DeviceKind::cuda || o.memory_limit || o.place.hosts > 1;
   RemedySearch search(o, step, device, begun);
-  std::optional<Remedy> found = begun == Begun::no ? fastest_remedy(step, device, limit) : std::nullopt;
+  std::optional<Remedy> found = begun == Begun::no ? fastest_remedy(o, step, device, limit) : std::nullopt;
   if (!found) found = search.find();
   if (found)
-    return formatted(
-        "does not fit into {}; it would with{} ({} instead of {}{}){}", what, change_text(o, step, found->step),
-        human_bytes(found->plan.total_bytes()), human_bytes(plan.total_bytes()),
-        price_text(step, plan, *found, device.machine.get()),
-        found->step.batch.T < step.batch.T ? ", or with --cp, which divides long sequences among ranks" : "");
-  const Remedy& least = *search.least();
-  StepConfig changed = least.step;  // was planned with few micro-batches
-  changed.micro_batches = step.tokens() / (changed.batch.rows() * changed.layout.readers());
-  const std::string change = change_text(o, step, changed);
+    return formatted("does not fit into {}; it would with{} ({} instead of {}{}){}", what,
+                     change_text(o, step, found->step), human_bytes(found->plan.total_bytes()),
+                     human_bytes(plan.total_bytes()), price_text(step, plan, *found, device.machine.get()),
+                     found->step.batch.T < step.batch.T && more_ranks_have_more
+                         ? ", or with --cp, which divides long sequences among ranks"
+                         : "");
+  std::string least;
+  if (const std::optional<Remedy>& tried = search.least(); tried && tried->plan.total_bytes() < plan.total_bytes()) {
+    StepConfig changed = tried->step;  // was planned with few micro-batches
+    changed.micro_batches = step.tokens() / (changed.batch.rows() * changed.layout.readers());
+    const std::string change = change_text(o, step, changed);
+    if (!change.empty()) least = formatted("; the least is {}, with{}", human_bytes(tried->plan.total_bytes()), change);
+  }
   return formatted("does not fit into {}, nor does what was tried on paper{}: use a smaller --model, or a larger {}",
-                   what,
-                   change.empty() || least.plan.total_bytes() >= plan.total_bytes()
-                       ? ""
-                       : formatted("; the least is {}, with{}", human_bytes(least.plan.total_bytes()), change),
-                   o.memory_limit ? "--memory-limit" : "machine");
+                   what, least, o.memory_limit ? "--memory-limit" : "machine");
 }
 
 }  // namespace detail

@@ -45,8 +45,8 @@ struct RampPiece {
 };
 
 struct RecipeStage {
-  std::string name;
-  Options options;  // of the run, with the values that the stage gives
+  std::string name, place;  // place: in the file; empty: there is none
+  Options options;          // of the run, with the values that the stage gives
   // How long it is: one of these.
   std::optional<int64_t> tokens, steps;
   std::optional<double> epochs;
@@ -54,6 +54,20 @@ struct RecipeStage {
   std::vector<RampPiece> ramp;           // at least one
   std::optional<int64_t> warmup, decay;  // in tokens
 };
+
+// Calls f, which a fault of the stage ends: the error names its place, and those of the options that it is about.
+template <class F>
+auto in_stage(const RecipeStage& stage, F&& f) {
+  try {
+    return f();
+  } catch (const Error& error) {
+    if (stage.place.empty()) throw;
+    std::map<std::string, std::string> own = stage.options.config_lines;  // main() names those of --config
+    std::erase_if(own, [&](const auto& line) { return !line.second.starts_with(stage.options.stages + ":"); });
+    throw Error(formatted("{}: stage \"{}\": {}", stage.place, stage.name, with_config_lines(error.what(), own)),
+                error.status());
+  }
+}
 
 struct Recipe {
   std::vector<SourceText> sources;
@@ -89,6 +103,7 @@ class StageReader {
           json_);
     stage_.options = o;
     stage_.name = formatted("{}", number + 1);
+    stage_.place = file_.place(pointer_);
   }
 
   RecipeStage read() {
@@ -111,18 +126,10 @@ class StageReader {
           json_["epochs"]);
     CHECK(has("batch-ramp") + has("batch-doubling") <= 1,
           "{}: stage \"{}\" has batch-ramp and batch-doubling: give one of them", file_.place(pointer_), stage_.name);
-    const auto in_stage = [&](auto&& check) {
-      try {
-        check();
-      } catch (const Error& error) {
-        throw Error(formatted("{}: stage \"{}\": {}", file_.place(pointer_), stage_.name,
-                              with_config_lines(error.what(), stage_.options.config_lines)));
-      }
-    };
-    in_stage([&] { check_limits(stage_.options); });
+    in_stage(stage_, [&] { check_limits(stage_.options); });
     if (!has("batch-ramp")) stage_.ramp = one_size(stage_.options);
     if (has("batch-doubling")) read_doubling();
-    in_stage([&] {
+    in_stage(stage_, [&] {
       for (const RampPiece& piece : stage_.ramp) {
         Options step = stage_.options;
         step.total_batch_size = piece.tokens_per_step;
@@ -134,6 +141,8 @@ class StageReader {
     CHECK(!stage_.decay || stage_.options.lr_schedule == LrShape::wsd,
           "{}: decay is for lr-schedule = \"wsd\", and this stage's is {}: leave it out", place("decay"),
           stage_.options.lr_schedule);
+    stage_.options.stage = {formatted("stage \"{}\" of {}", stage_.name, file_.path),
+                            has("batch-ramp") || has("batch-doubling")};
     return stage_;
   }
 
