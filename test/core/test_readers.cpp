@@ -106,6 +106,13 @@ TEST_CASE("a pattern that no file matches says what is there instead", "[core]")
     write_text_durably(dir / name, "");
   REQUIRE_THAT(refused("train*.bin"),
                Catch::Matchers::ContainsSubstring(where + " has a_000000.bin, a_000001.bin, b.bin and 1 more"));
+  REQUIRE_THAT(refused("a_"), Catch::Matchers::EndsWith(": no such file: " + where +
+                                                        " has a_000000.bin, a_000001.bin: name them with a quoted "
+                                                        "pattern, '" +
+                                                        (dir / "a_") + "*.bin'"));
+  REQUIRE(expand_glob(dir / "a_*.bin", "--train-data").size() == 2);
+  REQUIRE_THAT(refused("train"),
+               Catch::Matchers::EndsWith(where + " has a_000000.bin, a_000001.bin, b.bin and 2 more"));
   REQUIRE_THAT(refused("data/*.bin"),
                Catch::Matchers::ContainsSubstring("there is no directory " + where + "/data (data/README.md"));
   // A file whose name has characters of patterns, and one whose name cannot be recorded.

@@ -468,3 +468,15 @@ TEST_CASE("retention keeps the newest, the milestones and the best, and `best` l
   REQUIRE(fs::read_symlink(dir / "run/best") == formatted("step-{:06}", best["step"].get<int64_t>()));
   REQUIRE_FALSE(checkpoint_fault(dir / "run/best"));
 }
+
+TEST_CASE("a model that options change says that its tensors may not be those of the options", "[run][errors]") {
+  const TempDir dir;
+  run_well(tiny(dir / "run", "--max-steps 1"));
+  refused(
+      tiny(dir / "deep", "--model " + (dir / "run/step-000001") + " --n-layer 4"),
+      "has no tensor transformer.h.1.ln_1.weight (nor h.1.ln_1.weight); config.json and the options describe another "
+      "model");
+  refused("--plan --model llama3:1B --n-head 2 --n-embd 32 --n-kv-head 3",
+          "--n-kv-head 3 exceeds --n-head 2: use one "
+          "of 1, 2");
+}

@@ -120,7 +120,7 @@ TEST_CASE("layouts of experts that do not fit are refused by the trainer, naming
        {std::pair(
             "--model d2-e4 --ep 3 --local-ranks 6",
             "--ep 3: it must divide the 4 experts of a layer, and the 6 ranks of --tp x --cp x shards: use one of "
-            "1, 2"),
+            "1, 2, or with another number of ranks one of 1, 2, 4"),
         {"--model d2-e4 --ep 4 --local-ranks 4 --dp-replicate 2", "and the 2 ranks of --tp x --cp x shards"},
         {"--model d2-e4 --tp 2 --sequence-parallel off", "--sequence-parallel off with --tp 2 and 4 experts per layer"},
         {"--model d2 --ep 2", "--ep 2: gpt2 has no experts to divide: leave out --ep"},

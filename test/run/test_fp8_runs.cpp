@@ -172,7 +172,12 @@ TEST_CASE("layouts whose blocks would not be whole are refused in fp8", "[run][f
   refused(s.options("no", "--local-ranks 2 --cp 2"), "use a --seq-len that is a multiple of 512");
   refused(s.options("no", "--local-ranks 2 --tp 2 --n-ffn 384"),
           "the 192 channels of the feed-forward of a rank are no");
-  refused(s.options("no", "--local-ranks 1 --token-slices 4"), "a rank multiplies 64 tokens of a sequence at a time");
+  refused(s.options("no", "--local-ranks 1 --token-slices 4"),
+          "a rank multiplies 64 tokens of a sequence at a time, and blocks have 128: use --token-slices 2, or");
+  refused(s.options("no", "--local-ranks 1 --seq-len 100 --total-batch-size 100 --token-slices 2"),
+          "use a --seq-len that is a multiple of 256");
+  refused(s.options("no", "--local-ranks 2 --tp 2 --n-embd 24"),
+          "the 24 channels of the model are no multiple of 16: use another --n-embd or --model, or");
   refused(s.options("no", "--local-ranks 1 --plan --machine a100x1"), "has no tflops in fp8");
   refused(s.options("no", "--local-ranks 2 --zero-stage 3 --gather-dtype fp8 --products mxfp8"),
           "whose weights are other numbers in the backward than in the forward");

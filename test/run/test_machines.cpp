@@ -385,3 +385,18 @@ TEST_CASE("ZeRO's table 1 by the paper's accounting, and by this trainer's as in
     REQUIRE(bytes == Catch::Approx(law).epsilon(0.01));
   }
 }
+
+TEST_CASE("a plan without times of GPUs says that it has no price, and rates of links have two digits", "[run][plan]") {
+  const std::string priced = "--plan --model d2 --sample-every 0 --price 2 --max-steps 100 ",
+                    notice =
+                        "notice: no price: the plan has no time of GPUs: name a machine that has them by --machine";
+  for (const char* where : {"--device cpu", "--machine cpux16"})
+    REQUIRE(run_program(priced + where).out.find(notice) != std::string::npos);
+  REQUIRE(run_program(priced + "--machine h100x8").out.find("no price") == std::string::npos);
+  const ProgramResult served = run_program(priced + "--machine h100x8 --ranks 2 --dp-sync parameter-server");
+  REQUIRE(served.out.find("no price: a step with --dp-sync parameter-server has no time on paper") !=
+          std::string::npos);
+  const ProgramResult slow =
+      run_program("--plan --model llama3:8B --machine rtx4090x4 --tp 8 --ranks 8 --dtype bf16 --sample-every 0");
+  REQUIRE(slow.out.find("each layer waits for exchanges over 0.33 GB/s instead of 9.6 GB/s: ") != std::string::npos);
+}

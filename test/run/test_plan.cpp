@@ -284,6 +284,8 @@ TEST_CASE("generation needs only the weights, and is refused if they do not fit"
   REQUIRE(refused.err.find("--memory-limit") != std::string::npos);
   REQUIRE(refused.err.find("it would with --dtype bf16 (") != std::string::npos);
   REQUIRE(generate(plan.total_bytes() - 1, "--dtype bf16").status == 0);
+  REQUIRE(generate(1 << 14, "").err.find("the least is ") != std::string::npos);
+  REQUIRE(generate(1 << 14, "").err.find("--recompute") == std::string::npos);
 }
 
 TEST_CASE("a run beyond the memory limit is refused before anything is made", "[run][plan]") {

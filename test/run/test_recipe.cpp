@@ -545,6 +545,37 @@ TEST_CASE("a stage of epochs resumes, and what would end a later stage is refuse
   REQUIRE_FALSE(fs::exists(data.dir / "longer"));
 }
 
+TEST_CASE("faults and memory of a later stage are said with its place, and the remedy is set there", "[run][recipe]") {
+  const RecipeData data;
+  const std::string source = "--train-data " + (data.dir / "web.bin") + " ";
+  const auto staged = [&](const std::string& second) {
+    return source + "--stages " +
+           data.write("r.toml", "[[stage]]\nsteps = 2\n[[stage]]\nname = \"b\"\nsteps = 2\n" + second);
+  };
+  const std::string file = data.dir / "r.toml", where = file + ":3: stage \"b\": ";
+  for (const auto& [second, options, fault] :
+       {std::tuple("recompute = \"block:5\"\n", "", ":6: --recompute block:5 with 1 block in the model"),
+        {"seq-len = 2048\n", "", ":6: --seq-len 2048 exceeds the 1024 positions of --model d1"}})
+    for (const char* mode : {"", " --plan"}) {
+      const ProgramResult r = run_program(data.run("no", staged(second) + options + mode));
+      INFO(r.err);
+      REQUIRE(r.status == 1);
+      REQUIRE(r.err.find(where + file + fault) != std::string::npos);
+    }
+
+  const std::string sizes = "total-batch-size = 1024\nseq-len = 64\nbatch-size = 16\n";
+  const ProgramResult large = run_program(data.run("large", staged(sizes) + " --memory-limit 0.003"));
+  INFO(large.err);
+  REQUIRE(large.status == 1);
+  REQUIRE(large.err.find(where + "the run needs ") != std::string::npos);
+  const std::string set = "it would with batch-size = ", in = ", total-batch-size = 1024 in stage \"b\" of " + file;
+  const size_t begin = large.err.find(set), end = large.err.find(in);
+  REQUIRE((begin != std::string::npos && end != std::string::npos));
+  const std::string size = large.err.substr(begin + set.size(), end - begin - set.size());
+  const std::string smaller = "total-batch-size = 1024\nseq-len = 64\nbatch-size = " + size + "\n";
+  run_well(data.run("large", staged(smaller) + " --memory-limit 0.003"));
+}
+
 TEST_CASE("a plan refuses lists of data as the run would", "[plan]") {
   for (const auto& [options, fault] : {std::pair{"--val-data a --val b=c", "--val with --val-data"},
                                        {"--val b", "--val 'b': expected NAME=PATTERN"},

@@ -152,9 +152,10 @@ TEST_CASE("--check-replicas finds a flipped bit between checkpoints, and so does
     REQUIRE(run.log().find(formatted("the replicas have diverged by step {}: wte.weight", steps)) != std::string::npos);
     REQUIRE(run.log().find("there is none to go back to") != std::string::npos);
   }
-  const std::string why = "every update is made by one rank alone, and nobody can compare it: use --dp-replicate 2";
-  refused(tiny(dir / "no", "--verify-updates 5"), why);
-  refused(tiny(dir / "no", "--verify-updates 5 --local-ranks 2 --zero-stage 1"), why);
+  const std::string why = "every update is made by one rank alone, and nobody can compare it: use ";
+  refused(tiny(dir / "no", "--verify-updates 5"), why + "more data-parallel ranks, or leave it out");
+  refused(tiny(dir / "no", "--verify-updates 5 --local-ranks 2 --zero-stage 1"), why + "--dp-replicate 2, or");
+  refused(tiny(dir / "no", "--verify-updates 5 --local-ranks 3 --zero-stage 1"), why + "--dp-replicate 3, or");
   refused(tiny(dir / "no", "--verify-updates 5 --local-ranks 2 --optimizer muon"),
           "--verify-updates 5 with --optimizer muon: one rank makes the update");
 }

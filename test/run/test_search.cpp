@@ -405,3 +405,100 @@ TEST_CASE("what is advised for a pipeline takes back layers and chunks that it c
   to.layout.pipeline = {.schedule = Schedule::zb_v, .stages = 2, .chunks_per_stage = 2};
   EXPECT(detail::change_text({}, from, to) == " --schedule zb-v");
 }
+
+TEST_CASE("a layout that the trainer rejects is left out of what is tried, and ends neither advice nor search",
+          "[run][plan]") {
+  const std::string copies = "--model llama2:7B --n-embd 40 --n-head 4 --n-kv-head 1 --n-layer 2 --n-ffn 64 ";
+  for (const std::string& options :
+       {std::string(
+            "--model d2 --n-embd 32 --n-head 2 --vocab-size 257 -t 32 -b 2 --parametrization mup --base-width 16 "
+            "--base-head-size 8 --memory-limit 0.0005 --device cpu"),
+        copies + "--vocab-size 257 -t 32 -b 2 --tp 2 --memory-limit 0.0008 --device cpu"}) {
+    const ProgramResult r = run_program("--plan " + options);
+    INFO(r.err);
+    EXPECT(r.status == 1);
+    EXPECT(r.err.find("nor does what was tried on paper; the least is ") != std::string::npos);
+  }
+  const std::string noise =
+      "--plan --model gpt2:1558M --machine a100-40x8 --memory-limit 8 -b 1 -t 512 --local-ranks 2 "
+      "--dtype bf16 --noise-scale -d 8192 ";
+  const ProgramResult refused = run_program(noise);
+  INFO(refused.err);
+  const size_t begin = refused.err.find("it would with ");
+  REQUIRE(begin != std::string::npos);
+  const std::string change = refused.err.substr(begin + 14, refused.err.find(" (", begin) - begin - 14);
+  EXPECT(run_program(noise + change).status == 0);
+
+  const ProgramResult search = run_program(
+      "--plan-auto --machine h100x8 --ranks 8 --dtype bf16 --moment1-dtype 8bit --moment2-dtype 8bit -t 512 " + copies);
+  INFO(search.err);
+  EXPECT(search.status == 0);
+  EXPECT(search.out.find("2 the trainer rejects (moments in 8 bits: 2 ranks have copies of blocks.0.attn.k.weight, "
+                         "which shares blocks of 64 elements with other parameters)") != std::string::npos);
+}
+
+TEST_CASE("a machine without bf16 is not advised to use it, nor one whose ranks share its memory to have more",
+          "[run][plan]") {
+  const auto advice = [](const std::string& options) {
+    const ProgramResult r = run_program("--plan --sample-every 0 " + options);
+    return r.out.substr(r.out.find("=> ") == r.out.npos ? 0 : r.out.find("=> ")) + r.err;
+  };
+  const std::string old = advice("--model gpt2:1558M --machine v100x8 --memory-limit 8 -b 2 -t 512 --ranks 8");
+  INFO(old);
+  EXPECT(old.find("does not fit into") != old.npos);
+  EXPECT(old.find("--dtype") == old.npos);
+  const std::string cpu = "--model llama3:1B -t 131072 -b 1 --dtype bf16 --recompute block --machine cpux4 ";
+  const std::string shared = advice(cpu), limited = advice(cpu + "--memory-limit 23");
+  INFO(shared << limited);
+  EXPECT(shared.find("it would with --seq-len ") != shared.npos);
+  EXPECT(shared.find("--cp") == shared.npos);
+  EXPECT(limited.find("or with --cp, which divides long sequences among ranks") != limited.npos);
+}
+
+TEST_CASE("what would reduce a loss is named as far as the step may have it", "[run][plan]") {
+  struct Case {
+    std::string options, loss, remedy;  // remedy: all of it, or its end; "not X": X is no part of it
+  };
+  for (const Case& c : std::vector<Case>{
+           {"--model llama3:1B -t 1000 -b 1", "products and attention below the peak", "not fp8-block"},
+           {"--model llama3:1B -t 1024 -b 1", "products and attention below the peak",
+            "--products fp8-block, which rounds to eight bits"},
+           {"--model llama3:1B -t 1024 -b 1 --recompute block", "computing again", ": --recompute none"},
+           {"--model llama3:1B -t 1024 -b 2 --recompute block", "computing again",
+            ": --recompute none, with a smaller --batch-size"},
+           {"--model llama3:1B -t 1024 -b 1 --ranks 2 --recompute block", "computing again",
+            ": --recompute none, with a higher --zero-stage"},
+           {"--model d2 --pp 2 -t 512 -b 4", "the pipeline's bubble", ": more micro-batches (--total-batch-size)"},
+           {"--model llama3:1B -t 1024 -b 2 --pp 2 --token-slices 4", "the pipeline's bubble",
+            ": more micro-batches (--total-batch-size)"},
+           {"--model llama3:1B -t 1024 -b 2 --pp 2 -d 8192", "the pipeline's bubble",
+            ", or --schedule interleaved or zb-v"},
+           {"--model llama3:1B -t 1024 -b 2 --pp 8 --schedule zb-v", "the pipeline's bubble",
+            ": more micro-batches (--total-batch-size)"},
+           {"--model llama3:1B -t 1024 -b 2 --pp 4 --schedule interleaved", "the pipeline's bubble",
+            ", or more --pp-chunks"},
+           {"--model llama3:1B -t 1024 -b 2 --pp 4 --schedule interleaved --pp-chunks 4", "the pipeline's bubble",
+            ": more micro-batches (--total-batch-size)"},
+           {"--model llama2:7B --ranks 32 --pp 4 --schedule pipedream -b 1 -t 128", "communication: gradients",
+            ": a larger --batch-size; --reduce-dtype bf16, which rounds gradients and sends half the bytes"},
+           {"--model llama3:8B -t 1024 -b 1 --ranks 8 -z 3 --products fp8-block", "communication: weights",
+            ": a larger --batch-size, --zero-stage 2 or --dp-replicate; --gather-dtype fp8, which sends half the bytes "
+            "of the same numbers"},
+           {"--model llama3:8B -t 1024 -b 1 --ranks 8 -z 3 --offload weights,moments --products fp8-block",
+            "communication: weights", ": a larger --batch-size or --dp-replicate"}}) {
+    const ProgramResult r = run_program("--plan --machine h100x8 --dtype bf16 --sample-every 0 --json " + c.options);
+    INFO(c.options << r.err);
+    REQUIRE(r.status == 0);
+    bool found = false;
+    const auto json = nlohmann::json::parse(r.out);
+    for (const auto& loss : json["time"]["losses"]) {
+      if (!loss["what"].get<std::string>().ends_with(c.loss)) continue;
+      found = true;
+      const std::string remedy = ": " + loss["remedy"].get<std::string>();
+      INFO(remedy);
+      if (c.remedy.starts_with("not ")) EXPECT(remedy.find(c.remedy.substr(4)) == std::string::npos);
+      else EXPECT((c.remedy.starts_with(": ") ? remedy == c.remedy : remedy.ends_with(c.remedy)));
+    }
+    EXPECT(found);
+  }
+}

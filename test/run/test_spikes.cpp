@@ -8,6 +8,7 @@
 #include "run/checkpoints/retention.h"
 #include "run/checkpoints/run_record.h"
 #include "run/recipe/course.h"
+#include "run/spikes.h"
 #include "tiny_run.h"
 
 using namespace llmc;
@@ -265,6 +266,29 @@ TEST_CASE("stop ends the run with nothing saved after its last checkpoint; the r
   run_well(data.run("bad", "out", data.rollback));
   run_well(data.run("good", "good", ""));
   require_same_end(data.dir / "out", data.dir / "good");
+}
+
+TEST_CASE("a run that stops at a spike is offered the other ways that its options allow", "[run][spikes]") {
+  Options o;
+  REQUIRE(other_ways_past(o, true).empty());
+  o.on_spike = OnSpike::stop;
+  o.checkpoint_every = 10;
+  REQUIRE(other_ways_past(o, true) == ", or resume with --on-spike skip or rollback");
+  o.checkpoint_every = 0;
+  REQUIRE(other_ways_past(o, false) == ", or begin again with --on-spike skip or rollback --checkpoint-every N");
+  o.overfit_batch = true;
+  REQUIRE(other_ways_past(o, false) == ", or begin again with --on-spike skip");
+  o.schedule = Schedule::pipedream;
+  REQUIRE(other_ways_past(o, false).empty());
+  o = {};
+  o.on_spike = OnSpike::skip;
+  REQUIRE(other_ways_past(o, true).empty());
+
+  const SpikeData data;
+  const ProgramResult stopped = run_program(data.run("bad", "out", "--on-spike stop --checkpoint-every 0"));
+  INFO(stopped.err);
+  REQUIRE(stopped.err.find("or begin again with --on-spike skip or rollback --checkpoint-every N; no checkpoint was "
+                           "written") != std::string::npos);
 }
 
 TEST_CASE("skipped updates keep out of the statistics, and the default for outliers is to skip", "[run][spikes]") {
