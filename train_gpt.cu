@@ -556,9 +556,7 @@ int main(int argc, char** argv) {
   std::unique_ptr<Processes> processes;
   Command command;
   Options& o = command.options;
-  const auto shown_error = [&](const std::string& why) {
-    return "train_gpt: " + with_config_lines(why, o.config_lines);
-  };
+  const auto report = [&](const std::string& e) { print_error("train_gpt: " + with_config_lines(e, o.config_lines)); };
   try {
     command = read_command_line(argc, argv);
     if (o.cpu_isa != "auto") cpu::use_isa(o.cpu_isa, "--cpu-isa");
@@ -591,11 +589,11 @@ int main(int argc, char** argv) {
     check_printed();
     return done;
   } catch (const SharedError& error) {
-    if (reports) print_error(shown_error(error.what()));
+    if (reports) report(error.what());
     return end_together(processes.get(), error.status());
   } catch (const std::exception& error) {
     const Fault fault = end_alone(processes.get(), error);
-    print_error(shown_error(fault.why));
+    report(fault.why);
     return static_cast<int>(fault.status);
   }
 }
