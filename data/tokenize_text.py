@@ -23,6 +23,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import glob
 import multiprocessing
 import os
 import re
@@ -125,7 +126,10 @@ def encode_all(chunks, options):
     if options.workers == 1:
         yield from map(Encoder(options).encode, chunks)
         return
-    pool = concurrent.futures.ProcessPoolExecutor(options.workers, initializer=start_worker, initargs=(options,))
+    try:
+        pool = concurrent.futures.ProcessPoolExecutor(options.workers, initializer=start_worker, initargs=(options,))
+    except OSError as error:
+        raise DataError(f"several workers need locks in /dev/shm: {error.strerror}; --workers 1 needs none") from None
     pending = collections.deque()
     try:
         for chunk in chunks:

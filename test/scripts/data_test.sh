@@ -41,6 +41,9 @@ PY
 [ "$(tail -n 1 "$dir/out")" = "next             ./train_gpt -i '$dir/one_train_*.bin' --vocab-size 257 ..." ] ||
   fail "it does not say which options read the shards"
 
+tokenize "$dir/a.txt" --out "$dir/a[1]" --val-fraction 0 >"$dir/out" || fail "tokenizing to a name with brackets failed"
+[[ $(tail -n 1 "$dir/out") = *"-i '$dir/a[[]1]_train_*.bin' "* ]] || fail "no pattern for $dir/a[1]: $(tail -n 1 "$dir/out")"
+
 # The number of workers changes nothing; shards are split at their size.
 for workers in 1 3; do
   tokenize "$dir/a.txt" "$dir/b.txt" --out "$dir/w$workers" --val-fraction 0.1 --shard-size 50000 --workers $workers ||

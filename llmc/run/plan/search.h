@@ -3,7 +3,6 @@
 // from theirs. The best are then planned in full, and only those plans are printed.
 #pragma once
 #include <ctime>
-#include <set>
 
 #include "core/log.h"
 #include "model/layout_faults.h"
