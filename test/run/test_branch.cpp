@@ -97,8 +97,8 @@ TEST_CASE("what a branch cannot do is refused with a remedy, and nothing is left
   resumed("--lr 1e-3 --seq-len 11", "; to branch with these changes" + branch);
   resumed("--seq-len 11", "; to go on here, add --data-changed accept; to branch with this change" + branch);
   resumed("--optimizer lion --init-std 0.1 --lr 1e-3",
-          "; a branch of it (--branch-from) may change --lr, but not --init-std and --optimizer\n");
-  resumed("--optimizer lion", "\n");
+          "; a branch of it (--branch-from) may change --lr and --beta2, but not --init-std and --optimizer\n");
+  resumed("--init-std 0.1", "\n");
 }
 
 TEST_CASE("a branch with another seed takes what is left of the epoch in another order, and resumes exactly",

@@ -310,7 +310,7 @@ TEST_CASE("the files of each source are those of the run, whatever else of --dat
   const std::string more = said(
       data.run("run", site + ":1" + code + "--data more=" + (data.dir / "new/*.bin") + ":1 --max-steps 8 " + accept));
   REQUIRE(more.find("notice: --data more names new files: it begins at their first sample") != std::string::npos);
-  REQUIRE(more.find("notice: --data site") == std::string::npos);
+  REQUIRE(more.find("notice: --data site ") == std::string::npos);
   REQUIRE(site_samples(8) > site_samples(6));
 }
 

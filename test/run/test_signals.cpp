@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <csignal>
-#include <fstream>
 #include <thread>
 
 #include "catch2.h"
@@ -171,9 +170,8 @@ TEST_CASE("a signal that was blocked when the process began saves the run, too",
 TEST_CASE("a reader of stdout that stops reading stops neither the run nor its saving", "[run][failures]") {
   const TempDir dir;
   const std::string pipe = dir / "pipe", metrics = dir / "run/metrics.jsonl", go_on = dir / "go_on";
-  std::ofstream(dir / "reader") << "exec 3<" << pipe << "; until [ -e " << go_on
-                                << " ]; do sleep 0.05; done; exec cat <&3 >" << dir / "shown"
-                                << "\n";
+  const std::string reader =
+      formatted("(exec 3<{}; until [ -e {} ]; do sleep 0.05; done; exec cat <&3 >{}) & ", pipe, go_on, dir / "shown");
   REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
   // The pipe holds 64 KiB, 800 lines.
   const ProgramResult r = run_program(
@@ -182,14 +180,14 @@ TEST_CASE("a reader of stdout that stops reading stops neither the run nor its s
                      "while [ $(wc -l <{}) -lt 2000 ]; do sleep 0.05; done; : >{}; sleep 0.5; kill -TERM "
                      "$run; wait $run",
                      pipe, metrics, metrics, go_on)),
-      "sh " + (dir / "reader") + " & XDG_CACHE_HOME=build/cache");
+      reader + "XDG_CACHE_HOME=build/cache");
   REQUIRE(r.status == 75);
   REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
   REQUIRE(read_whole(dir / "shown").find("\nsome lines were not read in time; log.txt has all\n") != std::string::npos);
 }
 
 TEST_CASE("threads are not bound to one processor, whatever OpenMP is told", "[run]") {
-  for (const std::string& prefix :
+  for (const std::string prefix :
        {"OMP_PLACES=cores", "OMP_PROC_BIND=true OMP_WAIT_POLICY=passive", "GOMP_CPU_AFFINITY=0"}) {
     const TempDir dir;
     const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 1"), prefix);

@@ -163,7 +163,7 @@ inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job
   const int64_t before = recorded_steps(from, job);
   const nlohmann::json then = member(from.trainer, "learning_rates");
   if (from.step >= job.max_steps || then.is_null()) return;  // null: an older version did not record them
-  CHECK(then.is_array() && then.size() == 2 && then[0].is_number() && then[1].is_number(),
+  CHECK(then.is_array() && then.size() == 2 && then[0].is_number() && (then[1].is_number() || then[1].is_null()),
         "{}/trainer.json: \"learning_rates\" is {}, expected those of two steps; the file is damaged", from.path, then);
   const double last = then[0], next = job.course.learning_rate(from.step + 1);
   if (before == job.max_steps && then[1] == next) return;
