@@ -170,8 +170,8 @@ TEST_CASE("a signal that was blocked when the process began saves the run, too",
 TEST_CASE("a reader of stdout that stops reading stops neither the run nor its saving", "[run][failures]") {
   const TempDir dir;
   const std::string pipe = dir / "pipe", metrics = dir / "run/metrics.jsonl", go_on = dir / "go_on";
-  const std::string reader =
-      formatted("(exec 3<{}; until [ -e {} ]; do sleep 0.05; done; exec cat <&3 >{}) & ", pipe, go_on, dir / "shown");
+  const std::string reader = formatted("true; (exec 3<{}; until [ -e {} ]; do sleep 0.05; done; exec cat <&3 >{}) & ",
+                                       pipe, go_on, dir / "shown");
   REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
   // The pipe holds 64 KiB, 800 lines.
   const ProgramResult r = run_program(
