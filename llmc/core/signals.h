@@ -4,6 +4,7 @@
 // first signal ends the process at once; others do not, since batch systems send one after another while a run saves,
 // and SIGKILL in the end. A time limit is polled in the same way.
 #pragma once
+#include <poll.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -57,7 +58,8 @@ inline void say_signal(int number) {
   const char* const begin = ::isatty(STDERR_FILENO) == 1 ? "\n" : "";  // after a progress line
   for (const char* part : {begin, "train_gpt: ", name, ": ending after what is under way; Ctrl-C ends at once\n"})
     for (; *part != '\0'; ++part) text[n++] = *part;
-  (void)!::write(STDERR_FILENO, text.data(), n);
+  pollfd room{STDERR_FILENO, POLLOUT, 0};  // a reader that has stopped must not stop the run
+  if (::poll(&room, 1, 0) == 1 && (room.revents & POLLOUT) != 0) (void)!::write(STDERR_FILENO, text.data(), n);
   errno = before;
 }
 }  // namespace detail

@@ -50,7 +50,8 @@ inline void set_openmp_environment(char** argv, const cpu_set_t& processors = {}
       changed = true;
     }
   const bool by_loader = ::getauxval(AT_BASE) == 0;  // /proc/self/exe is ld.so, which was given the program's name
-  if (changed && !by_loader) execv("/proc/self/exe", argv);  // on failure, continue without
+  if (changed && !by_loader) execv("/proc/self/exe", argv);
+  if (changed) unsetenv(unbound_variable);  // it failed, and OpenMP has read what was set: continue so
 }
 
 // Who moves tensors between ranks on GPUs: this program, or a library (NCCL), which takes memory for that.

@@ -352,10 +352,10 @@ TEST_CASE("tokens that are in no sample get a notice if they are more than a hun
   REQUIRE(told({809, 17}).empty());
   REQUIRE(told({814}).empty());  // five tokens are left over
   REQUIRE(told({9, 15, 17, 5, 8}) ==
-          "notice: --train-data: 19 of 54 tokens (35%) are in no sample, which has 8 + 1 tokens of one file: 2 of 5 "
+          "notice: --train-data: 19 of 54 tokens (35.2%) are in no sample, which has 8 + 1 tokens of one file: 2 of 5 "
           "file(s) are shorter; a shorter --seq-len or larger files lose fewer");
   REQUIRE(told({9, 15, 17, 9, 9})
-              .find(" (10%) are in no sample, which has 8 + 1 tokens of one file: the ends of files "
+              .find(" (10.2%) are in no sample, which has 8 + 1 tokens of one file: the ends of files "
                     "are left over; ") != std::string::npos);
   REQUIRE(told({9, 15, 17, 5, 8}, " --pack best-fit").empty());
   const std::string empty = "notice: --train-data: 2 of 5 file(s) hold no tokens and are left out, such as ";

@@ -159,31 +159,37 @@ TEST_CASE("only after a batch system's signal is a start without an update said 
 TEST_CASE("a signal that was blocked when the process began saves the run, too", "[run][failures]") {
   const TempDir dir;
   const ProgramResult r = run_program(
-      tiny(dir / "run", formatted("--max-steps 100000000 >/dev/null 2>&1 & run=$!; while [ ! -s {} ]; do sleep 0.05; "
-                                  "done; kill -TERM $run; (sleep 20; kill -KILL $run) 2>/dev/null & wait $run",
-                                  dir / "run/metrics.jsonl")),
+      tiny(dir / "run",
+           formatted(
+               "--max-steps 100000000 >/dev/null 2>&1 & run=$!; while [ ! -s {} ]; do sleep 0.05; "
+               "done; kill -TERM $run; (sleep 100; kill -KILL $run) & guard=$!; wait $run; s=$?; kill $guard; exit $s",
+               dir / "run/metrics.jsonl")),
       "env --block-signal=TERM");
   REQUIRE(r.status == 75);
   REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
 }
 
-TEST_CASE("a reader of stdout that stops reading stops neither the run nor its saving", "[run][failures]") {
-  const TempDir dir;
-  const std::string pipe = dir / "pipe", metrics = dir / "run/metrics.jsonl", go_on = dir / "go_on";
-  const std::string reader = formatted("true; (exec 3<{}; until [ -e {} ]; do sleep 0.05; done; exec cat <&3 >{}) & ",
-                                       pipe, go_on, dir / "shown");
-  REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
-  // The pipe holds 64 KiB, 800 lines.
-  const ProgramResult r = run_program(
-      tiny(dir / "run",
-           formatted("--max-steps 100000000 >{} 2>/dev/null & run=$!; while [ ! -s {} ]; do sleep 0.05; done; "
-                     "while [ $(wc -l <{}) -lt 2000 ]; do sleep 0.05; done; : >{}; sleep 0.5; kill -TERM "
-                     "$run; wait $run",
-                     pipe, metrics, metrics, go_on)),
-      reader + "XDG_CACHE_HOME=build/cache");
-  REQUIRE(r.status == 75);
-  REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
-  REQUIRE(read_whole(dir / "shown").find("\nsome lines were not read in time; log.txt has all\n") != std::string::npos);
+TEST_CASE("a reader of stdout and stderr that stops reading stops neither the run nor its saving", "[run][failures]") {
+  for (const bool goes_on : {false, true}) {  // or reads on only when the run has saved
+    const TempDir dir;
+    const std::string pipe = dir / "pipe", out = dir / "run", read = dir / "read", shown = dir / "shown";
+    const std::string reader = formatted(
+        "true; (exec 3<{}; until [ -e {} ]; do sleep 0.05; done; exec cat <&3 >{}) & reader=$!; ", pipe, read, shown);
+    const std::string reads = formatted(": >{}; ", read), stop = "kill -TERM $run; ",
+                      sees = formatted("until grep -q 'not read in time' {}; do sleep 0.05; done; ", shown),
+                      saved = formatted("until [ -e {}/step-* ]; do sleep 0.05; done; ", out);
+    REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
+    // The pipe holds 64 KiB, 800 lines.
+    const ProgramResult r = run_program(
+        tiny(out, formatted("--max-steps 100000000 >{} 2>&1 & run=$!; while [ ! -s {}/metrics.jsonl ]; do sleep 0.05; "
+                            "done; while [ $(wc -l <{}/metrics.jsonl) -lt 2000 ]; do sleep 0.05; done; {}wait $run; "
+                            "s=$?; wait $reader; exit $s",
+                            pipe, out, out, goes_on ? reads + sees + stop : stop + saved + reads)),
+        reader + "XDG_CACHE_HOME=build/cache");
+    REQUIRE(r.status == 75);
+    REQUIRE(newest_checkpoint(out, [](const std::string& w) { FAIL(w); }));
+    REQUIRE(read_whole(shown).find("stopped by SIGTERM") != std::string::npos);
+  }
 }
 
 TEST_CASE("threads are not bound to one processor, whatever OpenMP is told", "[run]") {

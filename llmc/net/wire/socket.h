@@ -285,13 +285,15 @@ inline Socket listen_at(const Address& address) {
   return socket;
 }
 
-// Listens at the first of these addresses that this machine has.
+// Listens at the first of these addresses that this machine has; not at another one because its port is in use.
 inline Socket listen_at_any_of(const std::vector<Address>& addresses) {
-  for (size_t i = 0;; ++i) try {
-      return listen_at(addresses.at(i));
-    } catch (const ConnectionError&) {
-      if (i + 1 == addresses.size()) throw;
-    }
+  for (const Address& address : addresses) {
+    const Descriptor probe(::socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+    Address any_port = address;
+    any_port.set_port(0);
+    if (probe && ::bind(probe.fd(), any_port.raw(), any_port.bytes) == 0) return listen_at(address);
+  }
+  return listen_at(addresses.at(0));
 }
 
 // Listens at every address of this machine, of both families if it has both.

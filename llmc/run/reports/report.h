@@ -92,7 +92,7 @@ inline std::string unused_notice(const Sources::Source& source) {
   const auto [tokens, short_files] = shards.unused();
   if (source.packed || tokens <= shards.tokens() / 100) return "";
   return formatted(
-      "notice: {}: {} of {} tokens ({:.2g}%) are in no sample, which has {} + 1 tokens of one file: {}; a shorter "
+      "notice: {}: {} of {} tokens ({:.3g}%) are in no sample, which has {} + 1 tokens of one file: {}; a shorter "
       "--seq-len or larger files lose fewer",
       train_option(source.name), human_count(tokens), human_count(shards.tokens()),
       100 * static_cast<double>(tokens) / static_cast<double>(shards.tokens()), shards.seq_len(),
