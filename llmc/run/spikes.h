@@ -68,9 +68,8 @@ inline std::string why_no_rollback(const Job& job, int64_t step) {
 // other data, another recipe or other steps, or is gone. All ranks together.
 inline int64_t rollback_point_from(const ResumePoint& from, const Progress& progress, const Job& job, Comm& control,
                                    Log& log) {
-  const int64_t point = progress.rollback_point;
-  if (from.path != checkpoint_path(job.asked.out_dir, from.step) || (point > 0 && point <= progress.changed_after()))
-    return from.step;
+  const int64_t point = progress.rollback_point, changed = progress.changed_after();
+  if (from.path != checkpoint_path(job.asked.out_dir, from.step) || (changed > 0 && point <= changed)) return from.step;
   const bool of_parent = job.parent.is_object() && whole_number(member(job.parent, "step")) == point;
   const std::string path = of_parent ? job.parent.value("path", "") : checkpoint_path(job.asked.out_dir, point);
   const bool there = point == 0 || point == from.step || is_directory(path);

@@ -162,7 +162,13 @@ inline int64_t recorded_steps(const ResumePoint& from, const Job& job) {
 inline void report_changed_schedule(Log& log, const ResumePoint& from, const Job& job) {
   const int64_t before = recorded_steps(from, job);
   const nlohmann::json then = member(from.trainer, "learning_rates");
-  if (from.step >= job.max_steps || then.is_null()) return;  // null: an older version did not record them
+  if (from.step >= job.max_steps) return;
+  if (then.is_null()) {  // an older version did not record them
+    if (before != job.max_steps)
+      log.line(formatted("notice: {} steps instead of {}: the learning rate is {:.2e} at step {}", job.max_steps,
+                         before, job.course.learning_rate(from.step + 1), from.step + 1));
+    return;
+  }
   CHECK(then.is_array() && then.size() == 2 && then[0].is_number() && (then[1].is_number() || then[1].is_null()),
         "{}/trainer.json: \"learning_rates\" is {}, expected those of two steps; the file is damaged", from.path, then);
   const double last = then[0], next = job.course.learning_rate(from.step + 1);

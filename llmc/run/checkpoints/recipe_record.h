@@ -273,7 +273,7 @@ class RecipeReader {
     if (T == 0 || block_ % T != 0 || samples_ < origin_.samples) damaged("\"facts\"", former_facts_);
     run_.data.train.cut(block_);
     const std::vector<int64_t> epochs = run_.data.train.epoch_tokens();
-    std::vector<SampleOrder::Source> sources;  // the epoch of one that is no longer read does not matter
+    std::vector<SampleOrder::Source> sources;
     for (size_t i = 0; i < used_; ++i) {
       const auto ours = static_cast<size_t>(std::ranges::find(found_, std::optional(i)) - found_.begin());
       sources.push_back({ours < epochs.size() ? epochs[ours] : block_, sources_[i].position});
@@ -282,13 +282,18 @@ class RecipeReader {
         SampleOrder(std::move(sources), numbers("\"weights\"", member(stages[0], "weights"), used_), T,
                     samples_ - origin_.samples)
             .after(samples);
-    for (size_t i = 0; i < used_; ++i) sources_[i].position = after[i];
+    for (const std::optional<size_t>& i : found_)  // of others, the epoch is not known: they stay where they are
+      if (i && *i < used_) sources_[*i].position = after[*i];
     return samples;
   }
   // Of the recipe that the checkpoint's run had, as rollbacks record it.
   std::string former_checksum() const {
-    return recipe_checksum(former_facts_,
-                           recipe_.staged ? recipe_.stages[0].ramp[0].tokens_per_step : count("tokens_per_step"));
+    const nlohmann::json stages = member(former_facts_, "stages");
+    if (!former_facts_.contains("file")) return recipe_checksum(former_facts_, count("tokens_per_step"));
+    if (!stages.is_array() || stages.empty()) damaged("\"facts\"", former_facts_);
+    const nlohmann::json ramp = member(stages[0], "tokens_per_step");
+    if (!ramp.is_array() || ramp.empty()) damaged("\"facts\"", former_facts_);
+    return recipe_checksum(former_facts_, numbers("\"facts\"", ramp[0], 2)[1]);
   }
 
   SourceRecord source_from(const nlohmann::json& json) const {

@@ -93,6 +93,8 @@ class RunDirectory {
         record_ = read_run_record(run_file());
         require_parent(run_file(), record_.parent, o.branch_from, path_);  // before its options, which may differ
         require_same_options(run_file(), record_.options, o);
+        if (checkpoint_steps(path_).empty() && o.branch_from.empty())
+          require_same_files(run_file(), record_.options, o);
         leave_local_checkpoints_of_original(log);
       }
     } else if (path_exists(run_file())) {  // if the options are the same otherwise, so is the order of the samples

@@ -171,6 +171,18 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
   return changes;
 }
 
+// Where there is no checkpoint, nothing says whether files that are named otherwise are the same.
+inline void require_same_files(const std::string& file, const nlohmann::json& recorded, const Options& now) {
+  for (const OptionText& o : recorded_options(now)) {
+    const nlohmann::json then = member(recorded, o.name.c_str());
+    CHECK(
+        (o.name != "--train-data" && o.name != "--data") || !then.is_string() || then == o.text,
+        "{} belongs to a run with other options:\n  {} was '{}' and is now '{}'\nuse the same options to resume it, or "
+        "choose another --out-dir",
+        file, o.name, shown(then.get<std::string>()), o.text);
+  }
+}
+
 // Rejects changes to options that must match. Returns notices about the others.
 inline std::vector<std::string> require_same_options(const std::string& file, const nlohmann::json& recorded,
                                                      const Options& now, Begin begin = Begin::resume) {

@@ -114,7 +114,7 @@ class Course {
       CHECK(rates.length <= std::numeric_limits<int64_t>::max() / each, "{} is more tokens than 64 bits count",
             length_text(o));
       rates.length = so_far + s.steps * each;
-      rates.warmup = o.warmup_tokens ? o.warmup_tokens->tokens : std::min(rates.warmup * each, rates.length);
+      rates.warmup = o.warmup_tokens ? o.warmup_tokens->tokens : std::min(tokens_of(rates.warmup, each), rates.length);
       if (rates.decay) rates.decay = o.decay_tokens ? o.decay_tokens->tokens : *rates.decay * each;
       rates.first = std::max<int64_t>(1, so_far / std::max<int64_t>(1, origin_.step));
       s.counted = so_far, s.per_step = each;
@@ -126,6 +126,13 @@ class Course {
                                      : static_cast<int64_t>(static_cast<double>(origin_.step) *
                                                             static_cast<double>(warmup) / static_cast<double>(so_far));
     }
+  }
+
+  // Of the run's first steps, before its origin of their mean size, and of `each` after it.
+  int64_t tokens_of(int64_t steps, int64_t each) const {
+    if (steps > origin_.step) return origin_.tokens + (steps - origin_.step) * each;
+    return static_cast<int64_t>(static_cast<double>(origin_.tokens) * static_cast<double>(steps) /
+                                static_cast<double>(std::max<int64_t>(1, origin_.step)));
   }
 
   Stretch stretch(size_t stage, int64_t tokens_per_step) const {
@@ -242,7 +249,12 @@ class Course {
       const std::optional<double> most = recipe_.sources[s].max_epochs;
       const double epochs =
           static_cast<double>(at[s].epoch) + static_cast<double>(at[s].tokens) / static_cast<double>(epoch_tokens_[s]);
-      CHECK(!most || epochs <= *most,
+      // --epochs is rounded up to whole steps.
+      const double step =
+          recipe_.stages[0].options.epochs && !stretches_.empty()
+              ? static_cast<double>(stretches_.back().tokens_per_step) / static_cast<double>(epoch_tokens_[s])
+              : 0;
+      CHECK(!most || epochs <= *most + step,
             "--data {}: the run would read it {:.3f} times, and at most {} are allowed: lower its weight, shorten the "
             "run, or allow more",
             recipe_.sources[s].name, epochs, *most);
