@@ -1,6 +1,6 @@
 // console.h: stdout for a program that must go on whatever becomes of its reader. A terminal that is stopped with
-// Ctrl-S, `less`, or a `tee` that hangs takes nothing more: whoever prints would wait for it, with him all ranks, and
-// no signal would save the run.
+// Ctrl-S, `less`, or a `tee` that hangs takes nothing more: whoever prints would wait for it, and all ranks with that
+// one, and no signal would save the run.
 #pragma once
 #include <fcntl.h>
 #include <poll.h>

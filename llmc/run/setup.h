@@ -397,17 +397,24 @@ inline void require_whole_weights(const Options& o, const CheckpointCheck& check
   match_hf_names(files, hf_tensors(choose_model(o), files));
 }
 
-// The experts' biases in trainer.json of one of our checkpoints (--moe-bias-rate), for this model; empty: it has none.
+// The experts' biases in this trainer.json, of all layers (--moe-bias-rate); empty: there are none.   file: for
+// messages
+inline std::vector<float> recorded_expert_biases(const nlohmann::json& trainer, const std::string& file) {
+  const nlohmann::json biases = trainer.value("expert_biases", nlohmann::json::array());
+  CHECK(biases.is_array() && std::all_of(biases.begin(), biases.end(), [](auto& b) { return b.is_number(); }),
+        "{}: \"expert_biases\" is {}, expected a list of numbers; the file is damaged", file, biases);
+  return biases.get<std::vector<float>>();
+}
+
+// Those of one of our checkpoints, for this model; empty: it has none.
 inline std::vector<float> trained_expert_biases(const std::string& checkpoint, const ModelConfig& model) {
   const std::string file = checkpoint + "/trainer.json";
   if (model.experts.count == 0 || !path_exists(file)) return {};
-  const nlohmann::json biases = read_json(file).value("expert_biases", nlohmann::json::array());
-  CHECK(biases.is_array() && std::all_of(biases.begin(), biases.end(), [](auto& b) { return b.is_number(); }),
-        "{}: \"expert_biases\" is {}, expected a list of numbers; the checkpoint is damaged", file, biases);
+  std::vector<float> biases = recorded_expert_biases(read_json(file), file);
   const int64_t expected = model.sparse_layers() * model.experts.count;
   CHECK(biases.empty() || std::ssize(biases) == expected,
         "{}: \"expert_biases\" has {} numbers, expected {}; the checkpoint is damaged", file, biases.size(), expected);
-  return biases.get<std::vector<float>>();
+  return biases;
 }
 
 // A step that only computes forwards has the biases with which the model was trained.

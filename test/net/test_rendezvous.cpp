@@ -375,6 +375,11 @@ TEST_CASE("a process that cannot reach the rendezvous says where it looked and w
   const int port = address_here(taken).endpoint().port;
   REQUIRE_ERROR(ControlPlane(greeting(0, 2), at(formatted("localhost:{}", port), lines)),
                 "does another run use this port, and is ");
+  // A host's addresses: one that is another machine's (RFC 5737) is passed over, one whose port is in use is not.
+  const std::vector<Address> own = resolve({"127.0.0.1", 0}), busy = resolve({"127.0.0.1", port}),
+                             other = resolve({"192.0.2.1", 0});
+  REQUIRE(address_here(listen_at_any_of({other[0], own[0]})).is_loopback());
+  REQUIRE_ERROR(listen_at_any_of({busy[0], own[0]}), "Address already in use");
 }
 
 TEST_CASE("a process that is gone is named on all others", "[net]") {

@@ -56,7 +56,6 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"data_cursor", job.course.samples_after(progress.done)},
       {"data_samples", job.data->train.samples()},
       {"data_checksums", job.data->checksums},
-      {"data_tokens", job.data->train.tokens_of_files()},
       {"data_changes", progress.data_changes},
       {"recipe", recipe_json(job, progress.done)},
       {"val_checksums", job.data->val_checksums()},
@@ -225,10 +224,7 @@ inline Progress progress_at(const ResumePoint& from) {
   if (const nlohmann::json val = member(from.trainer, "val_checksums");  // as older versions recorded it
       progress.best_of.is_null() && val.is_array() && !val.empty())
     progress.best_of = {{"data", checksum(val.dump())}};
-  const nlohmann::json biases = from.trainer.value("expert_biases", nlohmann::json::array());
-  CHECK(biases.is_array() && std::all_of(biases.begin(), biases.end(), [](auto& value) { return value.is_number(); }),
-        "{}/trainer.json: \"expert_biases\" is {}, expected a list of numbers; the file is damaged", from.path, biases);
-  progress.expert_biases = biases.get<std::vector<float>>();
+  progress.expert_biases = recorded_expert_biases(from.trainer, from.path + "/trainer.json");
   progress.data_changes = from.trainer.value("data_changes", nlohmann::json::array());
   CHECK(progress.data_changes.is_array(),
         "{}/trainer.json: \"data_changes\" is {}, expected a list; the file is damaged", from.path,
@@ -279,11 +275,6 @@ inline Progress resumed_progress(const ResumePoint& from, const Job& job, Log& l
       "{}/trainer.json: \"expert_biases\" has {} numbers, expected {}: resume with the --moe-bias-rate of the run; if "
       "it is the same, the file is damaged",
       from.path, progress.expert_biases.size(), expected);
-  // One update changes a bias by at most 1 (--moe-bias-rate).
-  for (const float bias : progress.expert_biases)
-    CHECK(std::abs(bias) <= static_cast<float>(from.step),
-          "{}/trainer.json: \"expert_biases\" has {}, more than {} steps can give: the file is damaged", from.path,
-          bias, from.step);
   return progress;
 }
 

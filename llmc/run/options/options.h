@@ -107,8 +107,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "holds a run; or the directory of a checkpoint to resume from");
   add("--branch-from", "", o.branch_from, Limits{}, free,
       "the directory of a checkpoint from which a run in a new --out-dir continues; give the options of its run, but "
-      "learning rate and schedule, clipping, skipped outliers and --seed may differ; optimizer state and data position "
-      "are kept");
+      "--seed, learning rate and schedule, the decays of weights and moments, coefficients of losses, clipping and "
+      "skipped outliers may differ; optimizer state and data position are kept");
   add("--restart", "", o.restart, Limits{}, free,
       "start over where --out-dir holds a run: its directory is renamed to OUT.before-N, nothing is deleted; leave it "
       "out to resume the new run");
