@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes a tokenizer's vocabulary as llm.c's gpt2_tokenizer.bin, which the trainer needs to print samples.
+"""Writes a tokenizer's vocabulary as llm.c's gpt2_tokenizer.bin, with which the trainer prints samples.
 
     python3 data/write_tokenizer.py gpt2 data/gpt2_tokenizer.bin
     python3 data/write_tokenizer.py tokenizer.json data/gpt2_tokenizer.bin

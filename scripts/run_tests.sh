@@ -30,9 +30,13 @@ with_timeout() {
   return $status
 }
 
-# The first of this machine's two processors, for the tests of many ranks. Waking threads on the other one took a
-# quarter of their processor time and gained nothing, and another program runs there meanwhile.
-one_processor() { taskset -cp $$ | sed 's/.*: \([0-9]*\).*/\1/'; }
+# The first (or, with `last`, the last) processor of this process.
+one_processor() {
+  local list
+  list=$(taskset -cp $$)   # ... affinity list: 0,1
+  list=${list##* }
+  if [ "$1" = first ]; then echo "${list%%[,-]*}"; else echo "${list##*[,-]}"; fi
+}
 
 # count WORD FILE...: the lines that begin with the word
 count() {
@@ -41,8 +45,29 @@ count() {
   awk -v word="$word" '$1 == word { ++n } END { print n + 0 }' "$@" </dev/null
 }
 
+# part NAME COMMAND...: runs a test program, and notes how it ended if its test cases do not say so
+part() {
+  local name=$1 status=0 notes=$results/$1.notes log=$results/$1.log
+  shift
+  : >"$notes"
+  OMP_WAIT_POLICY=passive TEST_NOTES=$notes with_timeout "$@" >"$log" 2>&1 || status=$?
+  # A test case that began and never ended is the one in which the program died. A program that dies between test
+  # cases or at exit must not pass either.
+  if [[ $(tail -n 1 "$notes") == 'started - '* ]]; then
+    echo "run_tests.sh: $* ended with status $status in '$(sed -n '$s/^started - //p' "$notes")';" \
+      "the test cases after it did not run" >>"$log"
+    echo "failed 0 $(sed -n '$s/^started - //p' "$notes")" >>"$notes"
+  elif [ "$(count started "$notes")" -eq 0 ] && [[ -n ${TESTS:-} && $status = [02] ]]; then
+    :   # the filter matches nothing here, for which Catch2 2 ends with 0 and Catch2 3 with 2
+  elif [ $status -ne 0 ] && [ "$(count failed "$notes")" -eq 0 ] || [ "$(count started "$notes")" -eq 0 ]; then
+    echo "run_tests.sh: $* ended with status $status, and not in a test case" >>"$log"
+    echo "failed 0 $name: status $status outside of its test cases" >>"$notes"
+  fi
+}
+
 run() {
-  local name=$1 status=0 start=$SECONDS filter=()
+  local name=$1 status=0 start=$SECONDS usual='~[long]~[.]'
+  if [[ $name = tsan-* ]]; then usual='~[long]~[.]~[waits]'; elif [ -n "${LONG:-}" ]; then usual=; fi
   shift
   local notes=$results/$name.notes log=$results/$name.log
   : >"$notes"
@@ -51,23 +76,25 @@ run() {
     local fate=failed
     case $status in 0) fate=passed ;; 77) fate=skipped ;; esac
     printf 'started - %s\n%s %s %s\n' "$name" $fate $((SECONDS - start)) "$name" >>"$notes"
-  else
-    if [ -n "${TESTS:-}" ]; then filter=("$TESTS"); elif [[ $name = tsan-* ]]; then filter=('~[long]~[.]~[waits]');
-    elif [ -z "${LONG:-}" ]; then filter=('~[long]~[.]'); fi
-    [[ $name != test-trainer || $(nproc) -ne 2 ]] || ! command -v taskset >/dev/null || set -- taskset -c "$(one_processor)" "$@"
-    OMP_WAIT_POLICY=passive TEST_NOTES=$notes with_timeout "$@" "${filter[@]}" >"$log" 2>&1 || status=$?
-    # A test case that began and never ended is the one in which the program died. A program that dies between test
-    # cases or at exit must not pass either.
-    if [[ $(tail -n 1 "$notes") == 'started - '* ]]; then
-      echo "run_tests.sh: $* ended with status $status in '$(sed -n '$s/^started - //p' "$notes")';" \
-        "the test cases after it did not run" >>"$log"
-      echo "failed 0 $(sed -n '$s/^started - //p' "$notes")" >>"$notes"
-    elif [ "$(count started "$notes")" -eq 0 ] && [[ -n ${TESTS:-} && $status = [02] ]]; then
-      :   # the filter matches nothing here, for which Catch2 2 ends with 0 and Catch2 3 with 2
-    elif [ $status -ne 0 ] && [ "$(count failed "$notes")" -eq 0 ] || [ "$(count started "$notes")" -eq 0 ]; then
-      echo "run_tests.sh: $* ended with status $status, and not in a test case" >>"$log"
-      echo "failed 0 $name: status $status outside of its test cases" >>"$notes"
+  elif [[ $name = test-trainer && -z ${TESTS:-} ]]; then
+    # It takes longest, so that it would run alone at the end: in two parts. Tests of many ranks each stay on a processor
+    # where there are two: waking threads on the other one takes a quarter of their processor time and gains nothing.
+    local here=() there=()
+    if [ "$(nproc)" -eq 2 ] && command -v taskset >/dev/null; then
+      here=(taskset -c "$(one_processor first)") there=(taskset -c "$(one_processor last)")
     fi
+    part "$name-parallel" "${here[@]}" "$@" "[parallel]${usual:-~[.]}" &
+    local first=$!
+    part "$name-other" "${there[@]}" "$@" "~[parallel]${usual:-~[.]}" &
+    trap 'kill $first $!; exit 130' INT TERM
+    wait $first
+    wait $!
+    trap - INT TERM
+    cat "$results/$name"-{parallel,other}.notes >"$notes"
+    cat "$results/$name"-{parallel,other}.log >"$log"
+  else
+    local filter=${TESTS:-$usual}
+    part "$name" "$@" ${filter:+"$filter"}
   fi
   local failed
   failed=$(count failed "$notes")

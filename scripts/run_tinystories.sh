@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A model of 15 million parameters on TinyStories (Eldan & Li 2023): coherent stories after some hours on a CPU, or
+# A model of 21 million parameters on TinyStories (Eldan & Li 2023): coherent stories after some hours on a CPU, or
 # minutes on a GPU. Arguments are passed to the trainer; the last one wins.
 #
 #   data/prepare.py tinystories

@@ -1,5 +1,6 @@
 // modes.h: modes other than training: --selftest, --verify-data, --plan, --plan-auto, --plan-examples,
-// --print-schedule, --print-stages, --print-samples. --generate and --evaluate have their own files.
+// --print-schedule, --print-stages, --print-samples. --generate, --evaluate, --tokenize, --average and --coord-check
+// have their own files.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>

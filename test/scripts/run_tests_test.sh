@@ -32,6 +32,7 @@ ends_with() {
   program hangs 'printf "started - one\n" >>"$TEST_NOTES"; sleep 60'
   program nothing 'exit 0'
   program slow 'seq 5000 | sed "s/.*/started - &\npassed 9 test case number &/" >>"$TEST_NOTES"'   # more than a pipe holds
+  program test-trainer 'printf "started - %s\npassed 0.1 %s\n" "$1" "$1" >>"$TEST_NOTES"; [ ! -e "$0.$1" ] || kill -SEGV $$'
   program script.sh 'exit 0'
   program failing.sh 'exit 3'
   program skipped.sh 'echo "there is no GPU here"; exit 77'
@@ -49,6 +50,11 @@ ends_with '1 passed, 1 failed' 2 good failing.sh
 ends_with '1 passed, 0 failed' 0 good skipped.sh
 ends_with '1 passed, 1 failed' 2 good not_built
 ends_with '1 passed, 1 failed' 2 good   # make failed elsewhere
+ends_with '2 passed, 0 failed' 0 test-trainer   # in two parts
+[ "$(sort "$TEST_RESULTS/test-trainer.notes" | sed -n 's/^started - //p' | tr '\n' ' ')" = \
+  '[parallel]~[long]~[.] ~[parallel]~[long]~[.] ' ] || fail "the parts are $(<"$TEST_RESULTS/test-trainer.notes")"
+: >"$dir/test-trainer.[parallel]~[long]~[.]"
+ends_with '2 passed, 1 failed' 2 test-trainer
 [[ $(scripts/run_tests.sh sum 0 good skipped.sh) = *'skipped.sh: there is no GPU here'* ]] || fail 'no reason for what was skipped'
 export TESTS='no such test case'
 ends_with '1 passed, 0 failed' 0 good nothing

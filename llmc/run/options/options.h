@@ -92,7 +92,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "tokens per sequence; at most the model's positions");
   add("--total-batch-size", "-d", o.total_batch_size, at_least(1), free,
       "tokens per step, by gradient accumulation; default: one micro-batch of all ranks. A resumed run must keep it, "
-      "in any layout");
+      "in any layout, unless --data-changed accept is given");
   group = "Run";
   add("--max-steps", "-x", o.max_steps, at_least(1), warn,
       "number of updates, and so the end of the learning-rate schedule; default: those of one epoch");
@@ -107,8 +107,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "holds a run; or the directory of a checkpoint to resume from");
   add("--branch-from", "", o.branch_from, Limits{}, free,
       "the directory of a checkpoint from which a run in a new --out-dir continues; give the options of its run, but "
-      "--seed, learning rate and schedule, the decays of weights and moments, coefficients of losses, clipping and "
-      "skipped outliers may differ; optimizer state and data position are kept");
+      "--seed, learning rate and schedule, the decays of weights and moments, coefficients of losses, clipping, "
+      "skipped outliers and the recipe of data may differ; optimizer state and data position are kept");
   add("--restart", "", o.restart, Limits{}, free,
       "start over where --out-dir holds a run: its directory is renamed to OUT.before-N, nothing is deleted; leave it "
       "out to resume the new run");
@@ -213,8 +213,9 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--on-spike", "", o.on_spike, any_of<OnSpike>(), warn,
       "what to do about a spike, which a loss or gradient norm that is not finite always is; its update is never made. "
       "stop: end the run with status 2; skip: go on with the next samples; rollback: return to the last checkpoint of "
-      "--checkpoint-every or --keep-best, or to the beginning, and leave out all samples from there to those of the "
-      "spike. Default: skip beyond --skip-loss-z and --skip-grad-z, stop where a number is not finite");
+      "--checkpoint-every (which it needs), --keep-best or the end of a stage, or to the beginning, and leave out all "
+      "samples from there to those of the spike. Default: skip beyond --skip-loss-z and --skip-grad-z, stop where a "
+      "number is not finite");
   add("--max-rollbacks", "", o.max_rollbacks, at_least(1), free,
       "with --on-spike rollback, rollbacks in a row, without such a checkpoint between them, after which the next "
       "spike ends the run with status 2");
@@ -405,8 +406,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--moe-bias-rate", "", o.moe_bias_rate, between(0, 1), must_match,
       "balances the experts without a loss (DeepSeek-V3): every expert has a bias that counts for the choice, not for "
       "the weight; after every step it rises by this much if the expert was chosen less often than the mean, and falls "
-      "if more often; 0.001 is usual; trainer.json keeps the biases for a resumed run and --evaluate; --generate and "
-      "transformers choose without them; 0: no biases");
+      "if more often; 0.001 is usual; trainer.json keeps the biases for runs that resume or begin with the checkpoint, "
+      "--evaluate and --generate; transformers chooses without them; 0: no biases");
   add("--moe-dispatch", "", o.moe_dispatch, any_of<Dispatch>(), must_match,
       "dropless: every expert computes all tokens that chose it, as the families define it; capacity: in training, an "
       "expert takes at most --moe-capacity-factor x T x k / E, rounded up, of the choices of a sequence of T tokens, "
@@ -493,7 +494,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "published ones");
   add("--machine", "", o.machine, Limits{}, free,
       "with --plan and --plan-auto, the machine to plan for, which need not be here: h100x8, h200x8, b200x8, gb200x72, "
-      "a100x8, a100-40x8, l40sx8, rtx4090x8 or v100x8, with any number of GPUs per server, or a FILE.json "
+      "a100x8, a100-40x8, l40sx8, rtx4090x8, rtx4080x8 or v100x8, with any number of GPUs per server, or a FILE.json "
       "(llmc/run/README.md); with --plan also servers without GPUs: cpu, cpu-avx2 or cpu-amx, with any number of "
       "cores, as in cpux16; local: the processors of this machine, measured for some seconds; default: the GPUs of "
       "this machine, by their datasheet");
