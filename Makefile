@@ -251,8 +251,9 @@ build/build_info.h: FORCE
 
 # One of the two compilers builds the trainer; the other, if present, must accept the source too. nvcc also gets the
 # kernels that no trainer calls yet, and optimises nothing: this is only for its errors and warnings. smoke_cuda has the
-# kernels alone for the GPU, since reading the host's code a second time takes as long as all the rest; `make test-long`
-# has whole_cuda in its place, which compiles for the GPU what a build for it does.
+# kernels alone for the GPU, since reading the host's code a second time takes as long as all the rest, and does not hand
+# on what nvcc makes of the host's code to g++, which has seen that code; `make test-long` has whole_cuda in its place,
+# which does both, as a build for a GPU.
 OTHER := $(if $(CUDA),cpu,$(if $(and $(NVCC_VERSION),$(CUBLASLT_VERSION)),cuda))
 SMOKE := $(if $(OTHER),$(if $(and $(LONG),$(filter cuda,$(OTHER))),whole,smoke)_$(OTHER))
 smoke: train_gpt smoke-other
@@ -266,7 +267,8 @@ build/smoke_cuda.ok build/whole_cuda.ok: train_gpt.cu test/cuda/all_kernels.cu b
 	@printf '#%s\n' 'if $(if $(filter %/smoke_cuda.ok,$@),!defined __CUDA_ARCH__,1)' 'include "train_gpt.cu"' endif \
 	  'include "test/cuda/all_kernels.cu"' >$(@:.ok=.cu)
 	$(COMPILER_cuda) $(call FLAGS_cuda,-O0) -I. -Werror all-warnings -Xcicc -O0 -Xptxas -O0 \
-	  -Xcompiler -fsyntax-only $(call to_host,$(LAVISH)) -MMD -MP -MF $(@:.ok=.d) -MT $@ -c $(@:.ok=.cu) -o $(@:.ok=.o) && touch $@
+	  $(if $(filter %/smoke_cuda.ok,$@),--cuda -o $(@:.ok=.ii),-Xcompiler -fsyntax-only $(call to_host,$(LAVISH)) -c -o $(@:.ok=.o)) \
+	  -MMD -MP -MF $(@:.ok=.d) -MT $@ $(@:.ok=.cu) && touch $@
 build/smoke_cpu.flags build/smoke_cuda.flags: build/smoke_%.flags: FORCE
 	$(call text_file,$(COMPILER_$*) $(call FLAGS_$*,-O0) $(CXX_VERSION) $(NVCC_VERSION))
 

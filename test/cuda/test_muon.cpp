@@ -26,7 +26,7 @@ TEMPLATE_TEST_CASE("the kernels that normalise rows match the CPU", "[cuda]", fl
       return {{"rows", xs.host()}, {"moments", ms.host()}};
     };
     check_kernel(run, {{"rows", normalised}, {"moments", after}}, sizeof(T) == 2 ? 1e-3 : 1e-5);
-    if (rows == 300 && allowed > 0)
+    if (rows == 300 && allowed > 0 && sizeof(T) == 4)
       check_barriers(run, {"reduce.cuh: __syncthreads();  // partial is read; the next call may write it"});
   }
 }

@@ -15,10 +15,12 @@
 
 using namespace llmc;
 
+// Every pair of choices; the long tests have all layouts.
 TEST_CASE(
     "layouts of up to four and of eight ranks agree with one rank, and the ZeRO stages with each other bit for bit, "
     "with gradient accumulation",
     "[parallel][zero]") {
+  using selftest::all_layouts, selftest::every_pair;
   const auto four_or_eight = [](int ranks, const ModelConfig* model) {
     return ranks == 4 || ranks == 8 ? selftest::layouts(ranks, model) : std::vector<Layout>();
   };
@@ -27,9 +29,9 @@ TEST_CASE(
     return m.dtype == DType::bf16 && m.config().experts.count == 0;
   });
   Log log = Log::silent();
-  REQUIRE(run_selftest(log, selftest::all_layouts(3, models)));
-  REQUIRE(run_selftest(log, selftest::all_layouts(8, {{"gpt2", true, DType::fp32}}, four_or_eight)));
-  REQUIRE(run_selftest(log, selftest::all_layouts(4, {{"qwen3", false, DType::bf16}}, four_or_eight)));
+  REQUIRE(run_selftest(log, every_pair(all_layouts(3, models))));
+  REQUIRE(run_selftest(log, every_pair(all_layouts(8, {{"gpt2", true, DType::fp32}}, four_or_eight))));
+  REQUIRE(run_selftest(log, every_pair(all_layouts(4, {{"qwen3", false, DType::bf16}}, four_or_eight))));
 }
 
 TEST_CASE("four and eight ranks with tensor parallelism agree with one rank", "[parallel][zero]") {
@@ -42,8 +44,9 @@ TEST_CASE("four and eight ranks with tensor parallelism agree with one rank", "[
     return some;
   };
   Log log = Log::silent();
-  REQUIRE(run_selftest(log, selftest::all_layouts(
-                                8, {{"qwen2", true, DType::fp32, 8, 2}, {"gpt2", false, DType::bf16, 8, 8}}, layouts)));
+  REQUIRE(
+      run_selftest(log, selftest::every_pair(selftest::all_layouts(
+                            8, {{"qwen2", true, DType::fp32, 8, 2}, {"gpt2", false, DType::bf16, 8, 8}}, layouts))));
 }
 
 TEST_CASE(

@@ -101,10 +101,10 @@ TEST_CASE("a run takes as much memory as planned, but for 3% and 50 MiB", "[para
     return std::stod(number) * (unit == "GiB" ? 1 << 30 : 1 << 20);
   };
   for (const std::string layout :
-       {"--vocab-size 257 -t 256 -b 4", "--vocab-size 257 -t 256 -b 4 --dtype bf16 --local-ranks 2 --recompute norm",
+       {"--vocab-size 257 -t 128 -b 4", "--vocab-size 257 -t 128 -b 4 --dtype bf16 --local-ranks 2 --recompute norm",
         "--vocab-size 8000 -t 32 -b 1 --dtype bf16 --local-ranks 4 --zero-stage 3",
         "--vocab-size 8000 -t 32 -b 1 --local-ranks 4 --tp 2 --cp 2",
-        "--vocab-size 257 -t 256 -b 2 --dtype bf16 --local-ranks 4 --pp 4 --schedule gpipe -d 2048"}) {
+        "--vocab-size 257 -t 128 -b 2 --dtype bf16 --local-ranks 4 --pp 4 --schedule gpipe -d 1024"}) {
     const ProgramResult r = run_program(
         "--model d6 --threads 1 --max-steps 1 --sample-every 0 --checkpoint-every 0 --restart -i "
         "test/golden/gpt2_tiny/train.bin -o " +
