@@ -469,7 +469,7 @@ void run_training(const Options& o, const Processes& processes, Clock::time_poin
   std::optional<ResumePoint> resume = start.resume;
   if (!o.shuffle && !start.shuffled) job->asked.shuffle = job->options.shuffle = false;
   if (start.complete) {
-    const int64_t steps = job->max_steps;
+    const int64_t steps = *start.complete;
     delete_local_checkpoints(processes, start.directory.get(), o);
     log.line(formatted("already complete: {} is at step {}{} {}", o.out_dir, resume->step,
                        resume->step == steps ? " of" : ", beyond step", steps));

@@ -14,8 +14,8 @@ namespace llmc {
 struct Start {
   std::unique_ptr<RunDirectory> directory;  // process 0's
   std::optional<ResumePoint> resume;
-  bool shuffled = true;   // by the run to resume
-  bool complete = false;  // nothing is left to do
+  bool shuffled = true;                  // by the run to resume
+  std::optional<int64_t> complete = {};  // the steps of the run, after which nothing is left to do; none: it goes on
   std::vector<Rollback> rollbacks = {};
 };
 
@@ -39,8 +39,9 @@ inline void find_start(Start& start, const Job& job, const CheckpointCheck& chec
         "--branch-from {} is at step {}, and the branch ends at step {} ({}): nothing would be left to do; name an "
         "earlier checkpoint, or a longer run",
         start.resume->path, step, steps, o.stages.empty() ? length_text(o) : "--stages " + o.stages);
-  start.complete = step > steps || !job.validates() || start.directory->validated(step);
-  if (start.complete) start.directory->drop_incomplete_line();
+  if (step == steps && job.validates() && !start.directory->validated(step)) return;
+  start.complete = steps;
+  start.directory->drop_incomplete_line();
 }
 
 // Rejects an out directory that is not the same for all processes: process 0 writes a file with an unguessable name,
@@ -95,19 +96,16 @@ inline Start find_start(const Processes& processes, const Job& job, Log& log) {
   check_together(processes, "a checkpoint to resume from", job.asked.out_dir, log,
                  [&](const CheckpointCheck& check) { detail::find_start(start, job, check, log); });
   if (processes.alone()) return start;
-  const nlohmann::ordered_json mine = {start.resume ? start.resume->path : "",
-                                       start.resume ? start.resume->step : 0,
-                                       start.shuffled,
-                                       start.complete,
-                                       start.resume && start.resume->begin == Begin::branch,
-                                       to_json_object(start.rollbacks)};
+  const nlohmann::ordered_json mine = {
+      to_json_object(start.resume), start.shuffled,
+      start.complete ? nlohmann::ordered_json(*start.complete) : nlohmann::ordered_json(),
+      to_json_object(start.rollbacks)};
   const nlohmann::json first = parse_json(processes.all_gather("start", mine.dump())[0], "process 0");
   if (processes.process() == 0) return start;
-  start.shuffled = first[2];
-  start.complete = first[3];
-  start.rollbacks = rollbacks_from_json(first[5], "process 0");
-  const std::string path = first[0];
-  if (!path.empty()) start.resume = ResumePoint{path, first[1], {}, first[4] ? Begin::branch : Begin::resume};
+  start.resume = resume_point_from_json(first[0]);
+  start.shuffled = first[1];
+  start.complete = whole_number(first[2]);
+  start.rollbacks = rollbacks_from_json(first[3], "process 0");
   return start;
 }
 

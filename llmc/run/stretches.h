@@ -83,15 +83,15 @@ inline RollbackTarget rollback_target(const Start& start, const Job& job, const 
 
 // Process 0 tells the others.
 inline std::optional<ResumePoint> agree_on(const Processes& processes, RollbackTarget target) {
-  const std::optional<ResumePoint>& mine = target.checkpoint;
-  const nlohmann::ordered_json text = {mine ? mine->path : "", mine ? mine->step : 0,
-                                       mine && mine->begin == Begin::branch, target.fault};
+  const nlohmann::ordered_json text = {to_json_object(target.checkpoint), target.fault};
   const nlohmann::json first = parse_json(processes.all_gather("rollback", text.dump())[0], "process 0");
-  if (const std::string fault = first[3]; !fault.empty()) throw SharedError(fault, ExitStatus::diverged);
-  const std::string path = first[0];
-  if (processes.process() == 0 || path.empty()) return std::move(target.checkpoint);
-  wait_for_path(path + "/trainer.json");
-  return ResumePoint{path, first[1], read_json(path + "/trainer.json"), first[2] ? Begin::branch : Begin::resume};
+  if (const std::string fault = first[1]; !fault.empty()) throw SharedError(fault, ExitStatus::diverged);
+  if (processes.process() == 0) return std::move(target.checkpoint);
+  std::optional<ResumePoint> point = resume_point_from_json(first[0]);
+  if (!point) return std::nullopt;
+  wait_for_path(point->path + "/trainer.json");
+  point->trainer = read_json(point->path + "/trainer.json");
+  return point;
 }
 
 }  // namespace detail

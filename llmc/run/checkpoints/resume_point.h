@@ -67,6 +67,16 @@ struct ResumePoint {
   Begin begin = Begin::resume;
 };
 
+// As process 0 tells the others, which read its trainer.json themselves; null: there is none.
+inline nlohmann::ordered_json to_json_object(const std::optional<ResumePoint>& point) {
+  if (!point) return nullptr;
+  return {{"path", point->path}, {"step", point->step}, {"branch", point->begin == Begin::branch}};
+}
+inline std::optional<ResumePoint> resume_point_from_json(const nlohmann::json& json) {
+  if (json.is_null()) return std::nullopt;
+  return ResumePoint{json["path"], json["step"], {}, json["branch"] ? Begin::branch : Begin::resume};
+}
+
 // The newest complete checkpoint of a run directory; damaged ones are skipped, each with a warning. None: there are no
 // checkpoints. It is an error if all are damaged.
 inline std::optional<ResumePoint> newest_checkpoint(const std::string& out_dir,
