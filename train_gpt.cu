@@ -352,7 +352,7 @@ class Training {
     MetricsKept kept;
     if (beginning.directory != nullptr) {
       detail::require_space(o_.out_dir, job_.checkpoint_bytes());
-      kept = beginning.directory->claim(log_, job_.asked, beginning.resume);
+      kept = beginning.directory->claim(log_, job_.asked, job_.rollbacks, beginning.resume);
       if (beginning.after == After::rollback) {
         log_.metrics_replaced();
         log_.rollback(beginning.rollback);

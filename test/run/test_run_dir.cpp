@@ -85,16 +85,17 @@ TEST_CASE("a run without a completed step may be replaced by one with other opti
   Log log = Log::silent();
   Options first = in(dir / "run"), other = first;
   other.seq_len = first.seq_len + 1;
-  RunDirectory(log, first).claim(log, first, {});
+  RunDirectory(log, first).claim(log, first, {}, {});
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"val\",\"step\":0}\n";
   {  // a start that dies before it claims the directory leaves it as it was
     const RunDirectory died(log, other);
   }
-  RunDirectory(log, other).claim(log, other, {});
+  RunDirectory(log, other).claim(log, other, {}, {});
   REQUIRE(fs::file_size(dir / "run/metrics.jsonl") == 0);  // the validation was of the first one's model
   // Nor does a run that resumes from a checkpoint of elsewhere take over what it finds.
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"val\",\"step\":0,\"elapsed_s\":9}\n";
-  REQUIRE(RunDirectory(log, other).claim(log, other, ResumePoint{dir / "elsewhere/step-000002", 2, {}}).elapsed_s == 0);
+  REQUIRE(RunDirectory(log, other).claim(log, other, {}, ResumePoint{dir / "elsewhere/step-000002", 2, {}}).elapsed_s ==
+          0);
   REQUIRE(fs::file_size(dir / "run/metrics.jsonl") == 0);
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"train\",\"step\":1}\n";
   REQUIRE_ERROR(RunDirectory(log, first), "--seq-len was");
@@ -157,9 +158,9 @@ TEST_CASE("metrics are truncated after the step; damaged lines are moved to a fi
                         "{\"kind\":\"gpu\",\"step\":2,\"elapsed_s\":null}\n",
                     bad = "{\"kind\":3,\"step\":2}\n{\"step\":2}\n{\"kind\":\"val\",\"step\":\"2\"}\n[2]\n\n",
                     later = "{\"kind\":\"val\",\"step\":3,\"elapsed_s\":99}\n";
-  directory.claim(log, in(dir / "run"), {});
+  directory.claim(log, in(dir / "run"), {}, {});
   std::ofstream(dir / "run/metrics.jsonl") << kept << bad << later << "{\"kind\":\"val\",\"st";
-  const MetricsKept end = directory.claim(log, in(dir / "run"), ResumePoint{dir / "run/step-000002", 2, {}});
+  const MetricsKept end = directory.claim(log, in(dir / "run"), {}, ResumePoint{dir / "run/step-000002", 2, {}});
   REQUIRE_FALSE(end.validated);
   REQUIRE(end.elapsed_s == 12.5);
   REQUIRE(read_whole(dir / "run/metrics.jsonl") == kept);

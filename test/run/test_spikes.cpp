@@ -559,6 +559,24 @@ TEST_CASE("what a rollback left out stays left out if the recipe changes before 
     REQUIRE(at[source] == data.trainer("good", 3)["recipe"]["sources"][source]["position"]);
 }
 
+TEST_CASE("data that were moved are no change: rollbacks go as far back as before, and leave out the same",
+          "[run][spikes]") {
+  const BrokenSamples data;
+  data.write("a", {0, 28});
+  const auto run = [&](const std::string& folder, const std::string& more) {
+    return said(data.run("run", data.source(folder + "a") + "--checkpoint-every 50 " + more));
+  };
+  require_in(run("", by_clock + "--max-steps 5"), "returns to its beginning (rollback 1 of");
+  data.remove("run", 5);
+  fs::create_directory(data.dir / "moved");
+  fs::rename(data.dir / "a.bin", data.dir / "moved/a.bin");
+  run("moved/", by_clock + "--max-steps 6");
+  data.remove("run", 6);
+  require_in(run("moved/", "--max-steps 7"),
+             "returns to its beginning (rollback 2 of at most 3 without a later "
+             "checkpoint), and leaves out the 32 samples from 0 on");
+}
+
 TEST_CASE(
     "a run that resumes without the checkpoint of its last rule says so, and rolls back to the one it resumes from",
     "[run][spikes]") {

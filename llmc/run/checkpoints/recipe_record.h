@@ -87,6 +87,7 @@ struct ResumedCourse {
     int64_t block;                     // of the sources
     std::vector<SourceOrder> orders;   // of each source
     std::vector<SourceRecord> unused;  // that the run has read, and does not read now
+    std::vector<Rollback> rollbacks;   // of the run, whose recipe has another checksum if data were moved
     std::vector<DataChange> data = {};
     std::string data_fault = {};  // why these are not the run's data; empty: they are
     std::vector<std::string> notices = {};
@@ -130,7 +131,7 @@ class RecipeReader {
         "skips no sample that was seen, add --data-changed accept; otherwise resume with the former --stages, --data, "
         "--seq-len and --total-batch-size",
         file_, difference(), from_.step);
-    Changes next{.block = block_, .orders = run_.data.orders, .unused = {}};
+    Changes next{.block = block_, .orders = run_.data.orders, .unused = {}, .rollbacks = run_.rollbacks};
     next.changed = others || (resized && allowed);
     if (next.changed && resized)
       next.notices.push_back(formatted("a step has {} tokens from step {} on, and had {}", tokens_per_step,
@@ -146,10 +147,9 @@ class RecipeReader {
     if (next.changed) skips_.clear();  // they are places in the former recipe
     std::erase_if(skips_, [&](const Skip& skip) { return skip.step >= from_.step; });
     const std::string now = recipe_checksum(recipe_), then = former_checksum();
-    std::vector<Rollback> rollbacks = run_.rollbacks;
-    for (Rollback& r : rollbacks)
+    for (Rollback& r : next.rollbacks)
       if (!next.changed && r.recipe == then) r.recipe = now;  // the same one, of data that were moved
-    for (const Skip& skip : skips_of(rollbacks, now))
+    for (const Skip& skip : skips_of(next.rollbacks, now))
       if (skip.step >= from_.step) skips_.push_back(skip);
     run_.data.train.cut(next.block);
     const Course course(recipe_, run_.data.train.epoch_tokens(), std::move(origin_), skips_);
@@ -378,13 +378,15 @@ class RecipeReader {
         facts_["sources"][s]["files"] = recipe_.sources[s].pattern;
   }
 
-  // What is set otherwise than before: options, and what a file of stages says.
+  // What is set otherwise than before: options, and what a file of stages says. Another place of the same files is no
+  // change.
   void note_settings(Changes& next, bool others) const {
     const nlohmann::json recorded = member(from_.trainer, "options");
     if (recorded.is_object())
       for (const OptionText& o : recorded_options(run_.asked)) {
+        const bool names_files = o.name == "--stages" || is_training_data(o);
         const nlohmann::json then = member(recorded, o.name.c_str());
-        if (then.is_string() && then != o.text && (o.rule == ResumeRule::recipe || o.name == "--stages"))
+        if (then.is_string() && then != o.text && (names_files ? next.changed : o.rule == ResumeRule::recipe))
           next.data.push_back({.setting = o.name, .before = then, .now = o.text});
       }
     if (member(from_.trainer, "tokens_per_step") != recipe_.stages[0].ramp[0].tokens_per_step && !recipe_.staged)

@@ -119,6 +119,9 @@ inline bool shuffled(const nlohmann::json& recorded) {
   return recorded.value("--shuffle", nlohmann::json("false")) == "true";
 }
 
+// The options that name the files of tokens to train on.
+inline bool is_training_data(const OptionText& o) { return o.name == "--train-data" || o.name == "--data"; }
+
 // The differences between options and recorded ones.
 struct OptionChanges {
   std::string refused;                        // one per line; empty: nothing is rejected
@@ -151,10 +154,9 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
     // Both are the same numbers.
     const bool masters = is.name == "--master-weights" && was.text != "none" && is.text != "none";
     // The same files may lie elsewhere: RecipeReader looks into them.
-    const bool files = is.name == "--train-data" || is.name == "--data";
-    const ResumeRule rule = pipedream || matrices || masters || files ? ResumeRule::warn
-                            : of_muon                                 ? ResumeRule::free
-                                                                      : is.rule;
+    const ResumeRule rule = pipedream || matrices || masters || is_training_data(is) ? ResumeRule::warn
+                            : of_muon                                                ? ResumeRule::free
+                                                                                     : is.rule;
     if (was.text == is.text || rule == ResumeRule::free || (is.name == "--grad-reduce" && is.text == "auto")) continue;
     const std::string change = formatted("{} was '{}' and is now '{}'{}", is.name, shown(was.text), is.text,
                                          matrices ? ": the state of matrices begins at zero" : "");
