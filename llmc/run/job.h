@@ -63,12 +63,7 @@ struct Job {
     asked.usual_aux_loss = options.usual_aux_loss = usual_aux_loss(step.model);
     step.model.special_tokens = choose_special_tokens(o, *tokenizer, step.model);
     prompt_tokens(*tokenizer, o.prompt, step.model);  // rejects a bad --prompt now, not at the first sample
-    const int64_t warmup = warmup_steps(o, step.tokens());
-    CHECK(warmup <= max_steps, "--warmup-{} exceeds the {} steps of the run ({})",
-          o.warmup_tokens ? formatted("tokens {}, or {} steps,", o.warmup_tokens->text, warmup)
-                          : formatted("steps {}", warmup),
-          max_steps, length_text(o));
-    weight_decay(options, step.tokens());  // rejects a bad --weight-decay-tokens
+    weight_decay(options, step.tokens());             // rejects a bad --weight-decay-tokens
     cut_validation_data();
     for (const ValidationSet& set : data->val)
       val_samples.push_back(samples_of_steps(set.shards, o.val_steps.value_or(usual_val_steps), samples_per_step));
@@ -107,6 +102,17 @@ struct Job {
     const Options& o = asked;
     const bool begun = std::filesystem::is_directory(o.out_dir, none) && !checkpoint_steps(o.out_dir).empty();
     return o.restart || o.resume == "never" || (o.resume == "auto" && !begun);
+  }
+  // Rejects a course that ends within its warm-up or reads a source too often. A run that goes on from a checkpoint has
+  // this course only from there on, so that its first Job says nothing about it.
+  void require_length() const {
+    const LrSchedule& rates = stretch().schedule;
+    const char* const unit = stretch().per_step == 1 ? "steps" : "tokens";
+    CHECK(rates.warmup <= rates.length, "--warmup-{} exceeds the {} {} of the run ({})",
+          asked.warmup_tokens ? formatted("tokens {}, or {} {},", asked.warmup_tokens->text, rates.warmup, unit)
+                              : formatted("steps {}", asked.warmup_steps),
+          rates.length, unit, length_text(asked));
+    course.require_allowed_epochs();
   }
   // Rejects a new run, of any of whose stretches a step needs more memory than there is.
   void require_memory_of_new_run() const {
@@ -198,6 +204,8 @@ struct Job {
       : Job(o, process_begin, recipe, std::make_shared<RunData>(o, recipe)) {}
   Job(const Options& o, Clock::time_point process_begin, const Recipe& recipe, const std::shared_ptr<RunData>& run_data)
       : Job(o, process_begin, run_data, Course(recipe, run_data->train.epoch_tokens()), 0) {
+    const bool may_go_on = !is_new() || !o.branch_from.empty() || (!o.restart && !o.checkpoint_local.empty());
+    if (!may_go_on) require_length();  // otherwise find_start() knows whether it does
     require_memory_of_new_run();
   }
 };

@@ -131,7 +131,9 @@ inline Course course_on_paper(const Options& o, const Recipe& recipe) {
                     : !o.max_steps && !o.tokens;
   const bool known = !o.train_data.empty() || !o.data.empty();
   if (in_epochs && !recipe.staged) require_data(o, "--print-stages");
-  return Course(recipe, in_epochs && known ? epoch_tokens_of(o, recipe) : std::vector<int64_t>());
+  const Course course(recipe, in_epochs && known ? epoch_tokens_of(o, recipe) : std::vector<int64_t>());
+  course.require_allowed_epochs();
+  return course;
 }
 
 // A rank of a plan, with the machine that it is timed by: of --machine, or that of its own GPU's datasheet, if it has

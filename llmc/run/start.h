@@ -31,7 +31,7 @@ inline void find_start(Start& start, const Job& job, const CheckpointCheck& chec
   });
   start.shuffled = start.directory->shuffled_before();
   start.rollbacks = start.directory->rollbacks();
-  if (!start.resume) return;
+  if (!start.resume) return job.require_length();
   const int64_t step = start.resume->step;
   const int64_t steps = resumed_course(*start.resume, job).course.steps();
   if (step < steps) return;

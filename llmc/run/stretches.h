@@ -21,6 +21,7 @@ inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
     job.former_recipe = from.trainer.value("recipe", nlohmann::json::object()).value("facts", nlohmann::json::object());
   job.data_changes = resumed.changes.data;
   job.rollbacks = resumed.changes.rollbacks;
+  job.require_length();
   job.resume(from, log);
   job.require_later_stretches();
   require_same_run(from, job);

@@ -78,6 +78,25 @@ class Course {
   int64_t tokens_after(int64_t step) const { return stretches_[stretch_of(step)].tokens_after(step); }
   int64_t samples_after(int64_t step) const { return stretches_[stretch_of(step)].samples_after(step); }
   double learning_rate(int64_t step) const { return stretches_[stretch_of(step)].learning_rate(step); }
+  // Rejects a run that would read a source too often.
+  void require_allowed_epochs() const {
+    // The samples that take the place of those left out do not count.
+    if (epoch_tokens_.empty() || !skips_.empty()) return;
+    const std::vector<SourcePosition> at = sources_after(steps());
+    for (size_t s = 0; s < epoch_tokens_.size(); ++s) {
+      const std::optional<double> most = recipe_.sources[s].max_epochs;
+      const double epochs =
+          static_cast<double>(at[s].epoch) + static_cast<double>(at[s].tokens) / static_cast<double>(epoch_tokens_[s]);
+      // --epochs is rounded up to whole steps.
+      const double step = recipe_.stages[0].options.epochs ? static_cast<double>(stretches_.back().tokens_per_step) /
+                                                                 static_cast<double>(epoch_tokens_[s])
+                                                           : 0;
+      CHECK(!most || epochs <= *most + step,
+            "--data {}: the run would read it {:.3f} times, and at most {} are allowed: lower its weight, shorten the "
+            "run, or allow more",
+            recipe_.sources[s].name, epochs, *most);
+    }
+  }
   std::vector<SourcePosition> sources_after(int64_t step) const {
     const Stretch& stretch = stretches_[stretch_of(step)];
     return order_of(stretch).after(stretch.samples_after(step) - stretch.samples);
@@ -243,21 +262,6 @@ class Course {
       stretch.sources = at;
       if (!epoch_tokens_.empty())
         at = order_of(stretch).after(stretch.samples_after(stretch.last_step()) - stretch.samples);
-    }
-    if (!skips_.empty()) return;  // the samples that take the place of those left out do not count
-    for (size_t s = 0; s < epoch_tokens_.size(); ++s) {
-      const std::optional<double> most = recipe_.sources[s].max_epochs;
-      const double epochs =
-          static_cast<double>(at[s].epoch) + static_cast<double>(at[s].tokens) / static_cast<double>(epoch_tokens_[s]);
-      // --epochs is rounded up to whole steps.
-      const double step =
-          recipe_.stages[0].options.epochs && !stretches_.empty()
-              ? static_cast<double>(stretches_.back().tokens_per_step) / static_cast<double>(epoch_tokens_[s])
-              : 0;
-      CHECK(!most || epochs <= *most + step,
-            "--data {}: the run would read it {:.3f} times, and at most {} are allowed: lower its weight, shorten the "
-            "run, or allow more",
-            recipe_.sources[s].name, epochs, *most);
     }
   }
 
