@@ -39,6 +39,7 @@ struct Job {
   std::vector<DataChange> data_changes;  // since the checkpoint that the run resumes from
   nlohmann::json former_recipe;          // of the checkpoint that the run resumes from, if it was another one
   std::vector<Rollback> rollbacks = {};  // of the run so far
+  std::string resumed_from = {};         // the checkpoint's path; empty: none
 
   // The first stretch of a new run.
   Job(const Options& o, Clock::time_point process_begin)
@@ -184,7 +185,7 @@ struct Job {
                       *before, human_bytes(planned.total_bytes()), step.layout.zero.grad_reduce));
     }
     require_memory(Begun::yes);
-    parent = parent_of(from);
+    parent = parent_of(from), resumed_from = from.path;
   }
 
  private:

@@ -102,6 +102,26 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("the branch that a run suggests from a checkpoint of former data accepts the repaired ones", "[run]") {
+  const TempDir dir;
+  write_broken_model(dir);
+  const std::string shard = dir / "a.bin";
+  write_shard(shard, std::vector<uint16_t>(33 * 20 + 1, 5));
+  const auto run = [&](const std::string& more) {
+    return run_program("--model " + (dir / "broken") + on(shard) +
+                       "--seq-len 33 --batch-size 2 --lr 1e-9 --threads 1 " +
+                       "--checkpoint-minutes 0 --max-steps 4 --out-dir " + (dir / "run ") + more);
+  };
+  REQUIRE(run("--max-steps 2").status == 0);
+  set_token(shard, 33 * 6 + 4, 9);  // in step 4
+  const ProgramResult stopped = run("--data-changed accept");
+  INFO(stopped.err);
+  REQUIRE(stopped.status == 2);
+  const std::string command = stopped.err.substr(stopped.err.rfind("./train_gpt ") + 12);
+  REQUIRE(command.find("--branch-from " + (dir / "run/step-000002")) != std::string::npos);
+  REQUIRE(run_program(command.substr(0, command.find('\n')) + " --max-steps 3").status == 0);
+}
+
 TEST_CASE("--data-changed accept takes no shard with another number of tokens", "[run]") {
   const TempDir dir;
   const auto write = [&](int64_t first, int64_t second, uint16_t token) {  // two shards, of so many samples

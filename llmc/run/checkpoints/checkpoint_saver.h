@@ -78,7 +78,10 @@ inline std::string way_back(const Job& job, const std::string& last_saved, const
       !last_saved.empty() || job.parent.is_null() ? last_saved : job.parent["path"].get<std::string>();
   if (last.empty()) return "no checkpoint was written";
   const std::vector<std::string> places = detail::own_rates_of_stages(job);
-  const std::string command = branch_command(job.asked, last, program);
+  const bool other_shards = last == job.resumed_from &&
+                            std::ranges::any_of(job.data_changes, [](const DataChange& c) { return !c.shard.empty(); });
+  const std::string command =
+      branch_command(job.asked, last, other_shards ? DataChanged::accept : DataChanged::refuse, program);
   if (places.empty())
     return formatted("the last checkpoint is {}; this continues from it with half the --lr:\n{}", last, command);
   return formatted(

@@ -79,9 +79,12 @@ inline std::optional<Options> twice_as_long(const Options& o) {
   return longer;
 }
 
-// The command that continues from a checkpoint with half the learning rate.
-inline std::string branch_command(const Options& o, const std::string& checkpoint, const std::string& program) {
+// The command that continues from a checkpoint with half the learning rate. data_changed: refuse, if the checkpoint is
+// of these data.
+inline std::string branch_command(const Options& o, const std::string& checkpoint, DataChanged data_changed,
+                                  const std::string& program) {
   Options branch = detail::of_any_start(o);
+  branch.data_changed = data_changed;
   branch.branch_from = checkpoint;
   branch.lr = o.lr / 2;
   for (std::optional<double>* rate : {&branch.embed_lr, &branch.head_lr, &branch.scalar_lr})
