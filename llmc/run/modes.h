@@ -322,22 +322,19 @@ inline void run_print_stages(const Options& o) {
 
 namespace detail {
 
-// The rollbacks of the run in --out-dir, if it has these options; none: there is no such run.
-inline std::vector<Rollback> recorded_rollbacks(const Options& o) {
+// The rollbacks of the run in --out-dir, if it has these options and, where no checkpoint says what its data are, names
+// them alike; none: there is no such run.
+inline std::vector<Rollback> recorded_rollbacks(const Options& o, const std::optional<ResumePoint>& from) {
   const std::string file = o.out_dir + "/run.json";
   if (!path_exists(file)) return {};
   const RunRecord record = read_run_record(file);
   if (record.rollbacks.empty()) return {};
-  const std::string changes = option_changes(file, record.options, o).refused;
-  if (!changes.empty()) {
-    print_error(
-        formatted("notice: {} records rollbacks of a run with other options, which are not taken into account:{}", file,
-                  changes));
-    return {};
-  }
-  print_error(
-      formatted("notice: without the samples that the {} rollback(s) in {} leave out", record.rollbacks.size(), file));
-  return record.rollbacks;
+  const std::string changes =
+      option_changes(file, record.options, o).refused + (from ? "" : changed_names_of_data(record.options, o));
+  if (changes.empty()) return record.rollbacks;
+  print_error(formatted("notice: {} records rollbacks of a run with other options, which are not taken into account:{}",
+                        file, changes));
+  return {};
 }
 
 // The checkpoint at which a run with these options goes on, in --out-dir or of --branch-from; none: it is a new run.
@@ -358,6 +355,19 @@ inline std::optional<ResumePoint> goes_on_from(const Options& o) {
   return std::nullopt;
 }
 
+// The course from there on; none: it is of a run with other data.
+inline std::optional<ResumedCourse> course_from(const ResumePoint& from, const Resuming& run) {
+  const std::string files = changed_names_of_data(member(from.trainer, "options"), run.asked);
+  try {
+    return resumed_course(from, run);
+  } catch (const Error&) {
+    if (files.empty() || from.begin == Begin::branch || run.asked.data_changed == DataChanged::accept) throw;
+  }
+  print_error(
+      formatted("notice: {} is of a run with other data; these are the samples of a new run:{}", from.path, files));
+  return std::nullopt;
+}
+
 }  // namespace detail
 
 // --print-samples: of the run in --out-dir as it goes on from its newest checkpoint; if there is none, of a new one.
@@ -366,15 +376,22 @@ inline void run_print_samples(Options o) {
   const Recipe recipe = read_recipe(o);
   RunData data(o, recipe);
   const std::optional<ResumePoint> from = detail::goes_on_from(o);
-  const std::vector<Rollback> rollbacks = detail::recorded_rollbacks(o);
-  Course course(recipe, data.train.epoch_tokens(), {}, skips_of(rollbacks, recipe_checksum(recipe)));
-  if (from) {
+  std::vector<Rollback> rollbacks = detail::recorded_rollbacks(o, from);
+  std::optional<ResumedCourse> resumed;
+  if (from) resumed = detail::course_from(*from, {o, recipe, data, rollbacks});
+  if (from && !resumed) rollbacks.clear();
+  if (!rollbacks.empty())
+    print_error(formatted("notice: without the samples that the {} rollback(s) in {}/run.json leave out",
+                          rollbacks.size(), o.out_dir));
+  if (resumed) {
+    if (!resumed->changes.data_fault.empty()) throw Error(resumed->changes.data_fault);
     if (!o.shuffle && !shuffled(member(from->trainer, "options"))) o.shuffle = false;
-    ResumedCourse resumed = resumed_course(*from, {o, recipe, data, rollbacks});
-    if (!resumed.changes.data_fault.empty()) throw Error(resumed.changes.data_fault);
-    data.orders = resumed.changes.orders;
-    course = std::move(resumed.course);
+    data.orders = resumed->changes.orders;
   }
+  const Course course =
+      resumed ? std::move(resumed->course)
+              : Course(recipe, data.train.epoch_tokens(), {}, skips_of(rollbacks, recipe_checksum(recipe)));
+  course.require_allowed_epochs();
   const NumberRange steps = number_range("--print-samples", o.print_samples, "the number of a step");
   const int64_t first = static_cast<int64_t>(steps.first),
                 last = static_cast<int64_t>(steps.last.value_or(steps.first));

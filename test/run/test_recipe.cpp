@@ -360,6 +360,12 @@ TEST_CASE("a source goes on where it was under another name, in another folder, 
   const std::string there = source("site", "moved/") + source("code", "moved/") + "--max-steps 14";
   REQUIRE(said(data.run("run", there)).find("notice: --data was ") != std::string::npos);
   REQUIRE(position(14, 1) == json({0, 9 * 16, 9}));
+  REQUIRE(samples("run", there + " --print-samples 13-14").size() == 4);
+  const ProgramResult other =
+      run_program(data.run("run", source("site", "moved/") + "--max-steps 2 --print-samples 1"));
+  REQUIRE((other.status == 0 && other.out.starts_with("{\"step\":1,")));
+  REQUIRE(other.err.find("step-000014 is of a run with other data; these are the samples of a new run") !=
+          other.err.npos);
 }
 
 TEST_CASE("--print-samples names the samples of a branch with another seed", "[run][recipe]") {

@@ -173,16 +173,20 @@ inline OptionChanges option_changes(const std::string& file, const nlohmann::jso
   return changes;
 }
 
-// Where there is no checkpoint, nothing says whether files that are named otherwise are the same.
+// Training data that are named otherwise, one per line; empty: none. Only a checkpoint says whether the files are
+// others.
+inline std::string changed_names_of_data(const nlohmann::json& recorded, const Options& now) {
+  std::string changes;
+  for (const OptionText& o : recorded_options(now))
+    if (const nlohmann::json then = member(recorded, o.name); is_training_data(o) && then.is_string() && then != o.text)
+      changes += formatted("\n  {} was '{}' and is now '{}'", o.name, shown(then.get<std::string>()), o.text);
+  return changes;
+}
 inline void require_same_files(const std::string& file, const nlohmann::json& recorded, const Options& now) {
-  for (const OptionText& o : recorded_options(now)) {
-    const nlohmann::json then = member(recorded, o.name.c_str());
-    CHECK(
-        (o.name != "--train-data" && o.name != "--data") || !then.is_string() || then == o.text,
-        "{} belongs to a run with other options:\n  {} was '{}' and is now '{}'\nuse the same options to resume it, or "
-        "choose another --out-dir",
-        file, o.name, shown(then.get<std::string>()), o.text);
-  }
+  const std::string changes = changed_names_of_data(recorded, now);
+  CHECK(changes.empty(),
+        "{} belongs to a run with other options:{}\nuse the same options to resume it, or choose another --out-dir",
+        file, changes);
 }
 
 // Rejects changes to options that must match. Returns notices about the others.
