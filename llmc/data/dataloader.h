@@ -42,6 +42,12 @@ class TokenShards : public TokenFiles {
     return all;
   }
 
+  // How many samples of this length they hold.
+  int64_t samples_of(int64_t seq_len) const {
+    int64_t all = 0;
+    for (const int64_t tokens : tokens_of_files()) all += (tokens - 1) / seq_len;
+    return all;
+  }
   // Cuts the files into samples of another length; returns how many they hold, which may be none.
   int64_t cut(int64_t seq_len) {
     seq_len_ = seq_len;

@@ -2,6 +2,7 @@
 #include <set>
 
 #include "catch2.h"
+#include "run/checkpoints/retention.h"
 #include "run/checkpoints/run_dir.h"
 #include "tiny_run.h"
 
@@ -65,6 +66,17 @@ TEST_CASE("a checkpoint by the clock that cannot be written is tried again, and 
   REQUIRE(r.status == 0);
   REQUIRE(r.out.find("WARNING: no checkpoint after step 1: ") != std::string::npos);
   REQUIRE(checkpoints_in(dir / "run") == Names{"step-000005", "step-000006", "step-000007"});
+}
+
+TEST_CASE("the checkpoint to which a rollback would return is never deleted for newer ones", "[run][checkpoint]") {
+  const TempDir dir;
+  for (const int64_t step : {5, 10, 12, 13}) {
+    fs::create_directory(checkpoint_path(dir.path(), step));
+    std::ofstream(checkpoint_path(dir.path(), step) + "/manifest.json") << "{}";
+    std::ofstream(checkpoint_path(dir.path(), step) + "/trainer.json") << "{}";
+  }
+  Retention(dir.path()).prune(1, 0, {10});
+  REQUIRE(checkpoint_steps(dir.path()) == std::vector<int64_t>{10, 13});
 }
 
 TEST_CASE("by default a run saves every 15 minutes, but not an asynchronous pipeline", "[run][checkpoint]") {

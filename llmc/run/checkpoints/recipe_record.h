@@ -268,15 +268,14 @@ class RecipeReader {
           "the samples that rollbacks left out after the spikes at steps {} are not left out any more: they were those "
           "of another recipe",
           lost));
-    if (!next.changed || samples == 0) return 0;
+    if (!next.changed || samples == 0 || !next.data_fault.empty()) return 0;
     const int64_t T = whole_number(member(stages[0], "seq_len")).value_or(0);
     if (T == 0 || block_ % T != 0 || samples_ < origin_.samples) damaged("\"facts\"", former_facts_);
-    run_.data.train.cut(block_);
-    const std::vector<int64_t> epochs = run_.data.train.epoch_tokens();
     std::vector<SampleOrder::Source> sources;
     for (size_t i = 0; i < used_; ++i) {
       const auto ours = static_cast<size_t>(std::ranges::find(found_, std::optional(i)) - found_.begin());
-      sources.push_back({ours < epochs.size() ? epochs[ours] : block_, sources_[i].position});
+      sources.push_back(
+          {ours < found_.size() ? run_.data.train[ours].epoch_tokens(block_) : block_, sources_[i].position});
     }
     const std::vector<SourcePosition> after =
         SampleOrder(std::move(sources), numbers("\"weights\"", member(stages[0], "weights"), used_), T,

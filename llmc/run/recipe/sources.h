@@ -111,6 +111,8 @@ class Sources {
     std::unique_ptr<PackedShards> packed = {};  // with --pack
     int64_t blocks() const { return packed ? packed->samples() : shards.samples(); }
     int64_t epoch_tokens() const { return blocks() * shards.seq_len(); }
+    // Had the files been cut into other blocks; packed rows have one length.
+    int64_t epoch_tokens(int64_t block) const { return (packed ? blocks() : shards.samples_of(block)) * block; }
   };
 
   // block: the run's longest sequence. packing: what follows by pack(), unless it is stream.
