@@ -312,6 +312,11 @@ TEST_CASE("the files of each source are those of the run, whatever else of --dat
   REQUIRE(more.find("notice: --data more names new files: it begins at their first sample") != std::string::npos);
   REQUIRE(more.find("notice: --data site ") == std::string::npos);
   REQUIRE(site_samples(8) > site_samples(6));
+  // Left out, and then other files under its name.
+  run_well(data.run("run", code + "--max-steps 9 " + accept));
+  shard("site_2.bin", 2);
+  refused(data.run("run", site + ":1" + code + "--max-steps 10 " + accept),
+          "; the run has read other files under this name before: with a new name, and --data-changed accept, these ");
 }
 
 TEST_CASE("a source goes on where it was under another name, in another folder, and after it was left out",

@@ -397,7 +397,8 @@ class RecipeReader {
     next.notices.push_back(formatted("the recipe is another one from step {} on: {}", from_.step + 1, difference()));
   }
 
-  // The files of the sources whose options name them as before.
+  // The files of a recorded source that is ours: they have changed if find_sources() knows it by its option's text
+  // alone.
   void compare_shards(Changes& next) const {
     for (size_t s = 0; s < found_.size(); ++s) {
       if (!found_[s]) continue;
@@ -422,6 +423,10 @@ class RecipeReader {
               path, *now.tokens, *then.tokens);
         else next.data.push_back({.shard = path, .before = then.checksum, .now = now.checksum});
       }
+      if (!fault.empty() && *found_[s] >= used_)
+        fault +=
+            "; the run has read other files under this name before: with a new name, and --data-changed accept, these "
+            "are a source of their own";
       if (next.data_fault.empty()) next.data_fault = fault;
     }
   }

@@ -95,7 +95,7 @@ class RunDirectory {
         require_same_options(run_file(), record_.options, o);
         if (checkpoint_steps(path_).empty() && o.branch_from.empty())
           require_same_files(run_file(), record_.options, o);
-        leave_local_checkpoints_of_original(log);
+        leave_local_checkpoints_of_original(log, o);
       }
     } else if (path_exists(run_file())) {  // if the options are the same otherwise, so is the order of the samples
       const nlohmann::json options = read_run_record(run_file()).options;
@@ -338,7 +338,7 @@ class RunDirectory {
 
   // Two directories must not delete each other's local checkpoints: those of a run whose directory was copied stay with
   // the original, if that is still where run.json says.
-  void leave_local_checkpoints_of_original(Log& log) {
+  void leave_local_checkpoints_of_original(Log& log, const Options& o) {
     const std::string& original = record_.local.out_dir;
     std::error_code error;
     if (original.empty() || std::filesystem::equivalent(original, path_, error) || error) return;  // it was moved
@@ -350,8 +350,8 @@ class RunDirectory {
     }
     log.line(
         formatted("notice: --out-dir {} is a copy of {}, to which the local checkpoints so far belong: this run "
-                  "takes none of them, and makes its own",
-                  path_, original));
+                  "takes none of them{}",
+                  path_, original, o.checkpoint_local.empty() ? "" : ", and makes its own"));
     record_.local = {};
   }
 
