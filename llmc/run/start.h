@@ -146,6 +146,18 @@ inline bool with_several_orders(const nlohmann::json& recipe) {
          sources.size() != 1 || member(sources[0], "seeds").size() != 1;
 }
 
+// The checksums of the files of a run with one source.
+inline nlohmann::json recorded_checksums(const nlohmann::json& trainer) {
+  const nlohmann::json sources = member(member(trainer, "recipe"), "sources"),
+                       shards =
+                           sources.is_array() && sources.size() == 1 ? member(sources[0], "shards") : nlohmann::json();
+  if (!shards.is_array()) return member(trainer, "data_checksums");  // as older versions recorded them
+  nlohmann::json sums = nlohmann::json::array();
+  for (const nlohmann::json& shard : shards)  // [name, tokens, checksum]
+    sums.push_back(shard.is_array() && shard.size() == 3 ? shard[2] : nlohmann::json());
+  return sums;
+}
+
 // A notice if the run that wrote this trainer.json took the same samples in the same order as this run will; empty:
 // they are others, or come in another order.
 inline std::string seen_samples(const nlohmann::json& trainer, const Options& o,
@@ -154,7 +166,7 @@ inline std::string seen_samples(const nlohmann::json& trainer, const Options& o,
   const std::optional<int64_t> seen = whole_number(field("data_cursor")), all = whole_number(field("data_samples"));
   const nlohmann::json options = field("options");
   if (!seen || !all || *seen == 0 || *all == 0 || o.overfit_batch || !options.is_object()) return "";
-  if (field("data_checksums") != nlohmann::json(data_checksums) || field("seq_len") != o.seq_len) return "";
+  if (recorded_checksums(trainer) != nlohmann::json(data_checksums) || field("seq_len") != o.seq_len) return "";
   if (!field("seeds").is_null() || with_several_orders(field("recipe"))) return "";
   if (shuffled(options) != o.shuffled() || (o.shuffled() && field("seed") != o.seed)) return "";
   return formatted(

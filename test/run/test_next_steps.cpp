@@ -101,11 +101,14 @@ TEST_CASE("a run from weights that have seen the very samples that it begins wit
   REQUIRE(same.out.find(notice) != std::string::npos);
 
   const json trainer = read_json(dir / "run/step-000004/trainer.json");
-  const std::vector<std::string> data = trainer["data_checksums"];
+  const std::vector<std::string> data = {trainer["recipe"]["sources"][0]["shards"][0][2]};
   Options o;
   o.seq_len = 33;
   REQUIRE_FALSE(seen_samples(trainer, o, data).empty());
   REQUIRE(seen_samples(trainer, o, {"other"}).empty());
+  json older = trainer;
+  older["data_checksums"] = data, older["recipe"]["sources"][0].erase("shards");
+  REQUIRE_FALSE(seen_samples(older, o, data).empty());
   REQUIRE(seen_samples(json(), o, data).empty());
   o.shuffle = false;
   REQUIRE(seen_samples(trainer, o, data).empty());

@@ -55,7 +55,6 @@ inline nlohmann::ordered_json to_json_object(const Progress& progress, const Job
       {"learning_rates", {job.course.learning_rate(progress.done), job.course.learning_rate(progress.done + 1)}},
       {"data_cursor", job.course.samples_after(progress.done)},
       {"data_samples", job.data->train.samples()},
-      {"data_checksums", job.data->checksums},
       {"data_changes", progress.data_changes},
       {"recipe", recipe_json(job, progress.done)},
       {"val_checksums", job.data->val_checksums()},

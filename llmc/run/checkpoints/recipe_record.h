@@ -43,7 +43,7 @@ inline nlohmann::json recipe_facts(const Recipe& recipe) {
   }
   for (const SourceText& source : recipe.sources) sources.push_back({{"name", source.name}, {"files", source.pattern}});
   nlohmann::json facts = {{"stages", stages}, {"sources", sources}};
-  if (recipe.staged) facts["file"] = recipe.text["stages"];
+  if (recipe.staged) facts["file"] = recipe.text;
   if (const Packing pack = recipe.stages[0].options.pack; pack != Packing::stream) facts["pack"] = name_of(pack);
   return facts;
 }

@@ -73,7 +73,7 @@ struct Recipe {
   std::vector<SourceText> sources;
   std::vector<RecipeStage> stages;
   bool staged = false;  // by a file
-  nlohmann::json text;  // what the file and the options say of stages and sources, as recorded; null: no file
+  nlohmann::json text;  // the stages of the file, as recorded; null: no file
   int64_t longest() const {
     int64_t T = 1;
     for (const RecipeStage& stage : stages) T = std::max(T, stage.options.seq_len);
@@ -346,8 +346,7 @@ inline Recipe read_recipe(const Options& o) {
         "{}: stage \"{}\" has sequences of {} tokens, which do not divide the longest, {}: samples are cut from blocks "
         "of that length; use one of {}",
         file.path, stage.name, stage.options.seq_len, block, divisors(block));
-  recipe.text = {{"stages", stages}, {"sources", nlohmann::json::array()}};
-  for (const SourceText& source : recipe.sources) recipe.text["sources"].push_back(source.name);
+  recipe.text = stages;
   return recipe;
 }
 

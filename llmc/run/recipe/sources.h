@@ -157,13 +157,11 @@ class Sources {
   }
   // Of each file.
   std::vector<std::string> paths() const { return joined(&TokenFiles::paths); }
-  std::vector<int64_t> tokens_of_files() const { return joined(&TokenFiles::tokens_of_files); }
   std::vector<std::string> checksums() const { return joined(&TokenFiles::checksums); }
 
  private:
-  template <class T>
-  std::vector<T> joined(std::vector<T> (TokenFiles::*of)() const) const {
-    std::vector<T> all;
+  std::vector<std::string> joined(std::vector<std::string> (TokenFiles::*of)() const) const {
+    std::vector<std::string> all;
     for (const Source& source : all_) std::ranges::move((source.shards.*of)(), std::back_inserter(all));
     return all;
   }
