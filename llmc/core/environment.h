@@ -19,7 +19,16 @@ inline std::optional<std::string> environment_variable(const std::string& name) 
   return value == nullptr ? std::nullopt : std::optional<std::string>(value);
 }
 
-// Where this user's caches are.
+// This directory, made if there is none; empty: it does not belong to this user alone.
+inline std::string own_directory(const std::string& path) {
+  ::mkdir(path.c_str(), 0700);
+  struct stat it {};
+  const bool own =
+      ::lstat(path.c_str(), &it) == 0 && S_ISDIR(it.st_mode) && it.st_uid == ::getuid() && (it.st_mode & 022) == 0;
+  return own ? path : "";
+}
+
+// Where this user's caches are; empty: nowhere.
 inline std::string cache_directory(const Environment& environment = environment_variable) {
   const auto set = [&](const char* name) { return environment(name).value_or(""); };
   if (const std::string cache = set("XDG_CACHE_HOME"); !cache.empty()) return cache + "/train_gpt";
@@ -27,16 +36,12 @@ inline std::string cache_directory(const Environment& environment = environment_
   if (const passwd* const user = ::getpwuid(::getuid()); user != nullptr && user->pw_dir[0] == '/')
     return std::string(user->pw_dir) + "/.cache/train_gpt";
   // In /tmp others could have made it first, with caches of theirs.
-  const std::string own = formatted("/tmp/train_gpt-{}", int64_t{::getuid()});
-  ::mkdir(own.c_str(), 0700);
-  struct stat it {};
-  if (::lstat(own.c_str(), &it) != 0) return own;  // a run can do without
-  CHECK(
-      S_ISDIR(it.st_mode) && it.st_uid == ::getuid() && (it.st_mode & 022) == 0,
-      "{} is no directory that belongs to this user alone, and caches would go there, since HOME is not set: set HOME "
-      "or XDG_CACHE_HOME",
-      own);
-  return own;
+  return own_directory(formatted("/tmp/train_gpt-{}", int64_t{::getuid()}));
+}
+// A file or directory there; empty: nowhere.
+inline std::string cache_path(const std::string& name) {
+  const std::string directory = cache_directory();
+  return directory.empty() ? "" : directory + "/" + name;
 }
 
 // Refuses a size that gives OpenMP's threads too little room for the arrays of ops, of up to 25 KiB. It counts KiB

@@ -47,13 +47,13 @@ static_assert(sizeof(IndexSeal) == 64 && std::is_trivially_copyable_v<IndexSeal>
 class DocumentIndex {
  public:
   // Of file `i`. Unless `directory` has an index of it, the file is read, and its tokens are checked against the
-  // vocabulary. If no index can be kept there, it stays in memory: 8 bytes for each document.
+  // vocabulary. If no index can be kept there, it stays in memory: 8 bytes for each document. directory: empty: none
   DocumentIndex(const TokenFiles& files, int64_t i, int64_t vocab_size, int32_t end_of_text,
                 const std::string& directory, const Notice& notice)
       : of_(files.path(i)),
         tokens_(files.tokens_of(i)),
         source_(source(files, i, end_of_text)),
-        path_(formatted("{}/{}-{}.index", directory, hex_digits(source_.path), end_of_text)) {
+        path_(directory.empty() ? "" : formatted("{}/{}-{}.index", directory, hex_digits(source_.path), end_of_text)) {
     std::error_code unknown;
     if (std::filesystem::exists(path_, unknown)) {
       const std::optional<std::string> fault = fault_of_file();
@@ -63,6 +63,7 @@ class DocumentIndex {
     const auto for_blocks = [&](const auto& found) { find_documents(files, i, vocab_size, end_of_text, found); };
     std::optional<std::string> trouble;
     try {
+      CHECK(!directory.empty(), "this user has no directory for caches: set HOME or XDG_CACHE_HOME");
       std::filesystem::create_directories(directory, unknown);
       write_file(for_blocks);
     } catch (const Error& error) {

@@ -329,6 +329,21 @@ TEST_CASE(
                                      : formatted("/tmp/train_gpt-{}", int64_t{::getuid()})));
 }
 
+TEST_CASE("a directory is for caches only if it belongs to this user alone", "[core]") {
+  const TempDir dir;
+  REQUIRE(own_directory(dir / "new") == dir / "new");
+  REQUIRE(own_directory(dir / "new") == dir / "new");
+  REQUIRE(::chmod((dir / "new").c_str(), 0770) == 0);
+  REQUIRE(own_directory(dir / "new").empty());
+  REQUIRE(::chmod((dir / "new").c_str(), 0755) == 0);
+  std::filesystem::create_symlink("new", dir / "link");
+  REQUIRE(own_directory(dir / "link").empty());
+  REQUIRE(own_directory(dir / "none/new").empty());
+  if (::geteuid() != 0) return;
+  REQUIRE(::chown((dir / "new").c_str(), 12345, 0) == 0);
+  REQUIRE(own_directory(dir / "new").empty());
+}
+
 TEST_CASE("stacks that are too small for ops are refused; OMP_STACKSIZE counts KiB without a unit", "[core]") {
   const std::string name = GENERATE("OMP_STACKSIZE", "GOMP_STACKSIZE");
   const auto require = [&](const std::string& value) {

@@ -491,14 +491,16 @@ TEST_CASE("without a cache directory that can be written, an index stays in memo
   write_shard<uint16_t>(dir / "x.bin", {3, 0, 4, 0});
   std::ofstream(dir / "file") << "no directory";
   const TokenFiles files(dir / "x.bin", "--train-data");
-  for (int time = 0; time < 2; ++time) {
+  for (const bool is_known : {true, true, false}) {
     std::vector<std::string> notices;
-    const DocumentIndex index(files, 0, 5, 0, dir / "file/cache", [&](const std::string& n) { notices.push_back(n); });
+    const DocumentIndex index(files, 0, 5, 0, is_known ? dir / "file/cache" : "",
+                              [&](const std::string& n) { notices.push_back(n); });
     OpenFiles none;
     REQUIRE(index.begins(0, index.documents(), none) == std::vector<int64_t>{0, 1, 3});
     REQUIRE(notices.size() == 1);
-    REQUIRE_THAT(notices[0], Catch::Matchers::ContainsSubstring("x.bin cannot be kept, so every run makes it again") &&
-                                 Catch::Matchers::ContainsSubstring("file/cache"));
+    REQUIRE_THAT(notices[0],
+                 Catch::Matchers::ContainsSubstring("x.bin cannot be kept, so every run makes it again") &&
+                     Catch::Matchers::ContainsSubstring(is_known ? "file/cache" : "set HOME or XDG_CACHE_HOME"));
   }
   REQUIRE_ERROR(DocumentIndex(files, 0, 4, 0, dir / "cache", no_notice), "x.bin: token 4 at position 2 is outside");
   REQUIRE(names_in(dir / "cache").empty());

@@ -29,7 +29,7 @@ inline void pack(Sources& sources, const Options& o, const Notice& notice) {
                 .seq_len = sources.block(),
                 .vocab_size = model.vocab_size,
                 .end_of_text = choose_document_begin("--pack", o, *choose_tokenizer(o, model), model),
-                .index_directory = cache_directory() + "/documents"},
+                .index_directory = cache_path("documents")},
                notice);
 }
 

@@ -113,7 +113,7 @@ inline double measure_bandwidth(const Device& device) {
 // readable or writable cache: then it is measured again.
 class MeasurementCache {
  public:
-  explicit MeasurementCache(const std::string& name) : file_(cache_directory() + "/" + name) {
+  explicit MeasurementCache(const std::string& name) : file_(cache_path(name)) {
     try {
       if (path_exists(file_)) all_ = read_json(file_);
     } catch (const Error&) {
@@ -136,7 +136,7 @@ class MeasurementCache {
     entry["measured_at"] = now();
     all_[key] = std::move(entry);
     std::error_code ignored;
-    std::filesystem::create_directories(cache_directory(), ignored);
+    std::filesystem::create_directories(std::filesystem::path(file_).parent_path(), ignored);
     try {
       write_text_durably(file_, all_.dump(1) + "\n");
     } catch (const Error&) {
