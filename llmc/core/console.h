@@ -1,9 +1,10 @@
-// console.h: stdout for a program that must go on whatever becomes of its reader. A terminal that is stopped with
-// Ctrl-S, `less`, or a `tee` that hangs takes nothing more: whoever prints would wait for it, and all ranks with that
-// one, and no signal would save the run.
+// console.h: stdout and stderr for a program that must go on whatever becomes of their reader. A terminal that is
+// stopped with Ctrl-S, `less`, or a `tee` that hangs takes nothing more: whoever prints would wait for it, and all
+// ranks with that one, and no signal would save the run.
 #pragma once
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 
 #include <cstdio>
@@ -15,17 +16,17 @@ namespace llmc {
 
 class Console {
  public:
-  Console() = default;
+  explicit Console(std::FILE* stream = stdout) : stream_(stream) {}
   Console(Console&&) = default;
   Console& operator=(Console&&) = default;
   ~Console() { write_within(patience); }
 
   // Prints, but leaves out what the reader does not take within a second, and then all until it has taken the rest.
   void print(const std::string& text) {
-    if (!opened_) open();
-    if (!own_) {
-      std::fputs(text.c_str(), stdout);
-      std::fflush(stdout);
+    if (kind_ == Kind::unknown) open();
+    if (kind_ == Kind::file) {
+      std::fputs(text.c_str(), stream_);
+      std::fflush(stream_);
       return;
     }
     if (stalled_ && !write_within({})) return;
@@ -35,28 +36,49 @@ class Console {
   }
 
  private:
+  // file: nobody reads, and it never waits; socket: send() need not wait; own: a file of its own that never waits;
+  // shared: a pipe or a terminal that others may have open, too
+  enum class Kind : uint8_t { unknown, file, socket, own, shared };
   static constexpr std::chrono::milliseconds patience{1000};
+  static constexpr size_t surely_taken = 128;  // bytes, by a pipe or a terminal that has room
 
-  // stdout as a file of its own that never waits, if it is a pipe or a terminal: others wait for no reader. A flag of
-  // the file itself would be seen by all programs that share it.
+  // OpenSSH and containers give a program sockets. A pipe or a terminal is opened again: a flag of the file itself
+  // would be seen by all programs that share it. The system refuses that for those of another user, as after su.
   void open() {
-    opened_ = true;
     struct stat it {};
-    if (::fstat(STDOUT_FILENO, &it) != 0 || !(S_ISFIFO(it.st_mode) || ::isatty(STDOUT_FILENO) == 1)) return;
-    std::fflush(stdout);
-    own_ = Descriptor(::open("/proc/self/fd/1", O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY));
+    const int fd = ::fileno(stream_);
+    const bool known = ::fstat(fd, &it) == 0;
+    std::fflush(stream_);
+    if (known && S_ISSOCK(it.st_mode)) kind_ = Kind::socket;
+    else if (!known || !(S_ISFIFO(it.st_mode) || ::isatty(fd) == 1)) kind_ = Kind::file;
+    else {
+      own_ =
+          Descriptor(::open(formatted("/proc/self/fd/{}", fd).c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY));
+      kind_ = own_ ? Kind::own : Kind::shared;
+    }
+  }
+  ssize_t write_some() const {
+    const int fd = own_ ? own_.fd() : ::fileno(stream_);
+    if (kind_ == Kind::socket) return ::send(fd, waiting_.data(), waiting_.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (kind_ == Kind::own) return ::write(fd, waiting_.data(), waiting_.size());
+    if (!has_room({})) return errno = EAGAIN, -1;
+    return ::write(fd, waiting_.data(), std::min(waiting_.size(), surely_taken));
+  }
+  // Waits until there is room, or an error.
+  bool has_room(std::chrono::milliseconds limit) const {
+    pollfd room{own_ ? own_.fd() : ::fileno(stream_), POLLOUT, 0};
+    return ::poll(&room, 1, static_cast<int>(limit.count())) == 1;
   }
   // Whether nothing is left; what a reader that has gone does not take is dropped.
   bool write_within(std::chrono::milliseconds limit) {
     const auto end = Clock::now() + limit;
     while (!waiting_.empty()) {
-      const ssize_t n = ::write(own_.fd(), waiting_.data(), waiting_.size());
+      const ssize_t n = write_some();
       if (n >= 0) waiting_.erase(0, static_cast<size_t>(n));
       else if (errno == EAGAIN) {
         const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
         if (left <= left.zero()) return false;
-        pollfd room{own_.fd(), POLLOUT, 0};
-        ::poll(&room, 1, static_cast<int>(left.count()));
+        has_room(left);
       } else if (errno != EINTR) {
         waiting_.clear();
       }
@@ -64,9 +86,14 @@ class Console {
     return true;
   }
 
+  std::FILE* stream_;
   Descriptor own_;
   std::string waiting_;
-  bool opened_ = false, stalled_ = false;
+  Kind kind_ = Kind::unknown;
+  bool stalled_ = false;
 };
+
+// Prints one message to stderr, or leaves it out if nobody reads: a run must end, and be saved, nevertheless.
+inline void print_error(const std::string& text) { Console(stderr).print(printable(text) + "\n"); }
 
 }  // namespace llmc

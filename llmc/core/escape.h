@@ -1,8 +1,6 @@
 // escape.h: makes text that anyone may have written (names and values in files, messages of other processes, generated
 // text) safe for a terminal and a log: it cannot move the cursor, change colours or ring the bell.
 #pragma once
-#include <cstdio>
-
 #include "core/utf8.h"
 
 namespace llmc {
@@ -80,8 +78,5 @@ inline std::string shown(std::string_view text, size_t most = 80) {
   const std::string out = detail::escaped(text.substr(0, cut), "");
   return cut == text.size() ? out : out + "... (" + std::to_string(text.size()) + " bytes)";
 }
-
-// Prints one message to stderr.
-inline void print_error(const std::string& text) { std::fprintf(stderr, "%s\n", printable(text).c_str()); }
 
 }  // namespace llmc

@@ -1,5 +1,7 @@
 // core/: formatting, bf16, counter-based random numbers, the log.
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
 
 #include <atomic>
 #include <csignal>
@@ -342,6 +344,41 @@ TEST_CASE("a directory is for caches only if it belongs to this user alone", "[c
   if (::geteuid() != 0) return;
   REQUIRE(::chown((dir / "new").c_str(), 12345, 0) == 0);
   REQUIRE(own_directory(dir / "new").empty());
+}
+
+TEST_CASE("printing to a socket, a pipe or another user's pipe does not wait for a reader that has stopped", "[core]") {
+  const std::string lines = [] {
+    std::string text;
+    for (int i = 0; i < 100; ++i) text += formatted("line {} {}\n", i, std::string(10'000, '.'));
+    return text;
+  }();
+  struct Writer {
+    int socket, of_another_user, ends[2];
+    pid_t pid;
+  } writers[] = {{1, 0, {}, 0}, {0, 0, {}, 0}, {0, 1, {}, 0}};
+  for (Writer& w : writers) {
+    REQUIRE((w.socket != 0 ? ::socketpair(AF_UNIX, SOCK_STREAM, 0, w.ends) : ::pipe(w.ends)) == 0);
+    w.pid = ::fork();
+    REQUIRE(w.pid >= 0);
+    if (w.pid != 0) continue;
+    ::alarm(30);  // ends a child that waits
+    if (w.of_another_user != 0 && (::fchmod(w.ends[1], 0) != 0 || (::geteuid() == 0 && ::setuid(12345) != 0)))
+      ::_exit(1);
+    Console(::fdopen(w.ends[1], "w")).print(lines);
+    ::_exit(0);
+  }
+  for (const Writer& w : writers) {
+    INFO("socket: " << w.socket << ", of another user: " << w.of_another_user);
+    int status = 0;
+    REQUIRE(::waitpid(w.pid, &status, 0) == w.pid);
+    REQUIRE(status == 0);
+    ::close(w.ends[1]);
+    std::string found(lines.size(), '\0');
+    const ssize_t n = ::read(w.ends[0], found.data(), found.size());
+    ::close(w.ends[0]);
+    REQUIRE(n > 10'000);
+    REQUIRE(lines.starts_with(found.substr(0, static_cast<size_t>(n))));
+  }
 }
 
 TEST_CASE("stacks that are too small for ops are refused; OMP_STACKSIZE counts KiB without a unit", "[core]") {

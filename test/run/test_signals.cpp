@@ -169,26 +169,28 @@ TEST_CASE("a signal that was blocked when the process began saves the run, too",
   REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
 }
 
-TEST_CASE("a reader of stdout and stderr that stops reading stops neither the run nor its saving", "[run][failures]") {
-  for (const bool goes_on : {false, true}) {  // or reads on only when the run has saved
+TEST_CASE("a reader of stdout and stderr that stops reading stops neither the run nor its saving nor its end",
+          "[run][failures]") {
+  for (const bool goes_on : {false, true}) {  // or reads on only when the run has ended
     const TempDir dir;
     const std::string pipe = dir / "pipe", out = dir / "run", read = dir / "read", shown = dir / "shown";
     const std::string reader = formatted(
         "true; (exec 3<{}; until [ -e {} ]; do sleep 0.05; done; exec cat <&3 >{}) & reader=$!; ", pipe, read, shown);
     const std::string reads = formatted(": >{}; ", read), stop = "kill -TERM $run; ",
                       sees = formatted("until grep -q 'not read in time' {}; do sleep 0.05; done; ", shown),
-                      saved = formatted("until [ -e {}/step-* ]; do sleep 0.05; done; ", out);
+                      end = "(sleep 60; exec kill -KILL $run) >/dev/null & guard=$!; wait $run; s=$?; kill $guard; ";
     REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
     // The pipe holds 64 KiB, 800 lines.
     const ProgramResult r = run_program(
         tiny(out, formatted("--max-steps 100000000 >{} 2>&1 & run=$!; while [ ! -s {}/metrics.jsonl ]; do sleep 0.05; "
-                            "done; while [ $(wc -l <{}/metrics.jsonl) -lt 2000 ]; do sleep 0.05; done; {}wait $run; "
-                            "s=$?; wait $reader; exit $s",
-                            pipe, out, out, goes_on ? reads + sees + stop : stop + saved + reads)),
+                            "done; while [ $(wc -l <{}/metrics.jsonl) -lt 2000 ]; do sleep 0.05; done; {} "
+                            "wait $reader; exit $s",
+                            pipe, out, out, goes_on ? reads + sees + stop + end : stop + end + reads)),
         reader + "XDG_CACHE_HOME=build/cache");
     REQUIRE(r.status == 75);
     REQUIRE(newest_checkpoint(out, [](const std::string& w) { FAIL(w); }));
-    REQUIRE(read_whole(shown).find("stopped by SIGTERM") != std::string::npos);
+    REQUIRE(read_whole(out + "/log.txt").find("stopped by SIGTERM") != std::string::npos);
+    REQUIRE((read_whole(shown).find("stopped by SIGTERM") != std::string::npos) == goes_on);
   }
 }
 

@@ -1,5 +1,6 @@
 // last_resort.h: ends the process where its own threads cannot: stuck in MPI, in a file system, in a GPU's driver.
 #pragma once
+#include <poll.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -22,8 +23,9 @@ class LastResort {
         std::unique_lock lock(mutex_);
         if (changed_.wait_for(lock, std::chrono::duration<double>(std::min(seconds, 1e9)), [&] { return left_; }))
           return;
-        // Not by stdio, whose locks other threads may hold.
-        [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
+        // Not by stdio, whose locks other threads may hold; nor to a reader that has stopped.
+        pollfd room{STDERR_FILENO, POLLOUT, 0};
+        if (::poll(&room, 1, 1000) == 1) (void)!::write(STDERR_FILENO, line.data(), line.size());
         ::_exit(static_cast<int>(status));
       });
     } catch (const std::system_error&) {  // no further thread
