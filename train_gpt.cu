@@ -400,7 +400,7 @@ class Training {
     if (progress_.done > 0) {
       if (r_.checkpoints.last() != checkpoint_path(o_.out_dir, progress_.done))
         log_.line(formatted("{}: saving step {}{}{}", early.reason, progress_.done, r_.checkpoints.cost_text(),
-                            got_stop_signal() ? "; Ctrl-C ends the run at once, without it" : ""));
+                            got_stop_signal() ? "; a later SIGINT ends the run at once, without it" : ""));
       milestones_.save({.because = Because::end});
     }
     throw SharedError(formatted("stopped by {} after step {} of {}{}; run the same command again{} to resume{}",

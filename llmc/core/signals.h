@@ -1,6 +1,6 @@
 // signals.h: requests to stop. SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU (batch systems send one of these
 // before a job ends) are recorded and polled between micro-batches; a line on stderr says at once that one has come,
-// since what is under way, such as a checkpoint that is loaded, may take minutes. A Ctrl-C more than a second after the
+// since what is under way, such as a checkpoint that is loaded, may take minutes. A SIGINT more than a second after the
 // first signal ends the process at once; others do not, since batch systems send one after another while a run saves,
 // and SIGKILL in the end. A time limit is polled in the same way.
 #pragma once
@@ -35,9 +35,10 @@ inline constexpr StopSignal stop_signals[] = {{SIGINT, "SIGINT", StopSender::per
 namespace detail {
 // A signal handler can only reach globals.
 inline volatile std::sig_atomic_t signal_received = 0;
-inline std::atomic<int64_t> signal_time = 0;    // when the first one came
-inline volatile std::sig_atomic_t says_so = 0;  // the handler prints a line
-inline bool hangup_ignored = false;             // when the process began: run/process_start.h
+inline std::atomic<int64_t> signal_time = 0;        // when the first one came
+inline volatile std::sig_atomic_t says_so = 0;      // the handler prints a line
+inline volatile std::sig_atomic_t on_terminal = 0;  // which is for a terminal
+inline bool hangup_ignored = false;                 // when the process began: run/process_start.h
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 // Steady clock; async-signal-safe.
@@ -55,8 +56,11 @@ inline void say_signal(int number) {
     if (signal.number == number) name = signal.name;
   std::array<char, 128> text;
   size_t n = 0;
-  const char* const begin = ::isatty(STDERR_FILENO) == 1 ? "\n" : "";  // after a progress line
-  for (const char* part : {begin, "train_gpt: ", name, ": ending after what is under way; Ctrl-C ends at once\n"})
+  const char* const begin = on_terminal != 0 ? "\n" : "";  // after a progress line
+  // mpirun and srun pass on a Ctrl-C as another signal; what they start has no terminal.
+  const char* const again = on_terminal != 0 ? "Ctrl-C" : "SIGINT";
+  for (const char* part :
+       {begin, "train_gpt: ", name, ": ending after what is under way; ", again, " after a second ends at once\n"})
     for (; *part != '\0'; ++part) text[n++] = *part;
   pollfd room{STDERR_FILENO, POLLOUT, 0};  // a reader that has stopped must not stop the run
   if (::poll(&room, 1, 0) == 1 && (room.revents & POLLOUT) != 0) (void)!::write(STDERR_FILENO, text.data(), n);
@@ -66,8 +70,18 @@ inline void say_signal(int number) {
 
 enum class Says : uint8_t { nothing, at_once };
 
+// Whoever started this process may have blocked the signals that ask a run to save. but: signals that stay as they are
+inline void unblock_stop_signals(const sigset_t* but = nullptr) {
+  sigset_t set;
+  sigemptyset(&set);
+  for (const StopSignal& signal : stop_signals)
+    if (but == nullptr || sigismember(but, signal.number) == 0) sigaddset(&set, signal.number);
+  ::sigprocmask(SIG_UNBLOCK, &set, nullptr);
+}
+
 inline void note_stop_signals(Says says) {
   detail::says_so = says == Says::at_once ? 1 : 0;
+  detail::on_terminal = ::isatty(STDERR_FILENO) == 1 ? 1 : 0;
   struct sigaction action {};
   action.sa_handler = [](int signal) {
     const int64_t now = detail::nanoseconds_now();
@@ -92,6 +106,7 @@ inline void note_stop_signals(Says says) {
   // A run must still be saved when the reader of its output has ended (Ctrl-C also ends `| tee`).
   std::signal(SIGPIPE, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);  // a file larger than ulimit -f fails like one on a full disk
+  unblock_stop_signals();
 }
 
 inline bool got_stop_signal() { return detail::signal_received != 0; }

@@ -23,18 +23,12 @@ inline void open_standard_streams() {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(fd, F_GETFD) < 0) (void)!::open("/dev/null", O_RDWR);  // gets the lowest number that is free: fd
 }
-// Who started this process may have blocked the signals that ask a run to save.
-inline void unblock_stop_signals() {
-  sigset_t set;
-  sigemptyset(&set);
-  for (const StopSignal& signal : stop_signals) sigaddset(&set, signal.number);
-  ::sigprocmask(SIG_UNBLOCK, &set, nullptr);
-}
 inline cpu_set_t processors_at_start;  // where the process may run, before OpenMP binds its first thread
 inline void before_libraries(int, char**, char**) {
   struct sigaction now {};
   hangup_ignored = ::sigaction(SIGHUP, nullptr, &now) == 0 && now.sa_handler == SIG_IGN;  // by nohup
-  unblock_stop_signals();
+  sigset_t pending;  // note_stop_signals() unblocks these: before it, they would end the process
+  if (::sigpending(&pending) == 0) unblock_stop_signals(&pending);
   open_standard_streams();
   if (::sched_getaffinity(0, sizeof processors_at_start, &processors_at_start) != 0) CPU_ZERO(&processors_at_start);
 }

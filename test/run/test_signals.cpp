@@ -148,7 +148,7 @@ TEST_CASE("only after a batch system's signal is a start without an update said 
     INFO(said);
     REQUIRE(r.status == 75);
     REQUIRE(said.starts_with(
-        formatted("train_gpt: {}: ending after what is under way; Ctrl-C ends at once\n", signal.name)));
+        formatted("train_gpt: {}: ending after what is under way; SIGINT after a second ends at once\n", signal.name)));
     REQUIRE(said.find(formatted("stopped by {} after step 0 of 1", signal.name)) != std::string::npos);
     REQUIRE((said.find("this start completed no update") != std::string::npos) == (signal.number == SIGTERM));
   }
@@ -167,6 +167,16 @@ TEST_CASE("a signal that was blocked when the process began saves the run, too",
       "env --block-signal=TERM");
   REQUIRE(r.status == 75);
   REQUIRE(newest_checkpoint(dir / "run", [](const std::string& w) { FAIL(w); }));
+}
+
+TEST_CASE("a signal that came while it was blocked, before the process began, ends a run like one that comes later",
+          "[run][failures]") {
+  const TempDir dir;
+  const ProgramResult r =
+      run_program(tiny(dir / "run", "--max-steps 1"), "env --block-signal=TERM sh -c 'kill -TERM $$; exec \"$@\"' sh");
+  INFO(r.err);
+  REQUIRE(r.status == 75);
+  REQUIRE(r.err.find("stopped by SIGTERM after step 0 of 1") != std::string::npos);
 }
 
 TEST_CASE("a reader of stdout and stderr that stops reading stops neither the run nor its saving nor its end",
