@@ -3,6 +3,7 @@
 // clock says how long all of it would take.
 #pragma once
 #include <sched.h>
+#include <strings.h>
 #include <sys/auxv.h>
 #include <unistd.h>
 
@@ -31,24 +32,29 @@ enum class DeviceKind { cpu, cuda, null };
 
 constexpr auto names_of_values(DeviceKind) { return std::array{"cpu", "cuda", "null"}; }
 
-// Names a variable that set_openmp_environment() has left out.
+// Names the variables that set_openmp_environment() has left out, with spaces between them.
 inline constexpr const char* unbound_variable = "TRAIN_GPT_UNBOUND";
 
 // Makes OpenMP threads sleep at barriers instead of spinning, unless the user chose a policy: otherwise ranks that
 // share processors, or other programs, lose whole time slices at every barrier (measured: dev/LOG.md). And leaves
 // threads unbound: OpenMP would bind the first one to one place, often a single processor, from which all threads of
 // streams and ranks would inherit it. OpenMP reads its settings when it is loaded, so the program executes itself
-// again, on all of these processors.
+// again, on all of these processors; if they are not known, threads stay bound as the user has said.
 inline void set_openmp_environment(char** argv, const cpu_set_t& processors = {}) {
   bool changed = false;
   if (std::getenv("OMP_WAIT_POLICY") == nullptr && std::getenv("GOMP_SPINCOUNT") == nullptr)
     changed = setenv("OMP_WAIT_POLICY", "passive", 1) == 0;
-  for (const char* name : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"})
-    if (std::getenv(name) != nullptr && unsetenv(name) == 0) {
-      setenv(unbound_variable, name, 1);
-      if (CPU_COUNT(&processors) > 0) ::sched_setaffinity(0, sizeof processors, &processors);
-      changed = true;
-    }
+  std::string unbound;
+  const char* const bind = std::getenv("OMP_PROC_BIND");
+  if (CPU_COUNT(&processors) > 0 && (bind == nullptr || ::strcasecmp(bind, "false") != 0))  // false: nothing is bound
+    for (const char* name : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"})
+      if (std::getenv(name) != nullptr && unsetenv(name) == 0)
+        unbound += (unbound.empty() ? "" : " ") + std::string(name);
+  if (!unbound.empty()) {
+    setenv(unbound_variable, unbound.c_str(), 1);
+    ::sched_setaffinity(0, sizeof processors, &processors);
+    changed = true;
+  }
   const bool by_loader = ::getauxval(AT_BASE) == 0;  // /proc/self/exe is ld.so, which was given the program's name
   if (changed && !by_loader) execv("/proc/self/exe", argv);
   if (changed) unsetenv(unbound_variable);  // it failed, and OpenMP has read what was set: continue so

@@ -1,4 +1,6 @@
 // The machine's processors and memory under cgroup limits of both versions, in a simulated directory tree.
+#include <sys/wait.h>
+
 #include "catch2.h"
 #include "device/device.h"
 #include "helpers.h"
@@ -19,6 +21,22 @@ struct FakeRoot {
 constexpr int64_t MiB = 1 << 20;
 
 }  // namespace
+
+TEST_CASE("while this process's processors are not known, threads stay bound as OpenMP is told", "[device]") {
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    setenv("OMP_WAIT_POLICY", "passive", 1);
+    setenv("OMP_PROC_BIND", "true", 1);
+    std::string program = "test", option = "--no-option-of-this-program";
+    char* argv[] = {program.data(), option.data(), nullptr};
+    set_openmp_environment(argv);  // would execute this program with the option
+    _exit(std::getenv("OMP_PROC_BIND") == nullptr ? 1 : 0);
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  REQUIRE(status == 0);
+}
 
 TEST_CASE("the tightest of nested version 2 cgroups applies, at any level", "[device]") {
   const FakeRoot root;

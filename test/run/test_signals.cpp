@@ -213,6 +213,15 @@ TEST_CASE("threads are not bound to one processor, whatever OpenMP is told", "[r
     REQUIRE(r.status == 0);
     REQUIRE(r.out.find(prefix.substr(0, prefix.find('=')) + " is left out: ") != std::string::npos);
   }
+  for (const auto& [prefix, said] : {std::pair{"GOMP_CPU_AFFINITY=0 OMP_PLACES=cores OMP_PROC_BIND=close",
+                                               "OMP_PROC_BIND, OMP_PLACES and GOMP_CPU_AFFINITY are left out: "},
+                                     {"OMP_PROC_BIND=false", nullptr}}) {
+    const TempDir dir;
+    const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 1"), prefix);
+    INFO(r.out << r.err);
+    REQUIRE(r.status == 0);
+    REQUIRE((r.out.find(said == nullptr ? "left out" : said) == r.out.npos) == (said == nullptr));
+  }
 }
 
 TEST_CASE("nohup's SIGHUP is left alone", "[run][failures]") {

@@ -277,8 +277,11 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
     notice(formatted(
         "notice: {} ranks share {} thread{} (--threads): fine for tests and for learning, not faster than one", ranks,
         device.threads, device.threads == 1 ? "" : "s"));
-  if (const std::optional<std::string> unbound = environment_variable(unbound_variable))
-    notice(formatted("notice: {} is left out: with it all ranks and streams would share one processor", *unbound));
+  if (const std::optional<std::string> unbound = environment_variable(unbound_variable)) {
+    const std::vector<std::string> names = split(*unbound, ' ');
+    notice(formatted("notice: {} {} left out: otherwise all ranks and streams would share one processor",
+                     either(names, "and"), names.size() == 1 ? "is" : "are"));
+  }
   if (o.dtype == WeightType::bf16 && cpu::isa_in_use() < cpu::Isa::avx512_bf16)
     notice(
         "notice: this processor has no bf16 products, or --cpu-isa leaves them out: they are widened to fp32, correct "
