@@ -5,6 +5,7 @@
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -288,6 +289,13 @@ inline bool path_exists(const std::string& path) {
 inline bool is_directory(const std::string& path) {
   std::error_code none;
   return std::filesystem::is_directory(path, none);
+}
+
+// Bytes that are free on the disk of a directory; none: not known.
+inline std::optional<double> free_bytes(const std::string& directory) {
+  struct statvfs disk {};
+  if (::statvfs(directory.c_str(), &disk) != 0 || disk.f_blocks == 0) return std::nullopt;
+  return static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize);
 }
 
 // The names in a directory, sorted.

@@ -8,8 +8,6 @@
 // system's cache, which keeps what memory nobody else needs. A write to the cache succeeds even if the disk fails
 // later, and the cache may then forget what was written: so each read first asks whether the bytes got to the disk.
 #pragma once
-#include <sys/statvfs.h>
-
 #include <atomic>
 
 #include "core/files.h"
@@ -25,7 +23,8 @@ class ScratchFile {
     CHECK(::unlink(path.c_str()) == 0 || errno == ENOENT, "cannot remove the name of {}: {}", path,
           std::strerror(errno));
     if (bytes == 0) return;
-    const double free = free_bytes(path);
+    const std::string parent = std::filesystem::path(path).parent_path();
+    const double free = free_bytes(parent.empty() ? "." : parent).value_or(0);
     const int error = file_.allocate(bytes);
     CHECK(error != ENOSPC && error != EFBIG && error != EDQUOT,
           "cannot make {}, for {}: it needs {} bytes, and {:.0f} bytes are free there: {}: {}", path, what, bytes, free,
@@ -67,12 +66,6 @@ class ScratchFile {
         CHECK(is_another && tries < 100, "{}, for {}: {}", error.what(), what, remedy);
       }
     }
-  }
-  static double free_bytes(const std::string& path) {
-    const std::string parent = std::filesystem::path(path).parent_path();
-    struct statvfs disk {};
-    if (::statvfs(parent.empty() ? "." : parent.c_str(), &disk) != 0) return 0;
-    return static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize);
   }
   void require(int64_t bytes, int64_t offset) const {
     CHECK(offset >= 0 && bytes >= 0 && offset + bytes <= bytes_, "{}: bytes {} to {} of {}", path(), offset,

@@ -1,6 +1,8 @@
-// words.h: the names that a mistyped or half-remembered one was probably meant to be; words of a shell.
+// words.h: numbers in words; the names that a mistyped or half-remembered one was probably meant to be; words of a
+// shell.
 #pragma once
 #include <cctype>
+#include <charconv>
 
 #include "core/std.h"
 
@@ -14,6 +16,14 @@ inline std::vector<std::string> split(const std::string& text, char at) {
     else parts.back() += c;
   }
   return parts;
+}
+
+// All of `text` as a decimal number; none: it is something else, or out of range.
+template <class Number>
+std::optional<Number> number_from(std::string_view text) {
+  Number number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() && end == text.data() + text.size() ? std::optional(number) : std::nullopt;
 }
 
 // The number of insertions, deletions, replacements and swaps of neighbours between two words (Damerau 1964).

@@ -463,6 +463,20 @@ class Stream {
 #endif
 };
 
+// Inspects the ops of a stream (Stream::set_inspector) until the end of the scope.
+class Inspection {
+ public:
+  Inspection(Stream& stream, Stream::Inspector inspector) : stream_(stream) {
+    stream_.set_inspector(std::move(inspector));
+  }
+  ~Inspection() { stream_.set_inspector(nullptr); }
+  Inspection(const Inspection&) = delete;
+  Inspection& operator=(const Inspection&) = delete;
+
+ private:
+  Stream& stream_;
+};
+
 // Puts what is enqueued on a stream while it lives into a span of the stream's trace, if it has one.
 class [[nodiscard]] StreamRange {
  public:

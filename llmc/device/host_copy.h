@@ -51,6 +51,18 @@ class HostView {
   std::unique_ptr<std::byte[]> copy_;  // if the tensor is in device memory, or in a file
 };
 
+// The values of `t` after all work enqueued so far.
+template <class X>
+std::vector<X> values_of(const Tensor& t, Stream& stream) {
+  const HostView view(t, stream);
+  std::vector<X> values(static_cast<size_t>(t.numel()));
+  with_type(t.dtype, [&](auto tag) {
+    const auto* from = view.data<typename decltype(tag)::type>();
+    for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<X>(from[i]);
+  });
+  return values;
+}
+
 // Are all numbers of a tensor in host memory finite?
 inline bool all_finite(const Tensor& host) {
   bool finite = true;

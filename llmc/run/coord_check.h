@@ -48,16 +48,6 @@ inline HostBatch read_batch(int64_t V, uint64_t seed, int64_t step) {
   return batch;
 }
 
-inline std::vector<float> values_of(const Tensor& t, Stream& stream) {
-  const HostView view(t, stream);
-  std::vector<float> values(static_cast<size_t>(t.numel()));
-  with_type(t.dtype, [&](auto tag) {
-    const auto* from = view.data<typename decltype(tag)::type>();
-    for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(from[i]);
-  });
-  return values;
-}
-
 // The scores of a head in all sequences.
 inline constexpr int64_t scores_of_head = batch_shape.B * batch_shape.T;
 
@@ -82,27 +72,23 @@ inline Activations activations_of(Trainer& trainer, const HostBatch& batch) {
   Stream& stream = trainer.stream();
   Activations all;
   std::vector<float> heads;
-  struct Inspection {
-    Stream& stream;
-    ~Inspection() { stream.set_inspector(nullptr); }
-  } inspection{stream};
   const auto keep = [&](Kind kind, const std::vector<float>& values) {
     std::vector<float>& to = all[static_cast<size_t>(kind)];
     to.insert(to.end(), values.begin(), values.end());
   };
-  stream.set_inspector([&](std::string_view op, const Tensor& t) {
+  const Inspection inspection(stream, [&](std::string_view op, const Tensor& t) {
     const std::string_view name = t.name;
     const bool product = op == "linear_forward";
-    if (name == "embedded" && op != "zero") keep(Kind::embedding, values_of(t, stream));
-    if (name == "qkv" && product) keep(Kind::qkv, values_of(t, stream));
-    if (name == "qkv" || name == "heads") heads = values_of(t, stream);
+    if (name == "embedded" && op != "zero") keep(Kind::embedding, values_of<float>(t, stream));
+    if (name == "qkv" && product) keep(Kind::qkv, values_of<float>(t, stream));
+    if (name == "qkv" || name == "heads") heads = values_of<float>(t, stream);
     if (name == "attention" && op == "attention_forward") {
       append_scores(all[static_cast<size_t>(Kind::scores)], heads, trainer.config().model);
-      keep(Kind::attention, values_of(t, stream));
+      keep(Kind::attention, values_of<float>(t, stream));
     }
-    if (name == "activated") keep(Kind::hidden, values_of(t, stream));
-    if (name == "out" && op.ends_with("residual_forward")) keep(Kind::stream, values_of(t, stream));
-    if (name == "logits" && product) keep(Kind::logits, values_of(t, stream));
+    if (name == "activated") keep(Kind::hidden, values_of<float>(t, stream));
+    if (name == "out" && op.ends_with("residual_forward")) keep(Kind::stream, values_of<float>(t, stream));
+    if (name == "logits" && product) keep(Kind::logits, values_of<float>(t, stream));
   });
   trainer.evaluate(1, batch_shape.rows(), [&](int64_t) { return batch; });
   return all;
@@ -258,10 +244,8 @@ inline ModelConfig model_of(Options o, std::optional<int64_t> width, std::option
 inline std::vector<int64_t> numbers_of(const char* option, const std::string& text) {
   std::vector<int64_t> numbers;
   for (const std::string& number : split(text, ',')) {
-    const char* const end = number.data() + number.size();
-    int64_t n = 0;
-    const auto [rest, error] = std::from_chars(number.data(), end, n);
-    CHECK(error == std::errc() && rest == end && n > 0 && n <= static_cast<int64_t>(largest_size),
+    const int64_t n = number_from<int64_t>(number).value_or(0);
+    CHECK(n > 0 && n <= static_cast<int64_t>(largest_size),
           "{} {}: expected numbers with commas between them, such as 128,256,512", option, shown(text));
     numbers.push_back(n);
   }

@@ -7,8 +7,6 @@
 // A stage may run several chunks (interleaved, zb-v); then each run of layers is a chunk, in the order of the model. In
 // every case each layer is in exactly one chunk: a remainder is spread, never dropped.
 #pragma once
-#include <charconv>
-
 #include "core/words.h"
 #include "schedule/actions.h"
 
@@ -35,10 +33,8 @@ inline PipelineLayout pipeline_layout_from_name(const std::string& name) {
   if (name == "balanced") return {LayoutKind::balanced, {}};
   PipelineLayout layout{LayoutKind::list, {}};
   for (const std::string& number : split(name, ',')) {
-    const char* const end = number.data() + number.size();
-    int64_t n = 0;
-    const auto [parsed, error] = std::from_chars(number.data(), end, n);
-    CHECK(parsed == end && error == std::errc{} && n >= 0,
+    const int64_t n = number_from<int64_t>(number).value_or(-1);
+    CHECK(n >= 0,
           "--pp-layout {}: \"{}\" is not a number of layers; expected even, balanced, or the layers of each stage, as "
           "in 8,10,10,8",
           shown(name), shown(number));

@@ -48,12 +48,8 @@ inline std::optional<NotFinite> find_not_finite(Trainer& trainer, const BatchSou
   for (const std::string& bad :
        trainer.state().groups()[GroupName::control].all_gather_text("bad state", found ? "yes" : ""))
     if (!bad.empty()) return found;
-  struct Inspection {
-    Stream& stream;
-    ~Inspection() { stream.set_inspector(nullptr); }
-  } inspection{stream};
   int64_t writes = 0;
-  stream.set_inspector([&](const char* op, const Tensor& t) {
+  const Inspection inspection(stream, [&](const char* op, const Tensor& t) {
     if (std::string_view(op) != "zero") ++writes;         // padding is zeroed at different places on different ranks
     if (found || std::string_view(op) == "fill") return;  // a constant, such as -infinity where no score was seen yet
     if (all_finite(t, stream)) return;

@@ -15,10 +15,10 @@
 // means nothing: the script of sbatch and the shell of salloc are one process each. They have no SLURM_STEP_ID, or a
 // step of one task.
 #pragma once
-#include <charconv>
 
 #include "core/check.h"
 #include "core/environment.h"
+#include "core/words.h"
 
 namespace llmc {
 
@@ -268,14 +268,11 @@ class FindLaunch {
   std::optional<Number> number(const char* name, const char* partner = nullptr) const {
     const std::optional<std::string> value = text(name);
     if (!value) return {};
-    uint32_t read = 0;
-    const char* const end = value->data() + value->size();
-    const auto [stop, error] = std::from_chars(value->data(), end, read);
-    CHECK(stop == end && error == std::errc(), "{}='{}': expected a whole number; correct it, or unset it", name,
-          llmc::shown(*value));
+    const std::optional<uint32_t> read = number_from<uint32_t>(*value);
+    CHECK(read, "{}='{}': expected a whole number; correct it, or unset it", name, llmc::shown(*value));
     CHECK(partner == nullptr || text(partner), "{}={} is set and {} is not: set both, or unset {} to run one process",
-          name, read, partner, name);
-    return Number{name, read};
+          name, *read, partner, name);
+    return Number{name, *read};
   }
 
   const LaunchOptions& options_;

@@ -5,7 +5,6 @@
 // directory, with every write, fsync and close checked. A rename makes the checkpoint visible; then the parent
 // directory is synced. Any layout reads what any other wrote, bit for bit (contract 6).
 #pragma once
-#include <sys/statvfs.h>
 
 #include "core/checksum.h"
 #include "core/log.h"
@@ -143,13 +142,11 @@ inline SliceRange slice_range(const StateEntry& e) {
 }
 
 inline void require_space(const std::string& directory, int64_t bytes) {
-  struct statvfs disk {};
-  if (statvfs(directory.c_str(), &disk) != 0 || disk.f_blocks == 0) return;  // not known: the writes will report it
-  const double free = static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize);
-  CHECK(free >= static_cast<double>(bytes),
+  const std::optional<double> free = free_bytes(directory);
+  CHECK(!free || *free >= static_cast<double>(bytes),  // not known: the writes will report it
         "{}: the {:.1f} MiB to save do not fit into the {:.1f} MiB that are free: make room, or see "
         "--keep-checkpoints",
-        directory, static_cast<double>(bytes) / (1 << 20), free / (1 << 20));
+        directory, static_cast<double>(bytes) / (1 << 20), *free / (1 << 20));
 }
 
 }  // namespace detail

@@ -1,7 +1,6 @@
 // option_values.h: the values that options take, words, numbers and lists; whether a resumed run may change them.
 #pragma once
 #include <cctype>
-#include <charconv>
 
 #include "core/precision.h"
 #include "core/words.h"
@@ -47,14 +46,6 @@ enum class SelftestLayouts : uint8_t { pairs, all };
 constexpr auto names_of_values(SelftestLayouts) { return std::array{"pairs", "all"}; }
 enum class TokenizeSplit : uint8_t { train, val };
 constexpr auto names_of_values(TokenizeSplit) { return std::array{"train", "val"}; }
-
-// All of `text` as a decimal number; none: it is something else, or out of range.
-template <class Number>
-std::optional<Number> number_from(std::string_view text) {
-  Number number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return error == std::errc() && end == text.data() + text.size() ? std::optional(number) : std::nullopt;
-}
 
 // A number of tokens as people write it: 1000000, 300M, 1.5B.
 struct TokenCount {

@@ -7,6 +7,7 @@
 #include "core/clock.h"
 #include "core/environment.h"
 #include "core/log.h"
+#include "net/watching/board.h"
 #include "run/processes.h"
 #include "run/rank_device.h"
 #include "run/reports/peak.h"
@@ -21,9 +22,7 @@ struct DeviceSpeed {
 inline DeviceSpeed measure_speed(const Device& device, DType dtype) {
   const bool gpu = device.kind == DeviceKind::cuda;
   const int64_t size = gpu ? 4096 : 256, n = gpu ? int64_t{1} << 26 : int64_t{1} << 22;
-  const double product = best_seconds(device, dtype, {size, size}, [](Tensor out, Tensor x, Tensor y, Stream& stream) {
-    linear_forward(out, x, y, {}, stream);
-  })[0];
+  const double product = product_seconds(device, dtype, size);
   const double copied = best_seconds(device, DType::fp32, {n},
                                      [](Tensor out, Tensor x, Tensor, Stream& stream) { copy(out, x, stream); })[0];
   return {2.0 * static_cast<double>(size * size * size) / product, 8.0 * static_cast<double>(n) / copied};
@@ -41,11 +40,10 @@ inline std::vector<std::string> slow_devices(const std::vector<DeviceSpeed>& spe
       for (size_t r = 0; r < speeds.size(); ++r)
         if (r != rank) others.push_back(speeds[r].*which);
       if (others.empty()) return;
-      const auto middle = others.begin() + static_cast<std::ptrdiff_t>(others.size() / 2);
-      std::nth_element(others.begin(), middle, others.end());
-      if (!(speeds[rank].*which >= much * *middle))
+      const double middle = median(others);
+      if (!(speeds[rank].*which >= much * middle))
         slow += formatted("{}{:.3g} {}, {:.3g} is the median of the others", slow.empty() ? "" : "; ",
-                          speeds[rank].*which / unit, what, *middle / unit);
+                          speeds[rank].*which / unit, what, middle / unit);
     };
     judge(&DeviceSpeed::flops, 1e12, "TFLOP/s in a product");
     judge(&DeviceSpeed::bytes, 1e9, "GB/s in a copy");

@@ -59,6 +59,12 @@ std::array<double, sizeof...(Ops)> best_seconds(const Device& device, DType dtyp
   return best;
 }
 
+// Best time of a product of square matrices.
+inline double product_seconds(const Device& device, DType dtype, int64_t size) {
+  return best_seconds(device, dtype, {size, size},
+                      [](Tensor out, Tensor x, Tensor y, Stream& stream) { linear_forward(out, x, y, {}, stream); })[0];
+}
+
 // Elements per tensor for three to take half of a GPU's free memory: other programs may use the GPU, too.
 inline int64_t most_elements(const Device& device, DType dtype) {
   return free_memory_of_own(device.gpu) / 2 / 3 / size_of(dtype);
@@ -72,16 +78,12 @@ inline double measure_matmul_peak(const Device& device, DType dtype) {
               [&](auto tag) { peak = cpu::products<typename decltype(tag)::type>().register_peak(device.threads); });
     return peak;
   }
-  const auto seconds = [&](int64_t size) {
-    return best_seconds(device, dtype, {size, size}, [](Tensor out, Tensor x, Tensor y, Stream& stream) {
-      linear_forward(out, x, y, {}, stream);
-    })[0];
-  };
   int64_t size = 64;
-  double best = seconds(size);
+  double best = product_seconds(device, dtype, size);
   // A larger product keeps a GPU busier, unless one of this size already takes a long time.
   const int64_t most = dtype == DType::fp32 ? 4096 : 8192;
-  while (best < 2e-3 && size < most && 4 * size * size <= most_elements(device, dtype)) best = seconds(size *= 2);
+  while (best < 2e-3 && size < most && 4 * size * size <= most_elements(device, dtype))
+    best = product_seconds(device, dtype, size *= 2);
   return 2.0 * static_cast<double>(size * size * size) / best;
 }
 

@@ -4,6 +4,7 @@
 
 #include "core/clock.h"
 #include "device/nvml.h"
+#include "net/watching/board.h"
 #include "run/checkpoints/progress.h"
 #include "run/job.h"
 #include "run/reports/report.h"
@@ -184,10 +185,7 @@ class StepReport {
 
   // Estimated from recent updates and the last validation, sample and checkpoint; tasks that never ran are left out.
   double seconds_left(int64_t step) const {
-    std::vector<double> sorted(recent_.begin(), recent_.end());
-    std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2,
-                     sorted.end());  // the median: a pause is no trend
-    double seconds = sorted[sorted.size() / 2] *
+    double seconds = median({recent_.begin(), recent_.end()}) *  // a pause is no trend
                      static_cast<double>(job_.course.tokens() - job_.course.tokens_after(step)) /
                      static_cast<double>(job_.step.tokens());
     const std::array<int64_t, 3> every = {job_.validates() ? o_.val_every : 0, o_.sample_every,

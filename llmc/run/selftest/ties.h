@@ -71,12 +71,7 @@ inline Route route_of(std::vector<double> logits, const float* biases, std::vect
 class RouteRecorder {
  public:
   RouteRecorder(Routes& all, std::mutex& mutex, const Run& run)
-      : all_(all), mutex_(mutex), groups_(run.groups), trainer_(run.trainer) {
-    trainer_.stream().set_inspector([this](const char* op, const Tensor& t) { look(op, t); });
-  }
-  ~RouteRecorder() { trainer_.stream().set_inspector(nullptr); }
-  RouteRecorder(const RouteRecorder&) = delete;
-  RouteRecorder& operator=(const RouteRecorder&) = delete;
+      : all_(all), mutex_(mutex), groups_(run.groups), trainer_(run.trainer) {}
 
   void begin_step(int64_t step) {
     step_ = step;
@@ -85,14 +80,7 @@ class RouteRecorder {
 
  private:
   void look(std::string_view op, const Tensor& t) {
-    if (op == "router_logits") {
-      const HostView view(t, trainer_.stream());
-      logits_.resize(static_cast<size_t>(t.numel()));
-      with_type(t.dtype, [&](auto tag) {
-        const auto* from = view.data<typename decltype(tag)::type>();
-        for (size_t i = 0; i < logits_.size(); ++i) logits_[i] = static_cast<double>(from[i]);
-      });
-    }
+    if (op == "router_logits") logits_ = values_of<double>(t, trainer_.stream());
     if (op != "router_forward" || t.dtype != DType::int32) return;
     const int64_t E = trainer_.config().model.experts.count;
     if (std::ssize(logits_) != t.shape[0] * E) return;          // a shared expert's gate is a router of one expert
@@ -145,6 +133,7 @@ class RouteRecorder {
   int64_t step_ = 1;
   std::vector<float> biases_;
   std::vector<double> logits_;
+  Inspection inspection_{trainer_.stream(), [this](const char* op, const Tensor& t) { look(op, t); }};
 };
 
 // Completes the routes with the tokens of other processes.
