@@ -151,6 +151,23 @@ TEST_CASE("a process that says nothing is named even if nobody waits for it", "[
   REQUIRE(ranks.verdict() == "");
 }
 
+TEST_CASE("judges count as silent once each of them that has not ended is", "[net][failures]") {
+  SilenceOfJudges silence;
+  const auto after = [&](int seconds, const std::set<int>& heard, const std::set<int>& ended = {}) {
+    std::vector<int> silent;
+    for (int i = 0; i < seconds; ++i) silent = silence.add(1, heard, ended, 10);
+    return silent;
+  };
+  const std::vector<int> nobody;
+  REQUIRE(after(15, {1}) == nobody);  // process 0 has been silent for 15 s
+  REQUIRE(after(9, {}) == nobody);
+  REQUIRE(after(1, {}) == std::vector<int>{0, 1});  // both clocks run at the same time
+  REQUIRE(after(1, {0}) == nobody);
+  REQUIRE(after(9, {}, {1}) == nobody);
+  REQUIRE(after(1, {}, {1}) == std::vector<int>{0});
+  REQUIRE(after(1, {}, {0, 1}) == nobody);
+}
+
 TEST_CASE("ranks that wait for each other, or for the network, do not wait forever", "[net][failures]") {
   Ranks ranks;
   ranks.waits(0, "a", {0, 1}, 5, 31).reached(1, "a", {0, 1}, 4);

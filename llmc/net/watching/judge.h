@@ -24,6 +24,28 @@ struct Seen {
   bool ended = false;  // its process has said farewell
 };
 
+// For the others: how long processes 0 and 1, which judge them, have said nothing.
+class SilenceOfJudges {
+ public:
+  // Adds these seconds. Returns which of them have been silent for so long, if each that has not ended has; else
+  // nobody.
+  std::vector<int> add(double seconds, const std::set<int>& heard, const std::set<int>& ended, double most) {
+    std::vector<int> silent;
+    bool one_speaks = false;
+    for (const int process : {0, 1}) {
+      double& silence = seconds_[static_cast<size_t>(process)];
+      silence = heard.contains(process) ? 0 : silence + seconds;
+      if (ended.contains(process)) continue;
+      if (silence < most) one_speaks = true;
+      else silent.push_back(process);
+    }
+    return one_speaks ? std::vector<int>() : silent;
+  }
+
+ private:
+  std::array<double, 2> seconds_{};
+};
+
 // "rank 5 on HOST"
 using NameOfRank = std::function<std::string(int)>;
 

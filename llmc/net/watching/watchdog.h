@@ -138,13 +138,8 @@ class Watchdog {
     const bool warm = std::any_of(mine.begin(), mine.end(), [](const RankState& r) { return r.updates > 0; });
     const double most = timeouts_.silence(warm);
     std::string silent;
-    for (const int process : {0, 1}) {
-      double& silence = judges_silent_[static_cast<size_t>(process)];
-      silence = heard.contains(process) ? 0 : silence + seconds;
-      if (ended.contains(process)) continue;
-      if (silence < most) return;
+    for (const int process : silence_.add(seconds, heard, ended, most))
       silent += (silent.empty() ? "" : " and ") + control_.name_of_rank(process * control_.local_ranks());
-    }
     if (!silent.empty())
       control_.end_job(formatted("{}: nothing heard for {} s ({})", silent, most, timeouts_.option(warm)));
   }
@@ -164,10 +159,10 @@ class Watchdog {
 
   ControlPlane& control_;
   Timeouts timeouts_;
-  double period_;                          // seconds
-  std::vector<Seen> seen_;                 // on processes 0 and 1: by rank
-  KnownMembers known_;                     // of all groups of these
-  std::array<double, 2> judges_silent_{};  // on the others: seconds since processes 0 and 1 were heard from
+  double period_;            // seconds
+  std::vector<Seen> seen_;   // on processes 0 and 1: by rank
+  KnownMembers known_;       // of all groups of these
+  SilenceOfJudges silence_;  // on the others
 
   std::mutex mutex_;  // guards what follows
   std::function<void()> wake_;
