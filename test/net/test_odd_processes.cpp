@@ -82,6 +82,66 @@ TEST_CASE("a door without room for the first try of a process is tried again", "
   REQUIRE(errors[1] == "");
 }
 
+TEST_CASE("who says nothing is sent no more boards than its buffers hold, and further ones once it speaks", "[net]") {
+  const TempDir dir;
+  Lines lines;
+  const std::string where = "file:" + dir / "meeting";
+  std::unique_ptr<ControlPlane> job;
+  std::thread meets([&] { job = std::make_unique<ControlPlane>(greeting(0, 2), at(where, lines)); });
+  std::atomic<int> boards = 0, beats = 0;
+  Control* speaks = nullptr;
+  Control control({[&](int line, const Message& message) {
+                     boards += message.kind == Kind::board, beats += message.kind == Kind::beat;
+                     if (message.kind == Kind::verdict) speaks->send(line, {Kind::text, {"deputy", ""}});
+                   },
+                   [](int, const std::string&) {}});
+  speaks = &control;
+  const Introduction it{protocol_version, greeting(1, 2), {1, "elsewhere", "", "", 1}};
+  const int line = control.add(reach_process_0(at(where, lines), 1).socket);
+  control.send(line, {Kind::greeting, it.parts()});
+  meets.join();
+  const auto post = [&](size_t bytes) { job->post({std::string(bytes, 'x')}), job->beat(); };
+  for (int i = 0; i < 200; ++i) post(3000);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  REQUIRE((boards > 0 && boards < 10));
+  REQUIRE((beats > 0 && beats < 10));
+  control.send(line, {Kind::beat, {}});
+  const int before = boards;
+  for (const Limit limit = Limit::seconds(20); boards == before;) {
+    post(100'000);  // one that is larger than the buffers is still sent
+    REQUIRE(!limit.passed());
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+TEST_CASE("what the others have said is heard before it is noticed that some are gone", "[net]") {
+  const Socket listening = listen_at(resolve({"127.0.0.1", 0}).at(0));
+  std::vector<std::string> heard;
+  std::latch stopped(1), go_on(1), done(1);
+  const auto said = [&](int line, const std::string& what) {
+    heard.push_back(formatted("{}: {}", line, what));
+    if (what == "stop") stopped.count_down(), go_on.wait();
+    if (heard.size() == 4) done.count_down();
+  };
+  Control control({[&](int line, const Message& message) { said(line, message.parts.at(0)); }, said});
+  std::vector<Socket> others;
+  for (int i = 0; i < 3; ++i) {
+    control.add(connect_to(address_here(listening), Limit::seconds(5)));
+    others.emplace_back(::accept4(listening.fd(), nullptr, nullptr, SOCK_NONBLOCK));
+  }
+  const auto say = [&](size_t line, const std::string& what) {
+    const std::string text = Message{Kind::fault, {what}}.encoded();
+    send_all(others[line], text.data(), text.size(), Limit::seconds(5));
+  };
+  say(1, "stop");  // as if the process were stopped
+  stopped.wait();
+  say(2, "why"), say(0, "a consequence");
+  others[0] = Socket();
+  go_on.count_down();
+  done.wait();
+  REQUIRE(heard.back() == formatted("0: {}", Socket::closed));
+}
+
 TEST_CASE("numbers and messages that no process of this job can say change nothing", "[net]") {
   const TempDir dir;
   Lines lines;

@@ -1,5 +1,6 @@
 // net/: processes meet, agree and talk, or all learn why they cannot.
 #include <linux/filter.h>
+#include <sys/wait.h>
 
 #include <atomic>
 #include <latch>
@@ -380,6 +381,53 @@ TEST_CASE("a process that cannot reach the rendezvous says where it looked and w
                              other = resolve({"192.0.2.1", 0});
   REQUIRE(address_here(listen_at_any_of({other[0], own[0]})).is_loopback());
   REQUIRE_ERROR(listen_at_any_of({busy[0], own[0]}), "Address already in use");
+}
+
+TEST_CASE("a process that does not reach the rendezvous says what it found together with where", "[net]") {
+  Lines lines;
+  const TempDir dir;
+  const std::string path = dir / "meeting", nobody = formatted("127.0.0.1:{}", free_port());
+  write_text_durably(path, formatted("train_gpt rendezvous\n{}\n{}\n", nobody, std::string(32, '0')));
+  const auto errors = on_threads(2, [&](int i) {
+    if (i == 0) ControlPlane(greeting(1, 2), at("file:" + path, lines, 0.2));
+    std::this_thread::sleep_for(std::chrono::milliseconds(170));  // before the last attempt
+    ::unlink(path.c_str());
+  });
+  INFO(errors[0]);
+  const bool names = errors[0].find(", which names " + nobody) != std::string::npos;
+  REQUIRE(names == (errors[0].find("Connection refused") != std::string::npos));
+}
+
+TEST_CASE("while a process is stopped, its time to meet the others does not run", "[net]") {
+  constexpr double init_timeout = 2;
+  const TempDir dir;
+  const std::array<std::string, 2> where = {"file:" + dir / "of 0", "file:" + dir / "of 1"};  // two jobs
+  std::array<pid_t, 2> stopped{};
+  for (int p = 0; p < 2; ++p)
+    if ((stopped[static_cast<size_t>(p)] = ::fork()) == 0) {
+      try {
+        Lines its;
+        ControlPlane(greeting(p, 2), at(where[static_cast<size_t>(p)], its, init_timeout)).barrier("here");
+        ::_exit(0);
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "process %d: %s\n", p, error.what());
+        ::_exit(1);
+      }
+    }
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  for (const pid_t pid : stopped) ::kill(pid, SIGSTOP);
+  std::this_thread::sleep_for(std::chrono::duration<double>(init_timeout + 0.1));
+  for (const pid_t pid : stopped) ::kill(pid, SIGCONT);
+  Lines lines;
+  const auto errors = on_threads(2, [&](int job) {  // the other process of each job
+    ControlPlane(greeting(1 - job, 2), at(where[static_cast<size_t>(job)], lines)).barrier("here");
+  });
+  for (const pid_t pid : stopped) {
+    int status = -1;
+    REQUIRE(::waitpid(pid, &status, 0) == pid);
+    REQUIRE(status == 0);
+  }
+  require_all(errors, "");
 }
 
 TEST_CASE("a process that is gone is named on all others", "[net]") {

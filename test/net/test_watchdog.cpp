@@ -131,12 +131,12 @@ TEST_CASE("a process that fails tells all others why, and what follows from it i
   }
 }
 
-TEST_CASE("who knows why the job ends reports that, and not what follows from it, to who does not know yet",
-          "[net][failures]") {
+TEST_CASE("who ends the job by itself tells the others why, and not what follows from it", "[net][failures]") {
   Watched job(3);
-  job.jobs[2].end_job("the disk is full");  // the others do not hear of it
-  job[2].failed(2, "a consequence");
+  job.jobs[2].end_job("the disk is full");
   for (int p = 0; p < 3; ++p) REQUIRE(job[p].fault(20).why == "the disk is full");
+  job[2].failed(2, "a consequence");
+  REQUIRE(job[0].fault(0.02).why == "the disk is full");
 }
 
 TEST_CASE("a rank that is busy for longer than the timeout is waited for", "[net][failures]") {

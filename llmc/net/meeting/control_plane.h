@@ -67,9 +67,10 @@ class ControlPlane : public Roster {
     process() == 0 ? contribute(0, topic, text) : control_->send(line_to(0), said);
     // The others wait longer, so that process 0 says who is missing.
     const double longer = process() == 0 ? 0 : std::min(5.0, seconds.value_or(0));
-    const Limit limit = seconds ? Limit::seconds(*seconds + longer) : Limit();
     const auto complete = [&] { return gathered_[topic].size() == static_cast<size_t>(processes()); };
-    if (!wait(lock, limit, [&] { return complete() || aborted_ || fault_.known() || ended_.contains(0); }))
+    const auto over = [&] { return complete() || aborted_ || fault_.known() || ended_.contains(0); };
+    if (!seconds) wait(lock, Limit(), over);
+    else if (!wait_running(lock, *seconds + longer, over))
       fail({formatted("no answer within {} s from {}", *seconds + longer,
                       names_of(process() == 0 ? gatherings_.missing(topic) : std::vector<int>{0}))});
     if (!complete()) check_alive();
@@ -86,11 +87,10 @@ class ControlPlane : public Roster {
     aborted_ = true;
     changed_.notify_all();
   }
-  // This process has failed for this reason, which all others learn. If it already knows why the job ends, it reports
-  // that instead.
+  // This process has failed for this reason, which all others learn, unless it already knows why the job ends.
   void report_failure(Fault fault) {
     std::lock_guard lock(mutex_);
-    if (fault_.known()) fault = fault_;
+    if (fault_.known()) return;  // the judges know it, too
     fault.why = Fault::limited(fault.why);
     tell_judges({Kind::failed, fault.parts()});
     suspect(process(), fault);
@@ -111,10 +111,10 @@ class ControlPlane : public Roster {
     changed_.notify_all();
   }
 
-  // Tells processes 0 and 1 something; it does not wait.
+  // Tells processes 0 and 1 something; it does not wait. Each post replaces the last one.
   void post(const std::vector<std::string>& parts) {
     std::lock_guard lock(mutex_);
-    tell_judges({Kind::board, parts});
+    send_regular(lines_to_first(2), {Kind::board, parts});
   }
   // On processes 0 and 1: the last post of each other process since the last call; and those that have said farewell.
   std::pair<std::map<int, std::vector<std::string>>, std::set<int>> take_posts() {
@@ -125,7 +125,7 @@ class ControlPlane : public Roster {
   // Processes 0 and 1, which judge the others, tell them that they are there.
   void beat() {
     std::lock_guard lock(mutex_);
-    if (process() <= 1) broadcast({Kind::beat, {}});
+    if (process() <= 1) send_regular(lines_to_first(processes()), {Kind::beat, {}});
     for (const auto& [line, host] : spares_) control_->send(line, {Kind::beat, {}});
   }
   // Which of processes 0 and 1 have said anything since the last call; and the processes that have said farewell.
@@ -314,7 +314,8 @@ class ControlPlane : public Roster {
     if (fault_.known()) return;
     fault_ = {Fault::limited(fault.why), fault.status};
     fault_known_.wake();
-    if (process() <= 1) broadcast({Kind::fault, fault_.parts()});
+    // Process 0 or 1 may have been stopped: it should not take the end of this process for the cause.
+    process() <= 1 ? broadcast({Kind::fault, fault_.parts()}) : tell_judges({Kind::failed, fault_.parts()});
     changed_.notify_all();
   }
   // False: the limit came first.
@@ -329,19 +330,39 @@ class ControlPlane : public Roster {
     return true;
   }
 
-  void tell_judges(const Message& message) {
-    for (const auto& [line, process] : lines_)
-      if (process <= 1) control_->send(line, message);
+  // The same in seconds in which this process runs.
+  template <class Done>
+  bool wait_running(std::unique_lock<std::mutex>& lock, double seconds, Done&& done) {
+    for (RunningLimit limit(seconds); !done();) {
+      if (limit.passed()) return false;
+      limit.wait(poll_seconds, [&](const Limit& soon) { wait(lock, soon, done); });
+    }
+    return true;
   }
-  void broadcast(const Message& message) {
+
+  // A process that is alone has no control_, and no lines.
+  void tell_judges(const Message& message) { send(lines_to_first(2), message); }
+  void broadcast(const Message& message) { send(lines_to_first(processes()), message); }
+  void send(const std::set<int>& lines, const Message& message) {
+    if (!lines.empty()) control_->send(lines, message);
+  }
+  void send_regular(const std::set<int>& lines, const Message& message) {
+    if (!lines.empty()) control_->send_regular(lines, message);
+  }
+
+  // The connections with the first n processes.
+  std::set<int> lines_to_first(int n) const {
     std::set<int> lines;
-    for (const auto& [line, process] : lines_) lines.insert(lines.end(), line);
-    if (!lines.empty()) control_->send(lines, message);  // a process that is alone has no control_
+    for (const auto& [line, process] : lines_)
+      if (process < n) lines.insert(lines.end(), line);
+    return lines;
   }
 
   int line_to(int process) const {
     return std::find_if(lines_.begin(), lines_.end(), [&](const auto& l) { return l.second == process; })->first;
   }
+  static constexpr double poll_seconds = 0.5;  // of waits during which this process may be stopped
+
   double answer_seconds_;  // a process that was here a moment ago takes no longer
 
   std::mutex mutex_;  // guards what follows

@@ -46,10 +46,7 @@ inline std::string end_before_all_met(const std::string& why) {
 class Meeting {
  public:
   Meeting(Introduction process_0, const Rendezvous& at)
-      : where_(at.where),
-        init_timeout_(at.init_timeout),
-        patience_(at.patience),
-        end_(Limit::seconds(at.init_timeout)) {
+      : where_(at.where), init_timeout_(at.init_timeout), patience_(at.patience), end_(at.init_timeout) {
     for (int p = 0; p < process_0.greeting.processes; ++p) missing_.insert(missing_.end(), p);
     add({no_line, std::move(process_0)});
   }
@@ -92,8 +89,16 @@ class Meeting {
     return Fault{formatted("{} {} not arrived at {} within {} s (--init-timeout){}", named(missing, local_ranks()),
                            missing.size() == 1 ? "has" : "have", where_, init_timeout_, silent())};
   }
-  // When verdict() may change even if nobody comes.
-  Limit next() const { return last_call_ ? *last_call_ : end_; }
+  // Calls wait(Limit), which waits until somebody comes, verdict() may change, or these seconds are over. While this
+  // process is stopped, nobody can come.
+  template <class Wait>
+  void wait(double seconds, Wait&& wait) {
+    const bool was_stopped = end_.wait(seconds, [&](Limit limit) {
+      if (last_call_) limit.deadline = std::min(limit.deadline, last_call_->deadline);
+      wait(limit);
+    });
+    if (was_stopped) last_arrival_ = Clock::now();
+  }
   // The verdict has been given, and everyone has read it.
   bool is_over() const { return missing_.empty() && lines_.empty(); }
 
@@ -184,7 +189,7 @@ class Meeting {
 
   std::string where_;
   double init_timeout_, patience_;  // seconds
-  Limit end_;
+  RunningLimit end_;
   std::vector<Arrival> all_;     // process 0 first
   std::map<int, size_t> first_;  // by process: its place in all_
   std::set<int> missing_;

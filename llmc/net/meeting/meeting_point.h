@@ -163,9 +163,9 @@ inline Reached connect_to_any(const Endpoint& endpoint, const Hello& hello, cons
 
 // Connects another process to process 0 as soon as process 0 listens.
 inline Reached reach_process_0(const Rendezvous& at, int process) {
-  const Limit limit = Limit::seconds(at.init_timeout);
+  RunningLimit limit(at.init_timeout);
   NowAndThen reminder = at.reminder();
-  std::string fault;
+  std::string fault, its_place;
   for (double pause = 0.02;; pause = std::min(0.5, 2 * pause)) {
     std::string where = "the rendezvous at " + at.where;
     try {
@@ -178,16 +178,16 @@ inline Reached reach_process_0(const Rendezvous& at, int process) {
         endpoint = parse_endpoint(at.where);
         detail::check_token(endpoint, at.token);
       }
-      return detail::connect_to_any(endpoint, hello, at.token, where, limit);
+      return detail::connect_to_any(endpoint, hello, at.token, where, limit.limit());
     } catch (const ConnectionError& error) {  // not there yet, or what listens there is not process 0 of this job
-      if (fault.empty() || !limit.passed()) fault = error.what();  // not the attempt that was cut short
+      if (fault.empty() || !limit.passed()) fault = error.what(), its_place = where;  // not one that was cut short
     }
-    if (reminder.due()) at.say(formatted("waiting for {}: {}", where, fault));
+    if (reminder.due()) at.say(formatted("waiting for {}: {}", its_place, fault));
     if (limit.passed())
-      throw Error(formatted("{} has not been reached within {} s (--init-timeout): {}; has process 0 started{}?", where,
-                            at.init_timeout, fault, at.file() ? ", and do both see the same file" : ""),
+      throw Error(formatted("{} has not been reached within {} s (--init-timeout): {}; has process 0 started{}?",
+                            its_place, at.init_timeout, fault, at.file() ? ", and do both see the same file" : ""),
                   ExitStatus::lost);
-    sleep_until(limit.sooner(pause));
+    limit.wait(pause, sleep_until);
   }
 }
 

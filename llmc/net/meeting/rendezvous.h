@@ -24,8 +24,10 @@ inline void ControlPlane::hold_meeting(Rendezvous& at) {
   listen(std::move(listening), at.say);
   NowAndThen reminder = at.reminder();
   while (!(verdict_ = meeting_->verdict())) {
-    const Limit next = give_places(at.spare_wait);
-    changed_.wait_until(lock, std::min({meeting_->next().deadline, reminder.next().deadline, next.deadline}));
+    const Limit places = give_places(at.spare_wait);
+    meeting_->wait(poll_seconds, [&](const Limit& soon) {
+      changed_.wait_until(lock, std::min({soon.deadline, reminder.next().deadline, places.deadline}));
+    });
     if (reminder.due() && !meeting_->missing().empty()) at.say(meeting_->waiting());
   }
   verdict_->why = Fault::limited(verdict_->why);
@@ -75,7 +77,7 @@ inline void ControlPlane::attend_meeting(Rendezvous& at) {
   const auto lost = [&](const std::string& how) {
     return Error(formatted("the rendezvous at {} {}", at.where, how), ExitStatus::lost);
   };
-  if (!wait(lock, Limit::seconds(seconds), [&] { return verdict_ || fault_.known(); }))
+  if (!wait_running(lock, seconds, [&] { return verdict_ || fault_.known(); }))
     throw lost(formatted("has not answered within {} s", seconds));
   if (!verdict_) throw lost(fault_.why);
   if (verdict_->known()) throw SharedError(verdict_->why, verdict_->status);

@@ -159,11 +159,18 @@ class Control {
   // Does not wait. Nothing happens on connections that are gone.
   void send(int line, const Message& message) { send(std::set{line}, message); }
   void send(const std::set<int>& lines, const Message& message) {
-    const auto text = std::make_shared<const std::string>(message.encoded());  // one copy, however many lines
-    std::lock_guard lock(mutex_);
-    for (const int line : lines)
-      if (const auto found = lines_.find(line); found != lines_.end()) found->second.out.push_back(text);
-    waker_.wake();
+    push(lines, message, [](Line&, size_t) { return true; });
+  }
+  // For messages that both sides send regularly, each in place of the last one. It leaves out lines whose other side
+  // has said nothing since several of them: a process that is stopped reads nothing, and a connection whose buffers
+  // are full breaks like one to a host that has vanished (add()).
+  void send_regular(const std::set<int>& lines, const Message& message) {
+    constexpr size_t most_unanswered = 32 << 10, overhead = 4 << 10;  // bytes; a small message costs memory, too
+    push(lines, message, [](Line& line, size_t bytes) {
+      if (line.unanswered > 0 && line.unanswered + overhead + bytes > most_unanswered) return false;
+      line.unanswered += overhead + bytes;
+      return true;
+    });
   }
 
  private:
@@ -171,13 +178,25 @@ class Control {
     Socket socket;
     std::string in = {};
     std::deque<std::shared_ptr<const std::string>> out = {};
-    size_t sent = 0;  // bytes of the first of `out`
+    size_t sent = 0;        // bytes of the first of `out`
+    size_t unanswered = 0;  // of regular messages since the other side last said anything
     bool said_all = false;
   };
+
+  template <class Takes>
+  void push(const std::set<int>& lines, const Message& message, Takes&& takes) {
+    const auto text = std::make_shared<const std::string>(message.encoded());  // one copy, however many lines
+    std::lock_guard lock(mutex_);
+    for (const int line : lines)
+      if (const auto found = lines_.find(line); found != lines_.end() && takes(found->second, text->size()))
+        found->second.out.push_back(text);
+    waker_.wake();
+  }
 
   void run() {
     std::vector<pollfd> polled;
     std::vector<int> ids;
+    std::vector<std::pair<int, std::string>> closed;
     for (;;) {
       polled.assign({{waker_.fd(), POLLIN, 0}});
       ids.clear();
@@ -197,27 +216,31 @@ class Control {
       if (::poll(polled.data(), polled.size(), limit.milliseconds()) < 0) continue;  // EINTR
       if (polled[0].revents != 0) waker_.clear();
       for (size_t i = 0; i < ids.size(); ++i)
-        if (polled[i + 1].revents != 0) attend(ids[i]);
+        if (polled[i + 1].revents != 0) attend(ids[i], closed);
+      // What the other lines hold may say why these were closed, if this process has been stopped for a while.
+      if (!closed.empty())
+        for (const int id : ids) attend(id, closed);
+      for (const auto& [id, why] : closed) events_.closed(id, why);
+      closed.clear();
     }
   }
 
-  // Sends and receives what it can, then reports what has happened, without the lock.
-  void attend(int id) {
+  // Sends and receives what it can, then reports the messages, without the lock. Adds to the lines that are closed.
+  void attend(int id, std::vector<std::pair<int, std::string>>& closed) {
     std::vector<Message> messages;
-    std::optional<std::string> closed;
     {
       std::lock_guard lock(mutex_);
-      Line& line = lines_.at(id);
+      const auto found = lines_.find(id);
+      if (found == lines_.end()) return;
       try {
-        receive(line, messages);
-        send_some(line);
+        receive(found->second, messages);
+        send_some(found->second);
       } catch (const ConnectionError& error) {
-        closed = error.what();
-        lines_.erase(id);
+        closed.emplace_back(id, error.what());
+        lines_.erase(found);
       }
     }
     for (Message& message : messages) events_.received(id, std::move(message));
-    if (closed) events_.closed(id, *closed);
   }
   static void send_some(Line& line) {
     std::array<iovec, 64> parts;
@@ -233,6 +256,7 @@ class Control {
     const iovec in{buffer.data(), buffer.size()};
     while (const size_t n = line.socket.receive_some(&in, 1)) {
       line.in.append(buffer.data(), n);
+      line.unanswered = 0;
       for (Message message; message.decode_from(line.in);) messages.push_back(std::move(message));
     }
   }

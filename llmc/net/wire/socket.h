@@ -92,6 +92,29 @@ struct Limit {
   }
 };
 
+// A limit that the time in which this process is stopped, or starved, does not count towards.
+class RunningLimit {
+ public:
+  explicit RunningLimit(double seconds) : limit_(Limit::seconds(seconds)) {}
+  const Limit& limit() const { return limit_; }
+  bool passed() const { return limit_.passed(); }
+  // Calls wait(Limit), which is to take at most these seconds; of what it takes, at most twice as much counts. True:
+  // it took longer than that.
+  template <class Wait>
+  bool wait(double seconds, Wait&& wait) {
+    const Limit limit = limit_.sooner(seconds);
+    const Clock::time_point late = limit.deadline + Limit::lasting(seconds);
+    wait(limit);
+    const Clock::time_point now = Clock::now();
+    if (now <= late) return false;
+    limit_.deadline += now - late;
+    return true;
+  }
+
+ private:
+  Limit limit_;
+};
+
 // Times a repeated message: from the second on, each interval is twice the last one, up to `most` seconds.
 class NowAndThen {
  public:
