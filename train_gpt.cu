@@ -352,7 +352,7 @@ class Training {
     MetricsKept kept;
     if (beginning.directory != nullptr) {
       detail::require_space(o_.out_dir, job_.checkpoint_bytes());
-      kept = beginning.directory->claim(log_, job_.asked, job_.rollbacks, beginning.resume);
+      kept = beginning.directory->claim(log_, job_.asked, beginning.resume);
       if (beginning.after == After::rollback) {
         log_.metrics_replaced();
         log_.rollback(beginning.rollback);
@@ -461,6 +461,7 @@ class Training {
 void run_training(const Options& o, const Processes& processes, Clock::time_point process_begin) {
   const bool first = processes.process() == 0;
   note_stop_signals(first ? Says::at_once : Says::nothing);
+  unread_errors_left_out = true;
   Log log = make_log(o, processes);
   std::optional<Job> job;
   together(processes, "options", [&] { job.emplace(o, process_begin); });

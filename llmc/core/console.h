@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 
+#include <atomic>
 #include <cstdio>
 
 #include "core/clock.h"
@@ -93,7 +94,14 @@ class Console {
   bool stalled_ = false;
 };
 
-// Prints one message to stderr, or leaves it out if nobody reads: a run must end, and be saved, nevertheless.
-inline void print_error(const std::string& text) { Console(stderr).print(printable(text) + "\n"); }
+// Set where others wait for this process, or it has a run to save: it must end even if nobody reads its stderr.
+inline std::atomic<bool> unread_errors_left_out = false;
+
+// Prints one message to stderr.
+inline void print_error(const std::string& text) {
+  const std::string line = printable(text) + "\n";
+  if (unread_errors_left_out) Console(stderr).print(line);
+  else std::fputs(line.c_str(), stderr);
+}
 
 }  // namespace llmc

@@ -205,7 +205,8 @@ struct Job {
       : Job(o, process_begin, recipe, std::make_shared<RunData>(o, recipe)) {}
   Job(const Options& o, Clock::time_point process_begin, const Recipe& recipe, const std::shared_ptr<RunData>& run_data)
       : Job(o, process_begin, run_data, Course(recipe, run_data->train.epoch_tokens()), 0) {
-    const bool may_go_on = !is_new() || !o.branch_from.empty() || (!o.restart && !o.checkpoint_local.empty());
+    const bool may_go_on = !is_new() || !o.branch_from.empty() ||
+                           (!o.restart && (!o.checkpoint_local.empty() || path_exists(o.out_dir + "/run.json")));
     if (!may_go_on) require_length();  // otherwise find_start() knows whether it does
     require_memory_of_new_run();
   }

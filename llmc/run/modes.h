@@ -360,11 +360,11 @@ inline std::optional<ResumedCourse> course_from(const ResumePoint& from, const R
   const std::string files = changed_names_of_data(member(from.trainer, "options"), run.asked);
   try {
     return resumed_course(from, run);
-  } catch (const Error&) {
+  } catch (const Error& error) {
     if (files.empty() || from.begin == Begin::branch || run.asked.data_changed == DataChanged::accept) throw;
+    print_error(formatted("notice: {} is of a run with other data; these are the samples of a new run:{} ({})",
+                          from.path, files, error.what()));
   }
-  print_error(
-      formatted("notice: {} is of a run with other data; these are the samples of a new run:{}", from.path, files));
   return std::nullopt;
 }
 

@@ -165,9 +165,12 @@ class SpareFiles {
 // Meets the other processes of the job, and completes this process's place. None: a spare that was not needed.
 inline std::unique_ptr<Processes> meet(Options& o) {
   Place& place = o.place;
-  if (place.processes == 1 || !needs_ranks(o))
+  const bool alone = place.processes == 1 || !needs_ranks(o), trains = needs_ranks(o) && !o.selftest && !o.evaluate;
+  if (!alone || !trains) unblock_stop_signals();  // else a signal that is pending waits until the run can be saved
+  if (alone)
     return std::make_unique<Processes>(needs_ranks(o) ? static_cast<int>(place.local_ranks) : 1,
                                        Timeouts{o.init_timeout, o.comm_timeout});
+  unread_errors_left_out = true;
   Rendezvous at;
   at.token = read_token(environment_variable);
   at.init_timeout = o.init_timeout;

@@ -55,7 +55,8 @@ inline std::string time_matmuls(Run& run, const BatchSource& batches, Log& log) 
   for_matmul_choices(before, [&](const std::string&, const std::string& line) { known.insert(line); });
   for_matmul_choices(
       choices, [&](const std::string&, const std::string& line) { ++shapes, timed += known.contains(line) ? 0 : 1; });
-  log.line(formatted("timed {} of {} matrix products in {:.1f} s; choices: {}", timed, shapes, seconds, cache.file()));
+  log.line(formatted("timed {} of {} matrix products in {:.1f} s; choices: {}", timed, shapes, seconds,
+                     cache.file().empty() ? "not kept, since there is no directory for caches" : cache.file()));
   if (timed > 0 && run.groups.first())
     cache.keep(title, {{"choices", merged_matmul_choices(std::array{choices, before}).substr(title.size())}});
   return choices;

@@ -9,7 +9,7 @@
 
 namespace llmc {
 
-// The job from a checkpoint on.
+// The job from a checkpoint on; its rollbacks, and those of the others, are those of `first`.
 inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
   ResumedCourse resumed = resumed_course(from, first);
   if (!resumed.changes.data_fault.empty()) throw Error(resumed.changes.data_fault);
@@ -20,7 +20,7 @@ inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
   if (resumed.changes.changed)
     job.former_recipe = from.trainer.value("recipe", nlohmann::json::object()).value("facts", nlohmann::json::object());
   job.data_changes = resumed.changes.data;
-  job.rollbacks = resumed.changes.rollbacks;
+  job.rollbacks = first.rollbacks;
   job.require_length();
   job.resume(from, log);
   job.require_later_stretches();
@@ -124,7 +124,7 @@ inline RollbackLine roll_back(const Processes& processes, const Start& start, co
   together(processes, "the earlier step",
            [&] { job.emplace(resume ? resumed_job(*job, *resume, log) : job_from_beginning(*job)); });
   together(processes, "checkpoints after the earlier step", [&] {  // only now, since all can go on from there
-    if (processes.process() == 0) start.directory->roll_back(log, to, job->asked.keep_checkpoints == 0);
+    if (processes.process() == 0) start.directory->roll_back(log, to, job->rollbacks, job->asked.keep_checkpoints == 0);
   });
   return {to, spike.step, spike.loss, spike.grad_norm, resume ? resume->path : "", first, samples};
 }

@@ -339,7 +339,7 @@ inline std::vector<Format> make_formats(const std::string& root, std::unique_ptr
     formats.push_back({file, out, file, content, false, {}, [=] {
                          Log log = Log::silent();
                          RunDirectory run(log, o);
-                         const MetricsKept kept = run.claim(log, o, run.rollbacks(), ResumePoint{out, 3, {}});
+                         const MetricsKept kept = run.claim(log, o, ResumePoint{out, 3, {}});
                          return formatted("{} {} {}", kept.validated, kept.elapsed_s,
                                           read_whole(out + "/metrics.jsonl"));
                        }});

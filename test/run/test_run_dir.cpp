@@ -85,17 +85,16 @@ TEST_CASE("a run without a completed step may be replaced by one with other opti
   Log log = Log::silent();
   Options first = in(dir / "run"), other = first;
   other.seq_len = first.seq_len + 1;
-  RunDirectory(log, first).claim(log, first, {}, {});
+  RunDirectory(log, first).claim(log, first, {});
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"val\",\"step\":0}\n";
   {  // a start that dies before it claims the directory leaves it as it was
     const RunDirectory died(log, other);
   }
-  RunDirectory(log, other).claim(log, other, {}, {});
+  RunDirectory(log, other).claim(log, other, {});
   REQUIRE(fs::file_size(dir / "run/metrics.jsonl") == 0);  // the validation was of the first one's model
   // Nor does a run that resumes from a checkpoint of elsewhere take over what it finds.
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"val\",\"step\":0,\"elapsed_s\":9}\n";
-  REQUIRE(RunDirectory(log, other).claim(log, other, {}, ResumePoint{dir / "elsewhere/step-000002", 2, {}}).elapsed_s ==
-          0);
+  REQUIRE(RunDirectory(log, other).claim(log, other, ResumePoint{dir / "elsewhere/step-000002", 2, {}}).elapsed_s == 0);
   REQUIRE(fs::file_size(dir / "run/metrics.jsonl") == 0);
   std::ofstream(dir / "run/metrics.jsonl") << "{\"kind\":\"train\",\"step\":1}\n";
   REQUIRE_ERROR(RunDirectory(log, first), "--seq-len was");
@@ -158,9 +157,9 @@ TEST_CASE("metrics are truncated after the step; damaged lines are moved to a fi
                         "{\"kind\":\"gpu\",\"step\":2,\"elapsed_s\":null}\n",
                     bad = "{\"kind\":3,\"step\":2}\n{\"step\":2}\n{\"kind\":\"val\",\"step\":\"2\"}\n[2]\n\n",
                     later = "{\"kind\":\"val\",\"step\":3,\"elapsed_s\":99}\n";
-  directory.claim(log, in(dir / "run"), {}, {});
+  directory.claim(log, in(dir / "run"), {});
   std::ofstream(dir / "run/metrics.jsonl") << kept << bad << later << "{\"kind\":\"val\",\"st";
-  const MetricsKept end = directory.claim(log, in(dir / "run"), {}, ResumePoint{dir / "run/step-000002", 2, {}});
+  const MetricsKept end = directory.claim(log, in(dir / "run"), ResumePoint{dir / "run/step-000002", 2, {}});
   REQUIRE_FALSE(end.validated);
   REQUIRE(end.elapsed_s == 12.5);
   REQUIRE(read_whole(dir / "run/metrics.jsonl") == kept);
@@ -267,38 +266,6 @@ TEST_CASE("a run that resumes with more steps is told what its learning rate doe
                                "at step 11, on its way to {:.2e} (cosine)\n",
                                learning_rate(before, 10), learning_rate(now, 11), learning_rate(now, 20))) !=
           std::string::npos);
-}
-
-TEST_CASE("warm-up, length and limits of a run that resumes with another batch or source are those from there on",
-          "[run][checkpoint]") {
-  const TempDir dir;
-  write_shard(dir / "a.bin", std::vector<uint16_t>(3000, 1));
-  write_shard(dir / "b.bin", std::vector<uint16_t>(700, 2));
-  const std::string accept = "--data-changed accept ", a = " --data a=" + (dir / "a.bin") + ":1 ",
-                    b = "--data b=" + (dir / "b.bin") + ":1:1 ";
-  const auto run = [&](const std::string& out, const std::string& more) {
-    return "--model d1 --n-embd 12 --n-head 2 --vocab-size 211 --seq-len 16 --batch-size 1 --lr 1e-2 --threads 1 "
-           "--out-dir " +
-           (dir / out) + a + more;
-  };
-  // Steps of 128 tokens: all at once 10, and 3 after step 30 of 32 tokens.
-  const std::string steps = "--tokens 1280 --warmup-steps 20 ";
-  run_well(run("steps", steps + "--total-batch-size 32 --checkpoint-every 30"));
-  fs::remove_all(dir / "steps/step-000040");
-  run_well(run("steps", steps + "--total-batch-size 128 " + accept));
-  REQUIRE(said(run("steps", steps + "--total-batch-size 128 ")).find("is at step 33 of 33\n") != std::string::npos);
-  // A warm-up of 10 steps of 64 tokens, or 40 of 16.
-  const std::string tokens = "--max-steps 25 --warmup-tokens 640 ";
-  run_well(run("tokens", tokens + "--total-batch-size 64 --checkpoint-every 12"));
-  for (const char* step : {"24", "25"}) fs::remove_all(dir / "tokens/step-0000" + step);
-  run_well(run("tokens", tokens + "--total-batch-size 16 " + accept));
-  refused(run("new", tokens + "--total-batch-size 16"),
-          "--warmup-tokens 640, or 40 steps, exceeds the 25 steps of the run");
-  // From step 100 on, b is read 0.25 times in 20 steps, and 1.35 times in 120.
-  run_well(run("sources", "--max-steps 100 "));
-  run_well(run("sources", b + "--max-steps 120 " + accept));
-  run_well(run("sources", b + "--max-steps 121 "));
-  refused(run("sources", b + "--max-steps 300"), "--data b: the run would read it 2.3");
 }
 
 TEST_CASE("--tokens and --epochs train as many steps as --max-steps would; a resumed run may extend them",

@@ -221,7 +221,7 @@ TEST_CASE("with --keep-checkpoints a rollback deletes what an earlier one left b
   const auto left_after = [&](bool keep) {
     for (const char* name : {"step-000010", "step-000020", "rolled-back-step-000015"})
       fs::create_directories(dir / "out/" + name + "/ema");
-    directory.roll_back(log, 10, keep);
+    directory.roll_back(log, 10, {}, keep);
     std::vector<std::string> left = names_in(o.out_dir);
     std::erase_if(left, [](const std::string& name) { return name.find("step-") == name.npos; });
     return left;

@@ -25,7 +25,10 @@ class LastResort {
           return;
         // Not by stdio, whose locks other threads may hold; nor to a reader that has stopped.
         pollfd room{STDERR_FILENO, POLLOUT, 0};
-        if (::poll(&room, 1, 1000) == 1) (void)!::write(STDERR_FILENO, line.data(), line.size());
+        int ready = 0;
+        while ((ready = ::poll(&room, 1, 1000)) < 0 && errno == EINTR) {
+        }
+        if (ready == 1) (void)!::write(STDERR_FILENO, line.data(), line.size());
         ::_exit(static_cast<int>(status));
       });
     } catch (const std::system_error&) {  // no further thread

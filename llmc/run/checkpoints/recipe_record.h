@@ -56,6 +56,7 @@ inline std::string recipe_checksum(const nlohmann::json& facts, int64_t tokens_p
 
 // Tells the recipes of two stretches of a run apart.
 inline std::string recipe_checksum(const Recipe& recipe) {
+  if (!recipe.known_as.empty()) return recipe.known_as;
   return detail::recipe_checksum(detail::recipe_facts(recipe), recipe.stages[0].ramp[0].tokens_per_step);
 }
 
@@ -63,6 +64,7 @@ inline std::string recipe_checksum(const Recipe& recipe) {
 inline nlohmann::ordered_json recipe_json(const Job& job, int64_t done) {
   const Course& course = job.course;
   nlohmann::ordered_json json = {{"facts", detail::recipe_facts(course.recipe())}, {"block", job.data->train.block()}};
+  if (const std::string& known_as = course.recipe().known_as; !known_as.empty()) json["known_as"] = known_as;
   if (course.origin().step > 0) {
     const Origin& origin = course.origin();
     json["origin"] = {{"step", origin.step}, {"tokens", origin.tokens}, {"samples", origin.samples}};
@@ -87,7 +89,6 @@ struct ResumedCourse {
     int64_t block;                     // of the sources
     std::vector<SourceOrder> orders;   // of each source
     std::vector<SourceRecord> unused;  // that the run has read, and does not read now
-    std::vector<Rollback> rollbacks;   // of the run, whose recipe has another checksum if data were moved
     std::vector<DataChange> data = {};
     std::string data_fault = {};  // why these are not the run's data; empty: they are
     std::vector<std::string> notices = {};
@@ -131,7 +132,7 @@ class RecipeReader {
         "skips no sample that was seen, add --data-changed accept; otherwise resume with the former --stages, --data, "
         "--seq-len and --total-batch-size",
         file_, difference(), from_.step);
-    Changes next{.block = block_, .orders = run_.data.orders, .unused = {}, .rollbacks = run_.rollbacks};
+    Changes next{.block = block_, .orders = run_.data.orders, .unused = {}};
     next.changed = others || (resized && allowed);
     if (next.changed && resized)
       next.notices.push_back(formatted("a step has {} tokens from step {} on, and had {}", tokens_per_step,
@@ -146,13 +147,13 @@ class RecipeReader {
     // What the checkpoint's run had left out before it, and what this run has left out after it.
     if (next.changed) skips_.clear();  // they are places in the former recipe
     std::erase_if(skips_, [&](const Skip& skip) { return skip.step >= from_.step; });
-    const std::string now = recipe_checksum(recipe_), then = former_checksum();
-    for (Rollback& r : next.rollbacks)
-      if (!next.changed && r.recipe == then) r.recipe = now;  // the same one, of data that were moved
-    for (const Skip& skip : skips_of(next.rollbacks, now))
+    Recipe recipe = recipe_;
+    if (const std::string then = former_checksum(); !next.changed && then != recipe_checksum(recipe))
+      recipe.known_as = then;  // its data were moved
+    for (const Skip& skip : skips_of(run_.rollbacks, recipe_checksum(recipe)))
       if (skip.step >= from_.step) skips_.push_back(skip);
     run_.data.train.cut(next.block);
-    const Course course(recipe_, run_.data.train.epoch_tokens(), std::move(origin_), skips_);
+    const Course course(std::move(recipe), run_.data.train.epoch_tokens(), std::move(origin_), skips_);
     if (!next.changed && !resized && count("data_samples") == run_.data.train.samples())
       CHECK(course.sources_after(from_.step) == positions_ || from_.step > course.steps(),
             "{}: the positions in the data are not those of step {}: the file is damaged", file_, from_.step);
@@ -287,6 +288,9 @@ class RecipeReader {
   }
   // Of the recipe that the checkpoint's run had, as rollbacks record it.
   std::string former_checksum() const {
+    const nlohmann::json known_as = member(json_, "known_as");
+    if (known_as.is_string()) return known_as;
+    if (!known_as.is_null()) damaged("\"known_as\"", known_as);
     const nlohmann::json stages = member(former_facts_, "stages");
     if (!former_facts_.contains("file")) return recipe_checksum(former_facts_, count("tokens_per_step"));
     if (!stages.is_array() || stages.empty()) damaged("\"facts\"", former_facts_);

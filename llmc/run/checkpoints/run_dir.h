@@ -142,14 +142,12 @@ class RunDirectory {
   // False: the run to resume takes its samples in file order.
   bool shuffled_before() const { return shuffled_before_; }
 
-  // Makes this the directory of a run with these options and rollbacks, which begins at its first step or resumes at a
-  // checkpoint. Returns what metrics.jsonl holds up to there; nothing if the run is new, since lines left by another
-  // run are not its results.
-  MetricsKept claim(Log& log, const Options& o, const std::vector<Rollback>& rollbacks,
-                    const std::optional<ResumePoint>& resume) {
+  // Makes this the directory of a run with these options, which begins at its first step or resumes at a checkpoint.
+  // Returns what metrics.jsonl holds up to there; nothing if the run is new, since lines left by another run are not
+  // its results.
+  MetricsKept claim(Log& log, const Options& o, const std::optional<ResumePoint>& resume) {
     traces_.keep();
-    record_.rollbacks = rollbacks;
-    const bool ours = (resume || !rollbacks.empty()) && has_steps();
+    const bool ours = (resume || !rollbacks().empty()) && has_steps();
     const MetricsKept kept = ours ? truncate_metrics(log, resume) : MetricsKept();
     if (!ours) replace(metrics_file(), ""), record_.local = {};
     record_.local.begin(resume && resume->begin == Begin::resume ? resume->step : 0, !o.checkpoint_local.empty());
@@ -191,8 +189,8 @@ class RunDirectory {
     return std::nullopt;
   }
   // The run goes on after this step, as if it had not gone further: its later checkpoints are renamed first, so that
-  // no start resumes from one. What earlier rollbacks left behind is deleted, unless `keep`.
-  void roll_back(Log& log, int64_t step, bool keep) {
+  // no start resumes from one. What earlier rollbacks left behind is deleted, unless `keep`. claim() records them.
+  void roll_back(Log& log, int64_t step, const std::vector<Rollback>& rollbacks, bool keep) {
     for (const std::string& name : names_in(path_))
       if (std::error_code none; !keep && name.starts_with("rolled-back-step-"))
         if (std::filesystem::remove_all(path_ + "/" + name, none) > 0 && !none)
@@ -201,6 +199,7 @@ class RunDirectory {
       if (later > step) log.line("notice: " + set_aside(later, "rolled-back"));
     fsync_directory(path_);
     retention_.forget();
+    record_.rollbacks = rollbacks;
   }
 
   // The directory may have been removed during the run: its checkpoint then needs a new run.json.
@@ -380,7 +379,7 @@ class RunDirectory {
 
   std::string path_;
   // What run.json says, if the run has completed a step; then what this start will write there besides its options:
-  // the parent (from resume_point() on), the rollbacks and the local checkpoints (claim()).
+  // the parent (from resume_point() on), the rollbacks (roll_back()) and the local checkpoints (claim()).
   RunRecord record_;
   bool shuffled_before_ = true;
   DirectoryLock lock_;

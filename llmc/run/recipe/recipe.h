@@ -74,6 +74,8 @@ struct Recipe {
   std::vector<RecipeStage> stages;
   bool staged = false;  // by a file
   nlohmann::json text;  // the stages of the file, as recorded; null: no file
+  // recipe_checksum() before its data were moved, under which the run's rollbacks know it; empty: they were not
+  std::string known_as = {};
   int64_t longest() const {
     int64_t T = 1;
     for (const RecipeStage& stage : stages) T = std::max(T, stage.options.seq_len);
