@@ -27,11 +27,22 @@ inline void check_printed() {
 
 // 1234 -> "1,234"; 124439808 -> "124.4M"
 inline std::string human_count(int64_t n) {
+  if (n >= 10'000'000'000'000) return formatted("{:.1f}T", static_cast<double>(n) * 1e-12);
   if (n >= 10'000'000'000) return formatted("{:.1f}B", static_cast<double>(n) * 1e-9);
   if (n >= 10'000'000) return formatted("{:.1f}M", static_cast<double>(n) * 1e-6);
   std::string digits = formatted("{}", n);
   for (size_t at = digits.size(); at > 3; at -= 3) digits.insert(at - 3, 1, ',');
   return digits;
+}
+
+// "1 step", "1,234 steps"
+inline std::string counted(int64_t n, const std::string& what) {
+  return formatted("{} {}{}", human_count(n), what, n == 1 ? "" : "s");
+}
+
+// Three digits, or a count: 0.0123 -> "0.0123", 12.34 -> "12.3", 1234.5 -> "1,234".
+inline std::string human_amount(double x) {
+  return x < 999.5 || x > 1e18 ? formatted("{:.3g}", x) : human_count(std::llround(x));
 }
 
 namespace detail {
@@ -93,7 +104,7 @@ inline std::string human_bytes(int64_t n) {
 // Four digits: 12.5e6 -> "12.50 MFLOP", 2.5331e12 -> "2.533 TFLOP".
 inline std::string human_flops(double n) {
   n *= 1e-6;
-  const char* const unit = detail::scale(n, 999.95, {"M", "G", "T", "P", "E"});
+  const char* const unit = detail::scale(n, 999.95, {"M", "G", "T", "P", "E", "Z", "Y"});
   return formatted("{:#.4g} {}FLOP", n, unit);
 }
 

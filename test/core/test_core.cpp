@@ -271,11 +271,15 @@ TEST_CASE("numbers in human-readable form", "[core]") {
   REQUIRE(human_count(999) == "999");
   REQUIRE(human_count(1234567) == "1,234,567");
   REQUIRE(human_count(124439808) == "124.4M");
+  REQUIRE(human_count(15'600'000'000'000) == "15.6T");
+  REQUIRE((counted(1, "step") == "1 step" && counted(1234, "step") == "1,234 steps"));
+  REQUIRE((human_amount(0.01234) == "0.0123" && human_amount(12.34) == "12.3" && human_amount(1234.5) == "1,234"));
 
   REQUIRE(human_flops(12.5e6) == "12.50 MFLOP");
   REQUIRE(human_flops(999.96e6) == "1.000 GFLOP");
   REQUIRE(human_flops(2.5331e12) == "2.533 TFLOP");
   REQUIRE(human_flops(4.12345e19) == "41.23 EFLOP");
+  REQUIRE(human_flops(3.937e25) == "39.37 YFLOP");
   REQUIRE(human_bytes(int64_t{3} << 30) == "3.00 GiB");
   REQUIRE(human_duration(65.4) == "1:05");
   REQUIRE(human_duration(3661) == "1:01:01");
