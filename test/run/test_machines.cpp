@@ -202,7 +202,7 @@ total-batch-size = 256
   for (const std::string& part :
        {formatted("{} (--stages ", steps), formatted(") = {} tokens, ", human_count(tokens)),
         formatted("{} steps, {} tokens, {}\n", steps, human_count(tokens), human_duration(seconds)),
-        human_duration(seconds) + ", 0 GPU-hours", std::string("at 2 per GPU-hour")})
+        human_duration(seconds) + ", " + human_amount(seconds / 3600) + " GPU-hours", std::string("at 2 per GPU-hour")})
     REQUIRE(words.out.find(part) != std::string::npos);
   // Stages that say their own lengths.
   std::ofstream(dir / "own.toml") << "[[stage]]\ntokens = 4096\nseq-len = 64\nbatch-size = 1\ntotal-batch-size = 64\n";
@@ -311,19 +311,21 @@ TEST_CASE("published steps on one server and on several take as long as planned"
 
 TEST_CASE("of published steps, the median error of a plan is below 10% and the largest below 20%",
           "[run][plan][long]") {
-  std::vector<double> all;
+  std::vector<double> all, times;
   for (const PublishedTable& table : detail::published_tables())
     for (const PublishedRun& run : table.shown_only ? std::vector<PublishedRun>() : table.runs) {
       const PlannedRun r = plan_published(table, run);
       const double error = r.error();
       INFO(table.title << ": " << run.name << ", " << error << "%");
-      EXPECT(r.measured / r.planned >= detail::published_runs_took.least);
-      EXPECT(r.measured / r.planned <= detail::published_runs_took.most);
+      times.push_back(r.measured / r.planned);
       // DeepSpeed of 2021 hid little communication behind computation that takes as long.
       EXPECT(std::abs(error) < (run.stage == 3 ? 25 : 20));
       all.push_back(error);
     }
   REQUIRE(errors_of(all).median < 10);
+  const auto [least, most] = std::ranges::minmax(times);
+  REQUIRE(std::floor(100 * least) / 100 == detail::published_runs_took.least);
+  REQUIRE(std::ceil(100 * most) / 100 == detail::published_runs_took.most);
   // Whole trainings: their hours have restarts and failures in them, which plans have not.
   for (const PublishedTable& table : detail::published_tables())
     for (const PublishedRun& run : table.runs)

@@ -219,6 +219,19 @@ TEST_CASE("a plan for GPUs needs none, says what it leaves out, and where ranks 
   REQUIRE(training.err.find("--device cuda: ") != std::string::npos);
 }
 
+TEST_CASE("small numbers are said in words that fit them", "[run][plan]") {
+  Options o;
+  o.checkpoint_every = 1, o.checkpoint_minutes = 1;
+  REQUIRE(detail::checkpoints_text(o).starts_with("every step, 1 minute after the last one"));
+  o.price = 2;
+  const Machine machine{.name = "x", .watts = 500};
+  const Rows rows = detail::run_cost_rows(
+      o, machine, {.seconds = 36, .gpu_hours = 0.01, .kwh = 0.005, .kg_co2 = 0.00225, .price = 0.02});
+  REQUIRE(rows[0].second.starts_with("0:36, 0.01 GPU-hours; "));
+  REQUIRE((rows[1].second.starts_with("0.005 kWh, about 0.00225 kg") && rows[2].second == "0.02, at 2 per GPU-hour"));
+  REQUIRE(flops_text(5e10) == "50.00 GFLOP/s");
+}
+
 TEST_CASE("a plan shows the time of a step on paper where its rates are known, with the rates", "[run][plan]") {
   ZeroConfig zero{.shards = 8};
   zero.set_stage(1);

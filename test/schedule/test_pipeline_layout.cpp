@@ -176,10 +176,10 @@ TEST_CASE("a plan has a row for each stage, and the largest decides", "[pp]") {
   INFO(r.out << r.err);
   REQUIRE(r.status == 0);
   REQUIRE(r.out.find("memory per rank of stage 1, which needs most") != std::string::npos);
-  for (const char* row :
-       {"  stage 0                embedding, 0 ", "  stage 1                1-4 ", "  stage 2                5, head ",
-        "work per step of a rank of stage 1, which has most", "slowest stage          1 of 3",
-        "--pp-layout balanced   ", "% if all chunks took equally long: (P - 1) / (M + P - 1)"})
+  for (const char* row : {"  stage 0                embedding, 0 ", "  stage 1                1-4 ",
+                          "  stage 2                5, head ", "work per step of a rank of stage 1, which has most",
+                          "slowest stage          1, of 0 to 2: ", "--pp-layout balanced   ",
+                          "% if all chunks took equally long: (P - 1) / (M + P - 1)"})
     REQUIRE(r.out.find(row) != std::string::npos);
   REQUIRE(r.out.find("PipeDream") == std::string::npos);  // the speed of the links is not known
   const ProgramResult refused = run_program(model + "--pp 3 --pp-layout 1,4,1 --memory-limit 0.0001");
@@ -215,12 +215,19 @@ TEST_CASE("a plan says how well the stages are balanced, by the schedule, the sl
   StepConfig step = step_of(model, DType::fp32, Schedule::pipedream, 4, 1, {2, 2, 3, 1});
   step.micro_batches = 1;
   Text rows = rows_of(step);
-  has(rows["bubble"], "none between flushes but for unequal stages (the slowest has ");
-  has(rows["bubble"], "each flush costs the time of P - 1 = 3 micro-batches");
+  has(rows["idle, over all stages"], "none between flushes but for unequal stages (the slowest has ");
+  has(rows["idle, over all stages"], "each flush costs the time of P - 1 = 3 micro-batches");
   REQUIRE(!rows.contains("PipeDream's answer"));
   device.machine = ideal_machine(1e12, 1e12, 1e9, 1e-6);
   rows = rows_of(step);
   has(rows["PipeDream's answer"], ", with links of 1.0 GB/s; this trainer does not replicate stages");
+  // Of a server whose links join all ranks, and of one that has fewer.
+  Machine servers = *device.machine;
+  for (const auto& [ranks, gb_per_s] : {std::pair{4, "7.0"}, {2, "1.0"}}) {
+    servers.links = {{.ranks = ranks, .bytes_per_s = 7e9}, {.bytes_per_s = 1e9}};
+    device.machine = std::make_shared<const Machine>(servers);
+    has(rows_of(step)["PipeDream's answer"], formatted(", with links of {} GB/s", gb_per_s));
+  }
   device.machine = ideal_machine(1e12, 1e12, 1e15, 1e-6);
   rows = rows_of(step);
   has(rows["PipeDream's answer"], "1 stage of 8 layers on 4 workers (pure data parallelism), with links of ");
@@ -233,11 +240,22 @@ TEST_CASE("a plan says how well the stages are balanced, by the schedule, the sl
   const double slowest = plan.with_most(&Plan::step_seconds).step_seconds;
   REQUIRE(std::stod(shown["step"]) == Catch::Approx(1e3 * slowest).margin(1e-3));
 
+  const auto unequal = [&] {
+    const Plan whole = make_plan(step, gpu);
+    const auto losses = detail::losses_of(step, whole, *detail::step_time(step, whole, gpu), gpu);
+    return *std::ranges::find(losses, "stages of unequal work", &detail::Loss::what);
+  };
+  double mean = 0;
+  for (size_t s = 0; s < 4; ++s) mean += plan.of_stage(s).step_seconds / 4;
+  REQUIRE(unequal().seconds == Catch::Approx(slowest - mean));
+  REQUIRE(unequal().remedy == "--pp-layout balanced");
   step.layout.pipeline.layers = balanced_layers(count_costs(step), step.stages_of_chunks());
   REQUIRE(rows_of(step)["--pp-layout balanced"] == "the same layers");
+  REQUIRE(unequal().remedy == "a smaller --pp");
   step.layout.pipeline.schedule = Schedule::zb_h1;
   step.micro_batches = 8;
-  has(rows_of(step)["bubble"], "(both parts of a backward count as equally long); would be 11.1% if all chunks");
+  has(rows_of(step)["idle, over all stages"],
+      "(both parts of a backward count as equally long); would be 11.1% if all chunks");
 
   // Slices take as long as --token-slices auto takes them to: one that is much longer than the other makes the stages
   // wait longer than two halves do.
@@ -246,7 +264,7 @@ TEST_CASE("a plan says how well the stages are balanced, by the schedule, the sl
   step.batch = {1, 1024};
   const auto bubble_with = [&](const Sizes& slices) {
     step.layout.pipeline.slices = slices;
-    return std::stod(rows_of(step)["bubble"]);
+    return std::stod(rows_of(step)["idle, over all stages"]);
   };
   REQUIRE(bubble_with({1000, 24}) > bubble_with({540, 484}) + 2);
 }

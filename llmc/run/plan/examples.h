@@ -317,8 +317,8 @@ inline Rows hybrid_rows() {
                                         "groups {:.4f} (2 (Q - 1) / (Q P) = {:.4f})",
                                         s.within, s.law_within, s.between, s.law_between));
   rows.emplace_back("between servers",
-                    "a server of 8 sends 3 Psi for each of its ranks in one group, and with a group in each server Psi "
-                    "once to reduce and once to gather, all ranks together");
+                    "all ranks of a server of 8 together send 3 Psi in one group, whose rings leave the server at one "
+                    "rank each, and 2 Psi with a group in each server: once to reduce and once to gather");
   return rows;
 }
 

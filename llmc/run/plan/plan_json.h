@@ -67,7 +67,7 @@ inline std::vector<OrderedJson> timelines_json(const StepConfig& step, const Pla
 inline OrderedJson time_json(const StepConfig& step, const Plan& whole, const StepTime& time, const Device& device) {
   const Plan& plan = whole.of_stage(time.stage);
   OrderedJson losses = OrderedJson::array();
-  for (const Loss& loss : losses_of(step, plan, time, device))
+  for (const Loss& loss : losses_of(step, whole, time, device))
     if (loss.seconds > 0) losses.push_back({{"seconds", loss.seconds}, {"what", loss.what}, {"remedy", loss.remedy}});
   return {{"slowest_stage", time.stage},
           {"compute_seconds", time.compute},

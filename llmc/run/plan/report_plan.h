@@ -117,9 +117,9 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
   const std::string layers = alike ? "a layer 1" : formatted("a dense layer 1, a sparse one {:.2f}", sparse / dense);
   Rows rows = {{"work", formatted("{}, the embedding {:.2f}, the head {:.2f}", layers, costs.embedding.seconds / layer,
                                   costs.head.seconds / layer)},
-               {"slowest stage", formatted("{} of {}: {:.1f}% more work than the mean", slowest - sim.busy.begin(),
-                                           step.layout.pipeline.stages, above)},
-               {"bubble", bubble}};
+               {"slowest stage", formatted("{}, of 0 to {}: {:.1f}% more work than the mean",
+                                           slowest - sim.busy.begin(), step.layout.pipeline.stages - 1, above)},
+               {"idle, over all stages", bubble}};
   // Some layers cannot be divided otherwise.
   if (step.model.n_layer + 2 >= step.layout.pipeline.chunks() &&
       (alike || step.layout.pipeline.chunks_per_stage == 1)) {
@@ -143,7 +143,10 @@ inline Rows balance_rows(const StepConfig& step, const Device& device) {
   const double group = static_cast<double>(all) / workers;
   of_group.embedding.seconds /= group, of_group.head.seconds /= group;
   for (ModuleCost& block : of_group.blocks) block.seconds /= group;
-  const double link_bytes_per_s = machine->links.back().bytes_per_s;  // stages are farthest from each other
+  // That joins all ranks: stages are farthest from each other.
+  const auto joins = [&](const LinkTier& tier) { return tier.ranks >= step.layout.ranks(); };
+  const auto tier = std::ranges::find_if(machine->links, joins);
+  const double link_bytes_per_s = (tier == machine->links.end() ? machine->links.back() : *tier).bytes_per_s;
   const BalancedPipeline replicated = balanced_replicated_stages(of_group, workers, link_bytes_per_s);
   const std::string stages =
       replicated.stages.size() == 1

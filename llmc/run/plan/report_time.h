@@ -163,11 +163,37 @@ inline bool gains_by_fp8(StepConfig step, const Device& device) {
   step.precision.linear = Operands::fp8_block;
   return has_bf16 && is_slower && !device.gelu_in_products && !device.residual_in_products && fp8_can(step, device);
 }
-// device: with a machine
-inline std::vector<Loss> losses_of(const StepConfig& step, const Plan& plan, const StepTime& time,
+// Whether --pp-layout balanced would divide the layers otherwise.
+inline bool gains_by_balance(const StepConfig& step) {
+  const std::vector<Chunk> chunks = step.model_chunks();
+  if (step.model.n_layer + 2 < std::ssize(chunks)) return false;
+  std::vector<int64_t> used;
+  for (const Chunk& chunk : chunks) used.push_back(static_cast<int64_t>(chunk.layers.size()));
+  try {
+    return balanced_layers(count_costs(step), step.stages_of_chunks()) != used;
+  } catch (const Error&) {  // some layers cannot be divided otherwise
+    return false;
+  }
+}
+// By how much the slowest stage takes longer than the mean.
+inline double imbalance_seconds(const StepConfig& step, const Plan& whole) {
+  const int stages = step.layout.pipeline.stages;
+  double most = 0, sum = 0;
+  for (int s = 0; s < stages; ++s) {
+    const double seconds = whole.of_stage(static_cast<size_t>(s)).step_seconds;
+    most = std::max(most, seconds), sum += seconds;
+  }
+  return most - sum / stages;
+}
+// whole: of all stages; device: with a machine
+inline std::vector<Loss> losses_of(const StepConfig& step, const Plan& whole, const StepTime& time,
                                    const Device& device) {
   const Machine& machine = *device.machine;
+  const Plan& plan = whole.of_stage(time.stage);
   std::vector<Loss> losses = {{time.bubble, "the pipeline's bubble", remedy_of_bubble(step)}};
+  if (step.layout.pipeline.stages > 1)
+    losses.push_back({imbalance_seconds(step, whole), "stages of unequal work",
+                      gains_by_balance(step) ? "--pp-layout balanced" : "a smaller --pp"});
   for (const auto& [group, seconds] : plan.exposed_by_group)
     losses.push_back({seconds, "exposed communication: " + group, remedy_of_group(group, step)});
   double products = 0, memory = 0, computed = 0;  // beyond the peak; ops bound by memory; at the peak
@@ -221,7 +247,7 @@ inline std::string utilisation_text(const StepConfig& step, const Plan& plan, do
 struct TimesPlanned {
   double least, most;
 };
-inline constexpr TimesPlanned published_runs_took{0.86, 1.28};
+inline constexpr TimesPlanned published_runs_took{0.89, 1.28};
 
 // A run whose length is known: steps of one size, or of one size after the other.
 struct PlannedRun {
@@ -252,14 +278,15 @@ inline RunCost run_cost(const Options& o, const StepConfig& step, const Machine&
 inline Rows run_cost_rows(const Options& o, const Machine& machine, const RunCost& cost) {
   const double seconds = cost.seconds;
   if (machine.cores > 0) return {{"run", human_duration(seconds)}};
-  Rows rows = {
-      {"run", formatted("{}, {:.0f} GPU-hours; {} to {}, if it is as far off as plans of published runs",
-                        human_duration(seconds), cost.gpu_hours, human_duration(seconds * published_runs_took.least),
-                        human_duration(seconds * published_runs_took.most))}};
+  const std::string hours = human_amount(cost.gpu_hours);
+  Rows rows = {{"run", formatted("{}, {} GPU-hour{}; {} to {}, if it is as far off as plans of published runs",
+                                 human_duration(seconds), hours, hours == "1" ? "" : "s",
+                                 human_duration(seconds * published_runs_took.least),
+                                 human_duration(seconds * published_runs_took.most))}};
   if (cost.kwh > 0)
-    rows.emplace_back("energy",
-                      formatted("{:.0f} kWh, about {:.0f} kg of CO2 at {} kg/kWh", cost.kwh, cost.kg_co2, kg_per_kwh));
-  if (o.price) rows.emplace_back("price", formatted("{:.0f}, at {} per GPU-hour", cost.price, *o.price));
+    rows.emplace_back("energy", formatted("{} kWh, about {} kg of CO2 at {} kg/kWh", human_amount(cost.kwh),
+                                          human_amount(cost.kg_co2), kg_per_kwh));
+  if (o.price) rows.emplace_back("price", formatted("{}, at {} per GPU-hour", human_amount(cost.price), *o.price));
   return rows;
 }
 
@@ -275,8 +302,8 @@ inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whol
   const auto share = [&](double seconds) { return formatted("{:.3f} ms {:5.1f}%", seconds * 1e3, 1e5 * seconds / ms); };
   Rows rows = {
       {"step",
-       formatted("{:.3f} ms: {:.0f} tokens/s, {:.1f} per rank", ms, static_cast<double>(step.tokens()) / ms * 1e3,
-                 static_cast<double>(step.tokens()) / ms * 1e3 / step.layout.ranks())},
+       formatted("{:.3f} ms: {} tokens/s, {} per rank", ms, human_amount(static_cast<double>(step.tokens()) / ms * 1e3),
+                 human_amount(static_cast<double>(step.tokens()) / ms * 1e3 / step.layout.ranks()))},
       {"", utilisation_text(step, whole, time.step(), machine)},
       {"compute", share(time.compute) +
                       (step.layout.pipeline.stages == 1 ? "" : formatted(", of stage {}, the slowest", time.stage))}};
@@ -287,7 +314,7 @@ inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whol
   if (step.layout.pipeline.stages > 1)
     rows.emplace_back("bubble", step.layout.pipeline.asynchronous() ? "none between flushes" : share(time.bubble));
   int count = 0;
-  for (const Loss& loss : losses_of(step, plan, time, device))
+  for (const Loss& loss : losses_of(step, whole, time, device))
     if (loss.seconds > 0.01 * time.step() && ++count <= 3)
       rows.emplace_back(formatted("loss {}", count), share(loss.seconds) + " " + loss.what + ": " + loss.remedy);
   if (run && run->seconds)
@@ -306,7 +333,7 @@ inline Rows time_rows(const Options& o, const StepConfig& step, const Plan& whol
   if (step.layout.zero.offload.any_in_file() && machine.disk_bytes_per_s > 0)
     links += formatted(", {:.1f} GB/s from files and to them", machine.disk_bytes_per_s * 1e-9);
   rows.emplace_back("rates",
-                    formatted("{:.1f} TFLOP/s, {:.1f} GB/s of memory{}{}", machine.flops_per_s * 1e-12,
+                    formatted("{}/s, {:.1f} GB/s of memory{}{}", human_flops(machine.flops_per_s),
                               machine.bytes_per_s * 1e-9, links, machine.op_s == 0 ? "; no time for launches" : ""));
   return rows;
 }
