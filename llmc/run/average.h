@@ -213,7 +213,7 @@ inline void run_average(const Options& o) {
   }
   fsync_directory(parent);
   log.line(formatted("{}: the mean of {} models of {} parameters; use it with --model", out.string(), models.size(),
-                     count_parameters(parameter_table(models[0].model))));
+                     human_count(count_parameters(parameter_table(models[0].model)))));
 }
 
 }  // namespace llmc

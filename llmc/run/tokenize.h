@@ -103,25 +103,33 @@ struct TokenizeRecord {
 // What has been done, and how fast.
 class TokenizeProgress {
  public:
-  TokenizeProgress(Log& log, int64_t all_bytes, int64_t bytes_before)
-      : log_(log), all_bytes_(static_cast<double>(all_bytes)), bytes_before_(static_cast<double>(bytes_before)) {}
+  // bytes_before, text_before: of the inputs as they are and of their text, done before this command
+  TokenizeProgress(Log& log, int64_t all_bytes, int64_t bytes_before, int64_t text_before)
+      : log_(log),
+        all_bytes_(static_cast<double>(all_bytes)),
+        bytes_before_(static_cast<double>(bytes_before)),
+        text_before_(static_cast<double>(text_before)) {}
 
   double seconds() const { return seconds_since(began_); }
-  void show(double bytes, double text_bytes, int64_t tokens) {
+  // All that is done, with what was before this command.
+  void show(int64_t bytes, int64_t text_bytes, int64_t tokens) {
     const auto now = Clock::now();
     if (now < next_) return;
     next_ = now + (log_.live() ? std::chrono::milliseconds(200) : std::chrono::seconds(10));
-    const double done = bytes_before_ + bytes, left = (all_bytes_ - done) * seconds() / std::max(1.0, bytes);
-    const std::string line =
-        formatted("{:3.0f}%  {:.0f} MB  {} tokens  {:.1f} MB/s  {} left", 100 * (done / std::max(1.0, all_bytes_)),
-                  text_bytes * 1e-6, human_count(tokens), text_bytes * 1e-6 / seconds(), human_duration(left));
-    if (log_.live()) log_.progress(line);
-    else log_.line(line);
+    const std::string text = line(static_cast<double>(bytes), static_cast<double>(text_bytes), tokens, seconds());
+    if (log_.live()) log_.progress(text);
+    else log_.line(text);
+  }
+  std::string line(double bytes, double text_bytes, int64_t tokens, double seconds) const {
+    const double left = (all_bytes_ - bytes) * seconds / std::max(1.0, bytes - bytes_before_);
+    return formatted("{:3.0f}%  {} MB  {} tokens  {:.1f} MB/s  {} left", 100 * (bytes / std::max(1.0, all_bytes_)),
+                     human_count(std::llround(text_bytes * 1e-6)), human_count(tokens),
+                     (text_bytes - text_before_) * 1e-6 / seconds, human_duration(left));
   }
 
  private:
   Log& log_;
-  double all_bytes_, bytes_before_;  // of the inputs as they are
+  double all_bytes_, bytes_before_, text_before_;
   Clock::time_point began_ = Clock::now(), next_ = began_ + std::chrono::seconds(log_.live() ? 0 : 5);
 };
 
@@ -230,7 +238,8 @@ class Tokenization {
     if (job_.restart) write_record();  // before what an earlier run wrote is removed: a requeued job goes on from here
     writer_->go_on();
     if (record_.tokens > 0)
-      log_.line(formatted("going on after {} documents, {} tokens", record_.documents, record_.tokens));
+      log_.line(
+          formatted("going on after {}, {}", counted(record_.documents, "document"), counted(record_.tokens, "token")));
     return true;
   }
 
@@ -240,13 +249,14 @@ class Tokenization {
     CHECK(!damaged, "{} is not as {} says: write all shards again with --restart", damaged.value_or(""), record_path_);
     std::vector<std::pair<std::string, std::string>> rows = {
         {"documents", human_count(record_.documents)},
-        {"tokens", formatted("{} of {} bytes ({})", record_.tokens, width_, job_.tokenizer_name)},
+        {"tokens", formatted("{} of {} bytes ({})", human_count(record_.tokens), width_, job_.tokenizer_name)},
         {"bytes per token",
          formatted("{:.3f}", static_cast<double>(record_.text_bytes) / static_cast<double>(record_.tokens))}};
     if (progress_) {
       const double megabytes = static_cast<double>(record_.text_bytes - text_bytes_before_) * 1e-6;
-      rows.emplace_back("time", formatted("{:.1f} s, {:.1f} MB/s on {} threads", progress_->seconds(),
-                                          megabytes / std::max(1e-3, progress_->seconds()), job_.threads));
+      rows.emplace_back("time",
+                        formatted("{:.1f} s, {:.1f} MB/s on {}", progress_->seconds(),
+                                  megabytes / std::max(1e-3, progress_->seconds()), counted(job_.threads, "thread")));
     }
     const int64_t last = writer_->shards() - 1;
     rows.emplace_back("shards", writer_->path(0) + (last > 0 ? " ... " + writer_->path(last) : ""));
@@ -254,13 +264,12 @@ class Tokenization {
   }
 
   void encode_all() {
-    int64_t bytes_before = 0;
     for (int64_t i = 0; i < record_.position.file; ++i)
-      bytes_before += File::open_read(job_.paths[static_cast<size_t>(i)]).size();
+      files_before_ += File::open_read(job_.paths[static_cast<size_t>(i)]).size();
     text_bytes_before_ = record_.text_bytes;
-    progress_.emplace(log_, all_bytes_, bytes_before);
     reader_.emplace(
         job_.paths, [&](std::string_view text) { return tokenizer_.last_cut(text); }, record_.position);
+    progress_.emplace(log_, all_bytes_, files_before_ + reader_->bytes_read(), text_bytes_before_);
     last_record_ = Clock::now();
     on_threads(job_.threads, [&] { work(); });
     if (fault_ || !stopped_.empty()) {
@@ -271,8 +280,9 @@ class Tokenization {
         if (!fault_) throw;  // otherwise it came first, such as a full disk
       }
       if (fault_) std::rethrow_exception(fault_);
-      throw Error(formatted("stopped by {} after {} documents, {} tokens; the same command{} goes on from there",
-                            stopped_, record_.documents, record_.tokens, job_.restart ? ", without --restart," : ""),
+      throw Error(formatted("stopped by {} after {}, {}; the same command{} goes on from there", stopped_,
+                            counted(record_.documents, "document"), counted(record_.tokens, "token"),
+                            job_.restart ? ", without --restart," : ""),
                   ExitStatus::requeue);
     }
     CHECK(record_.tokens > 0, "--tokenize: no text in {}", job_.paths);
@@ -310,7 +320,7 @@ class Tokenization {
     ended_ = true;  // unless next() returns a chunk: after an error nothing can be read
     std::optional<TextChunk> chunk = reader_->next();
     ended_ = !chunk;
-    encoded.bytes_read = reader_->bytes_read();
+    encoded.bytes_read = files_before_ + reader_->bytes_read();
     return chunk;
   }
 
@@ -372,8 +382,7 @@ class Tokenization {
     record_.documents += encoded.documents;
     record_.text_bytes += encoded.text_bytes;
     record_.position = encoded.end;
-    progress_->show(static_cast<double>(encoded.bytes_read),
-                    static_cast<double>(record_.text_bytes - text_bytes_before_), record_.tokens);
+    progress_->show(encoded.bytes_read, record_.text_bytes, record_.tokens);
     if (seconds_since(last_record_) < std::max(job_.record_seconds, 20 * record_took_)) return;
     const auto begin = Clock::now();
     write_record();
@@ -404,7 +413,7 @@ class Tokenization {
   Log& log_;
   const int64_t width_ = token_width(tokenizer_.size());
   const std::string record_path_ = job_.prefix + record_suffix;
-  int64_t all_bytes_ = 0, text_bytes_before_ = 0;
+  int64_t all_bytes_ = 0, files_before_ = 0, text_bytes_before_ = 0;  // files: whole ones, done by earlier commands
   FileLock lock_;
   std::vector<std::string> made_;  // folders, the outermost first
   TokenizeRecord record_;

@@ -110,6 +110,12 @@ struct Corpus {
 
 }  // namespace
 
+TEST_CASE("the time left counts what this command has read, and the sums what earlier ones did, too", "[tokenize]") {
+  Log log = Log::silent();
+  const detail::TokenizeProgress progress(log, 1'000'000'000, 400'000'000, 300'000'000);
+  REQUIRE(progress.line(500e6, 400e6, 7, 10) == " 50%  400 MB  7 tokens  10.0 MB/s  0:50 left");
+}
+
 TEST_CASE("texts compressed with gzip or zstd, in one part or several, are read like the text itself", "[tokenize]") {
   const TempDir dir;
   const std::string lines = json_lines(), first = lines.substr(0, lines.size() / 3), rest = lines.substr(first.size());
