@@ -74,7 +74,6 @@ class Updates {
     } catch (const Error& error) {
       cannot_read(error.what(), step);
     }
-    r_.report.waited_for_data(batches_.waited());
     if (go_on_.asks_before(0)) look_at_batches(step + go_on_.ahead());
   }
 
@@ -96,7 +95,7 @@ class Updates {
           batches_of_next_step(), optimizer_options(o_, lr, step, job_.step.tokens()), rule,
           go_on_.alone() ? NoticeSource() : [this] { return notices(); });
     });
-    under_way_.push_back({step, lr, limits, std::move(result)});
+    under_way_.push_back({step, lr, limits, batches_.waited(), std::move(result)});
     begun_ = step;
     count();
     while (static_cast<int>(under_way_.size() + go_on_.waits()) > r_.run.trainer.steps_under_way()) finish_one();
@@ -130,6 +129,7 @@ class Updates {
     int64_t step;
     double lr;
     SpikeLimits limits;
+    double waited;  // seconds for its batches
     PendingStep result;
   };
 
@@ -176,7 +176,7 @@ class Updates {
     }
     go_on_.hear(result.notices);
     if (result.noise && result.applied) r_.progress.noise.add(*result.noise);
-    r_.report.finished(update.step, update.lr, result, r_.progress.noise);
+    r_.report.finished(update.step, update.lr, update.waited, result, r_.progress.noise);
     if (result.applied) {  // what a spike was computed from says nothing about what is usual
       r_.progress.losses.add(result.loss);
       r_.progress.norms.add(result.grad_norm);
@@ -492,10 +492,7 @@ void run_training(const Options& o, const Processes& processes, Clock::time_poin
       if (first) require_writable_trace(o.trace);
     });
   Peaks peaks;
-  if (first) {
-    peaks = find_peaks(job->device, job->step.precision.products, o.peak_tflops).times(devices_in_use(job->device, o));
-    if (o.profile) peaks.bandwidth = measure_bandwidth(rank_device(job->device, o.place));
-  }
+  if (first) peaks = peaks_of_run(*job);
   std::vector<RunTotals> totals(static_cast<size_t>(o.place.local_ranks));
   try {
     RollbackLine rollback{};

@@ -176,7 +176,8 @@ inline PlannedStages plan_stages(const Options& asked, Log* log) {
       const Device on = planned_rank(s.options, chosen, device, log);
       return std::tuple(chosen, on, plan_run(s.options, chosen, on));
     });
-    if (plan.total_bytes() > most) most = plan.total_bytes(), planned.largest = s.options;
+    if (plan.total_bytes() > most)
+      most = plan.total_bytes(), planned.largest = with_warmup(recipe.stages[s.stage], s.options);
     const auto time = step_time(step, plan, rank);
     planned.run->add(s.steps, step, time);
     planned.stretches.push_back(

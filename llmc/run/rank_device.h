@@ -20,6 +20,13 @@ inline int64_t processors_of(const Device& device) {
   return has_server(device) ? device.machine->cores : available_processors();
 }
 
+// A process whose ranks compute at once: each has a thread of its own, however few --threads there are, but no more run
+// than there are processors.
+inline Device working_device(Device device, const Place& place, int processors = available_processors()) {
+  device.threads = std::max(device.threads, std::min(static_cast<int>(place.local_ranks), processors));
+  return device;
+}
+
 // The GPU, among those this process sees, of its rank with this number: round-robin over the host's ranks.
 inline int gpu_of_thread(const Place& place, int64_t thread, int64_t gpus) {
   return static_cast<int>(((place.own_gpus ? 0 : place.rank_on_host) + thread) % gpus);

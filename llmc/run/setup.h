@@ -196,7 +196,8 @@ inline Precision choose_precision(const Options& o) {
 }
 
 // All ranks together have this many times the peak of this process's device: the number of GPUs that they use, or the
-// number of processes. Processes that share `processors` processors and have more threads than that count for less.
+// number of processes. device: working_device(). Processes that share `processors` processors and have more threads
+// than that count for less.
 inline double devices_in_use(const Device& device, const Options& o, int processors = available_processors()) {
   if (device.kind == DeviceKind::cuda)
     return static_cast<double>(o.ranks) / static_cast<double>(rank_device(device, o.place).sharers);

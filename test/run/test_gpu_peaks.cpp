@@ -2,7 +2,7 @@
 #include "catch2.h"
 #include "helpers.h"
 #include "run/plan/report_plan.h"
-#include "run/reports/peak.h"
+#include "run/reports/report.h"
 #include "run/setup.h"
 
 using namespace llmc;
@@ -36,7 +36,7 @@ TEST_CASE("a profile ends with each op's time and its share of a roof that was m
                     "--batch-size 2 --max-steps 2 --out-dir " + (dir / ranks));
     INFO(done.out << done.err);
     REQUIRE(done.status == 0);
-    const auto table = done.out.find("ops per rank; roof: ");
+    const auto table = done.out.find("ops per rank, steps 1 to 2; roof: ");
     REQUIRE(table != std::string::npos);
     REQUIRE(done.out.find("ops per rank", table + 1) == std::string::npos);  // of one rank
     double of_all = 0;
@@ -66,6 +66,16 @@ TEST_CASE("processes that share processors have their peak once", "[run][peaks]"
   REQUIRE(times(8, 4, 1, 2) == 4);  // on two hosts
   REQUIRE(times(2, 2, 4, 4) == 1);  // --threads 4 for both
   REQUIRE(times(1, 1, 8, 4) == 1);  // --threads beyond the processors: so it was measured
+  // Each rank has a thread, whatever --threads says.
+  const auto working = [](int64_t ranks, int threads, int processors) {
+    return working_device({.threads = threads}, Place{.local_ranks = ranks}, processors).threads;
+  };
+  REQUIRE((working(2, 1, 4) == 2 && working(8, 1, 4) == 4 && working(2, 4, 4) == 4 && working(1, 8, 4) == 8));
+  REQUIRE(more_ranks_notice(2, 2, 2).empty());
+  REQUIRE(more_ranks_notice(2, 1, 2) == "notice: 2 ranks have a thread each, though --threads is 1");
+  REQUIRE(more_ranks_notice(4, 1, 2) ==
+          "notice: 4 ranks, of a thread each, share 2 processors: fine for tests and for learning, not faster than 2 "
+          "ranks");
   // A rank may use memory while the others multiply: it has all of its speed.
   const Peaks of_rank = Peaks{.measured = 4e12, .bandwidth = 6e10, .source = ""}.of_rank(2);
   REQUIRE((of_rank.measured == 2e12 && of_rank.bandwidth == 6e10));

@@ -83,6 +83,9 @@ TEST_CASE("a run of stages resumes bit for bit from every checkpoint, at and bet
   const std::string more = data.sources() + "--checkpoint-every 3 --stages " + data.write("r.toml", three_stages);
   const std::string out = said(data.run("whole", more));
   REQUIRE(out.find("stage 2 of 3, anneal: steps 7 to 10") != std::string::npos);
+  REQUIRE(out.find("after 200 warm-up tokens, ") != std::string::npos);
+  const size_t web = out.find("source web"), epochs = out.find(" epochs by the end", web);
+  REQUIRE((web != std::string::npos && epochs != std::string::npos && epochs < out.find('\n', web)));
   const std::vector<int64_t> saved = checkpoint_steps(data.dir / "whole");
   REQUIRE(saved == std::vector<int64_t>{2, 3, 6, 9, 10, 12, 15, 16});
   for (const int64_t step : saved) {
@@ -155,6 +158,19 @@ lr = 0.5
   REQUIRE(std::abs(course.learning_rate(10) - (1 - std::sqrt((768.0 - 724) / 300))) < 1e-12);
   REQUIRE(course.learning_rate(12) == 0);
   REQUIRE(course.learning_rate(13) == 0.5);
+}
+
+TEST_CASE("stages on paper show the range of all steps, the peak of the rate and shares as they were given",
+          "[recipe]") {
+  Options o;
+  o.train_data = "x";
+  o.seq_len = 16, o.batch_size = 2, o.max_steps = 200, o.warmup_steps = 3, o.lr = 1;
+  const std::string text = stages_text(Course(read_recipe(o), {}));
+  INFO(text);
+  REQUIRE(text.find(" 3.33e-01 up to 1.00e+00, 0.00e+00 at the end ") != std::string::npos);
+  REQUIRE(text.find(" 0 to 1\n") != std::string::npos);  // not of the steps that a column shows
+  o.train_data.clear(), o.data.items = {"a=x:0.7", "b=y:0.3"};
+  REQUIRE(stages_json(Course(read_recipe(o), {})).find(R"("mix":{"a":0.7,"b":0.3})") != std::string::npos);
 }
 
 TEST_CASE("a stage's faults are named with file and line", "[recipe][errors]") {
@@ -423,6 +439,12 @@ TEST_CASE("a resumed run is told where its learning rate jumps to, with another 
   const std::string out = said(data.run("batch", decay + "--total-batch-size 64"));
   REQUIRE(out.find(notice) != std::string::npos);
   REQUIRE(out.find(" at step 24 and is 1.00e-02 at step 25, ") != std::string::npos);
+  // 8 steps of 32 tokens, and one of 64, of which all 320 would be 5.
+  const std::string tokens = source + "--tokens 320 --total-batch-size ";
+  run_well(data.run("tokens", tokens + "32 --checkpoint-every 8"));
+  fs::remove_all(data.dir / "tokens/step-000010");
+  run_well(data.run("tokens", tokens + "64"));
+  REQUIRE(said(data.run("tokens", tokens + "64")).find(" is at step 9 of 9\n") != std::string::npos);
   const std::string stages =
       data.write("r.toml", "[[stage]]\nsteps = 10\ntotal-batch-size = 32\nlr-schedule = \"linear\"\n");
   run_well(data.run("stages", source + "--checkpoint-every 5 --stages " + stages));

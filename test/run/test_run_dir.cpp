@@ -279,7 +279,7 @@ TEST_CASE("--tokens and --epochs train as many steps as --max-steps would; a res
   };
   run("steps", "--max-steps 8");
   // 2000 tokens / 264 tokens per step
-  REQUIRE(run("run", "--tokens 2k").find(" 8 (--tokens 2k) = 2,112 tokens = 0.40 epochs\n") != std::string::npos);
+  REQUIRE(run("run", "--tokens 2k").find(" 8 (--tokens 2k) = 2,112 tokens = 0.4 epochs\n") != std::string::npos);
   REQUIRE(losses(dir / "run") == losses(dir / "steps"));
   const json before = json::parse(read_whole(dir / "run/step-000008/trainer.json"));
   REQUIRE(before["options"]["--tokens"] == "2k");

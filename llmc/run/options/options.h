@@ -224,7 +224,8 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "updates between validations, besides one at the start and one at the end; 0: no validation");
   add("--val-steps", "-m", o.val_steps, at_least(1), free,
       "size of a validation, in batches of a step's size; its samples are from all of --val-data, and the same every "
-      "time, as long as the size of a step and --seq-len stay the same; default: 20, with --evaluate all of them");
+      "time, as long as the size of a step and --seq-len stay the same; with several --val, of each; default: 20, with "
+      "--evaluate all of them");
   add("--eval-choices", "", o.eval_choices, Limits{}, free,
       "multiple-choice questions to answer with every validation, or with --evaluate, as data/hellaswag.py writes "
       "them; default: none");
@@ -559,7 +560,9 @@ inline std::vector<OptionRow> option_rows(Options& o) {
   add("--trace-step", "", o.trace_step, at_least(1), free,
       "the step of --trace, counted from the start or resume of the run; default: 3, or the last if there are fewer");
   add("--peak-tflops", "", o.peak_tflops, between(1e-6, 1e9), free,
-      "peak that MFU refers to, in TFLOP/s; default: the GPU's datasheet (dense), or the CPU's measured matmul peak");
+      "peak that MFU refers to, in TFLOP/s, of a GPU, or of a process on CPUs; default: the GPU's datasheet (dense), "
+      "or "
+      "the CPU's measured matmul peak");
   add("--log-gpu-every", "", o.log_gpu_every, at_least(0), free,
       "steps between lines with the GPU's utilisation, memory, clock, power, temperature and throttling; 0: never");
   return rows;

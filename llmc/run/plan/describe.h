@@ -178,13 +178,20 @@ inline std::string offload_text(Offload offload) {
          (by_host ? ", updated by the host" : "");
 }
 
+// "after 100 warm-up steps"; tokens stay as many when the batch changes.
+inline std::string warmup_text(const Options& o) {
+  if (o.warmup_tokens ? o.warmup_tokens->tokens == 0 : o.warmup_steps == 0) return "without warm-up";
+  return "after " + (o.warmup_tokens ? counted(o.warmup_tokens->tokens, "warm-up token")
+                                     : counted(o.warmup_steps, "warm-up step"));
+}
+
 // A run as its options alone describe it.
 inline Rows run_rows(const Options& o, const StepConfig& step) {
   const ModelConfig& m = step.model;
   const double flops = training_flops_per_token(m, o.seq_len);
   Rows rows = {
-      {"model", formatted("{} ({}): {} layers, {} heads{} of {}, C {}, F {}, vocabulary {}, {} positions", o.model,
-                          m.family.model_type, m.n_layer, m.n_head,
+      {"model", formatted("{} ({}): {}, {}{} of {}, C {}, F {}, vocabulary {}, {} positions", o.model,
+                          m.family.model_type, counted(m.n_layer, "layer"), counted(m.n_head, "head"),
                           m.n_kv_head == m.n_head ? "" : formatted(" ({} key-value heads)", m.n_kv_head), m.head_size,
                           m.n_embd, m.n_ffn, m.vocab_size, m.n_positions)},
       {"parameters",
@@ -199,14 +206,14 @@ inline Rows run_rows(const Options& o, const StepConfig& step) {
                  human_count(step.tokens()), step.micro_batches, o.batch_size, o.seq_len, step.layout.readers(),
                  step.layout.ranks() == step.layout.readers() ? "rank(s)" : "group(s) of ranks")},
       {"layout", layout_text(step)},
-      {"optimizer", formatted("{}, lr {:.2e} {} after {} warm-up steps, weight decay {}{}, clip {}",
-                              rule_of(step.layout.zero.optimizer).title, o.lr, o.lr_schedule,
-                              warmup_steps(o, step.tokens()), weight_decay(o, step.tokens()),
-                              o.decay_embeddings == OnOff::on ? "" : " (but embeddings)", o.grad_clip) +
-                        (o.z_loss > 0 ? formatted(", z-loss x {}", o.z_loss) : "") +
-                        (o.ema ? formatted(", weights averaged with decay {}", *o.ema) : "") +
-                        (o.qk_clip ? formatted(", logits to {}", *o.qk_clip) : "") +
-                        (step.layout.pipeline.asynchronous() ? ", stage by stage by its own norm" : "")}};
+      {"optimizer",
+       formatted("{}, lr {:.2e} {} {}, weight decay {}{}, clip {}", rule_of(step.layout.zero.optimizer).title, o.lr,
+                 o.lr_schedule, warmup_text(o), weight_decay(o, step.tokens()),
+                 o.decay_embeddings == OnOff::on ? "" : " (but embeddings)", o.grad_clip) +
+           (o.z_loss > 0 ? formatted(", z-loss x {}", o.z_loss) : "") +
+           (o.ema ? formatted(", weights averaged with decay {}", *o.ema) : "") +
+           (o.qk_clip ? formatted(", logits to {}", *o.qk_clip) : "") +
+           (step.layout.pipeline.asynchronous() ? ", stage by stage by its own norm" : "")}};
   if (const std::string notice = vocabulary_notice(o, m); !notice.empty())
     rows.insert(rows.begin() + 1, {"vocabulary", notice});
   if (const Growth by = m.growth(); m.base)

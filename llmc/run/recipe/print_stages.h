@@ -22,14 +22,28 @@ inline std::string mix_text(const Recipe& recipe, const Stretch& stretch) {
   return text;
 }
 
-// "3.00e-04 to 0.00e+00", of the first and the last step.
-inline std::string rate_text(const Stretch& s) {
-  if (s.steps == 0) return "-";
-  const double first = s.learning_rate(s.first_step + 1), last = s.learning_rate(s.last_step());
-  return first == last ? formatted("{:.2e}", first) : formatted("{:.2e} to {:.2e}", first, last);
+// The first and the last step of a stretch, and those around the end of the warm-up: until there the rate rises, and
+// then it falls.
+inline std::vector<int64_t> turning_steps(const Stretch& s) {
+  if (s.steps == 0) return {};
+  const int64_t first = s.first_step + 1, last = s.last_step(),
+                warm = s.first_step + ceil_div(std::max<int64_t>(0, s.schedule.warmup - s.counted), s.per_step);
+  return {first, std::clamp(warm - 1, first, last), std::clamp(warm, first, last), last};
 }
 
-// A curve of a value over the tokens of the run, in characters of eight heights.
+// "3.00e-04 to 0.00e+00", of the first and the last step; "1.00e-04 up to 3.00e-04, 0.00e+00 at the end".
+inline std::string rate_text(const Stretch& s) {
+  if (s.steps == 0) return "-";
+  double largest = 0;
+  for (const int64_t step : turning_steps(s)) largest = std::max(largest, s.learning_rate(step));
+  const auto text = [](double rate) { return formatted("{:.2e}", rate); };
+  const std::string first = text(s.learning_rate(s.first_step + 1)), last = text(s.learning_rate(s.last_step())),
+                    most = text(largest);
+  if (most != first && most != last) return formatted("{} up to {}, {} at the end", first, most, last);
+  return first == last ? first : formatted("{} to {}", first, last);
+}
+
+// A curve of a value over the tokens of the run, in characters of eight heights; its range is that of all steps.
 inline std::string curve(const Course& course, const std::function<double(const Stretch&, int64_t)>& at) {
   constexpr int64_t columns = 60;
   static constexpr const char* heights[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
@@ -43,7 +57,10 @@ inline std::string curve(const Course& course, const std::function<double(const 
     const int64_t step = s.first_step + 1 + std::clamp<int64_t>((token - s.tokens) / s.tokens_per_step, 0, s.steps - 1);
     values.push_back(at(s, step));
   }
-  const auto [smallest, largest] = std::ranges::minmax(values);
+  std::vector<double> extremes;
+  for (const Stretch& s : course.stretches())
+    for (const int64_t step : turning_steps(s)) extremes.push_back(at(s, step));
+  const auto [smallest, largest] = std::ranges::minmax(extremes);
   std::string text;
   for (const double value : values)
     text += heights[largest > 0 ? std::clamp<int>(static_cast<int>(value / largest * 8), 0, 7) : 0];
@@ -65,7 +82,8 @@ inline std::pair<std::string, nlohmann::ordered_json> stage_text(const Course& c
                                  {"tokens_per_step", s.tokens_per_step},
                                  {"seq_len", s.seq_len}};
   for (size_t i = 0; i < recipe.sources.size(); ++i)
-    if (!recipe.sources[i].name.empty()) json["mix"][recipe.sources[i].name] = detail::share_of_source(s, i);
+    if (!recipe.sources[i].name.empty())  // weights are whole numbers: 0.7 would be 0.70000000000021
+      json["mix"][recipe.sources[i].name] = std::round(1e9 * detail::share_of_source(s, i)) / 1e9;
   return {formatted("stage {} of {}, {}: steps {} to {}, {} tokens a step in sequences of {}{}, learning rate {}",
                     s.stage + 1, recipe.stages.size(), name, s.first_step + 1, s.last_step(),
                     human_count(s.tokens_per_step), s.seq_len, mix.empty() ? "" : ", " + mix, detail::rate_text(s)),
@@ -74,12 +92,15 @@ inline std::pair<std::string, nlohmann::ordered_json> stage_text(const Course& c
 
 inline std::string stages_text(const Course& course) {
   const Recipe& recipe = course.recipe();
-  const std::string row = "{:5}  {:-14} {:9} {:8} {:7} {:10}  {:-20}  {}\n";
+  size_t width = 0;
+  for (const Stretch& s : course.stretches()) width = std::max(width, detail::rate_text(s).size());
+  const std::string row =
+      formatted("{}{}{}", "{:5}  {:-14} {:9} {:8} {:7} {:10}  {:-", std::max<size_t>(20, width), "}  {}\n");
   std::string text = formatted(row, "stage", "name", "tokens", "steps", "length", "a step", "learning rate", "mix");
   for (const Stretch& s : course.stretches())
     text += formatted(row, s.stage + 1, recipe.stages[s.stage].name, human_count(s.steps * s.tokens_per_step), s.steps,
                       s.seq_len, human_count(s.tokens_per_step), detail::rate_text(s), detail::mix_text(recipe, s));
-  text += formatted("all    {} tokens in {} steps\n\n", human_count(course.tokens()), course.steps());
+  text += formatted("all    {} tokens in {}\n\n", human_count(course.tokens()), counted(course.steps(), "step"));
   const auto curve = [&](const std::string& name, const std::function<double(const Stretch&, int64_t)>& at) {
     text += formatted("{:-14} {}\n", name, detail::curve(course, at));
   };

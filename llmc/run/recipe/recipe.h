@@ -295,6 +295,12 @@ class StageReader {
 
 }  // namespace detail
 
+// The options of a stage's steps with its warm-up, as a table of them says it.
+inline Options with_warmup(const RecipeStage& stage, Options o) {
+  if (stage.warmup) o.warmup_tokens = {*stage.warmup, std::to_string(*stage.warmup)};
+  return o;
+}
+
 // The recipe that the options, and the file that they name, describe. Reads no data.
 inline Recipe read_recipe(const Options& o) {
   Recipe recipe{.sources = source_texts(o), .stages = {}, .staged = !o.stages.empty(), .text = {}};

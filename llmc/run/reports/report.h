@@ -78,8 +78,11 @@ inline std::vector<std::string> tokenizer_notices(const Options& o, const ModelC
 // When the run saves.
 inline std::string checkpoints_text(const Options& o) {
   const double minutes = o.minutes_between_checkpoints();
-  std::string text = o.checkpoint_every > 0 ? formatted("every {} steps, ", o.checkpoint_every) : "";
-  if (minutes > 0) text += formatted("{} minutes after the last one (two such are kept), ", minutes);
+  std::string text = o.checkpoint_every == 1  ? "every step, "
+                     : o.checkpoint_every > 0 ? formatted("every {} steps, ", o.checkpoint_every)
+                                              : "";
+  if (minutes > 0)
+    text += formatted("{} minute{} after the last one (two such are kept), ", minutes, minutes == 1 ? "" : "s");
   text += "at the end and when it is stopped";
   if (o.schedule == Schedule::pipedream)
     text += "; none by the clock: pipedream empties its pipeline to save, which changes what it learns";
@@ -154,25 +157,31 @@ inline std::string packing_text(Packing how, const PackingCounts& counts, int64_
 inline void add_data_rows(Rows& rows, const Job& job) {
   const Course& course = job.course;
   const Options& o = job.options;
+  const std::vector<int64_t> epoch_tokens = job.data->train.epoch_tokens();
+  const bool one = !course.recipe().staged && epoch_tokens.size() == 1;
   if (!course.recipe().staged) {
-    const int64_t tokens = course.tokens(), of_an_epoch = job.data->train.samples() * job.data->train.block();
-    rows.emplace_back(
-        "steps", formatted("{} ({}) = {} tokens = {:.2f} epochs", job.max_steps, length_text(o), human_count(tokens),
-                           static_cast<double>(tokens) / static_cast<double>(of_an_epoch)));
+    const int64_t tokens = course.tokens();
+    const double epochs = static_cast<double>(tokens) / static_cast<double>(epoch_tokens[0]);
+    rows.emplace_back("steps", formatted("{} ({}) = {} tokens{}", job.max_steps, length_text(o), human_count(tokens),
+                                         one ? formatted(" = {} epochs", human_amount(epochs)) : ""));
   } else {
     rows.emplace_back("steps", formatted("{} = {} tokens, in {} stages (--stages {})", job.max_steps,
                                          human_count(course.tokens()), course.recipe().stages.size(), o.stages));
   }
   const Stretch& now = job.stretch();
+  const std::vector<SourcePosition> end = course.sources_after(course.steps());
   for (size_t s = 0; s < job.data->train.size(); ++s) {
     const Sources::Source& source = job.data->train[s];
     const int64_t samples = source.blocks() * (job.data->train.block() / o.seq_len);
+    const double epochs =
+        static_cast<double>(end[s].epoch) + static_cast<double>(end[s].tokens) / static_cast<double>(epoch_tokens[s]);
     rows.emplace_back(
         source.name.empty() ? "training data" : "source " + source.name,
-        formatted("{}: {} shard(s) ({}), {} tokens, {} samples of {}{}{}", source.pattern, source.shards.count(),
+        formatted("{}: {} shard(s) ({}), {} tokens, {} samples of {}{}{}{}", source.pattern, source.shards.count(),
                   name_of(source.shards.format(0)), human_count(source.shards.tokens()), human_count(samples),
                   o.seq_len, o.shuffled() ? ", shuffled" : ", in file order",
-                  source.name.empty() ? "" : formatted(", {:.4g}%", 100 * share_of_source(now, s))));
+                  source.name.empty() ? "" : formatted(", {:.4g}%", 100 * share_of_source(now, s)),
+                  one ? "" : formatted(", {} epochs by the end", human_amount(epochs))));
     if (source.packed) rows.emplace_back("packing", packing_text(o.pack, source.packed->counts(), o.seq_len));
   }
 }
@@ -228,20 +237,43 @@ inline void report_ranks(Log& log, const Options& o, const Device& device, Backe
     log.line("notice: ranks share GPUs, or this build has no NCCL: every exchange waits for the GPU: correct but slow");
 }
 
+// A speed of so many flops a second: "989.5 TFLOP/s".
+inline std::string flops_text(double flops_per_s) { return human_flops(flops_per_s) + "/s"; }
+
+// Of all ranks of the run; --peak-tflops is that of one GPU, or of one process on CPUs.
+inline Peaks peaks_of_run(const Job& job) {
+  const Options& o = job.options;
+  const Device device = working_device(job.device, o.place);
+  const double factor = devices_in_use(device, o);
+  Peaks peaks = find_peaks(device, job.step.precision.products, o.peak_tflops).times(factor);
+  if (o.peak_tflops && factor != 1) peaks.source += formatted(", {:.4g} x {}", factor, *o.peak_tflops);
+  if (o.profile) peaks.bandwidth = measure_bandwidth(rank_device(job.device, o.place));
+  return peaks;
+}
+
+// Of ranks of a process that are more than its --threads.
+inline std::string more_ranks_notice(int64_t ranks, int64_t threads, int64_t processors) {
+  if (ranks <= threads) return "";
+  if (ranks <= processors)
+    return formatted("notice: {} ranks have a thread each, though --threads is {}", ranks, threads);
+  return formatted("notice: {} ranks, of a thread each, share {}: fine for tests and for learning, not faster than {}",
+                   ranks, counted(processors, "processor"), counted(processors, "rank"));
+}
+
 inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
   const Options& o = job.options;
   const StepConfig& step = job.step;
   const Device& device = job.device;
-  Rows rows = {
-      {"machine", formatted("{}: {}", host_name(), describe(device))},
-      {"matmul",
-       formatted("{}, {}, peak {:.3f} TFLOP/s measured here", matmul_library(device), o.dtype, peaks.measured * 1e-12)},
-      {"MFU", peaks.promised ? formatted("a share of {:.3f} TFLOP/s: {}", *peaks.promised * 1e-12, peaks.source)
-                             : formatted("n/a: {}; set it with --peak-tflops", peaks.source)}};
+  Rows rows = {{"machine", formatted("{}: {}", host_name(), describe(device))},
+               {"matmul", formatted("{}, {}, peak {} measured here", matmul_library(device), o.dtype,
+                                    flops_text(peaks.measured))},
+               {"MFU", peaks.promised ? formatted("a share of {}: {}", flops_text(*peaks.promised), peaks.source)
+                                      : formatted("n/a: {}; set it with --peak-tflops", peaks.source)}};
   if (device.kind == DeviceKind::cuda)
     if (const auto chip = gpu_peaks(gpu_info(device.gpu).name)) rows.emplace_back("datasheet", describe(*chip));
   if (device.kind == DeviceKind::cuda) rows.emplace_back("CUDA", gpu_environment());
-  for (auto& row : detail::run_rows(o, step)) rows.push_back(std::move(row));
+  const Options told = with_warmup(job.course.recipe().stages[job.stretch().stage], o);
+  for (auto& row : detail::run_rows(told, step)) rows.push_back(std::move(row));
   detail::add_data_rows(rows, job);
   rows.emplace_back("documents", job.document_begin ? formatted("masked from each other within a sequence; {}",
                                                                 mark_text(job.data->train[0].shards.document_mark(0),
@@ -273,10 +305,7 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
   const std::string crowded =
       detail::crowded_notice(o.place, std::max<int64_t>(ranks, device.threads), available_processors());
   notice(crowded);
-  if (crowded.empty() && ranks > device.threads)
-    notice(formatted(
-        "notice: {} ranks share {} thread{} (--threads): fine for tests and for learning, not faster than one", ranks,
-        device.threads, device.threads == 1 ? "" : "s"));
+  if (crowded.empty()) notice(more_ranks_notice(ranks, device.threads, available_processors()));
   if (const std::optional<std::string> unbound = environment_variable(unbound_variable)) {
     const std::vector<std::string> names = split(*unbound, ' ');
     notice(formatted("notice: {} {} left out: otherwise all ranks and streams would share one processor",
@@ -288,11 +317,12 @@ inline void report_header(Log& log, const Job& job, const Peaks& peaks) {
         "but slow");
 }
 
-// The time of each op in a rank's training steps, the longest first, and the share of its roof that it reached: the
-// time that its flops take at the matmul peak, or its bytes at the measured speed of memory, whichever is longer. All
-// ranks may multiply at once, each with its share of that peak; one may use memory alone, and only a cache can beat its
-// speed.
-inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const Peaks& roof) {
+// The time of each op in a rank's training steps, from the first to the last one, the longest first, and the share of
+// its roof that it reached: the time that its flops take at the matmul peak, or its bytes at the measured speed of
+// memory, whichever is longer. All ranks may multiply at once, each with its share of that peak; one may use memory
+// alone, and only a cache can beat its speed.
+inline void report_profile(Log& log, const OpLedger& ops, int64_t first, int64_t last, const Peaks& roof) {
+  const int64_t steps = last - first + 1;
   std::vector<std::pair<std::string, OpTotals>> sorted(ops.begin(), ops.end());
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
@@ -305,8 +335,8 @@ inline void report_profile(Log& log, const OpLedger& ops, int64_t steps, const P
                                 t.seconds * 1e3 / static_cast<double>(steps), 100 * t.seconds / total, t.calls / steps,
                                 t.flops * 1e-9 / t.seconds, t.bytes * 1e-9 / t.seconds,
                                 100 * std::max(t.flops / roof.measured, t.bytes / roof.bandwidth) / t.seconds));
-  log.table(formatted("ops per rank; roof: {:.1f} TFLOP/s of matmul, {:.1f} GB/s of memory, measured here",
-                      roof.measured * 1e-12, roof.bandwidth * 1e-9),
+  log.table(formatted("ops per rank, steps {} to {}; roof: {} of matmul, {:.1f} GB/s of memory, measured here", first,
+                      last, flops_text(roof.measured), roof.bandwidth * 1e-9),
             rows);
 }
 

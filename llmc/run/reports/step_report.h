@@ -37,19 +37,15 @@ class StepReport {
   void start_clock() { clock_ = Clock::now(); }
 
   void saved(double seconds) { totals_.save_seconds = seconds; }
-  // The next update waited so long for its batches.
-  void waited_for_data(double seconds) {
-    data_seconds_ = seconds;
-    totals_.data_seconds += seconds;
-  }
 
   // An update has finished. Its time runs from the end of the previous one, or from start_clock(). With an asynchronous
   // pipeline it is the mean over the last updates, as many as are under way: several finish together when the pipeline
-  // is flushed, and none while it fills.
-  void finished(int64_t step, double lr, const StepResult& result, const NoiseScale& noise) {
+  // is flushed, and none while it fills. waited: seconds for its batches
+  void finished(int64_t step, double lr, double waited, const StepResult& result, const NoiseScale& noise) {
     between_.push_back(seconds_since(clock_));
     clock_ = Clock::now();
     totals_.step_seconds += between_.back();
+    totals_.data_seconds += waited;
     totals_.tokens += job_.step.tokens();
     totals_.flops += job_.flops_per_step();
     ++totals_.updates;
@@ -82,7 +78,7 @@ class StepReport {
                 .memory = on_gpu ? job_.plan.total_bytes() : resident_bytes(),
                 .skipped = !result.applied,
                 .column = experts_column(result),
-                .more = more_numbers(result, noise)},
+                .more = more_numbers(waited, result, noise)},
                step % o_.log_every == 0 || step == first_ + 1 || step == job_.max_steps);
   }
 
@@ -114,20 +110,21 @@ class StepReport {
     if (totals_.updates == 0) return log_.line("done: only the last validation was missing");
     const std::string mfu = peaks_.promised ? formatted("{:.1f}% MFU", 100 * totals_.flops / seconds / *peaks_.promised)
                                             : std::string("MFU n/a");
-    Rows rows = {{"time", formatted("{} total, {} in training steps, {:.1f}% of these waiting for data",
-                                    human_duration(seconds_since(totals_.begin)), human_duration(seconds),
-                                    100 * totals_.data_seconds / seconds)},
-                 {"throughput", formatted("{:.0f} tokens/s, {}", static_cast<double>(totals_.tokens) / seconds, mfu)},
-                 {"training loss", formatted("{:.4f} at step {}", last_loss_, job_.max_steps)},
-                 {"validation loss", std::isfinite(progress.best_val)
-                                         ? formatted("best {:.4f} at step {}", progress.best_val, progress.best_step)
-                                         : "not measured"},
-                 {"checkpoint", checkpoint},
-                 {"metrics", o_.out_dir + "/metrics.jsonl"}};
+    Rows rows = {
+        {"time", formatted("{} total, {} in training steps, {:.1f}% of these waiting for data",
+                           human_duration(seconds_since(totals_.begin)), human_duration(seconds),
+                           100 * totals_.data_seconds / seconds)},
+        {"throughput", formatted("{} tokens/s, {}", human_amount(static_cast<double>(totals_.tokens) / seconds), mfu)},
+        {"training loss", formatted("{:.4f} at step {}", last_loss_, job_.max_steps)},
+        {"validation loss", std::isfinite(progress.best_val)
+                                ? formatted("best {:.4f} at step {}", progress.best_val, progress.best_step)
+                                : "not measured"},
+        {"checkpoint", checkpoint},
+        {"metrics", o_.out_dir + "/metrics.jsonl"}};
     if (!memory.empty()) rows.emplace_back(job_.device.kind == DeviceKind::cuda ? "GPU memory" : "memory", memory);
     log_.table("done", rows);
     if (o_.profile && first_rank_)
-      report_profile(log_, ops, job_.last_step() - first_, roof().of_rank(job_.step.layout.ranks()));
+      report_profile(log_, ops, first_ + 1, job_.last_step(), roof().of_rank(job_.step.layout.ranks()));
   }
 
  private:
@@ -138,7 +135,8 @@ class StepReport {
     Peaks best = peaks_;
     if (job_.device.kind != DeviceKind::cpu || host_memory() - resident_bytes() < enough) return best;
     try {
-      best.raise(measure_matmul_peak(job_.device, job_.step.precision.products) * devices_in_use(job_.device, o_));
+      const Device device = working_device(job_.device, o_.place);
+      best.raise(measure_matmul_peak(device, job_.step.precision.products) * devices_in_use(device, o_));
       best.bandwidth = std::max(best.bandwidth, measure_bandwidth(rank_device(job_.device, o_.place)));
     } catch (const Error&) {  // another program has the memory
     }
@@ -153,8 +151,9 @@ class StepReport {
     return std::pair{"experts",
                      formatted("{:.1f}-", e.smallest) + formatted(e.largest < 9.95 ? "{:.1f}" : "{:.0f}", e.largest)};
   }
-  std::vector<std::pair<const char*, double>> more_numbers(const StepResult& result, const NoiseScale& noise) const {
-    std::vector<std::pair<const char*, double>> all = {{"data_ms", 1e3 * data_seconds_}};
+  std::vector<std::pair<const char*, double>> more_numbers(double waited, const StepResult& result,
+                                                           const NoiseScale& noise) const {
+    std::vector<std::pair<const char*, double>> all = {{"data_ms", 1e3 * waited}};
     const auto add = [&](const char* name, double value) { all.emplace_back(name, value); };
     if (result.z_loss) add("z_loss", *result.z_loss);
     if (const auto& l = result.logits) {
@@ -214,7 +213,6 @@ class StepReport {
   int64_t first_ = 0;        // updates done when training began or resumed
   Clock::time_point clock_;  // when the last update finished, or the current one began
   RunTotals& totals_;
-  double data_seconds_ = 0;  // that the last update waited for its batches
   static constexpr size_t recent_updates = 16;
   std::deque<double> between_;               // seconds from one update to the next, for recent ones
   std::deque<double> recent_;                // seconds per update, for recent ones
