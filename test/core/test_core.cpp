@@ -273,7 +273,7 @@ TEST_CASE("numbers in human-readable form", "[core]") {
   REQUIRE(human_count(124439808) == "124.4M");
   REQUIRE(human_count(15'600'000'000'000) == "15.6T");
   REQUIRE((counted(1, "step") == "1 step" && counted(1234, "step") == "1,234 steps"));
-  REQUIRE((human_amount(0.01234) == "0.0123" && human_amount(12.34) == "12.3" && human_amount(1234.5) == "1,234"));
+  REQUIRE((human_amount(0.01234) == "0.0123" && human_amount(12.34) == "12.3" && human_amount(1234.5) == "1,235"));
 
   REQUIRE(human_flops(12.5e6) == "12.50 MFLOP");
   REQUIRE(human_flops(999.96e6) == "1.000 GFLOP");

@@ -466,8 +466,8 @@ TEST_CASE("a plan as JSON has the notices and the costs of the run that a plan i
     REQUIRE(run["price"] == 2 * run["gpu_hours"].get<double>());
     REQUIRE(run["gpu_hours"].get<double>() == Catch::Approx(run["seconds"].get<double>() * 24 / 3600));
     REQUIRE((run["least_seconds"] < run["seconds"] && run["seconds"] < run["most_seconds"]));
-    REQUIRE(words.out.find(formatted("{:.0f} kWh, about {:.0f} kg", run["kwh"].get<double>(),
-                                     run["kg_co2"].get<double>())) != std::string::npos);
+    REQUIRE(words.out.find(formatted("{} kWh, about {} kg", human_amount(run["kwh"].get<double>()),
+                                     human_amount(run["kg_co2"].get<double>()))) != std::string::npos);
   }
 }
 

@@ -248,6 +248,7 @@ TEST_CASE("a plan says how well the stages are balanced, by the schedule, the sl
   double mean = 0;
   for (size_t s = 0; s < 4; ++s) mean += plan.of_stage(s).step_seconds / 4;
   REQUIRE(unequal().seconds == Catch::Approx(slowest - mean));
+  step.layout.pipeline.layers = {4, 2, 1, 1};
   REQUIRE(unequal().remedy == "--pp-layout balanced");
   step.layout.pipeline.layers = balanced_layers(count_costs(step), step.stages_of_chunks());
   REQUIRE(rows_of(step)["--pp-layout balanced"] == "the same layers");
