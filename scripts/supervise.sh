@@ -25,7 +25,8 @@
 #
 # SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 go to COMMAND (to mpirun, srun and their like as SIGUSR1, which they pass
 # on; SIGINT as SIGTERM), and whatever its status is then, it is not started again. If it is a script that the signal
-# ends, what it has started gets the signal, too, and is waited for.
+# ends, what it has started gets the signal, too, and is waited for. Ctrl-Z (SIGTSTP) does nothing: it would stop this
+# script, and not the run.
 #
 # Options
 #   --out-dir DIR        where the run saves; default: the last --out-dir or -o of COMMAND
@@ -50,6 +51,8 @@ true >&2 || exec 2>/dev/null
 trap : PIPE
 say() { echo "supervise.sh: $1" >&2 2>/dev/null || :; }
 refuse() { say "$1; see scripts/supervise.sh --help"; exit 1; }
+# Seconds since this machine has started, in $now: bash's SECONDS follow the time of day, which may jump.
+look_at_clock() { read -r now _ </proc/uptime; now=${now%.*}; }
 
 # ---- Options ---------------------------------------------------------------------------------------------------------
 
@@ -131,6 +134,7 @@ for signal in INT TERM HUP USR1 USR2; do
   # shellcheck disable=SC2064    # the signal of this turn
   trap "stop $signal" "$signal"
 done
+trap '' TSTP   # for what runs beside this script, too, which would wait for it
 # wait_for PROCESS: returns its status; a signal ends `wait` early
 wait_for() {
   local status
@@ -205,7 +209,9 @@ most_hosts=$wanted   # fewer where the trainer has refused that many
 # Sets and exports HOSTS and HOST_COUNT; fails if too few hosts are there.
 choose_hosts() { # SECONDS that all hosts are waited for
   [ ${#hosts[@]} -gt 0 ] || return 0
-  local up away deadline=$((SECONDS + $1)) said=
+  local up away deadline said=
+  look_at_clock
+  deadline=$((now + $1))
   while :; do
     mapfile -t up < <(answering)
     mapfile -t away < <(without "${up[@]}")
@@ -214,8 +220,9 @@ choose_hosts() { # SECONDS that all hosts are waited for
       say "no answer from $(listed "${away[@]}"): waiting up to $1 s (--host-wait)"
       said=yes
     fi
-    [ "$SECONDS" -lt "$deadline" ] || break
-    pause $((deadline - SECONDS < 5 ? deadline - SECONDS : 5))
+    look_at_clock
+    [ "$now" -lt "$deadline" ] || break
+    pause $((deadline - now < 5 ? deadline - now : 5))
   done
   [ ${#away[@]} -gt 0 ] || most_hosts=$wanted
   if [ ${#up[@]} -lt "$min_hosts" ]; then
@@ -277,15 +284,20 @@ stop_leftovers() { # SESSION
 }
 # Returns once `tee` has copied all, or after five seconds, if a process that nobody finds has stderr open.
 wait_for_copy() {
-  local end=$((SECONDS + 5))
-  while kill -0 "$copy" 2>/dev/null && [ "$SECONDS" -lt "$end" ]; do sleep 0.1; done
+  local end
+  look_at_clock
+  end=$((now + 5))
+  while kill -0 "$copy" 2>/dev/null && [ "$now" -lt "$end" ]; do
+    sleep 0.1
+    look_at_clock
+  done
 }
 # Runs the command until it ends. setsid: a Ctrl-C at the terminal reaches it only through this script.
 start() {
   local status=0 copy session stderr
   exec {stderr}> >(exec setsid tee -p "$errors" >&2)
   copy=$!
-  SUPERVISED=$mark setsid "${command[@]}" </dev/null 2>&"$stderr" {stderr}>&- {errors_file}>&- &
+  (trap - TSTP && SUPERVISED=$mark exec setsid "${command[@]}") </dev/null 2>&"$stderr" {stderr}>&- {errors_file}>&- &
   session=$! running=$session
   exec {stderr}>&-
   [ -z "$stopped_by" ] || pass_on "$stopped_by"

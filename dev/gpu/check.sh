@@ -50,6 +50,14 @@ if [ -d "$DEPS" ]; then
   export LD_LIBRARY_PATH=$DEPS/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 fi
 
+# Seconds since this machine has started: bash's SECONDS follow the time of day, which may jump.
+now() {
+  local seconds
+  read -r seconds _ </proc/uptime
+  echo "${seconds%.*}"
+}
+began=$(now)
+
 # The time limit of a part in seconds, without the build.
 limit_of() {
   case $1 in
@@ -74,7 +82,7 @@ row() {
   printf '%-11s %-7s %4s s  %-34s %s\n' "$part" "$1" "$2" "$3" "$4"
 }
 
-left() { echo $(((part_end < sitting_end ? part_end : sitting_end) - SECONDS)); }
+left() { echo $(((part_end < sitting_end ? part_end : sitting_end) - $(now))); }
 
 # reason OUTPUT: its last line; of a compiler the first error
 reason() {
@@ -88,7 +96,8 @@ reason() {
 # trainer that catches SIGTERM would still use the GPU during the next check.
 summaries='^note:|^========= .*SUMMARY|^All tests passed|^test cases:|^self-test:'
 check() {
-  local name=$1 limit=$(($2 * MORE_SECONDS)) output=$RUNS/$part.output status=0 begin=$SECONDS note scratch group
+  local name=$1 limit=$(($2 * MORE_SECONDS)) output=$RUNS/$part.output status=0 begin note scratch group seconds
+  begin=$(now)
   shift 2
   [ "$limit" -le "$(left)" ] || limit=$(left)
   if [ "$limit" -le 0 ]; then
@@ -105,13 +114,14 @@ check() {
   rm -rf "$scratch"
   { printf '\n==== %s: %s: %s\n' "$part" "$name" "$*" && cat "$output"; } >"$RUNS/$part.more"
   flock "$OUT/log.txt" -c "cat '$RUNS/$part.more' >>'$OUT/log.txt'"
+  seconds=$(($(now) - begin))
   note=$(grep -aE "$summaries" "$output" | tail -n 1 | sed -E 's/^(note:|=========) *//')
   case $status in
-    0) row ok $((SECONDS - begin)) "$name" "$note" ;;
-    77) row skipped $((SECONDS - begin)) "$name" "$note" ;;
-    124 | 137) row FAILED $((SECONDS - begin)) "$name" "stopped after $limit s" ;;
+    0) row ok $seconds "$name" "$note" ;;
+    77) row skipped $seconds "$name" "$note" ;;
+    124 | 137) row FAILED $seconds "$name" "stopped after $limit s" ;;
     *) [ -n "$note" ] || note=$(reason "$output" | tr '\t' ' ' | cut -c 1-160)
-      row FAILED $((SECONDS - begin)) "$name" "status $status: $note" ;;
+      row FAILED $seconds "$name" "status $status: $note" ;;
   esac
   [ "$status" -eq 0 ]
 }
@@ -136,7 +146,7 @@ build() {
 # Builds these programs in the background, all at once, but the tests and the ladders, which share objects, one after
 # the other. The CPU's ops, which all of them share, come first.
 start_builds() {
-  local part=build part_end=$((SECONDS + $(limit_of build) * MORE_SECONDS)) program tests=()
+  local part=build part_end=$(($(now) + $(limit_of build) * MORE_SECONDS)) program tests=()
   rm -rf "$RUNS/built" && mkdir -p "$RUNS/built"
   if ! { check 'look at the machine' 120 make DEVICE="$DEVICE" config &&
     check "build the CPU's ops" 120 make -j"$JOBS" DEVICE="$DEVICE" build/cpu/all; }; then
@@ -166,12 +176,12 @@ built() {
     fi
     mark=$(mark_of "$name")
     until [ -s "$mark" ]; do
-      [ "$SECONDS" -lt "$sitting_end" ] || { row skipped 0 "$name" 'was not built in time' && return 1; }
+      [ "$(now)" -lt "$sitting_end" ] || { row skipped 0 "$name" 'was not built in time' && return 1; }
       sleep 0.5
     done
     [ "$(cat "$mark")" = ok ] || { row FAILED 0 "$name" 'was not built' && return 1; }
   done
-  part_end=$((SECONDS + $(limit_of "$part") * MORE_SECONDS))
+  part_end=$(($(now) + $(limit_of "$part") * MORE_SECONDS))
 }
 
 # The programs that a part runs.
@@ -348,9 +358,9 @@ refuse() {
 }
 all=(build memory train determinism resume graphs ranks nccl 'test' sanitize racecheck kernels ops stalls switches
   e2e-124M e2e-1558M e2e-qwen e2e-experts)
-lanes=() parts=() sitting_end=1000000 sitting=
+lanes=() parts=() sitting_end=$((began + 1000000)) sitting=
 if [ "${1:-}" = --sitting ]; then
-  sitting_end=$SITTING_SECONDS sitting=${2:-}
+  sitting_end=$((began + SITTING_SECONDS)) sitting=${2:-}
   case $sitting in
     # memory runs by itself, since it looks at free memory; then the parts that share the GPU.
     1) parts=(memory) lanes=('train determinism resume graphs' 'ranks nccl' 'test sanitize racecheck') ;;
@@ -397,5 +407,5 @@ wait
 
 echo
 awk -F '\t' '!/^#/ { printf "%-11s %-7s %4s s  %-34s %s\n", $1, $2, $3, $4, $5; ++of[$2] }
-  END { printf "%d ok, %d failed, %d skipped in %d s\n", of["ok"], of["FAILED"], of["skipped"], '$SECONDS' }' "$OUT/checks.tsv"
+  END { printf "%d ok, %d failed, %d skipped in %d s\n", of["ok"], of["FAILED"], of["skipped"], '$(($(now) - began))' }' "$OUT/checks.tsv"
 ! grep -q $'^[^#]*\tFAILED\t' "$OUT/checks.tsv"

@@ -54,7 +54,7 @@ case $end in
      while :; do read -r -t 0.05 || :; done < <(tail -f /dev/null)) ;;
   wait*)
     [ "$end" = wait ] || trap 'exit ${end#wait}' TERM USR1
-    touch "$here/waiting"
+    grep '^SigIgn' /proc/$$/status >"$here/waiting"
     while :; do read -r -t 0.05 || :; done < <(tail -f /dev/null) ;;
   *) exit "$end" ;;
 esac
@@ -141,9 +141,10 @@ while read -r left; do
   ! grep -qsz tail "/proc/$left/cmdline" || fail "a process of the crashed run is still there"
 done <"$dir/left"
 rm "$dir/left"
-# One that it cannot find, and that still has its stderr, does not keep it waiting.
+# One that it cannot find, and that still has its stderr, does not keep it waiting, whatever the time of day does.
+echo 'unset SECONDS' >"$dir/no-clock"
 prepare 'hide 0 train_gpt: lost' '0 1000'
-ends 0 2 '5'
+BASH_ENV=$dir/no-clock ends 0 2 '5'
 says 'killed by SIGKILL after step 0, newest checkpoint: step 0: train_gpt: lost; starting again'
 kill_all KILL "$(<"$dir/left")"
 rm "$dir/left"
@@ -171,6 +172,14 @@ signalled() {
   PATH=$dir:$PATH scripts/supervise.sh "${@:4}" -- "$dir/play" -o "$out" 2>"$dir/said" &
   set +m
   appears "$3"
+  kill -s TSTP $!   # Ctrl-Z does nothing
+  sleep 0.05
+  if grep -q '^State:.T' /proc/$!/status; then
+    kill -s TERM $!
+    kill -s CONT $!
+    wait $! || :
+    fail "it was stopped, and what it has started was not"
+  fi
   kill -s "$2" $!
   touch "$dir/answered"   # a probe waits for it
   wait $! || status=$?
@@ -179,6 +188,7 @@ signalled() {
 }
 prepare 'wait75 0'
 signalled 75 USR1 "$dir/waiting"
+[ $((16#$(cut -f 2 "$dir/waiting") >> 19 & 1)) = 0 ] || fail "the command was started without SIGTSTP"
 prepare 'wait5 0'
 signalled 5 TERM "$dir/waiting"
 says 'the run was stopped by SIGTERM and ended with status 5, not 75'
@@ -251,7 +261,7 @@ wait $supervisor || status=$?
 by_hosts=(--hosts "n1,n2,n3,n4" --probe "[ ! -e $dir/away-{} ]" --host-wait 1)
 prepare
 touch "$dir/away-n3"
-ends 1 0 '*' "${by_hosts[@]}" --max-failures 1
+BASH_ENV=$dir/no-clock ends 1 0 '*' "${by_hosts[@]}" --max-failures 1
 says 'no answer from n3: waiting up to 1 s (--host-wait)'
 says 'of 4 hosts 3 answer, fewer than --min-hosts 4: no answer from n3'
 prepare '1 0 train_gpt: 3 ranks do not divide the batch' 'back 0' '0 0'
