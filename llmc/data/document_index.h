@@ -4,14 +4,13 @@
 //   the beginnings   int64 each, ascending
 //   IndexSeal        whose they are, how many, and checksums
 //
-// An index of another file of tokens, or of another state of this one, and a damaged index are made again. Numbers are
-// little-endian.
+// An index of another file of tokens, or of another state of this one, and a damaged index are made again. A few bytes
+// of its contents tell the file from one of the same size and time, which copies and archives make. Its inode would not
+// do: hosts that share an index may have copies of the file. Numbers are little-endian.
 #pragma once
-#include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
 
-#include <cerrno>
 #include <cstdio>
 #include <filesystem>
 
@@ -31,10 +30,11 @@ struct IndexSeal {
     uint64_t path;           // XXH3 of the absolute path of the file of tokens
     int64_t size, modified;  // bytes; nanoseconds since 1970
     uint64_t documents;      // XXH3 of what says where they begin (TokenFiles::documents_from)
+    uint64_t contents;       // XXH3 of some of the file's bytes
     bool operator==(const Source&) const = default;
   };
 
-  uint64_t version = 0x3230'7363'6f64'7067;  // "gpdocs02"
+  uint64_t version = 0x3330'7363'6f64'7067;  // "gpdocs03"
   Source source = {};
   int64_t documents = 0;
   uint64_t beginnings = 0;  // XXH3 of them
@@ -42,7 +42,7 @@ struct IndexSeal {
 
   uint64_t hash() const { return XXH3_64bits(this, sizeof *this - sizeof seal); }
 };
-static_assert(sizeof(IndexSeal) == 64 && std::is_trivially_copyable_v<IndexSeal>);
+static_assert(sizeof(IndexSeal) == 72 && std::is_trivially_copyable_v<IndexSeal>);
 
 class DocumentIndex {
  public:
@@ -100,13 +100,24 @@ class DocumentIndex {
 
   static IndexSeal::Source source(const TokenFiles& files, int64_t i, int32_t end_of_text) {
     const std::string &path = files.path(i), documents = files.documents_from(i, end_of_text);
-    struct stat info {};
-    CHECK(::stat(path.c_str(), &info) == 0, "cannot stat {}: {}", path, std::strerror(errno));
+    const File file = File::open_read(path);
     std::error_code unknown;
     const std::string absolute = std::filesystem::canonical(path, unknown);
-    return {XXH3_64bits(absolute.data(), absolute.size()), static_cast<int64_t>(info.st_size),
-            int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + int64_t{info.st_mtim.tv_nsec},
-            XXH3_64bits(documents.data(), documents.size())};
+    return {XXH3_64bits(absolute.data(), absolute.size()), file.size(), file.modified(),
+            XXH3_64bits(documents.data(), documents.size()), contents_of(file)};
+  }
+
+  // A hash of a few bytes at the beginning, at the end, and at equal distances between them.
+  static uint64_t contents_of(const File& file) {
+    constexpr int64_t places = 8, most = 128;
+    std::array<char, most> bytes;
+    const int64_t size = file.size(), n = std::min(size, most);
+    RunningHash hash;
+    for (int64_t place = 0; place < places; ++place) {
+      file.read_at(bytes.data(), n, (size - n) / (places - 1) * place);
+      hash.add(bytes.data(), n);
+    }
+    return hash.value();
   }
 
   // Why the index file is of no use; none: it is good, and sets documents_.

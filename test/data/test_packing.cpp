@@ -431,8 +431,18 @@ TEST_CASE("documents are indexed once; another state of the file, and damage, ha
   for (size_t i = 0; i < 4; ++i) REQUIRE(index.begins(3, 4, kept)[i] == all(index)[3 + i]);
   REQUIRE(names_in(cache).size() == 1);  // nothing temporary
 
-  // Found again, even though it is no longer right: the tokens are not read.
+  // Another file of the same size and time in its place is noticed, without reading all of it.
   const auto time = std::filesystem::last_write_time(file);
+  std::vector<uint16_t> others = tokens;
+  for (size_t i = 0; i < others.size(); ++i) others[i] = static_cast<uint16_t>(i % 7);
+  write_shard(file, others);
+  std::filesystem::last_write_time(file, time);
+  REQUIRE(all(open()) == expected(others));
+  REQUIRE((notices.size() == 1 && notices[0].find("is of another file, or of another state") != std::string::npos));
+  write_shard(file, tokens);
+  std::filesystem::last_write_time(file, time);
+  REQUIRE(all(open()) == before);
+  // Found again, even though it is no longer right: not all tokens are read.
   tokens[1] = 0;
   write_shard(file, tokens);
   std::filesystem::last_write_time(file, time);
