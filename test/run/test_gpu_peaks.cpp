@@ -1,4 +1,4 @@
-// Datasheet peaks by the GPU names that drivers report.
+// Datasheet peaks by the GPU names that drivers report, and the cache of those that are measured.
 #include "catch2.h"
 #include "helpers.h"
 #include "run/plan/report_plan.h"
@@ -25,6 +25,34 @@ TEST_CASE("a step that is faster than the measured peak raises it, so that no sh
   REQUIRE(named.raise(2.5e12));
   REQUIRE(named.promised == 3e12);
   REQUIRE(!Peaks().raise(1));  // of a rank that reports nothing
+}
+
+TEST_CASE("a cache of measurements outlives hosts whose clocks differ", "[run][peaks]") {
+  const TempDir dir;
+  const char* const before = getenv("XDG_CACHE_HOME");
+  const std::string former = before == nullptr ? "" : before;
+  setenv("XDG_CACHE_HOME", dir.path().c_str(), 1);
+  constexpr double an_hour = 3600;
+  const double now = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  std::filesystem::create_directories(cache_directory());
+  std::ofstream(cache_directory() + "/x.json")
+      << nlohmann::json{{"new", {{"measured_at", now - 100}}},        {"ahead", {{"measured_at", now + 30}}},
+                        {"far ahead", {{"measured_at", now + 5000}}}, {"old", {{"measured_at", now - 5000}}},
+                        {"unknown", {{"measured_at", "today"}}},      {"damaged", 3}};
+  const auto found = [&](auto... seconds) {
+    std::string all;
+    for (const char* key : {"new", "ahead", "far ahead", "old", "unknown", "damaged", "mine"})
+      if (!MeasurementCache("x.json").find(key, seconds...).is_null())
+        all += std::string(all.empty() ? "" : ", ") + key;
+    return all;
+  };
+  REQUIRE(found() == "new, ahead, far ahead, old, unknown");
+  REQUIRE(found(an_hour) == "new, ahead");
+  MeasurementCache("x.json").keep("mine", {{"flops", 1}});
+  REQUIRE(found() == "new, ahead, far ahead, old, unknown, mine");
+  MeasurementCache("x.json").keep("mine", {{"flops", 2}}, an_hour);
+  REQUIRE(found() == "new, ahead, far ahead, mine");
+  before == nullptr ? unsetenv("XDG_CACHE_HOME") : setenv("XDG_CACHE_HOME", former.c_str(), 1);
 }
 
 TEST_CASE("a profile ends with each op's time and its share of a roof that was measured here", "[run][peaks]") {

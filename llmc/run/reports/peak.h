@@ -122,19 +122,19 @@ class MeasurementCache {
     }
     if (!all_.is_object()) all_ = nlohmann::json::object();
   }
-  // Null: there is none, or it is older than `seconds`.
-  nlohmann::json find(const std::string& key, double seconds = std::numeric_limits<double>::infinity()) const {
+  // Null: there is none, or it is not younger than `seconds`, or nobody knows. Clocks of hosts may differ by a minute.
+  nlohmann::json find(const std::string& key, double seconds = forever) const {
+    constexpr double ahead = 60;
     if (!all_.contains(key) || !all_[key].is_object()) return {};
     const nlohmann::json& entry = all_[key];
-    const double age = entry.contains("measured_at") && entry["measured_at"].is_number()
-                           ? now() - entry["measured_at"].get<double>()
-                           : -1;
-    return age >= 0 && age < seconds ? entry : nlohmann::json();
+    const double age = age_of(entry);
+    return seconds == forever || (age > -ahead && age < seconds) ? entry : nlohmann::json();
   }
-  // seconds: what is older goes
-  void keep(const std::string& key, nlohmann::json entry, double seconds = std::numeric_limits<double>::infinity()) {
-    std::erase_if(all_.get_ref<nlohmann::json::object_t&>(),
-                  [&](const auto& e) { return find(e.first, seconds).is_null(); });
+  // seconds: what is older goes. What comes from a clock that is ahead of this host's stays.
+  void keep(const std::string& key, nlohmann::json entry, double seconds = forever) {
+    std::erase_if(all_.get_ref<nlohmann::json::object_t&>(), [&](const auto& e) {
+      return !e.second.is_object() || (seconds != forever && !(age_of(e.second) < seconds));
+    });
     entry["measured_at"] = now();
     all_[key] = std::move(entry);
     std::error_code ignored;
@@ -147,8 +147,14 @@ class MeasurementCache {
   const std::string& file() const { return file_; }
 
  private:
+  static constexpr double forever = std::numeric_limits<double>::infinity();
   static double now() {
     return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  }
+  // In seconds; NaN: not known.
+  static double age_of(const nlohmann::json& entry) {
+    const nlohmann::json at = member(entry, "measured_at");
+    return at.is_number() ? now() - at.get<double>() : std::numeric_limits<double>::quiet_NaN();
   }
 
   std::string file_;
