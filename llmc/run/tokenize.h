@@ -38,6 +38,11 @@ namespace detail {
 
 inline constexpr const char* record_suffix = ".tokenized.json";
 
+// took: the time to write the last one. All inputs are in it, and may be a million; but that may have been a pause.
+inline double seconds_between_records(double at_least, double took) {
+  return std::max(at_least, std::min(20 * took, 600.0));
+}
+
 // What the shards are made of, and how far they have come.
 struct TokenizeRecord {
   nlohmann::json inputs, tokenizer;
@@ -383,7 +388,7 @@ class Tokenization {
     record_.text_bytes += encoded.text_bytes;
     record_.position = encoded.end;
     progress_->show(encoded.bytes_read, record_.text_bytes, record_.tokens);
-    if (seconds_since(last_record_) < std::max(job_.record_seconds, 20 * record_took_)) return;
+    if (seconds_since(last_record_) < seconds_between_records(job_.record_seconds, record_took_)) return;
     const auto begin = Clock::now();
     write_record();
     record_took_ = seconds_since(begin);
@@ -431,7 +436,7 @@ class Tokenization {
   std::exception_ptr fault_;
   std::string stopped_;
   Clock::time_point last_record_;
-  double record_took_ = 0;  // seconds to write it: all inputs are in it, and may be a million
+  double record_took_ = 0;  // seconds to write it
 };
 
 }  // namespace detail

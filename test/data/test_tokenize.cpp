@@ -253,6 +253,13 @@ TEST_CASE("the chunks after any chunk are the same where text has no place to be
   }
 }
 
+TEST_CASE("a record that took long to write does not put off the next one for ever", "[tokenize]") {
+  REQUIRE(detail::seconds_between_records(10, 0.1) == 10);
+  REQUIRE(detail::seconds_between_records(10, 5) == 100);
+  REQUIRE(detail::seconds_between_records(10, 3600) == 600);
+  REQUIRE(detail::seconds_between_records(1e9, 3600) == 1e9);
+}
+
 TEST_CASE("a run that starts over records so before it removes anything", "[tokenize]") {
   Corpus corpus;
   corpus.run();
