@@ -132,8 +132,8 @@ class StopCondition {
     if (limit_) reserve_ = std::min(reserve_, 30 * *limit_);
   }
 
-  // A save took this long.
-  void saved(double seconds) { reserve_ = margin * seconds; }
+  // Saves usually take this long (UsualTime).
+  void saves_take(double seconds) { reserve_ = margin * seconds; }
 
   // The reason to save and exit now; empty: carry on. under_way: seconds of work to wait for first.
   std::string reason(double under_way = 0) const {

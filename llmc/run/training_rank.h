@@ -40,7 +40,7 @@ struct TrainingRank {
         run(job.step, job.plan, rank_device(job.device, job.options.place, rank - job.options.place.first_rank()),
             world, rank),
         checkpoints(job, beginning.directory, log, report, stop) {
-    if (const auto seconds = beginning.totals.save_seconds) stop.saved(*seconds), checkpoints.took(*seconds);
+    if (const auto seconds = beginning.totals.saves.seconds()) stop.saves_take(*seconds), checkpoints.took(*seconds);
     if (watchdog() != nullptr)
       checkpoints.when_saving([this](bool saving) { watchdog()->board.saving(number, saving); });
     if (const std::string& why = run.copies_of_state.not_pinned(); !why.empty())
@@ -108,7 +108,7 @@ class GoOn {
   void seen(News directory) { directory_ = std::move(directory); }
 
   // What this rank tells the others with a step. They hear it once that step is done, and `ahead` others have begun.
-  Notices notices() { return {static_cast<double>(news(2 + ahead()).kind), r_.report.last_seconds()}; }
+  Notices notices() { return {static_cast<double>(news(2 + ahead()).kind), r_.report.update_seconds()}; }
   // What they have told each other with one.
   void hear(const Notices& notices) {
     if (alone()) return;
@@ -141,7 +141,7 @@ class GoOn {
   const News& news(int64_t further) {
     if (news_.kind >= NewsKind::stop) return news_;
     // Carrying on means waiting for these updates and for those under way; and for a checkpoint, before another one.
-    const std::string stop = r_.stop.reason(static_cast<double>(further + under_way_) * r_.report.last_seconds() +
+    const std::string stop = r_.stop.reason(static_cast<double>(further + under_way_) * r_.report.update_seconds() +
                                             r_.checkpoints.seconds_to_settle());
     if (directory_.kind == NewsKind::lost) news_ = directory_;
     else if (!r_.unreadable.empty() && r_.unreadable_at <= begun_ + further)

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "catch2.h"
+#include "core/clock.h"
 #include "core/dtype.h"
 #include "core/environment.h"
 #include "core/files.h"
@@ -394,4 +395,21 @@ TEST_CASE("stacks that are too small for ops are refused; OMP_STACKSIZE counts K
     REQUIRE_ERROR(require(size), name + " " + size + ": a thread needs 64 KiB at least");
   for (const char* size : {"64", "65536b", "1M", " 4 m", "1G", "512000", "0", "0.02M", "many", ""})
     REQUIRE_NOTHROW(require(size));
+}
+
+TEST_CASE("what something usually takes is the median of the last three times: one pause changes nothing", "[core]") {
+  UsualTime usual;
+  REQUIRE(!usual.seconds());
+  const auto then = [&](double seconds) {
+    usual.add(seconds);
+    return usual.seconds();
+  };
+  REQUIRE(then(2) == 2.0);
+  REQUIRE(then(3) == 3.0);
+  REQUIRE(then(1) == 2.0);
+  REQUIRE(then(3600) == 3.0);
+  REQUIRE(then(2) == 2.0);
+  REQUIRE(then(2) == 2.0);
+  REQUIRE(then(50) == 2.0);
+  REQUIRE(then(51) == 50.0);  // a trend
 }

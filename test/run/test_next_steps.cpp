@@ -1,7 +1,13 @@
-// The commands that a run suggests: other samples than before, for as many processes as it had.
+// The commands that a run suggests: other samples than before, for as many processes as it had. How long the rest of a
+// run takes.
+#include <thread>
+
 #include "catch2.h"
+#include "core/words.h"
 #include "run/job.h"
+#include "run/options/parse.h"
 #include "run/reports/next_steps.h"
+#include "run/reports/step_report.h"
 #include "run/start.h"
 #include "tiny_run.h"
 
@@ -118,4 +124,47 @@ TEST_CASE("a run from weights that have seen the very samples that it begins wit
   REQUIRE(seen_samples(in_order, o, data).find("that of the files: ") != std::string::npos);
   o.seq_len = 32;
   REQUIRE(seen_samples(in_order, o, data).empty());
+}
+
+TEST_CASE("the rest of a run is estimated from what steps and tasks usually take, each kind by itself", "[run]") {
+  const auto seconds_left = [](const std::string& options, const std::function<void(StepReport&)>& tasks) {
+    std::vector<std::string> words = {"train_gpt"};
+    for (const std::string& word : split(tiny("unused", "--max-steps 1000 " + options), ' '))
+      if (!word.empty()) words.push_back(word);
+    const Job job(parse_command_line(words, [](Options& o) { o.ranks = 1; }).options, Clock::now());
+    Log log = Log::silent();
+    RunTotals totals;
+    StepReport report(job, log, {}, true, totals);
+    report.start_clock();
+    for (int64_t step = 1; step <= 10; ++step) {
+      if (step == 10) std::this_thread::sleep_for(std::chrono::milliseconds(300));  // a pause
+      report.finished(step, 1e-3, {.loss = 1}, {});
+    }
+    REQUIRE(report.update_seconds() < 0.1);
+    tasks(report);
+    return report.seconds_left(10);
+  };
+  const auto thrice = [](StepReport& report, Task task, double seconds) {
+    for (const double pause : {0, 600, 0}) report.took(task, seconds + pause);
+  };
+  const auto close_to = [](double seconds) { return Catch::Matchers::WithinAbs(seconds, 50); };
+  const std::string none = "--checkpoint-minutes 0 ";
+  REQUIRE_THAT(seconds_left(none, [](StepReport&) {}), close_to(0));
+  // 1000 verifications, 100 local checkpoints and 20 checkpoints are no more than each of them takes.
+  const std::string often =
+      none + "--checkpoint-every 50 --checkpoint-local local --checkpoint-local-every 10 --verify-updates 1 ";
+  REQUIRE_THAT(seconds_left(often, [&](StepReport& report) { thrice(report, Task::checkpoint, 100); }), close_to(2000));
+  REQUIRE_THAT(seconds_left(often,
+                            [&](StepReport& report) {
+                              thrice(report, Task::checkpoint, 100);
+                              thrice(report, Task::local_checkpoint, 10);
+                              thrice(report, Task::verification, 1);
+                            }),
+               close_to(2000 + 1000 + 991));
+  REQUIRE_THAT(seconds_left(none + "--check-replicas 10",
+                            [&](StepReport& report) {
+                              thrice(report, Task::comparison, 10);
+                              thrice(report, Task::checkpoint, 500);  // the last one
+                            }),
+               close_to(1000 + 500));
 }

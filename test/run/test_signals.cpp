@@ -266,9 +266,9 @@ TEST_CASE("the time limit counts from the start of the process and leaves time f
   // However slow the estimated save, half of the time is for training; a measured save counts in full.
   StopCondition slow(2.0, ago(55), 1e6);
   REQUIRE(slow.reason().empty());
-  slow.saved(50);
+  slow.saves_take(50);
   REQUIRE_FALSE(slow.reason().empty());
-  slow.saved(1);
+  slow.saves_take(1);
   REQUIRE(slow.reason().empty());
 }
 

@@ -100,7 +100,7 @@ class CheckpointSaver {
 
   const std::string& last() const { return last_; }  // in the out directory; empty: none
   void resumed_from(const std::string& path) { last_ = path; }
-  void took(double seconds) { write_seconds_ = seconds; }  // an earlier stretch's last one
+  void took(double seconds) { writes_.add(seconds); }  // those of earlier stretches, usually
   // on_lost(step): the checkpoint of this step, with the best validation loss by then, could not be written.
   void when_best_is_lost(std::function<void(int64_t)> on_lost) { best_is_lost_ = std::move(on_lost); }
   // on_change(whether this rank is writing a checkpoint)
@@ -156,7 +156,8 @@ class CheckpointSaver {
   // Ends the run on all ranks if their copies of the model's state differ after this step; called by all, between two
   // updates. only: of this unit alone; none: of all
   void compare_copies(int64_t step, Run& run, std::optional<size_t> only = {}) const {
-    report_.timed(Task::checkpoint, [&] { detail::require_equal_copies(step, run, o_.place, last_, only); });
+    report_.timed(only ? Task::verification : Task::comparison,
+                  [&] { detail::require_equal_copies(step, run, o_.place, last_, only); });
   }
 
   // One unit, another one each time: all ranks that hold its copies have made its update.
@@ -176,7 +177,9 @@ class CheckpointSaver {
     if (!local && directory_is_new(run)) last_.clear();
     if (last_ == checkpoint_path(out_dir_, progress.done))
       return local ? void() : there_is(progress.done, how, progress);
-    compare_copies(progress.done, run);
+    const auto comparing = Clock::now();
+    detail::require_equal_copies(progress.done, run, o_.place, last_, {});
+    const double compared = seconds_since(comparing);
     log_.progress("writing checkpoint", 0, 1);
     nlohmann::ordered_json trainer = to_json_object(progress, job_, run.trainer.expert_biases());
     if (local) trainer = text_of_rank_0(trainer, run), trainer["saved_by"] = saved_locally;
@@ -184,14 +187,12 @@ class CheckpointSaver {
     else if (how.because == Because::clock) trainer["saved_by"] = saved_by_clock;
     const CheckpointMode mode = how.wait ? CheckpointMode::sync : o_.checkpoint_mode;
     constexpr double long_wait = 10;  // seconds
-    if (mode == CheckpointMode::sync && write_seconds_ > long_wait && how.because != Because::end)
-      log_.line(formatted("saving step {}{}", progress.done, cost_text()));
-    Pending pending{.how = how, .mode = mode, .trainer = std::move(trainer)};
+    if (mode == CheckpointMode::sync && write_seconds(how.where) > long_wait && how.because != Because::end)
+      log_.line(formatted("saving step {}{}", progress.done, cost_text(how.where)));
+    Pending pending{.how = how, .mode = mode, .trainer = std::move(trainer), .compared = compared};
     if (saving_) saving_(true);
     try {
-      report_.timed(Task::checkpoint, [&] {
-        pending.write = begin_write(progress.done, run, pending.trainer, Part::all, mode, how.where);
-      });
+      pending.write = begin_write(progress.done, run, pending.trainer, Part::all, mode, how.where);
     } catch (const CheckpointError& error) {
       return failed(error, pending, progress, run);
     }
@@ -200,14 +201,14 @@ class CheckpointSaver {
     if (mode == CheckpointMode::sync) settle(progress, run);
   }
 
-  // " (1.6 GiB, about 0:12)", by the last one
-  std::string cost_text() const {
-    return formatted(" ({}, about {})", human_bytes(job_.checkpoint_bytes()), human_duration(write_seconds_));
+  // " (1.6 GiB, about 0:12)", by the last ones
+  std::string cost_text(Where where = Where::out) const {
+    return formatted(" ({}, about {})", human_bytes(job_.checkpoint_bytes()), human_duration(write_seconds(where)));
   }
   // Whether this rank's part of a checkpoint is being written.
   bool is_writing() const { return pending_ && !pending_->write->written(); }
-  // How long that may still take, by the last one.
-  double seconds_to_settle() const { return is_writing() ? write_seconds_ : 0; }
+  // How long that may still take, by the last ones.
+  double seconds_to_settle() const { return is_writing() ? write_seconds(pending_->how.where) : 0; }
   // All ranks together: waits for the checkpoint that is being written, if there is one, and makes it visible. finish:
   // waits for the updates under way, so that `progress` is that of the state; called before another checkpoint is
   // tried.
@@ -226,7 +227,8 @@ class CheckpointSaver {
     const bool local = pending.how.where == Where::local;
     const WriteTimes times = pending.write->times();
     const double stall = pending.stalled + seconds_since(begin);
-    write_seconds_ = times.seconds;
+    (local ? local_writes_ : writes_).add(times.seconds);
+    report_.took(local ? Task::local_checkpoint : Task::checkpoint, pending.compared + stall);
     if (local) {
       local_retry_ = {};
     } else {
@@ -234,8 +236,7 @@ class CheckpointSaver {
       retry_ = {};
       saved_at_ = pending.begin;
       const double seconds = pending.mode == CheckpointMode::async ? stall + times.seconds : stall;
-      stop_.saved(seconds);
-      report_.saved(seconds);  // for the next stretch of the run
+      stop_.saves_take(report_.saved(seconds));
     }
     log_.checkpoint({.step = progress.done,
                      .path = path,
@@ -297,6 +298,7 @@ class CheckpointSaver {
     Save how;
     CheckpointMode mode;
     nlohmann::ordered_json trainer;
+    double compared = 0;  // seconds that the comparison of copies took before it
     Clock::time_point begin = Clock::now();
     double stalled = 0;  // seconds
     std::unique_ptr<CheckpointWrite> write = nullptr;
@@ -379,6 +381,13 @@ class CheckpointSaver {
         round_up(local_retry_.at, o_.checkpoint_local_every)));
   }
 
+  // How long a checkpoint usually takes to write.
+  double write_seconds(Where where) const {
+    return (where == Where::local ? local_writes_ : writes_)
+        .seconds()
+        .value_or(static_cast<double>(job_.checkpoint_bytes()) / assumed_bytes_per_second);
+  }
+
   void await_deletion() const {
     if (directory_ == nullptr) return;
     if (const std::string fault = directory_->retention().wait(); !fault.empty())
@@ -432,7 +441,7 @@ class CheckpointSaver {
   std::unique_ptr<LocalCopies> copies_;
   bool leads_ = false;
   std::optional<int64_t> copying_;  // the step of the local checkpoint that may not be on other disks yet
-  double write_seconds_ = static_cast<double>(job_.checkpoint_bytes()) / assumed_bytes_per_second;
+  UsualTime writes_, local_writes_;
   std::function<void(int64_t)> best_is_lost_;
   std::function<void(bool)> saving_;
   bool warned_of_threads_ = false;

@@ -12,7 +12,7 @@
 namespace llmc {
 
 // What a run does between updates.
-enum class Task : uint8_t { validation, sample, checkpoint };
+enum class Task : uint8_t { validation, sample, checkpoint, local_checkpoint, comparison, verification };
 
 // The sums of this start of a run, over all of its stretches.
 struct RunTotals {
@@ -21,7 +21,7 @@ struct RunTotals {
   double data_seconds = 0;  // of these, waiting for data
   int64_t updates = 0, tokens = 0;
   double flops = 0;
-  std::optional<double> save_seconds = {};  // of the last checkpoint, until it was durable
+  UsualTime saves = {};  // of checkpoints, until they are durable
 };
 
 class StepReport {
@@ -36,7 +36,11 @@ class StepReport {
   // An update begins, and none is under way.
   void start_clock() { clock_ = Clock::now(); }
 
-  void saved(double seconds) { totals_.save_seconds = seconds; }
+  // Returns how long that usually takes.
+  double saved(double seconds) {
+    totals_.saves.add(seconds);
+    return *totals_.saves.seconds();
+  }
 
   // An update has finished. Its time runs from the end of the previous one, or from start_clock(). With an asynchronous
   // pipeline it is the mean over the last updates, as many as are under way: several finish together when the pipeline
@@ -87,8 +91,9 @@ class StepReport {
   void timed(Task task, F&& work) {
     const auto begin = Clock::now();
     work();
-    task_seconds_[static_cast<size_t>(task)] = seconds_since(begin);
+    took(task, seconds_since(begin));
   }
+  void took(Task task, double seconds) { tasks_[static_cast<size_t>(task)].add(seconds); }
 
   // Further remarks about an update that has finished and not diverged.
   void notices(int64_t step, const StepResult& result) {
@@ -100,8 +105,30 @@ class StepReport {
           step, result.experts->rounds));
   }
 
-  // The duration of the last update, in seconds.
-  double last_seconds() const { return recent_.empty() ? 0 : recent_.back(); }
+  // How long an update takes now, in seconds: as long as the last one, unless there was a pause in that.
+  double update_seconds() const { return recent_.empty() ? 0 : std::min(recent_.back(), 2 * usual_seconds()); }
+
+  // Until the end of the run, after this step: estimated from recent updates and the last tasks of each kind; kinds
+  // that never ran are left out.
+  double seconds_left(int64_t step) const {
+    double seconds = usual_seconds() * static_cast<double>(job_.course.tokens() - job_.course.tokens_after(step)) /
+                     static_cast<double>(job_.step.tokens());
+    const auto task_seconds = [&](Task task) { return tasks_[static_cast<size_t>(task)].seconds().value_or(0); };
+    const auto times = [&](int64_t every) {
+      return every > 0 ? static_cast<double>(ceil_div(job_.max_steps, every) - (step - 1) / every) : 0;
+    };
+    const double saves = times(o_.checkpoint_every > 0 ? o_.checkpoint_every : job_.max_steps),
+                 between = 60 * o_.minutes_between_checkpoints();
+    const double saves_by_clock = between > 0 ? std::max(0.0, seconds / between - saves) : 0;
+    seconds += task_seconds(Task::checkpoint) * (saves + saves_by_clock);
+    for (const auto& [task, every] : {std::pair(Task::validation, job_.validates() ? o_.val_every : 0),
+                                      {Task::sample, o_.sample_every},
+                                      {Task::local_checkpoint, o_.checkpoint_local_every},
+                                      {Task::comparison, o_.check_replicas},
+                                      {Task::verification, o_.verify_updates}})
+      seconds += task_seconds(task) * times(every);
+    return seconds;
+  }
 
   // Called at the end of a run. ops: where --profile has recorded its ops. memory: Run::memory_taken().
   void summary(const Progress& progress, const std::string& checkpoint, const OpLedger& ops,
@@ -182,19 +209,8 @@ class StepReport {
     return peak ? std::optional(job_.flops_per_step() / seconds / *peak) : std::nullopt;
   }
 
-  // Estimated from recent updates and the last validation, sample and checkpoint; tasks that never ran are left out.
-  double seconds_left(int64_t step) const {
-    double seconds = median({recent_.begin(), recent_.end()}) *  // a pause is no trend
-                     static_cast<double>(job_.course.tokens() - job_.course.tokens_after(step)) /
-                     static_cast<double>(job_.step.tokens());
-    const std::array<int64_t, 3> every = {job_.validates() ? o_.val_every : 0, o_.sample_every,
-                                          o_.checkpoint_every > 0 ? o_.checkpoint_every : job_.max_steps};
-    for (size_t task = 0; task < every.size(); ++task)
-      if (every[task] > 0)
-        seconds +=
-            task_seconds_[task] * static_cast<double>(ceil_div(job_.max_steps, every[task]) - (step - 1) / every[task]);
-    return seconds;
-  }
+  // Of a recent update: a pause is no trend.
+  double usual_seconds() const { return median({recent_.begin(), recent_.end()}); }
 
   void read_gpu(int64_t step) {
     if (const auto reading = monitor_->read())
@@ -214,9 +230,9 @@ class StepReport {
   Clock::time_point clock_;  // when the last update finished, or the current one began
   RunTotals& totals_;
   static constexpr size_t recent_updates = 16;
-  std::deque<double> between_;               // seconds from one update to the next, for recent ones
-  std::deque<double> recent_;                // seconds per update, for recent ones
-  std::array<double, 3> task_seconds_ = {};  // of the last task of each kind; 0: none yet
+  std::deque<double> between_;           // seconds from one update to the next, for recent ones
+  std::deque<double> recent_;            // seconds per update, for recent ones
+  std::array<UsualTime, 6> tasks_ = {};  // by Task
   double last_loss_ = 0;
 };
 
