@@ -159,3 +159,15 @@ TEST_CASE("validation data that cannot be read any more end a run after a save",
     REQUIRE_FALSE(checkpoint_fault(checkpoint_path(dir / "run", step)));
   }
 }
+
+TEST_CASE("a plan refuses lists of data as the run would", "[plan]") {
+  for (const auto& [options, fault] : {std::pair{"--val-data a --val b=c", "--val with --val-data"},
+                                       {"--val b", "--val 'b': expected NAME=PATTERN"},
+                                       {"--val b=c --val b=d", "two of the same name"},
+                                       {"--data a=b:0", "--data 'a=b:0': the weight is 0"}}) {
+    const ProgramResult r = run_program(std::string("--plan --model d2 ") + options);
+    INFO(options << ": " << r.err);
+    REQUIRE(r.status == 1);
+    REQUIRE(r.err.find(fault) != std::string::npos);
+  }
+}

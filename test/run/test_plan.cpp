@@ -364,26 +364,6 @@ TEST_CASE("a validation of more steps than there is data uses all of it, for any
   REQUIRE(std::abs(loss("small", " --val-steps 4611686018427387904 --batch-size 1") / whole - 1) < 1e-6);
 }
 
-TEST_CASE("a tokenizer that is not the data's, and llm.c's deep models, get a notice", "[run][plan]") {
-  const TempDir dir;
-  write_shard(dir / "bytes.bin", std::vector<uint16_t>(40, 'a'));
-  const std::string run =
-      "--n-layer 1 --n-embd 8 --n-head 1 --seq-len 8 --batch-size 1 --max-steps 1 --threads 1 "
-      "--train-data " +
-      (dir / "bytes.bin") + " --out-dir ";
-  const ProgramResult unknown = run_program(run + (dir / "a") + " --vocab-size 300");
-  REQUIRE(unknown.out.find("notice: no tokenizer is known for this vocabulary of 300") != std::string::npos);
-  const ProgramResult bytes = run_program(run + (dir / "b") + " --vocab-size 257");
-  REQUIRE(bytes.out.find("notice: the training data begin with token 97, not with the tokenizer's end of text, 256") !=
-          std::string::npos);
-  const ProgramResult generated =
-      run_program("--generate --sample-tokens 1 --prompt a --model " + (dir / "a/step-000001"));
-  REQUIRE(generated.status == 0);
-  REQUIRE(generated.err.find("notice: no tokenizer is known for this vocabulary of 300") != std::string::npos);
-  REQUIRE(run_program("--plan --model d24 -t 8 -b 1").out.find("llm.c's d24 is d24 --n-embd 1024 --n-head 16") !=
-          std::string::npos);
-}
-
 TEST_CASE("a plan as JSON has the numbers of the plan, for each stage", "[run][plan]") {
   const std::string options =
       "--plan --json --model d4-e4 --local-ranks 8 --pp 2 --tp 2 --ep 2 --zero-stage 2 -b 2 -t 64 "

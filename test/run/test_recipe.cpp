@@ -413,21 +413,6 @@ TEST_CASE("--print-samples names the samples of a branch with another seed", "[r
   for (const int64_t sample : planned) REQUIRE_FALSE(first.contains(sample));
 }
 
-TEST_CASE("lengths in tokens stay as many tokens when the batch changes", "[recipe]") {
-  Options o = options_of("");
-  o.lr = 1, o.total_batch_size = 256, o.lr_schedule = LrShape::constant, o.max_steps = 60;
-  const auto rate = [&](int64_t steps, int64_t tokens) {
-    return Course(read_recipe(o), {}, {steps, tokens, tokens / 16, {}}).learning_rate(steps + 1);
-  };
-  o.warmup_tokens = token_count("10240");
-  REQUIRE(rate(12, 12 * 1024) == 1);  // the warmup is over
-  REQUIRE(rate(12, 12 * 128) == (12 * 128 + 256) / 10240.0);
-  o.total_batch_size = 1024, o.warmup_tokens = token_count("20480");
-  REQUIRE(rate(20, 20 * 256) == (20 * 256 + 1024) / 20480.0);
-  o.max_steps.reset(), o.tokens = token_count("102400"), o.warmup_tokens.reset(), o.lr_schedule = LrShape::linear;
-  REQUIRE(std::abs(rate(20, 20 * 256) - (1 - (20 * 256 + 1024 - 256) / (102400.0 - 256))) < 1e-12);
-}
-
 TEST_CASE("a resumed run is told where its learning rate jumps to, with another batch and without its stages",
           "[run][recipe]") {
   const RecipeData data;
@@ -607,16 +592,4 @@ TEST_CASE("faults and memory of a later stage are said with its place, and the r
   const std::string size = large.err.substr(begin + set.size(), end - begin - set.size());
   const std::string smaller = "total-batch-size = 1024\nseq-len = 64\nbatch-size = " + size + "\n";
   run_well(data.run("large", staged(smaller) + " --memory-limit 0.003"));
-}
-
-TEST_CASE("a plan refuses lists of data as the run would", "[plan]") {
-  for (const auto& [options, fault] : {std::pair{"--val-data a --val b=c", "--val with --val-data"},
-                                       {"--val b", "--val 'b': expected NAME=PATTERN"},
-                                       {"--val b=c --val b=d", "two of the same name"},
-                                       {"--data a=b:0", "--data 'a=b:0': the weight is 0"}}) {
-    const ProgramResult r = run_program(std::string("--plan --model d2 ") + options);
-    INFO(options << ": " << r.err);
-    REQUIRE(r.status == 1);
-    REQUIRE(r.err.find(fault) != std::string::npos);
-  }
 }

@@ -78,3 +78,23 @@ TEST_CASE("a run has it from its start to its end; one that began with the prese
            " --tokenizer " + gpt2);
   REQUIRE(vocabulary("branch/step-000002") == 50257);
 }
+
+TEST_CASE("a tokenizer that is not the data's, and llm.c's deep models, get a notice", "[run][plan]") {
+  const TempDir dir;
+  write_shard(dir / "bytes.bin", std::vector<uint16_t>(40, 'a'));
+  const std::string run =
+      "--n-layer 1 --n-embd 8 --n-head 1 --seq-len 8 --batch-size 1 --max-steps 1 --threads 1 "
+      "--train-data " +
+      (dir / "bytes.bin") + " --out-dir ";
+  const ProgramResult unknown = run_program(run + (dir / "a") + " --vocab-size 300");
+  REQUIRE(unknown.out.find("notice: no tokenizer is known for this vocabulary of 300") != std::string::npos);
+  const ProgramResult bytes = run_program(run + (dir / "b") + " --vocab-size 257");
+  REQUIRE(bytes.out.find("notice: the training data begin with token 97, not with the tokenizer's end of text, 256") !=
+          std::string::npos);
+  const ProgramResult generated =
+      run_program("--generate --sample-tokens 1 --prompt a --model " + (dir / "a/step-000001"));
+  REQUIRE(generated.status == 0);
+  REQUIRE(generated.err.find("notice: no tokenizer is known for this vocabulary of 300") != std::string::npos);
+  REQUIRE(run_program("--plan --model d24 -t 8 -b 1").out.find("llm.c's d24 is d24 --n-embd 1024 --n-head 16") !=
+          std::string::npos);
+}

@@ -116,3 +116,19 @@ TEST_CASE("--warmup-tokens, --decay-tokens and --weight-decay-tokens are the num
     refused(untied(dir / "refused", options), why);
   }
 }
+
+TEST_CASE("lengths in tokens stay as many tokens when the batch changes", "[recipe]") {
+  Options o;
+  o.train_data = "x", o.seq_len = 16, o.batch_size = 2;
+  o.lr = 1, o.total_batch_size = 256, o.lr_schedule = LrShape::constant, o.max_steps = 60;
+  const auto rate = [&](int64_t steps, int64_t tokens) {
+    return Course(read_recipe(o), {}, {steps, tokens, tokens / 16, {}}).learning_rate(steps + 1);
+  };
+  o.warmup_tokens = token_count("10240");
+  REQUIRE(rate(12, 12 * 1024) == 1);  // the warmup is over
+  REQUIRE(rate(12, 12 * 128) == (12 * 128 + 256) / 10240.0);
+  o.total_batch_size = 1024, o.warmup_tokens = token_count("20480");
+  REQUIRE(rate(20, 20 * 256) == (20 * 256 + 1024) / 20480.0);
+  o.max_steps.reset(), o.tokens = token_count("102400"), o.warmup_tokens.reset(), o.lr_schedule = LrShape::linear;
+  REQUIRE(std::abs(rate(20, 20 * 256) - (1 - (20 * 256 + 1024 - 256) / (102400.0 - 256))) < 1e-12);
+}
