@@ -129,9 +129,9 @@ TEST_CASE("a run from weights that have seen the very samples that it begins wit
 TEST_CASE("the rest of a run is estimated from what steps and tasks usually take, each kind by itself", "[run]") {
   const auto seconds_left = [](const std::string& options, const std::function<void(StepReport&)>& tasks) {
     std::vector<std::string> words = {"train_gpt"};
-    for (const std::string& word : split(tiny("unused", "--max-steps 1000 " + options), ' '))
+    for (const std::string& word : split(tiny("unused", "--local-ranks 2 --max-steps 1000 " + options), ' '))
       if (!word.empty()) words.push_back(word);
-    const Job job(parse_command_line(words, [](Options& o) { o.ranks = 1; }).options, Clock::now());
+    const Job job(parse_command_line(words, [](Options& o) { o.ranks = 2; }).options, Clock::now());
     Log log = Log::silent();
     RunTotals totals;
     StepReport report(job, log, {}, true, totals);
