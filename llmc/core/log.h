@@ -42,7 +42,7 @@ inline std::string counted(int64_t n, const std::string& what) {
 
 // Three digits, or a count: 0.0123 -> "0.0123", 12.34 -> "12.3", 1234.5 -> "1,235".
 inline std::string human_amount(double x) {
-  return x < 999.5 || x > 1e18 ? formatted("{:.3g}", x) : human_count(std::llround(x));
+  return !(x >= 999.5 && x <= 1e18) ? formatted("{:.3g}", x) : human_count(std::llround(x));
 }
 
 namespace detail {

@@ -374,10 +374,11 @@ inline std::optional<ResumedCourse> course_from(const ResumePoint& from, const R
 // --print-samples: of the run in --out-dir as it goes on from its newest checkpoint; if there is none, of a new one.
 inline void run_print_samples(Options o) {
   o.val_data.clear(), o.val = {};
-  const Recipe recipe = read_recipe(o);
+  Recipe recipe = read_recipe(o);
   RunData data(o, recipe);
   const std::optional<ResumePoint> from = detail::goes_on_from(o);
   std::vector<Rollback> rollbacks = detail::recorded_rollbacks(o, from);
+  take_known_name(recipe, rollbacks);
   std::optional<ResumedCourse> resumed;
   if (from) resumed = detail::course_from(*from, {o, recipe, data, rollbacks});
   if (from && !resumed) rollbacks.clear();

@@ -248,6 +248,7 @@ inline void tell_refusal(int argc, const char* const* argv, const std::string& e
     at.token = read_token(environment_variable);
     at.init_timeout = patience;
     at.say = print_error;
+    unread_errors_left_out = true;
     const ControlPlane told(
         {.process = launch.process, .processes = launch.processes, .build = build_text(), .agree = {{refusal, error}}},
         std::move(at));

@@ -29,9 +29,10 @@ inline Job resumed_job(const Job& first, const ResumePoint& from, Log& log) {
 }
 // The job from the run's beginning on.
 inline Job job_from_beginning(const Job& first) {
-  Job job(first.asked, first.begin, first.data,
-          Course(first.course.recipe(), first.data->train.epoch_tokens(), {},
-                 skips_of(first.rollbacks, recipe_checksum(first.course.recipe()))),
+  Recipe recipe = first.course.recipe();
+  take_known_name(recipe, first.rollbacks);
+  const std::vector<Skip> skips = skips_of(first.rollbacks, recipe_checksum(recipe));
+  Job job(first.asked, first.begin, first.data, Course(std::move(recipe), first.data->train.epoch_tokens(), {}, skips),
           0);
   job.rollbacks = first.rollbacks;
   return job;
@@ -113,14 +114,15 @@ inline RollbackLine roll_back(const Processes& processes, const Start& start, co
   const Stretch& stretch = job->stretch();
   const int64_t to = resume ? resume->step : 0, from = std::max(to, stretch.first_step),
                 first = stretch.samples_after(from), samples = stretch.samples_after(spike.step) - first;
-  const std::string recipe = recipe_checksum(job->course.recipe());
+  const Recipe& its = job->course.recipe();
+  const std::string recipe = recipe_checksum(its), here = its.known_as.empty() ? "" : detail::checksum_here(its);
   const size_t number = rollbacks_since(job->rollbacks, spike.rollback_point, recipe).size() + 1;
   log.line(
       formatted("step {} is a spike: {}: the run returns to {} (rollback {} of at most {} without a later checkpoint), "
                 "and leaves out the {} samples from {} on",
                 spike.step, spike.what, resume ? resume->path : "its beginning", number, job->asked.max_rollbacks,
                 samples, first));
-  job->rollbacks.push_back({from, spike.step, spike.loss, spike.grad_norm, samples, recipe});
+  job->rollbacks.push_back({from, spike.step, spike.loss, spike.grad_norm, samples, recipe, here});
   together(processes, "the earlier step",
            [&] { job.emplace(resume ? resumed_job(*job, *resume, log) : job_from_beginning(*job)); });
   together(processes, "checkpoints after the earlier step", [&] {  // only now, since all can go on from there

@@ -102,6 +102,8 @@ TEST_CASE("who says nothing is sent no more boards than its buffers hold, and fu
   meets.join();
   const auto post = [&](size_t bytes) { job->post({std::string(bytes, 'x')}), job->beat(); };
   for (int i = 0; i < 200; ++i) post(3000);
+  for (const Limit limit = Limit::seconds(20); (boards == 0 || beats == 0) && !limit.passed();)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
   REQUIRE((boards > 0 && boards < 10));
   REQUIRE((beats > 0 && beats < 10));

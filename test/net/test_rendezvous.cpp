@@ -399,7 +399,7 @@ TEST_CASE("a process that does not reach the rendezvous says what it found toget
 }
 
 TEST_CASE("while a process is stopped, its time to meet the others does not run", "[net]") {
-  constexpr double init_timeout = 2;
+  constexpr double init_timeout = 4;
   const TempDir dir;
   const std::array<std::string, 2> where = {"file:" + dir / "of 0", "file:" + dir / "of 1"};  // two jobs
   std::array<pid_t, 2> stopped{};

@@ -138,7 +138,9 @@ TEST_CASE("the rest of a run is estimated from what steps and tasks usually take
     report.start_clock();
     for (int64_t step = 1; step <= 10; ++step) {
       if (step == 10) std::this_thread::sleep_for(std::chrono::milliseconds(300));  // a pause
-      report.finished(step, 1e-3, 0, {.loss = 1}, {});
+      StepResult result;
+      result.loss = 1;
+      report.finished(step, 1e-3, 0, result, {});
     }
     REQUIRE(report.update_seconds() < 0.1);
     tasks(report);

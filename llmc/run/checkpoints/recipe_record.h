@@ -51,13 +51,21 @@ inline nlohmann::json recipe_facts(const Recipe& recipe) {
 inline std::string recipe_checksum(const nlohmann::json& facts, int64_t tokens_per_step) {
   return checksum(facts.dump() + std::to_string(tokens_per_step));
 }
+inline std::string checksum_here(const Recipe& recipe) {
+  return recipe_checksum(recipe_facts(recipe), recipe.stages[0].ramp[0].tokens_per_step);
+}
 
 }  // namespace detail
 
 // Tells the recipes of two stretches of a run apart.
 inline std::string recipe_checksum(const Recipe& recipe) {
-  if (!recipe.known_as.empty()) return recipe.known_as;
-  return detail::recipe_checksum(detail::recipe_facts(recipe), recipe.stages[0].ramp[0].tokens_per_step);
+  return recipe.known_as.empty() ? detail::checksum_here(recipe) : recipe.known_as;
+}
+// The name by which rollbacks know a recipe whose data they have seen where these are now.
+inline void take_known_name(Recipe& recipe, const std::vector<Rollback>& rollbacks) {
+  const std::string here = detail::checksum_here(recipe);
+  for (const Rollback& r : rollbacks)
+    if (r.here == here) recipe.known_as = r.recipe;
 }
 
 // The part of trainer.json after step `done`.
@@ -113,7 +121,9 @@ class RecipeReader {
         run_(run),
         recipe_(run.recipe),
         file_(from.path + "/trainer.json"),
-        json_(member(from.trainer, "recipe")) {}
+        json_(member(from.trainer, "recipe")) {
+    take_known_name(recipe_, run.rollbacks);
+  }
 
   ResumedCourse read() {
     if (json_.is_null()) read_old();
@@ -147,13 +157,12 @@ class RecipeReader {
     // What the checkpoint's run had left out before it, and what this run has left out after it.
     if (next.changed) skips_.clear();  // they are places in the former recipe
     std::erase_if(skips_, [&](const Skip& skip) { return skip.step >= from_.step; });
-    Recipe recipe = recipe_;
-    if (const std::string then = former_checksum(); !next.changed && then != recipe_checksum(recipe))
-      recipe.known_as = then;  // its data were moved
-    for (const Skip& skip : skips_of(run_.rollbacks, recipe_checksum(recipe)))
+    if (const std::string then = former_checksum(); !next.changed && then != recipe_checksum(recipe_))
+      recipe_.known_as = then;  // its data were moved
+    for (const Skip& skip : skips_of(run_.rollbacks, recipe_checksum(recipe_)))
       if (skip.step >= from_.step) skips_.push_back(skip);
     run_.data.train.cut(next.block);
-    const Course course(std::move(recipe), run_.data.train.epoch_tokens(), std::move(origin_), skips_);
+    const Course course(recipe_, run_.data.train.epoch_tokens(), std::move(origin_), skips_);
     if (!next.changed && !resized && count("data_samples") == run_.data.train.samples())
       CHECK(course.sources_after(from_.step) == positions_ || from_.step > course.steps(),
             "{}: the positions in the data are not those of step {}: the file is damaged", file_, from_.step);
@@ -558,7 +567,7 @@ class RecipeReader {
 
   const ResumePoint& from_;
   const Resuming& run_;
-  const Recipe& recipe_;
+  Recipe recipe_;
   std::string file_;
   nlohmann::json json_, facts_, former_facts_;  // facts_: where files lie now, if they are the same
   int64_t block_ = 0, samples_ = 0;

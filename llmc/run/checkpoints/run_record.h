@@ -18,6 +18,7 @@ struct Rollback {
   double loss, grad_norm;  // of the spike
   int64_t samples;         // left out after `step`, also by the rollbacks before this one
   std::string recipe;      // recipe_checksum(), of the recipe whose samples they are
+  std::string here = {};   // what that would be without Recipe::known_as, if it has one
 };
 
 inline nlohmann::ordered_json to_json_object(const std::vector<Rollback>& rollbacks) {
@@ -28,7 +29,8 @@ inline nlohmann::ordered_json to_json_object(const std::vector<Rollback>& rollba
                    {"loss", r.loss},
                    {"grad_norm", r.grad_norm},
                    {"samples", r.samples},
-                   {"recipe", r.recipe}});
+                   {"recipe", r.recipe},
+                   {"here", r.here}});
   return all;
 }
 
@@ -47,9 +49,10 @@ inline std::vector<Rollback> rollbacks_from_json(const nlohmann::json& json, con
       if (!number.is_number() && !number.is_null()) throw damaged(one);
       return number.is_null() ? std::numeric_limits<double>::quiet_NaN() : number.get<double>();
     };
-    const nlohmann::json recipe = member(one, "recipe");
+    const nlohmann::json recipe = member(one, "recipe"), here = one.value("here", nlohmann::json(""));
+    if (!here.is_string()) throw damaged(one);
     if (!step || !spike || !samples || *spike <= *step || *samples == 0 || !recipe.is_string()) throw damaged(one);
-    all.push_back({*step, *spike, value("loss"), value("grad_norm"), *samples, recipe});
+    all.push_back({*step, *spike, value("loss"), value("grad_norm"), *samples, recipe, here});
   }
   return all;
 }

@@ -561,8 +561,7 @@ inline std::vector<OptionRow> option_rows(Options& o) {
       "the step of --trace, counted from the start or resume of the run; default: 3, or the last if there are fewer");
   add("--peak-tflops", "", o.peak_tflops, between(1e-6, 1e9), free,
       "peak that MFU refers to, in TFLOP/s, of a GPU, or of a process on CPUs; default: the GPU's datasheet (dense), "
-      "or "
-      "the CPU's measured matmul peak");
+      "or the CPU's measured matmul peak");
   add("--log-gpu-every", "", o.log_gpu_every, at_least(0), free,
       "steps between lines with the GPU's utilisation, memory, clock, power, temperature and throttling; 0: never");
   return rows;
