@@ -563,10 +563,11 @@ TEST_CASE("data that were moved are no change: rollbacks go as far back as befor
   require_in(run("", by_clock + "--max-steps 5"), "returns to its beginning (rollback 1 of");
   std::string before;
   for (const std::string folder : {"moved/", "again/"}) {
-    data.remove("run", 5);  // the newest that is left is of the first folder
+    data.remove("run", 5);
     fs::create_directory(data.dir / folder);
     fs::rename(data.dir / (before + "a.bin"), data.dir / (folder + "a.bin"));
     run(before = folder, by_clock + "--max-steps 5");
+    data.remove("run", 5);  // the newest that is left is of the first folder
   }
   require_in(run("again/", "--max-steps 7"),
              "(rollback 2 of at most 3 without a later checkpoint), and leaves out the 32");
