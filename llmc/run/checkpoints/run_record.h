@@ -49,10 +49,11 @@ inline std::vector<Rollback> rollbacks_from_json(const nlohmann::json& json, con
       if (!number.is_number() && !number.is_null()) throw damaged(one);
       return number.is_null() ? std::numeric_limits<double>::quiet_NaN() : number.get<double>();
     };
-    const nlohmann::json recipe = member(one, "recipe"), here = one.value("here", nlohmann::json(""));
-    if (!here.is_string()) throw damaged(one);
+    const nlohmann::json recipe = member(one, "recipe"), here = member(one, "here");  // older versions have no `here`
+    if (!here.is_string() && !here.is_null()) throw damaged(one);
     if (!step || !spike || !samples || *spike <= *step || *samples == 0 || !recipe.is_string()) throw damaged(one);
-    all.push_back({*step, *spike, value("loss"), value("grad_norm"), *samples, recipe, here});
+    all.push_back({*step, *spike, value("loss"), value("grad_norm"), *samples, recipe,
+                   here.is_string() ? here.get<std::string>() : ""});
   }
   return all;
 }
