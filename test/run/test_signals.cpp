@@ -172,8 +172,8 @@ TEST_CASE("a signal that was blocked when the process began saves the run, too",
 TEST_CASE("a signal that came while it was blocked, before the process began, ends a run like one that comes later",
           "[run][failures]") {
   const TempDir dir;
-  const ProgramResult r =
-      run_program(tiny(dir / "run", "--max-steps 1"), "env --block-signal=TERM sh -c 'kill -TERM $$; exec \"$@\"' sh");
+  const ProgramResult r = run_program(tiny(dir / "run", "--max-steps 1"),
+                                      "env --block-signal=TERM bash -c 'kill -TERM $$; exec \"$@\"' bash");
   INFO(r.err);
   REQUIRE(r.status == 75);
   REQUIRE(r.err.find("stopped by SIGTERM after step 0 of 1") != std::string::npos);

@@ -94,6 +94,16 @@ header b.h 'inline int b() { return 1; }' && header a.h 'inline int a() { return
 unfit a.h
 header a.h 'inline int a() { int unused; return 1; }' && header b.h && header c.h
 unfit a.h
+# Those that include run/setup.h: one lacks what one before it has, and one what one behind it has.
+header ../run/setup.h
+for names in 'x y' 'y x'; do
+  read -r whole unfit <<<"$names"
+  header "../run/$whole.h" '#include "run/setup.h"' 'inline int f() { return 1; }'
+  header "../run/$unfit.h" '#include "run/setup.h"' 'inline int g() { return f(); }'
+  ! said=$(FLAGS='-std=c++20 -Wall -Illmc' "$copy/tree/scripts/check_headers.sh" llmc/run/{setup,x,y}.h 2>&1) ||
+    fail "run/$unfit.h passes without run/$whole.h"
+  [[ $said = *"llmc/run/$unfit.h:1: does not compile"* && $said != *"llmc/run/$whole.h:1: "* ]] || fail "$unfit: $said"
+done
 
 # ---- Scripts ---------------------------------------------------------------------------------------------------------
 
