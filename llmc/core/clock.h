@@ -13,6 +13,13 @@ inline double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
+// The larger of the two in the middle of an even number of values.
+inline double median(std::vector<double> values) {
+  const auto middle = values.begin() + std::ssize(values) / 2;
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
 // The median of the last three times, or the longer one of two: a pause in one of them is no trend.
 class UsualTime {
  public:
@@ -22,9 +29,8 @@ class UsualTime {
   }
   // None: there was none yet.
   std::optional<double> seconds() const {
-    std::vector<double> sorted(last_.end() - static_cast<std::ptrdiff_t>(known_), last_.end());
-    std::ranges::sort(sorted);
-    return known_ == 0 ? std::nullopt : std::optional(sorted[known_ / 2]);
+    if (known_ == 0) return std::nullopt;
+    return median({last_.end() - static_cast<std::ptrdiff_t>(known_), last_.end()});
   }
 
  private:

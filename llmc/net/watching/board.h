@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "core/check.h"
+#include "core/clock.h"
 #include "core/threads.h"
 
 namespace llmc {
@@ -40,13 +41,6 @@ inline std::vector<int> from_runs(const std::string& text) {
   }
   CHECK(!numbers.empty(), "not a list of ranks");
   return numbers;
-}
-
-// The larger of the two in the middle of an even number of values.
-inline double median(std::vector<double> values) {
-  const auto middle = values.begin() + std::ssize(values) / 2;
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
 }
 
 // The members of a group: ranks, ascending. Copies share them, because large groups have many members that know them.

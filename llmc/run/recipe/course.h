@@ -78,6 +78,10 @@ class Course {
   int64_t tokens_after(int64_t step) const { return stretches_[stretch_of(step)].tokens_after(step); }
   int64_t samples_after(int64_t step) const { return stretches_[stretch_of(step)].samples_after(step); }
   double learning_rate(int64_t step) const { return stretches_[stretch_of(step)].learning_rate(step); }
+  // How often source s has been read there.
+  double epochs(size_t s, const SourcePosition& at) const {
+    return static_cast<double>(at.epoch) + static_cast<double>(at.tokens) / static_cast<double>(epoch_tokens_[s]);
+  }
   // Rejects a run that would read a source too often.
   void require_allowed_epochs() const {
     // The samples that take the place of those left out do not count.
@@ -85,16 +89,15 @@ class Course {
     const std::vector<SourcePosition> at = sources_after(steps());
     for (size_t s = 0; s < epoch_tokens_.size(); ++s) {
       const std::optional<double> most = recipe_.sources[s].max_epochs;
-      const double epochs =
-          static_cast<double>(at[s].epoch) + static_cast<double>(at[s].tokens) / static_cast<double>(epoch_tokens_[s]);
+      const double read = epochs(s, at[s]);
       // --epochs is rounded up to whole steps.
       const double step = recipe_.stages[0].options.epochs ? static_cast<double>(stretches_.back().tokens_per_step) /
                                                                  static_cast<double>(epoch_tokens_[s])
                                                            : 0;
-      CHECK(!most || epochs <= *most + step,
+      CHECK(!most || read <= *most + step,
             "--data {}: the run would read it {:.3f} times, and at most {} are allowed: lower its weight, shorten the "
             "run, or allow more",
-            recipe_.sources[s].name, epochs, *most);
+            recipe_.sources[s].name, read, *most);
     }
   }
   std::vector<SourcePosition> sources_after(int64_t step) const {

@@ -7,7 +7,6 @@
 #include "core/clock.h"
 #include "core/environment.h"
 #include "core/log.h"
-#include "net/watching/board.h"
 #include "run/processes.h"
 #include "run/rank_device.h"
 #include "run/reports/peak.h"

@@ -173,15 +173,13 @@ inline void add_data_rows(Rows& rows, const Job& job) {
   for (size_t s = 0; s < job.data->train.size(); ++s) {
     const Sources::Source& source = job.data->train[s];
     const int64_t samples = source.blocks() * (job.data->train.block() / o.seq_len);
-    const double epochs =
-        static_cast<double>(end[s].epoch) + static_cast<double>(end[s].tokens) / static_cast<double>(epoch_tokens[s]);
     rows.emplace_back(
         source.name.empty() ? "training data" : "source " + source.name,
         formatted("{}: {} shard(s) ({}), {} tokens, {} samples of {}{}{}{}", source.pattern, source.shards.count(),
                   name_of(source.shards.format(0)), human_count(source.shards.tokens()), human_count(samples),
                   o.seq_len, o.shuffled() ? ", shuffled" : ", in file order",
                   source.name.empty() ? "" : formatted(", {:.4g}%", 100 * share_of_source(now, s)),
-                  one ? "" : formatted(", {} epochs by the end", human_amount(epochs))));
+                  one ? "" : formatted(", {} epochs by the end", human_amount(course.epochs(s, end[s])))));
     if (source.packed) rows.emplace_back("packing", packing_text(o.pack, source.packed->counts(), o.seq_len));
   }
 }

@@ -4,7 +4,6 @@
 
 #include "core/clock.h"
 #include "device/nvml.h"
-#include "net/watching/board.h"
 #include "run/checkpoints/progress.h"
 #include "run/job.h"
 #include "run/reports/report.h"
